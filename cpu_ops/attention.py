@@ -1,0 +1,343 @@
+"""Attention to blocks of keys and values where they lie in DRAM.
+
+One pass over each block with the online softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithm 1);
+work is divided among threads by tokens, across sequences, heads and blocks alike, and the partial results of a list
+that several threads shared are merged by their log-sum-exps, which is exact (as in Flash-Decoding).
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numba import njit, prange, types
+
+from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.exponential import LN_2, LOG2_E, exp2, tanh
+from cpu_ops.simd import accumulate_rows, prefetch, query_tiles, score_tile, token_tile
+from cpu_ops.storage import STORAGE_TYPES, storage_of
+from cpu_ops.threads import kernel_threads
+
+_VALUE_TILE = 16
+"""Tokens whose values are added before the partial outputs go back to memory: their rows stay in the L1 cache."""
+
+_BAD_ID, _BAD_COUNT, _BAD_LENGTH = -1, -2, -3
+
+
+def attend_blocks(
+    q: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    block_ids: np.ndarray,
+    block_counts: np.ndarray,
+    block_lengths: np.ndarray,
+    scale: float,
+    softcap: float = 0.0,
+    out: np.ndarray | None = None,
+    lse: np.ndarray | None = None,
+    threads: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax attention of one query position per sequence to the blocks that its lists name.
+
+    q: [rows, kv_heads, group, k_dim] float32, the query heads of each kv head together.
+    keys: [num_blocks, kv_heads, block_size, k_dim], values: [num_blocks, kv_heads, block_size, v_dim], of one storage
+    type; untouched blocks are never read. block_ids: [rows, 1 or kv_heads, max_blocks] int32, one list for all kv heads
+    or one for each; block_counts: [rows, 1 or kv_heads] int32, entries in use; block_lengths: [num_blocks] int32,
+    tokens in each block. scale multiplies the scores; softcap c > 0 then turns them into c * tanh(score / c).
+    threads: how many to use (None: Numba's setting).
+
+    Returns out [rows, kv_heads, group, v_dim] float32 and lse [rows, kv_heads, group] float32, the natural logarithm of
+    the sum of exp(score); 0 and -inf where there is no token. Both are written in place when given.
+
+    Raises ValueError or TypeError for arrays that do not fit together, IndexError for ids, counts or lengths that
+    point outside the pool.
+    """
+    kernel, kernel_dtype, rows, kv_heads, group, v_dim = _plan(
+        q.shape, keys.shape, values.shape, block_ids.shape, block_counts.shape, block_lengths.shape,
+        keys.dtype, values.dtype, softcap > 0,
+    )  # fmt: skip
+    if out is None:
+        out = np.empty((rows, kv_heads, group, v_dim), np.float32)
+    if lse is None:
+        lse = np.empty((rows, kv_heads, group), np.float32)
+    if out.shape != (rows, kv_heads, group, v_dim) or lse.shape != (rows, kv_heads, group):
+        raise ValueError(f"out {out.shape} and lse {lse.shape} should be {(rows, kv_heads, group)} + ({v_dim},) and ()")
+    arrays = (q, keys.view(kernel_dtype), values.view(kernel_dtype), block_ids, block_counts, block_lengths)
+    with kernel_threads(threads) as used:
+        try:
+            status = kernel(*arrays, scale, softcap, used, out, lse)
+        except TypeError as error:
+            raise TypeError(_wrong_array(q, keys, values, block_ids, block_counts, block_lengths, out, lse)) from error
+    if status < 0:
+        raise IndexError(_outside_pool(status, keys, block_ids, block_counts, block_lengths))
+    return out, lse
+
+
+def compile_for(
+    group: int, k_dim: int, v_dim: int, block_size: int, storage: str = "float16", softcap: bool = False
+) -> None:
+    """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first token needs it.
+
+    Raises ValueError for a storage type that is not registered.
+    """
+    if storage not in STORAGE_TYPES:
+        raise ValueError(f"storage {storage!r} is not one of {', '.join(STORAGE_TYPES)}")
+    _kernel(storage, group, k_dim, v_dim, block_size, softcap)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    q: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
+    lengths: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype, softcapped: bool,
+) -> tuple[Any, np.dtype, int, int, int, int]:  # fmt: skip
+    """Check that shapes fit together and find their kernel; remembered, for a token costs this once per layer."""
+    if len(q) != 4 or len(keys) != 4 or len(values) != 4:
+        raise ValueError(f"q {q}, keys {keys} and values {values} must have four dimensions each")
+    rows, kv_heads, group, k_dim = q
+    num_blocks, _, block_size, _ = keys
+    if keys[1] != kv_heads or keys[3] != k_dim:
+        raise ValueError(f"keys {keys} do not fit q {q}: kv_heads (second) and k_dim (last) must be equal")
+    if values[:3] != keys[:3]:
+        raise ValueError(f"values {values} do not fit keys {keys}: all but the last dimension must be equal")
+    if min(group, k_dim, values[3], block_size) < 1:
+        raise ValueError(f"q {q}, keys {keys}, values {values}: group, dims and block_size must be at least 1")
+    if len(ids) != 3 or ids[0] != rows or ids[1] not in (1, kv_heads) or counts != ids[:2]:
+        raise ValueError(
+            f"block_ids {ids} must be [{rows}, 1 or {kv_heads}, max_blocks], block_counts {counts} its first two dims"
+        )
+    if lengths != (num_blocks,):
+        raise ValueError(f"block_lengths {lengths} must hold one entry for each of the {num_blocks} blocks")
+    if value_dtype != dtype:
+        raise TypeError(f"keys are {dtype} and values {value_dtype}; store both as the same type")
+    storage = storage_of(dtype)
+    kernel = _kernel(storage.name, group, k_dim, values[3], block_size, softcapped)
+    return kernel, storage.kernel_dtype, rows, kv_heads, group, values[3]
+
+
+def _wrong_array(*arrays: np.ndarray) -> str:
+    names = ("q", "keys", "values", "block_ids", "block_counts", "block_lengths", "out", "lse")
+    wanted = [np.float32, arrays[1].dtype, arrays[1].dtype, np.int32, np.int32, np.int32, np.float32, np.float32]
+    wrong = [
+        f"{name} is {array.dtype}, {'' if array.flags.c_contiguous else 'not '}C-contiguous"
+        + ("" if array.flags.writeable else ", read-only")
+        for name, array, dtype in zip(names, arrays, wanted, strict=True)
+        if array.dtype != dtype or not array.flags.c_contiguous or not array.flags.writeable
+    ]
+    return f"{'; '.join(wrong)}: expected writeable C-contiguous arrays, float32 and (ids, counts, lengths) int32"
+
+
+def _outside_pool(status: int, keys: np.ndarray, ids: np.ndarray, counts: np.ndarray, lengths: np.ndarray) -> str:
+    if status == _BAD_COUNT:
+        return f"block_counts range over {counts.min()}..{counts.max()}; lists hold 0..{ids.shape[2]} entries"
+    if status == _BAD_ID:
+        return f"block_ids name a block outside the pool's 0..{keys.shape[0] - 1}"
+    return f"block_lengths of attended blocks must lie in 0..{keys.shape[2]} (block_size)"
+
+
+@njit(cache=True)
+def _list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size):  # type: ignore[no-untyped-def]
+    """Where each (row, kv head) list begins when all are laid end to end, in tokens; a first entry < 0 is an error."""
+    rows, lists_per_row, max_blocks = block_ids.shape
+    starts = np.zeros(rows * kv_heads + 1, np.int64)
+    for row in range(rows):
+        tokens = np.int64(0)
+        for head in range(kv_heads):
+            if head < lists_per_row:
+                tokens = np.int64(0)
+                count = block_counts[row, head]
+                if count < 0 or count > max_blocks:
+                    starts[0] = _BAD_COUNT
+                    return starts
+                for entry in range(count):
+                    block = block_ids[row, head, entry]
+                    if block < 0 or block >= block_lengths.shape[0]:
+                        starts[0] = _BAD_ID
+                        return starts
+                    if block_lengths[block] < 0 or block_lengths[block] > block_size:
+                        starts[0] = _BAD_LENGTH
+                        return starts
+                    tokens += block_lengths[block]
+            index = row * kv_heads + head
+            starts[index + 1] = starts[index] + tokens
+    return starts
+
+
+@njit(fastmath={"contract", "nsz", "nnan", "reassoc"}, error_model="numpy")
+def _row_max(scratch, at, count):  # type: ignore[no-untyped-def]
+    most = np.float32(-np.inf)
+    for t in range(count):
+        most = max(most, scratch[at + t])
+    return most
+
+
+@njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+def _row_exp2(scratch, at, count, shift):  # type: ignore[no-untyped-def]
+    """Replace scores by 2 ** (score - shift); returns their sum."""
+    total = np.float32(0)
+    for t in range(count):
+        weight = exp2(scratch[at + t] - shift)
+        scratch[at + t] = weight
+        total += weight
+    return total
+
+
+@njit(fastmath={"contract", "nsz"}, error_model="numpy")
+def _row_softcap(scratch, at, count, cap):  # type: ignore[no-untyped-def]
+    for t in range(count):
+        scratch[at + t] = cap * tanh(scratch[at + t])
+
+
+@njit(cache=True, error_model="numpy")
+def _merge_edges(edges, edge_sums, edge_stats, out, lse):  # type: ignore[no-untyped-def]
+    """Merge what several threads computed of one list: edges [threads, 2] name the lists, in order."""
+    threads, _, group, v_dim = edge_sums.shape
+    kv_heads = out.shape[1]
+    for edge in range(2 * threads):
+        index = edges[edge // 2, edge % 2]
+        if index < 0:
+            continue
+        row, head = index // kv_heads, index % kv_heads
+        for g in range(group):
+            most = np.float32(-np.inf)
+            for other in range(edge, 2 * threads):
+                if edges[other // 2, other % 2] == index:
+                    most = max(most, edge_stats[other // 2, other % 2, g, 0])
+            total = np.float32(0)
+            out[row, head, g] = 0
+            for other in range(edge, 2 * threads):
+                if edges[other // 2, other % 2] == index:
+                    stats = edge_stats[other // 2, other % 2, g]
+                    weight = exp2(stats[0] - most)
+                    total += weight * stats[1]
+                    for d in range(v_dim):
+                        out[row, head, g, d] += weight * edge_sums[other // 2, other % 2, g, d]
+            for d in range(v_dim):
+                out[row, head, g, d] /= total
+            lse[row, head, g] = (most + np.log2(total)) * LN_2
+        for other in range(edge, 2 * threads):
+            if edges[other // 2, other % 2] == index:
+                edges[other // 2, other % 2] = -1
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // 16) * 16
+
+
+@lru_cache(maxsize=None)
+def _kernel(storage: str, group: int, k_dim: int, v_dim: int, block_size: int, softcapped: bool) -> Any:
+    """Compile the kernel of one shape; on disk Numba keys it by the constants below, all of them plain values."""
+    full_tiles, tile_queries, rest_queries = query_tiles(group)
+    tile_tokens = token_tile(tile_queries, block_size)
+    scores_at = _aligned(group * k_dim)
+    sums_at = scores_at + _aligned(group * block_size)
+    scratch_size = sums_at + _aligned(group * v_dim) + 16
+    full_queries = full_tiles * tile_queries
+    code_version = CODE_VERSION
+
+    pool = types.Array(types.uint16 if STORAGE_TYPES[storage].kernel_dtype == np.uint16 else types.float32, 4, "C")
+    real4, real3 = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
+    int3, int2, int1 = (types.Array(types.int32, dims, "C") for dims in (3, 2, 1))
+    signature = types.int64(
+        real4, pool, pool, int3, int2, int1, types.float64, types.float64, types.int64, real4, real3
+    )  # fmt: skip
+
+    @njit(signature, parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def attend(q, keys, values, block_ids, block_counts, block_lengths, scale, softcap, threads, out, lse):  # type: ignore[no-untyped-def]
+        kv_heads = q.shape[1]
+        starts = _list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size)
+        if starts[0] < 0:
+            return starts[0]
+        lists = starts.size - 1
+        total = starts[lists]
+        factor = np.float32(scale / softcap) if softcapped else np.float32(scale * LOG2_E)
+        edges = np.full((threads, 2), -1, np.int64)
+        edge_sums = np.empty((threads, 2, group, v_dim), np.float32)
+        edge_stats = np.empty((threads, 2, group, 2), np.float32)
+        for thread in prange(threads):
+            first, last = total * thread // threads, total * (thread + 1) // threads
+            scratch = np.empty(scratch_size, np.float32)
+            stats = np.empty((group, 2), np.float32)
+            q_at = (64 - scratch.ctypes.data % 64) % 64 // 4
+            s_at, o_at = q_at + scores_at, q_at + sums_at
+            for index in range(lists):
+                row, head = index // kv_heads, index % kv_heads
+                if starts[index] == starts[index + 1]:
+                    if thread == 0:
+                        out[row, head] = 0
+                        lse[row, head] = -np.inf
+                    continue
+                if starts[index + 1] <= first or starts[index] >= last:
+                    continue
+                for g in range(group):
+                    stats[g, 0] = -np.inf
+                    stats[g, 1] = 0
+                    for d in range(k_dim):
+                        scratch[q_at + g * k_dim + d] = q[row, head, g, d] * factor
+                for d in range(group * v_dim):
+                    scratch[o_at + d] = 0
+                which = min(head, block_ids.shape[1] - 1)
+                entries = block_counts[row, which]
+                position = starts[index]
+                for entry in range(entries):
+                    block = np.int64(block_ids[row, which, entry])
+                    count = np.int64(block_lengths[block])
+                    mine = first <= position and position < last
+                    position += count
+                    if not mine or count == 0:
+                        continue
+                    k_at = (block * kv_heads + head) * (block_size * k_dim)
+                    v_at = (block * kv_heads + head) * (block_size * v_dim)
+                    following = np.int64(block_ids[row, which, min(entry + 1, entries - 1)])
+                    next_k_at = (following * kv_heads + head) * (block_size * k_dim)
+                    for t in range(0, count, tile_tokens):
+                        prefetch(values, v_at + t * v_dim, tile_tokens * v_dim)
+                        for g in range(0, full_queries, tile_queries):
+                            score_tile(
+                                "dot", storage, k_dim, tile_queries, tile_tokens, scratch, q_at + g * k_dim,
+                                keys, k_at + t * k_dim, scratch, s_at + g * block_size + t, block_size,
+                            )  # fmt: skip
+                        if rest_queries > 0:
+                            score_tile(
+                                "dot", storage, k_dim, rest_queries, tile_tokens, scratch, q_at + full_queries * k_dim,
+                                keys, k_at + t * k_dim, scratch, s_at + full_queries * block_size + t, block_size,
+                            )  # fmt: skip
+                    for g in range(group):
+                        row_at = s_at + g * block_size
+                        if softcapped:
+                            _row_softcap(scratch, row_at, count, np.float32(softcap) * LOG2_E)
+                        most = _row_max(scratch, row_at, count)
+                        if most > stats[g, 0]:
+                            rescale = exp2(stats[g, 0] - most)
+                            stats[g, 0] = most
+                            stats[g, 1] *= rescale
+                            for d in range(o_at + g * v_dim, o_at + (g + 1) * v_dim):
+                                scratch[d] *= rescale
+                        stats[g, 1] += _row_exp2(scratch, row_at, count, stats[g, 0])
+                    for t in range(0, count, _VALUE_TILE):
+                        tokens = min(_VALUE_TILE, count - t)
+                        prefetch(keys, next_k_at + t * k_dim, tokens * k_dim)
+                        for g in range(0, full_queries, tile_queries):
+                            accumulate_rows(
+                                storage, v_dim, tile_queries, scratch, s_at + g * block_size + t, block_size,
+                                values, v_at + t * v_dim, tokens, scratch, o_at + g * v_dim,
+                            )  # fmt: skip
+                        if rest_queries > 0:
+                            accumulate_rows(
+                                storage, v_dim, rest_queries, scratch, s_at + full_queries * block_size + t, block_size,
+                                values, v_at + t * v_dim, tokens, scratch, o_at + full_queries * v_dim,
+                            )  # fmt: skip
+                if starts[index] >= first and starts[index + 1] <= last:
+                    for g in range(group):
+                        for d in range(v_dim):
+                            out[row, head, g, d] = scratch[o_at + g * v_dim + d] / stats[g, 1]
+                        lse[row, head, g] = (stats[g, 0] + np.log2(stats[g, 1])) * LN_2
+                else:
+                    side = 0 if starts[index] < first else 1
+                    edges[thread, side] = index
+                    edge_stats[thread, side] = stats
+                    for g in range(group):
+                        for d in range(v_dim):
+                            edge_sums[thread, side, g, d] = scratch[o_at + g * v_dim + d]
+        _merge_edges(edges, edge_sums, edge_stats, out, lse)
+        return code_version
+
+    return attend

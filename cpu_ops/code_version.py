@@ -1,0 +1,8 @@
+"""A number that changes with the source of the kernels."""
+
+import zlib
+from pathlib import Path
+
+CODE_VERSION = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
+"""Kernels close over it, so that it is part of their key in Numba's on-disk cache: Numba itself looks only at the file
+a kernel is defined in, and would go on using kernels made with an older `simd.py`."""

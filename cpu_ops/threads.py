@@ -1,0 +1,40 @@
+"""How kernels share the cores with torch.
+
+torch runs matrix products on an OpenMP pool whose threads keep spinning for a while after each one. A second pool on
+the same cores would wait for those; Numba's `omp` layer binds to the OpenMP runtime that the process already has, so
+that kernels run on torch's own threads. Where no OpenMP runtime is found, Numba falls back to the other layers.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numba
+
+if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
+    numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+
+# A kernel uses every core it is given, so two at once gain nothing; and not every layer survives two callers.
+_one_kernel_at_a_time = threading.Lock()
+
+
+@contextmanager
+def kernel_threads(threads: int | None) -> Iterator[int]:
+    """Hold the cores for one kernel call, on `threads` threads (None: as many as Numba is set to); yields the number.
+
+    Raises ValueError when `threads` is not between 1 and the number of threads Numba started with.
+    """
+    with _one_kernel_at_a_time:
+        before = numba.get_num_threads()
+        if threads is None or threads == before:
+            yield before
+            return
+        most = numba.config.NUMBA_NUM_THREADS
+        if not 1 <= threads <= most:
+            raise ValueError(f"threads is {threads}; this process can use 1 to {most} (NUMBA_NUM_THREADS)")
+        numba.set_num_threads(threads)
+        try:
+            yield threads
+        finally:
+            numba.set_num_threads(before)

@@ -1,0 +1,156 @@
+"""Dense attention that also returns the log-sum-exp, on any device, from the best kernel that can.
+
+Torch's flash kernels are used where they apply; score soft-capping, which none of them knows, goes through
+`tiled_attention`, which is plain torch and defines the result.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_ops.merge import merge_attention
+
+_TILE = 256
+
+
+def tiled_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention in float32, a tile of queries at a time.
+
+    Args:
+        q: [batch, heads, n, k_dim].
+        k: [batch, heads, m, k_dim].
+        v: [batch, heads, m, v_dim].
+        scale: factor of the scores before softcap and softmax.
+        softcap: c > 0 turns a score s into c·tanh(s/c) (Gemma 2).
+        mask: [n, m] bool, True where a query sees a key; every query sees at least one.
+        causal: query i sees keys 0..i (n equals m).
+
+    Returns (out [batch, heads, n, v_dim] in q's dtype, lse [batch, heads, n] float32).
+    """
+    keys, values = k.float().transpose(-1, -2), v.float()
+    n, m = q.shape[2], k.shape[2]
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    for start in range(0, n, _TILE):
+        tile = slice(start, min(start + _TILE, n))
+        scores = (q[:, :, tile].float() * scale) @ keys
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        if causal:
+            columns = torch.arange(m, device=q.device)
+            scores.masked_fill_(columns[None, :] > columns[tile, None], float("-inf"))
+        if mask is not None:
+            scores.masked_fill_(~mask[tile], float("-inf"))
+        lse[:, :, tile] = torch.logsumexp(scores, dim=-1)
+        out[:, :, tile] = (torch.exp(scores - lse[:, :, tile, None]) @ values).to(q.dtype)
+    return out, lse
+
+
+def attention_with_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `tiled_attention`, from torch's flash or memory-efficient kernel where one applies."""
+    if softcap:
+        return tiled_attention(q, k, v, scale, softcap, mask, causal)
+    v_dim, dim = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    q, k, v = (_padded(t, dim) for t in (q, k, v))
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        bias = None
+        if mask is not None:
+            bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    elif q.device.type == "cuda" and mask is None and q.dtype != torch.float32 and dim <= 256:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    else:
+        out, lse = tiled_attention(q, k, v, scale, None, mask, causal)
+    return out[..., :v_dim], lse[..., : q.shape[2]]
+
+
+def chunk_attention(
+    q: torch.Tensor,
+    past_k: torch.Tensor,
+    past_v: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact causal attention of a chunk: to its past without a mask, to itself with one, merged by log-sum-exp.
+
+    Args:
+        q: [batch, kv_heads * group, n, k_dim].
+        past_k, past_v: [batch, kv_heads, past, dim], the keys and values before the chunk; past may be 0.
+        k, v: [batch, kv_heads, n, dim], the chunk's own.
+        scale, softcap: as in `tiled_attention`.
+
+    Returns (out [batch, kv_heads * group, n, v_dim], lse [batch, kv_heads * group, n] float32).
+    """
+    batch, heads, n, _ = q.shape
+    kv_heads, past = past_k.shape[1], past_k.shape[2]
+    group = heads // kv_heads
+    out, lse = attention_with_lse(q, _repeated(k, group), _repeated(v, group), scale, softcap, causal=True)
+    if past == 0:
+        return out, lse
+    # Without a mask the group's queries are just more queries of the kv head: the past is not repeated.
+    folded = q.reshape(batch, kv_heads, group * n, q.shape[-1])
+    past_out, past_lse = attention_with_lse(folded, past_k, past_v, scale, softcap)
+    return merge_attention(out, lse, past_out.reshape(batch, heads, n, -1), past_lse.reshape(batch, heads, n))
+
+
+def sliding_window_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float, softcap: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention in which a query sees the last `window` keys, itself included.
+
+    Args:
+        q: [batch, kv_heads * group, n, k_dim], the last n of the m positions.
+        k, v: [batch, kv_heads, m, dim].
+
+    Returns (out [batch, kv_heads * group, n, v_dim], lse [batch, kv_heads * group, n] float32).
+    """
+    batch, heads, n, k_dim = q.shape
+    kv_heads, m = k.shape[1], k.shape[2]
+    group = heads // kv_heads
+    if n == 1:
+        seen = slice(max(0, m - window), m)
+        folded = q.reshape(batch, kv_heads, group, k_dim)
+        out, lse = attention_with_lse(folded, k[:, :, seen], v[:, :, seen], scale, softcap)
+        return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
+    tile = max(_TILE, min(window, 1024))
+    outs, lses = [], []
+    for start in range(0, n, tile):
+        end = min(start + tile, n)
+        first = max(0, m - n + start - window + 1)
+        rows = torch.arange(m - n + start, m - n + end, device=q.device)[:, None]
+        columns = torch.arange(first, m - n + end, device=q.device)[None, :]
+        mask = (columns <= rows) & (columns > rows - window)
+        keys, values = (_repeated(t[:, :, first : m - n + end], group) for t in (k, v))
+        out, lse = attention_with_lse(q[:, :, start:end], keys, values, scale, softcap, mask)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _repeated(t: torch.Tensor, group: int) -> torch.Tensor:
+    """[batch, kv_heads, n, dim] -> [batch, kv_heads * group, n, dim], every kv head `group` times."""
+    return t if group == 1 else t.repeat_interleave(group, dim=1)
+
+
+def _padded(t: torch.Tensor, dim: int) -> torch.Tensor:
+    """`t` with zero channels up to `dim`: scores and outputs stay the same, and flash kernels want equal dims."""
+    return t if t.shape[-1] == dim else torch.nn.functional.pad(t, (0, dim - t.shape[-1]))

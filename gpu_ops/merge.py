@@ -1,0 +1,38 @@
+"""Exact merging of attention over disjoint sets of keys."""
+
+from __future__ import annotations
+
+import torch
+
+
+def merge_attention(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two disjoint sets of keys from the attention over each.
+
+    Args:
+        out_a, out_b: [..., v_dim], softmax-weighted values over each set.
+        lse_a, lse_b: [...], log of the sum of exponentials of the scores over each set; -inf for an empty set.
+
+    Returns (out, lse) over the union, `out` in the dtype of `out_a`, `lse` in float32.
+    """
+    lse_a, lse_b = lse_a.float(), lse_b.float()
+    lse = torch.logaddexp(lse_a, lse_b)
+    # Where both sets are empty every weight is 0, not exp(nan).
+    base = torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse)
+    weight_a = torch.exp(lse_a - base).unsqueeze(-1)
+    weight_b = torch.exp(lse_b - base).unsqueeze(-1)
+    out = out_a * weight_a.to(out_a.dtype) + out_b.to(out_a.dtype) * weight_b.to(out_a.dtype)
+    return out, lse
+
+
+def apply_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+    """Let a learned sink take its share of the softmax (gpt-oss): a key with score `sink` and a value of zero.
+
+    Args:
+        out: [batch, heads, tokens, v_dim].
+        lse: [batch, heads, tokens] float32.
+        sink: [heads].
+    """
+    share = torch.sigmoid(lse.float() - sink.float().view(1, -1, 1))
+    return out * share.unsqueeze(-1).to(out.dtype)

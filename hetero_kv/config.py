@@ -1,0 +1,154 @@
+"""The settings of the engine and of its operators, each a dataclass field; their names follow KTransformers.
+
+Precedence, highest first: command line, rules file, settings file, the defaults below (see `merge`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import psutil
+
+from hetero_kv.errors import ConfigError
+from hetero_kv.setting import (
+    SettingError,
+    SettingRow,
+    Settings,
+    canonical,
+    describe,
+    nearest_spelling,
+    setting,
+    settings_from_mapping,
+)
+
+__all__ = [
+    "ALL_LONG_CONTEXT",
+    "ConfigError",
+    "EngineSettings",
+    "RetrievalSettings",
+    "SettingError",
+    "SettingRow",
+    "Settings",
+    "SlidingWindowSettings",
+    "canonical",
+    "describe",
+    "merge",
+    "nearest_spelling",
+    "setting",
+    "settings_from_mapping",
+    "split_long_context",
+]
+
+
+def _representative_types() -> Iterable[str]:
+    from hetero_kv.selection import representatives
+
+    return representatives.names()
+
+
+def _storage_types() -> Iterable[str]:
+    from hetero_kv.kv import storage
+
+    return storage.names()
+
+
+@dataclass(frozen=True)
+class EngineSettings(Settings):
+    """What the engine is given, whatever the operators are."""
+
+    chunk_size: int = setting(4096, "prefill chunk", unit="tokens", minimum=1)
+    max_seq_len: int | Literal["auto"] = setting(
+        "auto", "capacity of the KV store; auto: from the DRAM that is free", unit="tokens", minimum=1
+    )
+    threads_num: int | Literal["auto"] = setting(
+        "auto",
+        "CPU threads, as far as the process has CPUs; auto: the physical cores",
+        minimum=1,
+        aliases=("cpu_infer",),
+    )
+
+    def resolved_threads(self) -> int:
+        """CPU threads to start: `threads_num` or the physical cores, at most the CPUs of the process's affinity."""
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        # Virtual machines and some ARM systems do not tell their physical cores.
+        wanted = (psutil.cpu_count(logical=False) or usable) if self.threads_num == "auto" else self.threads_num
+        return min(wanted, usable)
+
+
+@dataclass(frozen=True)
+class RetrievalSettings(Settings):
+    """KTransformers' CPU sparse attention: Initial | Context | Local, of which Context is retrieved by blocks."""
+
+    block_size: int = setting(128, "tokens of a Context block", unit="tokens", minimum=1)
+    initial_len: int = setting(
+        128, "attention sink: the first tokens (in whole blocks), always attended", unit="tokens", minimum=0
+    )
+    local_windows_len: int = setting(4096, "window of the newest tokens, always attended", unit="tokens", minimum=1)
+    second_block_count: int | Literal["all"] = setting(
+        96,
+        "Context blocks attended at each step; all: full attention",
+        unit="blocks",
+        minimum=0,
+        aliases=("second_select_num",),
+    )
+    representative_type: str = setting(
+        "MEAN",
+        "what stands for a block when blocks are scored",
+        choices=_representative_types,
+        aliases=("anchor_type",),
+        value_aliases={"BLOCK_MEAN": "MEAN"},
+    )
+    representative_num: int = setting(1, "representatives of a block", minimum=1, aliases=("anchor_num",))
+    head_select_mode: Literal["SHARED", "SEPARATE"] = setting(
+        "SHARED", "SHARED: one choice of blocks for all kv heads; SEPARATE: each kv head its own"
+    )
+    kv_type: str = setting("FP16", "number format of the stored keys and values", choices=_storage_types)
+
+    def validate(self) -> None:
+        """Check that the representative type takes `representative_num`. Raises SettingError."""
+        from hetero_kv.selection import representatives
+
+        least, most = representatives.get(self.representative_type).counts
+        if self.representative_num < least or (most is not None and self.representative_num > most):
+            allowed = f"{least} or more" if most is None else f"{least}" if least == most else f"{least} to {most}"
+            raise SettingError(
+                "representative_num",
+                self.representative_num,
+                f"representative_type {self.representative_type} takes {allowed}",
+            )
+
+
+@dataclass(frozen=True)
+class SlidingWindowSettings(Settings):
+    """No settings: the window is the model's own."""
+
+
+ALL_LONG_CONTEXT: tuple[type[Settings], ...] = (EngineSettings, RetrievalSettings)
+"""The classes whose fields the flat `long_context:` block of rules files and of the settings file may hold."""
+
+
+def split_long_context(mapping: Mapping[Any, Any] | None, *, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A `long_context:` block as overrides of EngineSettings and of RetrievalSettings, under the fields' own names.
+
+    Raises:
+        ConfigError: what `canonical` refuses, calling the place `where`.
+    """
+    overrides = canonical(ALL_LONG_CONTEXT, mapping, where=where)
+    engine, retrieval = ({row.name for row in describe(cls)} for cls in ALL_LONG_CONTEXT)
+    return (
+        {name: value for name, value in overrides.items() if name in engine},
+        {name: value for name, value in overrides.items() if name in retrieval},
+    )
+
+
+def merge(
+    *,
+    command_line: Mapping[str, Any] | None = None,
+    rules_file: Mapping[str, Any] | None = None,
+    settings_file: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The overrides in force, by precedence; each mapping holds settings under their own names (see `canonical`)."""
+    return {**(settings_file or {}), **(rules_file or {}), **(command_line or {})}

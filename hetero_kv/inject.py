@@ -1,0 +1,202 @@
+"""Putting operators into a loaded model by rules, and taking them out again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
+
+from hetero_kv.config import EngineSettings, Settings
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.operators import bridge
+from hetero_kv.operators.base import AttentionOperator, Operator
+from hetero_kv.operators.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.operators.retrieval_attention import RetrievalAttention
+from hetero_kv.planner import KVShape, layer_bytes_per_token, resolve_max_seq_len
+from hetero_kv.rules import Rule, RuleSet, load_rules, nearest_module_paths
+
+
+class InjectionError(HeteroKVError):
+    """The rules cannot be applied to this model. The model is as it was."""
+
+
+@dataclass
+class Injection:
+    """What `inject` did to a model.
+
+    Attributes:
+        engine: the engine's settings in force.
+        operators: module path -> operator, in the model's order.
+        configs: the modules whose config was replaced by a copy, with the original.
+    """
+
+    model: PreTrainedModel
+    engine: EngineSettings
+    operators: dict[str, Operator] = field(default_factory=dict)
+    configs: list[tuple[nn.Module, Any]] = field(default_factory=list)
+
+    def report(self) -> dict[str, tuple[str, Settings | None]]:
+        """Module path -> (operator's name, its settings)."""
+        return {path: (type(operator).__name__, operator.settings) for path, operator in self.operators.items()}
+
+    def attention_operators(self) -> Iterator[AttentionOperator]:
+        """The operators that compute attention, in the model's order."""
+        return (operator for operator in self.operators.values() if isinstance(operator, AttentionOperator))
+
+    def bytes_per_token(self) -> float:
+        """DRAM per token of one sequence, bytes, over all retrieval layers."""
+        shape = KVShape.of(bridge.text_config(self.model))
+        return sum(
+            layer_bytes_per_token(shape, operator.settings)
+            for operator in self.attention_operators()
+            if isinstance(operator, RetrievalAttention)
+        )
+
+    def max_seq_len(self, wanted: int | None = None) -> int:
+        """The capacity in tokens for `wanted` tokens, or for the settings' `max_seq_len`.
+
+        Raises OutOfMemoryError when it does not fit into the free DRAM.
+        """
+        context_length = getattr(bridge.text_config(self.model), "max_position_embeddings", None) or 1 << 20
+        asked = self.engine.max_seq_len if wanted is None else wanted
+        return resolve_max_seq_len(asked, self.bytes_per_token(), context_length)
+
+    def new_cache_layers(self, max_seq_len: int | None = None) -> list[CacheLayerMixin]:
+        """A cache layer per layer of the model: the operators' own, and transformers' where there is no operator."""
+        capacity = self.max_seq_len(max_seq_len)
+        layers = list(DynamicCache(config=bridge.text_config(self.model)).layers)
+        for operator in self.attention_operators():
+            layers[operator.layer_idx] = operator.new_cache_layer(capacity)
+        return layers
+
+
+def inject(
+    model: PreTrainedModel,
+    rules: RuleSet | str | Path,
+    *,
+    command_line: Mapping[str, Any] | None = None,
+    settings_file: Mapping[str, Any] | None = None,
+) -> Injection:
+    """Replace the modules that the rules match by operators, in place.
+
+    Args:
+        model: a loaded transformers model, in eval mode.
+        rules: a rule set, or the path or name of a rules file.
+        command_line: settings that win over the rules file, under their own names.
+        settings_file: settings that the rules file wins over.
+
+    Returns what was done; `eject(model)` undoes it exactly.
+
+    Raises:
+        ConfigError: a mistake in the rules file or in a setting.
+        InjectionError: the model is injected already, or a rule matches nothing in it.
+        UnsupportedModelError: an operator cannot compute a matched module exactly; it says why.
+    """
+    if getattr(model, "hetero_kv_injection", None) is not None:
+        raise InjectionError(
+            f"{type(model).__name__} has rules injected already; call hetero_kv.eject(model) before injecting others"
+        )
+    rule_set = rules if isinstance(rules, RuleSet) else load_rules(rules)
+    layers_of_settings = {"command_line": command_line, "settings_file": settings_file}
+    injection = Injection(model, rule_set.engine_settings(**layers_of_settings))
+    plan = _plan(model, rule_set)
+    settings = {
+        path: rule_set.operator_settings(rule, **layers_of_settings)
+        if operator_class is rule.operator
+        else (operator_class.settings_class() if operator_class.settings_class else None)
+        for path, (rule, operator_class) in plan.items()
+    }
+    # The deepest modules first, so that every path is still the model's own when its turn comes.
+    for path in sorted(plan, key=lambda path: -path.count(".")):
+        operator = plan[path][1](path, model.get_submodule(path), settings[path], injection.engine)
+        model.set_submodule(path, operator)
+        injection.operators[path] = operator
+    injection.operators = {path: injection.operators[path] for path in plan}
+    for holder in _mask_builders(model, injection.operators):
+        injection.configs.append((holder, holder.config))
+        holder.config = bridge.with_implementation(holder.config)
+    model.hetero_kv_injection = injection
+    return injection
+
+
+def eject(model: PreTrainedModel) -> None:
+    """Restore a model that `inject` was called on, module by module and config by config.
+
+    Raises InjectionError when it has no rules injected.
+    """
+    injection: Injection | None = getattr(model, "hetero_kv_injection", None)
+    if injection is None:
+        raise InjectionError(f"{type(model).__name__} has no rules injected, there is nothing to eject")
+    for path, operator in sorted(injection.operators.items(), key=lambda item: item[0].count(".")):
+        model.set_submodule(path, operator.uninstall())
+    for holder, config in injection.configs:
+        holder.config = config
+    del model.hetero_kv_injection
+
+
+def _plan(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, type[Operator]]]:
+    """Which rule and operator class each replaced module gets. Raises before anything is changed."""
+    modules = {path: module for path, module in model.named_modules() if path}
+    unused = list(rule_set.rules)
+    plan: dict[str, tuple[Rule, type[Operator]]] = {}
+    closed: list[str] = []
+    for path, module in modules.items():
+        matching = [rule for rule in rule_set.rules if rule.matches(path, module)]
+        unused = [rule for rule in unused if rule not in matching]
+        if not matching or any(path.startswith(f"{ancestor}.") for ancestor in closed):
+            continue
+        first = matching[0]
+        if not first.recursive:
+            closed.append(path)
+        if first.operator is None:
+            continue
+        operator_class = first.operator.operator_for(module)
+        operator_class.require_suitable(path, module)
+        plan[path] = (first, operator_class)
+    if unused:
+        rule = unused[0]
+        pattern = rule.match_name.pattern if rule.match_name else None
+        wanted = " and ".join(
+            f"{key} {value!r}" for key, value in (("name", pattern), ("class", rule.match_class)) if value
+        )
+        near = nearest_module_paths(pattern, list(modules)) if pattern else sorted({type(m).__name__ for m in modules.values()})
+        raise InjectionError(
+            f"{rule.title}: match: {wanted} matches no module of {type(model).__name__}; it has, for example, "
+            f"{', '.join(near[:4])}"
+        )
+    _require_chunked(modules, plan)
+    return plan
+
+
+def _require_chunked(modules: dict[str, nn.Module], plan: dict[str, tuple[Rule, type[Operator]]]) -> None:
+    """Raise InjectionError for an attention module that is left as it is where nobody would build its mask."""
+    chunked = [path for path, (_, cls) in plan.items() if issubclass(cls, ChunkedDecoderLayer)]
+    replaced = [path for path, (_, cls) in plan.items() if issubclass(cls, AttentionOperator)]
+    if not chunked and not replaced:
+        return
+    for path, module in modules.items():
+        if not bridge.is_attention(module) or any(path == r or path.startswith(f"{r}.") for r in replaced):
+            continue
+        if not any(path.startswith(f"{layer}.") for layer in chunked):
+            raise InjectionError(
+                f"{path} ({type(module).__name__}) is left as it is, but its decoder layer is not a ChunkedDecoderLayer, "
+                "so that nobody would build its causal mask; add a rule for the layer, or replace the attention too"
+            )
+
+
+def _mask_builders(model: nn.Module, operators: dict[str, Operator]) -> list[nn.Module]:
+    """The modules that build the attention mask of replaced layers: the nearest transformers model around each."""
+    builders: dict[int, nn.Module] = {}
+    for path in operators:
+        parts = path.split(".")
+        for depth in range(len(parts) - 1, -1, -1):
+            ancestor = model.get_submodule(".".join(parts[:depth]))
+            if isinstance(ancestor, PreTrainedModel):
+                builders[id(ancestor)] = ancestor
+                break
+    return list(builders.values())

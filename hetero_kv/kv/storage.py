@@ -1,0 +1,56 @@
+"""Storage types: how keys and values lie in DRAM.
+
+A new storage type is one `register` call here and one decode function of the same name in `cpu_ops`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hetero_kv.errors import HeteroKVError
+
+
+@dataclass(frozen=True)
+class StorageType:
+    """One number format of the block pool.
+
+    Attributes:
+        name: as written in YAML (`kv_type`).
+        dtype: torch dtype of one stored element.
+        meaning: one line for `--help` and the documentation.
+    """
+
+    name: str
+    dtype: torch.dtype
+    meaning: str
+
+    def bytes_per_vector(self, dim: int) -> int:
+        """Bytes that one stored vector of `dim` elements takes."""
+        return dim * self.dtype.itemsize
+
+
+_REGISTRY: dict[str, StorageType] = {}
+
+
+def register(storage: StorageType) -> StorageType:
+    """Make a storage type known under its name."""
+    _REGISTRY[storage.name] = storage
+    return storage
+
+
+def names() -> tuple[str, ...]:
+    """The registered names, in order of registration."""
+    return tuple(_REGISTRY)
+
+
+def get(name: str) -> StorageType:
+    """The storage type called `name`. Raises HeteroKVError for an unknown one."""
+    if name not in _REGISTRY:
+        raise HeteroKVError(f"kv_type {name!r} is not a storage type; known: {', '.join(_REGISTRY)}")
+    return _REGISTRY[name]
+
+
+FP16 = register(StorageType("FP16", torch.float16, "half precision: 2 bytes per element"))
+FP32 = register(StorageType("FP32", torch.float32, "single precision: 4 bytes per element, exact for fp32 models"))

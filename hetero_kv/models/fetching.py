@@ -1,0 +1,108 @@
+"""The cache of named models: fetching their files, once, whole and checked.
+
+`<home>/models/<model>/<file>` exists only once its size and SHA-256 are right: it is put together in a folder beside
+it and renamed. `<home>` is the environment variable HETERO_KV_HOME, or ~/.cache/hetero_kv.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+from filelock import FileLock
+
+from hetero_kv.models.errors import ModelError
+from hetero_kv.models.named import ModelFile, NamedModel
+from hetero_kv.models.progress import ProgressReport
+from hetero_kv.models.sources import Source, SourceError, remove_stale
+
+READ_BYTES = 1 << 22
+
+
+def cache_home() -> Path:
+    """The folder everything fetched is kept in: HETERO_KV_HOME, or ~/.cache/hetero_kv."""
+    return Path(os.environ.get("HETERO_KV_HOME") or "~/.cache/hetero_kv").expanduser()
+
+
+def fetch(model: NamedModel, report: ProgressReport) -> tuple[Path, ...]:
+    """The files of `model` in the cache, in the order of its table entry; fetched where they are missing or damaged.
+
+    Raises:
+        ModelError: no source could give a file (each source's reason is in the message), the disk is full, or the
+            cache folder cannot be written.
+    """
+    folder = cache_home() / "models" / model.name
+    present = tuple(folder / file.name for file in model.files)
+    # Without the lock, because a cache that only others may write serves too; a file is only ever replaced whole.
+    if all(
+        path.is_file() and _fault(path, file, report) is None for path, file in zip(present, model.files, strict=True)
+    ):
+        return present
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # A second process waits here, and then finds the file. The lock ends with the process that holds it.
+        with FileLock(folder / "lock"):
+            return tuple(_fetch_file(model, file, folder, report) for file in model.files)
+    except OSError as error:
+        remedy = "set HETERO_KV_HOME to a folder that can be written"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "free some, or set HETERO_KV_HOME to a folder on another disk"
+        raise ModelError(f"{model.name} cannot be fetched into {str(folder)!r}: {error.strerror}; {remedy}") from error
+
+
+def _fetch_file(model: NamedModel, file: ModelFile, folder: Path, report: ProgressReport) -> Path:
+    final = folder / file.name
+    if final.is_file() and _fault(final, file, report) is None:
+        return final
+    reasons = []
+    for number, source in enumerate(file.sources):
+        pieces = folder / f"{file.name}.pieces" / str(number)
+        pieces.mkdir(parents=True, exist_ok=True)
+        remove_stale(pieces)
+        try:
+            _check_space(file, source, pieces)
+            got = source.fetch(pieces, lambda activity, done: report(activity, min(done, file.size), file.size))
+            fault = _fault(got, file, report)
+            if fault is not None:
+                # What was fetched is wrong as a whole; nothing of it may be used again.
+                shutil.rmtree(pieces)
+                raise SourceError(f"{source} gave another {file.name}: {fault}")
+        except SourceError as error:
+            reasons.append(str(error))
+            continue
+        os.replace(got, final)
+        shutil.rmtree(pieces.parent)
+        return final
+    raise ModelError(
+        f"{model.name} could not be fetched; sources tried in order: {'; '.join(reasons)}. "
+        f"Check the network, or put the file with SHA-256 {file.sha256} at {str(final)!r}"
+    )
+
+
+def _check_space(file: ModelFile, source: Source, pieces: Path) -> None:
+    present = sum(path.stat().st_size for path in pieces.rglob("*") if path.is_file())
+    needed = int(file.size * source.disk_factor) - present
+    free = shutil.disk_usage(pieces).free
+    if free < needed:
+        raise ModelError(
+            f"{file.name} needs {needed / 1e6:,.0f} MB of disk while it is fetched and {str(cache_home())!r} has "
+            f"{free / 1e6:,.0f} MB free; free some, or set HETERO_KV_HOME to a folder on another disk"
+        )
+
+
+def _fault(path: Path, file: ModelFile, report: ProgressReport) -> str | None:
+    """What is wrong with `path` as `file`, or None where its size and SHA-256 are right."""
+    size = path.stat().st_size
+    if size != file.size:
+        return f"it has {size:,} bytes where {file.size:,} are right"
+    digest = hashlib.sha256()
+    with path.open("rb") as content:
+        while block := content.read(READ_BYTES):
+            digest.update(block)
+            report("checking", content.tell(), size)
+    if digest.hexdigest() != file.sha256:
+        return f"its SHA-256 is {digest.hexdigest()} where {file.sha256} is right"
+    return None

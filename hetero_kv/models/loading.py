@@ -1,0 +1,242 @@
+"""The front door: a model, its tokenizer and what is known of it, from a name or a path."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from hetero_kv.models.end_of_turn import end_of_turn_ids
+from hetero_kv.models.errors import ModelError
+from hetero_kv.models.gguf_file import GGUFFile
+from hetero_kv.models.gguf_reading import one_reading
+from hetero_kv.models.locating import Location, locate
+from hetero_kv.models.named import DEFAULT_MODEL
+from hetero_kv.models.precision import resolve_device, resolve_dtype
+from hetero_kv.models.progress import ProgressReport, reporting
+
+# Tensors and metadata of a rotary embedding that transformers does not read from a GGUF file.
+ROPE_TENSORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A transformers causal language model in eval mode on its device, its tokenizer, and its limits.
+
+    `context_length` is the number of tokens the model was made for.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    context_length: int
+
+
+def load_model(
+    name_or_path: str | os.PathLike[str] = DEFAULT_MODEL,
+    *,
+    gguf_path: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    progress: ProgressReport | None = None,
+) -> LoadedModel:
+    """Load a model.
+
+    Args:
+        name_or_path: a named model (`hetero_kv.models.NAMED_MODELS`; fetched into the cache when it is not there), a
+            `.gguf` file, a directory in Hugging Face format, or a hub id (`organisation/name`).
+        gguf_path: a `.gguf` file, or a directory with exactly one, to take the weights from; `name_or_path` is then
+            the directory or hub id of the configuration and the tokenizer.
+        dtype: `auto`, `float32`, `bfloat16` or `float16`; see `resolve_dtype`.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`; see `resolve_device`.
+        trust_remote_code: run Python code that comes with the model. Never done unless asked for here.
+        progress: called with an activity, the bytes done and the bytes in all; None draws a line on standard error.
+
+    Raises:
+        ModelError: the model cannot be found, fetched or loaded as asked.
+    """
+    on_device = resolve_device(device)
+    number_type = resolve_dtype(dtype, on_device)
+    location = locate(name_or_path, gguf_path, progress)
+    with _reading(location, progress) as gguf, _refusals(location):
+        config = _config(location, gguf, trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(**_origin(location), trust_remote_code=trust_remote_code)
+        model = _model(location, gguf, config, number_type, trust_remote_code)
+        _complete_generation_config(model, tokenizer, location, gguf)
+        model = model.to(on_device).eval()
+    embeddings = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > embeddings:
+        raise ModelError(
+            f"the tokenizer of {location.pretrained!r} has {len(tokenizer):,} tokens and the weights have "
+            f"{embeddings:,}; give the configuration that belongs to {str(location.gguf or location.pretrained)!r}"
+        )
+    limit = location.context_length or getattr(config.get_text_config(), "max_position_embeddings", None)
+    return LoadedModel(model, tokenizer, location.name, int(limit or tokenizer.model_max_length))
+
+
+def model_config(
+    name_or_path: str | os.PathLike[str] = DEFAULT_MODEL,
+    *,
+    gguf_path: str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
+    progress: ProgressReport | None = None,
+) -> Any:
+    """The transformers configuration of a model, without its weights; the arguments are those of `load_model`.
+
+    Raises:
+        ModelError: the model cannot be found or fetched, or its configuration cannot be read.
+    """
+    location = locate(name_or_path, gguf_path, progress)
+    with _reading(location, progress) as gguf, _refusals(location):
+        return _config(location, gguf, trust_remote_code)
+
+
+def _origin(location: Location) -> dict[str, Any]:
+    """The arguments that tell transformers where configuration and tokenizer are."""
+    if location.pretrained is not None:
+        return {"pretrained_model_name_or_path": location.pretrained, "local_files_only": location.offline}
+    assert location.gguf is not None
+    return {"pretrained_model_name_or_path": str(location.gguf.parent), "gguf_file": location.gguf.name}
+
+
+def _config(location: Location, gguf: GGUFFile | None, trust_remote_code: bool) -> Any:
+    config = AutoConfig.from_pretrained(**_origin(location), trust_remote_code=trust_remote_code)
+    if gguf is None:
+        return config
+    if location.pretrained is None:
+        _refuse_unread_rope(gguf, config)
+    # The file decides: a configuration that ties what the file has twice would throw one of the two away.
+    config.tie_word_embeddings = "output.weight" not in gguf.tensor_names
+    return config
+
+
+def _refuse_unread_rope(gguf: GGUFFile, config: Any) -> None:
+    scaling = gguf.get(f"{gguf.architecture}.rope.scaling.type", "none")
+    unread = sorted(ROPE_TENSORS & gguf.tensor_names) + ([f"rope.scaling.type {scaling}"] if scaling != "none" else [])
+    rope = getattr(config, "rope_parameters", None) or {}
+    if unread and rope.get("rope_type", "default") == "default":
+        raise ModelError(
+            f"{str(gguf.path)!r} scales its rotary embedding ({', '.join(unread)}), which transformers does not read "
+            "from a GGUF file, so that long texts would go wrong; give the model's directory or hub id in Hugging Face "
+            "format as the model and this file as gguf_path"
+        )
+
+
+def _model(location: Location, gguf: GGUFFile | None, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    if gguf is None:
+        origin = _origin(location)
+    else:
+        origin = {"pretrained_model_name_or_path": str(gguf.path.parent), "gguf_file": gguf.path.name}
+        if hasattr(transformers, "GgufConfig"):
+            # Newer versions may leave weights packed and take a kernel from the hub: code nobody has asked for.
+            origin["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        **origin, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+    )
+    if loading["missing_keys"]:
+        missing = sorted(loading["missing_keys"])
+        raise ModelError(
+            f"{str(location.gguf or location.pretrained)!r} has no weights for {len(missing)} parameters of "
+            f"{type(model).__name__} ({', '.join(missing[:3])}, …); give weights that belong to the configuration"
+        )
+    return model
+
+
+def _complete_generation_config(model: Any, tokenizer: Any, location: Location, gguf: GGUFFile | None) -> None:
+    """Make every token that ends a turn end the generation."""
+    if gguf is not None and location.pretrained is not None and _has_generation_config(location):
+        model.generation_config = GenerationConfig.from_pretrained(
+            location.pretrained, local_files_only=location.offline
+        )
+    settings = model.generation_config
+    ends = set(_as_ids(settings.eos_token_id)) | set(_as_ids(tokenizer.eos_token_id)) | end_of_turn_ids(tokenizer)
+    if gguf is not None and location.pretrained is None:
+        ends |= {gguf.get(f"tokenizer.ggml.{key}") for key in END_KEYS} - {None}
+    settings.eos_token_id = sorted(ends) or None
+    if settings.pad_token_id is None and ends:
+        settings.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends)
+
+
+def _has_generation_config(location: Location) -> bool:
+    return (
+        transformers.utils.cached_file(
+            location.pretrained,
+            "generation_config.json",
+            local_files_only=location.offline,
+            _raise_exceptions_for_missing_entries=False,
+        )
+        is not None
+    )
+
+
+def _as_ids(ids: int | Iterable[int] | None) -> Iterable[int]:
+    if ids is None:
+        return ()
+    return (ids,) if isinstance(ids, int) else ids
+
+
+@contextmanager
+def _reading(location: Location, progress: ProgressReport | None) -> Iterator[GGUFFile | None]:
+    """The GGUF file of `location` while transformers reads it, or None; transformers keeps quiet meanwhile."""
+    with ExitStack() as stack:
+        fetching_from_hub = location.pretrained is not None and not Path(location.pretrained).expanduser().is_dir()
+        stack.enter_context(nullcontext() if fetching_from_hub else _quiet())
+        if location.gguf is None:
+            yield None
+            return
+        file = GGUFFile.read(location.gguf)
+        report = stack.enter_context(reporting(location.name, progress))
+        stack.enter_context(one_reading(file, report))
+        yield file
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    log = transformers.utils.logging
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.set_verbosity(verbosity)
+        if bars:
+            log.enable_progress_bar()
+
+
+@contextmanager
+def _refusals(location: Location) -> Iterator[None]:
+    """Turn what transformers raises about a model it cannot load into a `ModelError`."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise ModelError(
+            f"{location.name} does not fit into the GPU's memory; use device cpu or a smaller model"
+        ) from error
+    except MemoryError as error:
+        raise ModelError(f"{location.name} does not fit into memory; use dtype bfloat16 or a smaller model") from error
+    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError, ImportError) as error:
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{location.name} brings Python code of its own, which is run only if you say so: read the code, "
+                "then set trust_remote_code"
+            ) from error
+        source = location.pretrained if location.gguf is None else location.gguf
+        raise ModelError(
+            f"{location.name} cannot be loaded from {str(source)!r}: {type(error).__name__}: {error}; "
+            "check that its files are whole and that this version of transformers supports it"
+        ) from error

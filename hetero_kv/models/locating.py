@@ -1,0 +1,127 @@
+"""What a model's name stands for: a named model, a `.gguf` file, a directory, or a hub id."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+from hetero_kv.models.errors import ModelError
+from hetero_kv.models.fetching import fetch
+from hetero_kv.models.named import NAMED_MODELS, named_model
+from hetero_kv.models.progress import ProgressReport, reporting
+from hetero_kv.models.sources import HUB_TIMEOUT_SECONDS
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a model's parts are.
+
+    `pretrained` is the directory or hub id of configuration and tokenizer, None where the GGUF file has them;
+    `gguf` is the file of the weights, None where `pretrained` has them. `context_length` is in tokens, None where only
+    the configuration says it. `offline` where the hub cannot be reached and its cache has to do.
+    """
+
+    name: str
+    pretrained: str | None
+    gguf: Path | None
+    context_length: int | None = None
+    offline: bool = False
+
+
+def locate(
+    name_or_path: str | os.PathLike[str], gguf_path: str | os.PathLike[str] | None, progress: ProgressReport | None
+) -> Location:
+    """Where the parts of a model are; a named model is fetched first if need be.
+
+    A named model goes before a directory of the same name: write `./name` for the directory.
+
+    Raises:
+        ModelError: nothing of that name, or something that is not a model.
+    """
+    name = os.fspath(name_or_path)
+    path = Path(name).expanduser()
+    has_weights = name in NAMED_MODELS or path.suffix.lower() == ".gguf"
+    if has_weights and gguf_path is not None:
+        raise ModelError(
+            f"{name!r} brings its own weights, and gguf_path is {os.fspath(gguf_path)!r} as well; leave gguf_path out, "
+            "or give the directory or hub id of the configuration as the model"
+        )
+    if name in NAMED_MODELS:
+        model = named_model(name)
+        with reporting(name, progress) as report:
+            return Location(name, None, fetch(model, report)[0], model.context_length)
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        return Location(path.stem, None, path)
+    gguf = None if gguf_path is None else _gguf_in(Path(gguf_path).expanduser())
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            found = sorted(file.name for file in path.glob("*.gguf"))
+            remedy = f"give one of its GGUF files: {', '.join(found)}" if found else "give a model's directory"
+            raise ModelError(
+                f"the directory {name!r} has no config.json, so it is not in Hugging Face format; {remedy}"
+            )
+        return Location(path.resolve().name, str(path), gguf)
+    if path.exists():
+        raise ModelError(
+            f"{name!r} is neither a directory nor a .gguf file; give one of these, a hub id or a named model"
+        )
+    if HUB_ID.fullmatch(name):
+        return Location(name, name, gguf, offline=_hub_is_silent(name))
+    if name.startswith((".", "/", "~")) or os.sep in name:
+        raise ModelError(f"there is no directory or file {name!r}; check the path")
+    named_model(name)
+    raise AssertionError("a name that is not in the table was found in it")
+
+
+def _gguf_in(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    found = sorted(path.glob("*.gguf"))
+    if len(found) != 1:
+        listed = f" ({', '.join(file.name for file in found)})" if found else ""
+        raise ModelError(
+            f"gguf_path is {str(path)!r}, which has {len(found)} .gguf files{listed}; "
+            "it must have exactly one, or be the file itself"
+        )
+    return found[0]
+
+
+def _hub_is_silent(repo: str) -> bool:
+    """Whether the hub cannot be reached, so that only its cache on this machine can serve `repo`."""
+    try:
+        # Asked once, because transformers itself would retry for half a minute where there is no hub.
+        huggingface_hub.get_hf_file_metadata(
+            huggingface_hub.hf_hub_url(repo, "config.json"), timeout=HUB_TIMEOUT_SECONDS
+        )
+    except GatedRepoError as error:
+        raise ModelError(f"the hub asks for access rights to {repo!r}; run `hf auth login` first") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"there is no hub repository {repo!r} (nor such a directory); check the spelling") from error
+    except LocalEntryNotFoundError:
+        return _cached(repo)
+    except EntryNotFoundError as error:
+        raise ModelError(
+            f"the hub repository {repo!r} has no config.json; give a repository in Hugging Face format, "
+            "or download its .gguf file and give that"
+        ) from error
+    except Exception:
+        # Whatever the HTTP library in use raises where nothing answers.
+        return _cached(repo)
+    return False
+
+
+def _cached(repo: str) -> bool:
+    if huggingface_hub.try_to_load_from_cache(repo, "config.json") is None:
+        raise ModelError(
+            f"there is no directory {repo!r}, and as a hub id it cannot be fetched: the hub cannot be reached and "
+            f"its cache does not have it; check the network, or give a directory, a .gguf file or one of "
+            f"{', '.join(NAMED_MODELS)}"
+        )
+    return True

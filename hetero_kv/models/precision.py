@@ -1,0 +1,74 @@
+"""Which device and which number type a model is loaded with."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import torch
+
+from hetero_kv.models.errors import ModelError
+
+DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+# x86 instructions that multiply bfloat16 numbers, as /proc/cpuinfo spells them.
+BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device called `device`: `auto` (a CUDA GPU where there is one, else the CPU), `cpu`, `cuda` or `cuda:N`.
+
+    Raises:
+        ModelError: not a device of this machine.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        return torch.device("cuda" if gpus else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        resolved = None
+    if resolved is None or resolved.type not in ("cpu", "cuda"):
+        raise ModelError(f"device is {device!r}; give auto, cpu, cuda or cuda:N")
+    if resolved.type == "cuda" and (resolved.index or 0) >= gpus:
+        raise ModelError(
+            f"device is {device!r}, and this machine has {gpus} CUDA GPUs that torch can use; give auto or cpu"
+        )
+    return resolved
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """The number type called `dtype`: `auto`, `float32`, `bfloat16`, `float16`, or `fp32`, `bf16`, `fp16`.
+
+    `auto` is bfloat16 on a GPU (float16 where the GPU has no bfloat16), and on a CPU with instructions for bfloat16,
+    where weights of half the size make both prefill and decode faster; float32 on every other CPU.
+
+    Raises:
+        ModelError: not one of these.
+    """
+    name = str(dtype).removeprefix("torch.").lower()
+    if name in DTYPES:
+        return DTYPES[name]
+    if name != "auto":
+        near = difflib.get_close_matches(name, ["auto", *DTYPES], n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ModelError(f"dtype is {str(dtype)!r}; {hint}Give auto, {', '.join(DTYPES)}")
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    return torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32
+
+
+def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this x86 CPU has instructions for bfloat16; False where the system does not say."""
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return False
+    return any(line.startswith("flags") and BFLOAT16_FLAGS & set(line.split()) for line in lines)

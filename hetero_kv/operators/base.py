@@ -1,0 +1,120 @@
+"""What every operator is: a module that stands in the place of another and passes on what is not its own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers.cache_utils import CacheLayerMixin
+
+from hetero_kv.config import EngineSettings
+from hetero_kv.operators import bridge
+
+
+class Operator(nn.Module):
+    """A module that a rule puts in the place of `wrapped`. Attributes it does not have are those of `wrapped`.
+
+    Args:
+        path: the replaced module's path in the model.
+        wrapped: the replaced module.
+        settings: an instance of `settings_class`, or None where that is None.
+        engine: settings of the whole engine.
+    """
+
+    #: One line for `--help` and the documentation.
+    meaning: ClassVar[str] = ""
+    #: The dataclass of the operator's keyword arguments; None when it takes none.
+    settings_class: ClassVar[type | None] = None
+
+    def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
+        super().__init__()
+        self.path = path
+        self.wrapped = wrapped
+        self.settings = settings
+        self.engine = engine
+        self.training = wrapped.training
+
+    @classmethod
+    def operator_for(cls, module: nn.Module) -> type[Operator]:
+        """The operator that a rule naming this one gives `module`: itself, or the one that the module's kind needs."""
+        return cls
+
+    @classmethod
+    def require_suitable(cls, path: str, module: nn.Module) -> None:
+        """Raise UnsupportedModelError, naming `path` and the reason, unless the operator can replace `module`."""
+
+    def uninstall(self) -> nn.Module:
+        """Take back what the operator changed in the wrapped module, and return that."""
+        return self.wrapped
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("wrapped"), name)
+
+
+class AttentionOperator(Operator):
+    """An operator in the place of an attention module: it computes the attention and owns the layer's cache.
+
+    The wrapped module still makes queries, keys and values and projects the output; between the two it calls the
+    attention function `hetero_kv`, which comes to `attend`.
+    """
+
+    def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
+        super().__init__(path, wrapped, settings, engine)
+        self.layer_idx: int = wrapped.layer_idx  # type: ignore[assignment]
+        self._own_config = wrapped.config
+        wrapped.config = bridge.with_implementation(wrapped.config)  # type: ignore[assignment]
+
+    @classmethod
+    def require_suitable(cls, path: str, module: nn.Module) -> None:
+        """See Operator."""
+        bridge.require_attention_interface(path, module)
+
+    def uninstall(self) -> nn.Module:
+        """See Operator."""
+        self.wrapped.config = self._own_config
+        return self.wrapped
+
+    @abstractmethod
+    def new_cache_layer(self, capacity: int) -> CacheLayerMixin:
+        """An empty cache layer for `capacity` tokens."""
+
+    @abstractmethod
+    def prefill_chunk(self, layer: Any, call: bridge.AttentionCall) -> torch.Tensor:
+        """Exact attention of a chunk of the prompt: [batch, heads, tokens, v_dim]."""
+
+    @abstractmethod
+    def decode_step(self, layer: Any, call: bridge.AttentionCall) -> torch.Tensor:
+        """Attention of one new token per row: [batch, heads, 1, v_dim]."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's forward, its attention computed by this operator over a HeteroCache."""
+        layer = bridge.cache_in(args, kwargs, self.path).layers[self.layer_idx]
+        served = []
+
+        def attend(call: bridge.AttentionCall) -> torch.Tensor:
+            served.append(True)
+            return self._attend(layer, call)
+
+        with bridge.serving(attend):
+            output = self.wrapped(*args, **kwargs)
+        if len(served) != 1:
+            raise bridge.UnsupportedModelError(
+                f"{self.path} ({type(self.wrapped).__name__}) called its attention function {len(served)} times in one "
+                "forward, not once; leave it out with `class: default`"
+            )
+        return output
+
+    def _attend(self, layer: Any, call: bridge.AttentionCall) -> torch.Tensor:
+        tokens = call.q.shape[2]
+        if layer.is_prefilling:
+            return self.prefill_chunk(layer, call)
+        if tokens > 1:
+            with layer.prefill(tokens):
+                return self.prefill_chunk(layer, call)
+        layer.require_room(1)
+        return self.decode_step(layer, call)

@@ -1,0 +1,51 @@
+"""The model's own sliding-window layers (Gemma, gpt-oss, Mistral 0.1, …), in chunks, with only the window kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gpu_ops.attention import sliding_window_attention
+from gpu_ops.merge import apply_sink
+from hetero_kv.config import SlidingWindowSettings
+from hetero_kv.kv.window_layer import WindowLayer
+from hetero_kv.operators import bridge
+from hetero_kv.operators.base import AttentionOperator
+
+
+class SlidingWindowAttention(AttentionOperator):
+    """Exact attention of a layer whose queries see the last `sliding_window` keys; older keys are dropped."""
+
+    meaning = "the model's own sliding-window attention, exact, with only the window kept"
+    settings_class = SlidingWindowSettings
+
+    @classmethod
+    def require_suitable(cls, path: str, module: nn.Module) -> None:
+        """See Operator."""
+        super().require_suitable(path, module)
+        if bridge.layer_window(module) is None:
+            raise bridge.UnsupportedModelError(
+                f"{path} ({type(module).__name__}) has full attention in this model, not a sliding window; "
+                "use RetrievalAttention there"
+            )
+
+    def new_cache_layer(self, capacity: int) -> WindowLayer:
+        """See AttentionOperator."""
+        window = bridge.layer_window(self.wrapped)
+        assert window is not None
+        return WindowLayer(window)
+
+    def prefill_chunk(self, layer: WindowLayer, call: bridge.AttentionCall) -> torch.Tensor:
+        """See AttentionOperator."""
+        if call.sliding_window not in (None, layer.window):
+            raise bridge.UnsupportedModelError(
+                f"{self.path}: the model asks for a window of {call.sliding_window} where its config says "
+                f"{layer.window}"
+            )
+        keys, values = layer.extend(call.k, call.v)
+        out, lse = sliding_window_attention(call.q, keys, values, layer.window, call.scale, call.softcap)
+        return out if call.sink is None else apply_sink(out, lse, call.sink)
+
+    def decode_step(self, layer: WindowLayer, call: bridge.AttentionCall) -> torch.Tensor:
+        """See AttentionOperator."""
+        return self.prefill_chunk(layer, call)

@@ -1,0 +1,28 @@
+"""From per-head scores of blocks to the blocks that are attended to."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cpu_ops.top_k import top_k_blocks
+
+
+def select_blocks(scores: np.ndarray, count: int, shared: bool) -> np.ndarray:
+    """The positions of the `count` best blocks, ascending; ties go to the earlier block.
+
+    The group's scores are averaged; when `shared`, all kv heads are summed and choose together.
+
+    Args:
+        scores: [rows, kv_heads, group, blocks] float32, of the queries against the blocks' representatives.
+        count: blocks to choose, at most `blocks`.
+        shared: one choice for all kv heads (SHARED), or each its own (SEPARATE).
+
+    Returns [rows, 1, count] int32 when shared, else [rows, kv_heads, count].
+    """
+    per_head = scores.mean(axis=2)
+    if shared:
+        per_head = per_head.sum(axis=1, keepdims=True)
+    rows, lists, blocks = per_head.shape
+    flat = np.ascontiguousarray(per_head.reshape(rows * lists, blocks))
+    positions, _ = top_k_blocks(flat, np.full(rows * lists, blocks, dtype=np.int32), count)
+    return positions.reshape(rows, lists, count)

@@ -1,0 +1,278 @@
+"""Settings: their checks, their messages, and the order in which sources of settings win."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetero_kv.config import (
+    ALL_LONG_CONTEXT,
+    ConfigError,
+    EngineSettings,
+    RetrievalSettings,
+    SettingError,
+    Settings,
+    SlidingWindowSettings,
+    describe,
+    merge,
+    setting,
+    settings_from_mapping,
+    split_long_context,
+)
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.kv import storage
+from hetero_kv.selection import representatives
+
+
+@dataclass(frozen=True)
+class PaperSettings(Settings):
+    rank: int = setting(160, "rank of the keys", minimum=32, maximum=1024, multiple_of=32)
+    ratio: float = setting(0.5, "share that is kept", minimum=0.0, maximum=1.0, aliases=("keep",))
+    pooled: bool = setting(False, "whether votes are pooled")
+    note: str = setting("", "a text")
+
+
+def message(call: Any) -> str:
+    with pytest.raises(ConfigError) as raised:
+        call()
+    return str(raised.value)
+
+
+def retrieval(**mapping: Any) -> RetrievalSettings:
+    return settings_from_mapping(RetrievalSettings, mapping, where="here")
+
+
+def test_defaults_are_those_of_the_specification() -> None:
+    assert EngineSettings() == EngineSettings(chunk_size=4096, max_seq_len="auto", threads_num="auto")
+    assert RetrievalSettings() == RetrievalSettings(
+        block_size=128,
+        initial_len=128,
+        local_windows_len=4096,
+        second_block_count=96,
+        representative_type="MEAN",
+        representative_num=1,
+        head_select_mode="SHARED",
+        kv_type="FP16",
+    )
+
+
+def test_an_empty_mapping_and_an_empty_yaml_block_give_the_defaults() -> None:
+    assert retrieval() == RetrievalSettings()
+    assert settings_from_mapping(RetrievalSettings, None, where="here") == RetrievalSettings()
+
+
+def test_values_not_in_the_mapping_come_from_the_given_defaults() -> None:
+    base = RetrievalSettings(block_size=16, initial_len=0)
+    assert settings_from_mapping(
+        RetrievalSettings, {"initial_len": 4}, where="here", defaults=base
+    ) == RetrievalSettings(block_size=16, initial_len=4)
+
+
+def test_ktransformers_names_are_aliases() -> None:
+    settings = retrieval(second_select_num=7, anchor_type="BLOCK_MEAN", anchor_num=1)
+    assert (settings.second_block_count, settings.representative_type, settings.representative_num) == (7, "MEAN", 1)
+    assert settings_from_mapping(EngineSettings, {"cpu_infer": 3}, where="here").threads_num == 3
+
+
+def test_dashes_and_underscores_in_keys_are_the_same() -> None:
+    assert settings_from_mapping(EngineSettings, {"chunk-size": 512}, where="here").chunk_size == 512
+
+
+def test_texts_of_a_choice_may_be_written_in_any_case() -> None:
+    settings = retrieval(
+        kv_type="fp32", head_select_mode="separate", anchor_type="block_mean", second_block_count="ALL"
+    )
+    assert (settings.kv_type, settings.head_select_mode) == ("FP32", "SEPARATE")
+    assert (settings.representative_type, settings.second_block_count) == ("MEAN", "all")
+
+
+def test_python_users_get_the_same_checks_as_yaml() -> None:
+    assert RetrievalSettings(kv_type="fp32").kv_type == "FP32"
+    with pytest.raises(SettingError, match="block_size is 0; it must be a whole number of at least 1"):
+        RetrievalSettings(block_size=0)
+
+
+def test_an_unknown_key_is_named_with_the_nearest_right_spelling() -> None:
+    assert message(lambda: retrieval(blok_size=1)) == "here: unknown setting 'blok_size'; did you mean block_size?"
+    assert message(lambda: retrieval(second_select_nun=1)).endswith("did you mean second_select_num?")
+
+
+def test_an_unknown_key_near_nothing_is_answered_with_all_that_are_known() -> None:
+    text = message(lambda: retrieval(generate_device="cpu"))
+    assert "unknown setting 'generate_device'" in text
+    assert all(field.name in text for field in fields(RetrievalSettings))
+
+
+def test_a_class_without_settings_says_so() -> None:
+    text = message(lambda: settings_from_mapping(SlidingWindowSettings, {"window": 4}, where="here"))
+    assert text == "here: unknown setting 'window'; there are no settings here"
+
+
+def test_a_setting_given_under_two_names_is_an_error() -> None:
+    assert message(lambda: retrieval(second_block_count=1, second_select_num=1)) == (
+        "here: 'second_block_count' and 'second_select_num' are the same setting, second_block_count; keep one of them"
+    )
+
+
+@pytest.mark.parametrize("mapping", [[1, 2], "block_size", 4])
+def test_settings_that_are_no_mapping_are_an_error(mapping: Any) -> None:
+    text = message(lambda: settings_from_mapping(RetrievalSettings, mapping, where="here"))
+    assert text == f"here: {mapping!r} is not a mapping; write `key: value` pairs"
+
+
+@pytest.mark.parametrize(
+    ("mapping", "expected"),
+    [
+        (
+            {"block_size": "4096"},
+            "block_size is '4096'; it must be a whole number of at least 1 (this is text: write 4096",
+        ),
+        ({"block_size": True}, "block_size is True; it must be a whole number"),
+        ({"block_size": 12.5}, "block_size is 12.5; it must be a whole number"),
+        ({"block_size": None}, "block_size is None; it must be a whole number"),
+        ({"block_size": 0}, "block_size is 0; it must be a whole number of at least 1"),
+        ({"initial_len": -1}, "initial_len is -1; it must be a whole number of at least 0"),
+        ({"local_windows_len": 0}, "local_windows_len is 0; it must be a whole number of at least 1"),
+        ({"second_select_num": -1}, "second_select_num is -1; it must be a whole number of at least 0, or all"),
+        ({"second_block_count": "al"}, "it must be a whole number of at least 0, or all; did you mean all?"),
+        ({"kv_type": "FP61"}, "kv_type is 'FP61'; it must be FP16 or FP32; did you mean FP16?"),
+        ({"kv_type": 16}, "kv_type is 16; it must be FP16"),
+        ({"head_select_mode": "SHRED"}, "it must be SHARED or SEPARATE; did you mean SHARED?"),
+        ({"anchor_type": "MEAM"}, "anchor_type is 'MEAM'; it must be MEAN"),
+        ({"representative_num": 2}, "representative_num is 2; representative_type MEAN takes 1"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_right(mapping: dict[str, Any], expected: str) -> None:
+    text = message(lambda: retrieval(**mapping))
+    assert text.startswith("here: ")
+    assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("mapping", "expected"),
+    [
+        ({"rank": 48}, "rank is 48; it must be a whole number that is a multiple of 32 from 32 to 1024"),
+        ({"rank": 2048}, "rank is 2048; it must be a whole number"),
+        ({"keep": 1.5}, "keep is 1.5; it must be a number from 0.0 to 1.0"),
+        ({"ratio": float("nan")}, "ratio is nan; it must be a number from 0.0 to 1.0"),
+        ({"ratio": "0.25"}, "(this is text: write 0.25 without quotes)"),
+        ({"pooled": 1}, "pooled is 1; it must be true or false"),
+        ({"note": 3}, "note is 3; it must be text"),
+    ],
+)
+def test_every_kind_of_constraint_is_checked(mapping: dict[str, Any], expected: str) -> None:
+    assert expected in message(lambda: settings_from_mapping(PaperSettings, mapping, where="here"))
+
+
+@given(rank=st.integers(1, 32).map(lambda n: 32 * n), ratio=st.floats(0, 1), pooled=st.booleans(), note=st.text())
+def test_values_in_range_are_kept_as_they_are(rank: int, ratio: float, pooled: bool, note: str) -> None:
+    mapping = {"rank": rank, "ratio": ratio, "pooled": pooled, "note": note}
+    settings = settings_from_mapping(PaperSettings, mapping, where="here")
+    assert {field.name: getattr(settings, field.name) for field in fields(settings)} == mapping
+
+
+def test_a_whole_number_is_right_where_a_number_is_wanted() -> None:
+    settings = settings_from_mapping(PaperSettings, {"ratio": 1}, where="here")
+    assert isinstance(settings.ratio, float)
+
+
+def test_settings_that_exclude_each_other_are_located_by_settings_from_mapping() -> None:
+    @dataclass(frozen=True)
+    class Pair(Settings):
+        low: int = setting(1, "the lower")
+        high: int = setting(2, "the higher")
+
+        def validate(self) -> None:
+            if self.low > self.high:
+                raise SettingError("low", self.low, f"it must be at most high, {self.high}")
+
+    assert message(lambda: settings_from_mapping(Pair, {"low": 5}, where="a.yaml: rule 1")) == (
+        "a.yaml: rule 1: low is 5; it must be at most high, 2"
+    )
+    assert settings_from_mapping(Pair, {"low": 5, "high": 6}, where="here") == Pair(5, 6)
+
+
+def test_a_new_registration_is_a_choice_without_any_change_to_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_REGISTRY", {**storage._REGISTRY, "NEW8": storage.FP16})
+    assert retrieval(kv_type="new8").kv_type == "NEW8"
+
+
+def test_every_registered_storage_and_representative_type_is_accepted() -> None:
+    for name in storage.names():
+        assert retrieval(kv_type=name.lower()).kv_type == name
+    for name in representatives.names():
+        num = representatives.get(name).counts[0]
+        assert retrieval(representative_type=name.lower(), representative_num=num).representative_type == name
+
+
+def test_the_flat_block_is_split_by_class() -> None:
+    engine, operator = split_long_context({"chunk_size": 512, "cpu_infer": 10, "second_select_num": 8}, where="here")
+    assert (engine, operator) == ({"chunk_size": 512, "threads_num": 10}, {"second_block_count": 8})
+
+
+def test_no_two_settings_of_the_flat_block_share_a_name_or_alias() -> None:
+    spellings = [name for cls in ALL_LONG_CONTEXT for row in describe(cls) for name in (row.name, *row.aliases)]
+    assert len(spellings) == len(set(spellings))
+
+
+def test_the_command_line_wins_over_the_rules_file_and_that_over_the_settings_file() -> None:
+    merged = merge(
+        command_line={"chunk_size": 1},
+        rules_file={"chunk_size": 2, "block_size": 2},
+        settings_file={"chunk_size": 3, "block_size": 3, "initial_len": 3},
+    )
+    assert merged == {"chunk_size": 1, "block_size": 2, "initial_len": 3}
+
+
+def test_threads_are_the_physical_cores_and_never_more_than_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 4)
+    assert EngineSettings().resolved_threads() == 4
+    assert EngineSettings(threads_num=5).resolved_threads() == 5
+    assert EngineSettings(threads_num=64).resolved_threads() == 6
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {3}, raising=False)
+    assert EngineSettings().resolved_threads() == 1
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: None)
+    assert EngineSettings().resolved_threads() == 6
+
+
+@pytest.mark.parametrize("cls", ALL_LONG_CONTEXT)
+def test_every_setting_describes_itself(cls: type[Settings]) -> None:
+    rows = list(describe(cls))
+    assert [row.name for row in rows] == [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    for row in rows:
+        assert row.doc
+        assert "\n" not in row.doc
+        assert row.type
+        assert row.default == getattr(cls(), row.name)
+
+
+def test_a_description_holds_type_range_unit_and_aliases() -> None:
+    row = next(row for row in describe(RetrievalSettings) if row.name == "second_block_count")
+    assert row[:5] == (
+        "second_block_count",
+        "a whole number of at least 0, or all",
+        96,
+        "blocks",
+        ("second_select_num",),
+    )
+
+
+def test_choices_of_a_literal_type_are_described() -> None:
+    @dataclass(frozen=True)
+    class Modes(Settings):
+        mode: Literal["A", "B"] = setting("A", "a mode")
+
+    assert re.fullmatch("A or B", next(describe(Modes)).type)
+
+
+def test_errors_are_the_packages_own() -> None:
+    assert issubclass(SettingError, ConfigError)
+    assert issubclass(ConfigError, HeteroKVError)
+    assert issubclass(HeteroKVError, ValueError)

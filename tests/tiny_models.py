@@ -1,0 +1,79 @@
+"""Tiny random models of every architecture that the engine is known to run, for exactness tests."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+_BASE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "attn_implementation": "sdpa",
+}
+_HEAD_DIM = {"head_dim": 16}
+_MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_EAGER = {"attn_implementation": "eager"}
+_SLIDING = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+#: model type -> what its config needs beside the common part.
+ARCHITECTURES: dict[str, dict[str, object]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": _HEAD_DIM,
+    "qwen3_moe": {**_HEAD_DIM, **_MOE},
+    "mistral": {"sliding_window": None, **_HEAD_DIM},
+    "mixtral": {"sliding_window": None, **_MOE},
+    "phi": {},
+    "phi3": {"sliding_window": None, "rope_scaling": None},
+    "glm": {"head_dim": 16, "partial_rotary_factor": 0.5},
+    "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
+    "gemma2": {**_HEAD_DIM, **_SLIDING, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 16, **_EAGER},
+    "gemma3_text": {**_HEAD_DIM, **_SLIDING, "query_pre_attn_scalar": 16},
+    "olmo2": {},
+    "cohere": {},
+    "cohere2": {**_HEAD_DIM, **_SLIDING},
+    "starcoder2": {"sliding_window": None},
+    "granite": {"attention_multiplier": 0.25, "residual_multiplier": 0.5},
+    "stablelm": {"partial_rotary_factor": 0.5},
+    "gpt_neox": {"rotary_pct": 0.25},
+    "gpt_oss": {**_HEAD_DIM, **_SLIDING, **_MOE, **_EAGER},
+    "smollm3": {"no_rope_layers": [1, 0, 1], "use_sliding_window": False},
+    "internlm3": {},
+    "nemotron": {"partial_rotary_factor": 0.5},
+    "deepseek_v3": {
+        **_MOE,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "num_key_value_heads": 4,
+    },
+}
+
+
+def tiny_model(model_type: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
+    """A random model of this architecture in eval mode, three layers, a few thousand weights, float32."""
+    settings = {**_BASE, **ARCHITECTURES.get(model_type, {}), **overrides}
+    config = AutoConfig.for_model(model_type, **settings)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=settings["attn_implementation"])
+    for name, parameter in model.named_parameters():
+        # Large weights make attention peaked, so that a wrong key shows in the output.
+        torch.nn.init.normal_(parameter, std=1.0 if "sinks" in name else 0.25)
+        if "norm" in name:
+            parameter.data.add_(1.0)
+    return model.eval().requires_grad_(False)
