@@ -242,7 +242,8 @@ def _pattern(match: Mapping[str, str], source: str) -> re.Pattern[str] | None:
         return re.compile(match["name"])
     except re.error as error:
         where = located(f"{source}: match", match, "name")
-        raise ConfigError(f"{where}: name {match['name']!r} is not a regular expression: {error}") from error
+        # Not as repr, which would double the backslashes the user wrote.
+        raise ConfigError(f"{where}: name '{match['name']}' is not a regular expression: {error}") from error
 
 
 def _operator(name: str, where: str) -> type[Operator]:

@@ -33,6 +33,7 @@ from hetero_kv.selection import representatives
 class PaperSettings(Settings):
     rank: int = setting(160, "rank of the keys", minimum=32, maximum=1024, multiple_of=32)
     ratio: float = setting(0.5, "share that is kept", minimum=0.0, maximum=1.0, aliases=("keep",))
+    exponent: float = setting(1.0, "any number")
     pooled: bool = setting(False, "whether votes are pooled")
     note: str = setting("", "a text")
 
@@ -160,6 +161,7 @@ def test_a_wrong_value_is_named_with_what_is_right(mapping: dict[str, Any], expe
         ({"rank": 2048}, "rank is 2048; it must be a whole number"),
         ({"keep": 1.5}, "keep is 1.5; it must be a number from 0.0 to 1.0"),
         ({"ratio": float("nan")}, "ratio is nan; it must be a number from 0.0 to 1.0"),
+        ({"exponent": float("inf")}, "exponent is inf; it must be a number"),
         ({"ratio": "0.25"}, "(this is text: write 0.25 without quotes)"),
         ({"pooled": 1}, "pooled is 1; it must be true or false"),
         ({"note": 3}, "note is 3; it must be text"),
@@ -173,7 +175,7 @@ def test_every_kind_of_constraint_is_checked(mapping: dict[str, Any], expected: 
 def test_values_in_range_are_kept_as_they_are(rank: int, ratio: float, pooled: bool, note: str) -> None:
     mapping = {"rank": rank, "ratio": ratio, "pooled": pooled, "note": note}
     settings = settings_from_mapping(PaperSettings, mapping, where="here")
-    assert {field.name: getattr(settings, field.name) for field in fields(settings)} == mapping
+    assert {name: getattr(settings, name) for name in mapping} == mapping
 
 
 def test_a_whole_number_is_right_where_a_number_is_wanted() -> None:

@@ -308,7 +308,7 @@ def test_a_mistake_in_a_rule_names_rule_line_and_key(content: str, expected: str
         ("{nam: x}", ", line 2: unknown key 'nam'; did you mean name?"),
         ("{name: 3}", ", line 2: name is 3; it must be text"),
         ("{class: ''}", ", line 2: class is ''; it must be text"),
-        ("{name: 'a.(0'}", ", line 2: name 'a.(0' is not a regular expression: missing ), unterminated subpattern at"),
+        (r"{name: 'a\.(0'}", r", line 2: name 'a\.(0' is not a regular expression: missing ), unterminated subpattern"),
     ],
 )
 def test_a_mistake_in_match_names_rule_line_and_key(match: str, expected: str) -> None:

@@ -62,16 +62,17 @@ class HeteroCache(Cache):
         if self.on_progress is not None:
             self.on_progress(layer_idx + (done == total), len(self.layers), done, total)
 
-    @contextmanager
-    def undo_on_error(self) -> Iterator[None]:
-        """Within this context an exception, Ctrl-C included, takes every layer back to where it was before."""
-        before = [_checkpoint(layer) for layer in self.layers]
-        try:
-            yield
-        except BaseException:
-            for layer, state in zip(self.layers, before, strict=True):
-                _restore(layer, state)
-            raise
+
+@contextmanager
+def undo_on_error(cache: Cache) -> Iterator[None]:
+    """Within this context an exception, Ctrl-C included, takes every layer back to where it was before."""
+    before = [_checkpoint(layer) for layer in cache.layers]
+    try:
+        yield
+    except BaseException:
+        for layer, state in zip(cache.layers, before, strict=True):
+            _restore(layer, state)
+        raise
 
 
 def _checkpoint(layer: CacheLayerMixin) -> Any:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from hetero_kv.errors import HeteroKVError
 from hetero_kv.kv.block_table import BlockTable
 from hetero_kv.kv.device_window import DeviceWindow
 from hetero_kv.kv.pool import BlockPool
 from hetero_kv.kv.storage import StorageType
 
 
-class CacheFullError(RuntimeError):
+class CacheFullError(HeteroKVError):
     """More tokens than `max_seq_len` were to be stored. Nothing was stored."""
 
 

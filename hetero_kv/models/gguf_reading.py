@@ -1,16 +1,18 @@
 """One reading of a GGUF file for everything transformers asks of it.
 
 transformers builds the configuration, the tokenizer and the weights each from a reading of its own, through
-`gguf.GGUFReader`, which makes an array object of every token and merge: most of the loading time of a small model.
-Inside `one_reading` transformers gets this package's header instead, and its tensors pass with a progress report.
+`gguf.GGUFReader`, which makes an array object of every token and merge, and it builds the map of tensor names anew for
+every module of the model: three quarters of the time to load a small model. Inside `one_reading` it gets this package's
+header and one map instead, and the tensors pass with a progress report.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import gguf
@@ -91,13 +93,14 @@ def one_reading(file: GGUFFile, report: ProgressReport) -> Iterator[None]:
             done += tensor.n_bytes
             report("unpacking weights", done, total)
 
-    with _one_at_a_time:
-        original_reader: Callable[..., Any] = gguf.GGUFReader
-        original_tqdm = getattr(transformers_gguf, "tqdm", None)
-        gguf.GGUFReader = reader_of
-        transformers_gguf.tqdm = reported
-        try:
-            yield
-        finally:
-            gguf.GGUFReader = original_reader
-            transformers_gguf.tqdm = original_tqdm
+    original_reader: Callable[..., Any] = gguf.GGUFReader
+    exchanged = (
+        (gguf, "GGUFReader", reader_of),
+        (gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+        (transformers_gguf, "tqdm", reported),
+    )
+    with _one_at_a_time, ExitStack() as stack:
+        for module, name, replacement in exchanged:
+            stack.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, replacement)
+        yield

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hetero_kv.models.end_of_turn import end_of_turn_ids
@@ -229,7 +230,7 @@ def _refusals(location: Location) -> Iterator[None]:
         ) from error
     except MemoryError as error:
         raise ModelError(f"{location.name} does not fit into memory; use dtype bfloat16 or a smaller model") from error
-    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError, ImportError, SafetensorError) as error:
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"{location.name} brings Python code of its own, which is run only if you say so: read the code, "

@@ -15,7 +15,10 @@ ProgressReport = Callable[[str, int, int], None]
 
 @contextmanager
 def progress_line(name: str) -> Iterator[ProgressReport]:
-    """A line on standard error that shows the work on `name` and is gone when the work is done."""
+    """A line on standard error that shows the work on `name` and is gone when the work is done.
+
+    Nothing is written where standard error is not a terminal.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -23,7 +26,8 @@ def progress_line(name: str) -> Iterator[ProgressReport]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as line:
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as line:
         task = line.add_task(name, total=None)
 
         def report(activity: str, done: int, total: int) -> None:

@@ -1,0 +1,1 @@
+"""The chat command: its flags, the interactive terminal, and the JSON report of a single answer."""

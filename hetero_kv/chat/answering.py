@@ -1,0 +1,40 @@
+"""Asking the conversation one question, with the progress bar before the answer and Ctrl-C at any time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hetero_kv.chat.interrupt import Interrupt
+from hetero_kv.chat.prefill_bar import PrefillBar
+from hetero_kv.chat.session import ChatSession
+from hetero_kv.generate import Answer
+
+
+def answer_to(session: ChatSession, question: str, on_text: Callable[[str], None] | None = None) -> Answer:
+    """The answer to `question`; its pieces go to `on_text` as they come.
+
+    Ctrl-C ends it at the next chunk or token with finish_reason "stopped".
+
+    Raises:
+        HeteroKVError: the question cannot be answered.
+        KeyboardInterrupt: Ctrl-C for the second time. The conversation is as it was.
+    """
+    interrupt = Interrupt()
+    settings = session.options.answer
+    with interrupt.catching(), PrefillBar(interrupt) as bar:
+
+        def write(piece: str) -> None:
+            bar.stop()
+            if on_text is not None:
+                on_text(piece)
+
+        return session.conversation.ask(
+            question,
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            seed=settings.torch_seed,
+            on_text=write,
+            on_progress=bar.report,
+            should_stop=lambda: interrupt.requested,
+        )

@@ -1,0 +1,66 @@
+"""The command `chat`: an interactive chat in a terminal, one answer elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import redirect_stdout
+from typing import TextIO
+
+from hetero_kv.chat.options import ChatOptions, add_flags, chat_options
+from hetero_kv.chat.question import Question, question_of
+
+__all__ = ["add_flags", "run"]
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Chat as the flags say; returns the exit status, 130 when Ctrl-C cut the only answer short.
+
+    Raises:
+        HeteroKVError: a mistake in the flags or files, a model that cannot be loaded, or a question that cannot be
+            answered.
+    """
+    options = chat_options(flags)
+    interactive = not options.json and _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
+    # Before the model is loaded, which takes its time: a mistake in the file should not cost that.
+    question = question_of(options, interactive=interactive)
+    if not interactive:
+        return _answer_once(options, question)
+
+    from hetero_kv.chat.session import open_session
+    from hetero_kv.chat.terminal import Terminal
+
+    return Terminal(open_session(options), question).run()
+
+
+def _answer_once(options: ChatOptions, question: Question) -> int:
+    from rich.console import Console
+
+    from hetero_kv.chat.answering import answer_to
+    from hetero_kv.chat.display import ending, statistics_line
+    from hetero_kv.chat.json_report import json_report
+    from hetero_kv.chat.session import open_session
+    from hetero_kv.cli import INTERRUPTED
+
+    output = sys.stdout
+
+    def write(piece: str) -> None:
+        output.write(piece)
+        output.flush()
+
+    # Nothing but the answer may reach standard output, whatever a library prints.
+    with redirect_stdout(sys.stderr):
+        session = open_session(options)
+        answer = answer_to(session, question.text, on_text=None if options.json else write)
+        if options.json:
+            write(json.dumps(json_report(session, answer), ensure_ascii=False, indent=2) + "\n")
+        else:
+            write("\n")
+            notes = [note for note in (ending(answer, session), statistics_line(answer)) if note]
+            Console(stderr=True).print(" · ".join(notes), style="dim", highlight=False, soft_wrap=True)
+    return INTERRUPTED if answer.finish_reason == "stopped" else 0
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()

@@ -1,0 +1,107 @@
+"""What the chat shows beside the answers: banner, statistics, help."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from hetero_kv.chat.session import ChatSession
+from hetero_kv.generate import Answer
+
+COMMANDS = {
+    "/help": "this list",
+    "/stats": "what the last answer cost, and the settings in force",
+    "/reset": "forget the conversation and start anew",
+    "/quit": "leave (Ctrl-D does too)",
+}
+
+_KEYS = {
+    '"""': "begin and end a text of several lines",
+    "Ctrl-C": "stop the answer; at the prompt, drop the line",
+}
+
+
+def banner(session: ChatSession) -> RenderableType:
+    """Model, mode, capacity, and what the store takes."""
+    model = session.loaded.model
+    title = Text.assemble(("hetero-kv", "bold cyan"), "  ", (session.loaded.name, "bold"))
+    where = f"{session.options.mode}: {session.rules_name or 'the untouched model'}"
+    dtype = str(model.dtype).removeprefix("torch.")
+    facts = [f"{where}  ·  {dtype} on {model.device}, {session.engine.resolved_threads()} CPU threads"]
+    capacity = f"capacity {session.capacity:,} tokens"
+    if session.injection is not None:
+        capacity += (
+            f"  ·  the store takes {decimal(round(session.injection.bytes_per_token() * 1000))} per 1,000 tokens"
+        )
+    facts.append(capacity)
+    facts.append('/help lists the commands, """ begins and ends several lines, Ctrl-D leaves')
+    return Group(title, *(Text(fact, style="dim") for fact in facts))
+
+
+def help_table() -> RenderableType:
+    """The commands and keys."""
+    table = Table.grid(padding=(0, 3))
+    for name, meaning in (COMMANDS | _KEYS).items():
+        table.add_row(Text(name, style="cyan"), meaning)
+    return table
+
+
+def ending(answer: Answer, session: ChatSession) -> str | None:
+    """Why an answer that is not complete ends where it does; None for one that is."""
+    return {
+        "end": None,
+        "stopped": "stopped",
+        "max_new_tokens": f"cut off at --max_new_tokens {session.options.answer.max_new_tokens}",
+        "full": f"cut off: the context of {session.capacity:,} tokens is full (--max_seq_len); /reset starts anew",
+    }[answer.finish_reason]
+
+
+def statistics_line(answer: Answer) -> str:
+    """One line: tokens, time to first token, prefill and decode speed."""
+    statistics = answer.statistics
+    parts = [f"prefill {statistics.prompt_tokens:,} tokens, {statistics.prefill_tokens_per_s:,.0f} tokens/s"]
+    if statistics.generated_tokens:
+        parts.insert(0, f"{statistics.generated_tokens:,} tokens, first after {statistics.time_to_first_token_s:.2f} s")
+    if statistics.decode_tokens_per_s is not None:
+        parts.append(f"decode {statistics.decode_tokens_per_s:,.1f} tokens/s")
+    return " · ".join(parts)
+
+
+def statistics_table(session: ChatSession, answer: Answer | None) -> RenderableType:
+    """What the last answer cost, how full the context is, and the settings in force."""
+    table = Table.grid(padding=(0, 3))
+    table.add_column(style="dim")
+    if answer is not None:
+        statistics = answer.statistics
+        table.add_row("prompt", f"{statistics.prompt_tokens:,} tokens")
+        table.add_row("answer", f"{statistics.generated_tokens:,} tokens ({answer.finish_reason})")
+        table.add_row("time to first token", f"{statistics.time_to_first_token_s:.2f} s")
+        table.add_row("prefill", f"{statistics.prefill_s:.2f} s, {statistics.prefill_tokens_per_s:,.1f} tokens/s")
+        if statistics.decode_tokens_per_s is not None:
+            table.add_row("decode", f"{statistics.decode_s:.2f} s, {statistics.decode_tokens_per_s:,.1f} tokens/s")
+        table.add_row("peak DRAM", decimal(statistics.peak_dram_bytes))
+        if statistics.peak_vram_bytes is not None:
+            table.add_row("peak VRAM", decimal(statistics.peak_vram_bytes))
+        table.add_row("keys and values", decimal(statistics.kv_bytes))
+    table.add_row("context", f"{session.conversation.context_tokens:,} of {session.capacity:,} tokens")
+    for summary in session.operators():
+        layers = layer_ranges(summary.layers)
+        table.add_row(summary.operator, f"layers {layers}" + _settings_text(summary.settings))
+    return table
+
+
+def layer_ranges(layers: list[int | str]) -> str:
+    """Layer numbers for the eye: [0, 1, 2, 5] is "0-2, 5"."""
+    numbers = [layer for layer in layers if isinstance(layer, int)]
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    ranges = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
+    return ", ".join([*ranges, *(layer for layer in layers if isinstance(layer, str))])
+
+
+def _settings_text(settings: dict[str, Any] | None) -> str:
+    return "".join(f"\n{name} {value}" for name, value in (settings or {}).items())

@@ -1,0 +1,25 @@
+"""One answer as one JSON object."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from hetero_kv.chat.session import ChatSession
+from hetero_kv.generate import Answer
+
+
+def json_report(session: ChatSession, answer: Answer) -> dict[str, Any]:
+    """The answer, what it cost (names and units of `Statistics`), and the settings in force."""
+    statistics = answer.statistics
+    return {
+        "answer": answer.text,
+        "finish_reason": answer.finish_reason,
+        "model": session.loaded.name,
+        "mode": session.options.mode,
+        "config": session.rules_name,
+        **asdict(statistics),
+        "prefill_tokens_per_s": statistics.prefill_tokens_per_s,
+        "decode_tokens_per_s": statistics.decode_tokens_per_s,
+        "settings": session.settings_in_force(),
+    }

@@ -1,0 +1,140 @@
+"""What the chat command is told: its flags, and their values checked."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hetero_kv.config import EngineSettings, RetrievalSettings, split_long_context
+from hetero_kv.flags import FlagParser
+from hetero_kv.setting import SettingError, Settings, setting, settings_from_mapping
+
+DEFAULT_RULES = "ktransformers"
+_COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class ModeSettings(Settings):
+    """How the model is run."""
+
+    mode: Literal["long_context", "normal"] = setting(
+        "long_context", "long_context: with the operators of the rules; normal: the untouched model, for comparison"
+    )
+
+
+@dataclass(frozen=True)
+class AnswerSettings(Settings):
+    """How an answer is generated."""
+
+    max_new_tokens: int = setting(512, "length of an answer at most", unit="tokens", minimum=1)
+    temperature: float = setting(0.0, "0: always the likeliest token (greedy); more: the more random", minimum=0)
+    top_p: float = setting(
+        1.0, "draw from the likeliest tokens that make up this share of the probability", minimum=0, maximum=1
+    )
+    seed: int | Literal["random"] = setting("random", "makes random answers repeatable", minimum=0, maximum=2**63 - 1)
+
+    def validate(self) -> None:
+        """Refuse a top_p that leaves no token to draw from. Raises SettingError."""
+        if self.top_p == 0:
+            raise SettingError("top_p", self.top_p, "it must be more than 0; for greedy answers set temperature 0")
+
+    @property
+    def torch_seed(self) -> int | None:
+        """The seed for torch; None to leave its state alone."""
+        return None if self.seed == "random" else self.seed
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """The chat command's flags.
+
+    Attributes:
+        prompt: the question; None to be asked for one.
+        prompt_file: a text that goes before the question; `-` is standard input.
+        model: name or path; None for the default model, or for the GGUF file where that is given.
+        gguf_path: the weights, where they are not with the model.
+        rules: path or name of a rules file.
+        long_context: the settings of `config.ALL_LONG_CONTEXT` that were given, under their own names.
+        flags_given: those settings as the command line spelled them.
+    """
+
+    prompt: str | None
+    prompt_file: Path | None
+    system: str | None
+    json: bool
+    model: str | None
+    gguf_path: str | None
+    rules: str
+    mode: Literal["long_context", "normal"]
+    device: str
+    dtype: str
+    trust_remote_code: bool
+    answer: AnswerSettings
+    long_context: dict[str, Any]
+    flags_given: tuple[str, ...]
+
+
+def add_flags(parser: FlagParser) -> None:
+    """Add the chat command's flags to `parser`."""
+    parser.epilog = (
+        "Flags may be spelled with dashes or underscores. Settings come from, first wins: these flags, the rules file, "
+        "~/.hetero_kv/config.yaml, the defaults shown. The exit status is 2 for a mistake in these, 130 after Ctrl-C."
+    )
+    asking = parser.add_argument_group("question")
+    asking.add_argument("--prompt", metavar="TEXT", help="the question; in a terminal the chat goes on after it")
+    asking.add_argument(
+        "--prompt_file",
+        type=Path,
+        metavar="FILE",
+        help="a text file that goes before the first question (- is standard input)",
+    )
+    asking.add_argument("--system", metavar="TEXT", help="system message (default: the model's own)")
+    asking.add_argument("--json", action="store_true", help="answer once, and print one JSON object")
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        "--model_path",
+        metavar="MODEL",
+        help="a directory in Hugging Face format, a hub id, a .gguf file, or a named model (default: a small one, "
+        "fetched on first use)",
+    )
+    model.add_argument(
+        "--gguf_path",
+        metavar="FILE",
+        help="a .gguf file; with --model, the weights of the model whose configuration and tokenizer are there",
+    )
+    model.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (default auto)")
+    model.add_argument(
+        "--dtype", default="auto", metavar="TYPE", help="auto, float32, bfloat16 or float16 (default auto)"
+    )
+    model.add_argument(
+        "--trust_remote_code", action="store_true", help="run Python code that comes with the model; read it first"
+    )
+    method = parser.add_settings("method", "mode", ModeSettings)
+    method.add_argument(
+        "--config",
+        "--optimize_config_path",
+        dest="rules",
+        default=DEFAULT_RULES,
+        metavar="FILE",
+        help=f"rules file, or the name of a packaged one (default {DEFAULT_RULES})",
+    )
+    parser.add_settings("answer", "answer", AnswerSettings)
+    parser.add_settings("engine (wins over the rules file)", "long_context", EngineSettings)
+    parser.add_settings("retrieval operators (wins over the rules file)", "long_context", RetrievalSettings)
+
+
+def chat_options(flags: argparse.Namespace) -> ChatOptions:
+    """The flags, checked.
+
+    Raises:
+        ConfigError: a value of the wrong type or out of range, or a setting given under two names.
+    """
+    engine, retrieval = split_long_context(flags.long_context, where=_COMMAND_LINE)
+    given = {**vars(flags), "flags_given": tuple(flags.long_context)}
+    given["mode"] = settings_from_mapping(ModeSettings, flags.mode, where=_COMMAND_LINE).mode
+    given["answer"] = settings_from_mapping(AnswerSettings, flags.answer, where=_COMMAND_LINE)
+    given["long_context"] = engine | retrieval
+    return ChatOptions(**given)

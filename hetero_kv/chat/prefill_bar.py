@@ -1,0 +1,74 @@
+"""The progress of a long prefill, on standard error, so that standard output holds the answer alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from hetero_kv.chat.interrupt import Interrupt
+
+LONG_PROMPT_TOKENS = 512
+LONG_WAIT_S = 1.0
+
+
+class _Layer(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        """Which layer is at work: "layer 3/24"."""
+        if not task.total:
+            return Text("")
+        return Text(f"layer {min(task.fields['layers_done'] + 1, task.fields['layers'])}/{task.fields['layers']}")
+
+
+class _TokensPerSecond(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        """Prompt tokens per second, as if a token were done when its share of the layers is."""
+        elapsed = task.finished_time or task.elapsed
+        if not task.total or not elapsed or not task.completed:
+            return Text("")
+        return Text(f"{task.completed / task.fields['layers'] / elapsed:,.0f} tokens/s", style="progress.data.speed")
+
+
+class PrefillBar(Progress):
+    """A bar with layer, tokens per second and time left; it shows itself only when there is something to wait for.
+
+    It appears for prompts of more than `LONG_PROMPT_TOKENS`, and after `LONG_WAIT_S` for any; it vanishes when it is
+    stopped. Nothing is drawn where standard error is not a terminal.
+    """
+
+    def __init__(self, interrupt: Interrupt) -> None:
+        console = Console(stderr=True)
+        self._interrupt = interrupt
+        self._prompt_tokens = 0
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            _Layer(),
+            _TokensPerSecond(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        # Without a total the bar pulses: nothing is known before the first chunk is done.
+        self._task = self.add_task("prefill", total=None, layers=0, layers_done=0)
+
+    def report(self, layers_done: int, layers: int, tokens_done: int, tokens: int) -> None:
+        """Show what `Conversation.ask` tells its `on_progress`."""
+        self._prompt_tokens = tokens
+        # A layer that is done counts among the layers, not among the tokens of the one at work.
+        completed = layers_done * tokens + (tokens_done if tokens_done < tokens else 0)
+        self.update(self._task, completed=completed, total=layers * tokens, layers=layers, layers_done=layers_done)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """See Progress."""
+        # Progress renders itself once before it has a task.
+        waited = max((task.elapsed or 0 for task in self.tasks), default=0)
+        if self._prompt_tokens <= LONG_PROMPT_TOKENS and waited <= LONG_WAIT_S:
+            return
+        if self._interrupt.requested:
+            yield Text("stopping after this chunk; Ctrl-C again to stop at once", style="yellow")
+        else:
+            yield self.make_tasks_table(self.tasks)

@@ -1,0 +1,137 @@
+"""What a chat runs on: the model, loaded, with the rules in it, and a conversation with it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from hetero_kv.chat.options import ChatOptions
+from hetero_kv.config import EngineSettings, settings_from_mapping, split_long_context
+from hetero_kv.generate import Conversation
+from hetero_kv.inject import Injection, inject
+from hetero_kv.models import DEFAULT_MODEL, LoadedModel, load_model
+from hetero_kv.recipes import display
+from hetero_kv.rules import load_rules
+from hetero_kv.settings_file import ensure_settings_file, read_settings_file, settings_path
+
+_logger = logging.getLogger(__name__)
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class OperatorSummary:
+    """Operators of one kind with the same settings, and where they are.
+
+    Attributes:
+        layers: numbers of the layers they are in; paths of modules that are in no layer.
+        settings: setting -> value; None where the operator has no settings.
+    """
+
+    operator: str
+    layers: list[int | str]
+    settings: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class ChatSession:
+    """A model ready to chat.
+
+    Attributes:
+        engine: the engine's settings in force.
+        injection: None in normal mode, where the model is untouched.
+        rules_name: the rules file as messages show it; None in normal mode.
+    """
+
+    options: ChatOptions
+    loaded: LoadedModel
+    engine: EngineSettings
+    injection: Injection | None
+    rules_name: str | None
+    conversation: Conversation
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the conversation can have; for the untouched model, those it was made for."""
+        return self.conversation.max_seq_len or self.loaded.context_length
+
+    def operators(self) -> list[OperatorSummary]:
+        """What is in the model, equal operators taken together."""
+        summaries: list[OperatorSummary] = []
+        for path, (name, settings) in self.injection.report().items() if self.injection else ():
+            values = None if settings is None else asdict(settings)  # type: ignore[call-overload]
+            same = [known for known in summaries if known.operator == name and known.settings == values]
+            if not same:
+                summaries.append(OperatorSummary(name, [], values))
+            number = _LAYER.search(path)
+            (same or summaries)[-1].layers.append(int(number[1]) if number else path)
+        return summaries
+
+    def settings_in_force(self) -> dict[str, Any]:
+        """Engine, operators and sampling as they are used, with what `auto` came to."""
+        engine = asdict(self.engine) | {"threads_num": self.engine.resolved_threads()}
+        if self.injection:
+            engine["max_seq_len"] = self.capacity
+        else:
+            engine = {"threads_num": engine["threads_num"]}
+        return {
+            "engine": engine,
+            "operators": [asdict(summary) for summary in self.operators()],
+            "answer": asdict(self.options.answer),
+            "device": str(self.loaded.model.device),
+            "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
+        }
+
+
+def open_session(options: ChatOptions) -> ChatSession:
+    """Load what the options ask for; the settings file is written first if there is none.
+
+    Raises:
+        HeteroKVError: a mistake in the settings file or the rules, a model that cannot be loaded, rules that do not
+            fit it, or a store that does not fit into memory. Rules are read before the model, which takes longer.
+    """
+    settings_file = _settings_file()
+    rules = None
+    if options.mode == "long_context":
+        rules = load_rules(options.rules)
+        engine = rules.engine_settings(command_line=options.long_context, settings_file=settings_file)
+    else:
+        _warn_of_unused(options.flags_given)
+        own, _ = split_long_context(settings_file | options.long_context, where="settings")
+        engine = settings_from_mapping(EngineSettings, own, where="settings")
+    # Operators read this number; torch's own matrix products take it from here.
+    torch.set_num_threads(engine.resolved_threads())
+    model, gguf_path = options.model or DEFAULT_MODEL, options.gguf_path
+    if options.model is None and gguf_path is not None:
+        model, gguf_path = gguf_path, None
+    loaded = load_model(
+        model,
+        gguf_path=gguf_path,
+        dtype=options.dtype,
+        device=options.device,
+        trust_remote_code=options.trust_remote_code,
+    )
+    injection = None
+    if rules is not None:
+        injection = inject(loaded.model, rules, command_line=options.long_context, settings_file=settings_file)
+    conversation = Conversation(loaded.model, loaded.tokenizer, system=options.system)
+    rules_name = display(rules.path) if rules and rules.path else None
+    return ChatSession(options, loaded, engine, injection, rules_name, conversation)
+
+
+def _settings_file() -> dict[str, Any]:
+    path = settings_path()
+    is_first_run = path is not None and not path.exists()
+    if ensure_settings_file() is not None and is_first_run:
+        _logger.warning("wrote %s, where every setting stands with its default", path)
+    return read_settings_file()
+
+
+def _warn_of_unused(flags: Iterable[str]) -> None:
+    unused = [f"--{flag}" for flag in flags if flag not in ("threads_num", "cpu_infer")]
+    if unused:
+        _logger.warning("%s: no effect in --mode normal, where the model is untouched", ", ".join(unused))

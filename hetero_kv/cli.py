@@ -1,0 +1,83 @@
+"""The console script `hetero-kv`: its commands, and how their errors and interruptions end.
+
+A command is a module with `add_flags(parser)` and `run(flags) -> exit status`, and an entry of `COMMANDS`. It is
+imported only when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import NamedTuple
+
+from hetero_kv.errors import ConfigError, HeteroKVError
+from hetero_kv.flags import FlagParser
+from hetero_kv.setting import nearest_spelling
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+class Command(NamedTuple):
+    """One command: the module it lives in, and one line about it."""
+
+    module: str
+    summary: str
+
+
+COMMANDS: dict[str, Command] = {
+    "chat": Command("hetero_kv.chat.command", "Ask a model about long texts: a chat in the terminal, or one answer."),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `hetero-kv`; returns the exit status: 0, 2 for a user's mistake, 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0 if words else USER_ERROR
+    if words[0] == "--version":
+        print(f"hetero-kv {metadata.version('hetero-kv')}")
+        return 0
+    return run_command(words[0], words[1:])
+
+
+def run_command(name: str, arguments: Sequence[str], prog: str | None = None) -> int:
+    """Run one command as `main` does; `prog` is what its help calls the program."""
+    try:
+        if name not in COMMANDS:
+            known = f"; known: {', '.join(COMMANDS)}"
+            raise ConfigError(f"hetero-kv has no command {name!r}{nearest_spelling(name, COMMANDS) or known}")
+        command = COMMANDS[name]
+        module = importlib.import_module(command.module)
+        parser = FlagParser(prog or f"hetero-kv {name}", command.summary)
+        module.add_flags(parser)
+        return module.run(parser.parse(arguments))
+    except HeteroKVError as error:
+        print_error(error)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has gone; the interpreter would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def print_error(error: Exception) -> None:
+    """Print an error for the user on standard error, in red where that is a terminal."""
+    from rich.console import Console
+
+    Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ("usage: hetero-kv COMMAND [flags]", "", *lines, "", "hetero-kv COMMAND --help lists the flags of a command")
+    )

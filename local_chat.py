@@ -1,0 +1,8 @@
+"""Chat with a model over long contexts: `python local_chat.py --help`."""
+
+import sys
+
+from hetero_kv.cli import run_command
+
+if __name__ == "__main__":
+    sys.exit(run_command("chat", sys.argv[1:], prog="local_chat.py"))

@@ -1,0 +1,143 @@
+"""Block tables over a shared pool: contents, sharing, leaks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from hetero_kv.kv import storage
+from hetero_kv.kv.block_table import BlockTable
+from hetero_kv.kv.pool import BlockPool
+
+KV_HEADS, BLOCK, K_DIM, V_DIM, BLOCKS = 2, 4, 3, 5, 24
+
+
+def new_pool(num_blocks=BLOCKS, kind=storage.FP32):
+    return BlockPool(num_blocks, KV_HEADS, BLOCK, K_DIM, V_DIM, kind, 1)
+
+
+def random_tokens(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(KV_HEADS, count, K_DIM, generator=generator),
+        torch.randn(KV_HEADS, count, V_DIM, generator=generator),
+    )
+
+
+def contents(table):
+    keys, values = torch.empty(KV_HEADS, table.length, K_DIM), torch.empty(KV_HEADS, table.length, V_DIM)
+    table.gather(keys, values)
+    return keys, values
+
+
+@settings(max_examples=60, deadline=None)
+@given(pieces=st.lists(st.integers(1, 19), min_size=1, max_size=8), seed=st.integers(0, 99))
+def test_what_is_appended_in_pieces_is_read_back_whole(pieces, seed):
+    table = BlockTable(new_pool(64), 64 * BLOCK)
+    keys, values = random_tokens(sum(pieces), seed)
+    start = 0
+    for piece in pieces:
+        table.append(keys[:, start : start + piece], values[:, start : start + piece])
+        start += piece
+    for actual, expected in zip(contents(table), (keys, values), strict=True):
+        assert torch.equal(actual, expected)
+    lengths = table.pool.lengths[table.ids]
+    assert lengths.sum() == table.length
+    assert (lengths[:-1] == BLOCK).all()
+
+
+@given(start=st.integers(0, 30), count=st.integers(0, 30))
+def test_read_returns_the_positions_asked_for(start, count):
+    table = BlockTable(new_pool(), BLOCKS * BLOCK)
+    keys, values = random_tokens(61, seed=0)
+    table.append(keys, values)
+    read_keys, read_values = table.read(start, start + count)
+    assert torch.equal(read_keys, keys[:, start : start + count])
+    assert torch.equal(read_values, values[:, start : start + count])
+
+
+def test_fp16_storage_rounds_to_half_precision():
+    table = BlockTable(new_pool(kind=storage.FP16), BLOCKS * BLOCK)
+    keys, values = random_tokens(9, seed=0)
+    table.append(keys, values)
+    assert torch.equal(contents(table)[0], keys.half().float())
+
+
+def test_a_full_pool_stores_nothing_of_what_does_not_fit():
+    table = BlockTable(new_pool(num_blocks=2), 100)
+    table.append(*random_tokens(6, seed=0))
+    before = contents(table)
+    with pytest.raises(MemoryError, match="0 free blocks of 2"):
+        table.append(*random_tokens(3, seed=1))
+    assert table.length == 6
+    assert torch.equal(contents(table)[0], before[0])
+
+
+class ForkedSequences(RuleBasedStateMachine):
+    """Random forks, appends, truncations and frees of sequences over one pool, beside plain tensors."""
+
+    sequences = Bundle("sequences")
+
+    def __init__(self):
+        super().__init__()
+        self.pool = new_pool()
+        self.expected = {}
+        self.seed = 0
+
+    @rule(target=sequences)
+    def begin(self):
+        table = BlockTable(self.pool, BLOCKS * BLOCK)
+        self.expected[table] = (torch.empty(KV_HEADS, 0, K_DIM), torch.empty(KV_HEADS, 0, V_DIM))
+        return table
+
+    @rule(table=sequences, count=st.integers(1, 11))
+    def append(self, table, count):
+        if table not in self.expected or self.pool.free_blocks < count // BLOCK + 2:
+            return
+        self.seed += 1
+        tokens = random_tokens(count, self.seed)
+        table.append(*tokens)
+        self.expected[table] = tuple(
+            torch.cat([old, new], 1) for old, new in zip(self.expected[table], tokens, strict=True)
+        )
+
+    @rule(table=sequences, share=st.floats(0, 1))
+    def truncate(self, table, share):
+        if table not in self.expected or self.pool.free_blocks < 1:
+            return
+        length = int(share * table.length)
+        table.truncate(length)
+        self.expected[table] = tuple(old[:, :length] for old in self.expected[table])
+
+    @rule(target=sequences, table=sequences)
+    def fork(self, table):
+        if table not in self.expected:
+            return table
+        twin = table.fork()
+        self.expected[twin] = self.expected[table]
+        return twin
+
+    @rule(table=sequences)
+    def free(self, table):
+        if table in self.expected:
+            table.free()
+            del self.expected[table]
+
+    @invariant()
+    def every_sequence_holds_its_tokens(self):
+        for table, expected in self.expected.items():
+            assert all(torch.equal(a, e) for a, e in zip(contents(table), expected, strict=True))
+            assert self.pool.lengths[table.ids].sum() == table.length
+
+    @invariant()
+    def every_block_is_held_by_exactly_its_sequences(self):
+        holders = [int(block) for table in self.expected for block in table.ids]
+        assert all(self.pool.references(block) == holders.count(block) for block in range(BLOCKS))
+        assert self.pool.free_blocks == BLOCKS - len(set(holders))
+
+
+TestForkedSequences = ForkedSequences.TestCase
+TestForkedSequences.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

