@@ -10,18 +10,17 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
 from cpu_ops.storage import FLOAT, STORAGE_TYPES
 
-_CPU_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2]
-_WIDE = "+avx512f" in _CPU_FEATURES
-LANES = 16 if _WIDE else 8
-QUERY_TILE = 8 if _WIDE else 4
+LANES = 8
+QUERY_TILE = 4
 """Most queries whose partial sums share one register tile."""
-_ACCUMULATORS = 16 if _WIDE else 8
+_ACCUMULATORS = 8
+"""Vectors of partial sums in a tile: enough to cover the latency of two multiply-adds a cycle, and with the operands
+they fit AVX2's 16 registers. Wider vectors and larger tiles gained nothing where AVX-512 has room for them."""
 _INT = ir.IntType(64)
 
 

@@ -116,7 +116,7 @@ def _config(location: Location, gguf: GGUFFile | None, trust_remote_code: bool) 
         return config
     if location.pretrained is None:
         _refuse_unread_rope(gguf, config)
-    # The file decides: a configuration that ties what the file has twice would throw one of the two away.
+    # The file decides, because a converter may leave out an output matrix that equals the embedding, or write both.
     config.tie_word_embeddings = "output.weight" not in gguf.tensor_names
     return config
 

@@ -12,7 +12,7 @@ from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntr
 
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.fetching import fetch
-from hetero_kv.models.named import NAMED_MODELS, named_model
+from hetero_kv.models.named import NAMED_MODELS, unknown_name
 from hetero_kv.models.progress import ProgressReport, reporting
 from hetero_kv.models.sources import HUB_TIMEOUT_SECONDS
 
@@ -54,7 +54,7 @@ def locate(
             "or give the directory or hub id of the configuration as the model"
         )
     if name in NAMED_MODELS:
-        model = named_model(name)
+        model = NAMED_MODELS[name]
         with reporting(name, progress) as report:
             return Location(name, None, fetch(model, report)[0], model.context_length)
     if path.suffix.lower() == ".gguf" and not path.is_dir():
@@ -76,8 +76,7 @@ def locate(
         return Location(name, name, gguf, offline=_hub_is_silent(name))
     if name.startswith((".", "/", "~")) or os.sep in name:
         raise ModelError(f"there is no directory or file {name!r}; check the path")
-    named_model(name)
-    raise AssertionError("a name that is not in the table was found in it")
+    raise unknown_name(name)
 
 
 def _gguf_in(path: Path) -> Path:

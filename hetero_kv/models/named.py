@@ -96,17 +96,11 @@ NAMED_MODELS: dict[str, NamedModel] = {
 }
 
 
-def named_model(name: str) -> NamedModel:
-    """The entry of the model called `name`.
-
-    Raises:
-        ModelError: no model has that name; the message gives the nearest.
-    """
-    if name in NAMED_MODELS:
-        return NAMED_MODELS[name]
+def unknown_name(name: str) -> ModelError:
+    """The error for a `name` that stands for no model; it gives the nearest named model."""
     near = difflib.get_close_matches(name.lower(), NAMED_MODELS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ModelError(
+    return ModelError(
         f"no model is called {name!r}; {hint}Give one of {', '.join(NAMED_MODELS)}, a directory in Hugging Face "
         "format, a .gguf file, or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
     )

@@ -25,7 +25,11 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unknown>", bos_token="<begin>", eos_token="<end>", chat_template=TEMPLATE
+        tokenizer_object=tokenizer,
+        unk_token="<unknown>",
+        bos_token="<begin>",
+        eos_token="<end>",
+        chat_template=TEMPLATE,
     ).save_pretrained(folder)
     config = LlamaConfig(
         vocab_size=len(vocabulary),

@@ -56,6 +56,14 @@ def test_an_output_matrix_in_the_file_is_used_though_the_configuration_ties_it(
     torch.testing.assert_close(logits(loaded), logits(from_directory))
 
 
+def test_an_output_matrix_that_the_file_lacks_is_the_embedding_though_the_configuration_has_two(
+    tiny_directory, write_tiny_gguf, tmp_path
+):
+    tied = write_tiny_gguf(tmp_path / "tied.gguf", without=("output.weight",))
+    model = load_model(tiny_directory, gguf_path=tied, dtype="float32", device="cpu").model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
 def test_tokenizer_and_chat_template_come_from_the_gguf_file(tiny_gguf, from_directory):
     tokenizer = load_model(tiny_gguf, dtype="float32", device="cpu").tokenizer
     chat = [{"role": "user", "content": "hello there"}]

@@ -1,0 +1,26 @@
+"""Medians of interleaved repeats: what every benchmark here measures with."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """Wall-clock seconds that `action` takes."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def interleaved_medians(actions: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """The median of what each action returns, over rounds in which every action runs once.
+
+    A slow moment of the machine then hits all of them alike.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(repeats):
+        for name, action in actions.items():
+            samples[name].append(action())
+    return {name: statistics.median(values) for name, values in samples.items()}

@@ -1,0 +1,190 @@
+"""`hetero-kv chat` where there is no terminal: one answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero_kv.cli import main
+from hetero_kv.config import RetrievalSettings
+from hetero_kv.generate import Conversation
+from hetero_kv.models import load_model
+
+QUESTION = "word1 word2 word3"
+
+
+class Chat:
+    """Calls `hetero-kv chat` on the tiny model."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder = folder
+        self.capsys = capsys
+
+    def __call__(self, *arguments: object, status: int = 0) -> tuple[str, str]:
+        """(standard output, standard error) of a run that must end with `status`."""
+        words = ["chat", "--model", str(self.folder), "--dtype", "float32", "--max_new_tokens", "8"]
+        assert main([*words, *map(str, arguments)]) == status
+        captured = self.capsys.readouterr()
+        return captured.out, captured.err
+
+    def json(self, *arguments: object) -> dict[str, Any]:
+        """The JSON object of a run, which must be all of its standard output."""
+        return json.loads(self("--json", *arguments)[0])
+
+
+def retrieval_in(report: dict[str, Any]) -> dict[str, Any]:
+    """The summary of the report's RetrievalAttention operators."""
+    (summary,) = (entry for entry in report["settings"]["operators"] if entry["operator"] == "RetrievalAttention")
+    return summary
+
+
+@pytest.fixture
+def chat(tiny_model_folder: Path, capsys: pytest.CaptureFixture[str]) -> Chat:
+    return Chat(tiny_model_folder, capsys)
+
+
+def test_standard_output_is_the_answer_alone(chat: Chat, tiny_model_folder: Path):
+    out, err = chat("--prompt", QUESTION)
+    loaded = load_model(str(tiny_model_folder), dtype="float32")
+    assert out == Conversation(loaded.model, loaded.tokenizer).ask(QUESTION, max_new_tokens=8).text + "\n"
+    assert "8 tokens, first after" in err
+
+
+def test_normal_and_long_context_mode_give_the_same_answer(chat: Chat):
+    long_context, normal = (chat.json("--prompt", QUESTION, "--mode", mode) for mode in ("long_context", "normal"))
+    assert long_context["answer"] == normal["answer"]
+    assert (long_context["mode"], normal["mode"]) == ("long_context", "normal")
+    assert "RetrievalAttention" in [summary["operator"] for summary in long_context["settings"]["operators"]]
+    assert normal["settings"]["operators"] == []
+    assert normal["config"] is None
+
+
+def test_the_json_object_holds_counts_speeds_memory_and_settings(chat: Chat):
+    report = chat.json("--prompt", QUESTION, "--chunk-size", 7, "--max_seq_len", 99, "--initial_len", 0)
+    # <begin> user (3 words) <end> <begin> assistant
+    assert (report["prompt_tokens"], report["generated_tokens"], report["context_tokens"]) == (8, 8, 16)
+    assert report["finish_reason"] == "max_new_tokens"
+    assert report["time_to_first_token_s"] > 0
+    assert report["prefill_tokens_per_s"] == pytest.approx(8 / report["prefill_s"])
+    assert report["decode_tokens_per_s"] == pytest.approx(7 / report["decode_s"])
+    assert report["peak_dram_bytes"] > report["kv_bytes"] > 0
+    assert "peak_vram_bytes" in report
+    assert report["model"] == chat.folder.name
+    assert report["config"] == "injection_rules/ktransformers.yaml"
+    assert report["settings"]["engine"]["chunk_size"] == 7
+    assert report["settings"]["engine"]["max_seq_len"] == 99
+    retrieval = retrieval_in(report)
+    assert retrieval["layers"] == [0, 1]
+    assert retrieval["settings"]["initial_len"] == 0
+    assert retrieval["settings"]["local_windows_len"] == RetrievalSettings().local_windows_len
+    assert report["settings"]["dtype"] == "float32"
+
+
+def test_the_command_line_wins_over_the_rules_file_which_wins_over_the_settings_file(
+    chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "settings.yaml").write_text(
+        "long_context: {initial_len: 8, local_windows_len: 8, second_block_count: 8}"
+    )
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(
+        "long_context: {initial_len: 16, local_windows_len: 16}\n"
+        "rules: [{match: {class: LlamaDecoderLayer}, replace: {class: ChunkedDecoderLayer}},"
+        " {match: {class: LlamaAttention}, replace: {class: RetrievalAttention}}]"
+    )
+    settings = retrieval_in(chat.json("--prompt", "word1", "--config", rules, "--initial_len", 32))["settings"]
+    assert (settings["initial_len"], settings["local_windows_len"], settings["second_block_count"]) == (32, 16, 8)
+
+
+def test_the_first_run_writes_the_settings_file(chat: Chat, tmp_path: Path):
+    chat("--prompt", QUESTION, "--mode", "normal")
+    assert "#block_size: 128" in (tmp_path / "settings.yaml").read_text()
+
+
+def test_a_seed_repeats_a_random_answer(chat: Chat):
+    first, again, other = (
+        chat("--prompt", QUESTION, "--temperature", 5, "--mode", "normal", "--seed", seed)[0] for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+def test_the_system_message_is_part_of_the_prompt(chat: Chat):
+    report = chat.json("--prompt", QUESTION, "--system", "word4 word5", "--mode", "normal")
+    assert report["prompt_tokens"] == 8 + 5
+
+
+def test_a_full_context_cuts_the_answer_and_says_so(chat: Chat):
+    out, err = chat("--prompt", QUESTION, "--max_seq_len", 10)
+    assert len(out.split()) == 3
+    assert "the context of 10 tokens is full (--max_seq_len)" in err
+
+
+def test_a_question_that_does_not_fit_is_an_error_that_names_max_seq_len(chat: Chat):
+    out, err = chat("--prompt", "word1 " * 30, "--max_seq_len", 10, status=2)
+    assert out == ""
+    assert err.startswith("error: ")
+    assert "max_seq_len" in err
+
+
+def test_flags_without_effect_in_normal_mode_are_named(chat: Chat, caplog: pytest.LogCaptureFixture):
+    chat("--prompt", QUESTION, "--mode", "normal", "--block-size", 16, "--cpu_infer", 1)
+    assert "--block_size: no effect in --mode normal" in caplog.text
+    assert "--cpu_infer" not in caplog.text
+
+
+def test_the_cpu_threads_are_torchs_too(chat: Chat, monkeypatch: pytest.MonkeyPatch):
+    threads = []
+    monkeypatch.setattr("torch.set_num_threads", threads.append)
+    assert chat.json("--prompt", QUESTION, "--cpu_infer", 1)["settings"]["engine"]["threads_num"] == 1
+    assert threads == [1]
+
+
+def test_a_mistake_in_the_rules_is_found_before_the_model_is_looked_for(chat: Chat):
+    _, err = chat("--prompt", QUESTION, "--config", "ktransformer", "--model", "no-such-model", status=2)
+    assert "there is no rules file 'ktransformer'; did you mean ktransformers?" in err
+
+
+def test_an_unknown_model_is_an_error(chat: Chat):
+    _, err = chat("--prompt", QUESTION, "--model", "smollm2-135m-instrukt", status=2)
+    assert "did you mean 'smollm2-135m-instruct'?" in err
+
+
+def test_a_gguf_path_alone_is_the_model(capsys: pytest.CaptureFixture[str]):
+    assert main(["chat", "--prompt", QUESTION, "--gguf_path", "./nowhere.gguf"]) == 2
+    assert "nowhere.gguf" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_answer_with_status_130_and_keeps_what_there_is(chat: Chat, monkeypatch: pytest.MonkeyPatch):
+    ask = Conversation.ask
+
+    def interrupted(self: Conversation, question: str, **kwargs: Any) -> Any:
+        write = kwargs.pop("on_text")
+        pieces = []
+
+        def on_text(piece: str) -> None:
+            write(piece)
+            pieces.append(piece)
+            if len(pieces) == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return ask(self, question, on_text=on_text, **kwargs)
+
+    monkeypatch.setattr(Conversation, "ask", interrupted)
+    out, err = chat("--prompt", QUESTION, "--mode", "normal", status=130)
+    assert 1 <= len(out.split()) < 8
+    assert "stopped" in err
+
+
+def test_an_unknown_command_is_an_error_with_the_nearest_spelling(capsys: pytest.CaptureFixture[str]):
+    assert main(["chta"]) == 2
+    assert "no command 'chta'; did you mean chat?" in capsys.readouterr().err
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]):
+    assert main(["--help"]) == 0
+    assert "chat" in capsys.readouterr().out

@@ -1,0 +1,209 @@
+"""The interactive chat, in a pseudo-terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+PROMPT = ">>> "
+CTRL_C, CTRL_D = "\x03", "\x04"
+PATIENCE_S = 30
+
+
+class ChatInATerminal:
+    """`local_chat.py` with a terminal of its own; what it shows is read without colours and cursor movements."""
+
+    def __init__(self, folder: Path, *arguments: object) -> None:
+        self.master, slave = pty.openpty()
+        words = [
+            sys.executable,
+            "local_chat.py",
+            "--model",
+            folder,
+            "--mode",
+            "normal",
+            "--dtype",
+            "float32",
+            *arguments,
+        ]
+        # A session of its own makes the terminal the process's, so that Ctrl-C reaches it.
+        self.process = subprocess.Popen(
+            list(map(str, words)),
+            cwd=CHECKOUT,
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            env=os.environ | {"TERM": "xterm-256color", "COLUMNS": "120"},
+            preexec_fn=_take_terminal,
+        )
+        os.close(slave)
+        self.unread = ""
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def until(self, expected: str) -> str:
+        """What is shown up to and with `expected`."""
+        deadline = time.monotonic() + PATIENCE_S
+        while expected not in self.unread:
+            ready, _, _ = select.select([self.master], [], [], max(0, deadline - time.monotonic()))
+            assert ready, f"waited for {expected!r}, and there is only {self.unread!r}"
+            try:
+                self.unread += os.read(self.master, 65536).decode(errors="replace")
+            except OSError:
+                raise AssertionError(f"waited for {expected!r}, the chat ended with {self.unread!r}") from None
+            self.unread = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r|[\x01\x02]", "", self.unread)
+        shown, _, self.unread = self.unread.partition(expected)
+        return shown + expected
+
+    def say(self, text: str) -> str:
+        """What the chat answers to a line, up to the next prompt."""
+        self.type(f"{text}\n")
+        return self.until(PROMPT)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+
+def _take_terminal() -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.fixture(scope="module")
+def _running(tiny_model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChatInATerminal]:
+    settings = tmp_path_factory.mktemp("home") / "settings.yaml"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HETERO_KV_CONFIG", str(settings))
+        terminal = ChatInATerminal(tiny_model_folder, "--max_new_tokens", 50_000)
+    terminal.until(PROMPT)
+    yield terminal
+    terminal.close()
+
+
+@pytest.fixture
+def chat(_running: ChatInATerminal) -> ChatInATerminal:
+    """A chat whose conversation is empty; answers end only when they are stopped."""
+    assert "forgotten" in _running.say("/reset")
+    return _running
+
+
+def prompt_tokens(chat: ChatInATerminal) -> int:
+    found = re.search(r"prompt +(\d+) tokens", chat.say("/stats"))
+    assert found
+    return int(found[1])
+
+
+def stop_the_answer(chat: ChatInATerminal) -> str:
+    """Ctrl-C once the answer has begun. Questions are of words that the model does not know, answers of those it does."""
+    chat.until("word")
+    chat.type(CTRL_C)
+    return chat.until(PROMPT)
+
+
+def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(chat: ChatInATerminal):
+    for _ in range(2):
+        chat.type("one two\n")
+        shown = stop_the_answer(chat)
+        assert "stopped" in shown
+        assert "tokens/s" in shown
+    assert chat.process.poll() is None
+
+
+def test_quotes_begin_and_end_a_text_of_several_lines(chat: ChatInATerminal):
+    chat.type('"""one two\n')
+    chat.until("... ")
+    chat.type("/quit\n")
+    chat.until("... ")
+    chat.type('three"""\n')
+    stop_the_answer(chat)
+    # <begin> user (4 words) <end> <begin> assistant
+    assert prompt_tokens(chat) == 9
+
+
+def test_ctrl_c_drops_a_text_of_several_lines(chat: ChatInATerminal):
+    chat.type('"""one two\n')
+    chat.until("... ")
+    chat.type(CTRL_C)
+    assert "/quit or Ctrl-D leaves" in chat.until(PROMPT)
+    chat.type("three\n")
+    stop_the_answer(chat)
+    assert prompt_tokens(chat) == 6
+
+
+def test_a_paste_of_several_lines_is_one_question(chat: ChatInATerminal):
+    chat.type("\x1b[200~one\ntwo\nthree\x1b[201~")
+    chat.until("three")
+    chat.type("\n")
+    stop_the_answer(chat)
+    assert prompt_tokens(chat) == 8
+
+
+def test_a_line_may_be_longer_than_the_terminal_takes_by_itself(chat: ChatInATerminal):
+    chat.type("seven " * 1000)
+    chat.type("\n")
+    stop_the_answer(chat)
+    assert prompt_tokens(chat) == 1005
+
+
+def test_help_lists_every_command(chat: ChatInATerminal):
+    shown = chat.say("/help")
+    assert all(command in shown for command in ("/help", "/stats", "/reset", "/quit", '"""', "Ctrl-C"))
+
+
+def test_an_unknown_command_is_answered_with_the_nearest(chat: ChatInATerminal):
+    assert "there is no command /stast; did you mean /stats?" in chat.say("/stast")
+
+
+def test_ctrl_c_at_the_prompt_drops_the_line(chat: ChatInATerminal):
+    chat.type("half a question")
+    chat.until("half a question")
+    chat.type(CTRL_C)
+    assert "/quit or Ctrl-D leaves" in chat.until(PROMPT)
+    assert "context" in chat.say("/stats")
+
+
+def test_the_document_goes_before_the_first_question_alone(tiny_model_folder: Path, tmp_path: Path):
+    (tmp_path / "document.txt").write_text("one two three\n")
+    chat = ChatInATerminal(tiny_model_folder, "--prompt_file", tmp_path / "document.txt", "--max_new_tokens", 3)
+    try:
+        banner = chat.until(PROMPT)
+        assert "capacity 65,536 tokens" in banner
+        assert "the document has 13 characters" in banner
+        assert "cut off at --max_new_tokens 3" in chat.say("four")
+        assert prompt_tokens(chat) == 5 + 4
+        chat.say("five")
+        # The last token of the answer before is processed with it: … <end> <begin> user (word) <end> <begin> assistant
+        assert prompt_tokens(chat) == 1 + 7
+        assert "goes before the next question again" in chat.say("/reset")
+        chat.say("")
+        assert prompt_tokens(chat) == 5 + 3
+        chat.type(CTRL_D)
+        assert chat.process.wait(PATIENCE_S) == 0
+    finally:
+        chat.close()
+
+
+def test_a_prompt_is_asked_at_once_and_the_chat_goes_on(tiny_model_folder: Path):
+    chat = ChatInATerminal(tiny_model_folder, "--prompt", "word1", "--max_new_tokens", 3)
+    try:
+        assert "cut off at --max_new_tokens 3" in chat.until(PROMPT)
+        chat.type("/quit\n")
+        assert chat.process.wait(PATIENCE_S) == 0
+    finally:
+        chat.close()

@@ -1,0 +1,210 @@
+"""Injection and ejection, and what they refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import tiny_model
+from transformers import DynamicCache
+
+from hetero_kv import HeteroCache, HeteroKVError, eject, inject
+from hetero_kv.inject import InjectionError
+from hetero_kv.kv.paged_layer import CacheFullError, PagedLayer
+from hetero_kv.kv.window_layer import WindowLayer
+from hetero_kv.operators import RetrievalAttention, SlidingWindowAttention
+from hetero_kv.operators.bridge import UnsupportedModelError
+from hetero_kv.planner import OutOfMemoryError
+from hetero_kv.rules import parse_rules
+
+PROMPT = torch.arange(2, 42)[None, :]
+
+
+def rules(*own, **long_context):
+    settings = {"block_size": 4, "local_windows_len": 8, "max_seq_len": 64, **long_context}
+    return parse_rules({"extends": "ktransformers.yaml", "rules": list(own), "long_context": settings})
+
+
+def rule(name, operator, **kwargs):
+    return {"match": {"name": name}, "replace": {"class": operator, **({"kwargs": kwargs} if kwargs else {})}}
+
+
+@pytest.fixture
+def llama():
+    return tiny_model("llama")
+
+
+def snapshot(model):
+    return {path: (id(module), id(getattr(module, "config", None))) for path, module in model.named_modules()}
+
+
+def test_eject_restores_every_module_config_and_weight(llama):
+    before, keys = snapshot(llama), list(llama.state_dict())
+    config, implementation = llama.config, llama.config._attn_implementation
+    inject(llama, rules())
+    assert snapshot(llama) != before
+    eject(llama)
+    assert snapshot(llama) == before
+    assert list(llama.state_dict()) == keys
+    assert llama.config is config
+    assert config._attn_implementation == implementation
+
+
+def test_the_report_tells_operator_and_settings_of_each_module(llama):
+    report = inject(llama, rules(rule(r"layers\.1\.self_attn$", "RetrievalAttention", block_size=8))).report()
+    assert report["model.layers.0"][0] == "ChunkedDecoderLayer"
+    assert report["model.layers.0.self_attn"][0] == "RetrievalAttention"
+    assert [report[f"model.layers.{i}.self_attn"][1].block_size for i in range(3)] == [4, 8, 4]
+
+
+def test_settings_come_from_the_command_line_before_the_rules_before_the_settings_file(llama):
+    injection = inject(
+        llama,
+        rules(),
+        command_line={"block_size": 2},
+        settings_file={"block_size": 32, "local_windows_len": 99, "initial_len": 12},
+    )
+    settings = injection.operators["model.layers.0.self_attn"].settings
+    assert (settings.block_size, settings.local_windows_len, settings.initial_len) == (2, 8, 128)
+
+
+def test_a_models_own_sliding_layers_get_the_window_operator():
+    gemma = tiny_model("gemma3_text")
+    injection = inject(gemma, rules())
+    kinds = [type(injection.operators[f"model.layers.{i}.self_attn"]) for i in range(3)]
+    assert kinds == [SlidingWindowAttention, RetrievalAttention, SlidingWindowAttention]
+    assert [type(layer) for layer in HeteroCache(gemma).layers] == [WindowLayer, PagedLayer, WindowLayer]
+
+
+def test_attributes_of_a_replaced_module_are_passed_on(llama):
+    head_dim = llama.model.layers[0].self_attn.head_dim
+    inject(llama, rules())
+    assert llama.model.layers[0].self_attn.head_dim == head_dim
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = llama.model.layers[0].self_attn.no_such_thing
+
+
+def test_injecting_twice_is_an_error_and_so_is_ejecting_twice(llama):
+    inject(llama, rules())
+    with pytest.raises(InjectionError, match=r"injected already; call hetero_kv\.eject"):
+        inject(llama, rules())
+    eject(llama)
+    with pytest.raises(InjectionError, match="nothing to eject"):
+        eject(llama)
+
+
+def test_a_rule_that_matches_nothing_names_the_nearest_module(llama):
+    before = snapshot(llama)
+    with pytest.raises(InjectionError, match=r"rule 1 .*self_atn.* matches no module.*model\.layers\.0\.self_attn"):
+        inject(llama, rules(rule(r"layers\.\d+\.self_atn$", "RetrievalAttention")))
+    assert snapshot(llama) == before
+
+
+def test_a_module_that_is_no_attention_is_refused_with_the_reason(llama):
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0\.mlp \(LlamaMLP\) cannot be replaced: its att"):
+        inject(llama, rules(rule(r"layers\.0\.mlp$", "RetrievalAttention")))
+
+
+def test_a_chunked_layer_needs_one_attention(llama):
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers \(ModuleList\) has 3 attention modules"):
+        inject(llama, rules(rule(r"model\.layers$", "ChunkedDecoderLayer")))
+
+
+def test_a_full_attention_layer_has_no_window_operator(llama):
+    with pytest.raises(UnsupportedModelError, match="full attention in this model"):
+        inject(llama, rules(rule(r"layers\.0\.self_attn$", "SlidingWindowAttention")))
+
+
+def test_an_attention_left_alone_in_an_unchunked_layer_is_refused(llama):
+    left = [rule(r"layers\.2$", "default"), rule(r"layers\.2\.self_attn$", "default")]
+    with pytest.raises(InjectionError, match=r"model\.layers\.2\.self_attn .* is left as it is"):
+        inject(llama, rules(*left))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        ("falcon", {"num_hidden_layers": 1, "num_attention_heads": 4}),
+        ("bloom", {"n_layer": 1, "n_head": 4}),
+    ],
+)
+def test_models_without_the_attention_interface_are_refused_by_name(model_type, sizes):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, hidden_size=32, vocab_size=97, **sizes))
+    only = parse_rules({"rules": [rule(r"self_attention$", "RetrievalAttention")]})
+    with pytest.raises(UnsupportedModelError, match=r"Attention\) cannot be replaced: .* attention interface"):
+        inject(model, only)
+
+
+def test_a_cache_needs_an_injected_model(llama):
+    with pytest.raises(HeteroKVError, match="LlamaForCausalLM has no rules injected"):
+        HeteroCache(llama)
+
+
+def test_an_injected_model_needs_a_hetero_cache(llama):
+    inject(llama, rules())
+    with pytest.raises(HeteroKVError, match=r"without a HeteroCache: pass past_key_values=HeteroCache\(model\)"):
+        llama(PROMPT, past_key_values=DynamicCache(config=llama.config))
+    with pytest.raises(HeteroKVError, match="without a HeteroCache"):
+        llama(PROMPT, use_cache=False)
+
+
+def test_padded_batches_are_refused(llama):
+    inject(llama, rules())
+    mask = torch.ones_like(PROMPT)
+    mask[0, :3] = 0
+    with pytest.raises(UnsupportedModelError, match=r"hides 3 tokens .* equal length"):
+        llama(PROMPT, attention_mask=mask, past_key_values=HeteroCache(llama))
+
+
+def test_a_custom_mask_is_refused(llama):
+    inject(llama, rules())
+    mask = torch.ones(1, 1, 40, 40, dtype=torch.bool)
+    with pytest.raises(UnsupportedModelError, match=r"attention_mask, a tensor of shape \[1, 1, 40, 40\]"):
+        llama(PROMPT, attention_mask=mask, past_key_values=HeteroCache(llama))
+
+
+@pytest.mark.parametrize("asked", ["output_hidden_states", "output_attentions"])
+def test_outputs_that_chunks_would_garble_are_refused(llama, asked):
+    inject(llama, rules(chunk_size=8))
+    with pytest.raises(UnsupportedModelError, match=asked):
+        llama(PROMPT, past_key_values=HeteroCache(llama), **{asked: True})
+
+
+def test_bidirectional_attention_is_refused(llama):
+    inject(llama, rules())
+    with pytest.raises(UnsupportedModelError, match="is_causal=False"):
+        llama(PROMPT, past_key_values=HeteroCache(llama), is_causal=False)
+
+
+def test_an_unknown_attention_argument_is_refused_by_name(llama):
+    inject(llama, rules())
+    with pytest.raises(UnsupportedModelError, match=r"attention argument tree_depth=3 is not known"):
+        llama(PROMPT, past_key_values=HeteroCache(llama), tree_depth=3)
+
+
+def test_a_full_cache_names_max_seq_len_and_keeps_what_it_has(llama):
+    inject(llama, rules(max_seq_len=45))
+    cache = HeteroCache(llama)
+    llama(PROMPT, past_key_values=cache)
+    with pytest.raises(CacheFullError, match="max_seq_len is 45 tokens, 40 are stored and 6 more"):
+        llama(PROMPT[:, :6], past_key_values=cache)
+    assert {layer.get_seq_length() for layer in cache.layers} == {40}
+    llama(PROMPT[:, :5], past_key_values=cache)
+    with pytest.raises(CacheFullError, match="45 are stored and 1 more"):
+        llama(PROMPT[:, :1], past_key_values=cache)
+
+
+def test_a_store_that_cannot_fit_is_refused_with_the_length_that_would(llama):
+    inject(llama, rules())
+    with pytest.raises(OutOfMemoryError, match=r"max_seq_len is 99000000000: .* GB are free .* max_seq_len \d+ would fit"):
+        HeteroCache(llama, max_seq_len=99_000_000_000)
+
+
+def test_reset_forgets_every_token(llama):
+    inject(llama, rules())
+    cache = HeteroCache(llama)
+    first = llama(PROMPT, past_key_values=cache).logits
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(llama(PROMPT, past_key_values=cache).logits, first)
