@@ -125,7 +125,7 @@ def main() -> None:
     table.add_column("variant")
     for length in result["lengths"]:
         table.add_column(f"prefill {length}\ntokens/s", justify="right")
-        table.add_column("× untouched", justify="right")
+        table.add_column("/ untouched", justify="right")
         table.add_column(f"decode {length}\nms/token", justify="right")
     table.add_column("decode last / first", justify="right")
     for variant in VARIANTS:

@@ -5,7 +5,7 @@ work is divided among threads by tokens, across sequences, heads and blocks alik
 that several threads shared are merged by their log-sum-exps, which is exact (as in Flash-Decoding).
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -162,75 +162,67 @@ def _list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size): 
 
 
 @njit(fastmath={"contract", "nsz", "nnan", "reassoc"}, error_model="numpy")
-def _row_max(scratch, at, count):  # type: ignore[no-untyped-def]
+def _row_max(scores, g, count):  # type: ignore[no-untyped-def]
     most = np.float32(-np.inf)
     for t in range(count):
-        most = max(most, scratch[at + t])
+        most = max(most, scores[g, t])
     return most
 
 
 @njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
-def _row_exp2(scratch, at, count, shift):  # type: ignore[no-untyped-def]
+def _row_exp2(scores, g, count, shift):  # type: ignore[no-untyped-def]
     """Replace scores by 2 ** (score - shift); returns their sum."""
     total = np.float32(0)
     for t in range(count):
-        weight = exp2(scratch[at + t] - shift)
-        scratch[at + t] = weight
+        weight = exp2(scores[g, t] - shift)
+        scores[g, t] = weight
         total += weight
     return total
 
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
-def _row_softcap(scratch, at, count, cap):  # type: ignore[no-untyped-def]
+def _row_softcap(scores, g, count, cap):  # type: ignore[no-untyped-def]
     for t in range(count):
-        scratch[at + t] = cap * tanh(scratch[at + t])
+        scores[g, t] = cap * tanh(scores[g, t])
 
 
 @njit(cache=True, error_model="numpy")
-def _merge_edges(edges, edge_sums, edge_stats, out, lse):  # type: ignore[no-untyped-def]
-    """Merge what several threads computed of one list: edges [threads, 2] name the lists, in order."""
-    threads, _, group, v_dim = edge_sums.shape
+def _merge_edges(edges, edge_sums, edge_most, edge_total, out, lse):  # type: ignore[no-untyped-def]
+    """Merge what several threads computed of one list; edges [2 * threads] name the lists, equal ones in sequence."""
+    group, v_dim = edge_sums.shape[1:]
     kv_heads = out.shape[1]
-    for edge in range(2 * threads):
-        index = edges[edge // 2, edge % 2]
-        if index < 0:
-            continue
-        row, head = index // kv_heads, index % kv_heads
-        for g in range(group):
-            most = np.float32(-np.inf)
-            for other in range(edge, 2 * threads):
-                if edges[other // 2, other % 2] == index:
-                    most = max(most, edge_stats[other // 2, other % 2, g, 0])
-            total = np.float32(0)
-            out[row, head, g] = 0
-            for other in range(edge, 2 * threads):
-                if edges[other // 2, other % 2] == index:
-                    stats = edge_stats[other // 2, other % 2, g]
-                    weight = exp2(stats[0] - most)
-                    total += weight * stats[1]
-                    for d in range(v_dim):
-                        out[row, head, g, d] += weight * edge_sums[other // 2, other % 2, g, d]
-            for d in range(v_dim):
-                out[row, head, g, d] /= total
-            lse[row, head, g] = (most + np.log2(total)) * LN_2
-        for other in range(edge, 2 * threads):
-            if edges[other // 2, other % 2] == index:
-                edges[other // 2, other % 2] = -1
+    first = 0
+    while first < edges.size:
+        index, stop = edges[first], first + 1
+        while stop < edges.size and (edges[stop] == index or edges[stop] < 0):
+            stop += 1
+        if index >= 0:
+            row, head = index // kv_heads, index % kv_heads
+            for g in range(group):
+                most, total = np.float32(-np.inf), np.float32(0)
+                for d in range(v_dim):
+                    out[row, head, g, d] = 0
+                for edge in range(first, stop):
+                    if edges[edge] == index:
+                        most = max(most, edge_most[edge, g])
+                for edge in range(first, stop):
+                    if edges[edge] == index:
+                        weight = exp2(edge_most[edge, g] - most)
+                        total += weight * edge_total[edge, g]
+                        for d in range(v_dim):
+                            out[row, head, g, d] += weight * edge_sums[edge, g, d]
+                for d in range(v_dim):
+                    out[row, head, g, d] /= total
+                lse[row, head, g] = (most + np.log2(total)) * LN_2
+        first = stop
 
 
-def _aligned(elements: int) -> int:
-    return -(-elements // 16) * 16
-
-
-@lru_cache(maxsize=None)
+@cache
 def _kernel(storage: str, group: int, k_dim: int, v_dim: int, block_size: int, softcapped: bool) -> Any:
     """Compile the kernel of one shape; on disk Numba keys it by the constants below, all of them plain values."""
     full_tiles, tile_queries, rest_queries = query_tiles(group)
-    tile_tokens = token_tile(tile_queries, block_size)
-    scores_at = _aligned(group * k_dim)
-    sums_at = scores_at + _aligned(group * block_size)
-    scratch_size = sums_at + _aligned(group * v_dim) + 16
     full_queries = full_tiles * tile_queries
+    tile_tokens = token_tile(tile_queries, block_size)
     code_version = CODE_VERSION
 
     pool = types.Array(types.uint16 if STORAGE_TYPES[storage].kernel_dtype == np.uint16 else types.float32, 4, "C")
@@ -249,31 +241,32 @@ def _kernel(storage: str, group: int, k_dim: int, v_dim: int, block_size: int, s
         lists = starts.size - 1
         total = starts[lists]
         factor = np.float32(scale / softcap) if softcapped else np.float32(scale * LOG2_E)
-        edges = np.full((threads, 2), -1, np.int64)
-        edge_sums = np.empty((threads, 2, group, v_dim), np.float32)
-        edge_stats = np.empty((threads, 2, group, 2), np.float32)
+        edges = np.full(2 * threads, -1, np.int64)
+        edge_sums = np.empty((2 * threads, group, v_dim), np.float32)
+        edge_most = np.empty((2 * threads, group), np.float32)
+        edge_total = np.empty((2 * threads, group), np.float32)
         for thread in prange(threads):
             first, last = total * thread // threads, total * (thread + 1) // threads
-            scratch = np.empty(scratch_size, np.float32)
-            stats = np.empty((group, 2), np.float32)
-            q_at = (64 - scratch.ctypes.data % 64) % 64 // 4
-            s_at, o_at = q_at + scores_at, q_at + sums_at
+            scaled_q = np.empty((group, k_dim), np.float32)
+            scores = np.empty((group, block_size), np.float32)
+            sums = np.empty((group, v_dim), np.float32)
+            most = np.empty(group, np.float32)
+            totals = np.empty(group, np.float32)
             for index in range(lists):
                 row, head = index // kv_heads, index % kv_heads
-                if starts[index] == starts[index + 1]:
-                    if thread == 0:
-                        out[row, head] = 0
-                        lse[row, head] = -np.inf
-                    continue
-                if starts[index + 1] <= first or starts[index] >= last:
+                if starts[index] == starts[index + 1] and thread == 0:
+                    for g in range(group):
+                        lse[row, head, g] = -np.inf
+                        for d in range(v_dim):
+                            out[row, head, g, d] = 0
+                if starts[index + 1] <= first or starts[index] >= last or starts[index] == starts[index + 1]:
                     continue
                 for g in range(group):
-                    stats[g, 0] = -np.inf
-                    stats[g, 1] = 0
+                    most[g], totals[g] = -np.inf, 0
                     for d in range(k_dim):
-                        scratch[q_at + g * k_dim + d] = q[row, head, g, d] * factor
-                for d in range(group * v_dim):
-                    scratch[o_at + d] = 0
+                        scaled_q[g, d] = q[row, head, g, d] * factor
+                    for d in range(v_dim):
+                        sums[g, d] = 0
                 which = min(head, block_ids.shape[1] - 1)
                 entries = block_counts[row, which]
                 position = starts[index]
@@ -292,52 +285,51 @@ def _kernel(storage: str, group: int, k_dim: int, v_dim: int, block_size: int, s
                         prefetch(values, v_at + t * v_dim, tile_tokens * v_dim)
                         for g in range(0, full_queries, tile_queries):
                             score_tile(
-                                "dot", storage, k_dim, tile_queries, tile_tokens, scratch, q_at + g * k_dim,
-                                keys, k_at + t * k_dim, scratch, s_at + g * block_size + t, block_size,
+                                "dot", storage, k_dim, tile_queries, tile_tokens, scaled_q, g * k_dim,
+                                keys, k_at + t * k_dim, scores, g * block_size + t, block_size,
                             )  # fmt: skip
                         if rest_queries > 0:
                             score_tile(
-                                "dot", storage, k_dim, rest_queries, tile_tokens, scratch, q_at + full_queries * k_dim,
-                                keys, k_at + t * k_dim, scratch, s_at + full_queries * block_size + t, block_size,
+                                "dot", storage, k_dim, rest_queries, tile_tokens, scaled_q, full_queries * k_dim,
+                                keys, k_at + t * k_dim, scores, full_queries * block_size + t, block_size,
                             )  # fmt: skip
                     for g in range(group):
-                        row_at = s_at + g * block_size
                         if softcapped:
-                            _row_softcap(scratch, row_at, count, np.float32(softcap) * LOG2_E)
-                        most = _row_max(scratch, row_at, count)
-                        if most > stats[g, 0]:
-                            rescale = exp2(stats[g, 0] - most)
-                            stats[g, 0] = most
-                            stats[g, 1] *= rescale
-                            for d in range(o_at + g * v_dim, o_at + (g + 1) * v_dim):
-                                scratch[d] *= rescale
-                        stats[g, 1] += _row_exp2(scratch, row_at, count, stats[g, 0])
+                            _row_softcap(scores, g, count, np.float32(softcap) * LOG2_E)
+                        block_most = _row_max(scores, g, count)
+                        if block_most > most[g]:
+                            rescale = exp2(most[g] - block_most)
+                            most[g] = block_most
+                            totals[g] *= rescale
+                            for d in range(v_dim):
+                                sums[g, d] *= rescale
+                        totals[g] += _row_exp2(scores, g, count, most[g])
                     for t in range(0, count, _VALUE_TILE):
                         tokens = min(_VALUE_TILE, count - t)
                         prefetch(keys, next_k_at + t * k_dim, tokens * k_dim)
                         for g in range(0, full_queries, tile_queries):
                             accumulate_rows(
-                                storage, v_dim, tile_queries, scratch, s_at + g * block_size + t, block_size,
-                                values, v_at + t * v_dim, tokens, scratch, o_at + g * v_dim,
+                                storage, v_dim, tile_queries, scores, g * block_size + t, block_size,
+                                values, v_at + t * v_dim, tokens, sums, g * v_dim,
                             )  # fmt: skip
                         if rest_queries > 0:
                             accumulate_rows(
-                                storage, v_dim, rest_queries, scratch, s_at + full_queries * block_size + t, block_size,
-                                values, v_at + t * v_dim, tokens, scratch, o_at + full_queries * v_dim,
+                                storage, v_dim, rest_queries, scores, full_queries * block_size + t, block_size,
+                                values, v_at + t * v_dim, tokens, sums, full_queries * v_dim,
                             )  # fmt: skip
                 if starts[index] >= first and starts[index + 1] <= last:
                     for g in range(group):
+                        lse[row, head, g] = (most[g] + np.log2(totals[g])) * LN_2
                         for d in range(v_dim):
-                            out[row, head, g, d] = scratch[o_at + g * v_dim + d] / stats[g, 1]
-                        lse[row, head, g] = (stats[g, 0] + np.log2(stats[g, 1])) * LN_2
+                            out[row, head, g, d] = sums[g, d] / totals[g]
                 else:
-                    side = 0 if starts[index] < first else 1
-                    edges[thread, side] = index
-                    edge_stats[thread, side] = stats
+                    edge = 2 * thread + (0 if starts[index] < first else 1)
+                    edges[edge] = index
                     for g in range(group):
+                        edge_most[edge, g], edge_total[edge, g] = most[g], totals[g]
                         for d in range(v_dim):
-                            edge_sums[thread, side, g, d] = scratch[o_at + g * v_dim + d]
-        _merge_edges(edges, edge_sums, edge_stats, out, lse)
+                            edge_sums[edge, g, d] = sums[g, d]
+        _merge_edges(edges, edge_sums, edge_most, edge_total, out, lse)
         return code_version
 
     return attend

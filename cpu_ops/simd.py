@@ -169,9 +169,7 @@ def score_tile(typingctx, mode, storage, dim, queries, tokens, q, q_at, keys, k_
         return context.get_dummy_value()
 
     integer = types.int64
-    return types.none(
-        mode, storage, dim, queries, tokens, q, integer, keys, integer, scores, integer, integer
-    ), codegen
+    return types.none(mode, storage, dim, queries, tokens, q, integer, keys, integer, scores, integer, integer), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -206,9 +204,7 @@ def accumulate_rows(typingctx, storage, dim, queries, p, p_at, p_stride, values,
         return context.get_dummy_value()
 
     integer = types.int64
-    return types.none(
-        storage, dim, queries, p, integer, integer, values, integer, integer, sums, integer
-    ), codegen
+    return types.none(storage, dim, queries, p, integer, integer, values, integer, integer, sums, integer), codegen
 
 
 @intrinsic

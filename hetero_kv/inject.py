@@ -164,7 +164,11 @@ def _plan(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, type[Ope
         wanted = " and ".join(
             f"{key} {value!r}" for key, value in (("name", pattern), ("class", rule.match_class)) if value
         )
-        near = nearest_module_paths(pattern, list(modules)) if pattern else sorted({type(m).__name__ for m in modules.values()})
+        near = (
+            nearest_module_paths(pattern, list(modules))
+            if pattern
+            else sorted({type(m).__name__ for m in modules.values()})
+        )
         raise InjectionError(
             f"{rule.title}: match: {wanted} matches no module of {type(model).__name__}; it has, for example, "
             f"{', '.join(near[:4])}"
@@ -184,7 +188,7 @@ def _require_chunked(modules: dict[str, nn.Module], plan: dict[str, tuple[Rule, 
             continue
         if not any(path.startswith(f"{layer}.") for layer in chunked):
             raise InjectionError(
-                f"{path} ({type(module).__name__}) is left as it is, but its decoder layer is not a ChunkedDecoderLayer, "
+                f"{path} ({type(module).__name__}) is left as it is, but its layer is no ChunkedDecoderLayer, "
                 "so that nobody would build its causal mask; add a rule for the layer, or replace the attention too"
             )
 

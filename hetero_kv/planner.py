@@ -58,7 +58,10 @@ def free_dram() -> int:
 
 def _cgroup_headroom() -> list[int]:
     headroom = []
-    for limit_file, used_file in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+    for limit_file, used_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
         try:
             limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in (limit_file, used_file))
         except OSError:
@@ -89,7 +92,8 @@ def resolve_max_seq_len(wanted: int | str, bytes_per_token: float, context_lengt
     tokens = min(context_length, fitting) if wanted == "auto" else int(wanted)
     if tokens > fitting or tokens < 1:
         raise OutOfMemoryError(
-            f"max_seq_len is {wanted}: {tokens or 1} tokens take {(tokens or 1) * bytes_per_token / 1e9:.2f} GB of DRAM, "
+            f"max_seq_len is {wanted}: {tokens or 1} tokens take {(tokens or 1) * bytes_per_token / 1e9:.2f} GB of "
+            "DRAM, "
             f"and {(free_dram() if free is None else free) / 1e9:.2f} GB are free ({RESERVE:.0%} is kept in reserve); "
             f"max_seq_len {fitting} would fit"
         )

@@ -42,7 +42,7 @@ class TurnTokens:
                 {"role": "assistant", "content": _ANSWER},
                 {"role": "user", "content": question},
             ]
-            before, found, after = self._rendered(messages).partition(_ANSWER)
+            _, found, after = self._rendered(messages).partition(_ANSWER)
             if not found:
                 raise HeteroKVError(
                     "the model's chat template leaves out earlier answers, so that a conversation cannot be continued; "

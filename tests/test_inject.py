@@ -197,7 +197,7 @@ def test_a_full_cache_names_max_seq_len_and_keeps_what_it_has(llama):
 
 def test_a_store_that_cannot_fit_is_refused_with_the_length_that_would(llama):
     inject(llama, rules())
-    with pytest.raises(OutOfMemoryError, match=r"max_seq_len is 99000000000: .* GB are free .* max_seq_len \d+ would fit"):
+    with pytest.raises(OutOfMemoryError, match=r"is 99000000000: .* GB are free .* max_seq_len \d+ would fit"):
         HeteroCache(llama, max_seq_len=99_000_000_000)
 
 

@@ -51,9 +51,7 @@ class DeviceWindow:
                 self.keys[index, :, slots] = keys.to(self.keys)
                 self.values[index, :, slots] = values.to(self.values)
 
-    def attend(
-        self, q: torch.Tensor, scale: float, softcap: float | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: torch.Tensor, scale: float, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of one query per head to Initial and Local.
 
         Args:

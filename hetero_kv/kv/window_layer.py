@@ -22,6 +22,8 @@ class WindowLayer(CacheLayerMixin):
     """
 
     is_sliding = True
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
 
     def __init__(self, window: int) -> None:
         super().__init__()

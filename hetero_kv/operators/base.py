@@ -65,7 +65,7 @@ class AttentionOperator(Operator):
 
     def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
-        self.layer_idx: int = wrapped.layer_idx  # type: ignore[assignment]
+        self.layer_idx: int = wrapped.layer_idx
         self._own_config = wrapped.config
         wrapped.config = bridge.with_implementation(wrapped.config)  # type: ignore[assignment]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import reprlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -114,8 +115,8 @@ def _mask_function(
     """The mask function `hetero_kv`: no mask is ever built, and what would need one is refused."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UnsupportedModelError(
-            f"the attention mask hides {int((~attention_mask.bool()).sum())} tokens (padding?); hetero_kv takes batches "
-            "whose prompts have equal length: group prompts by length, or run them one by one"
+            f"the attention mask hides {int((~attention_mask.bool()).sum())} tokens (padding?); hetero_kv takes "
+            "batches whose prompts have equal length: group prompts by length, or run them one by one"
         )
     if use_vmap:
         raise UnsupportedModelError(
@@ -147,7 +148,7 @@ def with_implementation(config: Any) -> Any:
     return twin
 
 
-def text_config(model: nn.Module) -> Any:
+def text_config(model: Any) -> Any:
     """The config of the model's decoder."""
     return model.config.get_text_config(decoder=True)
 
@@ -179,7 +180,7 @@ def layer_window(module: nn.Module) -> int | None:
 
     Raises UnsupportedModelError for a layer type that is neither (linear, chunked, …).
     """
-    config = module.config
+    config: Any = module.config
     types = getattr(config, "layer_types", None)
     if types is None:
         return getattr(config, "sliding_window", None)
@@ -227,4 +228,4 @@ def chunk_mask(module: nn.Module, cache: HeteroCache, hidden_states: torch.Tenso
 
 
 def _brief(value: Any) -> str:
-    return f"tensor{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    return f"tensor{list(value.shape)}" if isinstance(value, torch.Tensor) else reprlib.repr(value)

@@ -12,6 +12,7 @@ from hetero_kv.config import EngineSettings
 from hetero_kv.operators import bridge, chunking
 from hetero_kv.operators.base import AttentionOperator, Operator
 
+
 class ChunkedDecoderLayer(Operator):
     """Runs a decoder layer over a prompt chunk by chunk, and its attention's cache through one prefill.
 

@@ -1,4 +1,4 @@
-"""A token-wise module over a long prompt in chunks: the final norm, whose temporaries would be as long as the prompt."""
+"""A token-wise module over a prompt in chunks: the final norm, whose temporaries would be as long as the prompt."""
 
 from __future__ import annotations
 

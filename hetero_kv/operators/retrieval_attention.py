@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from cpu_ops.scores import block_scores
 from torch import nn
 
 from cpu_ops.attention import attend_blocks
-from cpu_ops.scores import block_scores
 from gpu_ops.attention import chunk_attention
 from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.config import EngineSettings, RetrievalSettings

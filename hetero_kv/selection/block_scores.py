@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-
 from cpu_ops.top_k import top_k_blocks
 
 

@@ -104,16 +104,22 @@ def chat(_running: ChatInATerminal) -> ChatInATerminal:
 
 
 def prompt_tokens(chat: ChatInATerminal) -> int:
-    found = re.search(r"prompt +(\d+) tokens", chat.say("/stats"))
+    found = re.search(r"prompt +([\d,]+) tokens", chat.say("/stats"))
     assert found
-    return int(found[1])
+    return int(found[1].replace(",", ""))
 
 
 def stop_the_answer(chat: ChatInATerminal) -> str:
-    """Ctrl-C once the answer has begun. Questions are of words that the model does not know, answers of those it does."""
+    """Ctrl-C once the answer has begun: only answers are of words that the model knows."""
     chat.until("word")
     chat.type(CTRL_C)
     return chat.until(PROMPT)
+
+
+def drop_the_line(chat: ChatInATerminal) -> None:
+    """Ctrl-C at the prompt. Python notices it late, with the next key, in the moment before it waits for keys."""
+    time.sleep(0.2)
+    chat.type(CTRL_C)
 
 
 def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(chat: ChatInATerminal):
@@ -139,7 +145,7 @@ def test_quotes_begin_and_end_a_text_of_several_lines(chat: ChatInATerminal):
 def test_ctrl_c_drops_a_text_of_several_lines(chat: ChatInATerminal):
     chat.type('"""one two\n')
     chat.until("... ")
-    chat.type(CTRL_C)
+    drop_the_line(chat)
     assert "/quit or Ctrl-D leaves" in chat.until(PROMPT)
     chat.type("three\n")
     stop_the_answer(chat)
@@ -173,7 +179,7 @@ def test_an_unknown_command_is_answered_with_the_nearest(chat: ChatInATerminal):
 def test_ctrl_c_at_the_prompt_drops_the_line(chat: ChatInATerminal):
     chat.type("half a question")
     chat.until("half a question")
-    chat.type(CTRL_C)
+    drop_the_line(chat)
     assert "/quit or Ctrl-D leaves" in chat.until(PROMPT)
     assert "context" in chat.say("/stats")
 
@@ -195,6 +201,22 @@ def test_the_document_goes_before_the_first_question_alone(tiny_model_folder: Pa
         assert prompt_tokens(chat) == 5 + 3
         chat.type(CTRL_D)
         assert chat.process.wait(PATIENCE_S) == 0
+    finally:
+        chat.close()
+
+
+def test_a_question_that_does_not_fit_is_an_error_and_the_chat_goes_on(tiny_model_folder: Path, tmp_path: Path):
+    (tmp_path / "document.txt").write_text("one " * 30)
+    chat = ChatInATerminal(
+        tiny_model_folder, "--mode", "long_context", "--max_seq_len", 20, "--prompt_file", tmp_path / "document.txt"
+    )
+    try:
+        assert "capacity 20 tokens · the store takes 128.5 kB per 1,000 tokens" in " ".join(chat.until(PROMPT).split())
+        for _ in range(2):
+            shown = chat.say("two")
+            assert "error: " in shown
+            assert "max_seq_len" in shown
+        assert "0 of 20 tokens" in chat.say("/stats")
     finally:
         chat.close()
 

@@ -46,9 +46,7 @@ def close(actual, expected):
     softcap=st.sampled_from([None, 3.0]),
     seed=st.integers(0, 999),
 )
-def test_chunk_attention_is_causal_attention_over_past_and_chunk(
-    batch, kv_heads, group, past, n, dims, softcap, seed
-):
+def test_chunk_attention_is_causal_attention_over_past_and_chunk(batch, kv_heads, group, past, n, dims, softcap, seed):
     q, k, v = random_qkv(batch, kv_heads, group, n, past + n, *dims, seed)
     out, lse = chunk_attention(q, k[:, :, :past], v[:, :, :past], k[:, :, past:], v[:, :, past:], 0.3, softcap)
     mask = torch.arange(past + n)[None, :] <= torch.arange(past, past + n)[:, None]

@@ -50,9 +50,14 @@ def test_chunks_of_a_prefill_see_everything_before_them_and_are_stored_at_the_en
 
 def test_a_prefill_that_fails_stores_nothing():
     layer = new_layer()
-    with pytest.raises(KeyError), layer.prefill(10):
-        layer.extend(*tokens(6))
-        raise KeyError
+
+    def failing_prefill():
+        with layer.prefill(10):
+            layer.extend(*tokens(6))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing_prefill()
     assert layer.get_seq_length() == 0
     assert layer.prefill_buffer is None
 

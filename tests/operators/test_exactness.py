@@ -25,8 +25,7 @@ def run(model, cache, prompt, decoded):
     """Logits of the prompt, of each decoded token, all in one [batch, tokens, vocab] tensor."""
     with torch.no_grad():
         steps = [model(prompt, past_key_values=cache).logits]
-        for index in range(decoded.shape[1]):
-            steps.append(model(decoded[:, index : index + 1], past_key_values=cache).logits)
+        steps += [model(token[:, None], past_key_values=cache).logits for token in decoded.T]
     return torch.cat(steps, dim=1)
 
 

@@ -1,0 +1,134 @@
+"""Scores of context blocks: how much a query is expected to attend to each, from the blocks' representatives."""
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numba import njit, prange, types
+
+from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.simd import query_tiles, score_tile
+from cpu_ops.storage import STORAGE_TYPES, storage_of
+from cpu_ops.threads import kernel_threads
+
+MODES = ("dot", "quest")
+
+
+def block_scores(
+    q: np.ndarray,
+    representatives: np.ndarray,
+    block_ids: np.ndarray,
+    block_counts: np.ndarray,
+    mode: str,
+    out: np.ndarray | None = None,
+    threads: int | None = None,
+) -> np.ndarray:
+    """Score every listed block for every query head.
+
+    q: [rows, kv_heads, group, k_dim] float32. representatives: [num_blocks, kv_heads, representative_num, k_dim] of a
+    storage type. block_ids: [rows, max_blocks] int32, block_counts: [rows] int32 entries in use. mode "dot": the
+    largest inner product with a representative. mode "quest": the upper bound sum_d max(q_d max_d, q_d min_d) of the
+    scores in a block whose representatives are its elementwise maximum and minimum (Quest, arXiv:2406.10774,
+    algorithm 1).
+
+    Returns [rows, kv_heads, group, max_blocks] float32 (written to `out` when given), -inf past each row's count.
+    Raises ValueError or TypeError for arrays that do not fit together, IndexError for ids or counts outside the pool.
+    """
+    kernel, kernel_dtype, shape = _plan(
+        q.shape, representatives.shape, block_ids.shape, block_counts.shape, representatives.dtype, mode
+    )
+    if out is None:
+        out = np.empty(shape, np.float32)
+    elif out.shape != shape:
+        raise ValueError(f"out {out.shape} must be {shape}")
+    with kernel_threads(threads) as used:
+        try:
+            status = kernel(q, representatives.view(kernel_dtype), block_ids, block_counts, used, out)
+        except TypeError as error:
+            raise TypeError(
+                f"q {q.dtype}, representatives {representatives.dtype}, block_ids {block_ids.dtype}, block_counts "
+                f"{block_counts.dtype}, out {out.dtype}: expected writeable C-contiguous arrays, q and out float32, "
+                "ids and counts int32"
+            ) from error
+    if status < 0:
+        raise IndexError(
+            f"block_ids must lie in 0..{representatives.shape[0] - 1} and block_counts in 0..{block_ids.shape[1]}"
+        )
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    q: tuple[int, ...], representatives: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
+    dtype: np.dtype, mode: str,
+) -> tuple[Any, np.dtype, tuple[int, ...]]:  # fmt: skip
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
+    if len(q) != 4 or len(representatives) != 4 or (representatives[1], representatives[3]) != (q[1], q[3]):
+        raise ValueError(
+            f"representatives {representatives} do not fit q {q}: kv_heads (second) and k_dim (last) must be equal"
+        )
+    if min(q[2], q[3], representatives[2]) < 1:
+        raise ValueError(f"q {q}, representatives {representatives}: group, k_dim and their number must be at least 1")
+    if mode == "quest" and representatives[2] != 2:
+        raise ValueError(f"mode 'quest' needs 2 representatives, maximum and minimum; there are {representatives[2]}")
+    if len(ids) != 2 or ids[0] != q[0] or counts != ids[:1]:
+        raise ValueError(f"block_ids {ids} must be [{q[0]}, max_blocks] and block_counts {counts} [{q[0]}]")
+    storage = storage_of(dtype)
+    return _kernel(storage.name, mode, q[2], representatives[2], q[3]), storage.kernel_dtype, (*q[:3], ids[1])
+
+
+@lru_cache(maxsize=None)
+def _kernel(storage: str, mode: str, group: int, representative_num: int, k_dim: int) -> Any:
+    full_tiles, tile_queries, rest_queries = query_tiles(group)
+    full_queries = full_tiles * tile_queries
+    vectors = 1 if mode == "quest" else representative_num
+    code_version = CODE_VERSION
+
+    pool = types.Array(types.uint16 if STORAGE_TYPES[storage].kernel_dtype == np.uint16 else types.float32, 4, "C")
+    real4 = types.Array(types.float32, 4, "C")
+    signature = types.int64(
+        real4, pool, types.Array(types.int32, 2, "C"), types.Array(types.int32, 1, "C"), types.int64, real4
+    )
+
+    @njit(signature, parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def score(q, representatives, block_ids, block_counts, threads, out):  # type: ignore[no-untyped-def]
+        rows, max_blocks = block_ids.shape
+        kv_heads = q.shape[1]
+        for row in range(rows):
+            if block_counts[row] < 0 or block_counts[row] > max_blocks:
+                return np.int64(-1)
+            for entry in range(block_counts[row]):
+                if block_ids[row, entry] < 0 or block_ids[row, entry] >= representatives.shape[0]:
+                    return np.int64(-1)
+        total = rows * kv_heads * max_blocks
+        for thread in prange(threads):
+            tile = np.empty((group, vectors), np.float32)
+            for item in range(total * thread // threads, total * (thread + 1) // threads):
+                entry, index = item % max_blocks, item // max_blocks
+                row, head = index // kv_heads, index % kv_heads
+                q_at = index * (group * k_dim)
+                if entry >= block_counts[row]:
+                    for g in range(group):
+                        out[row, head, g, entry] = -np.inf
+                    continue
+                r_at = (np.int64(block_ids[row, entry]) * kv_heads + head) * (representative_num * k_dim)
+                for vector in range(vectors):
+                    for g in range(0, full_queries, tile_queries):
+                        score_tile(
+                            mode, storage, k_dim, tile_queries, 1, q, q_at + g * k_dim,
+                            representatives, r_at + vector * k_dim, tile, g * vectors + vector, vectors,
+                        )  # fmt: skip
+                    if rest_queries > 0:
+                        score_tile(
+                            mode, storage, k_dim, rest_queries, 1, q, q_at + full_queries * k_dim,
+                            representatives, r_at + vector * k_dim, tile, full_queries * vectors + vector, vectors,
+                        )  # fmt: skip
+                for g in range(group):
+                    best = tile[g, 0]
+                    for vector in range(1, vectors):
+                        best = max(best, tile[g, vector])
+                    out[row, head, g, entry] = best
+        return np.int64(code_version)
+
+    return score

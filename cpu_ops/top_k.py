@@ -1,0 +1,61 @@
+"""The best blocks of each list of scores."""
+
+import numpy as np
+from numba import njit
+
+
+def top_k_blocks(scores: np.ndarray, counts: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of the k highest scores of each list, in ascending order of position.
+
+    scores: [lists, n] float32; counts: [lists] int32, entries in use (the first ones of a list). Equal scores go to
+    the lower position; NaN counts as the lowest score of all.
+
+    Returns indices [lists, k] int32 and the number of valid ones [lists] int32, min(k, count); indices past it are -1.
+    Raises ValueError when shapes do not fit, k is negative or a count is outside 0..n.
+    """
+    if scores.ndim != 2 or counts.shape != scores.shape[:1]:
+        raise ValueError(f"scores {scores.shape} must be [lists, n] and counts {counts.shape} [lists]")
+    if k < 0:
+        raise ValueError(f"k is {k}; it must be at least 0")
+    if counts.size and not (0 <= counts.min() and counts.max() <= scores.shape[1]):
+        raise ValueError(f"counts range over {counts.min()}..{counts.max()}; lists hold 0..{scores.shape[1]} scores")
+    indices = np.full((scores.shape[0], k), -1, np.int32)
+    taken = np.minimum(counts, k).astype(np.int32)
+    _select(np.ascontiguousarray(scores, np.float32), np.ascontiguousarray(counts, np.int32), taken, indices)
+    return indices, taken
+
+
+@njit(cache=True, nogil=True)
+def _select(scores, counts, taken, indices):  # type: ignore[no-untyped-def]
+    for row in range(scores.shape[0]):
+        count, wanted = counts[row], taken[row]
+        if wanted == 0:
+            continue
+        ordered = np.empty(count, np.float32)
+        for i in range(count):
+            ordered[i] = -np.inf if np.isnan(scores[row, i]) else scores[row, i]
+        threshold = np.partition(ordered, count - wanted)[count - wanted]
+        above, nans_wanted = 0, 0
+        for i in range(count):
+            above += ordered[i] > threshold
+        ties = wanted - above
+        # -inf ties with NaN in `ordered`, but a real score of -inf goes before any NaN.
+        if threshold == -np.inf:
+            real = 0
+            for i in range(count):
+                real += ordered[i] == threshold and not np.isnan(scores[row, i])
+            nans_wanted = max(0, ties - real)
+            ties -= nans_wanted
+        place = 0
+        for i in range(count):
+            if ordered[i] > threshold:
+                take = True
+            elif np.isnan(scores[row, i]):
+                take = nans_wanted > 0
+                nans_wanted -= take
+            else:
+                take = ordered[i] == threshold and ties > 0
+                ties -= take
+            if take:
+                indices[row, place] = i
+                place += 1

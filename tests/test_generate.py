@@ -1,0 +1,150 @@
+"""Conversations on the small real model: turns go on, stops keep the conversation whole, the untouched model agrees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetero_kv import HeteroCache, HeteroKVError, eject, inject
+from hetero_kv.generate import Conversation
+from hetero_kv.kv.paged_layer import CacheFullError
+
+pytestmark = pytest.mark.model
+
+TEXT = "The library opens at nine. " * 12 + "The librarian is called Oswald. " + "Dogs have to wait outside. " * 12
+SETTINGS = {"block_size": 16, "local_windows_len": 32, "initial_len": 16, "second_block_count": 8, "kv_type": "FP32"}
+
+
+@pytest.fixture
+def injected(smollm2):
+    inject(smollm2.model, "ktransformers", command_line={**SETTINGS, "chunk_size": 100, "max_seq_len": 600})
+    yield smollm2
+    eject(smollm2.model)
+
+
+def conversation(loaded, **settings):
+    return Conversation(loaded.model, loaded.tokenizer, **settings)
+
+
+def test_the_answer_is_the_untouched_models(smollm2):
+    untouched = conversation(smollm2).ask(TEXT + "What is the librarian called?", max_new_tokens=16)
+    inject(smollm2.model, "dense", command_line={"chunk_size": 100, "kv_type": "FP32"})
+    try:
+        answer = conversation(smollm2).ask(TEXT + "What is the librarian called?", max_new_tokens=16)
+    finally:
+        eject(smollm2.model)
+    assert answer.text == untouched.text
+    assert "Oswald" in answer.text
+
+
+def test_a_second_question_prefills_only_its_own_tokens(injected):
+    talk = conversation(injected)
+    first = talk.ask(TEXT + "When does it open?", max_new_tokens=12)
+    second = talk.ask("What is the librarian called?", max_new_tokens=12)
+    assert second.statistics.prompt_tokens < 40 < first.statistics.prompt_tokens
+    assert talk.cache.get_seq_length() == talk.context_tokens - 1
+
+
+def test_a_conversations_tokens_are_those_of_the_chat_template(injected):
+    talk = conversation(injected)
+    answers = [talk.ask(question, max_new_tokens=200).text for question in ("Say hello.", "Say goodbye.")]
+    messages = [
+        {"role": "user", "content": "Say hello."},
+        {"role": "assistant", "content": answers[0]},
+        {"role": "user", "content": "Say goodbye."},
+        {"role": "assistant", "content": answers[1]},
+    ]
+    whole = injected.tokenizer.apply_chat_template(messages, tokenize=False)
+    assert injected.tokenizer.decode(talk._tokens) == whole.removesuffix("\n")
+
+
+def test_the_streamed_pieces_are_the_answer(injected):
+    pieces = []
+    answer = conversation(injected).ask("Count from one to five.", max_new_tokens=24, on_text=pieces.append)
+    assert len(pieces) > 1
+    assert "".join(pieces).strip() == answer.text.strip()
+
+
+def test_sampling_repeats_with_a_seed(injected):
+    def sampled(seed):
+        settings = {"max_new_tokens": 24, "temperature": 1.5, "top_p": 0.95, "seed": seed}
+        return conversation(injected).ask("Tell me a story.", **settings).text
+
+    assert sampled(1) == sampled(1)
+    assert sampled(1) != sampled(2)
+
+
+def test_progress_runs_through_every_chunk_of_every_layer(injected):
+    reports = []
+    conversation(injected).ask(TEXT, max_new_tokens=1, on_progress=lambda *report: reports.append(report))
+    tokens = reports[0][3]
+    layers = injected.model.config.num_hidden_layers
+    assert reports[-1] == (layers, layers, tokens, tokens)
+    assert len(reports) == layers * -(-tokens // 100)
+
+
+def test_a_stop_during_prefill_leaves_the_conversation_as_it_was(injected):
+    talk = conversation(injected)
+    talk.ask("My name is Ada.", max_new_tokens=4)
+    before, chunks = talk.context_tokens, []
+    stopped = talk.ask(TEXT, on_progress=lambda *report: chunks.append(report), should_stop=lambda: len(chunks) > 40)
+    assert (stopped.finish_reason, stopped.text) == ("stopped", "")
+    assert len(chunks) == 41
+    assert talk.context_tokens == before
+    assert {layer.get_seq_length() for layer in talk.cache.layers} == {before - 1}
+    assert talk.ask("What is my name?", max_new_tokens=12).finish_reason in ("end", "max_new_tokens")
+
+
+def test_a_stop_while_answering_keeps_what_was_said(injected):
+    talk, pieces = conversation(injected), []
+    answer = talk.ask("Count to a hundred.", should_stop=lambda: len(pieces) > 5, on_text=pieces.append)
+    assert answer.finish_reason == "stopped"
+    assert answer.text.startswith("".join(pieces[:4]))
+    assert talk.ask("Go on.", max_new_tokens=4).statistics.prompt_tokens < 30
+
+
+def test_an_error_while_answering_leaves_the_conversation_as_it_was(injected):
+    def broken(text):
+        raise OSError("no terminal")
+
+    talk = conversation(injected)
+    with pytest.raises(OSError, match="no terminal"):
+        talk.ask("Hello!", on_text=broken)
+    assert talk.context_tokens == talk.cache.get_seq_length() == 0
+
+
+def test_a_question_that_does_not_fit_names_max_seq_len(injected):
+    talk = conversation(injected, max_seq_len=64)
+    with pytest.raises(CacheFullError, match=r"max_seq_len is 64; set max_seq_len to at least \d+, shorten"):
+        talk.ask(TEXT)
+    assert talk.cache.get_seq_length() == 0
+
+
+def test_an_answer_ends_when_the_store_is_full(injected):
+    talk = conversation(injected, max_seq_len=60)
+    answer = talk.ask("Count to a hundred.", max_new_tokens=200)
+    assert answer.finish_reason == "full"
+    assert talk.cache.get_seq_length() == 60
+
+
+def test_an_empty_question_is_an_error(injected):
+    with pytest.raises(HeteroKVError, match="the question is empty"):
+        conversation(injected).ask("  \n")
+
+
+def test_generate_works_with_transformers_own_streamers_and_batches(injected):
+    tokenizer = injected.tokenizer
+    row = tokenizer("One, two, three, four,", return_tensors="pt")["input_ids"]
+    batch = row.repeat(3, 1)
+    output = injected.model.generate(
+        batch,
+        attention_mask=torch.ones_like(batch),
+        past_key_values=HeteroCache(injected.model),
+        max_new_tokens=20,
+        do_sample=False,
+        stop_strings=[" seven"],
+        tokenizer=tokenizer,
+    )
+    text = tokenizer.decode(output[0])
+    assert text.endswith("seven")
+    assert (output == output[0]).all()
