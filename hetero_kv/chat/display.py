@@ -90,17 +90,17 @@ def statistics_table(session: ChatSession, answer: Answer | None) -> RenderableT
         table.add_row("keys and values", decimal(statistics.kv_bytes))
     table.add_row("context", f"{session.conversation.context_tokens:,} of {session.capacity:,} tokens")
     for summary in session.operators():
-        layers = layer_ranges(summary.layers)
-        table.add_row(summary.operator, f"layers {layers}" + _settings_text(summary.settings))
+        table.add_row(summary.operator, layer_ranges(summary.layers) + _settings_text(summary.settings))
     return table
 
 
 def layer_ranges(layers: list[int | str]) -> str:
-    """Layer numbers for the eye: [0, 1, 2, 5] is "0-2, 5"."""
+    """Layers for the eye: [0, 1, 2, 5] is "layers 0-2, 5"; paths of modules stand as they are."""
     numbers = [layer for layer in layers if isinstance(layer, int)]
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     ranges = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
-    return ", ".join([*ranges, *(layer for layer in layers if isinstance(layer, str))])
+    numbered = [f"layer{'s' if len(numbers) > 1 else ''} {', '.join(ranges)}"] if numbers else []
+    return ", ".join([*numbered, *(layer for layer in layers if isinstance(layer, str))])
 
 
 def _settings_text(settings: dict[str, Any] | None) -> str:

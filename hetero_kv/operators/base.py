@@ -63,11 +63,11 @@ class AttentionOperator(Operator):
     attention function `hetero_kv`, which comes to `attend`.
     """
 
-    def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
+    def __init__(self, path: str, wrapped: Any, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
         self.layer_idx: int = wrapped.layer_idx
         self._own_config = wrapped.config
-        wrapped.config = bridge.with_implementation(wrapped.config)  # type: ignore[assignment]
+        wrapped.config = bridge.with_implementation(wrapped.config)
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:

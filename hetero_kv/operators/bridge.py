@@ -59,9 +59,18 @@ Attend = Callable[[AttentionCall], torch.Tensor]
 
 _attend: ContextVar[Attend] = ContextVar("hetero_kv_attend")
 
-# Passed along by some models, without influence on what attention computes.
+# Passed along by some models and by `generate`, without influence on what attention computes.
 _NO_INFLUENCE = frozenset(
-    {"position_ids", "position_embeddings", "cache_position", "use_cache", "logits_to_keep", "num_items_in_batch"}
+    {
+        "assistant_tokenizer",
+        "cache_position",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "position_embeddings",
+        "position_ids",
+        "tokenizer",
+        "use_cache",
+    }
 )
 
 

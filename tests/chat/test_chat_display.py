@@ -50,7 +50,13 @@ def test_after_ctrl_c_the_bar_says_what_it_waits_for():
 
 @pytest.mark.parametrize(
     ("layers", "text"),
-    [([0, 1, 2], "0-2"), ([0, 2, 3, 4, 7], "0, 2-4, 7"), ([5], "5"), ([0, 1, "lm_head"], "0-1, lm_head"), ([], "")],
+    [
+        ([0, 1, 2], "layers 0-2"),
+        ([0, 2, 3, 4, 7], "layers 0, 2-4, 7"),
+        ([5], "layer 5"),
+        ([0, 1, "lm_head"], "layers 0-1, lm_head"),
+        (["model.norm"], "model.norm"),
+    ],
 )
 def test_layer_numbers_are_shown_as_ranges(layers, text):
     assert layer_ranges(layers) == text
