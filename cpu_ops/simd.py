@@ -13,7 +13,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
-from cpu_ops.storage import FLOAT, STORAGE_TYPES, decode_float32
+from cpu_ops.storage import FLOAT, STORAGE_TYPES
 
 LANES = 8
 QUERY_TILE = 4
@@ -224,29 +224,3 @@ def prefetch(typingctx, array, at, count):  # type: ignore[no-untyped-def]
         return context.get_dummy_value()
 
     return types.none(array, types.int64, types.int64), codegen
-
-
-@intrinsic
-def narrow_row(typingctx, source, source_at, halves, halves_at, count):  # type: ignore[no-untyped-def]
-    """Round `count` float32 to IEEE binary16 (to nearest, ties to even), written as uint16 bits."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        reals = _pointer(context, builder, source, arguments[0], arguments[1])
-        bits = _pointer(context, builder, halves, arguments[2], arguments[3])
-
-        def convert(start: ir.Value, lanes: int) -> None:
-            value = decode_float32(builder, _offset(builder, reals, start), lanes)
-            half = builder.fptrunc(value, ir.VectorType(ir.HalfType(), lanes))
-            words = builder.bitcast(half, ir.VectorType(ir.IntType(16), lanes))
-            builder.store(words, builder.bitcast(_offset(builder, bits, start), words.type.as_pointer()), align=2)
-
-        count = arguments[4]
-        whole = builder.sub(count, builder.urem(count, ir.Constant(_INT, LANES)))
-        with cgutils.for_range_slice(builder, ir.Constant(_INT, 0), whole, ir.Constant(_INT, LANES)) as (start, _):
-            convert(start, LANES)
-        with cgutils.for_range_slice(builder, whole, count, ir.Constant(_INT, 1)) as (start, _):
-            convert(start, 1)
-        return context.get_dummy_value()
-
-    integer = types.int64
-    return types.none(source, integer, halves, integer, integer), codegen

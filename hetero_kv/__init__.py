@@ -1,8 +1,36 @@
 """Long contexts on ordinary machines: KV blocks in DRAM, sparse attention on the CPU, methods as YAML rules."""
 
-from hetero_kv.errors import HeteroKVError
-from hetero_kv.inject import Injection, eject, inject
-from hetero_kv.kv.cache import HeteroCache
-from hetero_kv.rules import load_rules
+from __future__ import annotations
 
-__all__ = ["HeteroCache", "HeteroKVError", "Injection", "eject", "inject", "load_rules"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetero_kv.errors import HeteroKVError
+    from hetero_kv.generate import Conversation
+    from hetero_kv.injection import Injection, eject, inject
+    from hetero_kv.kv.cache import HeteroCache
+    from hetero_kv.models import load_model
+    from hetero_kv.rules import load_rules
+
+__all__ = ["Conversation", "HeteroCache", "HeteroKVError", "Injection", "eject", "inject", "load_model", "load_rules"]
+
+_HOME = {
+    "Conversation": "generate",
+    "HeteroCache": "kv.cache",
+    "HeteroKVError": "errors",
+    "Injection": "injection",
+    "eject": "injection",
+    "inject": "injection",
+    "load_model": "models",
+    "load_rules": "rules",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # torch and transformers take seconds to import, and `--help` needs neither.
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

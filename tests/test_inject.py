@@ -8,7 +8,7 @@ from tiny_models import tiny_model
 from transformers import DynamicCache
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
-from hetero_kv.inject import InjectionError
+from hetero_kv.injection import InjectionError
 from hetero_kv.kv.paged_layer import CacheFullError, PagedLayer
 from hetero_kv.kv.window_layer import WindowLayer
 from hetero_kv.operators import RetrievalAttention, SlidingWindowAttention

@@ -64,9 +64,12 @@ def ending(answer: Answer, session: ChatSession) -> str | None:
 def statistics_line(answer: Answer) -> str:
     """One line: tokens, time to first token, prefill and decode speed."""
     statistics = answer.statistics
-    parts = [f"prefill {statistics.prompt_tokens:,} tokens, {statistics.prefill_tokens_per_s:,.0f} tokens/s"]
-    if statistics.generated_tokens:
-        parts.insert(0, f"{statistics.generated_tokens:,} tokens, first after {statistics.time_to_first_token_s:.2f} s")
+    if not statistics.generated_tokens:
+        return f"after {statistics.prefill_s:.2f} s of prefill; the conversation is as it was before"
+    parts = [
+        f"{statistics.generated_tokens:,} tokens, first after {statistics.time_to_first_token_s:.2f} s",
+        f"prefill {statistics.prompt_tokens:,} tokens, {statistics.prefill_tokens_per_s:,.0f} tokens/s",
+    ]
     if statistics.decode_tokens_per_s is not None:
         parts.append(f"decode {statistics.decode_tokens_per_s:,.1f} tokens/s")
     return " · ".join(parts)
@@ -80,8 +83,9 @@ def statistics_table(session: ChatSession, answer: Answer | None) -> RenderableT
         statistics = answer.statistics
         table.add_row("prompt", f"{statistics.prompt_tokens:,} tokens")
         table.add_row("answer", f"{statistics.generated_tokens:,} tokens ({answer.finish_reason})")
-        table.add_row("time to first token", f"{statistics.time_to_first_token_s:.2f} s")
-        table.add_row("prefill", f"{statistics.prefill_s:.2f} s, {statistics.prefill_tokens_per_s:,.1f} tokens/s")
+        if statistics.generated_tokens:
+            table.add_row("time to first token", f"{statistics.time_to_first_token_s:.2f} s")
+            table.add_row("prefill", f"{statistics.prefill_s:.2f} s, {statistics.prefill_tokens_per_s:,.1f} tokens/s")
         if statistics.decode_tokens_per_s is not None:
             table.add_row("decode", f"{statistics.decode_s:.2f} s, {statistics.decode_tokens_per_s:,.1f} tokens/s")
         table.add_row("peak DRAM", decimal(statistics.peak_dram_bytes))

@@ -10,8 +10,12 @@ from hetero_kv.generate import Answer
 
 
 def json_report(session: ChatSession, answer: Answer) -> dict[str, Any]:
-    """The answer, what it cost (names and units of `Statistics`), and the settings in force."""
+    """The answer, what it cost (names and units of `Statistics`), and the settings in force.
+
+    Speeds are None where there is nothing to measure, as after a prefill that Ctrl-C ended.
+    """
     statistics = answer.statistics
+    has_prefilled = statistics.generated_tokens > 0
     return {
         "answer": answer.text,
         "finish_reason": answer.finish_reason,
@@ -19,7 +23,7 @@ def json_report(session: ChatSession, answer: Answer) -> dict[str, Any]:
         "mode": session.options.mode,
         "config": session.rules_name,
         **asdict(statistics),
-        "prefill_tokens_per_s": statistics.prefill_tokens_per_s,
+        "prefill_tokens_per_s": statistics.prefill_tokens_per_s if has_prefilled else None,
         "decode_tokens_per_s": statistics.decode_tokens_per_s,
         "settings": session.settings_in_force(),
     }

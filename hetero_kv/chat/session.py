@@ -13,7 +13,7 @@ import torch
 from hetero_kv.chat.options import ChatOptions
 from hetero_kv.config import EngineSettings, settings_from_mapping, split_long_context
 from hetero_kv.generate import Conversation
-from hetero_kv.inject import Injection, inject
+from hetero_kv.injection import Injection, inject
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel, load_model
 from hetero_kv.recipes import display
 from hetero_kv.rules import load_rules

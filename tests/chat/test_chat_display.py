@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
 
 import pytest
 from rich.console import Console, Group
@@ -60,3 +62,14 @@ def test_after_ctrl_c_the_bar_says_what_it_waits_for():
 )
 def test_layer_numbers_are_shown_as_ranges(layers, text):
     assert layer_ranges(layers) == text
+
+
+def test_the_first_ctrl_c_is_remembered_and_the_second_does_not_wait():
+    before = signal.getsignal(signal.SIGINT)
+    interrupt = Interrupt()
+    with interrupt.catching():
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hetero_kv.chat.prefill_bar import PrefillBar
 from hetero_kv.cli import main
 from hetero_kv.config import RetrievalSettings
 from hetero_kv.generate import Conversation
@@ -178,6 +179,21 @@ def test_ctrl_c_ends_the_answer_with_status_130_and_keeps_what_there_is(chat: Ch
     out, err = chat("--prompt", QUESTION, "--mode", "normal", status=130)
     assert 1 <= len(out.split()) < 8
     assert "stopped" in err
+
+
+def test_ctrl_c_while_the_prompt_prefills_ends_without_an_answer(chat: Chat, monkeypatch: pytest.MonkeyPatch):
+    report_progress = PrefillBar.report
+
+    def interrupted(bar: PrefillBar, *counts: int) -> None:
+        report_progress(bar, *counts)
+        if counts[0] == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(PrefillBar, "report", interrupted)
+    out, _ = chat("--json", "--prompt", QUESTION, "--chunk_size", 5, status=130)
+    report = json.loads(out)
+    assert (report["answer"], report["finish_reason"], report["generated_tokens"]) == ("", "stopped", 0)
+    assert report["prefill_tokens_per_s"] is None
 
 
 def test_an_unknown_command_is_an_error_with_the_nearest_spelling(capsys: pytest.CaptureFixture[str]):

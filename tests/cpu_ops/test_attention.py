@@ -1,0 +1,190 @@
+"""Block attention equals attention over the gathered tokens, computed in float64."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpu_ops.attention import attend_blocks, compile_for
+from cpu_ops.exponential import exp2, tanh
+from cpu_ops.merge import merge_partials
+
+NUM_BLOCKS, MAX_BLOCKS = 24, 20
+SHAPES = {
+    "llama, fp16": dict(kv_heads=2, group=4, k_dim=128, v_dim=128, block_size=128, dtype=np.float16, softcap=0.0),
+    "qwen2 0.5b, fp16, small blocks": dict(
+        kv_heads=2, group=7, k_dim=64, v_dim=64, block_size=16, dtype=np.float16, softcap=0.0
+    ),
+    "mla, fp32": dict(kv_heads=3, group=1, k_dim=192, v_dim=128, block_size=32, dtype=np.float32, softcap=0.0),
+    "odd sizes, soft-capped, fp32": dict(
+        kv_heads=1, group=3, k_dim=20, v_dim=28, block_size=5, dtype=np.float32, softcap=1.5
+    ),
+    "blocks of one token, fp32": dict(
+        kv_heads=2, group=6, k_dim=16, v_dim=16, block_size=1, dtype=np.float32, softcap=0.0
+    ),
+}
+shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+
+
+def reference(q, keys, values, block_ids, block_counts, block_lengths, scale, softcap):
+    """Softmax attention in float64 over the tokens of each list, gathered one after the other."""
+    out = np.zeros((*q.shape[:3], values.shape[3]))
+    lse = np.full(q.shape[:3], -np.inf)
+    for row, head in np.ndindex(q.shape[:2]):
+        which = min(head, block_ids.shape[1] - 1)
+        ids = block_ids[row, which, : block_counts[row, which]]
+        if block_lengths[ids].sum() == 0:
+            continue
+        k = np.concatenate([keys[b, head, : block_lengths[b]] for b in ids]).astype(np.float64)
+        v = np.concatenate([values[b, head, : block_lengths[b]] for b in ids]).astype(np.float64)
+        scores = q[row, head].astype(np.float64) @ k.T * scale
+        if softcap:
+            scores = softcap * np.tanh(scores / softcap)
+        most = scores.max(axis=1)
+        p = np.exp(scores - most[:, None])
+        out[row, head] = p @ v / p.sum(axis=1, keepdims=True)
+        lse[row, head] = most + np.log(p.sum(axis=1))
+    return out, lse
+
+
+def problem(shape, rows, separate, seed):
+    """Random arguments of `attend_blocks` with partial, empty and repeated blocks and lists of all lengths."""
+    rng = np.random.default_rng(seed)
+    heads, size = shape["kv_heads"], shape["block_size"]
+    q = rng.standard_normal((rows, heads, shape["group"], shape["k_dim"]), np.float32)
+    keys = rng.standard_normal((NUM_BLOCKS, heads, size, shape["k_dim"])).astype(shape["dtype"])
+    values = rng.standard_normal((NUM_BLOCKS, heads, size, shape["v_dim"])).astype(shape["dtype"])
+    lengths = rng.choice([0, 1, size - 1, size, rng.integers(0, size + 1)], NUM_BLOCKS).astype(np.int32)
+    lists = heads if separate else 1
+    ids = rng.integers(0, NUM_BLOCKS, (rows, lists, MAX_BLOCKS)).astype(np.int32)
+    counts = rng.choice([0, 1, MAX_BLOCKS, rng.integers(0, MAX_BLOCKS + 1)], (rows, lists)).astype(np.int32)
+    return q, keys, values, ids, counts, lengths, shape["k_dim"] ** -0.5, shape["softcap"]
+
+
+def assert_close(result, expected, arguments):
+    out, lse = result
+    want_out, want_lse = expected
+    np.testing.assert_allclose(out, want_out, rtol=0, atol=3e-6 * np.abs(arguments[2].astype(np.float64)).max())
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
+    finite = np.isfinite(want_lse)
+    np.testing.assert_allclose(lse[finite], want_lse[finite], rtol=1e-6, atol=3e-6)
+
+
+@shapes
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.integers(1, 3), separate=st.booleans(), threads=st.sampled_from([1, 2, None]), seed=st.integers(0, 2**32)
+)
+def test_block_attention_equals_attention_over_the_gathered_tokens(shape, rows, separate, threads, seed):
+    from numba import config
+
+    arguments = problem(shape, rows, separate, seed)
+    threads = threads and min(threads, config.NUMBA_NUM_THREADS)
+    assert_close(attend_blocks(*arguments, threads=threads), reference(*arguments), arguments)
+
+
+@shapes
+def test_results_are_written_into_the_given_arrays(shape):
+    arguments = problem(shape, 2, True, 0)
+    out = np.full((2, shape["kv_heads"], shape["group"], shape["v_dim"]), np.nan, np.float32)
+    lse = np.full(out.shape[:3], np.nan, np.float32)
+    result = attend_blocks(*arguments, out=out, lse=lse)
+    assert result[0] is out
+    assert result[1] is lse
+    assert_close((out, lse), reference(*arguments), arguments)
+
+
+@shapes
+def test_merging_two_halves_of_the_lists_equals_attending_to_all(shape):
+    q, keys, values, ids, counts, lengths, scale, softcap = problem(shape, 2, False, 1)
+    counts[:] = MAX_BLOCKS
+    half = np.full_like(counts, MAX_BLOCKS // 2)
+    parts = [
+        attend_blocks(q, keys, values, np.ascontiguousarray(part), half, lengths, scale, softcap)
+        for part in (ids[..., : MAX_BLOCKS // 2], ids[..., MAX_BLOCKS // 2 :])
+    ]
+    merged = merge_partials(np.stack([out for out, _ in parts]), np.stack([lse for _, lse in parts]))
+    arguments = (q, keys, values, ids, counts, lengths, scale, softcap)
+    assert_close(merged, reference(*arguments), arguments)
+
+
+@pytest.mark.parametrize("magnitude", [1e4, -1e4, 0.0])
+def test_extreme_scores_stay_finite_and_exact(magnitude):
+    q, keys, values, ids, counts, lengths, _, _ = problem(SHAPES["mla, fp32"], 1, False, 2)
+    counts[:], lengths[:] = MAX_BLOCKS, 32
+    keys[:] = 0
+    keys[..., 0] = magnitude
+    q[..., 0] = 1
+    arguments = (q, keys, values, ids, counts, lengths, 1.0, 0.0)
+    assert_close(attend_blocks(*arguments), reference(*arguments), arguments)
+
+
+def test_one_dominating_key_returns_its_value():
+    q, keys, values, ids, counts, lengths, _, _ = problem(SHAPES["mla, fp32"], 1, False, 3)
+    counts[:], lengths[:], q[..., 0] = MAX_BLOCKS, 32, 1
+    ids[:] = np.arange(MAX_BLOCKS)
+    keys[:] = 0
+    keys[7, :, 11, 0] = 1e4
+    out, lse = attend_blocks(q, keys, values, ids, counts, lengths, 1.0)
+    np.testing.assert_array_equal(out[0, :, 0], values[7, :, 11])
+    np.testing.assert_allclose(lse, 1e4)
+
+
+def test_garbage_past_a_blocks_length_is_never_seen():
+    q, keys, values, ids, counts, lengths, scale, _ = problem(SHAPES["llama, fp16"], 1, False, 4)
+    counts[:], lengths[:] = MAX_BLOCKS, 77
+    clean = attend_blocks(q, keys, values, ids, counts, lengths, scale)
+    keys[:, :, 77:], values[:, :, 77:] = np.nan, np.inf
+    np.testing.assert_array_equal(attend_blocks(q, keys, values, ids, counts, lengths, scale), clean)
+
+
+def _without(name, value):
+    names = ("q", "keys", "values", "block_ids", "block_counts", "block_lengths")
+    arguments = dict(zip(names, problem(SHAPES["llama, fp16"], 1, False, 5)[:6], strict=True))
+    arguments[name] = value(arguments[name])
+    return arguments
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("keys", lambda a: a[:, :1], ValueError, "kv_heads"),
+        ("values", lambda a: a[:, :, :64], ValueError, "do not fit keys"),
+        ("values", lambda a: a.astype(np.float32), TypeError, "store both as the same type"),
+        ("keys", lambda a: a.astype(np.float64), TypeError, "keys are float64"),
+        ("block_ids", lambda a: a[:, 0], ValueError, "max_blocks"),
+        ("block_lengths", lambda a: a[:-1], ValueError, "one entry for each"),
+        ("q", lambda a: a.astype(np.float64), TypeError, "q is float64"),
+        ("q", lambda a: np.asfortranarray(a), TypeError, "not C-contiguous"),
+        ("block_ids", lambda a: a * 0 + NUM_BLOCKS, IndexError, f"0..{NUM_BLOCKS - 1}"),
+        ("block_ids", lambda a: a * 0 - 1, IndexError, "block_ids"),
+        ("block_counts", lambda a: a * 0 + MAX_BLOCKS + 1, IndexError, f"0..{MAX_BLOCKS} entries"),
+        ("block_lengths", lambda a: a * 0 + 129, IndexError, "0..128"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(name, value, error, message):
+    arguments = _without(name, value)
+    if name != "block_counts":
+        arguments["block_counts"] = arguments["block_counts"] * 0 + MAX_BLOCKS
+    with pytest.raises(error, match=message):
+        attend_blocks(**arguments, scale=1.0)
+
+
+def test_more_threads_than_there_are_is_an_error():
+    with pytest.raises(ValueError, match="threads is 100000"):
+        attend_blocks(*problem(SHAPES["llama, fp16"], 1, False, 6), threads=100_000)
+
+
+def test_compiling_for_an_unknown_storage_type_names_the_known_ones():
+    with pytest.raises(ValueError, match="'int3' is not one of float32, float16"):
+        compile_for(4, 128, 128, 128, storage="int3")
+
+
+def test_exp2_and_tanh_are_accurate_to_float32():
+    x = np.linspace(-125, 60, 50_001, dtype=np.float32)
+    ours = np.array([exp2(each) for each in x])
+    np.testing.assert_allclose(ours, 2.0 ** x.astype(np.float64), rtol=3e-7)
+    x = np.concatenate([np.linspace(-12, 12, 50_001), np.geomspace(1e-30, 1, 1000)]).astype(np.float32)
+    ours = np.array([tanh(each) for each in x])
+    np.testing.assert_allclose(ours, np.tanh(x.astype(np.float64)), rtol=5e-7)
+    assert exp2(np.float32(-np.inf)) == 0
