@@ -13,7 +13,9 @@ def merge_partials(outs: np.ndarray, lses: np.ndarray) -> tuple[np.ndarray, np.n
     shapes do not fit or there is no part.
     """
     if outs.ndim < 2 or outs.shape[:-1] != lses.shape or not len(lses):
-        raise ValueError(f"outs {outs.shape} must be [parts, ..., v_dim] and lses {lses.shape} [parts, ...], parts >= 1")
+        raise ValueError(
+            f"outs {outs.shape} must be [parts, ..., v_dim] and lses {lses.shape} [parts, ...], parts >= 1"
+        )
     most = lses.max(axis=0)
     reference = np.where(np.isneginf(most), np.float32(0), most)
     weights = np.exp(lses - reference)

@@ -160,7 +160,7 @@ class Conversation:
                     **(sampling if temperature else {"do_sample": False}),
                 )
         except _StoppedInPrefill:
-            return Answer("", "stopped", self._statistics(watch, len(prompt) - stored, 0))
+            return Answer("", "stopped", self._statistics(watch, 0, 0))
         self._tokens = output[0].tolist()
         generated = self._tokens[len(prompt) :]
         if watch.stopped:

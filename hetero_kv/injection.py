@@ -66,6 +66,16 @@ class Injection:
         asked = self.engine.max_seq_len if wanted is None else wanted
         return resolve_max_seq_len(asked, self.bytes_per_token(), context_length)
 
+    def compile_kernels(self) -> None:
+        """Compile the CPU kernels of every layer now, so that the first answer does not wait for them."""
+        config = bridge.text_config(self.model)
+        shape = KVShape.of(config)
+        group = config.num_attention_heads // shape.kv_heads
+        softcap = getattr(config, "attn_logit_softcapping", None) or 0.0
+        for operator in self.attention_operators():
+            if isinstance(operator, RetrievalAttention):
+                operator.compile_kernels(shape.kv_heads, group, shape.k_dim, shape.v_dim, softcap)
+
     def new_cache_layers(self, max_seq_len: int | None = None) -> list[CacheLayerMixin]:
         """A cache layer per layer of the model: the operators' own, and transformers' where there is no operator."""
         capacity = self.max_seq_len(max_seq_len)

@@ -79,8 +79,9 @@ def test_progress_runs_through_every_chunk_of_every_layer(injected):
     conversation(injected).ask(TEXT, max_new_tokens=1, on_progress=lambda *report: reports.append(report))
     tokens = reports[0][3]
     layers = injected.model.config.num_hidden_layers
+    assert reports[0] == (0, layers, 0, tokens)
     assert reports[-1] == (layers, layers, tokens, tokens)
-    assert len(reports) == layers * -(-tokens // 100)
+    assert len(reports) == 1 + layers * -(-tokens // 100)
 
 
 def test_a_stop_during_prefill_leaves_the_conversation_as_it_was(injected):

@@ -118,6 +118,7 @@ def open_session(options: ChatOptions) -> ChatSession:
     injection = None
     if rules is not None:
         injection = inject(loaded.model, rules, command_line=options.long_context, settings_file=settings_file)
+        injection.compile_kernels()
     conversation = Conversation(loaded.model, loaded.tokenizer, system=options.system)
     rules_name = display(rules.path) if rules and rules.path else None
     return ChatSession(options, loaded, engine, injection, rules_name, conversation)

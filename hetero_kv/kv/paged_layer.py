@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -140,6 +141,11 @@ class PagedLayer(CacheLayerMixin):
         self._reload_window()
 
     # -- the parts of the sequence
+
+    @property
+    def block_tables(self) -> np.ndarray:
+        """Pool ids of the blocks of every row, [rows, blocks] int32, a copy."""
+        return np.stack([row.ids for row in self.rows])
 
     @property
     def context_blocks(self) -> int:

@@ -5,11 +5,14 @@ A new storage type is one `register` call here and one decode function of the sa
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from hetero_kv.errors import HeteroKVError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -18,17 +21,25 @@ class StorageType:
 
     Attributes:
         name: as written in YAML (`kv_type`).
-        dtype: torch dtype of one stored element.
+        element: name of the torch dtype of one stored element.
+        bytes_per_element: of one stored element.
         meaning: one line for `--help` and the documentation.
     """
 
     name: str
-    dtype: torch.dtype
+    element: str
+    bytes_per_element: int
     meaning: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype of one stored element."""
+        # `--help` lists the storage types, and torch takes a second to import.
+        return getattr(importlib.import_module("torch"), self.element)
 
     def bytes_per_vector(self, dim: int) -> int:
         """Bytes that one stored vector of `dim` elements takes."""
-        return dim * self.dtype.itemsize
+        return dim * self.bytes_per_element
 
 
 _REGISTRY: dict[str, StorageType] = {}
@@ -52,5 +63,5 @@ def get(name: str) -> StorageType:
     return _REGISTRY[name]
 
 
-FP16 = register(StorageType("FP16", torch.float16, "half precision: 2 bytes per element"))
-FP32 = register(StorageType("FP32", torch.float32, "single precision: 4 bytes per element, exact for fp32 models"))
+FP16 = register(StorageType("FP16", "float16", 2, "half precision: 2 bytes per element"))
+FP32 = register(StorageType("FP32", "float32", 4, "single precision: 4 bytes per element, exact for fp32 models"))

@@ -45,6 +45,8 @@ class ChunkedDecoderLayer(Operator):
         cache = bridge.cache_in(args, kwargs, self.path)
         layer = cache.layers[self.layer_idx]
         output = hidden_states if chunking.is_ours(hidden_states) else torch.empty_like(hidden_states)
+        if self.layer_idx == 0:
+            cache.report_progress(0, 0, total)
         with layer.prefill(total) if replaced else nullcontext():
             for start in range(0, total, self.engine.chunk_size):
                 chunk = slice(start, min(start + self.engine.chunk_size, total))

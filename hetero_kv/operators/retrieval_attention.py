@@ -17,6 +17,7 @@ from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.config import EngineSettings, RetrievalSettings
 from hetero_kv.kv import storage
 from hetero_kv.kv.paged_layer import PagedLayer
+from hetero_kv.kv.pool import BlockPool
 from hetero_kv.operators import bridge
 from hetero_kv.operators.base import AttentionOperator, Operator
 from hetero_kv.operators.sliding_window_attention import SlidingWindowAttention
@@ -124,33 +125,43 @@ class RetrievalAttention(AttentionOperator):
         Returns (ids [rows, lists, blocks] int32, counts [rows, lists] int32), one list per row when the kv heads choose
         together (or everything is attended to), else one per kv head.
         """
-        pool, first, end = layer.pool, min(layer.initial_blocks, layer.context_end), layer.context_end
-        assert pool is not None
-        table = np.stack([row.ids for row in layer.rows])
-        context = np.ascontiguousarray(table[:, first:end])
-        rows, available = context.shape
+        end = layer.context_end
+        first = min(layer.initial_blocks, end)
+        table = layer.block_tables
         budget = self.settings.second_block_count
-        if budget == "all" or budget >= available:
-            chosen = context[:, None, :]
+        if budget == "all" or budget >= end - first:
+            chosen = table[:, None, first:end]
         elif budget == 0:
-            chosen = context[:, None, :0]
+            chosen = table[:, None, :0]
         else:
-            counts = np.full(rows, available, dtype=np.int32)
-            scores = block_scores(
-                q,
-                pool.representative_array,
-                context,
-                counts,
-                self.representative_type.score,
-                threads=self.threads,
-            )
-            positions = select_blocks(scores, int(budget), shared=self.settings.head_select_mode == "SHARED")
-            chosen = np.take_along_axis(context[:, None, :], positions, axis=2)
+            chosen = self._retrieved(layer, q, np.ascontiguousarray(table[:, first:end]), int(budget))
+        rows, lists, count = chosen.shape
+        before, after = (first, table.shape[1] - end) if with_window else (0, 0)
+        ids = np.empty((rows, lists, before + count + after), dtype=np.int32)
+        ids[:, :, before : before + count] = chosen
         if with_window:
-            around = [
-                np.broadcast_to(part[:, None, :], (rows, chosen.shape[1], part.shape[1]))
-                for part in (table[:, :first], table[:, end:])
-            ]
-            chosen = np.concatenate([around[0], chosen, around[1]], axis=2)
-        ids = np.ascontiguousarray(chosen, dtype=np.int32)
-        return ids, np.full(ids.shape[:2], ids.shape[2], dtype=np.int32)
+            ids[:, :, :before] = table[:, None, :first]
+            ids[:, :, before + count :] = table[:, None, end:]
+        return ids, np.full((rows, lists), ids.shape[2], dtype=np.int32)
+
+    def _retrieved(self, layer: PagedLayer, q: np.ndarray, context: np.ndarray, budget: int) -> np.ndarray:
+        """The `budget` best of the blocks in `context` [rows, blocks]: ids [rows, lists, budget] int32."""
+        assert layer.pool is not None
+        scores = block_scores(
+            q,
+            layer.pool.representative_array,
+            context,
+            np.full(len(context), context.shape[1], dtype=np.int32),
+            self.representative_type.score,
+            threads=self.threads,
+        )
+        positions = select_blocks(scores, budget, shared=self.settings.head_select_mode == "SHARED")
+        return np.take_along_axis(context[:, None, :], positions, axis=2)
+
+    def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
+        """Compile what decoding needs, or load it from Numba's cache, before the first token waits for it."""
+        kind, settings = storage.get(self.settings.kv_type), self.settings
+        pool = BlockPool(1, kv_heads, settings.block_size, k_dim, v_dim, kind, settings.representative_num)
+        q, ids, counts = np.zeros((1, kv_heads, group, k_dim), np.float32), pool.allocate(1), np.ones((1, 1), np.int32)
+        attend_blocks(q, pool.key_array, pool.value_array, ids[None, None], counts, pool.lengths, 1.0, softcap)
+        block_scores(q, pool.representative_array, ids[None], counts[0], self.representative_type.score)

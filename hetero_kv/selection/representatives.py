@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from hetero_kv.errors import HeteroKVError
 
+if TYPE_CHECKING:
+    import torch
+
 #: keys [blocks, kv_heads, block_size, k_dim] float32 -> [blocks, kv_heads, representative_num, k_dim] float32.
-Compute = Callable[[torch.Tensor, int], torch.Tensor]
+Compute = Callable[["torch.Tensor", int], "torch.Tensor"]
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,7 @@ from cpu_ops.merge import merge_partials
 def test_a_part_without_keys_changes_nothing():
     rng = np.random.default_rng(0)
     out, lse = rng.standard_normal((2, 3, 8), np.float32), rng.standard_normal((2, 3), np.float32)
-    merged, total = merge_partials(
-        np.stack([np.zeros_like(out), out]), np.stack([np.full_like(lse, -np.inf), lse])
-    )
+    merged, total = merge_partials(np.stack([np.zeros_like(out), out]), np.stack([np.full_like(lse, -np.inf), lse]))
     np.testing.assert_allclose(merged, out, rtol=1e-6)
     np.testing.assert_allclose(total, lse, rtol=1e-6)
 
