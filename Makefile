@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 CONFIG ?= injection_rules/ktransformers.yaml
 
-.PHONY: chat test test-slow lint format bench clean
+.PHONY: chat test test-slow lint format docs bench clean
 
 chat: $(READY)  ## install, fetch the default model, open the chat in long-context mode
 	$(BIN)/python local_chat.py --mode long_context --config $(CONFIG) $(ARGS)
@@ -24,6 +24,9 @@ lint: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(READY)  ## docs/configuration.md, from the settings' dataclasses
+	$(BIN)/python -m hetero_kv.configuration_docs docs/configuration.md
 
 bench: $(READY)  ## speed, each as a ratio against a peer in the same run
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -45,6 +45,7 @@ class Run:
             else:
                 took = seconds(lambda: self._chunked(cache))
         self.cache = cache
+        self.after_context = [layer.checkpoint() for layer in cache.layers] if self.settings is not None else None
         return self.context.shape[1] / took
 
     def decode(self) -> float:
@@ -53,11 +54,11 @@ class Run:
             token = self.context[:, -1:]
             self.model(token, past_key_values=self.cache)
             took = seconds(lambda: [self.model(token, past_key_values=self.cache) for _ in range(DECODED)])
-        for layer in self.cache.layers:
-            if self.settings is not None:
-                layer.restore(self.context.shape[1])
-            else:
-                layer.crop(-(DECODED + 1))
+        if self.after_context is None:
+            self.cache.crop(-(DECODED + 1))
+        else:
+            for layer, checkpoint in zip(self.cache.layers, self.after_context, strict=True):
+                layer.restore(checkpoint)
         return took / DECODED
 
     def _chunked(self, cache: DynamicCache) -> None:

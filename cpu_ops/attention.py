@@ -134,7 +134,7 @@ def _outside_pool(status: int, keys: np.ndarray, ids: np.ndarray, counts: np.nda
 
 
 @njit(cache=True)
-def _list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size):  # type: ignore[no-untyped-def]
+def _list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size):
     """Where each (row, kv head) list begins when all are laid end to end, in tokens; a first entry < 0 is an error."""
     rows, lists_per_row, max_blocks = block_ids.shape
     starts = np.zeros(rows * kv_heads + 1, np.int64)
@@ -162,7 +162,7 @@ def _list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size): 
 
 
 @njit(fastmath={"contract", "nsz", "nnan", "reassoc"}, error_model="numpy")
-def _row_max(scores, g, count):  # type: ignore[no-untyped-def]
+def _row_max(scores, g, count):
     most = np.float32(-np.inf)
     for t in range(count):
         most = max(most, scores[g, t])
@@ -170,7 +170,7 @@ def _row_max(scores, g, count):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
-def _row_exp2(scores, g, count, shift):  # type: ignore[no-untyped-def]
+def _row_exp2(scores, g, count, shift):
     """Replace scores by 2 ** (score - shift); returns their sum."""
     total = np.float32(0)
     for t in range(count):
@@ -181,13 +181,13 @@ def _row_exp2(scores, g, count, shift):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
-def _row_softcap(scores, g, count, cap):  # type: ignore[no-untyped-def]
+def _row_softcap(scores, g, count, cap):
     for t in range(count):
         scores[g, t] = cap * tanh(scores[g, t])
 
 
 @njit(cache=True, error_model="numpy")
-def _merge_edges(edges, edge_sums, edge_most, edge_total, out, lse):  # type: ignore[no-untyped-def]
+def _merge_edges(edges, edge_sums, edge_most, edge_total, out, lse):
     """Merge what several threads computed of one list; edges [2 * threads] name the lists, equal ones in sequence."""
     group, v_dim = edge_sums.shape[1:]
     kv_heads = out.shape[1]
@@ -233,7 +233,7 @@ def _kernel(storage: str, group: int, k_dim: int, v_dim: int, block_size: int, s
     )  # fmt: skip
 
     @njit(signature, parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
-    def attend(q, keys, values, block_ids, block_counts, block_lengths, scale, softcap, threads, out, lse):  # type: ignore[no-untyped-def]
+    def attend(q, keys, values, block_ids, block_counts, block_lengths, scale, softcap, threads, out, lse):
         kv_heads = q.shape[1]
         starts = _list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size)
         if starts[0] < 0:
@@ -305,7 +305,7 @@ def _kernel(storage: str, group: int, k_dim: int, v_dim: int, block_size: int, s
                                 sums[g, d] *= rescale
                         totals[g] += _row_exp2(scores, g, count, most[g])
                     for t in range(0, count, _VALUE_TILE):
-                        tokens = min(_VALUE_TILE, count - t)
+                        tokens: Any = min(_VALUE_TILE, count - t)
                         prefetch(keys, next_k_at + t * k_dim, tokens * k_dim)
                         for g in range(0, full_queries, tile_queries):
                             accumulate_rows(

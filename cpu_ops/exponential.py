@@ -29,7 +29,7 @@ def _power_of_two(typingctx: Any, exponent: Any) -> Any:
 
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
-def exp2(x):  # type: ignore[no-untyped-def]
+def exp2(x):
     """2 ** x of a float32 x <= 127, to a relative error below 3e-7; 0 below the normal range."""
     x = max(x, np.float32(-127))
     whole = np.floor(x + np.float32(0.5))
@@ -39,7 +39,7 @@ def exp2(x):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
-def tanh(x):  # type: ignore[no-untyped-def]
+def tanh(x):
     """Hyperbolic tangent of a float32, to a relative error below 5e-7."""
     size = min(abs(x), np.float32(10))
     # Near zero 1 - 2 / (e^2x + 1) cancels; there the odd Taylor series is exact to float32.

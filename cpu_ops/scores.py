@@ -1,6 +1,6 @@
 """Scores of context blocks: how much a query is expected to attend to each, from the blocks' representatives."""
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -78,7 +78,7 @@ def _plan(
     return _kernel(storage.name, mode, q[2], representatives[2], q[3]), storage.kernel_dtype, (*q[:3], ids[1])
 
 
-@lru_cache(maxsize=None)
+@cache
 def _kernel(storage: str, mode: str, group: int, representative_num: int, k_dim: int) -> Any:
     full_tiles, tile_queries, rest_queries = query_tiles(group)
     full_queries = full_tiles * tile_queries
@@ -92,7 +92,7 @@ def _kernel(storage: str, mode: str, group: int, representative_num: int, k_dim:
     )
 
     @njit(signature, parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
-    def score(q, representatives, block_ids, block_counts, threads, out):  # type: ignore[no-untyped-def]
+    def score(q, representatives, block_ids, block_counts, threads, out):
         rows, max_blocks = block_ids.shape
         kv_heads = q.shape[1]
         for row in range(rows):

@@ -118,7 +118,7 @@ def _pair_masks(width: int) -> tuple[ir.Constant, ir.Constant]:
 
 
 @intrinsic(prefer_literal=True)
-def score_tile(typingctx, mode, storage, dim, queries, tokens, q, q_at, keys, k_at, scores, s_at, s_stride):  # type: ignore[no-untyped-def]
+def score_tile(typingctx, mode, storage, dim, queries, tokens, q, q_at, keys, k_at, scores, s_at, s_stride):
     """Score a tile of stored vectors: scores[s_at + g * s_stride + t] for g < queries, t < tokens.
 
     mode "dot": the inner product of query g and vector t. mode "quest": vectors come in pairs (maximum, minimum), and
@@ -173,8 +173,8 @@ def score_tile(typingctx, mode, storage, dim, queries, tokens, q, q_at, keys, k_
 
 
 @intrinsic(prefer_literal=True)
-def accumulate_rows(typingctx, storage, dim, queries, p, p_at, p_stride, values, v_at, count, sums, sums_at):  # type: ignore[no-untyped-def]
-    """Add weighted stored rows: sums[g * dim + d] += sum over t < count of p[g * p_stride + t] * values[t * dim + d]."""
+def accumulate_rows(typingctx, storage, dim, queries, p, p_at, p_stride, values, v_at, count, sums, sums_at):
+    """Add weighted rows: sums[g * dim + d] += sum over t < count of p[g * p_stride + t] * values[t * dim + d]."""
     name, size, rows = (a.literal_value for a in (storage, dim, queries))
     pieces = _pieces(size)
     columns = max(1, _ACCUMULATORS // max(1, rows))
@@ -208,7 +208,7 @@ def accumulate_rows(typingctx, storage, dim, queries, p, p_at, p_stride, values,
 
 
 @intrinsic
-def prefetch(typingctx, array, at, count):  # type: ignore[no-untyped-def]
+def prefetch(typingctx, array, at, count):
     """Ask for `count` elements of an array from offset `at` to be brought into the second-level cache."""
     itemsize = array.dtype.bitwidth // 8
 

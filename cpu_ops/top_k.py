@@ -17,7 +17,7 @@ def top_k_blocks(scores: np.ndarray, counts: np.ndarray, k: int) -> tuple[np.nda
         raise ValueError(f"scores {scores.shape} must be [lists, n] and counts {counts.shape} [lists]")
     if k < 0:
         raise ValueError(f"k is {k}; it must be at least 0")
-    if counts.size and not (0 <= counts.min() and counts.max() <= scores.shape[1]):
+    if counts.size and not (counts.min() >= 0 and counts.max() <= scores.shape[1]):
         raise ValueError(f"counts range over {counts.min()}..{counts.max()}; lists hold 0..{scores.shape[1]} scores")
     indices = np.full((scores.shape[0], k), -1, np.int32)
     taken = np.minimum(counts, k).astype(np.int32)
@@ -26,7 +26,7 @@ def top_k_blocks(scores: np.ndarray, counts: np.ndarray, k: int) -> tuple[np.nda
 
 
 @njit(cache=True, nogil=True)
-def _select(scores, counts, taken, indices):  # type: ignore[no-untyped-def]
+def _select(scores, counts, taken, indices):
     for row in range(scores.shape[0]):
         count, wanted = counts[row], taken[row]
         if wanted == 0:

@@ -11,6 +11,7 @@ import torch
 from gpu_ops.merge import merge_attention
 
 _TILE = 256
+_KEY_TILE = 4096
 
 
 def tiled_attention(
@@ -22,7 +23,7 @@ def tiled_attention(
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention in float32, a tile of queries at a time.
+    """Attention in float32, a tile of queries and a tile of keys at a time.
 
     Args:
         q: [batch, heads, n, k_dim].
@@ -35,23 +36,45 @@ def tiled_attention(
 
     Returns (out [batch, heads, n, v_dim] in q's dtype, lse [batch, heads, n] float32).
     """
-    keys, values = k.float().transpose(-1, -2), v.float()
-    n, m = q.shape[2], k.shape[2]
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    for start in range(0, n, _TILE):
-        tile = slice(start, min(start + _TILE, n))
-        scores = (q[:, :, tile].float() * scale) @ keys
+    for start in range(0, q.shape[2], _TILE):
+        rows = slice(start, min(start + _TILE, q.shape[2]))
+        out[:, :, rows], lse[:, :, rows] = _tile_of_queries(q[:, :, rows], k, v, rows, scale, softcap, mask, causal)
+    return out, lse
+
+
+def _tile_of_queries(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: slice,
+    scale: float,
+    softcap: float | None,
+    mask: torch.Tensor | None,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`tiled_attention` for the queries at `rows`, over a tile of keys at a time."""
+    scaled = q.float() * scale
+    out = torch.zeros(*q.shape[:3], v.shape[-1], device=q.device)
+    lse = torch.full(q.shape[:3], float("-inf"), device=q.device)
+    length = rows.stop if causal else k.shape[2]
+    for start in range(0, length, _KEY_TILE):
+        columns = slice(start, min(start + _KEY_TILE, length))
+        scores = scaled @ k[:, :, columns].float().transpose(-1, -2)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         if causal:
-            columns = torch.arange(m, device=q.device)
-            scores.masked_fill_(columns[None, :] > columns[tile, None], float("-inf"))
+            positions = torch.arange(columns.start, columns.stop, device=q.device)
+            queries = torch.arange(rows.start, rows.stop, device=q.device)
+            scores.masked_fill_(positions[None, :] > queries[:, None], float("-inf"))
         if mask is not None:
-            scores.masked_fill_(~mask[tile], float("-inf"))
-        lse[:, :, tile] = torch.logsumexp(scores, dim=-1)
-        out[:, :, tile] = (torch.exp(scores - lse[:, :, tile, None]) @ values).to(q.dtype)
-    return out, lse
+            scores.masked_fill_(~mask[rows, columns], float("-inf"))
+        part_lse = torch.logsumexp(scores, dim=-1)
+        base = part_lse.masked_fill(torch.isneginf(part_lse), 0.0)
+        part = torch.exp(scores - base[..., None]) @ v[:, :, columns].float()
+        out, lse = merge_attention(out, lse, part, part_lse)
+    return out.to(q.dtype), lse
 
 
 def attention_with_lse(
@@ -63,10 +86,11 @@ def attention_with_lse(
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `tiled_attention`, from torch's flash or memory-efficient kernel where one applies."""
+    """As `tiled_attention`, from torch's flash kernel where it applies."""
     if softcap:
         return tiled_attention(q, k, v, scale, softcap, mask, causal)
-    v_dim, dim = v.shape[-1], max(q.shape[-1], v.shape[-1])
+    # Flash kernels want equal head dims, on CUDA multiples of 8.
+    v_dim, dim = v.shape[-1], -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
     q, k, v = (_padded(t, dim) for t in (q, k, v))
     aten = torch.ops.aten
     if q.device.type == "cpu":
@@ -74,11 +98,17 @@ def attention_with_lse(
         if mask is not None:
             bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-    elif q.device.type == "cuda" and mask is None and q.dtype != torch.float32 and dim <= 256:
+    elif mask is None and dim <= 256 and _has_cuda_flash(q):
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     else:
         out, lse = tiled_attention(q, k, v, scale, None, mask, causal)
     return out[..., :v_dim], lse[..., : q.shape[2]]
+
+
+def _has_cuda_flash(q: torch.Tensor) -> bool:
+    """Whether torch's CUDA flash kernel takes this tensor: half precision, on Ampere or later."""
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    return q.device.type == "cuda" and is_half and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def chunk_attention(

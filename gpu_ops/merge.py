@@ -22,17 +22,19 @@ def merge_attention(
     base = torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse)
     weight_a = torch.exp(lse_a - base).unsqueeze(-1)
     weight_b = torch.exp(lse_b - base).unsqueeze(-1)
-    out = out_a * weight_a.to(out_a.dtype) + out_b.to(out_a.dtype) * weight_b.to(out_a.dtype)
-    return out, lse
+    # The weights times the parts are summed in float32, whatever the dtype of the parts.
+    return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse
 
 
-def apply_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+def apply_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Let a learned sink take its share of the softmax (gpt-oss): a key with score `sink` and a value of zero.
 
     Args:
         out: [batch, heads, tokens, v_dim].
         lse: [batch, heads, tokens] float32.
         sink: [heads].
+
+    Returns (out, lse) with the sink among the keys, shapes as given.
     """
-    share = torch.sigmoid(lse.float() - sink.float().view(1, -1, 1))
-    return out * share.unsqueeze(-1).to(out.dtype)
+    sink, lse = sink.float().view(1, -1, 1), lse.float()
+    return out * torch.sigmoid(lse - sink).unsqueeze(-1).to(out.dtype), torch.logaddexp(lse, sink)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.kv.cache import HeteroCache, Progress, undo_on_error
 from hetero_kv.kv.paged_layer import CacheFullError
 from hetero_kv.turns import TurnTokens
+
+# getrusage counts kilobytes, except on macOS.
+_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
 FinishReason = Literal["end", "max_new_tokens", "stopped", "full"]
 
@@ -89,14 +93,14 @@ class Conversation:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self._wanted_max_seq_len = max_seq_len
         self._turns = TurnTokens(tokenizer, system)
-        self.reset()
+        self.cache: Cache = self._new_cache(max_seq_len)
+        self._tokens: list[int] = []
 
     def reset(self) -> None:
         """Forget the conversation."""
-        self.cache: Cache = self._new_cache()
-        self._tokens: list[int] = []
+        self.cache.reset()
+        self._tokens = []
 
     @property
     def context_tokens(self) -> int:
@@ -172,9 +176,9 @@ class Conversation:
         text = self.tokenizer.decode(generated, skip_special_tokens=True)
         return Answer(text, reason, self._statistics(watch, len(prompt) - stored, len(generated)))
 
-    def _new_cache(self) -> Cache:
+    def _new_cache(self, max_seq_len: int | None) -> Cache:
         if getattr(self.model, "hetero_kv_injection", None) is not None:
-            return HeteroCache(self.model, self._wanted_max_seq_len)
+            return HeteroCache(self.model, max_seq_len)
         return DynamicCache(config=self.model.config.get_text_config(decoder=True))
 
     def _new_tokens_that_fit(self, prompt_tokens: int, wanted: int) -> int:
@@ -204,7 +208,7 @@ class Conversation:
             time_to_first_token_s=first - watch.start,
             prefill_s=first - watch.start,
             decode_s=(watch.last_token or first) - first,
-            peak_dram_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            peak_dram_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT,
             peak_vram_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
             kv_bytes=kv_bytes,
         )

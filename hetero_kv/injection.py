@@ -16,9 +16,11 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.operators import bridge
 from hetero_kv.operators.base import AttentionOperator, Operator
 from hetero_kv.operators.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.operators.guard import guarded
 from hetero_kv.operators.retrieval_attention import RetrievalAttention
-from hetero_kv.planner import KVShape, layer_bytes_per_token, resolve_max_seq_len
+from hetero_kv.planner import Footprint, KVShape, Plan, resolve_max_seq_len
 from hetero_kv.rules import Rule, RuleSet, load_rules, nearest_module_paths
+from hetero_kv.selection.state import SharedSelections
 
 
 class InjectionError(HeteroKVError):
@@ -32,12 +34,14 @@ class Injection:
     Attributes:
         engine: the engine's settings in force.
         operators: module path -> operator, in the model's order.
+        rules: module path -> the rule that put its operator there.
         configs: the modules whose config was replaced by a copy, with the original.
     """
 
     model: PreTrainedModel
     engine: EngineSettings
     operators: dict[str, Operator] = field(default_factory=dict)
+    rules: dict[str, Rule] = field(default_factory=dict)
     configs: list[tuple[nn.Module, Any]] = field(default_factory=list)
 
     def report(self) -> dict[str, tuple[str, Settings | None]]:
@@ -48,40 +52,42 @@ class Injection:
         """The operators that compute attention, in the model's order."""
         return (operator for operator in self.operators.values() if isinstance(operator, AttentionOperator))
 
+    @property
+    def context_length(self) -> int:
+        """Tokens that the model was made for."""
+        return getattr(bridge.text_config(self.model), "max_position_embeddings", None) or 1 << 20
+
     def bytes_per_token(self) -> float:
         """DRAM per token of one sequence, bytes, over all retrieval layers."""
-        shape = KVShape.of(bridge.text_config(self.model))
-        return sum(
-            layer_bytes_per_token(shape, operator.settings)
-            for operator in self.attention_operators()
-            if isinstance(operator, RetrievalAttention)
-        )
+        return Footprint.of(self).bytes_per_token.total
 
     def max_seq_len(self, wanted: int | None = None) -> int:
         """The capacity in tokens for `wanted` tokens, or for the settings' `max_seq_len`.
 
-        Raises OutOfMemoryError when it does not fit into the free DRAM.
+        Raises OutOfMemoryError when it does not fit into the free memory.
         """
-        context_length = getattr(bridge.text_config(self.model), "max_position_embeddings", None) or 1 << 20
-        asked = self.engine.max_seq_len if wanted is None else wanted
-        return resolve_max_seq_len(asked, self.bytes_per_token(), context_length)
+        return resolve_max_seq_len(self.engine.max_seq_len if wanted is None else wanted, Plan.of(self))
 
     def compile_kernels(self) -> None:
         """Compile the CPU kernels of every layer now, so that the first answer does not wait for them."""
         config = bridge.text_config(self.model)
-        shape = KVShape.of(config)
-        group = config.num_attention_heads // shape.kv_heads
         softcap = getattr(config, "attn_logit_softcapping", None) or 0.0
         for operator in self.attention_operators():
             if isinstance(operator, RetrievalAttention):
+                shape = KVShape.of_attention(operator.wrapped, config)
+                group = config.num_attention_heads // shape.kv_heads
                 operator.compile_kernels(shape.kv_heads, group, shape.k_dim, shape.v_dim, softcap)
 
     def new_cache_layers(self, max_seq_len: int | None = None) -> list[CacheLayerMixin]:
         """A cache layer per layer of the model: the operators' own, and transformers' where there is no operator."""
-        capacity = self.max_seq_len(max_seq_len)
+        return self.cache_layers(self.max_seq_len(max_seq_len))
+
+    def cache_layers(self, capacity: int) -> list[CacheLayerMixin]:
+        """As `new_cache_layers`, for `capacity` tokens, whether these fit into memory or not."""
         layers = list(DynamicCache(config=bridge.text_config(self.model)).layers)
+        shared: SharedSelections = {}
         for operator in self.attention_operators():
-            layers[operator.layer_idx] = operator.new_cache_layer(capacity)
+            layers[operator.layer_idx] = operator.new_cache_layer(capacity, shared)
         return layers
 
 
@@ -121,15 +127,22 @@ def inject(
         else (operator_class.settings_class() if operator_class.settings_class else None)
         for path, (rule, operator_class) in plan.items()
     }
-    # The deepest modules first, so that every path is still the model's own when its turn comes.
-    for path in sorted(plan, key=lambda path: -path.count(".")):
-        operator = plan[path][1](path, model.get_submodule(path), settings[path], injection.engine)
-        model.set_submodule(path, operator)
-        injection.operators[path] = operator
+    try:
+        # The deepest modules first, so that every path is still the model's own when its turn comes.
+        for path in sorted(plan, key=lambda path: -path.count(".")):
+            operator = plan[path][1](path, model.get_submodule(path), settings[path], injection.engine)
+            operator.install()
+            model.set_submodule(path, operator)
+            injection.operators[path] = operator
+    except BaseException:
+        _take_out(model, injection)
+        raise
     injection.operators = {path: injection.operators[path] for path in plan}
+    injection.rules = {path: rule for path, (rule, _) in plan.items()}
     for holder in _mask_builders(model, injection.operators):
         injection.configs.append((holder, holder.config))
         holder.config = bridge.with_implementation(holder.config)
+        holder.forward = guarded(holder)
     model.hetero_kv_injection = injection
     return injection
 
@@ -142,11 +155,17 @@ def eject(model: PreTrainedModel) -> None:
     injection: Injection | None = getattr(model, "hetero_kv_injection", None)
     if injection is None:
         raise InjectionError(f"{type(model).__name__} has no rules injected, there is nothing to eject")
+    _take_out(model, injection)
+    del model.hetero_kv_injection
+
+
+def _take_out(model: nn.Module, injection: Injection) -> None:
     for path, operator in sorted(injection.operators.items(), key=lambda item: item[0].count(".")):
         model.set_submodule(path, operator.uninstall())
     for holder, config in injection.configs:
         holder.config = config
-    del model.hetero_kv_injection
+        # The guard is an attribute of the instance; its class has the model's own.
+        del holder.forward
 
 
 def _plan(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, type[Operator]]]:
@@ -181,7 +200,7 @@ def _plan(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, type[Ope
         )
         raise InjectionError(
             f"{rule.title}: match: {wanted} matches no module of {type(model).__name__}; it has, for example, "
-            f"{', '.join(near[:4])}"
+            f"{', '.join(near[:4] or list(modules)[:4])}"
         )
     _require_chunked(modules, plan)
     return plan
@@ -203,9 +222,9 @@ def _require_chunked(modules: dict[str, nn.Module], plan: dict[str, tuple[Rule, 
             )
 
 
-def _mask_builders(model: nn.Module, operators: dict[str, Operator]) -> list[nn.Module]:
+def _mask_builders(model: nn.Module, operators: dict[str, Operator]) -> list[Any]:
     """The modules that build the attention mask of replaced layers: the nearest transformers model around each."""
-    builders: dict[int, nn.Module] = {}
+    builders: dict[int, Any] = {}
     for path in operators:
         parts = path.split(".")
         for depth in range(len(parts) - 1, -1, -1):

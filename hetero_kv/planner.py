@@ -1,100 +1,126 @@
-"""How much memory a context takes, how much there is, and so how long a context can be."""
+"""How long a context can be: what it takes against what is free, with a reserve.
+
+One function serves `hetero-kv plan`, `max_seq_len: auto`, and the refusal of a `max_seq_len` that does not fit.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import psutil
-
-from hetero_kv.config import RetrievalSettings
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.kv import storage
+from hetero_kv.footprint import BytesPerToken, Footprint, KVShape, LayerFootprint, Memory, layer_bytes_per_token
+from hetero_kv.free_memory import free_dram, free_gpu
 
-#: Share of the free DRAM that is left to everything else.
+if TYPE_CHECKING:
+    from hetero_kv.injection import Injection
+
+__all__ = [
+    "RESERVE",
+    "BytesPerToken",
+    "Footprint",
+    "KVShape",
+    "LayerFootprint",
+    "Memory",
+    "OutOfMemoryError",
+    "Plan",
+    "free_dram",
+    "free_gpu",
+    "layer_bytes_per_token",
+    "resolve_max_seq_len",
+]
+
+#: Share of the free memory that is left to everything else.
 RESERVE = 0.1
+
+# No context is longer; a model of sliding windows alone has no other bound.
+_LONGEST = 1 << 40
 
 
 class OutOfMemoryError(HeteroKVError):
-    """The store for `max_seq_len` tokens does not fit into the DRAM that is free. Nothing was allocated."""
+    """`max_seq_len` tokens do not fit into the memory that is free. Nothing was allocated."""
 
 
 @dataclass(frozen=True)
-class KVShape:
-    """The shape of one layer's keys and values.
+class Plan:
+    """A model's footprint against the memory that is free.
 
     Attributes:
-        kv_heads: heads that are stored.
-        k_dim, v_dim: their dimensions.
+        footprint: what a context takes.
+        dram: free DRAM, bytes.
+        gpu: free memory of the GPU, bytes; None where the model computes on the CPU, or nothing is known of the GPU.
+        context_length: what the model was made for, tokens.
     """
 
-    kv_heads: int
-    k_dim: int
-    v_dim: int
+    footprint: Footprint
+    dram: int
+    gpu: int | None
+    context_length: int
 
     @classmethod
-    def of(cls, config: Any) -> KVShape:
-        """From a transformers decoder config; MLA models store their expanded keys and values."""
-        heads = config.num_attention_heads
-        if getattr(config, "kv_lora_rank", None):
-            return cls(heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(getattr(config, "num_key_value_heads", None) or heads, dim, dim)
+    def of(cls, injection: Injection) -> Plan:
+        """For a loaded model with its rules, by the memory that is free now."""
+        footprint = Footprint.of(injection)
+        device = str(next(injection.model.parameters()).device)
+        gpu = free_gpu(device) if device.startswith("cuda") else None
+        return cls(footprint, free_dram(), gpu, injection.context_length)
+
+    def dram_needed(self, tokens: int) -> int:
+        """DRAM that a context of `tokens` takes, bytes; without a GPU the model computes there too."""
+        memory = self.footprint.memory(tokens)
+        return memory.store if self.footprint.on_gpu else memory.store + memory.compute
+
+    def gpu_needed(self, tokens: int) -> int:
+        """Memory of the GPU that a context of `tokens` takes, bytes; 0 without a GPU."""
+        return self.footprint.memory(tokens).compute if self.footprint.on_gpu else 0
+
+    def fits_dram(self, tokens: int) -> bool:
+        """Whether a context of `tokens` leaves the reserve of DRAM free."""
+        return self.dram_needed(tokens) <= self.dram * (1 - RESERVE)
+
+    def fits_gpu(self, tokens: int) -> bool:
+        """Whether it leaves the reserve of the GPU's memory free; True where there is none, or nothing is known."""
+        return self.gpu is None or self.gpu_needed(tokens) <= self.gpu * (1 - RESERVE)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a context of `tokens` fits everywhere."""
+        return self.fits_dram(tokens) and self.fits_gpu(tokens)
+
+    def largest(self) -> int:
+        """The most tokens that fit, whatever the model was made for; 0 when nothing does."""
+        fitting, beyond = 0, 1
+        while beyond < _LONGEST and self.fits(beyond):
+            fitting, beyond = beyond, 2 * beyond
+        while beyond - fitting > 1:
+            middle = (fitting + beyond) // 2
+            fitting, beyond = (middle, beyond) if self.fits(middle) else (fitting, middle)
+        return fitting
 
 
-def layer_bytes_per_token(shape: KVShape, settings: RetrievalSettings) -> float:
-    """DRAM per token of one retrieval layer, bytes: key, value, and its share of the block's representatives."""
-    kind = storage.get(settings.kv_type)
-    vectors = kind.bytes_per_vector(shape.k_dim) + kind.bytes_per_vector(shape.v_dim)
-    index = settings.representative_num * kind.bytes_per_vector(shape.k_dim) / settings.block_size
-    return shape.kv_heads * (vectors + index)
-
-
-def free_dram() -> int:
-    """DRAM that this process may still take, bytes: what is available, within the limits of its control group."""
-    return min([psutil.virtual_memory().available, *_cgroup_headroom()])
-
-
-def _cgroup_headroom() -> list[int]:
-    headroom = []
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in (limit_file, used_file))
-        except OSError:
-            continue
-        if limit.isdigit() and used.isdigit():
-            headroom.append(max(0, int(limit) - int(used)))
-    return headroom
-
-
-def max_tokens(bytes_per_token: float, free: int | None = None) -> int:
-    """Tokens that fit into the free DRAM with a reserve; `free` in bytes, measured now when None."""
-    usable = (free_dram() if free is None else free) * (1 - RESERVE)
-    return int(usable // bytes_per_token)
-
-
-def resolve_max_seq_len(wanted: int | str, bytes_per_token: float, context_length: int, free: int | None = None) -> int:
+def resolve_max_seq_len(wanted: int | str, plan: Plan) -> int:
     """The capacity in tokens that `max_seq_len` stands for.
 
     Args:
         wanted: tokens, or "auto": the model's context length, or what fits if that is less.
-        bytes_per_token: of all layers and rows together.
-        context_length: what the model was trained for, tokens.
-        free: free DRAM in bytes, measured now when None.
 
     Raises OutOfMemoryError when it does not fit; the message says how many tokens would.
     """
-    fitting = max_tokens(bytes_per_token, free) if bytes_per_token else context_length
-    tokens = min(context_length, fitting) if wanted == "auto" else int(wanted)
-    if tokens > fitting or tokens < 1:
-        raise OutOfMemoryError(
-            f"max_seq_len is {wanted}: {tokens or 1} tokens take {(tokens or 1) * bytes_per_token / 1e9:.2f} GB of "
-            "DRAM, "
-            f"and {(free_dram() if free is None else free) / 1e9:.2f} GB are free ({RESERVE:.0%} is kept in reserve); "
-            f"max_seq_len {fitting} would fit"
-        )
-    return tokens
+    if wanted != "auto" and plan.fits(int(wanted)):
+        return int(wanted)
+    largest = plan.largest()
+    if wanted == "auto" and largest:
+        return min(plan.context_length, largest)
+    tokens = 1 if wanted == "auto" else int(wanted)
+    remedy = f"max_seq_len {largest} would fit" if largest else "not even one token fits: take a smaller model"
+    raise OutOfMemoryError(f"max_seq_len is {wanted}: {_lacking(plan, tokens)}; {remedy}")
+
+
+def _lacking(plan: Plan, tokens: int) -> str:
+    """What a context takes and what is free, of DRAM or of the GPU's memory, whichever is short."""
+    needed, free, of = plan.dram_needed(tokens), plan.dram, "DRAM"
+    if plan.fits_dram(tokens) and plan.gpu is not None:
+        needed, free, of = plan.gpu_needed(tokens), plan.gpu, "the GPU's memory"
+    return (
+        f"{tokens} tokens take {needed / 1e9:.2f} GB of {of}, and {free / 1e9:.2f} GB are free "
+        f"({RESERVE:.0%} is kept in reserve)"
+    )

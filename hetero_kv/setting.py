@@ -126,6 +126,13 @@ class _Entry:
                 return value
             elif alternative in (int, float) and _is_number(value, alternative) and self._in_range(value):
                 return alternative(value)
+            elif get_origin(alternative) is tuple and isinstance(value, (list, tuple)):
+                if value and all(_is_number(item, int) and self._in_range(item) for item in value):
+                    return tuple(value)
+            elif hasattr(alternative, "parse"):
+                parsed = alternative.parse(value) if isinstance(value, str) else value
+                if isinstance(parsed, alternative):
+                    return parsed
         raise SettingError(key, value, f"it must be {self.expected()}{self._hint(value)}")
 
     def _in_range(self, number: float) -> bool:
@@ -146,6 +153,10 @@ class _Entry:
             return " or ".join(get_args(alternative))
         if alternative is bool:
             return "true or false"
+        if get_origin(alternative) is tuple:
+            return "a list of them, one per layer"
+        if hasattr(alternative, "parse"):
+            return alternative.expected
         if alternative is str:
             return "text" if limits.choices is None else " or ".join(limits.allowed())
         words = "a whole number" if alternative is int else "a number"

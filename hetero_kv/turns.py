@@ -35,21 +35,21 @@ class TurnTokens:
             last_token: the answer's last token; an end-of-turn token that the template would add is not repeated.
         """
         if not self.tokenizer.chat_template:
-            tokens = self._encoded(question)
-        else:
-            messages = [
-                {"role": "user", "content": "?"},
-                {"role": "assistant", "content": _ANSWER},
-                {"role": "user", "content": question},
-            ]
-            _, found, after = self._rendered(messages).partition(_ANSWER)
-            if not found:
-                raise HeteroKVError(
-                    "the model's chat template leaves out earlier answers, so that a conversation cannot be continued; "
-                    "use /reset before each question"
-                )
-            tokens = self._encoded(after)
-        return tokens[1:] if tokens and tokens[0] == last_token else tokens
+            return self._encoded(question)
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": _ANSWER},
+            {"role": "user", "content": question},
+        ]
+        _, found, after = self._rendered(messages).partition(_ANSWER)
+        if not found:
+            raise HeteroKVError(
+                "the model's chat template leaves out earlier answers, so that a conversation cannot be continued; "
+                "use /reset before each question"
+            )
+        tokens = self._encoded(after)
+        is_repeated = tokens[0] == last_token and last_token in self.tokenizer.all_special_ids
+        return tokens[1:] if is_repeated else tokens
 
     def _rendered(self, messages: list[dict[str, str]]) -> str:
         return self.tokenizer.apply_chat_template(

@@ -51,7 +51,7 @@ def test_the_passkey_is_found_wherever_the_untouched_model_finds_it(default_mode
     covering = answers(default_model, prompts, chunk_size=1024, second_block_count="all")
     sparse = answers(default_model, prompts, **SPARSE)
     found = [key in text for key, text in zip(keys, untouched, strict=True)]
-    assert any(found)
+    assert all(found)
     assert covering == untouched
     assert all(key in text for key, text, was in zip(keys, sparse, found, strict=True) if was)
 

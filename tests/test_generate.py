@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
 from hetero_kv.generate import Conversation
@@ -133,19 +132,32 @@ def test_an_empty_question_is_an_error(injected):
         conversation(injected).ask("  \n")
 
 
-def test_generate_works_with_transformers_own_streamers_and_batches(injected):
+def test_generate_works_with_transformers_own_streamer_and_stop_strings(injected):
+    from transformers import TextIteratorStreamer
+
     tokenizer = injected.tokenizer
-    row = tokenizer("One, two, three, four,", return_tensors="pt")["input_ids"]
-    batch = row.repeat(3, 1)
+    prompt = tokenizer("One, two, three, four,", return_tensors="pt")
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
     output = injected.model.generate(
-        batch,
-        attention_mask=torch.ones_like(batch),
+        **prompt,
         past_key_values=HeteroCache(injected.model),
         max_new_tokens=20,
         do_sample=False,
         stop_strings=[" seven"],
         tokenizer=tokenizer,
+        streamer=streamer,
     )
-    text = tokenizer.decode(output[0])
-    assert text.endswith("seven")
-    assert (output == output[0]).all()
+    answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :])
+    assert answer.endswith("seven")
+    assert "".join(streamer) == answer
+
+
+def test_without_a_chat_template_no_word_of_the_question_is_dropped(smollm2):
+    from copy import copy
+
+    from hetero_kv.turns import TurnTokens
+
+    tokenizer = copy(smollm2.tokenizer)
+    tokenizer.chat_template = None
+    tokens = tokenizer("the the cat", add_special_tokens=False)["input_ids"]
+    assert TurnTokens(tokenizer).following("the the cat", last_token=tokens[0]) == tokens

@@ -171,6 +171,13 @@ def test_outputs_that_chunks_would_garble_are_refused(llama, asked):
         llama(PROMPT, past_key_values=HeteroCache(llama), **{asked: True})
 
 
+def test_outputs_that_the_config_asks_for_are_refused_too(llama):
+    llama.config.output_hidden_states = True
+    inject(llama, rules(chunk_size=8))
+    with pytest.raises(UnsupportedModelError, match="output_hidden_states would be recorded once per chunk"):
+        llama(PROMPT, past_key_values=HeteroCache(llama))
+
+
 def test_bidirectional_attention_is_refused(llama):
     inject(llama, rules())
     with pytest.raises(UnsupportedModelError, match="is_causal=False"):
@@ -208,3 +215,94 @@ def test_reset_forgets_every_token(llama):
     cache.reset()
     assert cache.get_seq_length() == 0
     assert torch.equal(llama(PROMPT, past_key_values=cache).logits, first)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_a_forward_that_is_interrupted_leaves_every_layer_as_it_was(model_type):
+    model, calls = tiny_model(model_type), []
+
+    def interrupt(*report):
+        calls.append(report)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+
+    inject(model, rules(chunk_size=8))
+    with torch.no_grad():
+        expected = model(torch.cat([PROMPT[:, :10], PROMPT], dim=1), past_key_values=HeteroCache(model)).logits[:, 10:]
+        cache = HeteroCache(model)
+        model(PROMPT[:, :10], past_key_values=cache)
+        cache.on_progress = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            model(PROMPT, past_key_values=cache)
+        assert {layer.get_seq_length() for layer in cache.layers} == {10}
+        cache.on_progress = None
+        torch.testing.assert_close(model(PROMPT, past_key_values=cache).logits, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_a_full_store_is_noticed_before_a_window_layer_takes_the_tokens():
+    gemma = tiny_model("gemma3_text")
+    inject(gemma, rules(max_seq_len=45))
+    cache = HeteroCache(gemma)
+    gemma(PROMPT, past_key_values=cache)
+    with pytest.raises(CacheFullError):
+        gemma(PROMPT, past_key_values=cache)
+    assert {layer.get_seq_length() for layer in cache.layers} == {40}
+
+
+def test_an_injection_that_fails_half_way_leaves_the_model_as_it_was(llama, monkeypatch):
+    before = snapshot(llama)
+    with pytest.raises(HeteroKVError, match="second_block_count lists 2 numbers and the model has 3 layers"):
+        inject(llama, rules(second_block_count=[1, 2]))
+    assert snapshot(llama) == before
+    build, built = RetrievalAttention.__init__, []
+
+    def failing(self, *args):
+        build(self, *args)
+        built.append(self)
+        if len(built) == 2:
+            raise MemoryError
+
+    monkeypatch.setattr(RetrievalAttention, "__init__", failing)
+    with pytest.raises(MemoryError):
+        inject(llama, rules())
+    assert snapshot(llama) == before
+
+
+def test_another_batch_size_needs_a_reset(llama):
+    inject(llama, rules(max_seq_len=128))
+    cache = HeteroCache(llama)
+    llama(PROMPT, past_key_values=cache)
+    with pytest.raises(HeteroKVError, match="holds 1 sequences and was given 2"):
+        llama(PROMPT.repeat(2, 1), past_key_values=cache)
+    cache.reset()
+    llama(PROMPT.repeat(2, 1), past_key_values=cache)
+    assert cache.get_seq_length() == 40
+
+
+def test_numbers_beyond_half_precision_are_refused_not_stored_as_infinity(llama):
+    llama.model.layers[1].self_attn.v_proj.weight.mul_(1e6)
+    inject(llama, rules(kv_type="FP16"))
+    cache = HeteroCache(llama)
+    with pytest.raises(HeteroKVError, match=r"beyond kv_type FP16, which ends at 65504; set kv_type to .* FP32"):
+        llama(PROMPT, past_key_values=cache)
+    assert {layer.get_seq_length() for layer in cache.layers} == {0}
+
+
+def test_prompt_lookup_decoding_goes_back_and_gives_the_same_tokens(llama):
+    prompt = PROMPT[:, :8].repeat(1, 4)
+    greedy = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 20, "do_sample": False}
+    expected = llama.generate(prompt, **greedy)
+    inject(llama, rules(kv_type="FP32", second_block_count="all"))
+    actual = llama.generate(prompt, past_key_values=HeteroCache(llama), prompt_lookup_num_tokens=3, **greedy)
+    assert actual.tolist() == expected.tolist()
+
+
+def test_sampling_with_several_returned_sequences_equals_the_untouched_models(llama):
+    sampled = {"attention_mask": torch.ones_like(PROMPT), "max_new_tokens": 12, "do_sample": True, "top_k": 20}
+    torch.manual_seed(3)
+    expected = llama.generate(PROMPT, num_return_sequences=3, **sampled)
+    inject(llama, rules(kv_type="FP32", second_block_count="all"))
+    torch.manual_seed(3)
+    actual = llama.generate(PROMPT, num_return_sequences=3, past_key_values=HeteroCache(llama), **sampled)
+    assert actual.tolist() == expected.tolist()
+    assert len({tuple(row) for row in actual.tolist()}) > 1

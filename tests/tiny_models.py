@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 _BASE = {
     "vocab_size": 97,
-    "hidden_size": 48,
+    "hidden_size": 64,
     "intermediate_size": 64,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,

@@ -109,8 +109,9 @@ class BlockTable:
         if self.pool.references(int(last[0])) == 1:
             return
         copy = int(self.pool.allocate(1)[0])
-        for array in (self.pool.keys, self.pool.values):
-            array[copy].copy_(array[int(last[0])])
+        for array in (self.pool.keys, self.pool.values, self.pool.received):
+            if array is not None:
+                array[copy].copy_(array[int(last[0])])
         self.pool.lengths[copy] = self.pool.lengths[last[0]]
         self._ids[self.num_blocks - 1] = copy
         self.pool.release(last)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.kv.paged_layer import PagedLayer
@@ -51,6 +51,43 @@ class HeteroCache(Cache):
         """Capacity in tokens; None when no layer is bounded."""
         bounds = [layer.capacity for layer in self.layers if isinstance(layer, PagedLayer)]
         return min(bounds) if bounds else None
+
+    def require_room(self, batch: int, tokens: int) -> None:
+        """Raise unless `tokens` more of `batch` sequences can be added to every layer.
+
+        Raises:
+            CacheFullError: they do not fit.
+            HeteroKVError: the cache holds another number of sequences.
+        """
+        for layer in self.layers:
+            if isinstance(layer, PagedLayer):
+                layer.require_room(tokens)
+                if layer.rows and len(layer.rows) != batch:
+                    raise HeteroKVError(
+                        f"the cache holds {len(layer.rows)} sequences and was given {batch}; use a HeteroCache for "
+                        "each batch, or cache.reset() between them"
+                    )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens (transformers passes a negative number).
+
+        Raises HeteroKVError when a layer keeps only a window, whose older tokens are gone.
+        """
+        kinds = {type(layer).__name__ for layer in self.layers if not isinstance(layer, PagedLayer | DynamicLayer)}
+        if kinds:
+            raise HeteroKVError(
+                f"this cache cannot go back (assisted decoding?): it has layers of kind {', '.join(kinds)}"
+            )
+        for layer in self.layers:
+            layer.crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refused: sequences of a HeteroCache are set by its first prompt. Raises HeteroKVError."""
+        raise HeteroKVError("a HeteroCache cannot repeat its sequences; repeat the prompt before generating")
+
+    def batch_select_indices(self, indices: Any) -> None:
+        """Refused: sequences of a HeteroCache are set by its first prompt. Raises HeteroKVError."""
+        raise HeteroKVError("a HeteroCache cannot drop some of its sequences; generate them in batches of their own")
 
     @property
     def dram_bytes(self) -> int:

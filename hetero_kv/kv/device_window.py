@@ -45,7 +45,8 @@ class DeviceWindow:
         for positions in (range(min(self.initial, self._length)), range(max(local_start, self.initial), self._length)):
             if not positions:
                 continue
-            slots = torch.tensor([self._slot(position) for position in positions], device=self.keys.device)
+            at = torch.arange(positions.start, positions.stop, device=self.keys.device)
+            slots = torch.where(at < self.initial, at, self.initial + (at - self.initial) % self.ring)
             for index, row in enumerate(rows):
                 keys, values = row.read(positions.start, positions.stop)
                 self.keys[index, :, slots] = keys.to(self.keys)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +53,10 @@ class PagedLayer(CacheLayerMixin):
         local_len: tokens of the end window.
         storage: number format of the pool.
         representative_num: representatives per block and kv head.
-        on_stored: called with this layer when tokens were stored, so that the operator can index new Context blocks.
+        on_stored: called with this layer when tokens were stored, so that the operator can index new Context blocks;
+            with the buffer of the whole sequence when they were a prompt.
+        keep_received: whether the pool keeps the attention that each key received.
+        state: what the operator remembers beside the tokens; `checkpoint` copies it.
 
     Attributes:
         pool: the blocks; None before the first token.
@@ -70,7 +75,9 @@ class PagedLayer(CacheLayerMixin):
         local_len: int,
         storage: StorageType,
         representative_num: int,
-        on_stored: Callable[[PagedLayer], None],
+        on_stored: Callable[[PagedLayer, PrefillBuffer | None], None],
+        keep_received: bool = False,
+        state: Any = None,
     ) -> None:
         super().__init__()
         self.capacity = capacity
@@ -80,6 +87,9 @@ class PagedLayer(CacheLayerMixin):
         self.storage = storage
         self.representative_num = representative_num
         self.on_stored = on_stored
+        self.keep_received = keep_received
+        self.state = state
+        self._blank_state = copy.copy(state)
         self.pool: BlockPool | None = None
         self.rows: list[BlockTable] = []
         self.window: DeviceWindow | None = None
@@ -101,6 +111,7 @@ class PagedLayer(CacheLayerMixin):
             value_states.shape[-1],
             self.storage,
             self.representative_num,
+            self.keep_received,
         )
         self.rows = [BlockTable(self.pool, self.capacity) for _ in range(batch)]
         if _needs_window(key_states.device):
@@ -128,9 +139,14 @@ class PagedLayer(CacheLayerMixin):
         """`max_seq_len`, tokens."""
         return self.capacity
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens."""
+        self.restore((self.get_seq_length() - abs(tokens_to_remove), self.state))
+
     def reset(self) -> None:
-        """Forget every token; the memory stays with the pool."""
-        self.restore(0)
+        """Forget every token and give the memory back."""
+        self.pool, self.rows, self.window, self.indexed_blocks = None, [], None, 0
+        self.state, self.is_initialized = copy.copy(self._blank_state), False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let row i continue row `beam_idx[i]` (beam search): the blocks are shared, not copied."""
@@ -162,24 +178,55 @@ class PagedLayer(CacheLayerMixin):
     def require_room(self, tokens: int) -> None:
         """Raise CacheFullError unless `tokens` more fit."""
         length = self.get_seq_length()
-        if length + tokens > self.capacity:
+        room = self.capacity - length
+        if tokens > room:
+            remedy = f", or shorten the input to {room} tokens" if room else ""
             raise CacheFullError(
                 f"the cache is full: max_seq_len is {self.capacity} tokens, {length} are stored and {tokens} more were "
-                f"to be added; set max_seq_len to at least {length + tokens}, or shorten the input to "
-                f"{self.capacity - length} tokens"
+                f"to be added; set max_seq_len to at least {length + tokens}{remedy}"
             )
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new tokens of every row: keys [batch, kv_heads, tokens, k_dim], values likewise."""
+    def append(self, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
+        """Store new tokens of every row: keys [batch, kv_heads, tokens, k_dim], values likewise.
+
+        `buffer` holds the whole sequence when the tokens are a prompt.
+        """
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
+        self._require_finite(keys, values)
         for row, row_keys, row_values in zip(self.rows, keys, values, strict=True):
             row.append(row_keys, row_values)
         if self.window is not None and keys.shape[2] == 1:
             self.window.append(keys, values, self.context_end * self.block_size)
         else:
             self._reload_window()
-        self.on_stored(self)
+        self.on_stored(self, buffer)
+
+    def _require_finite(self, *vectors: torch.Tensor) -> None:
+        """Raise HeteroKVError for numbers that the storage type would turn into infinity."""
+        if self.storage.largest is None:
+            return
+        found = max(float(tensor.abs().amax()) for tensor in vectors)
+        if found > self.storage.largest:
+            raise HeteroKVError(
+                f"a key or value of {found:.0f} is beyond kv_type {self.storage.name}, which ends at "
+                f"{self.storage.largest:.0f}; set kv_type to a type with a wider range, such as FP32"
+            )
+
+    def add_received(self, received: torch.Tensor, start: int) -> None:
+        """Add attention that keys received, [batch, kv_heads, tokens] float32 of the positions from `start` on.
+
+        `start` is the first position of a block.
+        """
+        assert self.pool is not None
+        assert self.pool.received is not None
+        tokens = received.shape[2]
+        padded = torch.nn.functional.pad(received, (0, -tokens % self.block_size))
+        blocks = padded.unflatten(2, (-1, self.block_size)).transpose(1, 2)
+        first = start // self.block_size
+        for row, added in zip(self.rows, blocks, strict=True):
+            ids = torch.from_numpy(row.ids[first : first + len(added)].astype(np.int64))
+            self.pool.received[ids] += added
 
     @contextmanager
     def prefill(self, tokens: int) -> Iterator[None]:
@@ -190,9 +237,8 @@ class PagedLayer(CacheLayerMixin):
             yield
             if self.prefill_buffer is not None:
                 buffer, self.prefill_buffer = self.prefill_buffer, None
-                self.append(
-                    buffer.keys[:, :, buffer.past : buffer.length], buffer.values[:, :, buffer.past : buffer.length]
-                )
+                new = slice(buffer.past, buffer.length)
+                self.append(buffer.keys[:, :, new], buffer.values[:, :, new], buffer)
         finally:
             self.prefill_buffer = None
             self._prefill_tokens = 0
@@ -234,15 +280,16 @@ class PagedLayer(CacheLayerMixin):
 
     # -- going back
 
-    def checkpoint(self) -> int:
+    def checkpoint(self) -> tuple[int, Any]:
         """What `restore` needs to come back to the present state."""
-        return self.rows[0].length if self.rows else 0
+        return self.rows[0].length if self.rows else 0, copy.copy(self.state)
 
-    def restore(self, checkpoint: int) -> None:
+    def restore(self, checkpoint: tuple[int, Any]) -> None:
         """Forget what was stored since `checkpoint`."""
+        length, self.state = checkpoint[0], copy.copy(checkpoint[1])
         for row in self.rows:
-            row.truncate(checkpoint)
-        self.indexed_blocks = min(self.indexed_blocks, checkpoint // self.block_size)
+            row.truncate(length)
+        self.indexed_blocks = min(self.indexed_blocks, length // self.block_size)
         self._reload_window()
 
     def _reload_window(self) -> None:

@@ -19,6 +19,8 @@ class BlockPool:
         values: [num_blocks, kv_heads, block_size, v_dim] in the storage type, on the CPU.
         representatives: [num_blocks, kv_heads, representative_num, k_dim] in the storage type.
         lengths: [num_blocks] int32, tokens written in each block.
+        received: [num_blocks, kv_heads, block_size] float32, the attention that each key received from the queries
+            that an operator watched; None where no operator does.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class BlockPool:
         v_dim: int,
         storage: StorageType,
         representative_num: int,
+        keep_received: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -38,6 +41,7 @@ class BlockPool:
         self.values = torch.empty(num_blocks, kv_heads, block_size, v_dim, dtype=storage.dtype)
         self.representatives = torch.empty(num_blocks, kv_heads, representative_num, k_dim, dtype=storage.dtype)
         self.lengths = np.zeros(num_blocks, dtype=np.int32)
+        self.received = torch.empty(num_blocks, kv_heads, block_size) if keep_received else None
         # The kernels' views of the same memory.
         self.key_array = self.keys.numpy()
         self.value_array = self.values.numpy()
@@ -48,8 +52,9 @@ class BlockPool:
 
     @property
     def bytes_per_block(self) -> int:
-        """DRAM that one block takes: keys, values and representatives."""
-        return sum(array[0].numel() * array.element_size() for array in (self.keys, self.values, self.representatives))
+        """DRAM that one block takes: keys, values, representatives, and received attention where it is kept."""
+        arrays = (self.keys, self.values, self.representatives, self.received)
+        return sum(array[0].numel() * array.element_size() for array in arrays if array is not None)
 
     @property
     def bytes_touched(self) -> int:
@@ -78,6 +83,8 @@ class BlockPool:
         self._untouched += fresh
         self._references[ids] = 1
         self.lengths[ids] = 0
+        if self.received is not None:
+            self.received[torch.from_numpy(ids.astype(np.int64))] = 0
         return ids
 
     def retain(self, ids: np.ndarray) -> None:

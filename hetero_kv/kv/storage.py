@@ -24,12 +24,14 @@ class StorageType:
         element: name of the torch dtype of one stored element.
         bytes_per_element: of one stored element.
         meaning: one line for `--help` and the documentation.
+        largest: the largest number it can hold; None where that is beyond any key or value.
     """
 
     name: str
     element: str
     bytes_per_element: int
     meaning: str
+    largest: float | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,5 +65,5 @@ def get(name: str) -> StorageType:
     return _REGISTRY[name]
 
 
-FP16 = register(StorageType("FP16", "float16", 2, "half precision: 2 bytes per element"))
+FP16 = register(StorageType("FP16", "float16", 2, "half precision: 2 bytes per element", largest=65504.0))
 FP32 = register(StorageType("FP32", "float32", 4, "single precision: 4 bytes per element, exact for fp32 models"))

@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hetero_kv.config import EngineSettings
 from hetero_kv.operators import bridge
+from hetero_kv.selection.state import SharedSelections
 
 
 class Operator(nn.Module):
@@ -45,6 +46,9 @@ class Operator(nn.Module):
     def require_suitable(cls, path: str, module: nn.Module) -> None:
         """Raise UnsupportedModelError, naming `path` and the reason, unless the operator can replace `module`."""
 
+    def install(self) -> None:
+        """Change in the wrapped module what the operator needs changed, once it is sure to take its place."""
+
     def uninstall(self) -> nn.Module:
         """Take back what the operator changed in the wrapped module, and return that."""
         return self.wrapped
@@ -67,12 +71,15 @@ class AttentionOperator(Operator):
         super().__init__(path, wrapped, settings, engine)
         self.layer_idx: int = wrapped.layer_idx
         self._own_config = wrapped.config
-        wrapped.config = bridge.with_implementation(wrapped.config)
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
         """See Operator."""
         bridge.require_attention_interface(path, module)
+
+    def install(self) -> None:
+        """See Operator."""
+        self.wrapped.config = bridge.with_implementation(self._own_config)
 
     def uninstall(self) -> nn.Module:
         """See Operator."""
@@ -80,8 +87,8 @@ class AttentionOperator(Operator):
         return self.wrapped
 
     @abstractmethod
-    def new_cache_layer(self, capacity: int) -> CacheLayerMixin:
-        """An empty cache layer for `capacity` tokens."""
+    def new_cache_layer(self, capacity: int, shared: SharedSelections) -> CacheLayerMixin:
+        """An empty cache layer for `capacity` tokens; `shared` is common to the layers of one cache."""
 
     @abstractmethod
     def prefill_chunk(self, layer: Any, call: bridge.AttentionCall) -> torch.Tensor:
@@ -91,6 +98,7 @@ class AttentionOperator(Operator):
     def decode_step(self, layer: Any, call: bridge.AttentionCall) -> torch.Tensor:
         """Attention of one new token per row: [batch, heads, 1, v_dim]."""
 
+    @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, its attention computed by this operator over a HeteroCache."""
         layer = bridge.cache_in(args, kwargs, self.path).layers[self.layer_idx]

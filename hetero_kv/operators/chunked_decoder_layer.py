@@ -37,6 +37,11 @@ class ChunkedDecoderLayer(Operator):
         """The wrapped layer's output for [batch, tokens, hidden]; a single token goes straight through."""
         attention = self.wrapped.get_submodule(self.attention_path)
         replaced = isinstance(attention, AttentionOperator)
+        if hidden_states.dim() != 3:
+            raise bridge.UnsupportedModelError(
+                f"{self.path}: hidden states of shape {list(hidden_states.shape)}; ChunkedDecoderLayer cuts "
+                "[batch, tokens, hidden] into chunks and knows no others"
+            )
         total = hidden_states.shape[1]
         if total == 1 and replaced:
             return self.wrapped(hidden_states, *args, **kwargs)

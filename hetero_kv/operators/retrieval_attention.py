@@ -6,23 +6,29 @@ in full, the Context through the blocks whose representatives score best against
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 import torch
-from cpu_ops.scores import block_scores
 from torch import nn
 
 from cpu_ops.attention import attend_blocks
+from cpu_ops.scores import block_scores
 from gpu_ops.attention import chunk_attention
 from gpu_ops.merge import apply_sink, merge_attention
+from gpu_ops.received_attention import received_attention
 from hetero_kv.config import EngineSettings, RetrievalSettings
 from hetero_kv.kv import storage
-from hetero_kv.kv.paged_layer import PagedLayer
+from hetero_kv.kv.paged_layer import PagedLayer, PrefillBuffer
 from hetero_kv.kv.pool import BlockPool
 from hetero_kv.operators import bridge
 from hetero_kv.operators.base import AttentionOperator, Operator
 from hetero_kv.operators.sliding_window_attention import SlidingWindowAttention
 from hetero_kv.selection import representatives
 from hetero_kv.selection.block_scores import select_blocks
+from hetero_kv.selection.budgets import layer_budget
+from hetero_kv.selection.observation import Observation
+from hetero_kv.selection.preselection import block_votes, preselect
+from hetero_kv.selection.state import RetrievalState, SharedSelections
 
 # Blocks whose representatives are computed at once: bounds the float32 copy of their keys.
 _INDEXED_AT_ONCE = 64
@@ -42,7 +48,15 @@ class RetrievalAttention(AttentionOperator):
     def __init__(self, path: str, wrapped: nn.Module, settings: RetrievalSettings, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
         self.representative_type = representatives.get(settings.representative_type)
-        self.threads = engine.resolved_threads()
+        self.threads = min(engine.resolved_threads(), numba.config.NUMBA_NUM_THREADS)
+        self.shared = settings.head_select_mode == "SHARED"
+        layers = self._own_config.num_hidden_layers
+        self.budget = layer_budget("second_block_count", settings.second_block_count, self.layer_idx, layers)
+        if self.layer_idx < settings.dense_layer_num:
+            self.budget = None
+        preselected = layer_budget("preselect_block_count", settings.preselect_block_count, self.layer_idx, layers)
+        self.preselected = preselected if settings.preselect_block and self.budget is not None else None
+        self.keeps_received = self.representative_type.needs_attention and self.budget is not None
 
     @classmethod
     def operator_for(cls, module: nn.Module) -> type[Operator]:
@@ -51,7 +65,7 @@ class RetrievalAttention(AttentionOperator):
             return SlidingWindowAttention
         return cls
 
-    def new_cache_layer(self, capacity: int) -> PagedLayer:
+    def new_cache_layer(self, capacity: int, shared: SharedSelections) -> PagedLayer:
         """See AttentionOperator."""
         settings = self.settings
         return PagedLayer(
@@ -61,42 +75,166 @@ class RetrievalAttention(AttentionOperator):
             settings.local_windows_len,
             storage.get(settings.kv_type),
             settings.representative_num,
-            on_stored=self.index_context,
+            on_stored=self.stored,
+            keep_received=self.keeps_received,
+            state=RetrievalState(shared),
         )
 
-    def index_context(self, layer: PagedLayer) -> None:
-        """Compute the representatives of blocks that have entered the Context."""
-        pool, end = layer.pool, layer.context_end
-        assert pool is not None
-        start = max(layer.indexed_blocks, layer.initial_blocks)
-        for first in range(start, end, _INDEXED_AT_ONCE):
-            for row in layer.rows:
-                ids = torch.from_numpy(row.ids[first : min(first + _INDEXED_AT_ONCE, end)].astype(np.int64))
-                vectors = self.representative_type.compute(pool.keys[ids].float(), layer.representative_num)
-                pool.representatives[ids] = vectors.to(pool.representatives.dtype)
-        layer.indexed_blocks = end
+    # -- prefill
 
     def prefill_chunk(self, layer: PagedLayer, call: bridge.AttentionCall) -> torch.Tensor:
         """See AttentionOperator."""
+        self._require_full(call)
+        if layer.prefill_buffer is None:
+            watched = self.keeps_received or self.preselected is not None
+            layer.state.observation = Observation(self.settings.observation_len) if watched else None
+        past_k, past_v = layer.extend(call.k, call.v)
+        out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap)
+        if call.sink is not None:
+            out, lse = apply_sink(out, lse, call.sink)
+        if layer.state.observation is not None:
+            layer.state.observation.watch(call.q, lse, call.scale, call.softcap)
+        return out
+
+    def _require_full(self, call: bridge.AttentionCall) -> None:
         if call.sliding_window is not None:
             raise bridge.UnsupportedModelError(
                 f"{self.path}: the model asks for a sliding window of {call.sliding_window}; "
                 "use SlidingWindowAttention there"
             )
-        past_k, past_v = layer.extend(call.k, call.v)
-        out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap)
-        return out if call.sink is None else apply_sink(out, lse, call.sink)
+
+    def stored(self, layer: PagedLayer, buffer: PrefillBuffer | None) -> None:
+        """What follows when a layer has stored tokens: votes of a prompt's end, representatives of new blocks."""
+        if buffer is not None:
+            self._observe(layer, buffer)
+        self._index_context(layer)
+
+    def _observe(self, layer: PagedLayer, buffer: PrefillBuffer) -> None:
+        """Take what the prompt's last queries looked at: preselect, and remember it for representatives."""
+        state: RetrievalState = layer.state
+        state.prompt_length, state.decoded, state.candidates = buffer.length, 0, None
+        state.shared.clear()
+        if state.observation is None:
+            return
+        received = state.observation.received(buffer.keys[:, :, : buffer.length]).cpu()
+        state.observation = None
+        first, blocks = layer.initial_blocks, layer.context_blocks
+        if self.preselected is not None and blocks > self.preselected:
+            votes = block_votes(received, first, first + blocks, layer.block_size, self.settings.kernel_size)
+            state.candidates = preselect(votes, self.preselected, self.shared)
+            state.preselected_end = blocks
+        if layer.pool is not None and layer.pool.received is not None:
+            layer.add_received(received, start=0)
+
+    def _index_context(self, layer: PagedLayer) -> None:
+        """Compute the representatives of blocks that have entered the Context."""
+        pool, end = layer.pool, layer.context_end
+        assert pool is not None
+        start = max(layer.indexed_blocks, layer.initial_blocks)
+        if self.budget is None:
+            return
+        for first in range(start, end, _INDEXED_AT_ONCE):
+            for row in layer.rows:
+                ids = torch.from_numpy(row.ids[first : min(first + _INDEXED_AT_ONCE, end)].astype(np.int64))
+                received = None if pool.received is None else pool.received[ids]
+                vectors = self.representative_type.compute(pool.keys[ids].float(), layer.representative_num, received)
+                pool.representatives[ids] = vectors.to(pool.representatives.dtype)
+        layer.indexed_blocks = max(layer.indexed_blocks, end)
+
+    # -- decode
 
     def decode_step(self, layer: PagedLayer, call: bridge.AttentionCall) -> torch.Tensor:
         """See AttentionOperator."""
+        self._require_full(call)
         layer.append(call.k, call.v)
-        pool = layer.pool
-        assert pool is not None
         batch, heads, _, k_dim = call.q.shape
         kv_heads = call.k.shape[1]
         q = call.q.reshape(batch, kv_heads, heads // kv_heads, k_dim).float().cpu().contiguous().numpy()
-        ids, counts = self.attended_blocks(layer, q, with_window=layer.window is None)
-        partial, partial_lse = attend_blocks(
+        ids = self.attended_blocks(layer, q, with_window=layer.window is None)
+        partial, partial_lse = self._attend_to(layer, call, q, ids)
+        out = torch.from_numpy(partial).reshape(batch, heads, 1, -1).to(call.q.device)
+        lse = torch.from_numpy(partial_lse).reshape(batch, heads, 1).to(call.q.device)
+        if layer.window is not None:
+            out, lse = merge_attention(out, lse, *layer.window.attend(call.q, call.scale, call.softcap))
+        if self.engine.measure_recall:
+            self._measure_recall(layer, call, q, lse)
+        if call.sink is not None:
+            out, lse = apply_sink(out, lse, call.sink)
+        if self.keeps_received:
+            self._receive(layer, call, q, lse)
+        layer.state.decoded += 1
+        return out.to(call.q.dtype)
+
+    def attended_blocks(self, layer: PagedLayer, q: np.ndarray, with_window: bool) -> np.ndarray:
+        """The blocks that this step attends to.
+
+        Args:
+            q: [rows, kv_heads, group, k_dim] float32.
+            with_window: whether Initial and Local are among them, or attended to elsewhere.
+
+        Returns ids [rows, lists, blocks] int32: one list per row when the kv heads choose together (or everything is
+        attended to), else one per kv head.
+        """
+        end = layer.context_end
+        first = min(layer.initial_blocks, end)
+        table = layer.block_tables
+        if self.budget is None or self.budget >= end - first:
+            chosen = table[:, None, first:end]
+        elif self.budget == 0:
+            chosen = table[:, None, :0]
+        else:
+            positions = self._selection(layer, q, table[:, first:end])
+            chosen = np.take_along_axis(table[:, None, first:end], positions, axis=2)
+        rows, lists, count = chosen.shape
+        before, after = (first, table.shape[1] - end) if with_window else (0, 0)
+        ids = np.empty((rows, lists, before + count + after), dtype=np.int32)
+        ids[:, :, before : before + count] = chosen
+        if with_window:
+            ids[:, :, :before] = table[:, None, :first]
+            ids[:, :, before + count :] = table[:, None, end:]
+        return ids
+
+    def _selection(self, layer: PagedLayer, q: np.ndarray, context: np.ndarray) -> np.ndarray:
+        """Positions in the Context [rows, lists, count] of this step: reused where the schedule says so, else chosen.
+
+        KTransformers' pseudo code: the first layer of every `layer_step` layers selects, at every `token_step`-th
+        token; all others take what was selected last.
+        """
+        settings, state = self.settings, layer.state
+        lists = 1 if self.shared else q.shape[1]
+        key = (self.layer_idx // settings.layer_step, layer.block_size, layer.initial_blocks, lists)
+        due = state.decoded % settings.token_step == 0 and self.layer_idx % settings.layer_step == 0
+        last = state.shared.get(key)
+        # None where the group's first layer attends to everything; too long after a step back.
+        if due or last is None or last[:, :, -1].max() >= context.shape[1]:
+            state.shared[key] = last = self._best(layer, q, context)
+        return last
+
+    def _best(self, layer: PagedLayer, q: np.ndarray, context: np.ndarray) -> np.ndarray:
+        """Positions of the best blocks of `context` [rows, blocks] among those that preselection left."""
+        assert layer.pool is not None
+        assert self.budget is not None
+        allowed = layer.state.allowed(context.shape[1])
+        if allowed is not None and allowed.shape[2] <= self.budget:
+            return allowed
+        scores = block_scores(
+            q,
+            layer.pool.representative_array,
+            np.ascontiguousarray(context),
+            np.full(len(context), context.shape[1], dtype=np.int32),
+            self.representative_type.score,
+            threads=self.threads,
+        )
+        return select_blocks(scores, self.budget, self.shared, self.settings.group_reduce, allowed)
+
+    def _attend_to(
+        self, layer: PagedLayer, call: bridge.AttentionCall, q: np.ndarray, ids: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The kernel over blocks `ids` [rows, lists, blocks]: out [rows, kv_heads, group, v_dim] and lse."""
+        pool = layer.pool
+        assert pool is not None
+        counts = np.full(ids.shape[:2], ids.shape[2], dtype=np.int32)
+        return attend_blocks(
             q,
             pool.key_array,
             pool.value_array,
@@ -107,56 +245,21 @@ class RetrievalAttention(AttentionOperator):
             call.softcap or 0.0,
             threads=self.threads,
         )
-        out = torch.from_numpy(partial).reshape(batch, heads, 1, -1).to(call.q.device)
-        lse = torch.from_numpy(partial_lse).reshape(batch, heads, 1).to(call.q.device)
-        if layer.window is not None:
-            out, lse = merge_attention(out, lse, *layer.window.attend(call.q, call.scale, call.softcap))
-        if call.sink is not None:
-            out = apply_sink(out, lse, call.sink)
-        return out.to(call.q.dtype)
 
-    def attended_blocks(self, layer: PagedLayer, q: np.ndarray, with_window: bool) -> tuple[np.ndarray, np.ndarray]:
-        """The blocks that this step attends to.
+    def _receive(self, layer: PagedLayer, call: bridge.AttentionCall, q: np.ndarray, lse: torch.Tensor) -> None:
+        """Add this query's attention to the generated tokens in Local: their representatives will be chosen by it."""
+        start = max(layer.context_end, layer.state.prompt_length // layer.block_size) * layer.block_size
+        keys = torch.stack([row.read(start, row.length)[0] for row in layer.rows])
+        batch, heads = call.q.shape[:2]
+        q_cpu = torch.from_numpy(q).reshape(batch, heads, 1, -1)
+        layer.add_received(received_attention(q_cpu, lse.cpu(), keys, call.scale, call.softcap), start)
 
-        Args:
-            q: [rows, kv_heads, group, k_dim] float32.
-            with_window: whether Initial and Local are among them, or attended to elsewhere.
-
-        Returns (ids [rows, lists, blocks] int32, counts [rows, lists] int32), one list per row when the kv heads choose
-        together (or everything is attended to), else one per kv head.
-        """
-        end = layer.context_end
-        first = min(layer.initial_blocks, end)
-        table = layer.block_tables
-        budget = self.settings.second_block_count
-        if budget == "all" or budget >= end - first:
-            chosen = table[:, None, first:end]
-        elif budget == 0:
-            chosen = table[:, None, :0]
-        else:
-            chosen = self._retrieved(layer, q, np.ascontiguousarray(table[:, first:end]), int(budget))
-        rows, lists, count = chosen.shape
-        before, after = (first, table.shape[1] - end) if with_window else (0, 0)
-        ids = np.empty((rows, lists, before + count + after), dtype=np.int32)
-        ids[:, :, before : before + count] = chosen
-        if with_window:
-            ids[:, :, :before] = table[:, None, :first]
-            ids[:, :, before + count :] = table[:, None, end:]
-        return ids, np.full((rows, lists), ids.shape[2], dtype=np.int32)
-
-    def _retrieved(self, layer: PagedLayer, q: np.ndarray, context: np.ndarray, budget: int) -> np.ndarray:
-        """The `budget` best of the blocks in `context` [rows, blocks]: ids [rows, lists, budget] int32."""
-        assert layer.pool is not None
-        scores = block_scores(
-            q,
-            layer.pool.representative_array,
-            context,
-            np.full(len(context), context.shape[1], dtype=np.int32),
-            self.representative_type.score,
-            threads=self.threads,
-        )
-        positions = select_blocks(scores, budget, shared=self.settings.head_select_mode == "SHARED")
-        return np.take_along_axis(context[:, None, :], positions, axis=2)
+    def _measure_recall(self, layer: PagedLayer, call: bridge.AttentionCall, q: np.ndarray, lse: torch.Tensor) -> None:
+        """Add the share of the full attention mass that this step covered, the mean over rows and heads."""
+        _, full = self._attend_to(layer, call, q, np.ascontiguousarray(layer.block_tables[:, None, :]))
+        covered = torch.exp(lse.cpu().flatten() - torch.from_numpy(full).flatten())
+        layer.state.recall_sum += float(covered.mean())
+        layer.state.recall_steps += 1
 
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
         """Compile what decoding needs, or load it from Numba's cache, before the first token waits for it."""

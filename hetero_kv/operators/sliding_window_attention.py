@@ -11,6 +11,7 @@ from hetero_kv.config import SlidingWindowSettings
 from hetero_kv.kv.window_layer import WindowLayer
 from hetero_kv.operators import bridge
 from hetero_kv.operators.base import AttentionOperator
+from hetero_kv.selection.state import SharedSelections
 
 
 class SlidingWindowAttention(AttentionOperator):
@@ -29,7 +30,7 @@ class SlidingWindowAttention(AttentionOperator):
                 "use RetrievalAttention there"
             )
 
-    def new_cache_layer(self, capacity: int) -> WindowLayer:
+    def new_cache_layer(self, capacity: int, shared: SharedSelections) -> WindowLayer:
         """See AttentionOperator."""
         window = bridge.layer_window(self.wrapped)
         assert window is not None
@@ -44,7 +45,7 @@ class SlidingWindowAttention(AttentionOperator):
             )
         keys, values = layer.extend(call.k, call.v)
         out, lse = sliding_window_attention(call.q, keys, values, layer.window, call.scale, call.softcap)
-        return out if call.sink is None else apply_sink(out, lse, call.sink)
+        return out if call.sink is None else apply_sink(out, lse, call.sink)[0]
 
     def decode_step(self, layer: WindowLayer, call: bridge.AttentionCall) -> torch.Tensor:
         """See AttentionOperator."""

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import numpy as np
+
 from cpu_ops.top_k import top_k_blocks
 
 
-def select_blocks(scores: np.ndarray, count: int, shared: bool) -> np.ndarray:
+def select_blocks(
+    scores: np.ndarray, count: int, shared: bool, group_reduce: str = "mean", allowed: np.ndarray | None = None
+) -> np.ndarray:
     """The positions of the `count` best blocks, ascending; ties go to the earlier block.
 
-    The group's scores are averaged; when `shared`, all kv heads are summed and choose together.
+    A kv head's score is the mean (or the maximum) over its group's queries; when `shared`, all kv heads are summed and
+    choose together.
 
     Args:
         scores: [rows, kv_heads, group, blocks] float32, of the queries against the blocks' representatives.
-        count: blocks to choose, at most `blocks`.
+        count: blocks to choose, at most `blocks`, or what is allowed.
         shared: one choice for all kv heads (SHARED), or each its own (SEPARATE).
+        group_reduce: "mean" or "max".
+        allowed: [rows, lists, n] positions that may be chosen; None for all.
 
     Returns [rows, 1, count] int32 when shared, else [rows, kv_heads, count].
     """
-    per_head = scores.mean(axis=2)
+    per_head = scores.mean(axis=2) if group_reduce == "mean" else scores.max(axis=2)
     if shared:
         per_head = per_head.sum(axis=1, keepdims=True)
+    if allowed is not None:
+        masked = np.full_like(per_head, -np.inf)
+        np.put_along_axis(masked, allowed, np.take_along_axis(per_head, allowed, axis=2), axis=2)
+        per_head = masked
     rows, lists, blocks = per_head.shape
     flat = np.ascontiguousarray(per_head.reshape(rows * lists, blocks))
     positions, _ = top_k_blocks(flat, np.full(rows * lists, blocks, dtype=np.int32), count)

@@ -14,8 +14,9 @@ from hetero_kv.errors import HeteroKVError
 if TYPE_CHECKING:
     import torch
 
-#: keys [blocks, kv_heads, block_size, k_dim] float32 -> [blocks, kv_heads, representative_num, k_dim] float32.
-Compute = Callable[["torch.Tensor", int], "torch.Tensor"]
+#: (keys [blocks, kv_heads, block_size, k_dim] float32, representative_num, received [blocks, kv_heads, block_size]
+#: float32, the attention that each key received, or None) -> [blocks, kv_heads, representative_num, k_dim] float32.
+Compute = Callable[["torch.Tensor", int, "torch.Tensor | None"], "torch.Tensor"]
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,10 @@ class RepresentativeType:
     Attributes:
         name: as written in YAML (`representative_type`).
         meaning: one line for the documentation.
-        compute: (keys, representative_num) -> representatives, shapes as `Compute` says.
+        compute: keys and the attention they received -> representatives, as `Compute` says.
         score: how a query is scored against them: "dot" is max_i q·r_i, "quest" is Σ_d max(q_d·r0_d, q_d·r1_d).
-        counts: the `representative_num` that it allows, as (least, most); most is None for any number.
+        counts: the `representative_num` that it allows, as (least, most); most is None for any up to block_size.
+        needs_attention: whether it is computed from the attention that the keys received.
     """
 
     name: str
@@ -35,18 +37,24 @@ class RepresentativeType:
     compute: Compute
     score: str
     counts: tuple[int, int | None]
+    needs_attention: bool
 
 
 _REGISTRY: dict[str, RepresentativeType] = {}
 
 
 def register(
-    name: str, *, meaning: str, score: str = "dot", counts: tuple[int, int | None] = (1, 1)
+    name: str,
+    *,
+    meaning: str,
+    score: str = "dot",
+    counts: tuple[int, int | None] = (1, 1),
+    needs_attention: bool = False,
 ) -> Callable[[Compute], Compute]:
     """Make the decorated function known as representative type `name`."""
 
     def keep(compute: Compute) -> Compute:
-        _REGISTRY[name] = RepresentativeType(name, meaning, compute, score, counts)
+        _REGISTRY[name] = RepresentativeType(name, meaning, compute, score, counts, needs_attention)
         return compute
 
     return keep
@@ -64,7 +72,46 @@ def get(name: str) -> RepresentativeType:
     return _REGISTRY[name]
 
 
+@register("MAX", meaning="the maximum of the block's keys, per channel")
+def maximum(keys: torch.Tensor, representative_num: int, received: torch.Tensor | None) -> torch.Tensor:
+    """The channel-wise maximum of each block: [blocks, kv_heads, 1, k_dim]."""
+    return keys.amax(dim=2, keepdim=True)
+
+
 @register("MEAN", meaning="the mean of the block's keys, per channel")
-def mean(keys: torch.Tensor, representative_num: int) -> torch.Tensor:
+def mean(keys: torch.Tensor, representative_num: int, received: torch.Tensor | None) -> torch.Tensor:
     """The mean key of each block: [blocks, kv_heads, 1, k_dim]."""
     return keys.mean(dim=2, keepdim=True)
+
+
+@register(
+    "QUEST",
+    meaning="the maximum and the minimum of the block's keys, per channel: an upper bound of every score (Quest)",
+    score="quest",
+    counts=(2, 2),
+)
+def quest(keys: torch.Tensor, representative_num: int, received: torch.Tensor | None) -> torch.Tensor:
+    """Channel-wise maximum, then minimum: [blocks, kv_heads, 2, k_dim] (Quest, arXiv:2406.10774, section 3.3)."""
+    import torch
+
+    return torch.stack([keys.amax(dim=2), keys.amin(dim=2)], dim=2)
+
+
+@register(
+    "DYNAMIC",
+    meaning="the k keys of the block that received most attention from the prompt's end (InfLLM, simplified)",
+    counts=(1, None),
+    needs_attention=True,
+)
+def dynamic(keys: torch.Tensor, representative_num: int, received: torch.Tensor | None) -> torch.Tensor:
+    """The keys with the highest received attention, ties to the earlier: [blocks, kv_heads, k, k_dim]."""
+    assert received is not None
+    order = received.argsort(dim=2, descending=True, stable=True)[:, :, :representative_num]
+    return keys.gather(2, order.unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1]))
+
+
+@register("FIXED", meaning="k keys of the block at equal steps", counts=(1, None))
+def fixed(keys: torch.Tensor, representative_num: int, received: torch.Tensor | None) -> torch.Tensor:
+    """The keys at positions i·block_size/k of each block: [blocks, kv_heads, k, k_dim]."""
+    block_size = keys.shape[2]
+    return keys[:, :, [i * block_size // representative_num for i in range(representative_num)]]

@@ -109,4 +109,6 @@ def test_a_sink_takes_its_share_of_the_softmax():
     q, k, v = random_qkv(1, 4, 1, 6, 20, 16, 16, seed=2)
     sink = torch.tensor([-3.0, 0.0, 2.0, 50.0])
     out, lse = reference(q, k, v, 0.25)
-    torch.testing.assert_close(apply_sink(out, lse, sink), reference(q, k, v, 0.25, sink=sink)[0], rtol=1e-6, atol=1e-9)
+    with_sink, lse_with_sink = apply_sink(out, lse, sink)
+    torch.testing.assert_close(with_sink, reference(q, k, v, 0.25, sink=sink)[0], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(lse_with_sink[0, 0], torch.logaddexp(lse[0, 0].float(), sink[0]))

@@ -12,7 +12,7 @@ from hetero_kv.kv.paged_layer import CacheFullError, PagedLayer
 
 
 def new_layer(capacity=200, block_size=4, initial_len=4, local_len=8):
-    return PagedLayer(capacity, block_size, initial_len, local_len, storage.FP32, 1, on_stored=lambda layer: None)
+    return PagedLayer(capacity, block_size, initial_len, local_len, storage.FP32, 1, lambda layer, buffer: None)
 
 
 def tokens(count, seed=0, batch=1):
@@ -89,7 +89,7 @@ def test_the_device_window_attends_to_exactly_initial_and_local(prompt, decoded,
         for index in range(prompt, prompt + decoded):
             layer.append(keys[:, :, index : index + 1], values[:, :, index : index + 1])
         length = max(1, prompt + decoded - back)
-        layer.restore(length)
+        layer.restore((length, None))
     finally:
         paged_layer._needs_window = needs_window
     q = torch.randn(2, 4, 1, 3, generator=torch.Generator().manual_seed(1))

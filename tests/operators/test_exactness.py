@@ -164,9 +164,12 @@ def test_layers_left_as_they_are_run_in_chunks_with_their_own_cache(architecture
 def test_a_prompt_is_stored_once_per_layer_however_many_chunks_it_has(monkeypatch):
     stored = []
     append = paged_layer.PagedLayer.append
-    monkeypatch.setattr(
-        paged_layer.PagedLayer, "append", lambda self, k, v: (stored.append(k.shape[2]), append(self, k, v))
-    )
+
+    def counted(self, keys, values, buffer=None):
+        stored.append(keys.shape[2])
+        append(self, keys, values, buffer)
+
+    monkeypatch.setattr(paged_layer.PagedLayer, "append", counted)
     model = model_of("llama")
     inject(model, rules(chunk_size=8, block_size=4, max_seq_len=128))
     try:

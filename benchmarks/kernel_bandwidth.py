@@ -1,0 +1,244 @@
+"""How fast block attention reads the pool, as a share of what the machine's DRAM gives, beside torch's own attention.
+
+    python -m benchmarks.kernel_bandwidth [--repeats 15] [--threads N] [--pool_gb 1] [--json]
+
+Every call attends to other, scattered blocks of a pool far larger than the caches, so that each byte comes from DRAM.
+The bandwidth it is held against is the best of several plain reading kernels over that same pool, in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import cpu_ops  # noqa: F401  before torch, for it sets how OpenMP waits
+
+# isort: split
+import numba
+import numpy as np
+import torch
+from numba import njit, prange
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.timing import interleaved_medians, seconds
+from cpu_ops.attention import attend_blocks
+from cpu_ops.scores import block_scores
+from cpu_ops.top_k import top_k_blocks
+
+BLOCK_SIZE = 128
+K = 1024
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A model's attention: `group` query heads for each of `kv_heads`."""
+
+    kv_heads: int
+    group: int
+    dim: int
+
+    def __str__(self) -> str:
+        return f"{self.kv_heads * self.group} q / {self.kv_heads} kv heads, dim {self.dim}"
+
+
+LLAMA_8B, QWEN_HALF_B = Heads(8, 4, 128), Heads(2, 7, 64)
+
+
+@njit(parallel=True, fastmath=True)
+def _sum_in_order(words):  # type: ignore[no-untyped-def]
+    total = np.uint64(0)
+    for i in prange(words.size):
+        total += words[i]
+    return total
+
+
+@njit(parallel=True, fastmath=True)
+def _sum_floats(floats):  # type: ignore[no-untyped-def]
+    total = np.float32(0)
+    for i in prange(floats.size):
+        total += floats[i]
+    return total
+
+
+@njit(parallel=True, fastmath=True)
+def _sum_four_streams(words):  # type: ignore[no-untyped-def]
+    quarter = words.size // 4
+    total = np.uint64(0)
+    for i in prange(quarter):
+        total += words[i] + words[quarter + i] + words[2 * quarter + i] + words[3 * quarter + i]
+    return total
+
+
+class Pool:
+    """Keys and values of one shape and storage type, filled, on a cache-line boundary."""
+
+    def __init__(self, heads: Heads, dtype: type, size_bytes: float) -> None:
+        itemsize = np.dtype(dtype).itemsize
+        self.heads = heads
+        self.num_blocks = int(size_bytes / (2 * heads.kv_heads * BLOCK_SIZE * heads.dim * itemsize))
+        shape = (self.num_blocks, heads.kv_heads, BLOCK_SIZE, heads.dim)
+        count = int(np.prod(shape)) * itemsize
+        memory = np.empty(2 * count + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        self.memory = memory[start : start + 2 * count]
+        self.keys = self.memory[:count].view(dtype).reshape(shape)
+        self.values = self.memory[count:].view(dtype).reshape(shape)
+        self.random = np.random.default_rng(0)
+        self.keys[:] = self.random.standard_normal(shape[1:])
+        self.values[:] = self.random.standard_normal(shape[1:])
+        self.lengths = np.full(self.num_blocks, BLOCK_SIZE, np.int32)
+        self.scale = heads.dim**-0.5
+
+    def query(self) -> np.ndarray:
+        """A random query, [1, kv_heads, group, dim] float32."""
+        return self.random.standard_normal((1, self.heads.kv_heads, self.heads.group, self.heads.dim), np.float32)
+
+    def disjoint_lists(self, blocks: int) -> list[np.ndarray]:
+        """The pool's blocks, shuffled and dealt into lists [1, 1, blocks] int32."""
+        ids = self.random.permutation(self.num_blocks).astype(np.int32)
+        return [ids[i : i + blocks].copy()[None, None] for i in range(0, self.num_blocks - blocks + 1, blocks)]
+
+    def read_kernels(self) -> dict[str, Callable[[], float]]:
+        """Ways of reading the whole pool once, in seconds each."""
+        words = self.memory[: self.memory.size // 32 * 32].view(np.uint64)
+        tensor = torch.from_numpy(words.view(np.int64))
+        return {
+            "read: one stream": lambda: seconds(lambda: _sum_in_order(words)),
+            "read: float32": lambda: seconds(lambda: _sum_floats(words.view(np.float32))),
+            "read: four streams": lambda: seconds(lambda: _sum_four_streams(words)),
+            "read: torch": lambda: seconds(tensor.sum),
+        }
+
+
+def attend(pool: Pool, tokens: int, threads: int | None) -> Callable[[], float]:
+    """Seconds of attention to `tokens` tokens in blocks that the previous calls did not touch."""
+    lists, q = cycle(pool.disjoint_lists(tokens // BLOCK_SIZE)), pool.query()
+    counts = np.full((1, 1), tokens // BLOCK_SIZE, np.int32)
+
+    def action() -> float:
+        ids = next(lists)
+        return seconds(
+            lambda: attend_blocks(q, pool.keys, pool.values, ids, counts, pool.lengths, pool.scale, threads=threads)
+        )
+
+    return action
+
+
+def retrieve(pool: Pool, stored: int, best: int, separate: bool, threads: int | None) -> Callable[[], float]:
+    """Seconds of a decode step: score `stored` tokens' blocks, choose the best, attend to them."""
+    heads, blocks = pool.heads, stored // BLOCK_SIZE
+    lists = cycle([ids[0] for ids in pool.disjoint_lists(blocks)])
+    representatives = pool.random.standard_normal((pool.num_blocks, heads.kv_heads, 1, heads.dim)).astype(np.float16)
+    counts, chosen_lists = np.array([blocks], np.int32), heads.kv_heads if separate else 1
+
+    def step(ids: np.ndarray, q: np.ndarray) -> None:
+        scores = block_scores(q, representatives, ids, counts, "dot", threads=threads)
+        summed = scores.sum(axis=2 if separate else (1, 2)).reshape(chosen_lists, blocks)
+        positions, taken = top_k_blocks(summed, np.repeat(counts, chosen_lists), best)
+        chosen = np.ascontiguousarray(ids[0][positions][None])
+        attend_blocks(
+            q, pool.keys, pool.values, chosen, taken[None], pool.lengths, pool.scale, threads=threads
+        )  # fmt: skip
+
+    def action() -> float:
+        ids, q = next(lists), pool.query()
+        return seconds(lambda: step(ids, q))
+
+    return action
+
+
+def torch_attention(pool: Pool, tokens: int) -> Callable[[], float]:
+    """Seconds of torch's attention to as many tokens, gathered beforehand, the queries of a group as its rows."""
+    gathered = []
+    for ids in pool.disjoint_lists(tokens // BLOCK_SIZE)[:4]:
+        kv = (array[ids[0, 0]].swapaxes(0, 1).reshape(1, pool.heads.kv_heads, tokens, -1) for array in
+              (pool.keys, pool.values))  # fmt: skip
+        gathered.append(tuple(torch.from_numpy(array) for array in kv))
+    pairs, q = cycle(gathered), torch.from_numpy(pool.query()).to(gathered[0][0].dtype)
+
+    def action() -> float:
+        keys, values = next(pairs)
+        return seconds(lambda: torch.nn.functional.scaled_dot_product_attention(q, keys, values))
+
+    return action
+
+
+def measure(heads: Heads, dtype: type, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every case of one pool, each with its time, rate and shares."""
+    pool, threads = Pool(heads, dtype, arguments.pool_gb * 1e9), arguments.threads
+    bytes_per_token = 2 * heads.kv_heads * heads.dim * np.dtype(dtype).itemsize
+    cases = {f"{tokens // K}K attended": (attend(pool, tokens, threads), tokens) for tokens in (16 * K, 64 * K)}
+    if dtype is np.float16:
+        for name, separate in (("SHARED", False), ("SEPARATE", True)):
+            step = retrieve(pool, 64 * K, 96, separate, threads)
+            cases[f"64K stored, best 96 blocks, {name}"] = (step, 96 * BLOCK_SIZE)
+    actions = {name: action for name, (action, _) in cases.items()}
+    actions["torch"] = torch_attention(pool, 16 * K)
+    reads = pool.read_kernels()
+    for action in (*actions.values(), *reads.values()):
+        action()
+    medians = interleaved_medians(actions | reads, arguments.repeats)
+    dram = pool.memory.size / min(medians[name] for name in reads)
+    rows = []
+    for name, (_, tokens) in cases.items():
+        rate = tokens * bytes_per_token / medians[name]
+        rows.append(
+            {
+                "heads": str(heads),
+                "storage": np.dtype(dtype).name,
+                "case": name,
+                "milliseconds": medians[name] * 1e3,
+                "gb_per_s": rate / 1e9,
+                "dram_gb_per_s": dram / 1e9,
+                "share_of_dram": rate / dram,
+                "torch_milliseconds": medians["torch"] * 1e3 * tokens / (16 * K),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Print the table, or with --json the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15, help="rounds; medians are reported")
+    parser.add_argument("--threads", type=int, help="threads of the kernels (default: all cores)")
+    parser.add_argument("--pool_gb", type=float, default=1.0, help="size of each pool; far above the last-level cache")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    arguments = parser.parse_args()
+    rows = [
+        row
+        for heads in (LLAMA_8B, QWEN_HALF_B)
+        for dtype in (np.float16, np.float32)
+        for row in measure(heads, dtype, arguments)
+    ]
+    machine = {
+        "cores": os.cpu_count(),
+        "threads": arguments.threads or numba.get_num_threads(),
+        "threading_layer": numba.threading_layer(),
+        "instructions": os.environ.get("NUMBA_CPU_NAME", "native"),
+    }
+    if arguments.json:
+        print(json.dumps({"machine": machine, "cases": rows}))
+        return
+    table = Table(title=f"Block attention, one decode step of one layer ({machine})")
+    for column in ("heads", "storage", "case", "ms", "GB/s", "DRAM GB/s", "of DRAM", "torch ms", "torch / ours"):
+        table.add_column(column, justify="left" if column in ("heads", "storage", "case") else "right")
+    for row in rows:
+        numbers = [row[key] for key in ("milliseconds", "gb_per_s", "dram_gb_per_s")]
+        speedup = row["torch_milliseconds"] / row["milliseconds"]
+        table.add_row(
+            row["heads"], row["storage"], row["case"], *(f"{number:.2f}" for number in numbers),
+            f"{row['share_of_dram']:.0%}", f"{row['torch_milliseconds']:.1f}", f"{speedup:.1f}",
+        )  # fmt: skip
+    Console(width=150).print(table)
+    print("torch: attention to as many contiguous tokens, scaled from 16K; it neither gathers nor selects blocks.")
+
+
+if __name__ == "__main__":
+    main()

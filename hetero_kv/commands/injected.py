@@ -1,0 +1,69 @@
+"""What `plan` and `rules` share: a model without its weights, with the rules in it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, NamedTuple
+
+from hetero_kv.flags import FlagParser
+from hetero_kv.injection import Injection, inject
+from hetero_kv.models import DEFAULT_MODEL
+from hetero_kv.models.weightless import weightless_model
+from hetero_kv.recipes import display
+from hetero_kv.rules import load_rules
+from hetero_kv.setting import canonical
+from hetero_kv.settings_file import read_settings_file
+
+
+class InjectedModel(NamedTuple):
+    """A model on the meta device with rules in it; `rules` is the file's name as messages show it."""
+
+    name: str
+    rules: str
+    injection: Injection
+
+
+def add_model_flags(parser: FlagParser) -> argparse._ArgumentGroup:
+    """Add the flags that say which model."""
+    group = parser.add_argument_group("model (its weights are not loaded)")
+    group.add_argument(
+        "--model",
+        "--model_path",
+        metavar="MODEL",
+        help="a directory in Hugging Face format, a config.json, a hub id, a .gguf file, or a named model (default: "
+        f"{DEFAULT_MODEL})",
+    )
+    group.add_argument(
+        "--gguf_path",
+        metavar="FILE",
+        help="a .gguf file; with --model, the weights of the model whose configuration is there",
+    )
+    group.add_argument(
+        "--trust_remote_code", action="store_true", help="run Python code that comes with the model; read it first"
+    )
+    return group
+
+
+def add_setting_flags(parser: FlagParser) -> None:
+    """Add a flag for every long-context setting."""
+    from hetero_kv.config import ALL_LONG_CONTEXT
+
+    for cls, title in zip(ALL_LONG_CONTEXT, ("engine", "retrieval operators"), strict=True):
+        parser.add_settings(f"{title} (wins over the rules file)", "long_context", cls)
+
+
+def injected_model(flags: argparse.Namespace) -> InjectedModel:
+    """The model of `flags.model`, with the rules `flags.rules` and the settings given as flags.
+
+    Raises:
+        HeteroKVError: a mistake in the flags, the settings file or the rules, a model that cannot be found, or rules
+            that do not fit it.
+    """
+    from hetero_kv.config import ALL_LONG_CONTEXT
+
+    command_line: dict[str, Any] = canonical(ALL_LONG_CONTEXT, flags.long_context, where="command line")
+    rules = load_rules(flags.rules)
+    name, gguf_path = flags.model or flags.gguf_path or DEFAULT_MODEL, flags.gguf_path if flags.model else None
+    weightless = weightless_model(name, gguf_path=gguf_path, trust_remote_code=flags.trust_remote_code)
+    injection = inject(weightless.model, rules, command_line=command_line, settings_file=read_settings_file())
+    return InjectedModel(weightless.name, display(rules.path) if rules.path else "rules", injection)

@@ -1,0 +1,37 @@
+"""The command `methods`: everything that rules can name, one line each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from hetero_kv.flags import FlagParser
+from hetero_kv.registered import registered
+
+
+def add_flags(parser: FlagParser) -> None:
+    """Add the command's flags to `parser`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Print them; returns the exit status."""
+    kinds = registered()
+    if flags.json:
+        print(json.dumps({kind: {entry.name: entry.meaning for entry in kinds[kind]} for kind in kinds}, indent=2))
+        return 0
+    width = max(len(entry.name) for entries in kinds.values() for entry in entries)
+    for kind, entries in kinds.items():
+        table = Table.grid(padding=(0, 2))
+        table.add_column(min_width=width)
+        table.add_column()
+        for entry in entries:
+            table.add_row(f"  {escape(entry.name)}", escape(entry.meaning))
+        console = Console()
+        console.print(f"[bold]{kind}[/bold]", highlight=False)
+        console.print(table)
+    return 0

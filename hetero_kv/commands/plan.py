@@ -1,0 +1,264 @@
+"""The command `plan`: what a context takes, what is free, and how long a context can be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hetero_kv.commands.injected import InjectedModel, add_model_flags, add_setting_flags, injected_model
+from hetero_kv.errors import ConfigError
+from hetero_kv.flags import FlagParser
+from hetero_kv.free_memory import Limit, dram_limits, free_gpu
+from hetero_kv.models.precision import resolve_device, resolve_dtype
+from hetero_kv.planner import RESERVE, Footprint, Plan, resolve_max_seq_len
+
+LENGTHS = tuple(1024 * thousands for thousands in (4, 8, 16, 32, 64, 128, 256, 512, 1024))
+GPU = "with a GPU"
+CPU = "CPU alone"
+
+_TERMS = {
+    "keys_values": "keys and values, in blocks",
+    "representatives": "representatives of the blocks",
+    "weights": "weights",
+    "windows": "Initial and Local of every layer",
+    "sliding": "the model's own sliding windows",
+    "untouched": "layers without an operator",
+    "layer_kv": "one layer's keys and values (prefill)",
+    "hidden": "hidden states and rotary tables (prefill)",
+    "activations": "one chunk's activations (prefill; an estimate)",
+}
+
+
+def add_flags(parser: FlagParser) -> None:
+    """Add the command's flags to `parser`."""
+    parser.epilog = (
+        "GB are 10^9 bytes, 4K tokens are 4,096. The exit status is 2 when max_seq_len does not fit. Settings come "
+        "from, first wins: these flags, the rules file, ~/.hetero_kv/config.yaml, the defaults shown."
+    )
+    model = add_model_flags(parser)
+    model.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (default auto)")
+    model.add_argument(
+        "--dtype", default="auto", metavar="TYPE", help="auto, float32, bfloat16 or float16 (default auto)"
+    )
+    parser.add_argument(
+        "--config",
+        "--optimize_config_path",
+        dest="rules",
+        default="ktransformers",
+        metavar="FILE",
+        help="rules file, or the name of a packaged one (default ktransformers)",
+    )
+    machine = parser.add_argument_group("machine (instead of what is free on this one)")
+    machine.add_argument("--dram", metavar="GB", help="plan for this much free DRAM, GB")
+    machine.add_argument("--gpu_memory", metavar="GB", help="plan for a GPU with this much free memory, GB")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_setting_flags(parser)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Print the plan; returns the exit status.
+
+    Raises:
+        OutOfMemoryError: the `max_seq_len` in force does not fit; the plan is printed all the same.
+        HeteroKVError: a mistake in the flags or files, or a model that cannot be found.
+    """
+    plans, limits, in_force = _plans(flags, subject := injected_model(flags))
+    wanted = subject.injection.engine.max_seq_len
+    if flags.json:
+        print(json.dumps(_report(subject, plans, in_force, limits), indent=2))
+    else:
+        _print(Console(), subject, plans, in_force, limits)
+    # In JSON the object is all that belongs on standard output; the error goes to the other in either case.
+    sys.stdout.flush()
+    resolve_max_seq_len(wanted, plans[in_force])
+    return 0
+
+
+def _plans(flags: argparse.Namespace, subject: InjectedModel) -> tuple[dict[str, Plan], list[Limit], str]:
+    """A plan for the CPU alone and one with a GPU, what bounds the DRAM, and which of the plans is this machine's."""
+    injection = subject.injection
+    given_dram, given_gpu = (_gigabytes(name, getattr(flags, name)) for name in ("dram", "gpu_memory"))
+    limits = dram_limits() if given_dram is None else [Limit("--dram", given_dram)]
+    device = torch.device("cuda") if given_gpu is not None else resolve_device(flags.device)
+    gpu = given_gpu
+    if gpu is None and device.type == "cuda":
+        gpu = free_gpu(str(device))
+    cpu_type = resolve_dtype(flags.dtype, torch.device("cpu"))
+    gpu_type = torch.bfloat16 if flags.dtype == "auto" else cpu_type
+    if flags.dtype == "auto" and device.type == "cuda" and given_gpu is None:
+        gpu_type = resolve_dtype("auto", device)
+    plans = {
+        CPU: Plan(
+            Footprint.of(injection, dtype=cpu_type, on_gpu=False), limits[0].free, None, injection.context_length
+        ),
+        GPU: Plan(Footprint.of(injection, dtype=gpu_type, on_gpu=True), limits[0].free, gpu, injection.context_length),
+    }
+    return plans, limits, GPU if device.type == "cuda" else CPU
+
+
+def _gigabytes(name: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < 1e9:
+        raise ConfigError(f"command line: {name} is {text!r}; it must be a number of GB above 0")
+    return int(number * 1e9)
+
+
+def _report(subject: InjectedModel, plans: dict[str, Plan], in_force: str, limits: list[Limit]) -> dict[str, Any]:
+    """The plan as plain data, sizes in bytes."""
+    shown = plans[in_force]
+    largest = shown.largest()
+    return {
+        "model": subject.name,
+        "config": subject.rules,
+        "context_length": shown.context_length,
+        "max_seq_len": subject.injection.engine.max_seq_len,
+        "bytes_per_token": {**asdict(shown.footprint.bytes_per_token), "total": shown.footprint.bytes_per_token.total},
+        "free_dram": shown.dram,
+        "free_dram_limits": [limit._asdict() for limit in limits],
+        "free_gpu": plans[GPU].gpu,
+        "reserve": RESERVE,
+        "computes_on": "gpu" if in_force == GPU else "cpu",
+        "largest_max_seq_len": largest,
+        "auto_max_seq_len": min(largest, shown.context_length),
+        "lengths": {
+            length: {
+                "gpu" if name == GPU else "cpu": {
+                    "dram": plan.dram_needed(length),
+                    "gpu": plan.gpu_needed(length),
+                    "fits": _verdict(plan, length),
+                    **asdict(plan.footprint.memory(length)),
+                }
+                for name, plan in plans.items()
+            }
+            for length in LENGTHS
+        },
+    }
+
+
+def _verdict(plan: Plan, tokens: int) -> bool | None:
+    """Whether a context fits; None where nothing is known of the GPU and the DRAM would do."""
+    if plan.fits(tokens):
+        return None if plan.footprint.on_gpu and plan.gpu is None else True
+    return False
+
+
+def _print(
+    console: Console, subject: InjectedModel, plans: dict[str, Plan], in_force: str, limits: list[Limit]
+) -> None:
+    shown = plans[in_force]
+    model_class, layers = type(subject.injection.model).__name__, len(shown.footprint.layers)
+    console.print(f"[bold]{subject.name}[/bold] ({model_class}, {layers} layers) with {subject.rules}", soft_wrap=True)
+    console.print(_shapes(shown.footprint), style="dim", highlight=False, soft_wrap=True)
+    console.print(_table(plans))
+    token = shown.footprint.bytes_per_token
+    console.print(
+        f"Bytes per token in DRAM: {token.total:,.0f} = keys {token.keys:,.0f} + values {token.values:,.0f} + "
+        f"representatives {token.representatives:,.0f}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(_free(plans, limits), highlight=False, soft_wrap=True)
+    largest = shown.largest()
+    console.print(
+        f"Largest max_seq_len, {in_force}, with {RESERVE:.0%} of the free memory in reserve: [bold]{largest:,}[/bold]; "
+        f"the model was made for {shown.context_length:,}, so that auto is {min(largest, shown.context_length):,}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    wanted = subject.injection.engine.max_seq_len
+    tokens = min(largest, shown.context_length) if wanted == "auto" else int(wanted)
+    console.print(_breakdown(shown, in_force, tokens))
+
+
+def _shapes(footprint: Footprint) -> str:
+    """The layers by what they keep, e.g. "32 layers in DRAM blocks of 128 tokens: 8 kv heads, keys 128, values 128"."""
+    counts: dict[str, int] = {}
+    for layer in footprint.layers:
+        if layer.block_size is not None:
+            place = f"in DRAM blocks of {layer.block_size} tokens"
+        elif layer.sliding_window is not None:
+            place = f"with a sliding window of {layer.sliding_window} tokens"
+        else:
+            place = "without an operator"
+        shape = layer.shape
+        line = f"{place}: {shape.kv_heads} kv heads, keys {shape.k_dim}, values {shape.v_dim}"
+        counts[line] = counts.get(line, 0) + 1
+    return "\n".join(f"{count} layers {line}" for line, count in counts.items())
+
+
+def _table(plans: dict[str, Plan]) -> Table:
+    cpu, gpu = plans[CPU], plans[GPU]
+    table = Table(
+        title="memory in GB (10^9 bytes)",
+        caption="✓ fits with the reserve, ✗ does not fit, ? not known",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for heading in (
+        "tokens",
+        "keys and\nvalues",
+        "represen-\ntatives",
+        f"{CPU},\n{_number_type(cpu)}:\nDRAM",
+        f"{GPU},\n{_number_type(gpu)}:\nDRAM",
+        "\n\nGPU",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for length in LENGTHS:
+        memory = gpu.footprint.memory(length)
+        table.add_row(
+            _thousands(length),
+            f"{memory.keys_values / 1e9:,.2f}",
+            f"{memory.representatives / 1e9:,.2f}",
+            _marked(cpu.dram_needed(length), cpu.fits_dram(length)),
+            _marked(gpu.dram_needed(length), gpu.fits_dram(length)),
+            _marked(gpu.gpu_needed(length), gpu.fits_gpu(length) if gpu.gpu is not None else None),
+        )
+    return table
+
+
+def _marked(size: int, fits: bool | None) -> str:
+    mark = {True: "[green]✓[/green]", False: "[red]✗[/red]", None: "?"}[fits]
+    return f"{size / 1e9:,.2f} {mark}"
+
+
+def _number_type(plan: Plan) -> str:
+    return f"{8 * plan.footprint.element}-bit"
+
+
+def _thousands(tokens: int) -> str:
+    return f"{tokens // 1024}K" if tokens < 1 << 20 else f"{tokens >> 20}M"
+
+
+def _free(plans: dict[str, Plan], limits: list[Limit]) -> str:
+    gpu = plans[GPU].gpu
+    on_gpu = "no GPU" if gpu is None else f"GPU {gpu / 1e9:.2f} GB"
+    others = ", ".join(f"{limit.name} {limit.free / 1e9:.2f} GB" for limit in limits[1:])
+    bounds = f" ({limits[0].name}{f'; {others}' if others else ''})"
+    return f"Free: DRAM {limits[0].free / 1e9:.2f} GB{bounds}; {on_gpu}"
+
+
+def _breakdown(plan: Plan, name: str, tokens: int) -> Table:
+    """The terms of one length, by where they are."""
+    memory = plan.footprint.memory(tokens)
+    table = Table(title=f"at max_seq_len {tokens:,}, {name}", title_justify="left")
+    table.add_column("what")
+    table.add_column("where")
+    table.add_column("GB", justify="right")
+    for term, meaning in _TERMS.items():
+        size = getattr(memory, term)
+        in_store = term in ("keys_values", "representatives")
+        if size:
+            table.add_row(meaning, "GPU" if plan.footprint.on_gpu and not in_store else "DRAM", f"{size / 1e9:,.2f}")
+    return table

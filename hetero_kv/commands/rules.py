@@ -1,0 +1,192 @@
+"""The command `rules`: which operator and settings each layer of a model gets from a rules file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from hetero_kv.commands.injected import InjectedModel, add_model_flags, add_setting_flags, injected_model
+from hetero_kv.config import describe
+from hetero_kv.flags import FlagParser
+from hetero_kv.injection import Injection
+from hetero_kv.operators import bridge
+from hetero_kv.operators.base import Operator
+from hetero_kv.operators.retrieval_attention import RetrievalAttention
+
+UNTOUCHED = "as it is"
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Neighbouring layers in which a module gets the same.
+
+    Attributes:
+        first, last: layer numbers; None for a module that is in no layer.
+        module: its path, `*` for the layer's number.
+        operator: what it becomes; `UNTOUCHED` for an attention module that no rule replaces.
+        rule: the rule that says so, as its file calls it; None where none does.
+        settings: in force in these layers, budgets as each layer has them; empty where the operator has none.
+        changed: the names of those that are not the defaults.
+    """
+
+    first: int | None
+    last: int | None
+    module: str
+    operator: str
+    rule: str | None
+    settings: dict[str, Any]
+    changed: frozenset[str]
+
+    def continues(self, other: Row) -> bool:
+        """Whether this is the row of the next layer, and the same as `other`."""
+        same = replace(self, first=other.first, last=other.last) == other
+        return same and None not in (self.first, other.last) and self.first == (other.last or 0) + 1
+
+
+def add_flags(parser: FlagParser) -> None:
+    """Add the command's flags to `parser`."""
+    parser.usage = f"{parser.prog} RULES [flags]"
+    parser.epilog = (
+        "Settings come from, first wins: these flags, the rules file, ~/.hetero_kv/config.yaml, the defaults shown."
+    )
+    parser.add_argument("rules", metavar="RULES", help="rules file, or the name of a packaged one")
+    parser.add_argument("--all", action="store_true", help="show every setting, also those that have their default")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with every setting")
+    add_model_flags(parser)
+    add_setting_flags(parser)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Print the table; returns the exit status.
+
+    Raises:
+        HeteroKVError: a mistake in the flags or files, a model that cannot be found, or rules that do not fit it.
+    """
+    subject = injected_model(flags)
+    rows = grouped(subject.injection)
+    if flags.json:
+        print(json.dumps(_report(subject, rows), indent=2, default=str))
+    else:
+        _print(Console(), subject, rows, show_all=flags.all)
+    return 0
+
+
+def grouped(injection: Injection) -> list[Row]:
+    """What every module gets that a rule replaces, and every attention module that none does; equal neighbours as one.
+
+    The rows of a module stand together, in the model's order.
+    """
+    by_module: dict[str, list[Row]] = {}
+    for row in _rows(injection):
+        rows = by_module.setdefault(row.module, [])
+        if rows and row.continues(rows[-1]):
+            rows[-1] = replace(rows[-1], last=row.last)
+        else:
+            rows.append(row)
+    return [row for rows in by_module.values() for row in rows]
+
+
+def _rows(injection: Injection) -> list[Row]:
+    rows = []
+    for path, module in injection.model.named_modules():
+        if isinstance(module, Operator):
+            settings = _settings(module)
+            defaults = {row.name: row.default for row in describe(type(module.settings))} if module.settings else {}
+            changed = frozenset(name for name, value in settings.items() if value != defaults.get(name))
+            rule = injection.rules[module.path].source
+            rows.append(_row(module.path, type(module).__name__, rule, settings, changed))
+        elif bridge.is_attention(module) and not _inside_attention_operator(injection, path):
+            rows.append(_row(_own_path(path), UNTOUCHED, None, {}, frozenset()))
+    return rows
+
+
+def _row(path: str, operator: str, rule: str | None, settings: dict[str, Any], changed: frozenset[str]) -> Row:
+    number = _LAYER.search(path)
+    layer = int(number[0]) if number else None
+    return Row(layer, layer, _LAYER.sub("*", path, count=1), operator, rule, settings, changed)
+
+
+def _settings(operator: Operator) -> dict[str, Any]:
+    """The operator's settings as they apply in its layer: a budget per layer is that layer's number."""
+    if operator.settings is None:
+        return {}
+    settings = {row.name: getattr(operator.settings, row.name) for row in describe(type(operator.settings))}
+    if isinstance(operator, RetrievalAttention):
+        settings["second_block_count"] = "all" if operator.budget is None else operator.budget
+        if operator.preselected is not None:
+            settings["preselect_block_count"] = operator.preselected
+    return settings
+
+
+def _inside_attention_operator(injection: Injection, path: str) -> bool:
+    own = _own_path(path)
+    return any(own == other.path or own.startswith(f"{other.path}.") for other in injection.attention_operators())
+
+
+def _own_path(path: str) -> str:
+    """A module's path in the model as it was, without the operators around it."""
+    return ".".join(part for part in path.split(".") if part != "wrapped")
+
+
+def _report(subject: InjectedModel, rows: list[Row]) -> dict[str, Any]:
+    return {
+        "model": subject.name,
+        "config": subject.rules,
+        "engine": asdict(subject.injection.engine),
+        "modules": [{**asdict(row), "changed": sorted(row.changed)} for row in rows],
+    }
+
+
+def _print(console: Console, subject: InjectedModel, rows: list[Row], *, show_all: bool) -> None:
+    model_class = type(subject.injection.model).__name__
+    console.print(f"[bold]{escape(subject.name)}[/bold] ({model_class}) with {escape(subject.rules)}", soft_wrap=True)
+    engine = subject.injection.engine
+    defaults = {row.name: row.default for row in describe(type(engine))}
+    changed = frozenset(name for name, default in defaults.items() if getattr(engine, name) != default)
+    console.print(
+        f"[bold]engine[/bold]: {_written(asdict(engine), changed, show_all)}", highlight=False, soft_wrap=True
+    )
+    width = max(len(row.operator) for row in rows)
+    module = None
+    for row in rows:
+        if row.module != module:
+            module = row.module
+            console.print(f"[bold]{module}[/bold]", highlight=False)
+        settings = _written(row.settings, row.changed, show_all)
+        line = f"  {_layers(row):7}  {row.operator:{width}}  {settings}"
+        console.print(
+            f"{line.rstrip()}  [dim]({escape(_rule(row, subject.rules))})[/dim]", highlight=False, soft_wrap=True
+        )
+    if not show_all:
+        console.print("Settings that are not shown have their defaults; --all shows them.", style="dim")
+
+
+def _layers(row: Row) -> str:
+    if row.first is None:
+        return ""
+    return str(row.first) if row.first == row.last else f"{row.first}-{row.last}"
+
+
+def _rule(row: Row, rules: str) -> str:
+    """The rule, e.g. "rule 2"; one of a file that the rules file extends, e.g. "quest.yaml: rule 2"."""
+    if row.rule is None:
+        return "no operator"
+    return row.rule.removeprefix(f"{rules}: ").rpartition("/")[2]
+
+
+def _written(settings: dict[str, Any], changed: frozenset[str], show_all: bool) -> str:
+    """`name value, …`, in bold where it is not the default."""
+    shown = {name: escape(f"{name} {_value(value)}") for name, value in settings.items() if show_all or name in changed}
+    words = [f"[bold]{text}[/bold]" if show_all and name in changed else text for name, text in shown.items()]
+    return ", ".join(words) or ("defaults" if settings else "")
+
+
+def _value(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,279 @@
+"""What a context takes: exact bytes of the store in DRAM, and the memory where the model computes.
+
+Everything here follows from the model's structure and the operators' settings; no weight is read, so a model on
+torch's meta device is enough.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hetero_kv.kv.paged_layer import PagedLayer
+from hetero_kv.kv.window_layer import WindowLayer
+from hetero_kv.operators import bridge
+
+if TYPE_CHECKING:
+    from hetero_kv.injection import Injection
+
+# Token ids and positions, int64 each.
+_ID_BYTES = 16
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """The shape of one layer's keys and values.
+
+    Attributes:
+        kv_heads: heads that are stored.
+        k_dim, v_dim: their dimensions.
+    """
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+
+    @classmethod
+    def of(cls, config: Any) -> KVShape:
+        """From a transformers decoder config; MLA models (DeepSeek) store their expanded keys and values."""
+        heads = config.num_attention_heads
+        if getattr(config, "kv_lora_rank", None):
+            return cls(heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None) or heads
+        return cls(kv_heads, dim, getattr(config, "v_head_dim", None) or dim)
+
+    @classmethod
+    def of_attention(cls, attention: Any, config: Any) -> KVShape:
+        """Of one attention module: its projections say it best, since layers may differ (Gemma 4, MiMo).
+
+        Where keys and values have no projection of their own (fused ones, MLA) the config says it.
+        """
+        k_proj, v_proj = (getattr(attention, name, None) for name in ("k_proj", "v_proj"))
+        head_dim = getattr(attention, "head_dim", None)
+        rows = [getattr(projection, "out_features", None) for projection in (k_proj, v_proj or k_proj)]
+        if head_dim and isinstance(rows[0], int) and isinstance(rows[1], int) and rows[0] % head_dim == 0:
+            kv_heads = rows[0] // head_dim
+            return cls(kv_heads, head_dim, rows[1] // kv_heads)
+        return cls.of(config)
+
+    def bytes_per_token(self, element: int) -> int:
+        """Keys and values of one token in one layer, bytes, at `element` bytes a number."""
+        return self.kv_heads * (self.k_dim + self.v_dim) * element
+
+
+@dataclass(frozen=True)
+class BytesPerToken:
+    """What one token takes in DRAM blocks, bytes.
+
+    Attributes:
+        keys, values: of the token.
+        representatives: its share of what its block is chosen by: the representatives and, for types that need it, the
+            attention that each key received.
+    """
+
+    keys: float = 0
+    values: float = 0
+    representatives: float = 0
+
+    def __add__(self, other: BytesPerToken) -> BytesPerToken:
+        return BytesPerToken(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.keys + self.values + self.representatives
+
+
+@dataclass(frozen=True)
+class LayerFootprint:
+    """One layer's cache: DRAM blocks where `block_size` is set, else a window, else everything where the model is.
+
+    Attributes:
+        shape: of its keys and values.
+        stored: bytes per token in DRAM blocks.
+        block_size: tokens of a block.
+        device_window: tokens of Initial and Local that a GPU has a copy of.
+        sliding_window: keys that a query sees, in a layer with a sliding window of the model's own.
+    """
+
+    shape: KVShape
+    stored: BytesPerToken = field(default_factory=BytesPerToken)
+    block_size: int | None = None
+    device_window: int = 0
+    sliding_window: int | None = None
+
+    @classmethod
+    def of(cls, cache_layer: Any, shape: KVShape) -> LayerFootprint:
+        """Of an empty cache layer; a paged one makes its pool here, so give it the capacity of a block."""
+        if isinstance(cache_layer, PagedLayer):
+            return cls(
+                shape,
+                layer_bytes_per_token(cache_layer, shape),
+                block_size=cache_layer.block_size,
+                device_window=(cache_layer.initial_blocks + 1) * cache_layer.block_size + cache_layer.local_len,
+            )
+        if isinstance(cache_layer, WindowLayer):
+            return cls(shape, sliding_window=cache_layer.window)
+        return cls(shape, sliding_window=getattr(cache_layer, "sliding_window", None))
+
+    def blocks(self, tokens: int) -> int:
+        """Tokens of the whole blocks that `tokens` take; 0 in a layer without blocks."""
+        return 0 if self.block_size is None else math.ceil(tokens / self.block_size) * self.block_size
+
+
+def layer_bytes_per_token(layer: PagedLayer, shape: KVShape) -> BytesPerToken:
+    """What a token takes in the DRAM blocks of one layer, which is empty; it makes its pool here."""
+    # The pool says it itself, whatever arrays it has, so that the plan cannot differ from what is allocated.
+    layer.lazy_initialization(
+        torch.empty(1, shape.kv_heads, 0, shape.k_dim), torch.empty(1, shape.kv_heads, 0, shape.v_dim)
+    )
+    assert layer.pool is not None
+    key, value = (shape.kv_heads * layer.storage.bytes_per_vector(dim) for dim in (shape.k_dim, shape.v_dim))
+    return BytesPerToken(key, value, layer.pool.bytes_per_block / layer.block_size - key - value)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a number of tokens takes, bytes, term by term.
+
+    Attributes:
+        keys_values, representatives: the store in DRAM blocks, in whole blocks.
+        weights: of the model in its number type; 0 where they are loaded already.
+        windows: on a GPU, its copy of every retrieval layer's Initial and Local.
+        sliding: what the model's own sliding-window layers keep.
+        untouched: keys and values of layers without an operator.
+        layer_kv: one layer's keys and values while the prompt prefills.
+        hidden: two buffers of hidden states, the rotary tables and the token ids, while the prompt prefills.
+        activations: of one chunk, an estimate.
+    """
+
+    keys_values: int
+    representatives: int
+    weights: int
+    windows: int
+    sliding: int
+    untouched: int
+    layer_kv: int
+    hidden: int
+    activations: int
+
+    @property
+    def store(self) -> int:
+        """DRAM of the block store."""
+        return self.keys_values + self.representatives
+
+    @property
+    def compute(self) -> int:
+        """Memory where the model computes: the GPU's, or more DRAM."""
+        return sum(getattr(self, f.name) for f in fields(self)) - self.store
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a model with its rules takes, as a function of the context's length, for one sequence.
+
+    Attributes:
+        layers: the layers' caches.
+        weights: bytes that loading the model will take; 0 when it is loaded.
+        element: bytes of one number where the model computes.
+        chunk_size: tokens per prefill chunk.
+        hidden_size, rotary_dim: of the model.
+        activations: bytes per token of a chunk, an estimate.
+        on_gpu: whether the model computes on a GPU.
+    """
+
+    layers: tuple[LayerFootprint, ...]
+    weights: int
+    element: int
+    chunk_size: int
+    hidden_size: int
+    rotary_dim: int
+    activations: int
+    on_gpu: bool
+
+    @classmethod
+    def of(cls, injection: Injection, *, dtype: torch.dtype | None = None, on_gpu: bool | None = None) -> Footprint:
+        """Of an injected model, loaded or on the meta device.
+
+        Args:
+            dtype: the number type it will be loaded with; None for the one it has.
+            on_gpu: whether it will compute on a GPU; None for where it is.
+        """
+        model: Any = injection.model
+        config = bridge.text_config(model)
+        device = next(model.parameters()).device.type
+        attentions = {m.layer_idx: m for m in model.modules() if bridge.is_attention(m)}
+        element = (dtype or model.dtype).itemsize
+        layers = tuple(
+            LayerFootprint.of(cache_layer, KVShape.of_attention(attentions[index], config))
+            for index, cache_layer in enumerate(injection.cache_layers(capacity=1))
+            if index in attentions
+        )
+        shapes = [layer.shape for layer in layers] or [KVShape.of(config)]
+        largest = max(shapes, key=lambda shape: shape.bytes_per_token(1))
+        return cls(
+            layers=layers,
+            weights=_weight_bytes(model, dtype) if device == "meta" else 0,
+            element=element,
+            chunk_size=injection.engine.chunk_size,
+            hidden_size=config.hidden_size,
+            rotary_dim=getattr(config, "qk_rope_head_dim", None) or largest.k_dim,
+            activations=_chunk_activations(config, largest, element),
+            on_gpu=device not in ("cpu", "meta") if on_gpu is None else on_gpu,
+        )
+
+    @property
+    def bytes_per_token(self) -> BytesPerToken:
+        """The store's, over all layers."""
+        return sum((layer.stored for layer in self.layers), BytesPerToken())
+
+    def memory(self, tokens: int) -> Memory:
+        """What a context of `tokens` takes at its peak, when a prompt of that length has prefilled its last layer."""
+        paged = [layer for layer in self.layers if layer.block_size is not None]
+        elsewhere = [layer for layer in self.layers if layer.block_size is None]
+        return Memory(
+            keys_values=sum(round(layer.blocks(tokens) * (layer.stored.keys + layer.stored.values)) for layer in paged),
+            representatives=sum(round(layer.blocks(tokens) * layer.stored.representatives) for layer in paged),
+            weights=self.weights,
+            windows=sum(self._kv(layer, layer.device_window) for layer in paged) if self.on_gpu else 0,
+            # A window moves within a buffer with slack for as many tokens again.
+            sliding=sum(
+                self._kv(layer, min(tokens, window - 1) + window)
+                for layer in elsewhere
+                if (window := layer.sliding_window) is not None
+            ),
+            untouched=sum(self._kv(layer, tokens) for layer in elsewhere if layer.sliding_window is None),
+            layer_kv=max((self._kv(layer, tokens) for layer in paged), default=0),
+            hidden=tokens * (2 * (self.hidden_size + self.rotary_dim) * self.element + _ID_BYTES),
+            activations=min(tokens, self.chunk_size) * self.activations,
+        )
+
+    def _kv(self, layer: LayerFootprint, tokens: int) -> int:
+        return tokens * layer.shape.bytes_per_token(self.element)
+
+
+def _weight_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
+    """Parameters and buffers, each once however often it is tied, in `dtype` or their own type."""
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
+    return sum(
+        tensor.numel() * (dtype.itemsize if dtype and tensor.is_floating_point() else tensor.element_size())
+        for tensor in tensors
+    )
+
+
+def _chunk_activations(config: Any, shape: KVShape, element: int) -> int:
+    """Bytes per token of a chunk at the peak of a layer, an estimate: attention or MLP, whichever takes more."""
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    # The normed input, queries before and after rotation, keys and values repeated for the group, the output, and the
+    # float32 partial results that are merged.
+    attention = (2 * hidden + heads * (3 * shape.k_dim + 2 * shape.v_dim)) * element + 3 * 4 * heads * shape.v_dim
+    width = getattr(config, "intermediate_size", None) or 4 * hidden
+    active = getattr(config, "num_experts_per_tok", None)
+    if active:
+        width = max(width, active * (getattr(config, "moe_intermediate_size", None) or width))
+    return max(attention, (2 * hidden + 3 * width) * element) + 2 * 4 * hidden

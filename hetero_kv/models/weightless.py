@@ -1,0 +1,67 @@
+"""A model without its weights: the modules and their shapes, on torch's meta device, from the configuration alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hetero_kv.models.errors import ModelError
+from hetero_kv.models.loading import model_config
+from hetero_kv.models.named import DEFAULT_MODEL
+
+
+@dataclass(frozen=True)
+class WeightlessModel:
+    """A transformers causal language model on the meta device, in eval mode: no parameter takes any memory."""
+
+    model: Any
+    name: str
+
+
+def weightless_model(
+    name_or_path: str | os.PathLike[str] = DEFAULT_MODEL,
+    *,
+    gguf_path: str | os.PathLike[str] | None = None,
+    trust_remote_code: bool = False,
+) -> WeightlessModel:
+    """The structure of a model.
+
+    Args:
+        name_or_path: as `load_model` takes it, or a `config.json`.
+        gguf_path, trust_remote_code: as `load_model` takes them.
+
+    Raises:
+        ModelError: the model or its configuration cannot be found or read, or transformers has no causal language model
+            for it.
+    """
+    path = Path(name_or_path).expanduser()
+    is_config = path.suffix == ".json"
+    config = (
+        _config_in(path)
+        if is_config
+        else model_config(name_or_path, gguf_path=gguf_path, trust_remote_code=trust_remote_code)
+    )
+    name = (path.resolve().parent.name if path.name == "config.json" else path.stem) if is_config else str(name_or_path)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+        raise ModelError(
+            f"{name} cannot be built from its {type(config).__name__}: {type(error).__name__}: {error}; "
+            "check that it is a causal language model and that this version of transformers supports it"
+        ) from error
+    return WeightlessModel(model.eval(), name)
+
+
+def _config_in(path: Path) -> Any:
+    if not path.is_file():
+        raise ModelError(f"there is no configuration {str(path)!r}; check the path")
+    try:
+        return AutoConfig.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{str(path)!r} is no transformers configuration: {type(error).__name__}: {error}") from error

@@ -1,0 +1,44 @@
+"""A model's forward, guarded: what does not fit or cannot be computed is refused before anything is stored, and a
+forward that fails half-way leaves every layer of the cache as it was."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hetero_kv.kv.cache import HeteroCache, undo_on_error
+from hetero_kv.operators.bridge import UnsupportedModelError
+
+_RECORDED = ("output_hidden_states", "output_attentions")
+
+
+def guarded(model: Any) -> Callable[..., Any]:
+    """`model.forward` with the guard around it; `model` is the module that walks through the layers.
+
+    Raises, when called with a HeteroCache:
+        CacheFullError: the new tokens do not fit into every layer.
+        UnsupportedModelError: the model's config asks to record what chunks would garble.
+    """
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def guarded_forward(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        cache = next((value for value in given if isinstance(value, HeteroCache)), None)
+        if cache is None:
+            return forward(*args, **kwargs)
+        for name in _RECORDED:
+            if getattr(model.config, name, False) or kwargs.get(name):
+                raise UnsupportedModelError(
+                    f"{name} would be recorded once per chunk and layer; ask for it without a HeteroCache, after "
+                    "hetero_kv.eject(model)"
+                )
+        tokens = next(value for value in given if isinstance(value, torch.Tensor)).shape
+        cache.require_room(batch=tokens[0], tokens=tokens[1])
+        with undo_on_error(cache):
+            return forward(*args, **kwargs)
+
+    return guarded_forward

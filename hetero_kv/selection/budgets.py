@@ -1,0 +1,60 @@
+"""How many blocks each layer may attend to: one number, a number per layer, or a pyramid."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hetero_kv.errors import HeteroKVError
+
+_PYRAMID = re.compile(r"\s*pyramid\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Pyramid:
+    """Budgets that fall linearly from the bottom layer to the top (PyramidKV, arXiv:2406.02069), `pyramid(low, high)`.
+
+    Attributes:
+        low: the top layer's budget.
+        high: the bottom layer's budget.
+    """
+
+    low: int
+    high: int
+
+    #: What a value of this kind looks like, for errors and the documentation.
+    expected = "pyramid(low, high)"
+
+    @classmethod
+    def parse(cls, text: str) -> Pyramid | None:
+        """The pyramid that `text` spells, or None. Low may not be above high."""
+        found = _PYRAMID.fullmatch(text)
+        if found is None:
+            return None
+        low, high = int(found[1]), int(found[2])
+        return cls(low, high) if low <= high else None
+
+    def __str__(self) -> str:
+        return f"pyramid({self.low}, {self.high})"
+
+
+Budget = int | str | tuple[int, ...] | Pyramid
+
+
+def layer_budget(key: str, budget: Budget, layer_idx: int, num_layers: int) -> int | None:
+    """Blocks that layer `layer_idx` of `num_layers` may attend to; None for all of them.
+
+    Raises HeteroKVError, naming the setting `key`, when a list has not one number per layer.
+    """
+    if budget == "all":
+        return None
+    if isinstance(budget, Pyramid):
+        share = layer_idx / max(1, num_layers - 1)
+        return round(budget.high - share * (budget.high - budget.low))
+    if isinstance(budget, tuple):
+        if len(budget) != num_layers:
+            raise HeteroKVError(
+                f"{key} lists {len(budget)} numbers and the model has {num_layers} layers; give one number per layer"
+            )
+        return budget[layer_idx]
+    return int(budget)

@@ -1,0 +1,40 @@
+"""The observation window: the last queries of a prompt, which tell what in it they look at (SnapKV, section 4)."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_ops.received_attention import received_attention
+
+
+class Observation:
+    """The last `window` queries of a prompt and the log-sum-exp of their attention, gathered chunk by chunk.
+
+    Attributes:
+        q: [batch, heads, n, k_dim], n up to `window`; None before the first chunk.
+        lse: [batch, heads, n] float32, over everything a query sees.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self.q: torch.Tensor | None = None
+        self.lse: torch.Tensor | None = None
+
+    def watch(self, q: torch.Tensor, lse: torch.Tensor, scale: float, softcap: float | None) -> None:
+        """Add a chunk's queries [batch, heads, tokens, k_dim] and their lse [batch, heads, tokens]."""
+        q, lse = q[:, :, -self.window :], lse[:, :, -self.window :]
+        if self.q is not None and self.lse is not None and q.shape[2] < self.window:
+            q, lse = torch.cat([self.q, q], dim=2), torch.cat([self.lse, lse], dim=2)
+        # Clones, because slices would keep the whole chunk's queries alive.
+        self.q, self.lse = q[:, :, -self.window :].clone(), lse[:, :, -self.window :].clone()
+        self._scale, self._softcap = scale, softcap
+
+    def received(self, keys: torch.Tensor) -> torch.Tensor:
+        """Attention that each key of the sequence received from the window: [batch, kv_heads, length] float32.
+
+        Args:
+            keys: [batch, kv_heads, length, k_dim], of the whole sequence, the window's own included.
+        """
+        assert self.q is not None
+        assert self.lse is not None
+        return received_attention(self.q, self.lse, keys, self._scale, self._softcap)

@@ -1,0 +1,220 @@
+"""Retrieval in whole models: exact when the budget covers, and choosing what its definition says when it does not."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.operators import RetrievalAttention
+from hetero_kv.rules import parse_rules
+
+TYPES = {"MAX": 1, "MEAN": 1, "QUEST": 2, "DYNAMIC": 2, "FIXED": 3}
+SMALL = {"block_size": 4, "local_windows_len": 8, "initial_len": 4, "chunk_size": 16, "max_seq_len": 512}
+_LLAMA = tiny_model("llama", num_hidden_layers=4)
+
+
+@pytest.fixture
+def llama():
+    yield _LLAMA
+    if getattr(_LLAMA, "hetero_kv_injection", None) is not None:
+        eject(_LLAMA)
+
+
+def injected(model, **settings):
+    """The model with these settings in every layer, and a new cache."""
+    every = {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}}
+    layer = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
+    inject(model, parse_rules({"rules": [every, layer], "long_context": {**SMALL, **settings}}))
+    return HeteroCache(model)
+
+
+def random_tokens(count, seed=0):
+    return torch.randint(2, 97, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model, cache, *parts):
+    """Logits of prompts and single tokens, one after the other."""
+    with torch.no_grad():
+        return torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
+
+
+@pytest.mark.parametrize(("representative_type", "preselect_block"), list(zip(TYPES, [0, 1, 0, 1, 1], strict=True)))
+@pytest.mark.parametrize("head_select_mode", ["SHARED", "SEPARATE"])
+def test_a_covering_budget_is_exact_over_300_tokens_and_a_second_turn(
+    llama, representative_type, head_select_mode, preselect_block
+):
+    prompt, answer, turn = random_tokens(45, 1), random_tokens(300, 2), random_tokens(21, 3)
+    parts = [prompt, *answer.split(1, dim=1), turn, *random_tokens(10, 4).split(1, dim=1)]
+    with torch.no_grad():
+        expected = llama(torch.cat(parts, dim=1)).logits
+    cache = injected(
+        llama,
+        kv_type="FP32",
+        representative_type=representative_type,
+        representative_num=TYPES[representative_type],
+        head_select_mode=head_select_mode,
+        preselect_block=bool(preselect_block),
+        preselect_block_count=200,
+        second_block_count=200,
+    )
+    actual = logits(llama, cache, *parts)
+    assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def recorded(monkeypatch):
+    """A list that fills with (layer, token, positions that were attended in the Context) of every selection."""
+    record = []
+    selection = RetrievalAttention._selection
+
+    def kept(self, layer, q, context):
+        positions = selection(self, layer, q, context)
+        record.append((self.layer_idx, layer.state.decoded, positions.copy(), q.copy(), layer))
+        return positions
+
+    monkeypatch.setattr(RetrievalAttention, "_selection", kept)
+    return record
+
+
+@pytest.mark.parametrize(("representative_type", "number"), list(TYPES.items()))
+@pytest.mark.parametrize("head_select_mode", ["SHARED", "SEPARATE"])
+@pytest.mark.parametrize("group_reduce", ["mean", "max"])
+def test_the_blocks_chosen_while_decoding_are_the_references(
+    llama, monkeypatch, representative_type, number, head_select_mode, group_reduce
+):
+    record = recorded(monkeypatch)
+    cache = injected(
+        llama,
+        kv_type="FP32",
+        representative_type=representative_type,
+        representative_num=number,
+        head_select_mode=head_select_mode,
+        group_reduce=group_reduce,
+        second_block_count=3,
+    )
+    logits(llama, cache, random_tokens(60))
+    for token in random_tokens(25, 1).split(1, dim=1):
+        record.clear()
+        logits(llama, cache, token)
+        for _, _, positions, q, layer in record:
+            first, end = layer.initial_blocks, layer.context_end
+            ids = layer.rows[0].ids[first:end]
+            keys, vectors = layer.pool.keys[ids.astype(int)], layer.pool.representatives[ids.astype(int)]
+            if representative_type == "QUEST":
+                high, low = (q[0][:, :, None] * part.numpy() for part in _by_head(keys.amax(2), keys.amin(2)))
+                scores = np.maximum(high, low).sum(-1)
+            else:
+                scores = np.einsum("hgd,bhrd->hgbr", q[0], vectors.numpy()).max(-1)
+            per_head = scores.mean(1) if group_reduce == "mean" else scores.max(1)
+            lists = [per_head.sum(0)] if head_select_mode == "SHARED" else list(per_head)
+            expected = [sorted(np.argsort(-scores, kind="stable")[:3].tolist()) for scores in lists]
+            assert positions[0].tolist() == expected
+
+
+def _by_head(*vectors):
+    """[blocks, kv_heads, dim] -> [kv_heads, 1, blocks, dim], to be multiplied with [kv_heads, group, 1, dim]."""
+    return [vector.transpose(0, 1)[:, None] for vector in vectors]
+
+
+def test_dynamic_representatives_of_generated_blocks_follow_the_attention_of_decoded_queries(llama):
+    cache = injected(llama, kv_type="FP32", second_block_count="all", representative_num=1)
+    for operator in llama.hetero_kv_injection.attention_operators():
+        operator.keeps_received = True
+        operator.budget = 500
+    cache = HeteroCache(llama)
+    prompt, answer = random_tokens(20), random_tokens(40, 1)
+    logits(llama, cache, prompt, *answer.split(1, dim=1))
+    eject(llama)
+    with torch.no_grad():
+        # The untouched model's own attention probabilities, [1, heads, 60, 60] per layer.
+        llama.config._attn_implementation, kept = "eager", llama.config._attn_implementation
+        attentions = llama(torch.cat([prompt, answer], dim=1), output_attentions=True).attentions
+        llama.config._attn_implementation = kept
+    for layer, attention in zip(cache.layers, attentions, strict=True):
+        by_kv_head = attention[0].unflatten(0, (2, 2)).sum(1)
+        for block in range(6, layer.context_end):
+            # Generated tokens are watched from their own step until their block enters the Context.
+            last = (block + 1) * 4 + 8 - 1
+            received = by_kv_head[:, block * 4 : last, block * 4 : block * 4 + 4].sum(1)
+            best = received.argmax(dim=1)
+            pool_id = int(layer.rows[0].ids[block])
+            for head in range(2):
+                expected = layer.pool.keys[pool_id, head, best[head]]
+                assert torch.equal(layer.pool.representatives[pool_id, head, 0], expected)
+
+
+@pytest.mark.parametrize(("layer_step", "token_step"), list(itertools.product([1, 2, 3], [1, 3])))
+def test_blocks_are_reselected_by_the_schedule_and_reused_between(llama, monkeypatch, layer_step, token_step):
+    record, chosen = recorded(monkeypatch), []
+    best = RetrievalAttention._best
+    monkeypatch.setattr(
+        RetrievalAttention, "_best", lambda self, *args: (chosen.append(self.layer_idx), best(self, *args))[1]
+    )
+    cache = injected(
+        llama, representative_type="MEAN", second_block_count=3, layer_step=layer_step, token_step=token_step
+    )
+    logits(llama, cache, random_tokens(70))
+    last = {}
+    for index, token in enumerate(random_tokens(9, 1).split(1, dim=1)):
+        record.clear()
+        chosen.clear()
+        logits(llama, cache, token)
+        due = [i for i in range(4) if i % layer_step == 0] if index % token_step == 0 else []
+        assert chosen == due
+        for layer_idx, decoded, positions, _, _ in record:
+            assert decoded == index
+            if layer_idx in due:
+                last[layer_idx // layer_step] = positions
+            assert positions.tolist() == last[layer_idx // layer_step].tolist()
+
+
+def test_dense_layers_attend_to_everything(llama, monkeypatch):
+    record = recorded(monkeypatch)
+    cache = injected(llama, representative_type="MEAN", second_block_count=2, dense_layer_num=3)
+    logits(llama, cache, random_tokens(60), random_tokens(1, 1))
+    assert [layer for layer, *_ in record] == [3]
+
+
+def test_budgets_may_differ_by_layer(llama, monkeypatch):
+    record = recorded(monkeypatch)
+    cache = injected(llama, representative_type="MEAN", second_block_count="pyramid(1, 7)")
+    logits(llama, cache, random_tokens(90), random_tokens(1, 1))
+    assert [positions.shape[2] for _, _, positions, *_ in record] == [7, 5, 3, 1]
+    eject(llama)
+    with pytest.raises(HeteroKVError, match="second_block_count lists 2 numbers and the model has 4 layers"):
+        injected(llama, second_block_count=[1, 2])
+
+
+def test_preselection_restricts_the_answer_and_is_made_anew_for_the_next_turn(llama, monkeypatch):
+    record = recorded(monkeypatch)
+    cache = injected(
+        llama, representative_type="MEAN", second_block_count=2, preselect_block=True, preselect_block_count=4
+    )
+    seen = []
+    for turn in range(2):
+        logits(llama, cache, random_tokens(80, turn))
+        candidates = [set(layer.state.candidates[0, 0].tolist()) for layer in cache.layers]
+        end = cache.layers[0].context_blocks
+        record.clear()
+        logits(llama, cache, *random_tokens(30, turn + 5).split(1, dim=1))
+        for layer_idx, _, positions, *_ in record:
+            assert all(p in candidates[layer_idx] or p >= end for p in positions[0, 0].tolist())
+        seen.append(candidates)
+    assert seen[0] != seen[1]
+
+
+def test_recall_is_measured_and_never_falls_when_the_budget_grows(llama):
+    recalls = []
+    for budget in (0, 1, 2, 4, 8, "all"):
+        cache = injected(llama, kv_type="FP32", second_block_count=budget, dense_layer_num=0, measure_recall=True)
+        logits(llama, cache, random_tokens(80), random_tokens(1, 1))
+        recalls.append(cache.layers[0].state.recall)
+        eject(llama)
+    assert recalls == sorted(recalls)
+    assert recalls[0] < 0.999
+    assert recalls[-1] == pytest.approx(1, abs=1e-5)

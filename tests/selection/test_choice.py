@@ -1,0 +1,122 @@
+"""The choice of blocks against plain references: scores, ties, head modes, votes, budgets."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpu_ops.received_attention import received_attention
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.selection.block_scores import select_blocks
+from hetero_kv.selection.budgets import Pyramid, layer_budget
+from hetero_kv.selection.observation import Observation
+from hetero_kv.selection.preselection import block_votes, preselect
+from hetero_kv.selection.state import RetrievalState
+
+
+def best(scores, count):
+    """Positions of the `count` highest, ties to the earlier, ascending."""
+    return sorted(np.argsort(-scores, kind="stable")[:count].tolist())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 2),
+    blocks=st.integers(1, 12),
+    share=st.floats(0, 1),
+    shared=st.booleans(),
+    group_reduce=st.sampled_from(["mean", "max"]),
+    ties=st.booleans(),
+    seed=st.integers(0, 999),
+)
+def test_selected_blocks_are_the_references(rows, blocks, share, shared, group_reduce, ties, seed):
+    rng = np.random.default_rng(seed)
+    shape = (rows, 3, 4, blocks)
+    scores = (rng.integers(0, 3, shape) if ties else rng.standard_normal(shape)).astype(np.float32)
+    count = max(1, int(share * blocks))
+    chosen = select_blocks(scores, count, shared, group_reduce)
+    for row in range(rows):
+        per_head = scores[row].mean(axis=1) if group_reduce == "mean" else scores[row].max(axis=1)
+        lists = [per_head.sum(axis=0)] if shared else list(per_head)
+        assert [positions.tolist() for positions in chosen[row]] == [best(head, count) for head in lists]
+
+
+def test_only_allowed_blocks_are_selected():
+    scores = np.array([9, 8, 7, 6, 5], dtype=np.float32).reshape(1, 1, 1, 5).repeat(2, axis=1)
+    allowed = np.array([[[1, 3, 4], [0, 2, 4]]], dtype=np.int32)
+    assert select_blocks(scores, 2, shared=False, allowed=allowed).tolist() == [[[1, 3], [0, 2]]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    length=st.integers(1, 70),
+    window=st.integers(1, 30),
+    softcap=st.sampled_from([None, 2.0]),
+    chunk=st.integers(1, 40),
+    seed=st.integers(0, 999),
+)
+def test_received_attention_is_the_column_sum_of_the_last_rows(length, window, softcap, chunk, seed):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(1, 4, length, 8, generator=generator)
+    k = torch.randn(1, 2, length, 8, generator=generator)
+    scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
+    expected = scores.softmax(-1)[:, :, -window:].sum(dim=2).unflatten(1, (2, 2)).sum(dim=2)
+    observation = Observation(window)
+    for queries, lse in zip(q.split(chunk, 2), scores.logsumexp(-1).split(chunk, 2), strict=True):
+        observation.watch(queries, lse, 0.5, softcap)
+    torch.testing.assert_close(observation.received(k), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_received_attention_of_a_long_sequence_is_taken_in_tiles():
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 1, 5, 8, generator=generator), torch.randn(1, 1, 5000, 8, generator=generator)
+    scores = q @ k.transpose(-1, -2)
+    seen = torch.arange(5000)[None, :] <= torch.arange(4995, 5000)[:, None]
+    scores = scores.masked_fill(~seen, float("-inf"))
+    received = received_attention(q, scores.logsumexp(-1), k, 1.0)
+    torch.testing.assert_close(received[0, 0], scores.softmax(-1)[0, 0].sum(0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel_size", [1, 3, 5])
+@pytest.mark.parametrize("shared", [False, True])
+def test_preselection_is_snapkvs_pooled_vote_over_blocks(kernel_size, shared):
+    received = torch.rand(2, 3, 50, generator=torch.Generator().manual_seed(kernel_size))
+    first, end, size = 2, 11, 4
+    chosen = preselect(block_votes(received, first, end, size, kernel_size), 4, shared)
+    for row in range(2):
+        votes = []
+        for head in range(3):
+            context = np.pad(received[row, head, first * size : end * size].numpy(), kernel_size // 2)
+            pooled = np.array([context[i : i + kernel_size].mean() for i in range((end - first) * size)])
+            votes.append(pooled.reshape(end - first, size).mean(axis=1))
+        lists = [np.mean(votes, axis=0)] if shared else votes
+        assert [positions.tolist() for positions in chosen[row]] == [best(vote, 4) for vote in lists]
+
+
+def test_blocks_that_enter_the_context_after_preselection_are_candidates_too():
+    state = RetrievalState(candidates=np.array([[[1, 4]]], dtype=np.int32), preselected_end=6)
+    assert state.allowed(8).tolist() == [[[1, 4, 6, 7]]]
+    assert RetrievalState().allowed(8) is None
+
+
+def test_a_budget_is_a_number_a_list_or_a_pyramid():
+    assert layer_budget("second_block_count", 7, 2, 4) == 7
+    assert layer_budget("second_block_count", "all", 2, 4) is None
+    assert [layer_budget("second_block_count", (9, 8, 7, 6), i, 4) for i in range(4)] == [9, 8, 7, 6]
+    assert [layer_budget("second_block_count", Pyramid(4, 10), i, 4) for i in range(4)] == [10, 8, 6, 4]
+
+
+def test_a_list_of_the_wrong_length_is_an_error():
+    with pytest.raises(HeteroKVError, match="second_block_count lists 3 numbers and the model has 4 layers"):
+        layer_budget("second_block_count", (1, 2, 3), 0, 4)
+
+
+@pytest.mark.parametrize("text", ["pyramid(9, 4)", "pyramid(1)", "pyramid(-1, 4)", "tower(1, 2)"])
+def test_what_is_no_pyramid_is_not_taken_for_one(text):
+    assert Pyramid.parse(text) is None
