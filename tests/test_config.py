@@ -55,9 +55,17 @@ def test_defaults_are_those_of_the_specification() -> None:
         initial_len=128,
         local_windows_len=4096,
         second_block_count=96,
-        representative_type="MEAN",
+        preselect_block=False,
+        preselect_block_count=96,
+        kernel_size=5,
+        observation_len=128,
+        representative_type="DYNAMIC",
         representative_num=1,
         head_select_mode="SHARED",
+        group_reduce="mean",
+        layer_step=1,
+        token_step=1,
+        dense_layer_num=0,
         kv_type="FP16",
     )
 
@@ -140,12 +148,26 @@ def test_settings_that_are_no_mapping_are_an_error(mapping: Any) -> None:
         ({"initial_len": -1}, "initial_len is -1; it must be a whole number of at least 0"),
         ({"local_windows_len": 0}, "local_windows_len is 0; it must be a whole number of at least 1"),
         ({"second_select_num": -1}, "second_select_num is -1; it must be a whole number of at least 0, or all"),
-        ({"second_block_count": "al"}, "it must be a whole number of at least 0, or all; did you mean all?"),
+        (
+            {"second_block_count": "al"},
+            "or all, or a list of them, one per layer, or pyramid(low, high); did you mean all?",
+        ),
         ({"kv_type": "FP61"}, "kv_type is 'FP61'; it must be FP16 or FP32; did you mean FP16?"),
         ({"kv_type": 16}, "kv_type is 16; it must be FP16"),
         ({"head_select_mode": "SHRED"}, "it must be SHARED or SEPARATE; did you mean SHARED?"),
-        ({"anchor_type": "MEAM"}, "anchor_type is 'MEAM'; it must be MEAN"),
-        ({"representative_num": 2}, "representative_num is 2; representative_type MEAN takes 1"),
+        (
+            {"anchor_type": "MEAM"},
+            "anchor_type is 'MEAM'; it must be MAX or MEAN or QUEST or DYNAMIC or FIXED; did you mean MEAN?",
+        ),
+        (
+            {"representative_type": "MEAN", "representative_num": 2},
+            "representative_num is 2; representative_type MEAN takes 1",
+        ),
+        ({"representative_type": "QUEST"}, "representative_num is 1; representative_type QUEST takes 2"),
+        ({"representative_num": 129}, "a block of block_size 128 has no more keys than that"),
+        ({"kernel_size": 4}, "kernel_size is 4; it must be odd"),
+        ({"preselect_block": "yes"}, "preselect_block is 'yes'; it must be true or false"),
+        ({"preselect_block_count": "pyramid(9, 1)"}, "or pyramid(low, high)"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_right(mapping: dict[str, Any], expected: str) -> None:
@@ -259,7 +281,7 @@ def test_a_description_holds_type_range_unit_and_aliases() -> None:
     row = next(row for row in describe(RetrievalSettings) if row.name == "second_block_count")
     assert row[:5] == (
         "second_block_count",
-        "a whole number of at least 0, or all",
+        "a whole number of at least 0, or all, or a list of them, one per layer, or pyramid(low, high)",
         96,
         "blocks",
         ("second_select_num",),

@@ -13,7 +13,14 @@ pytestmark = pytest.mark.slow
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 DEPTHS = (10, 30, 50, 70, 90)
-SPARSE = {"second_block_count": 8, "block_size": 128, "local_windows_len": 512, "initial_len": 128, "chunk_size": 1024}
+SPARSE = {
+    "representative_type": "MEAN",
+    "second_block_count": 8,
+    "block_size": 128,
+    "local_windows_len": 512,
+    "initial_len": 128,
+    "chunk_size": 1024,
+}
 
 
 @pytest.fixture(scope="module")

@@ -138,7 +138,7 @@ def test_kwargs_win_over_long_context_and_that_over_the_settings_file() -> None:
         f"long_context: {{block_size: 64, second_block_count: 4, chunk_size: 9}}\nrules: {ATTENTION_RULE}"
     )
     settings = rules.operator_settings(rules.rules[0], settings_file={"block_size": 1, "initial_len": 3})
-    assert settings == RetrievalSettings(block_size=64, second_block_count=8, initial_len=3)
+    assert settings == RetrievalSettings(block_size=64, second_block_count=8, initial_len=3, representative_type="MEAN")
     assert rules.engine_settings(settings_file={"chunk_size": 1, "threads_num": 1}) == EngineSettings(9, threads_num=1)
 
 
@@ -453,7 +453,7 @@ def test_the_ktransformers_recipe_is_the_base_configuration_of_the_article() -> 
     rules = load_rules("ktransformers")
     assert rules.engine_settings().chunk_size == 4096
     assert rules.operator_settings(rules.rules[1]) == RetrievalSettings(
-        block_size=128, local_windows_len=4096, second_block_count=96, representative_type="MEAN", kv_type="FP16"
+        block_size=128, local_windows_len=4096, second_block_count=96, representative_type="DYNAMIC", kv_type="FP16"
     )
 
 

@@ -218,3 +218,44 @@ def test_recall_is_measured_and_never_falls_when_the_budget_grows(llama):
     assert recalls == sorted(recalls)
     assert recalls[0] < 0.999
     assert recalls[-1] == pytest.approx(1, abs=1e-5)
+
+
+RECIPES = ("dense", "ktransformers", "kvretrieval", "quest", "snapkv", "infllm", "streaming")
+COVERING = {"second_block_count": 500, "preselect_block_count": 500, "local_windows_len": 8, "initial_len": 4}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kv_type", ["FP32", "FP16"])
+def test_every_recipe_is_exact_with_a_covering_budget(llama, recipe, kv_type):
+    parts = [random_tokens(150, 1), *random_tokens(140, 2).split(1, dim=1), random_tokens(9, 3)]
+    with torch.no_grad():
+        expected = llama(torch.cat(parts, dim=1)).logits
+    settings = {**COVERING, "kv_type": kv_type, "max_seq_len": 512, "chunk_size": 64}
+    inject(llama, recipe, command_line=settings)
+    error = float((logits(llama, HeteroCache(llama), *parts) - expected).abs().max() / expected.abs().max())
+    assert error < {"FP32": 1e-5, "FP16": 5e-3}[kv_type]
+
+
+def test_ktransformers_own_settings_are_accepted_as_they_are(llama):
+    pasted = """
+    chunk_size: 4096 # prefill chunk size
+    max_seq_len: 100000 # KVCache length
+    block_size: 128 # KVCache block size
+    local_windows_len: 4096 # The KVCache of length local_windows_len is stored on the GPU.
+    second_select_num: 96 # After preselection, each time select the number of KVCache blocks.
+    threads_num: 64 # CPU thread num
+    anchor_type: DYNAMIC # KVCache block representative token selection method.
+    kv_type: FP16
+    dense_layer_num: 0 # The first few layers do not need to fill or select KVCache
+    anchor_num: 1 # The number of representative tokens within a KVCache block.
+    preselect_block: False # Whether to preselect.
+    head_select_mode: SHARED # All kv_heads jointly select.
+    preselect_block_count: 96 # Number of preselected blocks.
+    layer_step: 1 # Select every few layers.
+    token_step: 1 # Select every few tokens.
+    """
+    block = "\n".join(line[2:] for line in pasted.splitlines())
+    injection = inject(llama, parse_rules(f"extends: ktransformers.yaml\nlong_context:{block}"))
+    settings = injection.operators["model.layers.0.self_attn"].settings
+    assert (settings.second_block_count, settings.representative_type, settings.dense_layer_num) == (96, "DYNAMIC", 0)
+    assert injection.engine.max_seq_len == 100_000

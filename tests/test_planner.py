@@ -1,0 +1,277 @@
+"""What a context takes, against what is really allocated, and the largest that fits."""
+
+from __future__ import annotations
+
+import gc
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import ARCHITECTURES, tiny_config, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hetero_kv.config import RetrievalSettings
+from hetero_kv.injection import inject
+from hetero_kv.kv import storage
+from hetero_kv.kv.cache import HeteroCache
+from hetero_kv.kv.device_window import DeviceWindow
+from hetero_kv.kv.paged_layer import PagedLayer
+from hetero_kv.kv.window_layer import WindowLayer
+from hetero_kv.planner import (
+    RESERVE,
+    BytesPerToken,
+    Footprint,
+    KVShape,
+    LayerFootprint,
+    OutOfMemoryError,
+    Plan,
+    resolve_max_seq_len,
+)
+from hetero_kv.rules import RuleSet, parse_rules
+from hetero_kv.selection import representatives
+
+K = 1024
+INTERNLM_7B = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "vocab_size": 92544,
+    "max_position_embeddings": K * K,
+}
+LLAMA_70B = {
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "vocab_size": 128256,
+    "max_position_embeddings": 128 * K,
+}
+
+
+def without_weights(config):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def llama_plan(shape=INTERNLM_7B, dram=10**15, gpu=None, on_gpu=False, **overrides):
+    model = without_weights(AutoConfig.for_model("llama", **shape))
+    footprint = Footprint.of(
+        inject(model, "ktransformers", command_line=overrides), dtype=torch.bfloat16, on_gpu=on_gpu
+    )
+    return Plan(footprint, dram, gpu, shape["max_position_embeddings"])
+
+
+@pytest.mark.parametrize(
+    ("thousands", "article", "last_digit"),
+    [(4, 0.5, 0.1), (32, 4.29, 0.01), (64, 8.58, 0.01), (128, 17.1, 0.1), (512, 68.7, 0.1), (1024, 137.4, 0.1)],
+)
+def test_the_table_of_the_article_for_a_7b_model_is_reproduced(thousands, article, last_digit):
+    gigabytes = llama_plan().footprint.memory(thousands * K).keys_values / 1e9
+    assert 0 <= gigabytes - article < last_digit
+
+
+def test_a_70b_model_is_planned_without_its_weights():
+    before = psutil.Process().memory_info().rss
+    footprint = llama_plan(LLAMA_70B, on_gpu=True).footprint
+    assert footprint.weights == pytest.approx(70.55e9 * 2, rel=1e-3)
+    assert footprint.bytes_per_token.keys == footprint.bytes_per_token.values == 80 * 8 * 128 * 2
+    assert psutil.Process().memory_info().rss - before < 1e9
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_every_layer_takes_what_its_pool_takes(model_type):
+    model = tiny_model(model_type)
+    injection = inject(model, "ktransformers", command_line={"block_size": 4, "max_seq_len": 64})
+    footprint = Footprint.of(injection)
+    cache = HeteroCache(model)
+    with torch.no_grad():
+        model(torch.randint(2, 90, (1, 13)), past_key_values=cache)
+    paged = [layer for layer in cache.layers if isinstance(layer, PagedLayer)]
+    assert len(paged) == sum(layer.block_size is not None for layer in footprint.layers)
+    assert footprint.memory(13).store == sum(layer.pool.bytes_touched for layer in paged)
+    for kept, planned in zip(cache.layers, footprint.layers, strict=True):
+        keys, values = (kept.pool.keys, kept.pool.values) if isinstance(kept, PagedLayer) else (kept.keys, kept.values)
+        assert planned.shape == KVShape(keys.shape[1], keys.shape[3], values.shape[3])
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_a_model_without_weights_is_planned_as_the_loaded_one(model_type):
+    loaded = Footprint.of(inject(tiny_model(model_type), "ktransformers"))
+    planned = Footprint.of(inject(without_weights(tiny_config(model_type)), "ktransformers"))
+    assert planned.weights == pytest.approx(sum(p.nbytes for p in tiny_model(model_type).parameters()), rel=0.01)
+    assert planned.layers == loaded.layers
+    assert planned.memory(1000).store == loaded.memory(1000).store
+    assert planned.memory(1000).compute - planned.weights == loaded.memory(1000).compute
+
+
+@pytest.mark.parametrize("representative_type", representatives.names())
+@pytest.mark.parametrize("kv_type", storage.names())
+def test_bytes_per_token_are_those_of_the_pool(kv_type, representative_type):
+    count = representatives.get(representative_type).counts[0]
+    settings = {"kv_type": kv_type, "representative_type": representative_type, "representative_num": count}
+    rules = RuleSet(None, {"block_size": 32}, ())
+    assert rules.long_context["block_size"] == 32
+    rule_text = {
+        "long_context": {"block_size": 32, "local_windows_len": 32, **settings},
+        "rules": [
+            {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
+            {"match": {"name": "self_attn$"}, "replace": {"class": "RetrievalAttention"}},
+        ],
+    }
+    shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    config = AutoConfig.for_model("llama", hidden_size=64, intermediate_size=64, vocab_size=99, **shape)
+    injection = inject(AutoModelForCausalLM.from_config(config).eval(), parse_rules(rule_text))
+    layer = injection.cache_layers(1000)[0]
+    layer.append(torch.randn(1, 2, 96, 64), torch.randn(1, 2, 96, 64))
+    footprint = Footprint.of(injection)
+    kind = storage.get(kv_type)
+    assert footprint.bytes_per_token.keys == footprint.bytes_per_token.values == 2 * 2 * kind.bytes_per_vector(64)
+    assert footprint.memory(96).store == 2 * layer.pool.bytes_touched
+    assert footprint.bytes_per_token.total == 2 * layer.pool.bytes_touched / 96
+
+
+def test_memory_grows_by_what_is_planned_for_the_store():
+    length, shape = (
+        32 * K,
+        {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128},
+    )
+    config = AutoConfig.for_model("llama", hidden_size=64, intermediate_size=64, vocab_size=99, **shape)
+    injection = inject(AutoModelForCausalLM.from_config(config).eval(), "ktransformers")
+    keys, values = torch.randn(1, 8, K, 128), torch.randn(1, 8, K, 128)
+    warm = injection.cache_layers(K)[0]
+    warm.append(keys, values)
+    layers = injection.cache_layers(length)
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    for layer in layers:
+        for _ in range(length // K):
+            layer.append(keys, values)
+    growth = psutil.Process().memory_info().rss - before
+    planned = Footprint.of(injection).memory(length).store
+    assert planned > 250e6
+    assert growth == pytest.approx(planned, rel=0.05)
+
+
+def test_the_window_on_a_gpu_is_what_is_planned():
+    plan = llama_plan(on_gpu=True, initial_len=100, local_windows_len=300)
+    like = torch.empty(1, 8, 0, 128, dtype=torch.bfloat16)
+    window = DeviceWindow(128, 300, 128, like, like)
+    assert plan.footprint.memory(10_000).windows == 32 * window.nbytes
+    assert llama_plan(initial_len=100, local_windows_len=300).footprint.memory(10_000).windows == 0
+
+
+@pytest.mark.parametrize("length", [5, 16, 17, 100])
+def test_sliding_layers_take_what_their_buffers_take(length):
+    layer = WindowLayer(16)
+    with layer.prefill(length):
+        layer.extend(torch.randn(1, 2, length, 8), torch.randn(1, 2, length, 8))
+    planned = LayerFootprint.of(WindowLayer(16), KVShape(2, 8, 8))
+    footprint = footprint_of([planned], element=4)
+    # Right after a prompt that ends in the first half of the slack, the buffer is not moved.
+    assert layer.dram_bytes <= footprint.memory(length).sliding <= layer.dram_bytes * 1.5
+    assert footprint.memory(10**6).sliding == footprint.memory(100).sliding
+    assert footprint.memory(length).store == 0
+
+
+def test_layers_that_rules_leave_alone_take_memory_where_the_model_computes():
+    leave_first = {
+        "rules": [
+            {"match": {"name": r"layers\.0\.self_attn$"}, "replace": {"class": "default"}},
+            {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
+            {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}},
+        ]
+    }
+    footprint = Footprint.of(inject(tiny_model("llama"), parse_rules(leave_first)))
+    assert footprint.memory(100).untouched == 100 * 2 * 2 * 12 * 4
+    assert len([layer for layer in footprint.layers if layer.block_size]) == 2
+
+
+def test_prefill_holds_two_hidden_buffers_and_one_layer_whatever_the_length():
+    footprint = llama_plan().footprint
+    short, long = footprint.memory(8 * K), footprint.memory(16 * K)
+    assert long.layer_kv == 2 * short.layer_kv == 16 * K * 8 * 256 * 2
+    assert long.hidden == 2 * short.hidden >= 2 * 16 * K * 4096 * 2
+    assert long.activations == short.activations
+
+
+def test_activations_follow_the_chunk():
+    assert llama_plan(chunk_size=K).footprint.memory(9 * K).activations * 4 == (
+        llama_plan(chunk_size=4 * K).footprint.memory(9 * K).activations
+    )
+
+
+def footprint_of(layers, element=2, on_gpu=False, weights=0):
+    return Footprint(tuple(layers), weights, element, 512, 64, 8, 1000, on_gpu)
+
+
+PAGED = LayerFootprint(KVShape(2, 64, 64), BytesPerToken(256, 256, 4), block_size=128, device_window=1000)
+
+
+@given(
+    dram=st.integers(10**6, 10**12),
+    gpu=st.none() | st.integers(10**6, 10**12),
+    weights=st.integers(0, 10**8),
+    layers=st.integers(1, 40),
+)
+@settings(deadline=None)
+def test_the_largest_context_fits_and_one_token_more_does_not(dram, gpu, weights, layers):
+    plan = Plan(footprint_of([PAGED] * layers, on_gpu=gpu is not None, weights=weights), dram, gpu, 10**5)
+    largest = plan.largest()
+    assert largest == 0 or plan.fits(largest)
+    assert not plan.fits(largest + 1)
+
+
+def test_auto_is_the_models_context_or_what_fits_if_that_is_less():
+    footprint = footprint_of([PAGED] * 10)
+    assert resolve_max_seq_len("auto", Plan(footprint, 10**12, None, 5000)) == 5000
+    short = Plan(footprint, 10**7, None, 5000)
+    assert resolve_max_seq_len("auto", short) == short.largest() < 5000
+
+
+def test_a_length_that_does_not_fit_is_refused_with_the_one_that_would():
+    plan = Plan(footprint_of([PAGED] * 10), 10**8, None, 5000)
+    with pytest.raises(OutOfMemoryError, match=r"max_seq_len is 50000: 50000 tokens take .* GB of DRAM") as refused:
+        resolve_max_seq_len(50_000, plan)
+    number = int(str(refused.value).rsplit("max_seq_len ", 1)[1].split()[0])
+    assert resolve_max_seq_len(number, plan) == number
+    assert f"{RESERVE:.0%} is kept in reserve" in str(refused.value)
+
+
+def test_the_gpu_is_named_when_it_is_what_is_too_small():
+    plan = Plan(footprint_of([PAGED] * 10, on_gpu=True), 10**12, 10**8, 5000)
+    with pytest.raises(OutOfMemoryError, match=r"GB of the GPU's memory, and 0\.10 GB are free"):
+        resolve_max_seq_len(10**6, plan)
+
+
+def test_where_nothing_fits_the_error_says_so():
+    with pytest.raises(OutOfMemoryError, match="not even one token fits"):
+        resolve_max_seq_len("auto", Plan(footprint_of([PAGED], weights=10**9), 10**8, None, 5000))
+
+
+def test_a_mistake_in_head_dim_would_show():
+    assert KVShape.of(
+        AutoConfig.for_model("qwen3", head_dim=96, num_attention_heads=8, num_key_value_heads=2)
+    ) == KVShape(2, 96, 96)
+    deepseek = AutoConfig.for_model("deepseek_v3", num_attention_heads=7)
+    assert KVShape.of(deepseek) == KVShape(7, 192, 128)
+    assert KVShape.of(AutoConfig.for_model("gpt_bigcode", multi_query=True)).kv_heads == 1
+
+
+def test_layers_of_different_shapes_are_told_apart():
+    model = without_weights(AutoConfig.for_model("gemma4_text"))
+    shapes = {layer.shape for layer in Footprint.of(inject(model, "ktransformers")).layers}
+    assert len(shapes) == 2
+
+
+def test_a_full_store_is_refused_before_it_is_made(monkeypatch):
+    model = tiny_model("llama")
+    inject(model, "ktransformers", command_line={"max_seq_len": 10**9})
+    monkeypatch.setattr("hetero_kv.planner.free_dram", lambda: 10**9)
+    with pytest.raises(OutOfMemoryError, match=r"max_seq_len \d+ would fit"):
+        HeteroCache(model)
+    assert RetrievalSettings.kv_type == "FP16"
