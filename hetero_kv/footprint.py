@@ -49,17 +49,21 @@ class KVShape:
 
     @classmethod
     def of_attention(cls, attention: Any, config: Any) -> KVShape:
-        """Of one attention module: its projections say it best, since layers may differ (Gemma 4, MiMo).
-
-        Where keys and values have no projection of their own (fused ones, MLA) the config says it.
-        """
+        """Of one attention module: it says it better than the config, since layers may differ (Gemma 4, MiMo)."""
+        if getattr(config, "kv_lora_rank", None):
+            return cls.of(config)
         k_proj, v_proj = (getattr(attention, name, None) for name in ("k_proj", "v_proj"))
         head_dim = getattr(attention, "head_dim", None)
+        # Gemma 4 has layers whose values are their keys.
         rows = [getattr(projection, "out_features", None) for projection in (k_proj, v_proj or k_proj)]
         if head_dim and isinstance(rows[0], int) and isinstance(rows[1], int) and rows[0] % head_dim == 0:
             kv_heads = rows[0] // head_dim
             return cls(kv_heads, head_dim, rows[1] // kv_heads)
-        return cls.of(config)
+        # Projections in one matrix; every module that shares kv heads has the size of its groups.
+        shape = cls.of(config)
+        return cls(
+            config.num_attention_heads // getattr(attention, "num_key_value_groups", 1), shape.k_dim, shape.v_dim
+        )
 
     def bytes_per_token(self, element: int) -> int:
         """Keys and values of one token in one layer, bytes, at `element` bytes a number."""
@@ -241,9 +245,9 @@ class Footprint:
             representatives=sum(round(layer.blocks(tokens) * layer.stored.representatives) for layer in paged),
             weights=self.weights,
             windows=sum(self._kv(layer, layer.device_window) for layer in paged) if self.on_gpu else 0,
-            # A window moves within a buffer with slack for as many tokens again.
+            # A window lies in a buffer with slack for as many tokens again.
             sliding=sum(
-                self._kv(layer, min(tokens, window - 1) + window)
+                self._kv(layer, min(tokens, window) + window)
                 for layer in elsewhere
                 if (window := layer.sliding_window) is not None
             ),

@@ -38,6 +38,8 @@ class Statistics:
         peak_dram_bytes: the largest resident size of the process so far.
         peak_vram_bytes: the most GPU memory allocated so far; None without a GPU.
         kv_bytes: DRAM that the stored keys, values and representatives take.
+        block_recall: per layer, the share of the full attention mass that the attended blocks covered since the
+            conversation began; None unless `measure_recall` is on, and for layers without retrieval.
     """
 
     prompt_tokens: int
@@ -49,6 +51,7 @@ class Statistics:
     peak_dram_bytes: int
     peak_vram_bytes: int | None
     kv_bytes: int
+    block_recall: list[float | None] | None = None
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -200,7 +203,9 @@ class Conversation:
     def _statistics(self, watch: _Watch, prompt_tokens: int, generated: int) -> Statistics:
         now = time.perf_counter()
         first = watch.first_token or now
-        kv_bytes = self.cache.dram_bytes if isinstance(self.cache, HeteroCache) else _tensor_bytes(self.cache)
+        is_ours = isinstance(self.cache, HeteroCache)
+        kv_bytes = self.cache.dram_bytes if is_ours else _tensor_bytes(self.cache)
+        recall = self.cache.block_recall if is_ours else []
         return Statistics(
             prompt_tokens=prompt_tokens,
             context_tokens=self.context_tokens,
@@ -211,6 +216,7 @@ class Conversation:
             peak_dram_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT,
             peak_vram_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
             kv_bytes=kv_bytes,
+            block_recall=recall if any(recall) else None,
         )
 
 

@@ -57,6 +57,22 @@ def test_a_conversations_tokens_are_those_of_the_chat_template(injected):
     assert injected.tokenizer.decode(talk._tokens) == whole.removesuffix("\n")
 
 
+def test_the_covered_attention_mass_is_reported_when_it_is_measured(smollm2):
+    def asked(**settings):
+        inject(smollm2.model, "ktransformers", command_line={**SETTINGS, "max_seq_len": 600, **settings})
+        try:
+            return conversation(smollm2).ask(TEXT + "When?", max_new_tokens=4).statistics.block_recall
+        finally:
+            eject(smollm2.model)
+
+    assert asked() is None
+    little = asked(measure_recall=True, second_block_count=1)
+    everything = asked(measure_recall=True, second_block_count="all")
+    assert len(little) == smollm2.model.config.num_hidden_layers
+    assert all(0 < share < 1 for share in little)
+    assert everything == pytest.approx([1] * len(little), abs=1e-5)
+
+
 def test_the_streamed_pieces_are_the_answer(injected):
     pieces = []
     answer = conversation(injected).ask("Count from one to five.", max_new_tokens=24, on_text=pieces.append)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 
 import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import ARCHITECTURES, tiny_config, tiny_model
+from tiny_models import ARCHITECTURES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hetero_kv.config import RetrievalSettings
 from hetero_kv.injection import inject
 from hetero_kv.kv import storage
 from hetero_kv.kv.cache import HeteroCache
@@ -29,7 +30,7 @@ from hetero_kv.planner import (
     Plan,
     resolve_max_seq_len,
 )
-from hetero_kv.rules import RuleSet, parse_rules
+from hetero_kv.rules import parse_rules
 from hetero_kv.selection import representatives
 
 K = 1024
@@ -101,9 +102,12 @@ def test_every_layer_takes_what_its_pool_takes(model_type):
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_a_model_without_weights_is_planned_as_the_loaded_one(model_type):
-    loaded = Footprint.of(inject(tiny_model(model_type), "ktransformers"))
-    planned = Footprint.of(inject(without_weights(tiny_config(model_type)), "ktransformers"))
-    assert planned.weights == pytest.approx(sum(p.nbytes for p in tiny_model(model_type).parameters()), rel=0.01)
+    model = tiny_model(model_type)
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    planned = Footprint.of(inject(without_weights(model.config), "ktransformers"))
+    loaded = Footprint.of(inject(model, "ktransformers"))
+    assert planned.weights == weights
+    assert loaded.weights == 0
     assert planned.layers == loaded.layers
     assert planned.memory(1000).store == loaded.memory(1000).store
     assert planned.memory(1000).compute - planned.weights == loaded.memory(1000).compute
@@ -113,19 +117,11 @@ def test_a_model_without_weights_is_planned_as_the_loaded_one(model_type):
 @pytest.mark.parametrize("kv_type", storage.names())
 def test_bytes_per_token_are_those_of_the_pool(kv_type, representative_type):
     count = representatives.get(representative_type).counts[0]
-    settings = {"kv_type": kv_type, "representative_type": representative_type, "representative_num": count}
-    rules = RuleSet(None, {"block_size": 32}, ())
-    assert rules.long_context["block_size"] == 32
-    rule_text = {
-        "long_context": {"block_size": 32, "local_windows_len": 32, **settings},
-        "rules": [
-            {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
-            {"match": {"name": "self_attn$"}, "replace": {"class": "RetrievalAttention"}},
-        ],
-    }
+    kinds = {"kv_type": kv_type, "representative_type": representative_type, "representative_num": count}
+    overrides = {"block_size": 32, "local_windows_len": 32, **kinds}
     shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     config = AutoConfig.for_model("llama", hidden_size=64, intermediate_size=64, vocab_size=99, **shape)
-    injection = inject(AutoModelForCausalLM.from_config(config).eval(), parse_rules(rule_text))
+    injection = inject(AutoModelForCausalLM.from_config(config).eval(), "ktransformers", command_line=overrides)
     layer = injection.cache_layers(1000)[0]
     layer.append(torch.randn(1, 2, 96, 64), torch.randn(1, 2, 96, 64))
     footprint = Footprint.of(injection)
@@ -133,6 +129,14 @@ def test_bytes_per_token_are_those_of_the_pool(kv_type, representative_type):
     assert footprint.bytes_per_token.keys == footprint.bytes_per_token.values == 2 * 2 * kind.bytes_per_vector(64)
     assert footprint.memory(96).store == 2 * layer.pool.bytes_touched
     assert footprint.bytes_per_token.total == 2 * layer.pool.bytes_touched / 96
+
+
+def resident():
+    """Memory of this process, bytes, without what the C library keeps of freed memory."""
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss
 
 
 def test_memory_grows_by_what_is_planned_for_the_store():
@@ -143,18 +147,19 @@ def test_memory_grows_by_what_is_planned_for_the_store():
     config = AutoConfig.for_model("llama", hidden_size=64, intermediate_size=64, vocab_size=99, **shape)
     injection = inject(AutoModelForCausalLM.from_config(config).eval(), "ktransformers")
     keys, values = torch.randn(1, 8, K, 128), torch.randn(1, 8, K, 128)
-    warm = injection.cache_layers(K)[0]
-    warm.append(keys, values)
+    # Scratch memory that the first tokens bring in, and those of the Context, is not the store's.
+    warm = injection.cache_layers(8 * K)[0]
+    for _ in range(8):
+        warm.append(keys, values)
     layers = injection.cache_layers(length)
-    gc.collect()
-    before = psutil.Process().memory_info().rss
+    before = resident()
     for layer in layers:
         for _ in range(length // K):
             layer.append(keys, values)
-    growth = psutil.Process().memory_info().rss - before
+    growth = resident() - before
     planned = Footprint.of(injection).memory(length).store
     assert planned > 250e6
-    assert growth == pytest.approx(planned, rel=0.05)
+    assert growth == pytest.approx(planned, rel=0.0)
 
 
 def test_the_window_on_a_gpu_is_what_is_planned():
@@ -172,8 +177,8 @@ def test_sliding_layers_take_what_their_buffers_take(length):
         layer.extend(torch.randn(1, 2, length, 8), torch.randn(1, 2, length, 8))
     planned = LayerFootprint.of(WindowLayer(16), KVShape(2, 8, 8))
     footprint = footprint_of([planned], element=4)
-    # Right after a prompt that ends in the first half of the slack, the buffer is not moved.
-    assert layer.dram_bytes <= footprint.memory(length).sliding <= layer.dram_bytes * 1.5
+    token = 2 * 2 * 8 * 4
+    assert layer.dram_bytes <= footprint.memory(length).sliding <= layer.dram_bytes + token
     assert footprint.memory(10**6).sliding == footprint.memory(100).sliding
     assert footprint.memory(length).store == 0
 
@@ -187,7 +192,7 @@ def test_layers_that_rules_leave_alone_take_memory_where_the_model_computes():
         ]
     }
     footprint = Footprint.of(inject(tiny_model("llama"), parse_rules(leave_first)))
-    assert footprint.memory(100).untouched == 100 * 2 * 2 * 12 * 4
+    assert footprint.memory(100).untouched == 100 * 2 * 2 * 16 * 4
     assert len([layer for layer in footprint.layers if layer.block_size]) == 2
 
 
@@ -253,12 +258,11 @@ def test_where_nothing_fits_the_error_says_so():
         resolve_max_seq_len("auto", Plan(footprint_of([PAGED], weights=10**9), 10**8, None, 5000))
 
 
-def test_a_mistake_in_head_dim_would_show():
-    assert KVShape.of(
-        AutoConfig.for_model("qwen3", head_dim=96, num_attention_heads=8, num_key_value_heads=2)
-    ) == KVShape(2, 96, 96)
-    deepseek = AutoConfig.for_model("deepseek_v3", num_attention_heads=7)
-    assert KVShape.of(deepseek) == KVShape(7, 192, 128)
+def test_head_dim_multi_query_and_latent_attention_are_read_from_the_config():
+    own_head_dim = AutoConfig.for_model("qwen3", head_dim=96, num_attention_heads=8, num_key_value_heads=2)
+    assert KVShape.of(own_head_dim) == KVShape(2, 96, 96)
+    deepseek = AutoConfig.for_model("deepseek_v3", num_attention_heads=8, num_key_value_heads=8)
+    assert KVShape.of(deepseek) == KVShape(8, 128 + 64, 128)
     assert KVShape.of(AutoConfig.for_model("gpt_bigcode", multi_query=True)).kv_heads == 1
 
 
@@ -274,4 +278,3 @@ def test_a_full_store_is_refused_before_it_is_made(monkeypatch):
     monkeypatch.setattr("hetero_kv.planner.free_dram", lambda: 10**9)
     with pytest.raises(OutOfMemoryError, match=r"max_seq_len \d+ would fit"):
         HeteroCache(model)
-    assert RetrievalSettings.kv_type == "FP16"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 _BASE = {
     "vocab_size": 97,
@@ -65,12 +65,16 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
 }
 
 
+def tiny_config(model_type: str, **overrides: object) -> PreTrainedConfig:
+    """The config of a model of this architecture: three layers, a few thousand weights."""
+    return AutoConfig.for_model(model_type, **{**_BASE, **ARCHITECTURES.get(model_type, {}), **overrides})
+
+
 def tiny_model(model_type: str, seed: int = 0, **overrides: object) -> PreTrainedModel:
     """A random model of this architecture in eval mode, three layers, a few thousand weights, float32."""
-    settings = {**_BASE, **ARCHITECTURES.get(model_type, {}), **overrides}
-    config = AutoConfig.for_model(model_type, **settings)
+    config = tiny_config(model_type, **overrides)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=settings["attn_implementation"])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation)
     for name, parameter in model.named_parameters():
         # Large weights make attention peaked, so that a wrong key shows in the output.
         torch.nn.init.normal_(parameter, std=1.0 if "sinks" in name else 0.2)

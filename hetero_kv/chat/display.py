@@ -92,6 +92,12 @@ def statistics_table(session: ChatSession, answer: Answer | None) -> RenderableT
         if statistics.peak_vram_bytes is not None:
             table.add_row("peak VRAM", decimal(statistics.peak_vram_bytes))
         table.add_row("keys and values", decimal(statistics.kv_bytes))
+        if statistics.block_recall is not None:
+            measured = [share for share in statistics.block_recall if share is not None]
+            table.add_row(
+                "attention mass covered",
+                f"{sum(measured) / len(measured):.3f} on average, {min(measured):.3f} in the worst layer",
+            )
     table.add_row("context", f"{session.conversation.context_tokens:,} of {session.capacity:,} tokens")
     for summary in session.operators():
         table.add_row(summary.operator, layer_ranges(summary.layers) + _settings_text(summary.settings))

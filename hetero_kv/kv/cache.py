@@ -52,6 +52,14 @@ class HeteroCache(Cache):
         bounds = [layer.capacity for layer in self.layers if isinstance(layer, PagedLayer)]
         return min(bounds) if bounds else None
 
+    @property
+    def block_recall(self) -> list[float | None]:
+        """Per layer, the mean share of the full attention mass that the attended blocks covered.
+
+        None for layers where it was not measured (`measure_recall`).
+        """
+        return [getattr(getattr(layer, "state", None), "recall", None) for layer in self.layers]
+
     def require_room(self, batch: int, tokens: int) -> None:
         """Raise unless `tokens` more of `batch` sequences can be added to every layer.
 

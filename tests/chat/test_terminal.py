@@ -211,7 +211,7 @@ def test_a_question_that_does_not_fit_is_an_error_and_the_chat_goes_on(tiny_mode
         tiny_model_folder, "--mode", "long_context", "--max_seq_len", 20, "--prompt_file", tmp_path / "document.txt"
     )
     try:
-        assert "capacity 20 tokens · the store takes 128.5 kB per 1,000 tokens" in " ".join(chat.until(PROMPT).split())
+        assert "capacity 20 tokens · the store takes 136.5 kB per 1,000 tokens" in " ".join(chat.until(PROMPT).split())
         for _ in range(2):
             shown = chat.say("two")
             assert "error: " in shown
