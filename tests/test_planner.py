@@ -159,7 +159,7 @@ def test_memory_grows_by_what_is_planned_for_the_store():
     growth = resident() - before
     planned = Footprint.of(injection).memory(length).store
     assert planned > 250e6
-    assert growth == pytest.approx(planned, rel=0.0)
+    assert growth == pytest.approx(planned, rel=0.01)
 
 
 def test_the_window_on_a_gpu_is_what_is_planned():

@@ -206,7 +206,8 @@ class PagedLayer(CacheLayerMixin):
         """Raise HeteroKVError for numbers that the storage type would turn into infinity."""
         if self.storage.largest is None:
             return
-        found = max(float(tensor.abs().amax()) for tensor in vectors)
+        # aminmax, because abs would copy a whole prompt's keys.
+        found = max(abs(float(end)) for tensor in vectors for end in torch.aminmax(tensor))
         if found > self.storage.largest:
             raise HeteroKVError(
                 f"a key or value of {found:.0f} is beyond kv_type {self.storage.name}, which ends at "

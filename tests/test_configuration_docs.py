@@ -1,0 +1,48 @@
+"""`docs/configuration.md`: complete, and as the dataclasses say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetero_kv.cli import COMMANDS
+from hetero_kv.config import ALL_LONG_CONTEXT, describe
+from hetero_kv.configuration_docs import configuration_page
+from hetero_kv.registered import operator_classes, registered
+
+PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+
+
+def test_the_page_is_what_the_dataclasses_say():
+    assert PAGE.read_text(encoding="utf-8") == configuration_page(), "docs/configuration.md is stale: run `make docs`"
+
+
+@pytest.mark.parametrize("row", [row for cls in ALL_LONG_CONTEXT for row in describe(cls)], ids=lambda row: row.name)
+def test_every_setting_has_a_line_with_its_type_default_aliases_and_meaning(row):
+    line = next(line for line in configuration_page().splitlines() if line.startswith(f"| `{row.name}` |"))
+    default = str(row.default).lower() if isinstance(row.default, bool) else str(row.default)
+    for part in (row.type, f"`{default}`", row.doc, *row.aliases):
+        assert part.replace("|", "\\|") in line
+
+
+def test_every_operator_stands_with_the_settings_that_it_takes():
+    page = configuration_page()
+    for name in operator_classes():
+        assert f"`{name}`" in page
+    assert "Taken by `RetrievalAttention`" in page
+
+
+def test_everything_registered_and_every_command_stands_in_it():
+    page = configuration_page()
+    for entries in registered().values():
+        for entry in entries:
+            assert f"| `{entry.name}` | {entry.meaning} |" in page
+    for name in COMMANDS:
+        assert f"### {name}\n" in page
+
+
+def test_every_line_of_a_table_has_as_many_cells_as_its_heading():
+    for part in configuration_page().split("\n\n"):
+        lines = [line.replace("\\|", "") for line in part.splitlines() if line.startswith("|")]
+        assert len({line.count("|") for line in lines}) <= 1

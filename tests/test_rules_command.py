@@ -1,0 +1,125 @@
+"""`hetero-kv rules`: layer by layer what a rules file puts into a model, without its weights."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tiny_models import tiny_model
+from transformers import AutoConfig
+
+from hetero_kv.cli import main
+from hetero_kv.commands.rules import grouped
+from hetero_kv.injection import inject
+
+
+@pytest.fixture(autouse=True)
+def _settings_file_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("HETERO_KV_CONFIG", str(tmp_path / "settings.yaml"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The configuration of a model of twelve layers, without weights."""
+    folder = tmp_path_factory.mktemp("models") / "twelve"
+    shape = {"num_hidden_layers": 12, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    AutoConfig.for_model("llama", **shape).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def layered(tmp_path):
+    """Rules of three methods: dense layers, one that is left as it is, and the rest."""
+    path = tmp_path / "layered.yaml"
+    path.write_text(
+        r"""
+extends: ktransformers.yaml
+rules:
+  - match: {name: '\.layers\.[01]\.self_attn$'}
+    replace: {class: hetero_kv.operators.RetrievalAttention, kwargs: {second_block_count: all}}
+  - match: {name: '\.layers\.5\.self_attn$'}
+    replace: {class: default}
+"""
+    )
+    return path
+
+
+@pytest.fixture
+def rules(folder, capsys):
+    """Run the command; returns what it printed, parsed with `--json`, or its error where that is due."""
+
+    def run(*words, status=0, model=folder):
+        assert main(["rules", *map(str, words), "--model", str(model)]) == status
+        captured = capsys.readouterr()
+        if status:
+            return captured.err
+        return json.loads(captured.out) if "--json" in words else captured.out
+
+    return run
+
+
+def spans(report, module="model.layers.*.self_attn"):
+    return [(row["first"], row["last"], row["operator"]) for row in report["modules"] if row["module"] == module]
+
+
+def test_equal_neighbours_are_one_row(rules):
+    report = rules("ktransformers", "--json")
+    assert spans(report) == [(0, 11, "RetrievalAttention")]
+    assert spans(report, "model.layers.*") == [(0, 11, "ChunkedDecoderLayer")]
+    assert spans(report, "model.norm") == [(None, None, "ChunkedModule")]
+
+
+def test_layers_with_other_settings_or_none_are_rows_of_their_own(rules, layered):
+    report = rules(layered, "--json")
+    assert spans(report) == [
+        (0, 1, "RetrievalAttention"),
+        (2, 4, "RetrievalAttention"),
+        (5, 5, "as it is"),
+        (6, 11, "RetrievalAttention"),
+    ]
+    dense, sparse, untouched, _ = (row for row in report["modules"] if row["module"].endswith("self_attn"))
+    assert dense["settings"]["second_block_count"] == "all"
+    assert sparse["settings"]["second_block_count"] == 96
+    assert untouched["settings"] == {}
+
+
+def test_the_rule_of_every_row_is_named(rules, layered):
+    shown = rules(layered).splitlines()
+    assert any(line.split()[:2] == ["0-1", "RetrievalAttention"] and line.endswith("(rule 1)") for line in shown)
+    assert any("2-4 " in line and "(ktransformers.yaml: rule 2)" in line for line in shown)
+    assert any("as it is" in line and "(no operator)" in line for line in shown)
+
+
+def test_a_pyramid_is_shown_as_each_layer_has_it(rules):
+    report = rules("ktransformers", "--second_block_count", "pyramid(1, 12)", "--json")
+    budgets = [row["settings"]["second_block_count"] for row in report["modules"] if row["settings"]]
+    assert budgets == list(range(12, 0, -1))
+
+
+def test_only_what_is_not_the_default_is_shown_unless_all_is_asked_for(rules):
+    shown = rules("ktransformers", "--local_windows_len", 77, "--chunk_size", 55)
+    assert "local_windows_len 77" in shown
+    assert "engine: chunk_size 55" in shown
+    assert "initial_len" not in shown
+    assert "initial_len 128" in rules("ktransformers", "--all")
+
+
+def test_sliding_layers_show_the_operator_that_they_get():
+    rows = grouped(inject(tiny_model("gemma2"), "ktransformers"))
+    attention = [(row.first, row.last, row.operator) for row in rows if row.module.endswith("self_attn")]
+    assert attention == [
+        (0, 0, "SlidingWindowAttention"),
+        (1, 1, "RetrievalAttention"),
+        (2, 2, "SlidingWindowAttention"),
+    ]
+
+
+def test_a_rule_that_matches_nothing_is_an_error(rules, tmp_path):
+    path = tmp_path / "lost.yaml"
+    path.write_text(r"[{match: {name: 'no\.such$'}, replace: {class: hetero_kv.operators.RetrievalAttention}}]")
+    assert "matches no module of LlamaForCausalLM" in rules(path, status=2)
+
+
+def test_without_a_rules_file_the_command_says_what_it_needs(capsys):
+    assert main(["rules"]) == 2
+    assert "RULES" in capsys.readouterr().err
