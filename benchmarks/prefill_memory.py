@@ -1,16 +1,19 @@
-"""Peak memory of a prefill, measured, against what the design says it takes.
+"""What a prefill takes at its peak, against the design and the planner: weights + store + one layer's KV + two
+hidden-state buffers + one chunk's activations.
 
-    python -m benchmarks.prefill_memory [--model smollm2-135m-instruct] [--lengths 2048,4096,7680]
+    python -m benchmarks.prefill_memory [--lengths 2048,4096,7680] [--long 16384]
 
-The design: weights + one layer's KV + two hidden-state buffers + one chunk's activations + the store. The chunk's
-activations are what a prompt of a single chunk takes beyond the other terms; every longer prompt is held to that.
-Each length runs in a process of its own, so that a peak is that run's.
+The growth of this process's memory over the loaded weights, at its peak, in a process per run: the small real model at
+`--lengths`, and a random model of eight layers with the heads of a 7B model (8 kv heads of 128) at `--long`. The C
+library keeps some of what is freed for later: "kept" is a run that lets it, "returned" one that makes it give memory
+back at once, which is what the plan is about. Takes minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -21,24 +24,41 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+SMALL = "smollm2-135m-instruct"
+WIDE = "random, 8 kv heads of 128"
 CHUNK = 512
+PARTS = ("layer_kv", "hidden", "activations")
+_RETURN_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 
-def measured(model_name: str, length: int) -> dict[str, float]:
-    """Bytes before and at the peak of one prefill in this process, and the terms that the design accounts for."""
+def _model(name: str) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from hetero_kv.models import load_model
+
+    if name == SMALL:
+        return load_model(name, dtype="float32", device="cpu").model
+    shape = {"hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 8, "vocab_size": 20_000}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 1 << 20}
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape, **heads)).eval()
+
+
+def measured(name: str, length: int) -> dict[str, float]:
+    """Bytes that one prefill in this process adds at its peak and leaves in the store, and what was planned."""
     import torch
 
     from hetero_kv import HeteroCache, inject
-    from hetero_kv.models import load_model
-    from hetero_kv.planner import KVShape
+    from hetero_kv.planner import Footprint
 
-    model: Any = load_model(model_name, dtype="float32").model
+    model = _model(name)
     injection = inject(model, "ktransformers", command_line={"chunk_size": CHUNK})
-    # A first prompt brings in what is loaded once: kernels, thread stacks, libraries.
     with torch.no_grad():
-        model(torch.randint(100, 20_000, (1, 64)), past_key_values=HeteroCache(model), logits_to_keep=1)
+        # A first prompt brings in what is loaded once: kernels, thread stacks, libraries.
+        model(torch.randint(100, 20_000, (1, 64)), past_key_values=HeteroCache(model, 64), logits_to_keep=1)
         prompt = torch.randint(100, 20_000, (1, length))
-        cache = HeteroCache(model)
+        cache = HeteroCache(model, length)
         process, peak, done = psutil.Process(), 0, threading.Event()
         before = process.memory_info().rss
 
@@ -53,46 +73,41 @@ def measured(model_name: str, length: int) -> dict[str, float]:
         model(prompt, past_key_values=cache, logits_to_keep=1)
         done.set()
         watcher.join()
-    config, shape = model.config, KVShape.of(model.config)
-    return {
-        "growth": peak - before,
-        "store": injection.bytes_per_token() * length,
-        "layer_kv": 4 * length * shape.kv_heads * (shape.k_dim + shape.v_dim),
-        "hidden": 2 * 4 * length * config.hidden_size,
-        "rotary": 2 * 4 * length * shape.k_dim,
-    }
+    memory = Footprint.of(injection).memory(length)
+    parts = {part: getattr(memory, part) for part in PARTS}
+    return {"growth": peak - before, "planned": memory.store + memory.compute, "store": memory.store, **parts}
 
 
 def main() -> None:
-    """Print the table, or with --json the figures."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--lengths", default="2048,4096,7680")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--measure", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--long", type=int, default=16384)
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        print(json.dumps(measured(arguments.model, arguments.measure)))
+        print(json.dumps(measured(arguments.measure[0], int(arguments.measure[1]))))
         return
-    rows = {}
-    for length in [CHUNK, *(int(n) for n in arguments.lengths.split(","))]:
-        command = [sys.executable, "-m", "benchmarks.prefill_memory", "--model", arguments.model]
-        output = subprocess.run([*command, "--measure", str(length)], check=True, capture_output=True, text=True).stdout
-        rows[length] = json.loads(output.splitlines()[-1])
-    for row in rows.values():
-        row["accounted"] = sum(row[part] for part in ("store", "layer_kv", "hidden", "rotary"))
-    activations = rows[CHUNK]["growth"] - rows[CHUNK]["accounted"]
-    if arguments.json:
-        print(json.dumps({"chunk_activations": activations, "lengths": rows}))
-        return
-    table = Table(title=f"{arguments.model}, fp32, chunks of {CHUNK}: growth of memory over the weights, MB")
-    for column in ("tokens", "store", "layer KV", "2 hidden", "rotary", "+ chunk", "design", "measured", "ratio"):
-        table.add_column(column, justify="right")
-    for length, row in rows.items():
-        design = row["accounted"] + activations
-        parts = [row["store"], row["layer_kv"], row["hidden"], row["rotary"], activations, design, row["growth"]]
-        table.add_row(str(length), *(f"{part / 1e6:.0f}" for part in parts), f"{row['growth'] / design:.2f}")
+    runs = [(SMALL, int(length)) for length in arguments.lengths.split(",")] + [(WIDE, arguments.long)]
+    table = Table(title=f"growth of memory over the weights in a prefill, chunks of {CHUNK}, fp32, MB")
+    for column in ("model", "tokens", "store", *PARTS, "planned", "returned", "ratio", "kept", "ratio"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    for name, length in runs:
+        returned, kept = (_in_process_of_its_own(name, length, extra) for extra in (_RETURN_AT_ONCE, {}))
+        planned = returned["planned"]
+        figures = [
+            f"{size / 1e6:.0f}"
+            for size in (returned["store"], *(returned[p] for p in PARTS), planned, returned["growth"])
+        ]
+        ratios = [f"{run['growth'] / planned:.2f}" for run in (returned, kept)]
+        table.add_row(name, str(length), *figures, ratios[0], f"{kept['growth'] / 1e6:.0f}", ratios[1])
     Console().print(table)
+
+
+def _in_process_of_its_own(name: str, length: int, environment: dict[str, str]) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.prefill_memory", "--measure", name, str(length)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | environment).stdout
+    return json.loads(output.splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-_TILE = 2048
+_TILE = 512
 
 
 def received_attention(
