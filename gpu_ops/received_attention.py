@@ -16,7 +16,7 @@ def received_attention(
     at a time, and nothing of size queries × sequence is ever held.
 
     Args:
-        q: [batch, kv_heads * group, n, k_dim], the queries of the last n positions.
+        q: [batch, kv_heads * group, n, k_dim], the queries of the last n positions; those before the keys see none.
         lse: [batch, kv_heads * group, n] float32, of each query over all keys that it sees.
         keys: [batch, kv_heads, length, k_dim], of the whole sequence.
         scale: factor of the scores.
@@ -39,6 +39,6 @@ def received_attention(
         probabilities = torch.exp(scores - normaliser)
         if tile.stop > length - n:
             seen = torch.arange(tile.start, tile.stop, device=q.device)[None, :] <= positions
-            probabilities = probabilities * seen
+            probabilities.masked_fill_(~seen, 0.0)
         received[:, :, tile] = probabilities.sum(dim=2)
     return received

@@ -154,6 +154,7 @@ class PagedLayer(CacheLayerMixin):
         for row in self.rows:
             row.free()
         self.rows = forks
+        self.state = self.state.reordered(beam_idx) if self.state is not None else None
         self._reload_window()
 
     # -- the parts of the sequence

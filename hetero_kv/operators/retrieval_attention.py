@@ -86,6 +86,7 @@ class RetrievalAttention(AttentionOperator):
         """See AttentionOperator."""
         self._require_full(call)
         if layer.prefill_buffer is None:
+            self._add_unseen(layer, layer.get_seq_length())
             watched = self.keeps_received or self.preselected is not None
             layer.state.observation = Observation(self.settings.observation_len) if watched else None
         past_k, past_v = layer.extend(call.k, call.v)
@@ -131,8 +132,9 @@ class RetrievalAttention(AttentionOperator):
         pool, end = layer.pool, layer.context_end
         assert pool is not None
         start = max(layer.indexed_blocks, layer.initial_blocks)
-        if self.budget is None:
+        if self.budget is None or start >= end:
             return
+        self._add_unseen(layer, layer.get_seq_length() - 1)
         for first in range(start, end, _INDEXED_AT_ONCE):
             for row in layer.rows:
                 ids = torch.from_numpy(row.ids[first : min(first + _INDEXED_AT_ONCE, end)].astype(np.int64))
@@ -161,7 +163,12 @@ class RetrievalAttention(AttentionOperator):
         if call.sink is not None:
             out, lse = apply_sink(out, lse, call.sink)
         if self.keeps_received:
-            self._receive(layer, call, q, lse)
+            self._scale, self._softcap = call.scale, call.softcap
+            watched = torch.from_numpy(q).reshape(batch, heads, 1, k_dim), lse.cpu()
+            layer.state.unseen = (*layer.state.unseen, watched)
+            # In batches of a block's length, which costs a step little and holds few queries.
+            if len(layer.state.unseen) >= layer.block_size:
+                self._add_unseen(layer, layer.get_seq_length())
         layer.state.decoded += 1
         return out.to(call.q.dtype)
 
@@ -246,13 +253,19 @@ class RetrievalAttention(AttentionOperator):
             threads=self.threads,
         )
 
-    def _receive(self, layer: PagedLayer, call: bridge.AttentionCall, q: np.ndarray, lse: torch.Tensor) -> None:
-        """Add this query's attention to the generated tokens in Local: their representatives will be chosen by it."""
-        start = max(layer.context_end, layer.state.prompt_length // layer.block_size) * layer.block_size
-        keys = torch.stack([row.read(start, row.length)[0] for row in layer.rows])
-        batch, heads = call.q.shape[:2]
-        q_cpu = torch.from_numpy(q).reshape(batch, heads, 1, -1)
-        layer.add_received(received_attention(q_cpu, lse.cpu(), keys, call.scale, call.softcap), start)
+    def _add_unseen(self, layer: PagedLayer, length: int) -> None:
+        """Add the attention of queries decoded so far to the generated tokens in Local, by which they are represented.
+
+        `length` is the number of tokens that the last of these queries saw.
+        """
+        state: RetrievalState = layer.state
+        if not state.unseen:
+            return
+        q, lse = (torch.cat(parts, dim=2) for parts in zip(*state.unseen, strict=True))
+        state.unseen = ()
+        start = max(layer.indexed_blocks, state.prompt_length // layer.block_size) * layer.block_size
+        keys = torch.stack([row.read(start, length)[0] for row in layer.rows])
+        layer.add_received(received_attention(q, lse, keys, self._scale, self._softcap), start)
 
     def _measure_recall(self, layer: PagedLayer, call: bridge.AttentionCall, q: np.ndarray, lse: torch.Tensor) -> None:
         """Add the share of the full attention mass that this step covered, the mean over rows and heads."""
