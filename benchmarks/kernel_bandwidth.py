@@ -3,7 +3,7 @@
     python -m benchmarks.kernel_bandwidth [--repeats 15] [--threads N] [--pool_gb 1] [--json]
 
 Every call attends to other, scattered blocks of a pool far larger than the caches, so that each byte comes from DRAM.
-The bandwidth it is held against is the best of several plain reading kernels over that same pool, in the same rounds.
+The bandwidth it is held against is the best of several plain reading kernels over that same pool, in all the rounds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LLAMA_8B, QWEN_HALF_B = Heads(8, 4, 128), Heads(2, 7, 64)
 
 
 @njit(parallel=True, fastmath=True)
-def _sum_in_order(words):  # type: ignore[no-untyped-def]
+def _sum_in_order(words):
     total = np.uint64(0)
     for i in prange(words.size):
         total += words[i]
@@ -59,7 +59,7 @@ def _sum_in_order(words):  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, fastmath=True)
-def _sum_floats(floats):  # type: ignore[no-untyped-def]
+def _sum_floats(floats):
     total = np.float32(0)
     for i in prange(floats.size):
         total += floats[i]
@@ -67,7 +67,7 @@ def _sum_floats(floats):  # type: ignore[no-untyped-def]
 
 
 @njit(parallel=True, fastmath=True)
-def _sum_four_streams(words):  # type: ignore[no-untyped-def]
+def _sum_four_streams(words):
     quarter = words.size // 4
     total = np.uint64(0)
     for i in prange(quarter):
@@ -87,8 +87,8 @@ class Pool:
         memory = np.empty(2 * count + 64, np.uint8)
         start = -memory.ctypes.data % 64
         self.memory = memory[start : start + 2 * count]
-        self.keys = self.memory[:count].view(dtype).reshape(shape)
-        self.values = self.memory[count:].view(dtype).reshape(shape)
+        self.keys: np.ndarray = self.memory[:count].view(dtype).reshape(shape)
+        self.values: np.ndarray = self.memory[count:].view(dtype).reshape(shape)
         self.random = np.random.default_rng(0)
         self.keys[:] = self.random.standard_normal(shape[1:])
         self.values[:] = self.random.standard_normal(shape[1:])
@@ -104,16 +104,17 @@ class Pool:
         ids = self.random.permutation(self.num_blocks).astype(np.int32)
         return [ids[i : i + blocks].copy()[None, None] for i in range(0, self.num_blocks - blocks + 1, blocks)]
 
-    def read_kernels(self) -> dict[str, Callable[[], float]]:
-        """Ways of reading the whole pool once, in seconds each."""
+    def fastest_read(self) -> float:
+        """Seconds of the fastest of several ways of reading the whole pool once."""
         words = self.memory[: self.memory.size // 32 * 32].view(np.uint64)
         tensor = torch.from_numpy(words.view(np.int64))
-        return {
-            "read: one stream": lambda: seconds(lambda: _sum_in_order(words)),
-            "read: float32": lambda: seconds(lambda: _sum_floats(words.view(np.float32))),
-            "read: four streams": lambda: seconds(lambda: _sum_four_streams(words)),
-            "read: torch": lambda: seconds(tensor.sum),
-        }
+        ways: tuple[Callable[[], object], ...] = (
+            lambda: _sum_in_order(words),
+            lambda: _sum_floats(words.view(np.float32)),
+            lambda: _sum_four_streams(words),
+            tensor.sum,
+        )
+        return min(seconds(way) for way in ways)
 
 
 def awake(action: Callable[[], float]) -> Callable[[], float]:
@@ -190,11 +191,18 @@ def measure(heads: Heads, dtype: type, arguments: argparse.Namespace) -> list[di
             cases[f"64K stored, best 96 blocks, {name}"] = (step, 96 * BLOCK_SIZE)
     actions = {name: awake(action) for name, (action, _) in cases.items()}
     actions["torch"] = awake(torch_attention(pool, 16 * K))
-    reads = pool.read_kernels()
-    for action in (*actions.values(), *reads.values()):
+    reads: list[float] = []
+
+    def read() -> float:
+        reads.append(pool.fastest_read())
+        return reads[-1]
+
+    actions["read"] = read
+    for action in actions.values():
         action()
-    medians = interleaved_medians(actions | reads, arguments.repeats)
-    dram = pool.memory.size / min(medians[name] for name in reads)
+    medians = interleaved_medians(actions, arguments.repeats)
+    # The kernel's median is held against the best read of all rounds: what the machine gives when nothing disturbs it.
+    dram = pool.memory.size / min(reads)
     rows = []
     for name, (_, tokens) in cases.items():
         rate = tokens * bytes_per_token / medians[name]

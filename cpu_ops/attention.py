@@ -12,15 +12,14 @@ import numpy as np
 from numba import njit, prange, types
 
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.exponential import LN_2, LOG2_E, exp2, tanh
+from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_exp2, row_max, row_softcap
 from cpu_ops.simd import accumulate_rows, prefetch, query_tiles, score_tile, token_tile
 from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.threads import kernel_threads
+from cpu_ops.work_division import BAD_COUNT, BAD_ID, list_starts, merge_edges
 
-_VALUE_TILE = 16
-"""Tokens whose values are added before the partial outputs go back to memory: their rows stay in the L1 cache."""
-
-_BAD_ID, _BAD_COUNT, _BAD_LENGTH = -1, -2, -3
+_VALUE_TILE = 8
+"""Tokens whose values are added before the partial outputs go back to memory."""
 
 
 def attend_blocks(
@@ -126,95 +125,11 @@ def _wrong_array(*arrays: np.ndarray) -> str:
 
 
 def _outside_pool(status: int, keys: np.ndarray, ids: np.ndarray, counts: np.ndarray, lengths: np.ndarray) -> str:
-    if status == _BAD_COUNT:
+    if status == BAD_COUNT:
         return f"block_counts range over {counts.min()}..{counts.max()}; lists hold 0..{ids.shape[2]} entries"
-    if status == _BAD_ID:
+    if status == BAD_ID:
         return f"block_ids name a block outside the pool's 0..{keys.shape[0] - 1}"
     return f"block_lengths of attended blocks must lie in 0..{keys.shape[2]} (block_size)"
-
-
-@njit(cache=True)
-def _list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size):
-    """Where each (row, kv head) list begins when all are laid end to end, in tokens; a first entry < 0 is an error."""
-    rows, lists_per_row, max_blocks = block_ids.shape
-    starts = np.zeros(rows * kv_heads + 1, np.int64)
-    for row in range(rows):
-        tokens = np.int64(0)
-        for head in range(kv_heads):
-            if head < lists_per_row:
-                tokens = np.int64(0)
-                count = block_counts[row, head]
-                if count < 0 or count > max_blocks:
-                    starts[0] = _BAD_COUNT
-                    return starts
-                for entry in range(count):
-                    block = block_ids[row, head, entry]
-                    if block < 0 or block >= block_lengths.shape[0]:
-                        starts[0] = _BAD_ID
-                        return starts
-                    if block_lengths[block] < 0 or block_lengths[block] > block_size:
-                        starts[0] = _BAD_LENGTH
-                        return starts
-                    tokens += block_lengths[block]
-            index = row * kv_heads + head
-            starts[index + 1] = starts[index] + tokens
-    return starts
-
-
-@njit(fastmath={"contract", "nsz", "nnan", "reassoc"}, error_model="numpy")
-def _row_max(scores, g, count):
-    most = np.float32(-np.inf)
-    for t in range(count):
-        most = max(most, scores[g, t])
-    return most
-
-
-@njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
-def _row_exp2(scores, g, count, shift):
-    """Replace scores by 2 ** (score - shift); returns their sum."""
-    total = np.float32(0)
-    for t in range(count):
-        weight = exp2(scores[g, t] - shift)
-        scores[g, t] = weight
-        total += weight
-    return total
-
-
-@njit(fastmath={"contract", "nsz"}, error_model="numpy")
-def _row_softcap(scores, g, count, cap):
-    for t in range(count):
-        scores[g, t] = cap * tanh(scores[g, t])
-
-
-@njit(cache=True, error_model="numpy")
-def _merge_edges(edges, edge_sums, edge_most, edge_total, out, lse):
-    """Merge what several threads computed of one list; edges [2 * threads] name the lists, equal ones in sequence."""
-    group, v_dim = edge_sums.shape[1:]
-    kv_heads = out.shape[1]
-    first = 0
-    while first < edges.size:
-        index, stop = edges[first], first + 1
-        while stop < edges.size and (edges[stop] == index or edges[stop] < 0):
-            stop += 1
-        if index >= 0:
-            row, head = index // kv_heads, index % kv_heads
-            for g in range(group):
-                most, total = np.float32(-np.inf), np.float32(0)
-                for d in range(v_dim):
-                    out[row, head, g, d] = 0
-                for edge in range(first, stop):
-                    if edges[edge] == index:
-                        most = max(most, edge_most[edge, g])
-                for edge in range(first, stop):
-                    if edges[edge] == index:
-                        weight = exp2(edge_most[edge, g] - most)
-                        total += weight * edge_total[edge, g]
-                        for d in range(v_dim):
-                            out[row, head, g, d] += weight * edge_sums[edge, g, d]
-                for d in range(v_dim):
-                    out[row, head, g, d] /= total
-                lse[row, head, g] = (most + np.log2(total)) * LN_2
-        first = stop
 
 
 @cache
@@ -223,6 +138,7 @@ def _kernel(storage: str, group: int, k_dim: int, v_dim: int, block_size: int, s
     full_tiles, tile_queries, rest_queries = query_tiles(group)
     full_queries = full_tiles * tile_queries
     tile_tokens = token_tile(tile_queries, block_size)
+    value_calls = full_tiles + (rest_queries > 0)
     code_version = CODE_VERSION
 
     pool = types.Array(types.uint16 if STORAGE_TYPES[storage].kernel_dtype == np.uint16 else types.float32, 4, "C")
@@ -235,7 +151,7 @@ def _kernel(storage: str, group: int, k_dim: int, v_dim: int, block_size: int, s
     @njit(signature, parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def attend(q, keys, values, block_ids, block_counts, block_lengths, scale, softcap, threads, out, lse):
         kv_heads = q.shape[1]
-        starts = _list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size)
+        starts = list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size)
         if starts[0] < 0:
             return starts[0]
         lists = starts.size - 1
@@ -295,27 +211,29 @@ def _kernel(storage: str, group: int, k_dim: int, v_dim: int, block_size: int, s
                             )  # fmt: skip
                     for g in range(group):
                         if softcapped:
-                            _row_softcap(scores, g, count, np.float32(softcap) * LOG2_E)
-                        block_most = _row_max(scores, g, count)
+                            row_softcap(scores, g, count, np.float32(softcap) * LOG2_E)
+                        block_most = row_max(scores, g, count)
                         if block_most > most[g]:
                             rescale = exp2(most[g] - block_most)
                             most[g] = block_most
                             totals[g] *= rescale
                             for d in range(v_dim):
                                 sums[g, d] *= rescale
-                        totals[g] += _row_exp2(scores, g, count, most[g])
+                        totals[g] += row_exp2(scores, g, count, most[g])
                     for t in range(0, count, _VALUE_TILE):
                         tokens: Any = min(_VALUE_TILE, count - t)
-                        prefetch(keys, next_k_at + t * k_dim, tokens * k_dim)
+                        share = tokens * k_dim // value_calls
                         for g in range(0, full_queries, tile_queries):
                             accumulate_rows(
                                 storage, v_dim, tile_queries, scores, g * block_size + t, block_size,
                                 values, v_at + t * v_dim, tokens, sums, g * v_dim,
+                                keys, next_k_at + t * k_dim + g // tile_queries * share, share,
                             )  # fmt: skip
                         if rest_queries > 0:
                             accumulate_rows(
                                 storage, v_dim, rest_queries, scores, full_queries * block_size + t, block_size,
                                 values, v_at + t * v_dim, tokens, sums, full_queries * v_dim,
+                                keys, next_k_at + t * k_dim + full_tiles * share, share,
                             )  # fmt: skip
                 if starts[index] >= first and starts[index + 1] <= last:
                     for g in range(group):
@@ -329,7 +247,7 @@ def _kernel(storage: str, group: int, k_dim: int, v_dim: int, block_size: int, s
                         edge_most[edge, g], edge_total[edge, g] = most[g], totals[g]
                         for d in range(v_dim):
                             edge_sums[edge, g, d] = sums[g, d]
-        _merge_edges(edges, edge_sums, edge_most, edge_total, out, lse)
+        merge_edges(edges, edge_sums, edge_most, edge_total, out, lse)
         return code_version
 
     return attend

@@ -1,4 +1,4 @@
-"""Scalar functions of softmax that LLVM can vectorise, where libm's cannot be."""
+"""The functions of softmax over float32, written so that LLVM vectorises them, as it cannot libm's."""
 
 from typing import Any
 
@@ -55,3 +55,30 @@ def tanh(x):
     closed = np.float32(1) - np.float32(2) / (exp2(np.float32(2) * LOG2_E * size) + np.float32(1))
     result = series if size < np.float32(0.3) else closed
     return result if x >= 0 else -result
+
+
+@njit(fastmath={"contract", "nsz", "nnan", "reassoc"}, error_model="numpy")
+def row_max(scores, g, count):
+    """The largest of scores[g, :count]."""
+    most = np.float32(-np.inf)
+    for t in range(count):
+        most = max(most, scores[g, t])
+    return most
+
+
+@njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+def row_exp2(scores, g, count, shift):
+    """Replace scores[g, :count] by 2 ** (score - shift); returns their sum."""
+    total = np.float32(0)
+    for t in range(count):
+        weight = exp2(scores[g, t] - shift)
+        scores[g, t] = weight
+        total += weight
+    return total
+
+
+@njit(fastmath={"contract", "nsz"}, error_model="numpy")
+def row_softcap(scores, g, count, cap):
+    """Replace scores[g, :count] by cap * tanh(score)."""
+    for t in range(count):
+        scores[g, t] = cap * tanh(scores[g, t])

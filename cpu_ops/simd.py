@@ -117,6 +117,18 @@ def _pair_masks(width: int) -> tuple[ir.Constant, ir.Constant]:
     return ir.Constant(kind, low), ir.Constant(kind, high)
 
 
+def _prefetch_lines(builder: ir.IRBuilder, pointer: ir.Value, count: ir.Value) -> None:
+    byte, flag = ir.IntType(8), ir.IntType(32)
+    itemsize = pointer.type.pointee.width // 8 if isinstance(pointer.type.pointee, ir.IntType) else 4
+    first = builder.bitcast(pointer, byte.as_pointer())
+    kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), flag, flag, flag])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, second_level, data = (ir.Constant(flag, value) for value in (0, 2, 1))
+    stop = builder.mul(count, ir.Constant(_INT, itemsize))
+    with cgutils.for_range_slice(builder, ir.Constant(_INT, 0), stop, ir.Constant(_INT, 64)) as (line, _):
+        builder.call(function, [builder.gep(first, [line]), read, second_level, data])
+
+
 @intrinsic(prefer_literal=True)
 def score_tile(typingctx, mode, storage, dim, queries, tokens, q, q_at, keys, k_at, scores, s_at, s_stride):
     """Score a tile of stored vectors: scores[s_at + g * s_stride + t] for g < queries, t < tokens.
@@ -173,8 +185,28 @@ def score_tile(typingctx, mode, storage, dim, queries, tokens, q, q_at, keys, k_
 
 
 @intrinsic(prefer_literal=True)
-def accumulate_rows(typingctx, storage, dim, queries, p, p_at, p_stride, values, v_at, count, sums, sums_at):
-    """Add weighted rows: sums[g * dim + d] += sum over t < count of p[g * p_stride + t] * values[t * dim + d]."""
+def accumulate_rows(
+    typingctx,
+    storage,
+    dim,
+    queries,
+    p,
+    p_at,
+    p_stride,
+    values,
+    v_at,
+    count,
+    sums,
+    sums_at,
+    ahead,
+    ahead_at,
+    ahead_count,
+):
+    """Add weighted rows: sums[g * dim + d] += sum over t < count of p[g * p_stride + t] * values[t * dim + d].
+
+    Meanwhile `ahead_count` elements of `ahead` are prefetched, a few at a time: a core tracks only about twenty cache
+    lines on their way, and asking for more at once stops the arithmetic until they have come.
+    """
     name, size, rows = (a.literal_value for a in (storage, dim, queries))
     pieces = _pieces(size)
     columns = max(1, _ACCUMULATORS // max(1, rows))
@@ -185,8 +217,13 @@ def accumulate_rows(typingctx, storage, dim, queries, p, p_at, p_stride, values,
         s_pointer = _pointer(context, builder, sums, arguments[9], arguments[10])
         stride, steps = arguments[5], arguments[8]
         weights = [_offset(builder, p_pointer, builder.mul(stride, ir.Constant(_INT, g))) for g in range(rows)]
-        for first in range(0, len(pieces), columns):
-            tile = pieces[first : first + columns]
+        tiles = [pieces[first : first + columns] for first in range(0, len(pieces), columns)]
+        share = builder.sdiv(arguments[13], ir.Constant(_INT, len(tiles)))
+        ahead_pointer = _pointer(context, builder, ahead, arguments[11], arguments[12])
+        for number, tile in enumerate(tiles):
+            _prefetch_lines(
+                builder, _offset(builder, ahead_pointer, builder.mul(share, ir.Constant(_INT, number))), share
+            )
             cells = [(g, start, lanes) for g in range(rows) for start, lanes in tile]
             targets = [_offset(builder, s_pointer, g * size + start) for g, start, _ in cells]
             slots = [
@@ -204,23 +241,31 @@ def accumulate_rows(typingctx, storage, dim, queries, p, p_at, p_stride, values,
         return context.get_dummy_value()
 
     integer = types.int64
-    return types.none(storage, dim, queries, p, integer, integer, values, integer, integer, sums, integer), codegen
+    kinds = (
+        storage,
+        dim,
+        queries,
+        p,
+        integer,
+        integer,
+        values,
+        integer,
+        integer,
+        sums,
+        integer,
+        ahead,
+        integer,
+        integer,
+    )
+    return types.none(*kinds), codegen
 
 
 @intrinsic
 def prefetch(typingctx, array, at, count):
     """Ask for `count` elements of an array from offset `at` to be brought into the second-level cache."""
-    itemsize = array.dtype.bitwidth // 8
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        byte, flag = ir.IntType(8), ir.IntType(32)
-        pointer = builder.bitcast(_pointer(context, builder, array, arguments[0], arguments[1]), byte.as_pointer())
-        signature = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), flag, flag, flag])
-        function = cgutils.get_or_insert_function(builder.module, signature, "llvm.prefetch.p0")
-        read, second_level, data = (ir.Constant(flag, value) for value in (0, 2, 1))
-        stop = builder.mul(arguments[2], ir.Constant(_INT, itemsize))
-        with cgutils.for_range_slice(builder, ir.Constant(_INT, 0), stop, ir.Constant(_INT, 64)) as (line, _):
-            builder.call(function, [builder.gep(pointer, [line]), read, second_level, data])
+        _prefetch_lines(builder, _pointer(context, builder, array, arguments[0], arguments[1]), arguments[2])
         return context.get_dummy_value()
 
     return types.none(array, types.int64, types.int64), codegen

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# Before anything loads torch: it sets how long OpenMP threads spin, which is read when the library is loaded.
+import cpu_ops  # noqa: F401
+
 if TYPE_CHECKING:
     from hetero_kv.errors import HeteroKVError
     from hetero_kv.generate import Conversation

@@ -1,0 +1,67 @@
+"""Dividing lists of blocks among threads by tokens, and merging what several threads computed of one list."""
+
+import numpy as np
+from numba import njit
+
+from cpu_ops.exponential import LN_2, exp2
+
+BAD_ID, BAD_COUNT, BAD_LENGTH = -1, -2, -3
+
+
+@njit
+def list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size):
+    """Where each (row, kv head) list begins when all are laid end to end, in tokens; a first entry < 0 is an error."""
+    rows, lists_per_row, max_blocks = block_ids.shape
+    starts = np.zeros(rows * kv_heads + 1, np.int64)
+    for row in range(rows):
+        tokens = np.int64(0)
+        for head in range(kv_heads):
+            if head < lists_per_row:
+                tokens = np.int64(0)
+                count = block_counts[row, head]
+                if count < 0 or count > max_blocks:
+                    starts[0] = BAD_COUNT
+                    return starts
+                for entry in range(count):
+                    block = block_ids[row, head, entry]
+                    if block < 0 or block >= block_lengths.shape[0]:
+                        starts[0] = BAD_ID
+                        return starts
+                    if block_lengths[block] < 0 or block_lengths[block] > block_size:
+                        starts[0] = BAD_LENGTH
+                        return starts
+                    tokens += block_lengths[block]
+            index = row * kv_heads + head
+            starts[index + 1] = starts[index] + tokens
+    return starts
+
+
+@njit(error_model="numpy")
+def merge_edges(edges, edge_sums, edge_most, edge_total, out, lse):
+    """Merge what several threads computed of one list; edges [2 * threads] name the lists, equal ones in sequence."""
+    group, v_dim = edge_sums.shape[1:]
+    kv_heads = out.shape[1]
+    first = 0
+    while first < edges.size:
+        index, stop = edges[first], first + 1
+        while stop < edges.size and (edges[stop] == index or edges[stop] < 0):
+            stop += 1
+        if index >= 0:
+            row, head = index // kv_heads, index % kv_heads
+            for g in range(group):
+                most, total = np.float32(-np.inf), np.float32(0)
+                for d in range(v_dim):
+                    out[row, head, g, d] = 0
+                for edge in range(first, stop):
+                    if edges[edge] == index:
+                        most = max(most, edge_most[edge, g])
+                for edge in range(first, stop):
+                    if edges[edge] == index:
+                        weight = exp2(edge_most[edge, g] - most)
+                        total += weight * edge_total[edge, g]
+                        for d in range(v_dim):
+                            out[row, head, g, d] += weight * edge_sums[edge, g, d]
+                for d in range(v_dim):
+                    out[row, head, g, d] /= total
+                lse[row, head, g] = (most + np.log2(total)) * LN_2
+        first = stop
