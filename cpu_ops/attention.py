@@ -9,7 +9,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
-from numba import njit, prange, types
+from numba import from_dtype, njit, prange, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_exp2, row_max, row_softcap
@@ -39,7 +39,8 @@ def attend_blocks(
 
     q: [rows, kv_heads, group, k_dim] float32, the query heads of each kv head together.
     keys: [num_blocks, kv_heads, block_size, k_dim], values: [num_blocks, kv_heads, block_size, v_dim], of one storage
-    type; untouched blocks are never read. block_ids: [rows, 1 or kv_heads, max_blocks] int32, one list for all kv heads
+    type (`cpu_ops.storage`; last dimension in records for those that store values in groups); untouched blocks are
+    never read. block_ids: [rows, 1 or kv_heads, max_blocks] int32, one list for all kv heads
     or one for each; block_counts: [rows, 1 or kv_heads] int32, entries in use; block_lengths: [num_blocks] int32,
     tokens in each block. scale multiplies the scores; softcap c > 0 then turns them into c * tanh(score / c).
     threads: how many to use (None: Numba's setting).
@@ -91,9 +92,13 @@ def _plan(
     """Check that shapes fit together and find their kernel; remembered, for a token costs this once per layer."""
     if len(q) != 4 or len(keys) != 4 or len(values) != 4:
         raise ValueError(f"q {q}, keys {keys} and values {values} must have four dimensions each")
+    if value_dtype != dtype:
+        raise TypeError(f"keys are {dtype} and values {value_dtype}; store both as the same type")
+    storage = storage_of(dtype)
     rows, kv_heads, group, k_dim = q
     num_blocks, _, block_size, _ = keys
-    if keys[1] != kv_heads or keys[3] != k_dim:
+    v_dim = values[3] * storage.group
+    if keys[1] != kv_heads or keys[3] * storage.group != k_dim:
         raise ValueError(f"keys {keys} do not fit q {q}: kv_heads (second) and k_dim (last) must be equal")
     if values[:3] != keys[:3]:
         raise ValueError(f"values {values} do not fit keys {keys}: all but the last dimension must be equal")
@@ -105,11 +110,8 @@ def _plan(
         )
     if lengths != (num_blocks,):
         raise ValueError(f"block_lengths {lengths} must hold one entry for each of the {num_blocks} blocks")
-    if value_dtype != dtype:
-        raise TypeError(f"keys are {dtype} and values {value_dtype}; store both as the same type")
-    storage = storage_of(dtype)
-    kernel = _kernel(storage.name, group, k_dim, values[3], block_size, softcapped)
-    return kernel, storage.kernel_dtype, rows, kv_heads, group, values[3]
+    kernel = _kernel(storage.name, group, k_dim, v_dim, block_size, softcapped)
+    return kernel, storage.kernel_dtype, rows, kv_heads, group, v_dim
 
 
 def _wrong_array(*arrays: np.ndarray) -> str:
@@ -141,7 +143,9 @@ def _kernel(storage: str, group: int, k_dim: int, v_dim: int, block_size: int, s
     value_calls = full_tiles + (rest_queries > 0)
     code_version = CODE_VERSION
 
-    pool = types.Array(types.uint16 if STORAGE_TYPES[storage].kernel_dtype == np.uint16 else types.float32, 4, "C")
+    k_units, v_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[storage].units(v_dim)
+
+    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
     real4, real3 = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
     int3, int2, int1 = (types.Array(types.int32, dims, "C") for dims in (3, 2, 1))
     signature = types.int64(
@@ -193,21 +197,21 @@ def _kernel(storage: str, group: int, k_dim: int, v_dim: int, block_size: int, s
                     position += count
                     if not mine or count == 0:
                         continue
-                    k_at = (block * kv_heads + head) * (block_size * k_dim)
-                    v_at = (block * kv_heads + head) * (block_size * v_dim)
+                    k_at = (block * kv_heads + head) * (block_size * k_units)
+                    v_at = (block * kv_heads + head) * (block_size * v_units)
                     following = np.int64(block_ids[row, which, min(entry + 1, entries - 1)])
-                    next_k_at = (following * kv_heads + head) * (block_size * k_dim)
+                    next_k_at = (following * kv_heads + head) * (block_size * k_units)
                     for t in range(0, count, tile_tokens):
-                        prefetch(values, v_at + t * v_dim, tile_tokens * v_dim)
+                        prefetch(values, v_at + t * v_units, tile_tokens * v_units)
                         for g in range(0, full_queries, tile_queries):
                             score_tile(
                                 "dot", storage, k_dim, tile_queries, tile_tokens, scaled_q, g * k_dim,
-                                keys, k_at + t * k_dim, scores, g * block_size + t, block_size,
+                                keys, k_at + t * k_units, scores, g * block_size + t, block_size,
                             )  # fmt: skip
                         if rest_queries > 0:
                             score_tile(
                                 "dot", storage, k_dim, rest_queries, tile_tokens, scaled_q, full_queries * k_dim,
-                                keys, k_at + t * k_dim, scores, full_queries * block_size + t, block_size,
+                                keys, k_at + t * k_units, scores, full_queries * block_size + t, block_size,
                             )  # fmt: skip
                     for g in range(group):
                         if softcapped:
@@ -222,18 +226,18 @@ def _kernel(storage: str, group: int, k_dim: int, v_dim: int, block_size: int, s
                         totals[g] += row_exp2(scores, g, count, most[g])
                     for t in range(0, count, _VALUE_TILE):
                         tokens: Any = min(_VALUE_TILE, count - t)
-                        share = tokens * k_dim // value_calls
+                        share = tokens * k_units // value_calls
                         for g in range(0, full_queries, tile_queries):
                             accumulate_rows(
                                 storage, v_dim, tile_queries, scores, g * block_size + t, block_size,
-                                values, v_at + t * v_dim, tokens, sums, g * v_dim,
-                                keys, next_k_at + t * k_dim + g // tile_queries * share, share,
+                                values, v_at + t * v_units, tokens, sums, g * v_dim,
+                                keys, next_k_at + t * k_units + g // tile_queries * share, share,
                             )  # fmt: skip
                         if rest_queries > 0:
                             accumulate_rows(
                                 storage, v_dim, rest_queries, scores, full_queries * block_size + t, block_size,
-                                values, v_at + t * v_dim, tokens, sums, full_queries * v_dim,
-                                keys, next_k_at + t * k_dim + full_tiles * share, share,
+                                values, v_at + t * v_units, tokens, sums, full_queries * v_dim,
+                                keys, next_k_at + t * k_units + full_tiles * share, share,
                             )  # fmt: skip
                 if starts[index] >= first and starts[index + 1] <= last:
                     for g in range(group):

@@ -4,7 +4,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
-from numba import njit, prange, types
+from numba import from_dtype, njit, prange, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.simd import query_tiles, score_tile
@@ -64,7 +64,16 @@ def _plan(
 ) -> tuple[Any, np.dtype, tuple[int, ...]]:  # fmt: skip
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
-    if len(q) != 4 or len(representatives) != 4 or (representatives[1], representatives[3]) != (q[1], q[3]):
+    storage = storage_of(dtype)
+    if (
+        len(q) != 4
+        or len(representatives) != 4
+        or (representatives[1], representatives[3] * storage.group)
+        != (
+            q[1],
+            q[3],
+        )
+    ):
         raise ValueError(
             f"representatives {representatives} do not fit q {q}: kv_heads (second) and k_dim (last) must be equal"
         )
@@ -74,7 +83,6 @@ def _plan(
         raise ValueError(f"mode 'quest' needs 2 representatives, maximum and minimum; there are {representatives[2]}")
     if len(ids) != 2 or ids[0] != q[0] or counts != ids[:1]:
         raise ValueError(f"block_ids {ids} must be [{q[0]}, max_blocks] and block_counts {counts} [{q[0]}]")
-    storage = storage_of(dtype)
     return _kernel(storage.name, mode, q[2], representatives[2], q[3]), storage.kernel_dtype, (*q[:3], ids[1])
 
 
@@ -85,7 +93,9 @@ def _kernel(storage: str, mode: str, group: int, representative_num: int, k_dim:
     vectors = 1 if mode == "quest" else representative_num
     code_version = CODE_VERSION
 
-    pool = types.Array(types.uint16 if STORAGE_TYPES[storage].kernel_dtype == np.uint16 else types.float32, 4, "C")
+    units = STORAGE_TYPES[storage].units(k_dim)
+
+    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
     real4 = types.Array(types.float32, 4, "C")
     signature = types.int64(
         real4, pool, types.Array(types.int32, 2, "C"), types.Array(types.int32, 1, "C"), types.int64, real4
@@ -112,17 +122,17 @@ def _kernel(storage: str, mode: str, group: int, representative_num: int, k_dim:
                     for g in range(group):
                         out[row, head, g, entry] = -np.inf
                     continue
-                r_at = (np.int64(block_ids[row, entry]) * kv_heads + head) * (representative_num * k_dim)
+                r_at = (np.int64(block_ids[row, entry]) * kv_heads + head) * (representative_num * units)
                 for vector in range(vectors):
                     for g in range(0, full_queries, tile_queries):
                         score_tile(
                             mode, storage, k_dim, tile_queries, 1, q, q_at + g * k_dim,
-                            representatives, r_at + vector * k_dim, tile, g * vectors + vector, vectors,
+                            representatives, r_at + vector * units, tile, g * vectors + vector, vectors,
                         )  # fmt: skip
                     if rest_queries > 0:
                         score_tile(
                             mode, storage, k_dim, rest_queries, 1, q, q_at + full_queries * k_dim,
-                            representatives, r_at + vector * k_dim, tile, full_queries * vectors + vector, vectors,
+                            representatives, r_at + vector * units, tile, full_queries * vectors + vector, vectors,
                         )  # fmt: skip
                 for g in range(group):
                     best = tile[g, 0]

@@ -62,8 +62,9 @@ def _resized(builder: ir.IRBuilder, vector: ir.Value, lanes: int) -> ir.Value:
     return builder.shuffle_vector(vector, zeros, mask)
 
 
-def _load(builder: ir.IRBuilder, storage: str, pointer: ir.Value, lanes: int) -> ir.Value:
-    return _resized(builder, STORAGE_TYPES[storage].decode(builder, pointer, lanes), LANES)
+def _load(builder: ir.IRBuilder, storage: str, pointer: ir.Value, lanes: int, within: int = 0) -> ir.Value:
+    """LANES float32 from a group of `storage` that `pointer` points to, of which `lanes` are read."""
+    return _resized(builder, STORAGE_TYPES[storage].decode(builder, pointer, within, lanes), LANES)
 
 
 def _store(builder: ir.IRBuilder, vector: ir.Value, pointer: ir.Value, lanes: int) -> None:
@@ -138,6 +139,8 @@ def score_tile(typingctx, mode, storage, dim, queries, tokens, q, q_at, keys, k_
     """
     bound = mode.literal_value == "quest"
     name, size, rows, columns = (a.literal_value for a in (storage, dim, queries, tokens))
+    kind = STORAGE_TYPES[name]
+    stride, step = kind.units(size), max(LANES, kind.group)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         q_pointer = _pointer(context, builder, q, arguments[5], arguments[6])
@@ -147,10 +150,12 @@ def score_tile(typingctx, mode, storage, dim, queries, tokens, q, q_at, keys, k_
         # Stack slots that no address escapes from: LLVM turns them into registers.
         sums = [cgutils.alloca_once_value(builder, zero) for _ in range(rows * columns)]
 
-        def add_piece(start: ir.Value, lanes: int) -> None:
-            k_start, q_start = (_offset(builder, pointer, start) for pointer in (k_pointer, q_pointer))
+        def add_piece(start: ir.Value, lanes: int, within: int = 0) -> None:
+            groups = builder.udiv(start, ir.Constant(_INT, step))
+            k_start = _offset(builder, k_pointer, builder.mul(groups, ir.Constant(_INT, kind.units(step))))
+            q_start = _offset(builder, _offset(builder, q_pointer, start), within)
             stored = [
-                _load(builder, name, _offset(builder, k_start, t * size), lanes)
+                _load(builder, name, _offset(builder, k_start, t * stride), lanes, within)
                 for t in range(2 * columns if bound else columns)
             ]
             for g in range(rows):
@@ -166,8 +171,9 @@ def score_tile(typingctx, mode, storage, dim, queries, tokens, q, q_at, keys, k_
 
         whole = ir.Constant(_INT, size - size % LANES)
         # A loop, not straight code: unrolled, the scheduler hoists loads until the partial sums spill.
-        with cgutils.for_range_slice(builder, ir.Constant(_INT, 0), whole, ir.Constant(_INT, LANES)) as (start, _):
-            add_piece(start, LANES)
+        with cgutils.for_range_slice(builder, ir.Constant(_INT, 0), whole, ir.Constant(_INT, step)) as (start, _):
+            for within in range(0, step, LANES):
+                add_piece(start, LANES, within)
         if size % LANES:
             add_piece(whole, size % LANES)
         for first in range(0, rows * columns, LANES):
@@ -202,12 +208,13 @@ def accumulate_rows(
     ahead_at,
     ahead_count,
 ):
-    """Add weighted rows: sums[g * dim + d] += sum over t < count of p[g * p_stride + t] * values[t * dim + d].
+    """Add weighted rows: sums[g * dim + d] += sum over t < count of p[g * p_stride + t] * value d of row t.
 
     Meanwhile `ahead_count` elements of `ahead` are prefetched, a few at a time: a core tracks only about twenty cache
     lines on their way, and asking for more at once stops the arithmetic until they have come.
     """
     name, size, rows = (a.literal_value for a in (storage, dim, queries))
+    kind = STORAGE_TYPES[name]
     pieces = _pieces(size)
     columns = max(1, _ACCUMULATORS // max(1, rows))
 
@@ -231,8 +238,11 @@ def accumulate_rows(
                 for target, (_, _, lanes) in zip(targets, cells, strict=True)
             ]
             with cgutils.for_range(builder, steps) as loop:
-                row = _offset(builder, v_pointer, builder.mul(loop.index, ir.Constant(_INT, size)))
-                stored = {start: _load(builder, name, _offset(builder, row, start), lanes) for start, lanes in tile}
+                row = _offset(builder, v_pointer, builder.mul(loop.index, ir.Constant(_INT, kind.units(size))))
+                stored = {
+                    start: _load(builder, name, _offset(builder, row, kind.units(start)), lanes, start % kind.group)
+                    for start, lanes in tile
+                }
                 weight = [_broadcast(builder, _offset(builder, pointer, loop.index)) for pointer in weights]
                 for slot, (g, start, _) in zip(slots, cells, strict=True):
                     builder.store(_call(builder, "fmuladd", weight[g], stored[start], builder.load(slot)), slot)

@@ -2,6 +2,9 @@
 
 A storage type is registered with one function that emits LLVM IR for "load these elements as float32". Kernels are
 generated per storage type, so a new one costs one function here and nothing anywhere else.
+
+A pool's numpy dtype tells its storage type. Formats that numpy has no number for are records: one record holds a
+group of values, so that a vector of `dim` values is `dim // group` records.
 """
 
 from collections.abc import Callable
@@ -11,33 +14,46 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-Decode = Callable[[ir.IRBuilder, ir.Value, int], ir.Value]
+Decode = Callable[[ir.IRBuilder, ir.Value, int, int], ir.Value]
+"""(builder, pointer to a group, index of the first value within the group, lanes) -> vector of `lanes` float32."""
 FLOAT = ir.FloatType()
+_BYTE = ir.IntType(8)
+
+BFLOAT16 = np.dtype([("bfloat16", "<u2")])
+Q8_0 = np.dtype([("scale", "<f2"), ("values", "i1", (32,))])
+"""GGML's Q8_0: 32 values, each scale * int8."""
+Q4_0 = np.dtype([("scale", "<f2"), ("values", "u1", (16,))])
+"""GGML's Q4_0: 32 values, each scale * (nibble - 8); byte i holds value i in its low and i + 16 in its high nibble."""
 
 
 @dataclass(frozen=True)
 class StorageType:
-    """One element type of a block pool.
+    """One number format of a block pool.
 
-    name: the name settings use. dtype: numpy dtype of the pool. kernel_dtype: the dtype its memory is viewed as inside
-    kernels. decode: emits `lanes` elements at a pointer as a vector of float32.
+    name: the name settings use. dtype: numpy dtype of one group of values in the pool. group: how many values that
+    is. kernel_dtype: the dtype its memory is viewed as inside kernels. decode: see `Decode`.
     """
 
     name: str
     dtype: np.dtype
+    group: int
     kernel_dtype: np.dtype
     decode: Decode
+
+    def units(self, values: int) -> int:
+        """Elements of `kernel_dtype` that `values` stored values take; whole groups."""
+        return values // self.group * (self.dtype.itemsize // self.kernel_dtype.itemsize)
 
 
 STORAGE_TYPES: dict[str, StorageType] = {}
 _BY_DTYPE: dict[np.dtype, StorageType] = {}
 
 
-def register_storage(name: str, dtype: Any, kernel_dtype: Any) -> Callable[[Decode], Decode]:
+def register_storage(name: str, dtype: Any, kernel_dtype: Any, group: int = 1) -> Callable[[Decode], Decode]:
     """Register the decorated function as the decoder of storage type `name`."""
 
     def register(decode: Decode) -> Decode:
-        storage = StorageType(name, np.dtype(dtype), np.dtype(kernel_dtype), decode)
+        storage = StorageType(name, np.dtype(dtype), group, np.dtype(kernel_dtype), decode)
         STORAGE_TYPES[name] = storage
         _BY_DTYPE[storage.dtype] = storage
         return decode
@@ -57,16 +73,62 @@ def storage_of(dtype: np.dtype) -> StorageType:
     return storage
 
 
-@register_storage("float32", np.float32, np.float32)
-def decode_float32(builder: ir.IRBuilder, pointer: ir.Value, lanes: int) -> ir.Value:
-    """Load `lanes` float32 as they are."""
+def _load_vector(builder: ir.IRBuilder, pointer: ir.Value, element: ir.Type, lanes: int, align: int) -> ir.Value:
+    vector = ir.VectorType(element, lanes)
+    return builder.load(builder.bitcast(pointer, vector.as_pointer()), align=align, typ=vector)
+
+
+def _splat(value: Any, lanes: int) -> ir.Constant:
+    kind = FLOAT if isinstance(value, float) else _BYTE
+    return ir.Constant(ir.VectorType(kind, lanes), [value] * lanes)
+
+
+def _scale(builder: ir.IRBuilder, group: ir.Value, lanes: int) -> ir.Value:
+    """The fp16 scale that a GGML group begins with, in every lane."""
+    pointer = builder.bitcast(group, ir.IntType(16).as_pointer())
+    half = builder.bitcast(builder.load(pointer, align=2), ir.HalfType())
     vector = ir.VectorType(FLOAT, lanes)
-    return builder.load(builder.bitcast(pointer, vector.as_pointer()), align=4, typ=vector)
+    zero = ir.Constant(ir.IntType(32), 0)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), builder.fpext(half, FLOAT), zero)
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), mask)
+
+
+@register_storage("float32", np.float32, np.float32)
+def decode_float32(builder: ir.IRBuilder, pointer: ir.Value, within: int, lanes: int) -> ir.Value:
+    """Load `lanes` float32 as they are."""
+    return _load_vector(builder, pointer, FLOAT, lanes, align=4)
 
 
 @register_storage("float16", np.float16, np.uint16)
-def decode_float16(builder: ir.IRBuilder, pointer: ir.Value, lanes: int) -> ir.Value:
+def decode_float16(builder: ir.IRBuilder, pointer: ir.Value, within: int, lanes: int) -> ir.Value:
     """Widen `lanes` IEEE binary16: numba has no such type on CPUs, LLVM has, and x86 does it in one `vcvtph2ps`."""
-    bits = ir.VectorType(ir.IntType(16), lanes)
-    loaded = builder.load(builder.bitcast(pointer, bits.as_pointer()), align=2, typ=bits)
+    loaded = _load_vector(builder, pointer, ir.IntType(16), lanes, align=2)
     return builder.fpext(builder.bitcast(loaded, ir.VectorType(ir.HalfType(), lanes)), ir.VectorType(FLOAT, lanes))
+
+
+@register_storage("bfloat16", BFLOAT16, np.uint16)
+def decode_bfloat16(builder: ir.IRBuilder, pointer: ir.Value, within: int, lanes: int) -> ir.Value:
+    """Widen `lanes` bfloat16: their bits are the upper half of a float32."""
+    word = ir.VectorType(ir.IntType(32), lanes)
+    wide = builder.zext(_load_vector(builder, pointer, ir.IntType(16), lanes, align=2), word)
+    return builder.bitcast(builder.shl(wide, ir.Constant(word, [16] * lanes)), ir.VectorType(FLOAT, lanes))
+
+
+@register_storage("q8_0", Q8_0, np.uint8, group=32)
+def decode_q8_0(builder: ir.IRBuilder, pointer: ir.Value, within: int, lanes: int) -> ir.Value:
+    """Widen `lanes` of the 32 signed bytes that follow the group's scale, and scale them."""
+    at = builder.gep(pointer, [ir.Constant(ir.IntType(64), 2 + within)])
+    whole = builder.sext(_load_vector(builder, at, _BYTE, lanes, align=1), ir.VectorType(ir.IntType(32), lanes))
+    return builder.fmul(builder.sitofp(whole, ir.VectorType(FLOAT, lanes)), _scale(builder, pointer, lanes))
+
+
+@register_storage("q4_0", Q4_0, np.uint8, group=32)
+def decode_q4_0(builder: ir.IRBuilder, pointer: ir.Value, within: int, lanes: int) -> ir.Value:
+    """Widen `lanes` of the 32 nibbles that follow the group's scale, take 8 off, and scale them."""
+    at = builder.gep(pointer, [ir.Constant(ir.IntType(64), 2 + within % 16)])
+    loaded = _load_vector(builder, at, _BYTE, lanes, align=1)
+    nibbles = builder.and_(loaded, _splat(15, lanes)) if within < 16 else builder.lshr(loaded, _splat(4, lanes))
+    # Taking 8 off while it is a byte is exact and leaves the multiplication alone.
+    signed = builder.sext(builder.sub(nibbles, _splat(8, lanes)), ir.VectorType(ir.IntType(32), lanes))
+    return builder.fmul(builder.sitofp(signed, ir.VectorType(FLOAT, lanes)), _scale(builder, pointer, lanes))

@@ -30,6 +30,9 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "chat": Command("hetero_kv.chat.command", "Ask a model about long texts: a chat in the terminal, or one answer."),
+    "eval": Command(
+        "hetero_kv.commands.eval", "Compare methods: retrieval tasks, perplexity, fidelity, your own files."
+    ),
     "plan": Command("hetero_kv.commands.plan", "What a context takes, what is free, and how long a context can be."),
     "rules": Command("hetero_kv.commands.rules", "Layer by layer, what a rules file puts into a model."),
     "methods": Command("hetero_kv.commands.methods", "Every operator, representative and storage type."),

@@ -83,7 +83,7 @@ class _CollectSetting(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         name = (option_string or self.option_strings[0]).lstrip("-")
-        setattr(namespace, self.dest, {**getattr(namespace, self.dest), name: _scalar(str(values))})
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest), name: scalar(str(values))})
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -107,7 +107,8 @@ def _with_underscores(arguments: Sequence[str]) -> list[str]:
     return spelled
 
 
-def _scalar(text: str) -> int | float | bool | str:
+def scalar(text: str) -> int | float | bool | str:
+    """A flag's value as the number or boolean that it spells, else as text."""
     for kind in (int, float):
         try:
             return kind(text)

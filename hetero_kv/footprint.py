@@ -179,7 +179,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a model with its rules takes, as a function of the context's length, for one sequence.
+    """What a model with its rules takes, as a function of the context's length and of how many sequences there are.
 
     Attributes:
         layers: the layers' caches.
@@ -236,25 +236,34 @@ class Footprint:
         """The store's, over all layers."""
         return sum((layer.stored for layer in self.layers), BytesPerToken())
 
-    def memory(self, tokens: int) -> Memory:
-        """What a context of `tokens` takes at its peak, when a prompt of that length has prefilled its last layer."""
+    def memory(self, tokens: int, batch: int = 1, forks: int = 0) -> Memory:
+        """What a context takes at its peak, when a prompt of that length has prefilled its last layer.
+
+        Args:
+            tokens: of each sequence.
+            batch: sequences that are processed together.
+            forks: of the cache, each grown to `tokens` with nothing shared.
+        """
+        kept = batch * (1 + forks)
         paged = [layer for layer in self.layers if layer.block_size is not None]
         elsewhere = [layer for layer in self.layers if layer.block_size is None]
         return Memory(
-            keys_values=sum(round(layer.blocks(tokens) * (layer.stored.keys + layer.stored.values)) for layer in paged),
-            representatives=sum(round(layer.blocks(tokens) * layer.stored.representatives) for layer in paged),
+            keys_values=kept
+            * sum(round(layer.blocks(tokens) * (layer.stored.keys + layer.stored.values)) for layer in paged),
+            representatives=kept * sum(round(layer.blocks(tokens) * layer.stored.representatives) for layer in paged),
             weights=self.weights,
-            windows=sum(self._kv(layer, layer.device_window) for layer in paged) if self.on_gpu else 0,
+            windows=kept * sum(self._kv(layer, layer.device_window) for layer in paged) if self.on_gpu else 0,
             # A window lies in a buffer with slack for as many tokens again.
-            sliding=sum(
+            sliding=kept
+            * sum(
                 self._kv(layer, min(tokens, window) + window)
                 for layer in elsewhere
                 if (window := layer.sliding_window) is not None
             ),
-            untouched=sum(self._kv(layer, tokens) for layer in elsewhere if layer.sliding_window is None),
-            layer_kv=max((self._kv(layer, tokens) for layer in paged), default=0),
-            hidden=tokens * (2 * (self.hidden_size + self.rotary_dim) * self.element + _ID_BYTES),
-            activations=min(tokens, self.chunk_size) * self.activations,
+            untouched=kept * sum(self._kv(layer, tokens) for layer in elsewhere if layer.sliding_window is None),
+            layer_kv=batch * max((self._kv(layer, tokens) for layer in paged), default=0),
+            hidden=batch * tokens * (2 * (self.hidden_size + self.rotary_dim) * self.element + _ID_BYTES),
+            activations=batch * min(tokens, self.chunk_size) * self.activations,
         )
 
     def _kv(self, layer: LayerFootprint, tokens: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 import sys
 import time
@@ -14,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, Stoppi
 from transformers.cache_utils import Cache
 
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.kv.cache import HeteroCache, Progress, undo_on_error
+from hetero_kv.kv.cache import HeteroCache, Progress, forked, undo_on_error
 from hetero_kv.kv.paged_layer import CacheFullError
 from hetero_kv.turns import TurnTokens
 
@@ -89,21 +90,43 @@ class Conversation:
         model: with rules injected it keeps its KV in a HeteroCache; untouched, in transformers' DynamicCache.
         max_seq_len: capacity in tokens; None takes the rules' setting.
         system: the system message; None for the chat template's own.
+        forks: forks that are to have room for `max_seq_len` tokens too; see HeteroCache.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, *, max_seq_len: int | None = None, system: str | None = None
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        *,
+        max_seq_len: int | None = None,
+        system: str | None = None,
+        forks: int = 0,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self._turns = TurnTokens(tokenizer, system)
-        self.cache: Cache = self._new_cache(max_seq_len)
+        self.cache: Cache = self._new_cache(max_seq_len, forks)
         self._tokens: list[int] = []
 
     def reset(self) -> None:
         """Forget the conversation."""
         self.cache.reset()
         self._tokens = []
+
+    def fork(self) -> Conversation:
+        """A second conversation that begins with everything said so far and goes its own way.
+
+        Nothing is processed again, and the stored blocks are shared (HeteroCache.fork): one long document, many
+        questions that know nothing of each other.
+
+        Raises HeteroKVError in the middle of an answer.
+        """
+        # The last token of an answer is not stored until the next turn.
+        if self.cache.get_seq_length() > len(self._tokens):
+            raise HeteroKVError("an answer is being generated; fork the conversation before or after, not in between")
+        twin = copy.copy(self)
+        twin.cache, twin._tokens = forked(self.cache), list(self._tokens)
+        return twin
 
     @property
     def context_tokens(self) -> int:
@@ -179,22 +202,27 @@ class Conversation:
         text = self.tokenizer.decode(generated, skip_special_tokens=True)
         return Answer(text, reason, self._statistics(watch, len(prompt) - stored, len(generated)))
 
-    def _new_cache(self, max_seq_len: int | None) -> Cache:
+    def _new_cache(self, max_seq_len: int | None, forks: int) -> Cache:
         if getattr(self.model, "hetero_kv_injection", None) is not None:
-            return HeteroCache(self.model, max_seq_len)
+            return HeteroCache(self.model, max_seq_len, forks=forks)
         return DynamicCache(config=self.model.config.get_text_config(decoder=True))
 
     def _new_tokens_that_fit(self, prompt_tokens: int, wanted: int) -> int:
-        # The last token of an answer is not stored until the next turn.
         capacity = self.max_seq_len
-        room = wanted if capacity is None else capacity + 1 - prompt_tokens
-        if room < 1:
+        if not isinstance(self.cache, HeteroCache) or capacity is None:
+            return wanted
+        if prompt_tokens > capacity:
             raise CacheFullError(
                 f"the conversation would be {prompt_tokens} tokens long and max_seq_len is {capacity}; set max_seq_len "
-                f"to at least {prompt_tokens + wanted}, shorten the question by {prompt_tokens - (capacity or 0)} "
+                f"to at least {prompt_tokens + wanted}, shorten the question by {prompt_tokens - capacity} "
                 "tokens, or start anew (/reset)"
             )
-        return min(wanted, room)
+        stored = self.cache.get_seq_length()
+        self.cache.require_room(1, prompt_tokens - stored)
+        room = self.cache.room
+        assert room is not None
+        # The last token of an answer is not stored until the next turn.
+        return min(wanted, stored + room + 1 - prompt_tokens)
 
     def _end_tokens(self) -> set[int]:
         ends = self.model.generation_config.eos_token_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class Injection:
     engine: EngineSettings
     operators: dict[str, Operator] = field(default_factory=dict)
     rules: dict[str, Rule] = field(default_factory=dict)
-    configs: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    configs: list[tuple[Any, Any]] = field(default_factory=list)
 
     def report(self) -> dict[str, tuple[str, Settings | None]]:
         """Module path -> (operator's name, its settings)."""
@@ -61,12 +62,17 @@ class Injection:
         """DRAM per token of one sequence, bytes, over all retrieval layers."""
         return Footprint.of(self).bytes_per_token.total
 
-    def max_seq_len(self, wanted: int | None = None) -> int:
+    def max_seq_len(self, wanted: int | None = None, batch: int = 1, forks: int = 0) -> int:
         """The capacity in tokens for `wanted` tokens, or for the settings' `max_seq_len`.
+
+        Args:
+            batch: sequences that are processed together, each with this capacity.
+            forks: of the cache, each with this capacity too.
 
         Raises OutOfMemoryError when it does not fit into the free memory.
         """
-        return resolve_max_seq_len(self.engine.max_seq_len if wanted is None else wanted, Plan.of(self))
+        plan = Plan.of(self, batch, forks)
+        return resolve_max_seq_len(self.engine.max_seq_len if wanted is None else wanted, plan)
 
     def compile_kernels(self) -> None:
         """Compile the CPU kernels of every layer now, so that the first answer does not wait for them."""
@@ -78,12 +84,11 @@ class Injection:
                 group = config.num_attention_heads // shape.kv_heads
                 operator.compile_kernels(shape.kv_heads, group, shape.k_dim, shape.v_dim, softcap)
 
-    def new_cache_layers(self, max_seq_len: int | None = None) -> list[CacheLayerMixin]:
-        """A cache layer per layer of the model: the operators' own, and transformers' where there is no operator."""
-        return self.cache_layers(self.max_seq_len(max_seq_len))
-
     def cache_layers(self, capacity: int) -> list[CacheLayerMixin]:
-        """As `new_cache_layers`, for `capacity` tokens, whether these fit into memory or not."""
+        """A cache layer per layer of the model: the operators' own, and transformers' where there is no operator.
+
+        `capacity` tokens may fit into memory or not (`max_seq_len`).
+        """
         layers = list(DynamicCache(config=bridge.text_config(self.model)).layers)
         shared: SharedSelections = {}
         for operator in self.attention_operators():
@@ -139,10 +144,8 @@ def inject(
         raise
     injection.operators = {path: injection.operators[path] for path in plan}
     injection.rules = {path: rule for path, (rule, _) in plan.items()}
-    for holder in _mask_builders(model, injection.operators):
-        injection.configs.append((holder, holder.config))
-        holder.config = bridge.with_implementation(holder.config)
-        holder.forward = guarded(holder)
+    injection.configs = [(holder, holder.config) for holder in _mask_builders(model, injection.operators)]
+    _guard(injection)
     model.hetero_kv_injection = injection
     return injection
 
@@ -157,6 +160,34 @@ def eject(model: PreTrainedModel) -> None:
         raise InjectionError(f"{type(model).__name__} has no rules injected, there is nothing to eject")
     _take_out(model, injection)
     del model.hetero_kv_injection
+
+
+@contextmanager
+def suspended(model: PreTrainedModel) -> Iterator[None]:
+    """Within this context the model is untouched; then the rules that it had injected, if any, are back.
+
+    The operators are the same as before, so that caches made under them go on.
+    """
+    injection: Injection | None = getattr(model, "hetero_kv_injection", None)
+    if injection is None:
+        yield
+        return
+    eject(model)
+    try:
+        yield
+    finally:
+        for path, operator in sorted(injection.operators.items(), key=lambda item: -item[0].count(".")):
+            operator.install()
+            model.set_submodule(path, operator)
+        _guard(injection)
+        model.hetero_kv_injection = injection
+
+
+def _guard(injection: Injection) -> None:
+    """Guard the forward of the modules that build masks, and let them build none."""
+    for holder, config in injection.configs:
+        holder.config = bridge.with_implementation(config)
+        holder.forward = guarded(holder)
 
 
 def _take_out(model: nn.Module, injection: Injection) -> None:

@@ -5,7 +5,7 @@ One function serves `hetero-kv plan`, `max_seq_len: auto`, and the refusal of a 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hetero_kv.errors import HeteroKVError
@@ -50,29 +50,37 @@ class Plan:
         dram: free DRAM, bytes.
         gpu: free memory of the GPU, bytes; None where the model computes on the CPU, or nothing is known of the GPU.
         context_length: what the model was made for, tokens.
+        batch: sequences that are processed together.
+        forks: of the cache, each with room for a context of its own.
     """
 
     footprint: Footprint
     dram: int
     gpu: int | None
     context_length: int
+    batch: int = 1
+    forks: int = 0
 
     @classmethod
-    def of(cls, injection: Injection) -> Plan:
+    def of(cls, injection: Injection, batch: int = 1, forks: int = 0) -> Plan:
         """For a loaded model with its rules, by the memory that is free now."""
         footprint = Footprint.of(injection)
         device = str(next(injection.model.parameters()).device)
         gpu = free_gpu(device) if device.startswith("cuda") else None
-        return cls(footprint, free_dram(), gpu, injection.context_length)
+        return cls(footprint, free_dram(), gpu, injection.context_length, batch, forks)
+
+    def memory(self, tokens: int) -> Memory:
+        """What contexts of `tokens` take, term by term."""
+        return self.footprint.memory(tokens, self.batch, self.forks)
 
     def dram_needed(self, tokens: int) -> int:
         """DRAM that a context of `tokens` takes, bytes; without a GPU the model computes there too."""
-        memory = self.footprint.memory(tokens)
+        memory = self.memory(tokens)
         return memory.store if self.footprint.on_gpu else memory.store + memory.compute
 
     def gpu_needed(self, tokens: int) -> int:
         """Memory of the GPU that a context of `tokens` takes, bytes; 0 without a GPU."""
-        return self.footprint.memory(tokens).compute if self.footprint.on_gpu else 0
+        return self.memory(tokens).compute if self.footprint.on_gpu else 0
 
     def fits_dram(self, tokens: int) -> bool:
         """Whether a context of `tokens` leaves the reserve of DRAM free."""
@@ -111,7 +119,12 @@ def resolve_max_seq_len(wanted: int | str, plan: Plan) -> int:
     if wanted == "auto" and largest:
         return min(plan.context_length, largest)
     tokens = 1 if wanted == "auto" else int(wanted)
-    remedy = f"max_seq_len {largest} would fit" if largest else "not even one token fits: take a smaller model"
+    remedies = [f"max_seq_len {largest}"] if largest else []
+    batches = [(replace(plan, batch=n), f"a batch of {n}") for n in range(1, plan.batch)]
+    forks = [(replace(plan, forks=n), f"{n} forks") for n in range(plan.forks)]
+    for smaller in (batches, forks):
+        remedies += [text for fewer, text in smaller if fewer.fits(tokens)][-1:]
+    remedy = f"{', or '.join(remedies)} would fit" if remedies else "not even one token fits: take a smaller model"
     raise OutOfMemoryError(f"max_seq_len is {wanted}: {_lacking(plan, tokens)}; {remedy}")
 
 
@@ -120,7 +133,9 @@ def _lacking(plan: Plan, tokens: int) -> str:
     needed, free, of = plan.dram_needed(tokens), plan.dram, "DRAM"
     if plan.fits_dram(tokens) and plan.gpu is not None:
         needed, free, of = plan.gpu_needed(tokens), plan.gpu, "the GPU's memory"
+    sequences = plan.batch * (1 + plan.forks)
+    what = f"{tokens} tokens" if sequences == 1 else f"{sequences} sequences of {tokens} tokens"
     return (
-        f"{tokens} tokens take {needed / 1e9:.2f} GB of {of}, and {free / 1e9:.2f} GB are free "
+        f"{what} take {needed / 1e9:.2f} GB of {of}, and {free / 1e9:.2f} GB are free "
         f"({RESERVE:.0%} is kept in reserve)"
     )

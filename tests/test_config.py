@@ -152,7 +152,7 @@ def test_settings_that_are_no_mapping_are_an_error(mapping: Any) -> None:
             {"second_block_count": "al"},
             "or all, or a list of them, one per layer, or pyramid(low, high); did you mean all?",
         ),
-        ({"kv_type": "FP61"}, "kv_type is 'FP61'; it must be FP16 or FP32; did you mean FP16?"),
+        ({"kv_type": "FP61"}, "kv_type is 'FP61'; it must be FP16 or FP32 or BF16 or Q8_0 or Q4_0; did you mean FP16?"),
         ({"kv_type": 16}, "kv_type is 16; it must be FP16"),
         ({"head_select_mode": "SHRED"}, "it must be SHARED or SEPARATE; did you mean SHARED?"),
         (
@@ -166,6 +166,8 @@ def test_settings_that_are_no_mapping_are_an_error(mapping: Any) -> None:
         ({"representative_type": "QUEST"}, "representative_num is 1; representative_type QUEST takes 2"),
         ({"representative_num": 129}, "a block of block_size 128 has no more keys than that"),
         ({"kernel_size": 4}, "kernel_size is 4; it must be odd"),
+        ({"block_size": 16, "kv_type": "Q8_0"}, "block_size is 16; kv_type Q8_0 needs a multiple of 32, such as 32"),
+        ({"block_size": 100, "kv_type": "q4_0"}, "block_size is 100; kv_type Q4_0 needs a multiple of 32, such as 128"),
         ({"preselect_block": "yes"}, "preselect_block is 'yes'; it must be true or false"),
         ({"preselect_block_count": "pyramid(9, 1)"}, "or pyramid(low, high)"),
     ],
@@ -222,7 +224,7 @@ def test_settings_that_exclude_each_other_are_located_by_settings_from_mapping()
 
 
 def test_a_new_registration_is_a_choice_without_any_change_to_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_REGISTRY", {**storage._REGISTRY, "NEW8": storage.FP16})
+    monkeypatch.setattr(storage.registry, "_REGISTRY", {**storage.registry._REGISTRY, "NEW8": storage.FP16})
     assert retrieval(kv_type="new8").kv_type == "NEW8"
 
 

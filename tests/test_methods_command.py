@@ -31,8 +31,8 @@ def test_abstract_operators_are_not_listed():
 
 
 def test_a_new_storage_type_appears_by_itself(monkeypatch, capsys):
-    monkeypatch.setattr(storage, "_REGISTRY", dict(storage._REGISTRY))
-    storage.register(storage.StorageType("FP64", "float64", 8, "double precision: for this test"))
+    monkeypatch.setattr(storage.registry, "_REGISTRY", dict(storage.registry._REGISTRY))
+    storage.register(storage.StorageType("FP64", "float64", "float64", 8, "double precision: for this test"))
     assert "FP64" in dict(next(entries for kind, entries in registered().items() if "kv_type" in kind))
     assert main(["methods"]) == 0
     assert "double precision: for this test" in capsys.readouterr().out

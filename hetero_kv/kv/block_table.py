@@ -7,14 +7,15 @@ import torch
 
 from hetero_kv.kv.pool import BlockPool
 
-# Blocks read at once by `gather`: bounds its temporary copy.
-_GATHERED_AT_ONCE = 64
+# Blocks converted at once: bounds the temporary copy.
+_BLOCKS_AT_ONCE = 64
 
 
 class BlockTable:
     """A sequence as a list of pool blocks; all but the last are full.
 
-    Blocks may be shared with other sequences (`fork`); a shared block is copied before it is written to.
+    Blocks may be shared with other sequences (`fork`); a shared block is copied before it is written to. A table that
+    is dropped lets go of its blocks.
 
     Attributes:
         length: tokens stored.
@@ -24,6 +25,10 @@ class BlockTable:
         self.pool = pool
         self.length = 0
         self._ids = np.empty(-(-capacity // pool.block_size), dtype=np.int32)
+
+    def __del__(self) -> None:
+        if self.length:
+            self.pool.abandon(self.ids)
 
     @property
     def num_blocks(self) -> int:
@@ -55,20 +60,20 @@ class BlockTable:
                 written += self._write_in_block(block, offset, keys[:, written:], values[:, written:])
 
     def read(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the positions [start, stop): [kv_heads, stop - start, dim] in the storage type."""
+        """Keys and values of the positions [start, stop): [kv_heads, stop - start, dim] as the storage decodes."""
         block_size = self.pool.block_size
         first = start // block_size
         ids = torch.from_numpy(self._ids[first : -(-stop // block_size)].astype(np.int64))
         skipped = start - first * block_size
         keys, values = (
-            array[ids].transpose(0, 1).flatten(1, 2)[:, skipped : skipped + stop - start]
+            self.pool.storage.decode(array[ids].transpose(0, 1).flatten(1, 2)[:, skipped : skipped + stop - start])
             for array in (self.pool.keys, self.pool.values)
         )
         return keys, values
 
     def gather(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy all stored tokens into [kv_heads, length, dim] tensors of any dtype, on any device."""
-        step = _GATHERED_AT_ONCE * self.pool.block_size
+        step = _BLOCKS_AT_ONCE * self.pool.block_size
         for start in range(0, self.length, step):
             stop = min(start + step, self.length)
             for source, target in zip(self.read(start, stop), (keys, values), strict=True):
@@ -79,9 +84,10 @@ class BlockTable:
         kept = -(-length // self.pool.block_size)
         self.pool.release(self._ids[kept : self.num_blocks])
         self.length = length
-        if length % self.pool.block_size:
-            self._own_last_block()
-            self.pool.lengths[self._ids[kept - 1]] = length % self.pool.block_size
+        last = self.ids[-1:]
+        # A block that others still hold in full is copied when something is appended.
+        if length % self.pool.block_size and self.pool.references(int(last[0])) == 1:
+            self._shorten(int(last[0]))
 
     def fork(self) -> BlockTable:
         """A second sequence with the same tokens, sharing the blocks."""
@@ -99,33 +105,48 @@ class BlockTable:
         """Allocate the blocks that `tokens` more tokens need, and own the one that is written into."""
         held = self.num_blocks
         needed = -(-(self.length + tokens) // self.pool.block_size)
-        self._ids[held:needed] = self.pool.allocate(needed - held)
         if self.length % self.pool.block_size:
-            self._own_last_block()
+            self.own(held - 1, held)
+            last = int(self._ids[held - 1])
+            if self.pool.lengths[last] != self.length % self.pool.block_size:
+                self._shorten(last)
+        self._ids[held:needed] = self.pool.allocate(needed - held)
 
-    def _own_last_block(self) -> None:
-        """Replace a last block that others hold too by a copy of it: its length is about to change."""
-        last = self.ids[-1:].copy()
-        if self.pool.references(int(last[0])) == 1:
-            return
-        copy = int(self.pool.allocate(1)[0])
-        for array in (self.pool.keys, self.pool.values, self.pool.received):
-            if array is not None:
-                array[copy].copy_(array[int(last[0])])
-        self.pool.lengths[copy] = self.pool.lengths[last[0]]
-        self._ids[self.num_blocks - 1] = copy
-        self.pool.release(last)
+    def own(self, first: int, stop: int) -> None:
+        """Replace those of the blocks [first, stop) that others hold too by copies: they are about to be written to.
+
+        Raises MemoryError when the pool is full (`BlockPool.copies_to_own`); the blocks before are copied then.
+        """
+        pool = self.pool
+        for index in range(first, stop):
+            shared = self._ids[index : index + 1].copy()
+            if pool.references(int(shared[0])) == 1:
+                continue
+            copy = pool.allocate(1)
+            for array in (pool.keys, pool.values, pool.representatives, pool.received):
+                if array is not None:
+                    array[int(copy[0])].copy_(array[int(shared[0])])
+            pool.lengths[copy] = pool.lengths[shared]
+            self._ids[index] = copy[0]
+            pool.release(shared)
+
+    def _shorten(self, last: int) -> None:
+        """Forget what stands in the last block, the table's own, behind the table's length."""
+        kept = self.length % self.pool.block_size
+        self.pool.lengths[last] = kept
+        if self.pool.received is not None:
+            self.pool.received[last, :, kept:] = 0
 
     def _write_full_blocks(self, block: int, keys: torch.Tensor, values: torch.Tensor) -> int:
         block_size = self.pool.block_size
-        count = keys.shape[1] // block_size
+        count = min(keys.shape[1] // block_size, _BLOCKS_AT_ONCE)
         ids = self._ids[block : block + count]
         for source, target in ((keys, self.pool.keys), (values, self.pool.values)):
             blocks = source[:, : count * block_size].unflatten(1, (count, block_size)).transpose(0, 1)
             if int(ids[-1]) - int(ids[0]) == count - 1 and np.all(np.diff(ids) == 1):
-                target[int(ids[0]) : int(ids[0]) + count].copy_(blocks)
+                self.pool.storage.write(target[int(ids[0]) : int(ids[0]) + count], blocks)
             else:
-                target[torch.from_numpy(ids.astype(np.int64))] = blocks.to("cpu", target.dtype)
+                target[torch.from_numpy(ids.astype(np.int64))] = self.pool.storage.encode(blocks).cpu()
         self.pool.lengths[ids] = block_size
         self.length += count * block_size
         return count * block_size
@@ -133,8 +154,8 @@ class BlockTable:
     def _write_in_block(self, block: int, offset: int, keys: torch.Tensor, values: torch.Tensor) -> int:
         count = min(self.pool.block_size - offset, keys.shape[1])
         block_id = int(self._ids[block])
-        self.pool.keys[block_id, :, offset : offset + count].copy_(keys[:, :count])
-        self.pool.values[block_id, :, offset : offset + count].copy_(values[:, :count])
+        for source, target in ((keys, self.pool.keys), (values, self.pool.values)):
+            self.pool.storage.write(target[block_id, :, offset : offset + count], source[:, :count])
         self.pool.lengths[block_id] = offset + count
         self.length += count
         return count

@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
-from hetero_kv.errors import HeteroKVError
 from hetero_kv.kv.block_table import BlockTable
 from hetero_kv.kv.device_window import DeviceWindow
 from hetero_kv.kv.pool import BlockPool
+from hetero_kv.kv.sequence_layer import CacheFullError, PrefillBuffer, SequenceLayer
 from hetero_kv.kv.storage import StorageType
 
-
-class CacheFullError(HeteroKVError):
-    """More tokens than `max_seq_len` were to be stored. Nothing was stored."""
+__all__ = ["CacheFullError", "PagedLayer", "PrefillBuffer"]
 
 
-@dataclass
-class PrefillBuffer:
-    """One layer's keys and values on the compute device, while the layer prefills.
-
-    Attributes:
-        keys: [batch, kv_heads, capacity, k_dim] in the model's dtype.
-        values: [batch, kv_heads, capacity, v_dim] in the model's dtype.
-        past: tokens that were stored before this prefill.
-        length: tokens in the buffer.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    past: int
-    length: int
-
-
-class PagedLayer(CacheLayerMixin):
+class PagedLayer(SequenceLayer):
     """Block tables over one pool, a table per row of the batch; all rows have the same length.
 
     A sequence is Initial | Context | Local in whole blocks from position 0 on: the first `initial_blocks`, then the
@@ -56,16 +34,15 @@ class PagedLayer(CacheLayerMixin):
         on_stored: called with this layer when tokens were stored, so that the operator can index new Context blocks;
             with the buffer of the whole sequence when they were a prompt.
         keep_received: whether the pool keeps the attention that each key received.
-        state: what the operator remembers beside the tokens; `checkpoint` copies it.
+        state: what the operator remembers beside the tokens; `checkpoint` copies it, `fork` copies it deeply.
 
     Attributes:
+        forks: forks that the pool has blocks for, to grow to `capacity` beside this layer; set before the first token.
         pool: the blocks; None before the first token.
         rows: a block table per row of the batch.
         window: Initial and Local on the compute device; None where that is the CPU, which reads them from the pool.
         indexed_blocks: blocks from the start of the sequence whose representatives stand in the pool.
     """
-
-    is_sliding = False
 
     def __init__(
         self,
@@ -79,23 +56,17 @@ class PagedLayer(CacheLayerMixin):
         keep_received: bool = False,
         state: Any = None,
     ) -> None:
-        super().__init__()
-        self.capacity = capacity
+        super().__init__(capacity, storage)
         self.block_size = block_size
         self.initial_blocks = -(-initial_len // block_size)
         self.local_len = local_len
-        self.storage = storage
         self.representative_num = representative_num
         self.on_stored = on_stored
         self.keep_received = keep_received
         self.state = state
         self._blank_state = copy.copy(state)
-        self.pool: BlockPool | None = None
-        self.rows: list[BlockTable] = []
         self.window: DeviceWindow | None = None
         self.indexed_blocks = 0
-        self.prefill_buffer: PrefillBuffer | None = None
-        self._prefill_tokens = 0
 
     # -- what transformers asks of a cache layer
 
@@ -104,7 +75,7 @@ class PagedLayer(CacheLayerMixin):
         batch, kv_heads, _, k_dim = key_states.shape
         per_row = -(-self.capacity // self.block_size)
         self.pool = BlockPool(
-            batch * per_row,
+            batch * per_row * (1 + self.forks),
             kv_heads,
             self.block_size,
             k_dim,
@@ -119,32 +90,19 @@ class PagedLayer(CacheLayerMixin):
             self.window = DeviceWindow(initial, self.local_len, self.block_size, key_states, value_states)
         self.is_initialized = True
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hand the new keys and values on to the operator, which stores what its attention receives."""
-        return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        """Tokens stored or being prefilled in this layer."""
-        if self.prefill_buffer is not None:
-            return self.prefill_buffer.length
+    @property
+    def stored_length(self) -> int:
+        """See SequenceLayer."""
         return self.rows[0].length if self.rows else 0
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(kv_length, kv_offset) of the mask that `query_length` new tokens would need."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        """`max_seq_len`, tokens."""
-        return self.capacity
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens."""
         self.restore((self.get_seq_length() - abs(tokens_to_remove), self.state))
 
     def reset(self) -> None:
-        """Forget every token and give the memory back."""
+        """Forget every token and give the memory back; blocks that forks hold too stay with them."""
+        for row in self.rows:
+            row.free()
         self.pool, self.rows, self.window, self.indexed_blocks = None, [], None, 0
         self.state, self.is_initialized = copy.copy(self._blank_state), False
 
@@ -160,11 +118,6 @@ class PagedLayer(CacheLayerMixin):
     # -- the parts of the sequence
 
     @property
-    def block_tables(self) -> np.ndarray:
-        """Pool ids of the blocks of every row, [rows, blocks] int32, a copy."""
-        return np.stack([row.ids for row in self.rows])
-
-    @property
     def context_blocks(self) -> int:
         """Blocks of the Context. A function of the length alone."""
         return max(0, (self.get_seq_length() - self.local_len) // self.block_size - self.initial_blocks)
@@ -176,16 +129,21 @@ class PagedLayer(CacheLayerMixin):
 
     # -- storing tokens
 
-    def require_room(self, tokens: int) -> None:
-        """Raise CacheFullError unless `tokens` more fit."""
-        length = self.get_seq_length()
-        room = self.capacity - length
-        if tokens > room:
-            remedy = f", or shorten the input to {room} tokens" if room else ""
-            raise CacheFullError(
-                f"the cache is full: max_seq_len is {self.capacity} tokens, {length} are stored and {tokens} more were "
-                f"to be added; set max_seq_len to at least {length + tokens}{remedy}"
-            )
+    @property
+    def room(self) -> int:
+        """Tokens that can still be added to every row: up to `capacity`, and what forks have left of the pool."""
+        room = self.capacity - self.get_seq_length()
+        if self.pool is None or not self.pool.is_shared:
+            return room
+        # What is written to: a last block that is not full, and the received attention of blocks that keep it.
+        first = self.rows[0].length // self.block_size
+        if self.keep_received:
+            first = min(first, self._first_open_block)
+        spare = self.pool.free_blocks - self.pool.copies_to_own(self.block_tables[:, first:])
+        if spare < 0:
+            return 0
+        blocks = self.rows[0].num_blocks + spare // len(self.rows)
+        return min(room, blocks * self.block_size - self.get_seq_length())
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
         """Store new tokens of every row: keys [batch, kv_heads, tokens, k_dim], values likewise.
@@ -203,84 +161,42 @@ class PagedLayer(CacheLayerMixin):
             self._reload_window()
         self.on_stored(self, buffer)
 
-    def _require_finite(self, *vectors: torch.Tensor) -> None:
-        """Raise HeteroKVError for numbers that the storage type would turn into infinity."""
-        if self.storage.largest is None:
-            return
-        # aminmax, because abs would copy a whole prompt's keys.
-        found = max(abs(float(end)) for tensor in vectors for end in torch.aminmax(tensor))
-        if found > self.storage.largest:
-            raise HeteroKVError(
-                f"a key or value of {found:.0f} is beyond kv_type {self.storage.name}, which ends at "
-                f"{self.storage.largest:.0f}; set kv_type to a type with a wider range, such as FP32"
-            )
-
     def add_received(self, received: torch.Tensor, start: int) -> None:
         """Add attention that keys received, [batch, kv_heads, tokens] float32 of the positions from `start` on.
 
-        `start` is the first position of a block.
+        `start` is the first position of a block. Blocks that have their representatives need it no more, and forks
+        must not see what this cache's queries looked at: so only the other blocks get it, and a shared one is copied.
         """
         assert self.pool is not None
         assert self.pool.received is not None
         tokens = received.shape[2]
         padded = torch.nn.functional.pad(received, (0, -tokens % self.block_size))
         blocks = padded.unflatten(2, (-1, self.block_size)).transpose(1, 2)
-        first = start // self.block_size
-        for row, added in zip(self.rows, blocks, strict=True):
+        first = max(start // self.block_size, self._first_open_block)
+        for row, added in zip(self.rows, blocks[:, first - start // self.block_size :], strict=True):
+            row.own(first, first + len(added))
             ids = torch.from_numpy(row.ids[first : first + len(added)].astype(np.int64))
             self.pool.received[ids] += added
 
-    @contextmanager
-    def prefill(self, tokens: int) -> Iterator[None]:
-        """Within this context `tokens` new tokens arrive in chunks (`extend`); they are stored when it ends well."""
-        self.require_room(tokens)
-        self._prefill_tokens = tokens
-        try:
-            yield
-            if self.prefill_buffer is not None:
-                buffer, self.prefill_buffer = self.prefill_buffer, None
-                new = slice(buffer.past, buffer.length)
-                self.append(buffer.keys[:, :, new], buffer.values[:, :, new], buffer)
-        finally:
-            self.prefill_buffer = None
-            self._prefill_tokens = 0
+    def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See SequenceLayer."""
+        for index, row in enumerate(self.rows):
+            row.gather(keys[index], values[index])
 
     @property
-    def is_prefilling(self) -> bool:
-        """Whether a `prefill` context is open."""
-        return self._prefill_tokens > 0
+    def _first_open_block(self) -> int:
+        """The first block, from the Context's beginning on, that has no representatives yet."""
+        return min(max(self.indexed_blocks, self.initial_blocks), self.rows[0].num_blocks)
 
-    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add one chunk to the prefill buffer, which is first filled with what was stored before.
+    # -- going back, and going two ways
 
-        Args:
-            keys: [batch, kv_heads, tokens, k_dim] of the chunk.
-            values: [batch, kv_heads, tokens, v_dim].
-
-        Returns the keys and values before this chunk, as views: [batch, kv_heads, past, dim].
-        """
-        if self.prefill_buffer is None:
-            self.prefill_buffer = self._loaded_buffer(keys, values)
-        buffer = self.prefill_buffer
-        start, end = buffer.length, buffer.length + keys.shape[2]
-        buffer.keys[:, :, start:end] = keys
-        buffer.values[:, :, start:end] = values
-        buffer.length = end
-        return buffer.keys[:, :, :start], buffer.values[:, :, :start]
-
-    def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:
-        past = self.get_seq_length()
-        buffer = PrefillBuffer(
-            keys.new_empty(*keys.shape[:2], past + self._prefill_tokens, keys.shape[3]),
-            values.new_empty(*values.shape[:2], past + self._prefill_tokens, values.shape[3]),
-            past,
-            past,
-        )
-        for index, row in enumerate(self.rows):
-            row.gather(buffer.keys[index, :, :past], buffer.values[index, :, :past])
-        return buffer
-
-    # -- going back
+    def fork(self, memo: dict[int, Any]) -> PagedLayer:
+        """A second layer with the same tokens, sharing the blocks; `memo` as for copy.deepcopy, one for all layers."""
+        twin = copy.copy(self)
+        twin.rows = [row.fork() for row in self.rows]
+        twin.window = copy.deepcopy(self.window)
+        twin.state, twin._blank_state = copy.deepcopy(self.state, memo), copy.deepcopy(self._blank_state, memo)
+        return twin
 
     def checkpoint(self) -> tuple[int, Any]:
         """What `restore` needs to come back to the present state."""
@@ -297,11 +213,6 @@ class PagedLayer(CacheLayerMixin):
     def _reload_window(self) -> None:
         if self.window is not None:
             self.window.load(self.rows, self.context_end * self.block_size)
-
-    @property
-    def dram_bytes(self) -> int:
-        """DRAM that the stored tokens have touched, in bytes."""
-        return self.pool.bytes_touched if self.pool else 0
 
 
 def _needs_window(device: torch.device) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -104,9 +106,20 @@ class WindowLayer(CacheLayerMixin):
         self._length += tokens
         return self.keys[:, :, start:end], self.values[:, :, start:end]
 
+    def fork(self, memo: dict[int, Any]) -> WindowLayer:
+        """A second layer with the same tokens, in a buffer of its own: both go on writing behind them."""
+        twin = copy.copy(self)
+        twin._move_window()
+        return twin
+
     def _shed_slack(self) -> None:
         """Move the window out of a buffer that long chunks have made large."""
-        if self.keys is None or self.values is None or self.keys.shape[2] <= 2 * self.window:
+        if self.keys is not None and self.keys.shape[2] > 2 * self.window:
+            self._move_window()
+
+    def _move_window(self) -> None:
+        """Move the window into a new buffer."""
+        if self.keys is None or self.values is None:
             return
         start = max(self._start, self._end - (self.window - 1))
         nothing = (slice(None), slice(None), slice(0, 0))

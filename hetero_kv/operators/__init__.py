@@ -4,6 +4,7 @@ from hetero_kv.operators.base import AttentionOperator, Operator
 from hetero_kv.operators.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.operators.chunked_module import ChunkedModule
 from hetero_kv.operators.retrieval_attention import RetrievalAttention
+from hetero_kv.operators.shadowkv_attention import ShadowKVAttention
 from hetero_kv.operators.sliding_window_attention import SlidingWindowAttention
 
 __all__ = [
@@ -12,5 +13,6 @@ __all__ = [
     "ChunkedModule",
     "Operator",
     "RetrievalAttention",
+    "ShadowKVAttention",
     "SlidingWindowAttention",
 ]

@@ -10,6 +10,8 @@ from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
 from hetero_kv.config import EngineSettings
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.kv.recorded_layer import RecordedLayer
 from hetero_kv.operators import bridge
 from hetero_kv.selection.state import SharedSelections
 
@@ -28,6 +30,9 @@ class Operator(nn.Module):
     meaning: ClassVar[str] = ""
     #: The dataclass of the operator's keyword arguments; None when it takes none.
     settings_class: ClassVar[type | None] = None
+    #: Whether a prompt prefills under it as in the untouched model, up to rounding; an attention operator then has
+    #: `take_over`. An operator whose settings decide may make it an attribute of the instance.
+    prefills_exactly: bool = False
 
     def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
         super().__init__()
@@ -89,6 +94,17 @@ class AttentionOperator(Operator):
     @abstractmethod
     def new_cache_layer(self, capacity: int, shared: SharedSelections) -> CacheLayerMixin:
         """An empty cache layer for `capacity` tokens; `shared` is common to the layers of one cache."""
+
+    def take_over(self, layer: Any, recorded: RecordedLayer) -> None:
+        """Bring an empty cache layer into the state that prefilling the recorded prompt leaves.
+
+        Raises HeteroKVError where the operator's prefill is not full attention (`prefills_exactly`), or `recorded`
+        lacks what it needs.
+        """
+        raise HeteroKVError(
+            f"{self.path} ({type(self).__name__}) does not take over a recorded prefill; prefill the prompt under its "
+            "own rules: model(input_ids, past_key_values=HeteroCache(model))"
+        )
 
     @abstractmethod
     def prefill_chunk(self, layer: Any, call: bridge.AttentionCall) -> torch.Tensor:

@@ -14,6 +14,7 @@ class ChunkedModule(Operator):
     """Runs a module that treats every token alone over chunks of the sequence."""
 
     meaning = "runs a token-wise module (the final norm) over the prompt in chunks of chunk_size"
+    prefills_exactly = True
 
     @torch.no_grad()
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

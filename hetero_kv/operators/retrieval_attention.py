@@ -20,6 +20,7 @@ from hetero_kv.config import EngineSettings, RetrievalSettings
 from hetero_kv.kv import storage
 from hetero_kv.kv.paged_layer import PagedLayer, PrefillBuffer
 from hetero_kv.kv.pool import BlockPool
+from hetero_kv.kv.recorded_layer import RecordedLayer
 from hetero_kv.operators import bridge
 from hetero_kv.operators.base import AttentionOperator, Operator
 from hetero_kv.operators.sliding_window_attention import SlidingWindowAttention
@@ -42,6 +43,7 @@ class RetrievalAttention(AttentionOperator):
 
     meaning = "keeps everything in DRAM blocks, attends to the blocks that the query retrieves"
     settings_class = RetrievalSettings
+    prefills_exactly = True
 
     settings: RetrievalSettings
 
@@ -87,8 +89,7 @@ class RetrievalAttention(AttentionOperator):
         self._require_full(call)
         if layer.prefill_buffer is None:
             self._add_unseen(layer, layer.get_seq_length())
-            watched = self.keeps_received or self.preselected is not None
-            layer.state.observation = Observation(self.settings.observation_len) if watched else None
+            layer.state.observation = self._new_observation()
         past_k, past_v = layer.extend(call.k, call.v)
         out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap)
         if call.sink is not None:
@@ -96,6 +97,18 @@ class RetrievalAttention(AttentionOperator):
         if layer.state.observation is not None:
             layer.state.observation.watch(call.q, lse, call.scale, call.softcap)
         return out
+
+    def take_over(self, layer: PagedLayer, recorded: RecordedLayer) -> None:
+        """See AttentionOperator."""
+        layer.state.observation = self._new_observation()
+        if layer.state.observation is not None:
+            recorded.show_last_queries(layer.state.observation)
+        buffer = PrefillBuffer(recorded.keys, recorded.values, past=0, length=recorded.length)
+        layer.append(recorded.keys, recorded.values, buffer)
+
+    def _new_observation(self) -> Observation | None:
+        watched = self.keeps_received or self.preselected is not None
+        return Observation(self.settings.observation_len) if watched else None
 
     def _require_full(self, call: bridge.AttentionCall) -> None:
         if call.sliding_window is not None:
@@ -139,7 +152,8 @@ class RetrievalAttention(AttentionOperator):
             for row in layer.rows:
                 ids = torch.from_numpy(row.ids[first : min(first + _INDEXED_AT_ONCE, end)].astype(np.int64))
                 received = None if pool.received is None else pool.received[ids]
-                vectors = self.representative_type.compute(pool.keys[ids].float(), layer.representative_num, received)
+                keys = pool.storage.decode(pool.keys[ids]).float()
+                vectors = self.representative_type.compute(keys, layer.representative_num, received)
                 pool.representatives[ids] = vectors.to(pool.representatives.dtype)
         layer.indexed_blocks = max(layer.indexed_blocks, end)
 

@@ -8,6 +8,7 @@ from torch import nn
 from gpu_ops.attention import sliding_window_attention
 from gpu_ops.merge import apply_sink
 from hetero_kv.config import SlidingWindowSettings
+from hetero_kv.kv.recorded_layer import RecordedLayer
 from hetero_kv.kv.window_layer import WindowLayer
 from hetero_kv.operators import bridge
 from hetero_kv.operators.base import AttentionOperator
@@ -19,6 +20,7 @@ class SlidingWindowAttention(AttentionOperator):
 
     meaning = "the model's own sliding-window attention, exact, with only the window kept"
     settings_class = SlidingWindowSettings
+    prefills_exactly = True
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
@@ -35,6 +37,11 @@ class SlidingWindowAttention(AttentionOperator):
         window = bridge.layer_window(self.wrapped)
         assert window is not None
         return WindowLayer(window)
+
+    def take_over(self, layer: WindowLayer, recorded: RecordedLayer) -> None:
+        """See AttentionOperator."""
+        # Not copied: a window never writes over the tokens that it was given.
+        layer.restore((recorded.keys, recorded.values, 0, recorded.keys.shape[2], recorded.length))
 
     def prefill_chunk(self, layer: WindowLayer, call: bridge.AttentionCall) -> torch.Tensor:
         """See AttentionOperator."""

@@ -13,12 +13,15 @@ class Observation:
     Attributes:
         q: [batch, heads, n, k_dim], n up to `window`; None before the first chunk.
         lse: [batch, heads, n] float32, over everything a query sees.
+        scale, softcap: of the scores, as the attention was called with.
     """
 
     def __init__(self, window: int) -> None:
         self.window = window
         self.q: torch.Tensor | None = None
         self.lse: torch.Tensor | None = None
+        self.scale = 1.0
+        self.softcap: float | None = None
 
     def watch(self, q: torch.Tensor, lse: torch.Tensor, scale: float, softcap: float | None) -> None:
         """Add a chunk's queries [batch, heads, tokens, k_dim] and their lse [batch, heads, tokens]."""
@@ -27,7 +30,7 @@ class Observation:
             q, lse = torch.cat([self.q, q], dim=2), torch.cat([self.lse, lse], dim=2)
         # Clones, because slices would keep the whole chunk's queries alive.
         self.q, self.lse = q[:, :, -self.window :].clone(), lse[:, :, -self.window :].clone()
-        self._scale, self._softcap = scale, softcap
+        self.scale, self.softcap = scale, softcap
 
     def received(self, keys: torch.Tensor) -> torch.Tensor:
         """Attention that each key of the sequence received from the window: [batch, kv_heads, length] float32.
@@ -37,4 +40,12 @@ class Observation:
         """
         assert self.q is not None
         assert self.lse is not None
-        return received_attention(self.q, self.lse, keys, self._scale, self._softcap)
+        return received_attention(self.q, self.lse, keys, self.scale, self.softcap)
+
+    def to(self, device: torch.device) -> Observation:
+        """The same window on `device`; nothing is copied where it is there already."""
+        moved = Observation(self.window)
+        if self.q is not None and self.lse is not None:
+            moved.q, moved.lse = self.q.to(device), self.lse.to(device)
+        moved.scale, moved.softcap = self.scale, self.softcap
+        return moved

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from storage_formats import decoded, encoded
 
 from cpu_ops.attention import attend_blocks, compile_for
 from cpu_ops.exponential import exp2, tanh
 from cpu_ops.merge import merge_partials
+from cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
 
 NUM_BLOCKS, MAX_BLOCKS = 24, 20
 
@@ -21,7 +23,7 @@ class Shape(NamedTuple):
     k_dim: int
     v_dim: int
     block_size: int
-    dtype: type
+    dtype: np.dtype | type
     softcap: float = 0.0
 
 
@@ -30,6 +32,12 @@ SHAPES = {
     "qwen2 0.5b, fp16, small blocks": Shape(2, 7, k_dim=64, v_dim=64, block_size=16, dtype=np.float16),
     "mla, fp32": Shape(kv_heads=3, group=1, k_dim=192, v_dim=128, block_size=32, dtype=np.float32),
     "odd sizes, soft-capped, fp32": Shape(1, 3, k_dim=20, v_dim=28, block_size=5, dtype=np.float32, softcap=1.5),
+    "llama, bf16": Shape(2, 4, k_dim=128, v_dim=128, block_size=32, dtype=BFLOAT16),
+    "odd sizes, bf16": Shape(1, 3, k_dim=20, v_dim=28, block_size=5, dtype=BFLOAT16),
+    "llama, q8_0": Shape(2, 4, k_dim=128, v_dim=128, block_size=32, dtype=Q8_0),
+    "qwen2 0.5b, q8_0": Shape(2, 7, k_dim=64, v_dim=64, block_size=64, dtype=Q8_0, softcap=2.0),
+    "llama, q4_0": Shape(2, 4, k_dim=128, v_dim=128, block_size=32, dtype=Q4_0),
+    "mla, q4_0": Shape(3, 1, k_dim=192, v_dim=128, block_size=32, dtype=Q4_0),
     "blocks of one token, fp32": Shape(2, group=6, k_dim=16, v_dim=16, block_size=1, dtype=np.float32),
 }
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
@@ -37,6 +45,7 @@ shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 
 def reference(q, keys, values, block_ids, block_counts, block_lengths, scale, softcap):
     """Softmax attention in float64 over the tokens of each list, gathered one after the other."""
+    keys, values = decoded(keys), decoded(values)
     out = np.zeros((*q.shape[:3], values.shape[3]))
     lse = np.full(q.shape[:3], -np.inf)
     for row, head in np.ndindex(q.shape[:2]):
@@ -61,8 +70,8 @@ def problem(shape, rows, separate, seed):
     rng = np.random.default_rng(seed)
     heads, size = shape.kv_heads, shape.block_size
     q = rng.standard_normal((rows, heads, shape.group, shape.k_dim), np.float32)
-    keys = rng.standard_normal((NUM_BLOCKS, heads, size, shape.k_dim)).astype(shape.dtype)
-    values = rng.standard_normal((NUM_BLOCKS, heads, size, shape.v_dim)).astype(shape.dtype)
+    keys = encoded(rng.standard_normal((NUM_BLOCKS, heads, size, shape.k_dim), np.float32), shape.dtype)
+    values = encoded(rng.standard_normal((NUM_BLOCKS, heads, size, shape.v_dim), np.float32), shape.dtype)
     lengths = rng.choice([0, 1, size - 1, size, rng.integers(0, size + 1)], NUM_BLOCKS).astype(np.int32)
     lists = heads if separate else 1
     ids = rng.integers(0, NUM_BLOCKS, (rows, lists, MAX_BLOCKS)).astype(np.int32)
@@ -73,7 +82,7 @@ def problem(shape, rows, separate, seed):
 def assert_close(result, expected, arguments):
     out, lse = result
     want_out, want_lse = expected
-    np.testing.assert_allclose(out, want_out, rtol=0, atol=3e-6 * np.abs(arguments[2].astype(np.float64)).max())
+    np.testing.assert_allclose(out, want_out, rtol=0, atol=3e-6 * np.abs(decoded(arguments[2])).max())
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(want_lse))
     finite = np.isfinite(want_lse)
     np.testing.assert_allclose(lse[finite], want_lse[finite], rtol=1e-6, atol=3e-6)

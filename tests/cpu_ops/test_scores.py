@@ -4,20 +4,25 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from storage_formats import decoded, encoded
 
 from cpu_ops.scores import block_scores
+from cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
 
 SHAPES = [
     ("dot", 1, 4, 64, np.float16),
     ("dot", 3, 7, 20, np.float32),
     ("quest", 2, 4, 64, np.float16),
     ("quest", 2, 3, 20, np.float32),
+    ("dot", 3, 4, 64, BFLOAT16),
+    ("quest", 2, 4, 64, Q8_0),
+    ("dot", 1, 7, 96, Q4_0),
 ]
 
 
 def reference(q, representatives, block_ids, block_counts, mode):
     """[rows, kv_heads, group, max_blocks] float64, straight from the definitions."""
-    listed = representatives[block_ids].astype(np.float64)
+    listed = decoded(representatives)[block_ids]
     products = np.einsum("rhgd,rbhnd->rhgbnd", q.astype(np.float64), listed)
     scores = products.sum(-1).max(-1) if mode == "dot" else products.max(-2).sum(-1)
     scores[np.broadcast_to(np.arange(block_ids.shape[1]) >= block_counts[:, None, None, None], scores.shape)] = -np.inf
@@ -30,7 +35,7 @@ def reference(q, representatives, block_ids, block_counts, mode):
 def test_block_scores_equal_their_definition(mode, number, group, dim, dtype, rows, kv_heads, max_blocks, seed):
     rng = np.random.default_rng(seed)
     q = rng.standard_normal((rows, kv_heads, group, dim), np.float32)
-    representatives = rng.standard_normal((25, kv_heads, number, dim)).astype(dtype)
+    representatives = encoded(rng.standard_normal((25, kv_heads, number, dim), np.float32), dtype)
     ids = rng.integers(0, 25, (rows, max_blocks)).astype(np.int32)
     counts = rng.integers(0, max_blocks + 1, rows).astype(np.int32)
     scores = block_scores(q, representatives, ids, counts, mode)

@@ -103,10 +103,12 @@ class ForkedSequences(RuleBasedStateMachine):
         self.expected[table] = tuple(
             torch.cat([old, new], 1) for old, new in zip(self.expected[table], tokens, strict=True)
         )
+        # What kernels go by; a shared last block may be longer until its table appends.
+        assert self.pool.lengths[table.ids].sum() == table.length
 
     @rule(table=sequences, share=st.floats(0, 1))
     def truncate(self, table, share):
-        if table not in self.expected or self.pool.free_blocks < 1:
+        if table not in self.expected:
             return
         length = int(share * table.length)
         table.truncate(length)
@@ -130,7 +132,8 @@ class ForkedSequences(RuleBasedStateMachine):
     def every_sequence_holds_its_tokens(self):
         for table, expected in self.expected.items():
             assert all(torch.equal(a, e) for a, e in zip(contents(table), expected, strict=True))
-            assert self.pool.lengths[table.ids].sum() == table.length
+            assert (self.pool.lengths[table.ids[:-1]] == BLOCK).all()
+            assert self.pool.lengths[table.ids].sum() >= table.length
 
     @invariant()
     def every_block_is_held_by_exactly_its_sequences(self):

@@ -44,29 +44,6 @@ def logits(model, cache, *parts):
         return torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
 
 
-@pytest.mark.parametrize(("representative_type", "preselect_block"), list(zip(TYPES, [0, 1, 0, 1, 1], strict=True)))
-@pytest.mark.parametrize("head_select_mode", ["SHARED", "SEPARATE"])
-def test_a_covering_budget_is_exact_over_300_tokens_and_a_second_turn(
-    llama, representative_type, head_select_mode, preselect_block
-):
-    prompt, answer, turn = random_tokens(45, 1), random_tokens(300, 2), random_tokens(21, 3)
-    parts = [prompt, *answer.split(1, dim=1), turn, *random_tokens(10, 4).split(1, dim=1)]
-    with torch.no_grad():
-        expected = llama(torch.cat(parts, dim=1)).logits
-    cache = injected(
-        llama,
-        kv_type="FP32",
-        representative_type=representative_type,
-        representative_num=TYPES[representative_type],
-        head_select_mode=head_select_mode,
-        preselect_block=bool(preselect_block),
-        preselect_block_count=200,
-        second_block_count=200,
-    )
-    actual = logits(llama, cache, *parts)
-    assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-5
-
-
 def recorded(monkeypatch):
     """A list that fills with (layer, token, positions that were attended in the Context) of every selection."""
     record = []
@@ -218,22 +195,6 @@ def test_recall_is_measured_and_never_falls_when_the_budget_grows(llama):
     assert recalls == sorted(recalls)
     assert recalls[0] < 0.999
     assert recalls[-1] == pytest.approx(1, abs=1e-5)
-
-
-RECIPES = ("dense", "ktransformers", "kvretrieval", "quest", "snapkv", "infllm", "streaming")
-COVERING = {"second_block_count": 500, "preselect_block_count": 500, "local_windows_len": 8, "initial_len": 4}
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kv_type", ["FP32", "FP16"])
-def test_every_recipe_is_exact_with_a_covering_budget(llama, recipe, kv_type):
-    parts = [random_tokens(150, 1), *random_tokens(140, 2).split(1, dim=1), random_tokens(9, 3)]
-    with torch.no_grad():
-        expected = llama(torch.cat(parts, dim=1)).logits
-    settings = {**COVERING, "kv_type": kv_type, "max_seq_len": 512, "chunk_size": 64}
-    inject(llama, recipe, command_line=settings)
-    error = float((logits(llama, HeteroCache(llama), *parts) - expected).abs().max() / expected.abs().max())
-    assert error < {"FP32": 1e-5, "FP16": 5e-3}[kv_type]
 
 
 def test_ktransformers_own_settings_are_accepted_as_they_are(llama):

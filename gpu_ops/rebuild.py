@@ -1,0 +1,52 @@
+"""Keys of chosen chunks from their low-rank factors (ShadowKV, arXiv:2410.21465, algorithm 2)."""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_ops.rotary import RotaryLayout, rotate
+
+
+def rebuilt_chunks(
+    coefficients: torch.Tensor,
+    basis: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layout: RotaryLayout,
+    chunks: torch.Tensor,
+    chunk_size: int,
+) -> torch.Tensor:
+    """Each kv head's keys of the chunks that it chose, rotated at their positions.
+
+    Args:
+        coefficients: [batch, tokens, rank], of the keys of all heads before rotation.
+        basis: [batch, kv_heads, rank, dim].
+        cos, sin: [positions, pairs], of at least the chunks' positions.
+        layout: how a head is rotated.
+        chunks: [batch, kv_heads, n] int64; chunk i is tokens i·chunk_size to (i + 1)·chunk_size - 1.
+
+    Returns [batch, kv_heads, n, chunk_size, dim] in the dtype of `coefficients`.
+    """
+    batch, _, n = chunks.shape
+    positions = (chunks[..., None] * chunk_size + torch.arange(chunk_size, device=chunks.device)).flatten(2)
+    row = torch.arange(batch, device=chunks.device)[:, None, None]
+    plain = coefficients[row, positions].float() @ basis.float()
+    keys = rotate(plain, cos[positions], sin[positions], layout)
+    return keys.to(coefficients.dtype).unflatten(2, (n, chunk_size))
+
+
+def rebuilt_range(
+    coefficients: torch.Tensor,
+    basis: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layout: RotaryLayout,
+    start: int,
+    stop: int,
+) -> torch.Tensor:
+    """The keys of all heads at the positions [start, stop), arguments as above.
+
+    Returns [batch, kv_heads, stop - start, dim] in the dtype of `coefficients`.
+    """
+    plain = coefficients[:, None, start:stop].float() @ basis.float()
+    return rotate(plain, cos[start:stop], sin[start:stop], layout).to(coefficients.dtype)

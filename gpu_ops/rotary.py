@@ -1,0 +1,58 @@
+"""Rotary position embedding of chosen channels of a head, and its inverse."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class RotaryLayout(NamedTuple):
+    """Which channels of a head are rotated together: `pairs` pairs from channel `offset` on.
+
+    Attributes:
+        pairs: rotated pairs; 0 for a head without rotation.
+        offset: the first rotated channel; those before and behind the pairs pass through.
+        interleaved: pair i is (2i, 2i + 1), not (i, i + pairs).
+    """
+
+    pairs: int
+    offset: int = 0
+    interleaved: bool = False
+
+    def channels(self) -> tuple[slice, slice]:
+        """The first and the second channels of the pairs, as slices of a head's channels."""
+        start, end = self.offset, self.offset + 2 * self.pairs
+        if self.interleaved:
+            return slice(start, end, 2), slice(start + 1, end, 2)
+        return slice(start, start + self.pairs), slice(start + self.pairs, end)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout) -> torch.Tensor:
+    """Vectors with their pairs turned: (a, b) becomes (a·cos - b·sin, b·cos + a·sin).
+
+    Args:
+        x: [..., dim].
+        cos, sin: broadcastable to [..., pairs], with the model's attention scaling in them where it has one (YaRN).
+
+    Returns [..., dim] float32.
+    """
+    out = x.float()
+    if layout.pairs == 0:
+        return out
+    first, second = layout.channels()
+    a, b, cos, sin = out[..., first], out[..., second], cos.float(), sin.float()
+    turned = torch.empty_like(out)
+    turned[..., : layout.offset] = out[..., : layout.offset]
+    turned[..., layout.offset + 2 * layout.pairs :] = out[..., layout.offset + 2 * layout.pairs :]
+    turned[..., first] = a * cos - b * sin
+    turned[..., second] = b * cos + a * sin
+    return turned
+
+
+def unrotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout) -> torch.Tensor:
+    """The inverse of `rotate`, attention scaling and the rounding of `cos` and `sin` included: [..., dim] float32."""
+    cos, sin = cos.float(), sin.float()
+    # The matrix of a pair is [[c, -s], [s, c]]; its determinant is 1 only for exact, unscaled angles.
+    determinant = cos * cos + sin * sin
+    return rotate(x, cos / determinant, -sin / determinant, layout)

@@ -1,0 +1,37 @@
+"""Work beside other work on a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """Work that is queued in this context runs beside what is queued after it; `joined` waits for both.
+
+    On the CPU it is done at once.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    side = _streams[device]
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        yield
+
+
+def joined(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, made in a `beside` context, for use by what is queued from now on."""
+    if tensor.device.type == "cuda":
+        current = torch.cuda.current_stream(tensor.device)
+        current.wait_stream(_streams[tensor.device])
+        # The allocator must not hand its memory out again before the present stream has used it.
+        tensor.record_stream(current)
+    return tensor

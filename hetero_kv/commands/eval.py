@@ -1,0 +1,237 @@
+"""The command `eval`: methods compared on the tasks of the papers and on the user's own texts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hetero_kv.commands.injected import add_setting_flags
+from hetero_kv.config import ALL_LONG_CONTEXT, EngineSettings, settings_from_mapping, split_long_context
+from hetero_kv.errors import ConfigError
+from hetero_kv.evals import Comparison, ConfiguredModel, Run, RunOptions, compare, config_specs
+from hetero_kv.evals import run as run_evaluation
+from hetero_kv.evals.options import DEFAULT_DEPTHS, DEFAULT_LENGTHS, parse_depth, parse_length, parse_list
+from hetero_kv.evals.runner import wanted_tasks
+from hetero_kv.evals.tasks import registry
+from hetero_kv.flags import FlagParser
+from hetero_kv.models import DEFAULT_MODEL, load_model
+from hetero_kv.setting import canonical
+from hetero_kv.settings_file import read_settings_file
+
+_logger = logging.getLogger(__name__)
+
+
+def add_flags(parser: FlagParser) -> None:
+    """Add the command's flags to `parser`."""
+    lines = "; ".join(f"{name}: {registry.get(name).meaning}" for name in registry.names())
+    parser.epilog = (
+        "A run that was stopped goes on when the same command is given again. Settings come from, first wins: a "
+        "config's own (quest:block_size=32), these flags, the rules file, ~/.hetero_kv/config.yaml, the defaults "
+        f"shown. Tasks: {lines}."
+    ).replace("%", "%%")
+    what = parser.add_argument_group("what is run")
+    what.add_argument(
+        "--task", metavar="T[,T…]", help="tasks by name, or by pattern (ruler/niah_*); NAME=FILE for ruler's qa tasks"
+    )
+    what.add_argument(
+        "--config",
+        "--optimize_config_path",
+        dest="configs",
+        metavar="F[,F…]",
+        help="methods: rules files or packaged recipes, each with settings of its own where wanted "
+        "(quest:second_block_count=64:block_size=32)",
+    )
+    what.add_argument("--no_baseline", action="store_true", help="leave out the untouched model, `full`")
+    what.add_argument(
+        "--share_baseline",
+        action="store_true",
+        help="let `full` start from the recorded prefill too, instead of prefilling with transformers alone",
+    )
+    what.add_argument("--out", type=Path, metavar="DIR", help="folder for results, report and plots")
+    what.add_argument(
+        "--compare",
+        nargs=2,
+        metavar=("RUN_A", "RUN_B"),
+        help="instead: two runs' folders (or FOLDER:METHOD); the paired difference per task, with its interval",
+    )
+    what.add_argument("--json", action="store_true", help="print the summary, or the comparison, as one JSON object")
+    samples = parser.add_argument_group("samples")
+    samples.add_argument(
+        "--lengths",
+        default=",".join(map(str, DEFAULT_LENGTHS)),
+        metavar="N[,N…]",
+        help="prompt lengths in tokens; 4k is 4,096 (default %(default)s)",
+    )
+    samples.add_argument(
+        "--depths",
+        default=",".join(f"{depth:g}" for depth in DEFAULT_DEPTHS),
+        metavar="P[,P…]",
+        help="where answers are hidden, per cent of the context (default %(default)s)",
+    )
+    samples.add_argument("--samples", type=int, default=1, metavar="N", help="per length and depth (default 1)")
+    samples.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="the same seed gives the same samples (default 0)"
+    )
+    samples.add_argument("--limit", type=int, metavar="N", help="the first N samples of each task and data file only")
+    samples.add_argument(
+        "--haystack",
+        type=Path,
+        metavar="FILE",
+        help="text that needles are hidden in: plain, or JSON with a text field (default: RULER's noise sentences)",
+    )
+    samples.add_argument("--data", metavar="FILE[,FILE…]", help="public data files as they are: .jsonl or .jsonl.gz")
+    samples.add_argument(
+        "--prompt_file", metavar="FILE[,FILE…]", help="your own texts, for the tasks perplexity and fidelity"
+    )
+    samples.add_argument(
+        "--max_new_tokens", type=int, default=64, metavar="N", help="fidelity: tokens of a continuation (default 64)"
+    )
+    samples.add_argument(
+        "--prefill_tokens",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="perplexity: tokens that are prefilled before the rest is fed one by one (default 1024)",
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        "--model_path",
+        metavar="MODEL",
+        help=f"a directory in Hugging Face format, a hub id, a .gguf file, or a named model (default: {DEFAULT_MODEL})",
+    )
+    model.add_argument(
+        "--gguf_path",
+        metavar="FILE",
+        help="a .gguf file; with --model, the weights of the model whose tokenizer is there",
+    )
+    model.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (default auto)")
+    model.add_argument(
+        "--dtype", default="auto", metavar="TYPE", help="auto, float32, bfloat16 or float16 (default auto)"
+    )
+    model.add_argument(
+        "--trust_remote_code", action="store_true", help="run Python code that comes with the model; read it first"
+    )
+    add_setting_flags(parser)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Run, or compare; returns the exit status.
+
+    Raises:
+        HeteroKVError: a mistake in the flags or files, a model that cannot be loaded, or rules that do not fit it.
+    """
+    if flags.compare:
+        _print_comparisons(compare(*flags.compare), as_json=flags.json)
+        return 0
+    # All that can be wrong without a model first: loading one takes its time.
+    if flags.out is None:
+        raise ConfigError("out is not given; name a folder for the results: --out DIR")
+    options = RunOptions(
+        lengths=parse_list(flags.lengths, parse_length, "lengths"),
+        depths=parse_list(flags.depths, parse_depth, "depths"),
+        samples=flags.samples,
+        seed=flags.seed,
+        limit=flags.limit,
+        haystack=flags.haystack,
+        data=_paths(flags.data, "data"),
+        prompt_files=_paths(flags.prompt_file, "prompt_file"),
+        max_new_tokens=flags.max_new_tokens,
+        prefill_tokens=flags.prefill_tokens,
+    )
+    tasks = parse_list(flags.task, str, "task") if flags.task else ()
+    if not wanted_tasks(tasks) and not options.data:
+        raise ConfigError(f"neither task nor data is given; tasks: {', '.join(registry.names())}")
+    configs = config_specs(parse_list(flags.configs, str, "config") if flags.configs else ())
+    if not configs and flags.no_baseline:
+        raise ConfigError("there is nothing to run: give a config, or leave out --no_baseline")
+    settings = canonical(ALL_LONG_CONTEXT, flags.long_context, where="command line")
+    settings_file = read_settings_file()
+    engine, _ = split_long_context({**settings_file, **settings}, where="settings")
+    # Operators read this number; torch's own matrix products take it from here.
+    torch.set_num_threads(settings_from_mapping(EngineSettings, engine, where="settings").resolved_threads())
+    loaded = load_model(
+        flags.model or flags.gguf_path or DEFAULT_MODEL,
+        gguf_path=flags.gguf_path if flags.model else None,
+        dtype=flags.dtype,
+        device=flags.device,
+        trust_remote_code=flags.trust_remote_code,
+    )
+    model = ConfiguredModel(
+        loaded,
+        configs,
+        baseline=not flags.no_baseline,
+        share_baseline=flags.share_baseline,
+        settings=settings,
+        settings_file=settings_file,
+    )
+    try:
+        done = run_evaluation(tasks, model, flags.out, options, command_line=shlex.join(["hetero-kv", *sys.argv[1:]]))
+    except KeyboardInterrupt:
+        _logger.warning("%s keeps the results so far; the same command goes on from there", flags.out)
+        raise
+    _print_run(done, as_json=flags.json)
+    return 0
+
+
+def _paths(words: str | None, flag: str) -> tuple[Path, ...]:
+    return parse_list(words, Path, flag) if words else ()
+
+
+def _print_run(done: Run, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(done.summary, indent=2, ensure_ascii=False))
+        return
+    methods = list(done.summary["settings"]["methods"])
+    table = Table(title="mean scores, 0 to 1", title_justify="left")
+    for heading in ("task", "samples", *methods):
+        table.add_column(heading, justify="left" if heading == "task" else "right", overflow="fold")
+    for task, of_task in done.summary["tasks"].items():
+        scores = [f"{of_task[method]['score']:.3f}" if method in of_task else "" for method in methods]
+        table.add_row(task, str(max(of_method["samples"] for of_method in of_task.values())), *scores)
+    console = Console()
+    console.print(table)
+    if skipped := len(done.summary["skipped_samples"]):
+        console.print(f"{skipped} samples were left out; report.md says why")
+    console.print(f"Report: {done.out / 'report.md'}", highlight=False, soft_wrap=True)
+
+
+def _print_comparisons(comparisons: list[Comparison], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([asdict(comparison) for comparison in comparisons], indent=2))
+        return
+    table = Table(
+        title="B - A over the samples that both answered",
+        caption="Intervals: 95 %, bootstrap over samples; * leaves out 0. Of few samples they are too narrow.",
+        title_justify="left",
+        caption_justify="left",
+    )
+    for heading in ("task", "A", "B", "pairs", "A", "B", "difference", "interval", "better", "worse"):
+        table.add_column(heading, justify="right" if table.columns[2:] else "left", overflow="fold")
+    for found in comparisons:
+        low, high = found.interval
+        table.add_row(
+            found.task,
+            found.method_a,
+            found.method_b,
+            str(found.pairs),
+            f"{found.mean_a:.3f}",
+            f"{found.mean_b:.3f}",
+            f"{found.difference:+.3f}{'*' if found.is_certain else ''}",
+            f"{low:+.3f} … {high:+.3f}",
+            str(found.better),
+            str(found.worse),
+        )
+    console = Console()
+    console.print(table)
+    if unpaired := sum(found.unpaired for found in comparisons):
+        console.print(f"{unpaired} samples were answered in one run only and are not counted")

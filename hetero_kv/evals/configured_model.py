@@ -1,0 +1,305 @@
+"""A loaded model with the methods it is run under: rules put in and taken out, a prompt's prefill done once for all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+from hetero_kv.config import RetrievalSettings
+from hetero_kv.errors import ConfigError
+from hetero_kv.evals.budget import attended_tokens
+from hetero_kv.evals.config_spec import BASELINE, ConfigSpec, settings_in_force
+from hetero_kv.evals.generation import cache_bytes, end_tokens, greedy, last_logits
+from hetero_kv.evals.outcome import Cost, Outcome
+from hetero_kv.evals.sample import Sample
+from hetero_kv.evals.shared_prefill import RecordedPrefill, record_prefill, shares_prefill
+from hetero_kv.injection import Injection, eject, inject
+from hetero_kv.kv.cache import HeteroCache
+from hetero_kv.models import LoadedModel
+from hetero_kv.turns import TurnTokens
+
+
+class Prompt:
+    """A sample's first turn as tokens, and its prefill, recorded when a method first asks for it.
+
+    Attributes:
+        tokens: of the prompt.
+        capacity: tokens that a cache must hold for the whole sample.
+    """
+
+    def __init__(self, tokens: Sequence[int], capacity: int) -> None:
+        self.tokens = list(tokens)
+        self.capacity = capacity
+        self.recording: RecordedPrefill | None = None
+        self.recording_s = 0.0
+
+
+@dataclass
+class Prefilled:
+    """A prompt in a model's cache.
+
+    Attributes:
+        model: with the method's rules in it.
+        logits: [1, vocab] after the prompt's last token.
+        seconds: of the prefill.
+        shared: whether the prefill was computed once for several methods.
+    """
+
+    model: Any
+    cache: Cache
+    logits: torch.Tensor
+    seconds: float
+    shared: bool
+
+
+@dataclass(frozen=True)
+class _Method:
+    spec: ConfigSpec
+    shares_prefill: bool
+    observation_len: int
+    chunk_size: int
+    max_seq_len: int
+    described: dict[str, Any]
+
+
+class ConfiguredModel:
+    """A model under several configurations, and untouched as the baseline.
+
+    Args:
+        loaded: the model; it has no rules injected, and has none again after every method.
+        configs: the methods.
+        baseline: whether the untouched model is one of them, under the name "full". It prefills and answers with
+            transformers alone.
+        share_baseline: let the untouched model start from the recorded prefill too, which saves a prefill per sample;
+            its attention is the same up to rounding.
+        settings: win over every rules file's, but not over what a config was given for itself.
+        settings_file: every config wins over these.
+
+    Raises:
+        HeteroKVError: rules that do not fit the model, or nothing to run.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        configs: Sequence[ConfigSpec],
+        *,
+        baseline: bool = True,
+        share_baseline: bool = False,
+        settings: Mapping[str, Any] | None = None,
+        settings_file: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not configs and not baseline:
+            raise ConfigError("there is nothing to run: give a config, or leave the baseline in")
+        self.loaded = loaded
+        self.turns = TurnTokens(loaded.tokenizer)
+        self.ends = end_tokens(loaded.model)
+        self.share_baseline = share_baseline
+        self._has_baseline = baseline
+        self._overrides = dict(settings or {})
+        self._settings_file = dict(settings_file or {})
+        self._methods = {spec.name: self._prepared(spec) for spec in configs}
+
+    # -- what a run asks
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """See Subject; the baseline comes first."""
+        return (*((BASELINE,) if self._has_baseline else ()), *self._methods)
+
+    def described(self) -> dict[str, Any]:
+        """See Subject: the model, and every setting in force."""
+        model = {
+            "model": self.loaded.name,
+            "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
+            "device": self.loaded.model.device.type,
+        }
+        baseline = {**model, "prefill": "shared" if self.share_baseline else "own"}
+        found = {BASELINE: baseline} if self._has_baseline else {}
+        return found | {name: {**model, **method.described} for name, method in self._methods.items()}
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that a sample may have: the least that a method can store, or what the model was made for."""
+        limits = [method.max_seq_len for method in self._methods.values()]
+        wanted = self._overrides.get("max_seq_len")
+        if isinstance(wanted, int):
+            limits.append(wanted)
+        return min(limits, default=self.loaded.context_length)
+
+    def refusal(self, sample: Sample) -> str | None:
+        """See Subject: a sample that does not fit into `max_seq_len`."""
+        needed = self.prompt(sample).capacity
+        if needed <= self.max_seq_len:
+            return None
+        return (
+            f"it takes {needed} tokens with its answers, and max_seq_len is {self.max_seq_len}; set it to {needed} in "
+            "another run to have this sample"
+        )
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text, without a chat template and special tokens."""
+        return len(self.encoded(text))
+
+    def encoded(self, text: str) -> list[int]:
+        """A text's tokens, without special tokens."""
+        return self.loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    @cached_property
+    def template_tokens(self) -> int:
+        """Tokens that the chat template puts around a question."""
+        return len(self.turns.first("?")) - self.count_tokens("?")
+
+    def prompt(self, sample: Sample) -> Prompt:
+        """The sample's first turn as tokens."""
+        first = sample.turns[0]
+        tokens = self.loaded.tokenizer(first)["input_ids"] if sample.raw_prompt else self.turns.first(first)
+        following = sum(len(self._following(sample, turn, None)) for turn in sample.turns[1:])
+        tokens = [*tokens, *self.encoded(sample.answer_prefix)]
+        return Prompt(tokens, len(tokens) + following + len(sample.turns) * sample.max_new_tokens)
+
+    def _following(self, sample: Sample, turn: str, last_token: int | None) -> list[int]:
+        if sample.raw_prompt:
+            tokens = self.encoded(turn)
+        else:
+            tokens = self.turns.following(turn, -1 if last_token is None else last_token)
+        return [*tokens, *self.encoded(sample.answer_prefix)]
+
+    # -- running
+
+    def answers(self, sample: Sample, methods: Sequence[str]) -> Iterator[Outcome]:
+        """See Subject: greedy answers; in a sample of several turns each is kept in the conversation."""
+        prompt = self.prompt(sample)
+        for method in methods:
+            with self.prefilled(method, prompt) as ready:
+                yield self._conversation(method, sample, prompt, ready)
+
+    def _conversation(self, method: str, sample: Sample, prompt: Prompt, ready: Prefilled) -> Outcome:
+        predictions, logits = [], ready.logits
+        prompt_tokens, generated_tokens = len(prompt.tokens), 0
+        prefill_s, decode_s, answer = ready.seconds, 0.0, None
+        for turn in sample.turns:
+            if answer is not None:
+                asked = self._following(sample, turn, answer.tokens[-1])
+                start = time.perf_counter()
+                # The last token of an answer is not in the cache yet.
+                logits = last_logits(ready.model, [answer.tokens[-1], *asked], ready.cache)
+                prefill_s += time.perf_counter() - start
+                prompt_tokens += len(asked)
+            answer = greedy(ready.model, ready.cache, logits, sample.max_new_tokens, self.ends)
+            predictions.append(self.loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True))
+            generated_tokens += len(answer.tokens)
+            decode_s += answer.seconds
+        decoded = generated_tokens - len(sample.turns)
+        cost = Cost(
+            prompt_tokens,
+            generated_tokens,
+            prefill_s,
+            decode_s,
+            decoded / decode_s if decoded else None,
+            cache_bytes(ready.cache),
+            ready.shared,
+        )
+        return Outcome(method, tuple(predictions), cost)
+
+    @contextmanager
+    def prefilled(self, method: str, prompt: Prompt, *, measure_recall: bool = False) -> Iterator[Prefilled]:
+        """The prompt in a cache of `method`, whose rules are in the model while the context is open.
+
+        Args:
+            measure_recall: measure the attention mass that the method covers.
+
+        Raises:
+            OutOfMemoryError: the prompt does not fit into the memory that is free.
+        """
+        model = self.loaded.model
+        if method == BASELINE:
+            yield self._untouched(prompt)
+            return
+        prepared = self._methods[method]
+        if prepared.shares_prefill:
+            self._record(prompt)
+        self._inject(prepared.spec, measure_recall)
+        try:
+            if prepared.shares_prefill:
+                assert prompt.recording is not None
+                cache = prompt.recording.cache_for(model)
+                yield Prefilled(model, cache, prompt.recording.logits, prompt.recording_s, True)
+            else:
+                cache = HeteroCache(model, prompt.capacity)
+                start = time.perf_counter()
+                logits = last_logits(model, prompt.tokens, cache)
+                yield Prefilled(model, cache, logits, time.perf_counter() - start, False)
+        finally:
+            eject(model)
+
+    def _untouched(self, prompt: Prompt) -> Prefilled:
+        model = self.loaded.model
+        if self.share_baseline and any(method.shares_prefill for method in self._methods.values()):
+            self._record(prompt)
+            assert prompt.recording is not None
+            cache = prompt.recording.untouched_cache(model)
+            return Prefilled(model, cache, prompt.recording.logits, prompt.recording_s, True)
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        start = time.perf_counter()
+        logits = last_logits(model, prompt.tokens, cache)
+        return Prefilled(model, cache, logits, time.perf_counter() - start, False)
+
+    def _record(self, prompt: Prompt) -> None:
+        if prompt.recording is not None:
+            return
+        sharing = [method for method in self._methods.values() if method.shares_prefill]
+        start = time.perf_counter()
+        prompt.recording = record_prefill(
+            self.loaded.model,
+            torch.tensor([prompt.tokens]),
+            observation_len=max(method.observation_len for method in sharing),
+            chunk_size=sharing[0].chunk_size,
+            max_seq_len=prompt.capacity,
+        )
+        prompt.recording_s = time.perf_counter() - start
+
+    # -- rules
+
+    def _inject(self, spec: ConfigSpec, measure_recall: bool = False) -> Injection:
+        wins = {**self._overrides, **spec.settings, **({"measure_recall": True} if measure_recall else {})}
+        return inject(self.loaded.model, spec.rules, command_line=wins, settings_file=self._settings_file)
+
+    def _prepared(self, spec: ConfigSpec) -> _Method:
+        """What there is to know of a method before it runs; its kernels are compiled."""
+        injection = self._inject(spec)
+        try:
+            injection.compile_kernels()
+            watched = [
+                operator.settings.observation_len
+                for operator in injection.attention_operators()
+                if isinstance(operator.settings, RetrievalSettings)
+            ]
+            return _Method(
+                spec,
+                shares_prefill(injection),
+                max(watched, default=1),
+                injection.engine.chunk_size,
+                injection.max_seq_len(),
+                settings_in_force(spec, injection),
+            )
+        finally:
+            eject(self.loaded.model)
+
+    def attended(self, method: str, length: int) -> float | None:
+        """Tokens that a step attends to after `length` tokens, the mean over layers; None where it is not known."""
+        if method == BASELINE:
+            return float(length)
+        injection = self._inject(self._methods[method].spec)
+        try:
+            return attended_tokens(injection, length)
+        finally:
+            eject(self.loaded.model)

@@ -1,0 +1,143 @@
+"""Fidelity to full attention: the untouched model's greedy continuation is forced through a method, step by step.
+
+Every step compares the next-token distributions of the two models after the same tokens, so that one early difference
+does not make all later ones incomparable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.evals.shared_prefill import RecordedPrefill
+from hetero_kv.injection import suspended
+from hetero_kv.kv.cache import HeteroCache
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """A greedy continuation of a prompt by the untouched model.
+
+    Attributes:
+        tokens: n token ids; the first comes out of the prefill.
+        logits: [n - 1, vocab] float32 on the CPU, after each token but the last: what the next was chosen from.
+    """
+
+    tokens: tuple[int, ...]
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How close a method came to full attention over a forced continuation.
+
+    Attributes:
+        agrees: per step, whether the method's most likely next token is full attention's.
+        divergence: per step, the Kullback-Leibler divergence KL(full attention || method) of the next token, nats.
+        recall: per layer, the share of the full attention mass that the attended blocks covered, the mean over steps
+            and heads; None where it was not measured (`measure_recall`) or there is nothing to retrieve.
+    """
+
+    agrees: tuple[bool, ...]
+    divergence: tuple[float, ...]
+    recall: tuple[float | None, ...]
+
+    @property
+    def agreement(self) -> float:
+        """The share of steps that agree."""
+        return sum(self.agrees) / len(self.agrees)
+
+    @property
+    def mean_divergence(self) -> float:
+        """The mean divergence per step, nats."""
+        return math.fsum(self.divergence) / len(self.divergence)
+
+    def mean_recall(self, first_layer: int = 0) -> float | None:
+        """The mean block recall over the layers from `first_layer` on; None where none was measured."""
+        measured = [recall for recall in self.recall[first_layer:] if recall is not None]
+        return math.fsum(measured) / len(measured) if measured else None
+
+
+@torch.no_grad()
+def next_logits(model: PreTrainedModel, cache: Cache, token: int) -> torch.Tensor:
+    """Feed one token to a model with a cache: the logits after it, [1, vocab] float32."""
+    token_ids = torch.tensor([[token]], device=model.device)
+    return model(token_ids, past_key_values=cache).logits[:, -1].float()
+
+
+def greedy_tokens(
+    model: PreTrainedModel, cache: Cache, logits: torch.Tensor, max_new_tokens: int, end_tokens: Collection[int] = ()
+) -> tuple[int, ...]:
+    """The most likely continuation after a prompt, token by token; ties go to the smaller id.
+
+    Args:
+        cache: after the prompt; holds the continuation but its last token afterwards.
+        logits: [1, vocab], after the prompt.
+        end_tokens: the continuation ends with the first of these.
+    """
+    tokens = [int(logits.argmax())]
+    while len(tokens) < max_new_tokens and tokens[-1] not in end_tokens:
+        tokens.append(int(next_logits(model, cache, tokens[-1]).argmax()))
+    return tuple(tokens)
+
+
+def full_attention_continuation(
+    model: PreTrainedModel, prefill: RecordedPrefill, max_new_tokens: int, end_tokens: Collection[int] = ()
+) -> Continuation:
+    """The untouched model's greedy continuation of a recorded prompt, whatever rules are injected now.
+
+    Args:
+        max_new_tokens: at least 2.
+        end_tokens: the continuation ends with the first of these.
+
+    Raises HeteroKVError when the recording is another model's, or `max_new_tokens` too few to compare anything.
+    """
+    if max_new_tokens < 2:
+        raise HeteroKVError(
+            f"max_new_tokens is {max_new_tokens}; the first token comes out of the prefill, so a comparison takes 2 or "
+            "more"
+        )
+    tokens, logits = [int(prefill.logits.argmax())], []
+    with suspended(model):
+        cache = prefill.untouched_cache(model)
+        while len(tokens) < max_new_tokens and tokens[-1] not in end_tokens:
+            logits.append(next_logits(model, cache, tokens[-1]).cpu())
+            tokens.append(int(logits[-1].argmax()))
+    vocab = prefill.logits.shape[-1]
+    return Continuation(tuple(tokens), torch.cat(logits) if logits else torch.empty(0, vocab))
+
+
+def force(model: PreTrainedModel, cache: Cache, continuation: Continuation) -> Fidelity:
+    """Feed a continuation's tokens to a model and compare each step with full attention's.
+
+    Args:
+        model: with the method's rules injected.
+        cache: the model's, after the prompt; holds the continuation but its last token afterwards.
+
+    Raises HeteroKVError when the continuation has a single token: nothing is decoded then.
+    """
+    if len(continuation.tokens) < 2:
+        raise HeteroKVError(
+            "the continuation is a single token, which comes out of the prefill, so that there is no decoded step to "
+            "compare; force a longer one"
+        )
+    agrees, divergence = [], []
+    for token, full in zip(continuation.tokens[:-1], continuation.logits, strict=True):
+        logits = next_logits(model, cache, token)[0].cpu()
+        agrees.append(int(logits.argmax()) == int(full.argmax()))
+        divergence.append(_divergence(full, logits))
+    recall = cache.block_recall if isinstance(cache, HeteroCache) else [None] * len(cache.layers)
+    return Fidelity(tuple(agrees), tuple(divergence), tuple(recall))
+
+
+def _divergence(full: torch.Tensor, other: torch.Tensor) -> float:
+    """KL(full || other) of two next-token distributions from their logits [vocab], nats."""
+    # In float64, because the terms of close distributions cancel.
+    log_p, log_q = full.double().log_softmax(-1), other.double().log_softmax(-1)
+    return float(torch.nn.functional.kl_div(log_q, log_p, reduction="sum", log_target=True))

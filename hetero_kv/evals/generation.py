@@ -1,0 +1,78 @@
+"""Greedy answers, token by token, on whatever cache a method uses."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A greedy continuation.
+
+    Attributes:
+        tokens: the likeliest ones, an end-of-turn token included. The last is not in the cache yet.
+        seconds: for the tokens after the first.
+    """
+
+    tokens: list[int]
+    seconds: float
+
+
+@torch.no_grad()
+def last_logits(model: Any, tokens: Iterable[int], cache: Cache) -> torch.Tensor:
+    """Feed `tokens` to the model; the logits after the last of them, [1, vocab]."""
+    input_ids = torch.tensor([list(tokens)], device=model.device)
+    # Logits of a whole prompt would take a hundred times its keys and values.
+    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    return model(input_ids=input_ids, past_key_values=cache, use_cache=True, **keep).logits[:, -1]
+
+
+def greedy(
+    model: Any,
+    cache: Cache,
+    logits: torch.Tensor,
+    max_new_tokens: int,
+    ends: frozenset[int],
+    on_logits: Callable[[torch.Tensor], None] | None = None,
+) -> Generated:
+    """The likeliest continuation of what is in `cache`: what `generate(do_sample=False)` gives, without penalties.
+
+    Args:
+        logits: [1, vocab] after the last token in the cache.
+        ends: tokens that end an answer.
+        on_logits: called with [1, vocab] before every token is chosen.
+    """
+    tokens: list[int] = []
+    start = time.perf_counter()
+    while True:
+        if on_logits is not None:
+            on_logits(logits)
+        tokens.append(int(logits.argmax(dim=-1)))
+        if tokens[-1] in ends or len(tokens) == max_new_tokens:
+            return Generated(tokens, time.perf_counter() - start)
+        logits = last_logits(model, tokens[-1:], cache)
+
+
+def end_tokens(model: Any) -> frozenset[int]:
+    """The tokens that end an answer, by the model's generation config."""
+    ends = model.generation_config.eos_token_id
+    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Memory of the stored keys and values, representatives included, bytes."""
+    total = 0
+    for layer in cache.layers:
+        if hasattr(layer, "dram_bytes"):
+            total += layer.dram_bytes
+        else:
+            tensors = [tensor for tensor in (layer.keys, layer.values) if tensor is not None]
+            total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return total

@@ -1,0 +1,299 @@
+"""A run: every method on the same samples, each result on disk before the next begins."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hetero_kv.errors import ConfigError, HeteroKVError
+from hetero_kv.evals import fidelity, perplexity  # noqa: F401  they register their tasks
+from hetero_kv.evals.config_spec import BASELINE
+from hetero_kv.evals.configured_model import ConfiguredModel
+from hetero_kv.evals.data_files import read_data_file
+from hetero_kv.evals.environment import environment
+from hetero_kv.evals.haystack import Haystack
+from hetero_kv.evals.logits_task import LogitsTask, LogitsTaskRequest, PromptFile
+from hetero_kv.evals.options import RunOptions, described_file
+from hetero_kv.evals.outcome import Outcome, Result, prompt_hash
+from hetero_kv.evals.progress import RunBar
+from hetero_kv.evals.report import write_reports
+from hetero_kv.evals.run_folder import RunFolder
+from hetero_kv.evals.sample import Sample
+from hetero_kv.evals.subject import Answerer, CallableSubject, CountTokens, Subject
+from hetero_kv.evals.summary import costs, summarize
+from hetero_kv.evals.tasks import registry
+from hetero_kv.evals.tasks.registry import TaskRequest
+
+__all__ = ["Run", "run"]
+
+_logger = logging.getLogger(__name__)
+_SHOWN_LINES = 5
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run.
+
+    Attributes:
+        out: its folder.
+        summary: the content of `summary.json`.
+        results: a line of `results.jsonl` each.
+    """
+
+    out: Path
+    summary: dict[str, Any]
+    results: list[Result]
+
+
+def run(
+    tasks: Sequence[str],
+    models: ConfiguredModel | Mapping[str, Answerer] | Sequence[Subject],
+    out: str | Path,
+    options: RunOptions | None = None,
+    *,
+    baseline: str | None = BASELINE,
+    count_tokens: CountTokens | None = None,
+    command_line: str | None = None,
+    show_progress: bool = True,
+) -> Run:
+    """Run every method on the same samples, and write what came of it into the folder `out`.
+
+    `results.jsonl` gets a line per sample and method as soon as it is there, so that a run that was killed goes on
+    where it was when it is called again. At its end `summary.json`, `costs.json`, `report.md` and the plots
+    are written.
+
+    Args:
+        tasks: names of registered tasks, or patterns such as `ruler/niah_*`; `NAME=FILE` for a task that is built from
+            published data. None for data files alone.
+        models: what is measured: a model with its configurations, functions by name, or a list of subjects of any kind.
+        options: which samples.
+        baseline: the method that the others are held against, where it is among them.
+        count_tokens: tokens of a text; needed where no `ConfiguredModel` is measured.
+        command_line: what the report says the run was started by.
+        show_progress: draw a bar on standard error where that is a terminal.
+
+    Raises:
+        HeteroKVError: an unknown task, a length beyond `max_seq_len`, a folder with another run, or anything else that
+            keeps the run from its start; during a run, what a model raises.
+    """
+    options = options or RunOptions()
+    subjects = _subjects(models)
+    configured = next((subject for subject in subjects if isinstance(subject, ConfiguredModel)), None)
+    wanted = wanted_tasks(tasks)
+    if not wanted and not options.data:
+        raise ConfigError(f"nothing to run: give a task or a data file; tasks: {', '.join(registry.names())}")
+    _require_measurable(wanted, subjects)
+    _require_room(wanted, options, configured)
+    samples, skipped_lines = _samples(wanted, options, _request(options, configured, count_tokens))
+    methods = [method for subject in subjects for method in subject.methods]
+    settings = {
+        "tasks": {name: None if file is None else described_file(file) for name, file in wanted.items()},
+        **options.described(),
+        "baseline": baseline if baseline in methods else None,
+        "methods": {name: what for subject in subjects for name, what in subject.described().items()},
+    }
+    out = Path(out)
+    with RunFolder.opened(out, settings, environment(command_line)) as folder:
+        _run_all(samples, subjects, folder, show_progress)
+        summary = summarize(settings, folder.results, skipped_lines)
+        summary["attended_tokens"] = _attended(subjects, sorted({sample.length for sample in samples} - {0}))
+        write_reports(out, summary, costs(folder.results))
+    return Run(out, summary, folder.results)
+
+
+# -- what is to be run
+
+
+def _subjects(models: ConfiguredModel | Mapping[str, Answerer] | Sequence[Subject]) -> list[Subject]:
+    if isinstance(models, ConfiguredModel):
+        subjects: list[Subject] = [models]
+    elif isinstance(models, Mapping):
+        subjects = [CallableSubject(name, answer) for name, answer in models.items()]
+    else:
+        subjects = list(models)
+    methods = [method for subject in subjects for method in subject.methods]
+    repeated = {method for method in methods if methods.count(method) > 1}
+    if not methods or repeated:
+        found = f"{sorted(repeated)[0]!r} twice" if repeated else "none"
+        raise ConfigError(f"methods: there is {found}; give one or more models, each with a name of its own")
+    return subjects
+
+
+def wanted_tasks(words: Sequence[str]) -> dict[str, Path | None]:
+    """The tasks that `words` name, each with the file it is built from, if one is given.
+
+    Raises HeteroKVError for a task that is not known, and a file that is not there.
+    """
+    wanted: dict[str, Path | None] = {}
+    for word in words:
+        pattern, _, file = word.partition("=")
+        matching = [pattern] if "*" not in pattern else fnmatch.filter(registry.names(), pattern)
+        if not matching:
+            raise ConfigError(f"task {pattern!r} matches none; there are {', '.join(registry.names())}")
+        if file and not Path(file).is_file():
+            raise ConfigError(f"task {word!r}: there is no file {file!r}; give the path of one that exists")
+        wanted |= {registry.get(name).name: Path(file) if file else None for name in matching}
+    return wanted
+
+
+def _require_measurable(tasks: Iterable[str], subjects: Sequence[Subject]) -> None:
+    for name in tasks:
+        if not isinstance(registry.get(name), LogitsTask):
+            continue
+        for subject in subjects:
+            if not isinstance(subject, ConfiguredModel):
+                raise ConfigError(
+                    f"task {name!r} is measured from a model's logits, and {subject.methods[0]!r} only answers with "
+                    "texts; leave one of them out"
+                )
+
+
+def _require_room(tasks: Iterable[str], options: RunOptions, configured: ConfiguredModel | None) -> None:
+    # Prompt files are taken as long as they are.
+    by_length = set(tasks) - ({fidelity.Fidelity.name} if options.prompt_files else set())
+    if configured is None or not by_length:
+        return
+    for length in options.lengths:
+        if length > configured.max_seq_len:
+            raise ConfigError(
+                f"lengths has {length}, and max_seq_len is {configured.max_seq_len} tokens (the model was made for "
+                f"{configured.loaded.context_length}); take shorter lengths, or set --max_seq_len to go beyond that"
+            )
+
+
+def _request(options: RunOptions, configured: ConfiguredModel | None, count_tokens: CountTokens | None) -> TaskRequest:
+    if configured is not None:
+        count_tokens = count_tokens or configured.count_tokens
+    elif count_tokens is None:
+        raise ConfigError("count_tokens is None; give a function that counts a text's tokens, as the model does")
+    request: dict[str, Any] = {
+        "lengths": options.lengths,
+        "depths": options.depths,
+        "samples": options.samples,
+        "seed": options.seed,
+        "haystack": None if options.haystack is None else Haystack.from_file(options.haystack),
+        "count_tokens": count_tokens,
+    }
+    if configured is None:
+        return TaskRequest(**request)
+    return LogitsTaskRequest(
+        **request,
+        template_tokens=configured.template_tokens,
+        encode=configured.encoded,
+        decode=configured.loaded.tokenizer.decode,
+        prompt_files=tuple(_prompt_file(path) for path in options.prompt_files),
+        max_new_tokens=options.max_new_tokens,
+        prefill_tokens=options.prefill_tokens,
+    )
+
+
+def _prompt_file(path: Path) -> PromptFile:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"prompt_file {str(path)!r} cannot be read as text: {error}") from error
+    if not text.strip():
+        raise ConfigError(f"prompt_file {str(path)!r} is empty; give a file with text in it")
+    return PromptFile(path.name, text)
+
+
+def _samples(
+    tasks: Mapping[str, Path | None], options: RunOptions, request: TaskRequest
+) -> tuple[list[Sample], dict[str, list[tuple[int, str]]]]:
+    """The samples in the order in which they are run, and the lines of data files that none was made of."""
+    samples: list[Sample] = []
+    skipped: dict[str, list[tuple[int, str]]] = {}
+    for name, file in tasks.items():
+        samples += islice(registry.get(name).generate(replace(request, data_file=file)), options.limit)
+    for path in options.data:
+        data = read_data_file(path)
+        samples += data.samples[: options.limit]
+        skipped[path.name] = [(line, reason) for line, reason in data.skipped]
+        _warn_of_lines(path, data.skipped)
+    ids = [sample.id for sample in samples]
+    if not ids:
+        raise HeteroKVError("there is no sample to run: the data files hold none that could be read")
+    if len(set(ids)) < len(ids):
+        repeated = next(name for index, name in enumerate(ids) if name in ids[:index])
+        raise HeteroKVError(f"two samples are called {repeated!r}; give each task and each data file once")
+    return samples, skipped
+
+
+def _warn_of_lines(path: Path, skipped: Sequence[tuple[int, str]]) -> None:
+    for line, reason in skipped[:_SHOWN_LINES]:
+        _logger.warning("%s: line %d is skipped: %s", path, line, reason)
+    if len(skipped) > _SHOWN_LINES:
+        _logger.warning("%s: %d more lines are skipped; summary.json lists them", path, len(skipped) - _SHOWN_LINES)
+
+
+# -- running it
+
+
+def _run_all(samples: Sequence[Sample], subjects: Sequence[Subject], folder: RunFolder, show_progress: bool) -> None:
+    _require_same_prompts(samples, folder.results)
+    known = {(result.sample, result.method) for result in folder.results if result.skipped is None}
+    left_out = {result.sample for result in folder.results if result.skipped is not None}
+    missing = [
+        (sample, [(subject, [m for m in subject.methods if (sample.id, m) not in known]) for subject in subjects])
+        for sample in samples
+        if sample.id not in left_out
+    ]
+    counts = [sum(len(methods) for _, methods in by_subject) for _, by_subject in missing]
+    work = sum(count * _work(sample) for count, (sample, _) in zip(counts, missing, strict=True))
+    with RunBar(sum(counts), work, len(known), shown=show_progress) as bar:
+        for count, (sample, by_subject) in zip(counts, missing, strict=True):
+            if not count:
+                continue
+            reason = next((reason for subject in subjects if (reason := subject.refusal(sample))), None)
+            if reason is not None:
+                _logger.warning("sample %s is left out: %s", sample.id, reason)
+                folder.append(Result.of_skipped(sample, reason))
+                bar.advance_by(count * _work(sample), count)
+                continue
+            for subject, methods in by_subject:
+                if methods:
+                    bar.begin(sample.id, ", ".join(methods))
+                for result in _results(sample, subject, methods):
+                    folder.append(result)
+                    bar.advance_by(_work(sample), 1)
+
+
+def _work(sample: Sample) -> int:
+    """What a sample weighs in the progress: its length; data files give none, and four characters are a token."""
+    return sample.length or 1 + len(sample.turns[0]) // 4
+
+
+def _results(sample: Sample, subject: Subject, methods: Sequence[str]) -> Iterator[Result]:
+    task = registry.get(sample.task)
+    if isinstance(task, LogitsTask) and isinstance(subject, ConfiguredModel):
+        outcomes: Iterator[Outcome] = task.measure(sample, subject, methods)
+    else:
+        outcomes = subject.answers(sample, methods)
+    for outcome in outcomes:
+        yield Result.of(sample, outcome, outcome.score or task.score(sample, outcome.predictions))
+
+
+def _require_same_prompts(samples: Sequence[Sample], results: Sequence[Result]) -> None:
+    asked = {sample.id: prompt_hash(sample.turns, sample.answer_prefix, sample.raw_prompt) for sample in samples}
+    for result in results:
+        if asked.get(result.sample) != result.prompt:
+            raise HeteroKVError(
+                f"sample {result.sample} has another prompt now than when the run was started (another version, or "
+                "another tokenizer?); give another --out"
+            )
+
+
+def _attended(subjects: Sequence[Subject], lengths: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Method -> length -> tokens that a step attends to, where that is known."""
+    found: dict[str, dict[str, float]] = {}
+    for subject in subjects:
+        for method in subject.methods:
+            budgets = {str(length): subject.attended(method, length) for length in lengths}
+            if None not in budgets.values():
+                found[method] = {length: tokens for length, tokens in budgets.items() if tokens is not None}
+    return found

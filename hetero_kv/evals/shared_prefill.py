@@ -1,0 +1,232 @@
+"""One prefill for many methods: a prompt's full-attention prefill, recorded once, from which caches are filled.
+
+Methods that prefill exactly differ only in what they do afterwards, so that comparing ten of them on one prompt costs
+one prefill. A cache made here is in the state that prefilling the prompt under its rules would leave, bit for bit where
+the recording used the same `chunk_size`, else up to rounding.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from hetero_kv.config import EngineSettings, RetrievalSettings
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.injection import Injection, eject, inject, suspended
+from hetero_kv.kv import storage
+from hetero_kv.kv.cache import HeteroCache, Progress
+from hetero_kv.kv.paged_layer import PagedLayer
+from hetero_kv.kv.recorded_layer import RecordedLayer, RecordingLayer
+from hetero_kv.kv.window_layer import WindowLayer
+from hetero_kv.operators import RetrievalAttention, bridge
+from hetero_kv.operators.base import Operator
+from hetero_kv.rules import RuleSet, load_rules
+from hetero_kv.selection.state import RetrievalState, SharedSelections
+
+_STORAGE = {torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"}
+
+
+class RecordingAttention(RetrievalAttention):
+    """Prefills as RetrievalAttention does, and keeps what the prefill leaves instead of storing it in blocks."""
+
+    meaning = "records a prompt's exact prefill, for many caches to start from"
+
+    def __init__(self, path: str, wrapped: nn.Module, settings: RetrievalSettings, engine: EngineSettings) -> None:
+        super().__init__(path, wrapped, settings, engine)
+        self.keeps_received = True
+
+    def new_cache_layer(self, capacity: int, shared: SharedSelections) -> RecordingLayer:
+        """See AttentionOperator."""
+        kind = storage.get(self.settings.kv_type)
+        return RecordingLayer(capacity, 1, 0, 1, kind, 1, on_stored=self.stored, state=RetrievalState(shared))
+
+    def take_over(self, layer: PagedLayer, recorded: RecordedLayer) -> None:
+        """See AttentionOperator."""
+        assert isinstance(layer, RecordingLayer)
+        layer.recorded = recorded
+
+
+@dataclass(frozen=True)
+class RecordedPrefill:
+    """One prompt's exact, full-attention prefill.
+
+    Attributes:
+        input_ids: [1, tokens] int64, the prompt.
+        logits: [1, vocab], after its last token.
+        layers: a recording per layer of the model.
+        max_seq_len: capacity in tokens of the caches made from it; None takes the rules'.
+    """
+
+    input_ids: torch.Tensor
+    logits: torch.Tensor
+    layers: tuple[RecordedLayer, ...]
+    max_seq_len: int | None
+    _model: weakref.ref[PreTrainedModel]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prompt."""
+        return self.input_ids.shape[1]
+
+    def cache_for(self, model: PreTrainedModel) -> HeteroCache:
+        """A cache in the state that prefilling the prompt under the rules now injected leaves.
+
+        Raises:
+            HeteroKVError: an operator's prefill is not full attention, no rules are injected, the recording holds fewer
+                last queries than an operator watches, or it is another model's.
+            CacheFullError: the prompt does not fit into `max_seq_len`.
+            OutOfMemoryError: `max_seq_len` does not fit into the free memory.
+        """
+        self._require_own(model)
+        injection: Injection | None = getattr(model, "hetero_kv_injection", None)
+        if injection is None:
+            raise HeteroKVError(
+                f"{type(model).__name__} has no rules injected; call hetero_kv.inject(model, rules) before cache_for, "
+                "or take untouched_cache for the model as it is"
+            )
+        for path, operator in injection.operators.items():
+            if not operator.prefills_exactly:
+                raise HeteroKVError(
+                    f"{path} ({type(operator).__name__}) does not prefill with full attention, so that a recorded "
+                    "prefill is not its own; prefill the prompt under its rules: "
+                    "model(input_ids, past_key_values=HeteroCache(model))"
+                )
+        cache = HeteroCache(model, self.max_seq_len)
+        cache.require_room(batch=1, tokens=self.tokens)
+        self._fill(cache, model, injection)
+        return cache
+
+    def _fill(self, cache: HeteroCache, model: PreTrainedModel, injection: Injection) -> None:
+        """Bring every layer of an empty cache into the state after the prompt. Raises as `cache_for`."""
+        self._require_own(model)
+        operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
+        for index, recorded in enumerate(self.layers):
+            if index in operators:
+                operator = operators[index]
+                operator.take_over(cache.layers[index], recorded.to(_device_of(operator)))
+            else:
+                recorded.fill(cache.layers[index])
+
+    def untouched_cache(self, model: PreTrainedModel) -> DynamicCache:
+        """transformers' own cache after the prompt, for the model without rules.
+
+        Raises HeteroKVError when the recording is another model's, or rules are injected into this one.
+        """
+        self._require_own(model)
+        if getattr(model, "hetero_kv_injection", None) is not None:
+            raise HeteroKVError(
+                f"{type(model).__name__} has rules injected; call hetero_kv.eject(model) before untouched_cache, or "
+                "take cache_for"
+            )
+        cache = DynamicCache(config=bridge.text_config(model))
+        for layer, recorded in zip(cache.layers, self.layers, strict=True):
+            recorded.to(model.device).fill(layer)
+        return cache
+
+    def _require_own(self, model: PreTrainedModel) -> None:
+        if self._model() is not model:
+            raise HeteroKVError(
+                f"the prefill was recorded with another model than this {type(model).__name__}; record it anew: "
+                "record_prefill(model, input_ids)"
+            )
+
+
+def record_prefill(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    *,
+    after: RecordedPrefill | None = None,
+    observation_len: int = RetrievalSettings.observation_len,
+    chunk_size: int | None = None,
+    max_seq_len: int | None = None,
+    on_progress: Progress | None = None,
+) -> RecordedPrefill:
+    """Prefill a prompt with full attention, layer by layer in chunks, and keep what that leaves.
+
+    The recording lies in DRAM in the model's dtype. The model, with rules injected or without, is left as it was.
+
+    Args:
+        input_ids: [1, tokens], two tokens or more.
+        after: a recording of the prompt's beginning, which `input_ids` then go on from: many questions about one text
+            cost one prefill of the text. It stays as it is.
+        observation_len: last queries to keep; an operator takes the last of them that it watches.
+        chunk_size: tokens per chunk; None takes that of the rules now injected, or the default.
+        max_seq_len: capacity in tokens of the caches made from the recording; None takes the rules'.
+        on_progress: called after every chunk.
+
+    Raises:
+        HeteroKVError: `input_ids` has another shape, or `after` is another model's.
+        UnsupportedModelError: the model's attention cannot be recorded.
+        OutOfMemoryError: the recording does not fit into the free memory.
+    """
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 2:
+        raise HeteroKVError(
+            f"input_ids has the shape {list(input_ids.shape)}; a recorded prefill is of one prompt of two tokens or "
+            "more, [1, tokens]"
+        )
+    injected: Injection | None = getattr(model, "hetero_kv_injection", None)
+    if chunk_size is None:
+        chunk_size = injected.engine.chunk_size if injected else EngineSettings.chunk_size
+    settings = {"chunk_size": chunk_size, "observation_len": observation_len, "kv_type": _storage_type(model)}
+    whole = input_ids if after is None else torch.cat([after.input_ids, input_ids], dim=1)
+    with suspended(model):
+        recording = inject(model, _recording_rules(), command_line=settings)
+        try:
+            cache = HeteroCache(model, max_seq_len=whole.shape[1], on_progress=on_progress)
+            if after is not None:
+                after._fill(cache, model, recording)
+            with torch.no_grad():
+                logits = model(input_ids.to(model.device), past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        finally:
+            eject(model)
+    layers = tuple(_recorded(layer) for layer in cache.layers)
+    return RecordedPrefill(whole, logits, layers, max_seq_len, weakref.ref(model))
+
+
+def shares_prefill(model: PreTrainedModel | Injection) -> bool:
+    """Whether all operators under the rules now injected can take over a recorded prefill."""
+    injection = model if isinstance(model, Injection) else getattr(model, "hetero_kv_injection", None)
+    return injection is None or all(operator.prefills_exactly for operator in injection.operators.values())
+
+
+def _recording_rules() -> RuleSet:
+    """The rules of full attention, with retrieval replaced by recording."""
+    dense = load_rules("dense")
+    recording: dict[str, Any] = {"operator": RecordingAttention, "operator_name": "RecordingAttention", "kwargs": {}}
+    rules = (replace(rule, **recording) if rule.operator is RetrievalAttention else rule for rule in dense.rules)
+    return replace(dense, rules=tuple(rules))
+
+
+def _recorded(layer: Any) -> RecordedLayer:
+    if isinstance(layer, RecordingLayer):
+        assert layer.recorded is not None
+        return layer.recorded
+    if isinstance(layer, WindowLayer):
+        keys, values, _, end, length = layer.checkpoint()
+        assert keys is not None
+        assert values is not None
+        held = slice(max(0, end - min(length, layer.window - 1)), end)
+        return RecordedLayer(keys[:, :, held].clone(), values[:, :, held].clone(), length).to(torch.device("cpu"))
+    raise HeteroKVError(
+        f"a layer whose cache is of kind {type(layer).__name__} cannot be recorded: the rules of full attention do not "
+        "replace its attention"
+    )
+
+
+def _storage_type(model: PreTrainedModel) -> str:
+    """The storage type of the model's dtype: what the plan of the recording's memory counts with."""
+    if model.dtype not in _STORAGE:
+        raise HeteroKVError(
+            f"the model's dtype is {model.dtype}; a prefill is recorded in {', '.join(map(str, _STORAGE))}"
+        )
+    return _STORAGE[model.dtype]
+
+
+def _device_of(operator: Operator) -> torch.device:
+    return next(operator.parameters()).device

@@ -1,0 +1,99 @@
+"""A tensor that grows along one dimension at its end and may shrink at both, without being copied each time."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+_Checkpoint = tuple[torch.Tensor | None, int, int]
+
+
+class GrowingTensor:
+    """Entries along `dim`, in a buffer with room for some more.
+
+    Entries are only ever written behind those that are held, so that a checkpoint stays valid for as long as nothing
+    is cut off before it.
+
+    Args:
+        dim: the dimension that grows.
+        slack: entries that a new buffer has room for beyond what it must hold.
+    """
+
+    def __init__(self, dim: int, slack: int) -> None:
+        self.dim = dim
+        self.slack = slack
+        self._buffer: torch.Tensor | None = None
+        self._start = self._end = 0
+        # A buffer that two tensors hold is written to by neither.
+        self._is_shared = False
+
+    def __len__(self) -> int:
+        return self._end - self._start
+
+    @property
+    def entries(self) -> torch.Tensor:
+        """The entries, a view. There must have been some."""
+        assert self._buffer is not None
+        return self._buffer.narrow(self.dim, self._start, len(self))
+
+    def append(self, new: torch.Tensor) -> None:
+        """Add the entries of `new`, which agrees with the others in all dimensions but `dim`."""
+        count = new.shape[self.dim]
+        self.reserve(new, count)
+        assert self._buffer is not None
+        self._buffer.narrow(self.dim, self._end, count).copy_(new)
+        self._end += count
+
+    def reserve(self, like: torch.Tensor, count: int) -> None:
+        """Make room for `count` more entries, which agree with `like` in all dimensions but `dim`."""
+        if self._buffer is None or self._is_shared or self._end + count > self._buffer.shape[self.dim]:
+            self._move(like, room=count + self.slack)
+
+    def replace(self, new: torch.Tensor) -> None:
+        """Hold the entries of `new` and no others, in a buffer of their own."""
+        self._buffer, self._start, self._end = None, 0, 0
+        self.append(new)
+
+    def drop_first(self, count: int) -> None:
+        """Forget the first `count` entries."""
+        self._start += count
+
+    def truncate(self, length: int) -> None:
+        """Forget all but the first `length` entries."""
+        self._end = self._start + length
+
+    def select(self, index: torch.Tensor) -> None:
+        """Let entry i of dimension 0 be what entry `index[i]` was."""
+        if self._buffer is not None:
+            self.replace(self.entries.index_select(0, index.to(self._buffer.device)))
+
+    def fork(self) -> GrowingTensor:
+        """A second tensor with the same entries; the first of the two that grows moves out of the common buffer."""
+        self._is_shared = self._buffer is not None
+        return copy.copy(self)
+
+    def checkpoint(self) -> _Checkpoint:
+        """What `restore` needs to come back to the present entries."""
+        return self._buffer, self._start, self._end
+
+    def restore(self, checkpoint: _Checkpoint) -> None:
+        """Come back to the entries at `checkpoint`."""
+        # A fork may hold a buffer that this one has moved out of.
+        self._is_shared = self._is_shared or checkpoint[0] is not self._buffer
+        self._buffer, self._start, self._end = checkpoint
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the buffer, bytes."""
+        return 0 if self._buffer is None else self._buffer.numel() * self._buffer.element_size()
+
+    def _move(self, like: torch.Tensor, room: int) -> None:
+        """Move into a new buffer with `room` for more; shape, dtype and device are those of `like` at first."""
+        source = like if self._buffer is None else self._buffer
+        shape = list(source.shape)
+        shape[self.dim] = len(self) + room
+        buffer = source.new_empty(shape)
+        if self._buffer is not None:
+            buffer.narrow(self.dim, 0, len(self)).copy_(self.entries)
+        self._buffer, self._start, self._end, self._is_shared = buffer, 0, len(self), False

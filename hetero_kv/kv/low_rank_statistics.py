@@ -1,0 +1,55 @@
+"""What a ShadowKV layer counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass
+class LowRankStatistics:
+    """Counts since the cache was new or reset.
+
+    Attributes:
+        hits, choices: chunks that were resident when they were chosen, and chunks chosen, over all kv heads and steps.
+        outside, energy: squared norm of the keys that entered the Context since the keys were last factored, the part
+            of it outside of the subspace and all of it, [batch] float64; None before.
+        factored: how often the keys were factored.
+        recall_sum, recall_steps: sum and number of the measured shares of attention mass.
+    """
+
+    hits: int = 0
+    choices: int = 0
+    outside: torch.Tensor | None = None
+    energy: torch.Tensor | None = None
+    factored: int = 0
+    recall_sum: float = 0.0
+    recall_steps: int = 0
+
+    @property
+    def recall(self) -> float | None:
+        """Mean share of the full attention mass that the attended tokens covered; None when not measured."""
+        return self.recall_sum / self.recall_steps if self.recall_steps else None
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the chosen chunks that were resident from the step before; None before the first choice."""
+        return self.hits / self.choices if self.choices else None
+
+    @property
+    def energy_outside(self) -> float | None:
+        """Share of the keys' energy outside of the subspace, of tokens that entered since the keys were factored."""
+        if self.outside is None or self.energy is None:
+            return None
+        return float(self.outside.sum() / self.energy.sum())
+
+    def with_factors(self) -> LowRankStatistics:
+        """These, when the keys have been factored anew."""
+        return replace(self, factored=self.factored + 1, outside=None, energy=None)
+
+    def with_energy(self, outside: torch.Tensor, energy: torch.Tensor) -> LowRankStatistics:
+        """These and the energy of more keys."""
+        if self.outside is not None and self.energy is not None:
+            outside, energy = self.outside + outside, self.energy + energy
+        return replace(self, outside=outside, energy=energy)

@@ -1,0 +1,113 @@
+"""The chunks that a decode step attends to, where the model computes; those chosen again stay from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from gpu_ops.side_stream import beside, joined
+
+#: Chunks [batch, kv_heads, n] int64 -> their keys or values [batch, kv_heads, n, chunk_size, dim].
+Supply = Callable[[torch.Tensor], torch.Tensor]
+
+_EMPTY = -1
+
+
+class ResidentChunks:
+    """Outlier chunks, which stay, and slots for chosen chunks, each kv head its own.
+
+    Args:
+        outlier_keys: [batch, kv_heads, outliers, chunk_size, k_dim].
+        outlier_values: [batch, kv_heads, outliers, chunk_size, v_dim].
+
+    Attributes:
+        ids: [batch, kv_heads, slots] int64 on the CPU, the chunk in each slot; -1 for none.
+    """
+
+    ids: torch.Tensor
+    _keys: torch.Tensor
+    _values: torch.Tensor
+
+    def __init__(self, outlier_keys: torch.Tensor, outlier_values: torch.Tensor) -> None:
+        self._outliers = outlier_keys.shape[2]
+        self._set_slots(0, outlier_keys, outlier_values)
+
+    def empty(self) -> None:
+        """Forget what is in the slots."""
+        self.ids.fill_(_EMPTY)
+
+    @property
+    def outlier_keys(self) -> torch.Tensor:
+        """[batch, kv_heads, outliers, chunk_size, k_dim], a view."""
+        return self._keys[:, :, : self._outliers]
+
+    @property
+    def outlier_values(self) -> torch.Tensor:
+        """[batch, kv_heads, outliers, chunk_size, v_dim], a view."""
+        return self._values[:, :, : self._outliers]
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """Outliers, then slots: [batch, kv_heads, tokens, k_dim], a view."""
+        return self._keys[:, :, :-1].flatten(2, 3)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Outliers, then slots: [batch, kv_heads, tokens, v_dim], a view."""
+        return self._values[:, :, :-1].flatten(2, 3)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of outliers and slots, bytes."""
+        return sum(t.numel() * t.element_size() for t in (self._keys, self._values))
+
+    def hold(self, chosen: torch.Tensor, rebuild: Supply, fetch: Supply, chunks: int) -> int:
+        """Let the slots hold the chosen chunks: those that they hold already stay, the others are rebuilt and fetched.
+
+        Args:
+            chosen: [batch, kv_heads, n] int64, without repetition in a head.
+            rebuild: keys on the compute device, for chunks on that device; on CUDA it runs beside `fetch`.
+            fetch: values on the compute device, for chunks on the CPU.
+            chunks: ids are below this.
+
+        Returns how many of the chosen were there, over all heads.
+        """
+        device = self._keys.device
+        wanted = chosen.cpu()
+        if wanted.shape[2] != self.ids.shape[2]:
+            self._set_slots(wanted.shape[2], self.outlier_keys, self.outlier_values)
+        is_hit = _members(self.ids, chunks).gather(2, wanted)
+        missing = (~is_hit).sum(dim=2)
+        most = int(missing.max()) if missing.numel() else 0
+        if most:
+            kept = (self.ids != _EMPTY) & _members(wanted, chunks).gather(2, self.ids.clamp(min=0))
+            # A head that misses fewer than `most` rebuilds some for nothing, into a slot that nobody reads.
+            surplus = torch.arange(most) >= missing[..., None]
+            misses = wanted.gather(2, is_hit.byte().argsort(dim=2, stable=True)[..., :most])
+            slots = kept.byte().argsort(dim=2, stable=True)[..., :most].masked_fill(surplus, self.ids.shape[2])
+            with beside(device):
+                keys = rebuild(misses.to(device, non_blocking=True))
+            self._put(self._values, slots, fetch(misses))
+            self._put(self._keys, slots, joined(keys))
+            ids = torch.nn.functional.pad(self.ids, (0, 1), value=_EMPTY)
+            self.ids = ids.scatter_(2, slots, misses)[..., :-1].contiguous()
+        return int(is_hit.sum())
+
+    def _put(self, target: torch.Tensor, slots: torch.Tensor, new: torch.Tensor) -> None:
+        at = (slots + self._outliers).to(target.device, non_blocking=True)
+        target.scatter_(2, at[..., None, None].expand(-1, -1, -1, *new.shape[3:]), new)
+
+    def _set_slots(self, slots: int, outlier_keys: torch.Tensor, outlier_values: torch.Tensor) -> None:
+        """New buffers: outliers, empty slots, and one more that surplus work goes into."""
+        self.ids = torch.full((*outlier_keys.shape[:2], slots), _EMPTY)
+        self._keys, self._values = (
+            torch.cat([part, part.new_zeros(*part.shape[:2], slots + 1, *part.shape[3:])], dim=2)
+            for part in (outlier_keys, outlier_values)
+        )
+
+
+def _members(ids: torch.Tensor, chunks: int) -> torch.Tensor:
+    """[batch, kv_heads, chunks] bool: which chunks are among `ids` [batch, kv_heads, n], of which -1 is none."""
+    mask = torch.zeros(*ids.shape[:2], chunks + 1, dtype=torch.bool)
+    return mask.scatter_(2, ids.masked_fill(ids == _EMPTY, chunks), True)[..., :-1]

@@ -1,0 +1,64 @@
+"""Low-rank factors of a sequence's keys before rotary embedding (ShadowKV, arXiv:2410.21465, section 3.1).
+
+The keys of all heads together, K [tokens, kv_heads · dim], are K ≈ A·B with the r leading right singular vectors of K
+as the rows of B and A = K·Bᵀ. These vectors are the eigenvectors of the Gram matrix Kᵀ·K, which is gathered over tiles
+of tokens, so that nothing of size tokens × tokens is computed and nothing of size tokens × channels is held.
+
+A Gram matrix squares the singular values, so that directions below √ε·σ₁ drown in its rounding. Its tiles are products
+in float32, summed up and decomposed in float64: what is lost that way is below 1e-3 of the optimal error of rank r as
+long as that error is above 1e-3 of the keys' norm, far under what half-precision keys resolve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+def gram_matrix(tiles: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The sum of tileᵀ·tile over tiles of tokens [batch, tokens, channels] float32.
+
+    Returns [batch, channels, channels] float64. Raises ValueError without any tile.
+    """
+    total: torch.Tensor | None = None
+    for tile in tiles:
+        part = (tile.transpose(1, 2) @ tile).double()
+        total = part if total is None else total.add_(part)
+    if total is None:
+        raise ValueError("a Gram matrix of no tokens")
+    return total
+
+
+def leading_basis(gram: torch.Tensor, rank: int) -> torch.Tensor:
+    """The `rank` leading eigenvectors of a Gram matrix, orthonormal, as rows: [batch, rank, channels] float64.
+
+    They are the leading right singular vectors of the keys. Fewer tokens than `rank` leave the last of them arbitrary.
+
+    Args:
+        gram: [batch, channels, channels] float64, channels at least `rank`.
+    """
+    # In ascending order of the eigenvalues.
+    _, vectors = torch.linalg.eigh(gram)
+    return vectors[..., -rank:].flip(-1).transpose(1, 2).contiguous()
+
+
+def projected(keys: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """Coefficients of keys in a basis: [batch, tokens, channels] × [batch, rank, channels] -> [batch, tokens, rank]."""
+    return keys @ basis.transpose(1, 2)
+
+
+def energy_outside(keys: torch.Tensor, coefficients: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
+    """The energy (squared norm) of keys that their coefficients in a basis do not give back: [batch] float64.
+
+    Args:
+        keys: [batch, tokens, channels] float32.
+        coefficients: [batch, tokens, rank], as `projected` gives them, in any precision.
+        basis: [batch, rank, channels].
+    """
+    return energy(keys - coefficients.float() @ basis.float())
+
+
+def energy(keys: torch.Tensor) -> torch.Tensor:
+    """The squared norm of keys [batch, tokens, channels], per sequence: [batch] float64."""
+    return keys.square().sum(dim=(1, 2), dtype=torch.float64)

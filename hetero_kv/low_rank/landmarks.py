@@ -1,0 +1,60 @@
+"""Landmarks, outliers and the choice of chunks (ShadowKV, arXiv:2410.21465, algorithms 1 and 2)."""
+
+from __future__ import annotations
+
+import torch
+
+
+def landmarks(chunks: torch.Tensor) -> torch.Tensor:
+    """The mean key of each chunk: [..., chunk_size, dim] -> [..., dim], in the keys' dtype."""
+    return chunks.mean(dim=-2, dtype=torch.float32).to(chunks.dtype)
+
+
+def least_cosines(chunks: torch.Tensor) -> torch.Tensor:
+    """How badly a landmark can stand for a key of its chunk: the least cosine similarity between the two.
+
+    Args:
+        chunks: [..., chunk_size, dim], keys after rotary embedding.
+
+    Returns [...] float32.
+    """
+    keys = chunks.float()
+    return torch.nn.functional.cosine_similarity(keys, keys.mean(dim=-2, keepdim=True), dim=-1).amin(dim=-1)
+
+
+def chosen_chunks(
+    q: torch.Tensor,
+    landmark: torch.Tensor,
+    outliers: torch.Tensor,
+    count: int,
+    scale: float,
+    softcap: float | None = None,
+) -> torch.Tensor:
+    """The chunks that a kv head attends to: those whose landmarks take most of the softmax of one of its queries.
+
+    softmax(q·landmarks) over the chunks that are no outliers, summed over query positions, maximum over the group's
+    heads, the `count` best (algorithm 2).
+
+    Args:
+        q: [batch, kv_heads * group, tokens, dim].
+        landmark: [batch, kv_heads, chunks, dim].
+        outliers: [batch, kv_heads, n] int64, chunks that are attended to anyway; disjoint from what is chosen.
+        count: chunks to choose, at most chunks - n.
+        scale: factor of the scores.
+        softcap: c > 0 turns a score s into c·tanh(s/c).
+
+    Returns [batch, kv_heads, count] int64, in no particular order.
+    """
+    batch, heads, tokens, dim = q.shape
+    kv_heads = landmark.shape[1]
+    # The group's queries are just more queries of the kv head.
+    folded = q.reshape(batch, kv_heads, heads // kv_heads * tokens, dim)
+    scores = (folded @ landmark.transpose(2, 3)).float() * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    left_out = outliers[:, :, None].expand(-1, -1, scores.shape[2], -1)
+    scores.scatter_(3, left_out, float("-inf"))
+    shares = scores.softmax(dim=-1).unflatten(2, (heads // kv_heads, tokens)).sum(dim=3).amax(dim=2)
+    # A share may underflow to 0, an outlier must not be chosen for that.
+    shares.scatter_(2, outliers, -1.0)
+    return shares.topk(count, dim=2, sorted=False).indices

@@ -1,0 +1,105 @@
+"""Fidelity: methods against the untouched model's own continuation, on texts that need no labels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_evaluation import SPARSE, tiny_loaded
+
+from hetero_kv import eject, inject
+from hetero_kv.evals import ConfiguredModel, RunOptions, config_specs, run
+from hetero_kv.evals.forced import force, full_attention_continuation
+from hetero_kv.evals.shared_prefill import record_prefill
+
+QUESTION = "".join(f"Fact {n}: {n * 37 % 101} is the number of {chr(65 + n % 26)}. " for n in range(12))
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return tiny_loaded()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "facts.txt").write_text(QUESTION)
+    (folder / "other.md").write_text(QUESTION[::-1])
+    return folder / "facts.txt", folder / "other.md"
+
+
+@pytest.fixture(scope="module")
+def done(loaded, files, tmp_path_factory):
+    configs = config_specs(["dense:second_block_count=all", "quest", "streaming"])
+    options = RunOptions(prompt_files=files, max_new_tokens=12)
+    return run(["fidelity"], ConfiguredModel(loaded, configs, settings=SPARSE), tmp_path_factory.mktemp("out"), options)
+
+
+def of_method(done, method):
+    return [result for result in done.results if result.method == method]
+
+
+def test_each_file_is_one_prompt_whole(done):
+    assert [(result.sample, result.length) for result in of_method(done, "full")] == [
+        ("fidelity/facts.txt", len(QUESTION)),
+        ("fidelity/other.md", len(QUESTION)),
+    ]
+    # The chat template of the tiny model is four tokens around a question.
+    assert [result.cost.prompt_tokens for result in done.results] == [len(QUESTION) + 3] * 8
+
+
+def test_full_attention_through_blocks_is_faithful(done):
+    for result in of_method(done, "dense:second_block_count=all"):
+        assert result.score == result.parts["top_1_agreement"] == 1
+        assert result.parts["kl_divergence"] == pytest.approx(0, abs=1e-8)
+        assert result.details["block_recall"] == pytest.approx([1] * 3, abs=1e-5)
+        assert result.details["steps"] == 11
+
+
+def test_a_method_that_sees_less_is_less_faithful(done):
+    quest, streaming = (done.summary["tasks"]["fidelity"][method]["parts"] for method in ("quest", "streaming"))
+    assert quest["kl_divergence"] > 1e-4
+    assert streaming["block_recall"] < quest["block_recall"] < 1
+
+
+def test_the_figures_are_those_of_forcing_by_hand(loaded, done):
+    prompt = loaded.tokenizer(f"<|user|>{QUESTION}<|end|><|assistant|>", return_tensors="pt")["input_ids"]
+    recording = record_prefill(loaded.model, prompt)
+    continuation = full_attention_continuation(loaded.model, recording, 12, {0})
+    inject(loaded.model, "streaming", command_line={**SPARSE, "max_seq_len": 1000, "measure_recall": True})
+    try:
+        expected = force(loaded.model, recording.cache_for(loaded.model), continuation)
+    finally:
+        eject(loaded.model)
+    result = of_method(done, "streaming")[0]
+    assert result.parts["top_1_agreement"] == expected.agreement
+    assert result.parts["kl_divergence"] == pytest.approx(expected.mean_divergence, rel=1e-3)
+    assert result.details["block_recall"] == pytest.approx(expected.recall, rel=1e-4)
+
+
+def test_the_untouched_model_agrees_with_itself_and_its_continuation_is_kept(loaded, done):
+    result = of_method(done, "full")[0]
+    prompt = loaded.tokenizer(f"<|user|>{QUESTION}<|end|><|assistant|>", return_tensors="pt")["input_ids"]
+    output = loaded.model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=12)
+    assert result.predictions == (loaded.tokenizer.decode(output[0, prompt.shape[1] :], skip_special_tokens=True),)
+    assert (result.score, result.parts["kl_divergence"]) == (1, 0)
+
+
+def test_an_answer_that_ends_at_once_is_gone_on_with(loaded, files, tmp_path):
+    model = ConfiguredModel(loaded, config_specs(["dense:second_block_count=all"]), settings=SPARSE)
+    model.ends = frozenset(range(loaded.model.config.vocab_size))
+    done = run(["fidelity"], model, tmp_path, RunOptions(prompt_files=files[:1], max_new_tokens=5))
+    assert of_method(done, "dense:second_block_count=all")[0].details["steps"] == 4
+
+
+def test_without_files_passages_of_the_haystack_are_gone_on_with(loaded, files, tmp_path):
+    model = ConfiguredModel(loaded, config_specs(["dense:second_block_count=all"]), settings=SPARSE)
+    options = RunOptions(lengths=(100, 200), haystack=files[0], max_new_tokens=4)
+    done = run(["fidelity"], model, tmp_path, options)
+    assert [result.sample for result in of_method(done, "full")] == ["fidelity/100/0", "fidelity/200/0"]
+    assert [result.cost.prompt_tokens for result in of_method(done, "full")] == [100, 200]
+
+
+def test_the_baseline_is_what_methods_are_held_against_even_when_it_is_left_out(loaded, files, tmp_path, done):
+    model = ConfiguredModel(loaded, config_specs(["streaming"]), settings=SPARSE, baseline=False)
+    alone = run(["fidelity"], model, tmp_path, RunOptions(prompt_files=files, max_new_tokens=12))
+    assert [result.parts for result in alone.results] == [result.parts for result in of_method(done, "streaming")]

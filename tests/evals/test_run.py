@@ -1,0 +1,315 @@
+"""A run: the same samples for every method, a line each, answers that are the models' own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tiny_evaluation import SPARSE, WINDOW, tiny_loaded
+
+from hetero_kv import HeteroKVError, eject, inject
+from hetero_kv.errors import ConfigError
+from hetero_kv.evals import CallableSubject, ConfiguredModel, RunOptions, config_specs, run
+from hetero_kv.evals.tasks import registry
+from hetero_kv.generate import Conversation
+from hetero_kv.operators import RetrievalAttention
+
+OPTIONS = RunOptions(lengths=(200, 300), depths=(50,))
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return tiny_loaded()
+
+
+@pytest.fixture(autouse=True)
+def _no_plots(monkeypatch):
+    monkeypatch.setattr("hetero_kv.evals.report.draw_plots", lambda folder, summary: ([], None))
+
+
+@pytest.fixture(autouse=True)
+def _ejected(loaded):
+    yield
+    assert getattr(loaded.model, "hetero_kv_injection", None) is None
+
+
+def model_under(loaded, *configs, settings=SPARSE, **kwargs):
+    return ConfiguredModel(loaded, config_specs(configs), settings=settings, **kwargs)
+
+
+def count(text):
+    return len(text)
+
+
+def by_method(done):
+    methods = {}
+    for result in done.results:
+        methods.setdefault(result.method, {})[result.sample] = result.predictions
+    return methods
+
+
+def test_every_method_answers_the_same_samples_and_each_answer_is_a_line(loaded, tmp_path):
+    done = run(["recite"], model_under(loaded, "ktransformers", "quest:block_size=16"), tmp_path, OPTIONS)
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    methods = ["full", "ktransformers", "quest:block_size=16"]
+    assert [line["method"] for line in lines] == methods * 2
+    assert [line["sample"] for line in lines[::3]] == ["recite/200/50/0", "recite/300/50/0"]
+    assert len({line["prompt"] for line in lines[:3]}) == 1
+    assert all(len(line["predictions"]) == 2 and line["expected"][0] == line["expected"][1] for line in lines)
+    assert all(line["cost"]["kv_bytes"] > 0 and line["cost"]["tokens_per_s"] > 0 for line in lines)
+    assert list(done.summary["tasks"]["recite"]) == methods
+    assert all(what["samples"] == 2 for what in done.summary["tasks"]["recite"].values())
+
+
+def test_the_baseline_answers_what_transformers_alone_generates(loaded, tmp_path):
+    done = run(["recite"], model_under(loaded, "streaming"), tmp_path, OPTIONS)
+    tokenizer = loaded.tokenizer
+    for sample in registry.get("recite").generate(_request(OPTIONS)):
+        tokens = []
+        for turn, question in enumerate(sample.turns):
+            end = [] if not turn or tokens[-1] == 0 else [0]
+            asked = tokenizer(f"<|user|>{question}<|end|><|assistant|>")["input_ids"]
+            prompt = torch.tensor([[*tokens, *end, *asked]])
+            output = loaded.model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=sample.max_new_tokens
+            )
+            tokens = output[0].tolist()
+            answer = tokenizer.decode(tokens[prompt.shape[1] :], skip_special_tokens=True)
+            assert by_method(done)["full"][sample.id][turn] == answer
+
+
+@pytest.mark.model
+def test_the_baseline_of_a_real_model_scores_what_transformers_alone_scores(smollm2, tmp_path):
+    options = RunOptions(lengths=(300,), depths=(50,))
+    model = ConfiguredModel(smollm2, config_specs(["dense"]), settings={"kv_type": "FP32"})
+    done = run(["needle"], model, tmp_path, options)
+    task, scores = registry.get("needle"), []
+    for sample in task.generate(_request(options, model)):
+        messages = [{"role": "user", "content": sample.turns[0]}]
+        inputs = smollm2.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        output = smollm2.model.generate(**inputs, do_sample=False, max_new_tokens=sample.max_new_tokens)
+        answer = smollm2.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert by_method(done)["full"][sample.id] == by_method(done)["dense"][sample.id] == (answer,)
+        scores.append(task.score(sample, [answer]).value)
+    assert done.summary["tasks"]["needle"]["full"]["score"] == sum(scores) / len(scores)
+    assert sum(scores) > 0
+
+
+def _request(options, model=None):
+    return registry.TaskRequest(
+        options.lengths,
+        options.depths,
+        options.samples,
+        options.seed,
+        None,
+        model.count_tokens if model else count,
+        template_tokens=model.template_tokens if model else 0,
+    )
+
+
+@pytest.mark.parametrize("recipe", ["ktransformers", "kvretrieval", "quest", "streaming"])
+def test_a_method_answers_from_the_shared_prefill_what_it_answers_in_a_conversation(loaded, tmp_path, recipe):
+    model = model_under(loaded, recipe, "infllm")
+    done = run(["recite"], model, tmp_path, OPTIONS)
+    assert all(result.cost.shared_prefill == (result.method != "full") for result in done.results)
+    inject(loaded.model, recipe, command_line={**SPARSE, "max_seq_len": 1000})
+    try:
+        for sample in registry.get("recite").generate(_request(OPTIONS)):
+            talk = Conversation(loaded.model, loaded.tokenizer)
+            answers = tuple(talk.ask(turn, max_new_tokens=sample.max_new_tokens).text for turn in sample.turns)
+            assert by_method(done)[recipe][sample.id] == answers
+    finally:
+        eject(loaded.model)
+
+
+def test_sparse_methods_answer_otherwise_than_full_attention(loaded, tmp_path):
+    answers = by_method(
+        run(["recite"], model_under(loaded, "streaming", "dense:second_block_count=all"), tmp_path, OPTIONS)
+    )
+    assert answers["dense:second_block_count=all"] == answers["full"]
+    assert answers["streaming"] != answers["full"]
+
+
+def test_a_method_that_does_not_prefill_with_full_attention_prefills_by_itself(loaded, tmp_path, monkeypatch):
+    shared = run(["recite"], model_under(loaded, "quest"), tmp_path / "shared", OPTIONS)
+    monkeypatch.setattr(RetrievalAttention, "prefills_exactly", False)
+    own = run(["recite"], model_under(loaded, "quest"), tmp_path / "own", OPTIONS)
+    assert not any(result.cost.shared_prefill for result in own.results)
+    assert by_method(own) == by_method(shared)
+    assert "quest: prefilled by itself, 2 samples" in (tmp_path / "own" / "report.md").read_text()
+    assert "quest: took the prefill that was recorded once" in (tmp_path / "shared" / "report.md").read_text()
+
+
+def test_a_baseline_that_shares_the_prefill_answers_the_same(loaded, tmp_path):
+    own = run(["recite"], model_under(loaded, "quest"), tmp_path / "own", OPTIONS)
+    shared = run(["recite"], model_under(loaded, "quest", share_baseline=True), tmp_path / "shared", OPTIONS)
+    assert all(result.cost.shared_prefill for result in shared.results)
+    assert by_method(own) == by_method(shared)
+
+
+def test_functions_are_measured_by_the_same_harness(loaded, tmp_path):
+    def knows(sample):
+        return [f"It is {answers[0]}." for answers in sample.answers]
+
+    def forgets(sample):
+        return [f"It is {sample.answers[0][0]}.", "No idea."]
+
+    done = run(
+        ["recite"], {"knows": knows, "forgets": forgets}, tmp_path, OPTIONS, count_tokens=count, baseline="knows"
+    )
+    scores = done.summary["tasks"]["recite"]
+    assert (scores["knows"]["score"], scores["forgets"]["score"]) == (1, 0.5)
+    assert scores["forgets"]["parts"] == {"first": 1, "last": 0}
+    assert scores["forgets"]["difference"] == -0.5
+
+
+def test_functions_and_configurations_of_a_model_stand_in_one_table(loaded, tmp_path):
+    echo = CallableSubject("echo", lambda sample: list(sample.turns), attended=lambda length: length / 2)
+    done = run(["recite"], [model_under(loaded, "quest"), echo], tmp_path, OPTIONS)
+    assert list(done.summary["tasks"]["recite"]) == ["full", "quest", "echo"]
+    assert done.summary["tasks"]["recite"]["echo"]["difference"] > 0
+    assert done.summary["attended_tokens"]["echo"] == {"200": 100, "300": 150}
+
+
+@pytest.mark.parametrize("answer", ["text", ["one"], [1, 2]])
+def test_a_function_must_return_one_text_per_turn(tmp_path, answer):
+    with pytest.raises(HeteroKVError, match=r"f answered sample recite/200/50/0 with .*; it must return .* 2 texts"):
+        run(["recite"], {"f": lambda sample: answer}, tmp_path, OPTIONS, count_tokens=count)
+
+
+def test_the_attended_tokens_are_those_of_the_blocks_that_a_step_takes(loaded):
+    model = model_under(loaded, "ktransformers", "kvretrieval", "dense:second_block_count=all")
+    # 8 initial, 16 local, the rest of a block that has not left Local as a whole, and 2 blocks of 8.
+    assert model.attended("ktransformers", 203) == 8 + 16 + 3 + 16
+    assert model.attended("ktransformers", 30) == 30
+    assert model.attended("kvretrieval", 203) == pytest.approx((203 + 203 + 43) / 3)
+    assert model.attended("full", 203) == model.attended("dense:second_block_count=all", 203) == 203
+
+
+def test_samples_that_do_not_fit_are_left_out_for_every_method_and_counted(loaded, tmp_path, caplog):
+    model = model_under(loaded, "quest", settings={**SPARSE, "max_seq_len": 300})
+    done = run(["recite"], model, tmp_path, OPTIONS)
+    assert [result.skipped is None for result in done.results] == [True] * 2 + [False]
+    skipped = done.summary["skipped_samples"]
+    assert [entry["sample"] for entry in skipped] == ["recite/300/50/0"]
+    assert "max_seq_len is 300" in skipped[0]["reason"]
+    assert skipped[0]["reason"] in (tmp_path / "report.md").read_text()
+    assert "recite/300/50/0 is left out" in caplog.text
+
+
+def test_lines_of_data_files_that_cannot_be_used_are_counted_and_the_others_run(loaded, tmp_path, caplog):
+    data = tmp_path / "niah.jsonl"
+    wording = "Some special magic numbers are hidden within the following text."
+    lines = (
+        {"input": f"{wording} It is {n}. What is it?", "outputs": [str(n)], "task": "niah_single_1"} for n in (7, 8, 9)
+    )
+    data.write_text("\n".join([*map(json.dumps, lines), "{broken"]) + "\n")
+    done = run([], model_under(loaded, "quest"), tmp_path / "out", RunOptions(data=(data,), limit=2))
+    assert [entry["line"] for entry in done.summary["skipped_lines"]["niah.jsonl"]] == [4]
+    assert "line 4 is skipped: not JSON" in caplog.text
+    assert [result.method for result in done.results] == ["full", "quest"] * 2
+    assert "niah.jsonl, line 4: not JSON" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_a_model_is_whole_again_when_a_run_fails(loaded, tmp_path, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no luck")
+
+    model = model_under(loaded, "quest")
+    monkeypatch.setattr("hetero_kv.evals.configured_model.greedy", broken)
+    with pytest.raises(RuntimeError, match="no luck"):
+        run(["recite"], model, tmp_path, OPTIONS)
+    assert getattr(loaded.model, "hetero_kv_injection", None) is None
+
+
+def test_a_config_with_settings_of_its_own_wins_over_the_runs(loaded):
+    model = model_under(loaded, "quest", "quest:block_size=32:second_block_count=1")
+    blocks = {
+        name: what["operators"][1]["settings"]["block_size"]
+        for name, what in model.described().items()
+        if name != "full"
+    }
+    assert blocks == {"quest": 8, "quest:block_size=32:second_block_count=1": 32}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["qest"], "there is no rules file 'qest'; did you mean quest?"),
+        (["quest", "quest"], "two methods called 'quest'"),
+        (["quest:block_siz=3"], "unknown setting 'block_siz'; did you mean block_size?"),
+        (["quest:16"], "'16' is no setting; write FILE:setting=value"),
+        (["quest:block_size=0"], "block_size is 0"),
+    ],
+)
+def test_a_mistake_in_a_config_is_named(words, message):
+    with pytest.raises(ConfigError) as error:
+        config_specs(words)
+    assert message in str(error.value)
+
+
+def test_a_config_called_full_would_be_taken_for_the_baseline(tmp_path):
+    (tmp_path / "full.yaml").write_text("extends: dense.yaml\n")
+    with pytest.raises(ConfigError, match="'full' is what the untouched model is called"):
+        config_specs([str(tmp_path / "full.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("tasks", "options", "message"),
+    [
+        (["nedle"], OPTIONS, "task 'nedle' is not known; did you mean 'needle'"),
+        (["ruler/x*"], OPTIONS, "task 'ruler/x*' matches none"),
+        (["ruler/qa_1=nowhere.json"], OPTIONS, "there is no file 'nowhere.json'"),
+        ([], OPTIONS, "nothing to run: give a task or a data file"),
+        (["recite"], RunOptions(lengths=(WINDOW + 1,)), rf"lengths has {WINDOW + 1}, and max_seq_len is {WINDOW}"),
+        (["perplexity"], OPTIONS, "task 'perplexity' needs a text: give --prompt_file FILE, or --haystack FILE"),
+    ],
+)
+def test_a_run_that_cannot_start_says_why(loaded, tmp_path, tasks, options, message):
+    with pytest.raises(HeteroKVError) as error:
+        run(tasks, model_under(loaded, "quest"), tmp_path / "out", options)
+    assert message in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_function_cannot_be_measured_from_logits(tmp_path):
+    with pytest.raises(ConfigError, match="task 'fidelity' is measured from a model's logits, and 'f' only answers"):
+        run(["fidelity"], {"f": lambda sample: []}, tmp_path, OPTIONS, count_tokens=count)
+
+
+def test_functions_alone_need_to_be_told_how_tokens_are_counted(tmp_path):
+    with pytest.raises(ConfigError, match="count_tokens is None"):
+        run(["recite"], {"f": lambda sample: []}, tmp_path, OPTIONS)
+
+
+def test_two_methods_of_one_name_are_refused(loaded, tmp_path):
+    with pytest.raises(ConfigError, match="there is 'quest' twice"):
+        run(["recite"], [model_under(loaded, "quest"), CallableSubject("quest", lambda sample: [])], tmp_path, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"samples": 0}, "samples is 0"),
+        ({"limit": 0}, "limit is 0"),
+        ({"lengths": (0,)}, "lengths has 0"),
+        ({"depths": (101.0,)}, "depths has 101"),
+        ({"depths": (50.0, 50.0)}, "depths has 50 twice"),
+        ({"prefill_tokens": 1}, "prefill_tokens is 1"),
+    ],
+)
+def test_an_option_out_of_range_is_named(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        RunOptions(**wrong)
+
+
+def test_patterns_name_tasks(loaded):
+    from hetero_kv.evals.runner import wanted_tasks
+
+    assert set(wanted_tasks(["ruler/niah_single_*", "recite"])) == {
+        *(f"ruler/niah_single_{number}" for number in (1, 2, 3)),
+        "recite",
+    }

@@ -1,0 +1,77 @@
+"""Storage codecs: GGML's very bytes, and errors within half a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from storage_formats import decoded
+
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.kv import storage
+from hetero_kv.kv.block_table import BlockTable
+from hetero_kv.kv.pool import BlockPool
+
+kinds = pytest.mark.parametrize("kind", [storage.get(name) for name in storage.names()], ids=storage.names())
+
+
+def vectors(seed, spread=1.0, dim=64):
+    return torch.randn(3, 5, dim, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+@kinds
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 999), spread=st.sampled_from([1e-4, 1.0, 300.0]))
+def test_kernels_read_what_the_codec_decodes(kind, seed, spread):
+    pool = BlockPool(3, 1, 5, 64, 64, kind, 1)
+    kind.write(pool.keys[:, 0], vectors(seed, spread))
+    np.testing.assert_array_equal(decoded(pool.key_array)[:, 0], kind.decode(pool.keys[:, 0]).double().numpy())
+
+
+@pytest.mark.parametrize(("kind", "steps"), [(storage.Q8_0, 127), (storage.Q4_0, 8)], ids=["Q8_0", "Q4_0"])
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 999), spread=st.sampled_from([1e-3, 1.0, 300.0]))
+def test_a_group_is_rounded_to_steps_of_its_largest_number(kind, steps, seed, spread):
+    given_vectors = vectors(seed, spread)
+    groups, restored = (v.unflatten(-1, (-1, 32)) for v in (given_vectors, kind.decode(kind.encode(given_vectors))))
+    largest = groups.abs().amax(dim=-1, keepdim=True)
+    # Half a step, but for the numbers of Q4_0 that are a step beyond the nibble's positive end.
+    step = largest / steps * (1 + 2**-10)
+    beyond = (groups / groups.gather(-1, groups.abs().argmax(-1, keepdim=True))) < -7.5 / 8
+    allowed = torch.where(beyond, step, step / 2) if kind is storage.Q4_0 else step / 2
+    assert ((restored - groups).abs() <= allowed + largest * 2**-10).all()
+
+
+@pytest.mark.parametrize("kind", [storage.Q8_0, storage.Q4_0], ids=["Q8_0", "Q4_0"])
+def test_zeros_and_numbers_too_small_for_the_scale_become_zero(kind):
+    tiny = torch.cat([torch.zeros(32), torch.full((32,), 1e-9)])
+    assert torch.equal(kind.decode(kind.encode(tiny)), torch.zeros(64))
+
+
+@kinds
+@settings(max_examples=15, deadline=None)
+@given(pieces=st.lists(st.integers(1, 90), min_size=1, max_size=5), seed=st.integers(0, 99))
+def test_what_is_appended_in_pieces_is_read_back_as_the_codec_decodes_it(kind, pieces, seed):
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(2, sum(pieces), 32, generator=generator) for _ in range(2))
+    table = BlockTable(BlockPool(20, 2, 32, 32, 32, kind, 1), 20 * 32)
+    start = 0
+    for piece in pieces:
+        table.append(keys[:, start : start + piece], values[:, start : start + piece])
+        start += piece
+    read = torch.empty_like(keys), torch.empty_like(values)
+    table.gather(*read)
+    assert torch.equal(read[0], kind.decode(kind.encode(keys)).float())
+    assert torch.equal(read[1], kind.decode(kind.encode(values)).float())
+
+
+def test_q8_0_takes_half_and_q4_0_a_quarter_of_the_dram_of_fp16():
+    sizes = {name: storage.get(name).bytes_per_vector(128) for name in storage.names()}
+    assert sizes == {"FP32": 512, "FP16": 256, "BF16": 256, "Q8_0": 136, "Q4_0": 72}
+
+
+def test_vectors_that_are_no_whole_groups_are_refused_with_a_remedy():
+    with pytest.raises(HeteroKVError, match=r"Q8_0 stores numbers in groups of 32.*dimension 80; set kv_type to FP16"):
+        storage.Q8_0.bytes_per_vector(80)
