@@ -89,6 +89,16 @@ class HeteroCache(Cache):
         """
         return [getattr(getattr(layer, "state", None), "recall", None) for layer in self.layers]
 
+    @property
+    def chunk_hit_rate(self) -> list[float | None]:
+        """Per layer, the share of the chosen chunks that were on the compute device already; None without ShadowKV."""
+        return [getattr(getattr(layer, "state", None), "hit_rate", None) for layer in self.layers]
+
+    @property
+    def key_energy_outside(self) -> list[float | None]:
+        """Per layer, the share of the stored keys' energy that their factors leave out; None without ShadowKV."""
+        return [getattr(getattr(layer, "state", None), "energy_outside", None) for layer in self.layers]
+
     def require_room(self, batch: int, tokens: int) -> None:
         """Raise unless `tokens` more of `batch` sequences can be added to every layer.
 

@@ -59,6 +59,21 @@ class ShadowKVAttention(AttentionOperator):
                 f"{max(1, round(channels * 160 / 1024))} for the share of the channels that the paper keeps"
             )
 
+    @classmethod
+    def require_suitable(cls, path: str, module: nn.Module) -> None:
+        """See Operator. Keys are rebuilt at the rotation that they were stored with, so that may not change later."""
+        super().require_suitable(path, module)
+        if cls.operator_for(module) is not cls:
+            return
+        rope = getattr(module.config, "rope_parameters", None) or {}
+        kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+        changing = sorted(kinds & {"dynamic", "longrope"})
+        if changing:
+            raise bridge.UnsupportedModelError(
+                f"{path}: the model's rotary embedding is of rope_type {changing[0]!r}, whose frequencies change as a "
+                "sequence grows; ShadowKV cannot rebuild keys under it, take RetrievalAttention"
+            )
+
     def new_cache_layer(self, capacity: int, shared: SharedSelections) -> LowRankLayer:
         """See AttentionOperator."""
         return LowRankLayer(capacity, self.settings)

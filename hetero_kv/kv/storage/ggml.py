@@ -62,6 +62,9 @@ class QuantisedType(StorageType):
         """See StorageType."""
         import torch
 
+        if not vectors.shape[-1]:
+            # A pool may hold values alone.
+            return vectors.to(self.dtype)
         scales, integers = self.quantise(vectors.float().unflatten(-1, (vectors.shape[-1] // GROUP, GROUP)))
         return torch.cat([scales.view(torch.uint8), integers], dim=-1).flatten(-2)
 
