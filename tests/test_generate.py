@@ -143,6 +143,52 @@ def test_an_answer_ends_when_the_store_is_full(injected):
     assert talk.cache.get_seq_length() == 60
 
 
+def test_forked_conversations_answer_as_if_each_were_alone(injected):
+    questions = "What is the librarian called?", "When does it open?"
+
+    def alone(question):
+        talk = conversation(injected)
+        talk.ask(TEXT + "Understood?", max_new_tokens=4)
+        return talk.ask(question, max_new_tokens=8).text
+
+    talk = conversation(injected, forks=1)
+    talk.ask(TEXT + "Understood?", max_new_tokens=4)
+    before = talk.context_tokens
+    twin = talk.fork()
+    answers = [each.ask(question, max_new_tokens=8) for each, question in zip((talk, twin), questions, strict=True)]
+    assert [answer.text for answer in answers] == [alone(question) for question in questions]
+    assert all(answer.statistics.prompt_tokens < 40 for answer in answers)
+    talk.reset()
+    assert twin.context_tokens > before
+    assert twin.ask("Thank you.", max_new_tokens=4).statistics.prompt_tokens < 40
+
+
+def test_an_untouched_models_conversation_can_be_forked_too(smollm2):
+    talk = conversation(smollm2)
+    talk.ask("My name is Ada.", max_new_tokens=4)
+    twin = talk.fork()
+    twin.ask("Hello!", max_new_tokens=4)
+    assert talk.cache.get_seq_length() == talk.context_tokens - 1 < twin.context_tokens
+
+
+def test_forks_that_share_the_room_of_one_say_so_before_they_answer(injected):
+    talk = conversation(injected, max_seq_len=300)
+    talk.ask("My name is Ada.", max_new_tokens=2)
+    twin = talk.fork()
+    talk.ask(TEXT, max_new_tokens=2)
+    with pytest.raises(CacheFullError, match="reset or drop a fork"):
+        twin.ask(TEXT)
+    talk.reset()
+    twin.ask(TEXT, max_new_tokens=2)
+    assert twin.ask("What is the librarian called?", max_new_tokens=4).finish_reason == "max_new_tokens"
+
+
+def test_a_conversation_is_not_forked_in_the_middle_of_an_answer(injected):
+    talk = conversation(injected)
+    with pytest.raises(HeteroKVError, match="an answer is being generated; fork the conversation before or after"):
+        talk.ask("Count to a hundred.", max_new_tokens=20, on_text=lambda text: talk.fork())
+
+
 def test_an_empty_question_is_an_error(injected):
     with pytest.raises(HeteroKVError, match="the question is empty"):
         conversation(injected).ask("  \n")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import re
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -270,6 +272,75 @@ def test_layers_of_different_shapes_are_told_apart():
     model = without_weights(AutoConfig.for_model("gemma4_text"))
     shapes = {layer.shape for layer in Footprint.of(inject(model, "ktransformers")).layers}
     assert len(shapes) == 2
+
+
+def test_a_batch_and_its_forks_take_stores_of_their_own_and_one_prefill():
+    footprint = footprint_of([PAGED] * 10)
+    one, batch, forked = footprint.memory(1000), footprint.memory(1000, batch=4), footprint.memory(1000, forks=4)
+    assert batch.store == 4 * one.store
+    assert batch.compute == 4 * one.compute
+    assert forked.store == 5 * one.store
+    assert forked.compute == one.compute
+
+
+@given(batch=st.integers(1, 6), forks=st.integers(0, 4), dram=st.integers(10**7, 10**9))
+@settings(deadline=None)
+def test_a_refusal_names_a_length_a_batch_and_a_number_of_forks_that_fit(batch, forks, dram):
+    plan = Plan(footprint_of([PAGED] * 10), dram, None, 5000, batch, forks)
+    if plan.fits(20_000):
+        assert resolve_max_seq_len(20_000, plan) == 20_000
+        return
+    with pytest.raises(OutOfMemoryError, match="max_seq_len is 20000") as refused:
+        resolve_max_seq_len(20_000, plan)
+    remedy = str(refused.value).rsplit("; ", 1)[1]
+    length = re.search(r"max_seq_len (\d+)", remedy)
+    if length is not None:
+        assert plan.fits(int(length[1]))
+    for name, found in (("batch", r"a batch of (\d+)"), ("forks", r"(\d+) forks")):
+        number = re.search(found, remedy)
+        least = 1 if name == "batch" else 0
+        fitting = [n for n in range(least, getattr(plan, name)) if replace(plan, **{name: n}).fits(20_000)]
+        assert (number is None) == (not fitting)
+        assert number is None or int(number[1]) == max(fitting)
+
+
+def injected_with_room(monkeypatch, max_seq_len, **for_):
+    """A tiny model with room in DRAM for a batch or forks of 4,096 tokens, and somewhat more."""
+    model = tiny_model("llama", max_position_embeddings=4096)
+    injection = inject(model, "ktransformers", command_line={"max_seq_len": max_seq_len})
+    room = Plan.of(injection, **for_).dram_needed(4096) / (1 - RESERVE) + 10**5
+    monkeypatch.setattr("hetero_kv.planner.free_dram", lambda: int(room))
+    return model
+
+
+def test_a_batch_that_does_not_fit_is_refused_before_anything_is_processed(monkeypatch):
+    model = injected_with_room(monkeypatch, 4096, batch=3)
+    cache = HeteroCache(model)
+    with pytest.raises(
+        OutOfMemoryError, match=r"5 sequences of 4096 tokens .*; max_seq_len \d+, or a batch of 3 would"
+    ):
+        model(torch.randint(2, 90, (5, 7)), past_key_values=cache)
+    assert not any(layer.is_initialized for layer in cache.layers)
+    with torch.no_grad():
+        model(torch.randint(2, 90, (3, 7)), past_key_values=cache)
+    assert cache.layers[0].pool.num_blocks == 3 * 4096 // 128
+
+
+def test_auto_is_shorter_for_a_batch(monkeypatch):
+    model = injected_with_room(monkeypatch, "auto", batch=2)
+    cache = HeteroCache(model)
+    assert cache.max_seq_len == 4096
+    with torch.no_grad():
+        model(torch.randint(2, 90, (4, 7)), past_key_values=cache)
+    assert 1024 < cache.max_seq_len < 2200
+    assert Plan.of(model.hetero_kv_injection, batch=4).fits(cache.max_seq_len)
+
+
+def test_forks_are_planned_for(monkeypatch):
+    model = injected_with_room(monkeypatch, 4096, forks=2)
+    with pytest.raises(OutOfMemoryError, match=r"6 sequences of 4096 tokens .*, or 2 forks would fit"):
+        HeteroCache(model, forks=5)
+    HeteroCache(model, forks=2)
 
 
 def test_a_full_store_is_refused_before_it_is_made(monkeypatch):

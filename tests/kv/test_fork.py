@@ -214,6 +214,16 @@ def test_a_fork_takes_no_memory_until_it_goes_its_own_way():
     assert cache.dram_bytes == before + BATCH * cache.layers[0].pool.bytes_per_block
 
 
+def test_planned_forks_grow_to_full_length():
+    cache = new_cache(paged, watched, forks=2)
+    append(cache, *random_tokens(3))
+    caches = cache.fork(), cache.fork(), cache
+    for index, each in enumerate(caches):
+        append(each, *random_tokens(CAPACITY - 3, index))
+        assert each.get_seq_length() == CAPACITY
+    assert cache.layers[0].pool.free_blocks == 0
+
+
 def test_a_turn_that_the_forks_have_left_no_blocks_for_is_refused_before_any_layer_takes_it():
     cache = new_cache(paged, watched)
     append(cache, *random_tokens(30))
@@ -246,7 +256,11 @@ def test_a_reset_fork_begins_anew_with_a_store_of_its_own():
     append(cache, *random_tokens(30))
     twin = cache.fork()
     twin.reset()
-    append(twin, *random_tokens(CAPACITY, 1))
+    # It is planned by the memory that is free then.
+    cache._maker.max_seq_len = lambda wanted, batch, forks: CAPACITY // 2
+    with pytest.raises(CacheFullError, match=f"max_seq_len is {CAPACITY // 2} tokens"):
+        append(twin, *random_tokens(CAPACITY, 1))
+    append(twin, *random_tokens(CAPACITY // 2, 1))
     assert twin.layers[0].pool is not cache.layers[0].pool
     assert all(map(torch.equal, contents(cache.layers[0]), random_tokens(30)))
 

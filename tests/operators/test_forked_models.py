@@ -113,9 +113,13 @@ def test_forks_with_a_window_on_the_compute_device_answer_as_if_each_were_alone(
     model = injected("mean")
     first = prompted(model)
     second = first.fork()
-    for cache, seed in ((first, 11), (second, 12), (first, 21)):
-        answer = logits(model, cache, turn(seed))
-        assert torch.equal(answer, alone(model, *((11, 21) if seed == 21 else (seed,))))
+    for token in random_tokens(9, 1).split(1, dim=1):
+        logits(model, first, [token])
+        logits(model, second, [token + 1])
+    third = prompted(model)
+    for token in random_tokens(9, 1).split(1, dim=1):
+        logits(model, third, [token + 1])
+    assert torch.equal(logits(model, second, [random_tokens(1, 2)]), logits(model, third, [random_tokens(1, 2)]))
 
 
 def test_a_failed_turn_of_one_fork_is_undone_without_a_trace_in_the_other():
