@@ -108,10 +108,11 @@ def test_auto_ends_at_the_models_context(plan):
 
 
 def test_settings_change_the_plan(plan):
-    half = plan("--json", "--representative_type", "MEAN")["bytes_per_token"]
-    full = plan("--json", "--representative_type", "MEAN", "--kv_type", "FP32")["bytes_per_token"]
+    mean = ("--json", "--dram", 200, "--representative_type", "MEAN")
+    half = plan(*mean)["bytes_per_token"]
+    full = plan(*mean, "--kv_type", "FP32")["bytes_per_token"]
     assert full["total"] == 2 * half["total"]
-    smaller_blocks = plan("--json", "--representative_type", "MEAN", "--block_size", 64)["bytes_per_token"]
+    smaller_blocks = plan(*mean, "--block_size", 64)["bytes_per_token"]
     assert smaller_blocks["representatives"] == 2 * half["representatives"]
 
 
@@ -122,7 +123,7 @@ def test_a_gpu_of_a_given_size_bounds_the_length(plan):
 
 
 def test_a_config_file_is_a_model_too(plan, folder):
-    assert plan("--json", model=folder / "config.json")["bytes_per_token"]["keys"] == 65536
+    assert plan("--json", "--dram", 200, model=folder / "config.json")["bytes_per_token"]["keys"] == 65536
     assert "there is no configuration" in plan(model=folder / "other.json", status=2)
 
 

@@ -97,7 +97,7 @@ class PagedLayer(SequenceLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens."""
-        self.restore((self.get_seq_length() - abs(tokens_to_remove), self.state))
+        self._truncate(self.get_seq_length() - abs(tokens_to_remove))
 
     def reset(self) -> None:
         """Forget every token and give the memory back; blocks that forks hold too stay with them."""
@@ -198,13 +198,34 @@ class PagedLayer(SequenceLayer):
         twin.state, twin._blank_state = copy.deepcopy(self.state, memo), copy.deepcopy(self._blank_state, memo)
         return twin
 
-    def checkpoint(self) -> tuple[int, Any]:
+    def checkpoint(self) -> tuple[Any, ...]:
         """What `restore` needs to come back to the present state."""
-        return self.rows[0].length if self.rows else 0, copy.copy(self.state)
+        if not self.rows:
+            return 0, copy.copy(self.state), self.indexed_blocks, 0, None
+        first = self._first_open_block
+        return self.rows[0].length, copy.copy(self.state), self.indexed_blocks, first, self._received_from(first)
 
-    def restore(self, checkpoint: tuple[int, Any]) -> None:
-        """Forget what was stored since `checkpoint`."""
-        length, self.state = checkpoint[0], copy.copy(checkpoint[1])
+    def restore(self, checkpoint: tuple[Any, ...]) -> None:
+        """Forget what was stored since `checkpoint`, and what its queries looked at."""
+        length, state, indexed, first, received = checkpoint
+        self.state = copy.copy(state)
+        self._truncate(length)
+        self.indexed_blocks = min(self.indexed_blocks, indexed)
+        if received is not None:
+            assert self.pool is not None
+            assert self.pool.received is not None
+            for row, before in zip(self.rows, received, strict=True):
+                # A block that others hold was copied before anything was added to it.
+                own = [i for i, block in enumerate(row.ids[first:]) if self.pool.references(int(block)) == 1]
+                self.pool.received[row.ids[first:][own].astype(np.int64)] = before[own]
+
+    def _received_from(self, first: int) -> list[torch.Tensor] | None:
+        """A copy of the attention that the blocks from `first` on have received, per row."""
+        if self.pool is None or self.pool.received is None:
+            return None
+        return [self.pool.received[row.ids[first:].astype(np.int64)] for row in self.rows]
+
+    def _truncate(self, length: int) -> None:
         for row in self.rows:
             row.truncate(length)
         self.indexed_blocks = min(self.indexed_blocks, length // self.block_size)

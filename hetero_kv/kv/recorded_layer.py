@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,12 +33,16 @@ class RecordedLayer:
     length: int
     observation: Observation | None = None
     cached: tuple[torch.Tensor, torch.Tensor] | None = None
+    # Window -> what it attended to: methods that start from one recording watch windows of the same length.
+    _received: dict[int, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def to(self, device: torch.device) -> RecordedLayer:
         """The same on `device`; nothing is copied where it is there already."""
         cached = self.cached and (self.cached[0].to(device), self.cached[1].to(device))
         observation = self.observation and self.observation.to(device)
-        return RecordedLayer(self.keys.to(device), self.values.to(device), self.length, observation, cached)
+        return RecordedLayer(
+            self.keys.to(device), self.values.to(device), self.length, observation, cached, self._received
+        )
 
     def show_last_queries(self, observation: Observation) -> None:
         """Let an empty observation window see the last queries, as if the prompt had just been prefilled.
@@ -57,6 +61,10 @@ class RecordedLayer:
                 f"{recorded.q.shape[2]} queries; record it with observation_len={observation.window}"
             )
         _see(observation, recorded)
+        window = observation.window
+        if window not in self._received:
+            self._received[window] = observation.received(self.keys).cpu()
+        observation.known = self._received[window]
 
     def fill(self, layer: Any) -> None:
         """Bring one of transformers' own dynamic cache layers, empty, into the state after the prompt."""

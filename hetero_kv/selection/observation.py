@@ -14,6 +14,8 @@ class Observation:
         q: [batch, heads, n, k_dim], n up to `window`; None before the first chunk.
         lse: [batch, heads, n] float32, over everything a query sees.
         scale, softcap: of the scores, as the attention was called with.
+        known: what `received` returns for the whole sequence, where it has been computed already; a chunk more, and it
+            is not known any longer.
     """
 
     def __init__(self, window: int) -> None:
@@ -22,6 +24,7 @@ class Observation:
         self.lse: torch.Tensor | None = None
         self.scale = 1.0
         self.softcap: float | None = None
+        self.known: torch.Tensor | None = None
 
     def watch(self, q: torch.Tensor, lse: torch.Tensor, scale: float, softcap: float | None) -> None:
         """Add a chunk's queries [batch, heads, tokens, k_dim] and their lse [batch, heads, tokens]."""
@@ -30,7 +33,7 @@ class Observation:
             q, lse = torch.cat([self.q, q], dim=2), torch.cat([self.lse, lse], dim=2)
         # Clones, because slices would keep the whole chunk's queries alive.
         self.q, self.lse = q[:, :, -self.window :].clone(), lse[:, :, -self.window :].clone()
-        self.scale, self.softcap = scale, softcap
+        self.scale, self.softcap, self.known = scale, softcap, None
 
     def received(self, keys: torch.Tensor) -> torch.Tensor:
         """Attention that each key of the sequence received from the window: [batch, kv_heads, length] float32.
@@ -38,6 +41,8 @@ class Observation:
         Args:
             keys: [batch, kv_heads, length, k_dim], of the whole sequence, the window's own included.
         """
+        if self.known is not None:
+            return self.known
         assert self.q is not None
         assert self.lse is not None
         return received_attention(self.q, self.lse, keys, self.scale, self.softcap)

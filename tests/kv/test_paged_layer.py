@@ -89,7 +89,7 @@ def test_the_device_window_attends_to_exactly_initial_and_local(prompt, decoded,
         for index in range(prompt, prompt + decoded):
             layer.append(keys[:, :, index : index + 1], values[:, :, index : index + 1])
         length = max(1, prompt + decoded - back)
-        layer.restore((length, None))
+        layer.crop(length - layer.get_seq_length())
     finally:
         paged_layer._needs_window = needs_window
     q = torch.randn(2, 4, 1, 3, generator=torch.Generator().manual_seed(1))

@@ -136,6 +136,7 @@ def test_a_failed_turn_of_one_fork_is_undone_without_a_trace_in_the_other():
         failing_turn()
     assert torch.equal(logits(model, second, turn(12)), alone(model, 12))
     assert first.get_seq_length() == 61 + 9
+    assert torch.equal(logits(model, first, turn(12)), alone(model, 12))
 
 
 @pytest.mark.parametrize("case", ["mean", "dynamic"])

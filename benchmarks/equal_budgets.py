@@ -1,0 +1,47 @@
+"""Settings with which every recipe attends to the same number of tokens at a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hetero_kv.config import RetrievalSettings
+from hetero_kv.injection import Injection
+from hetero_kv.operators import RetrievalAttention
+
+
+def retrieval_settings(injection: Injection) -> RetrievalSettings:
+    """The settings of the last retrieval layer, which no recipe leaves dense."""
+    return next(o.settings for o in reversed([*injection.attention_operators()]) if isinstance(o, RetrievalAttention))
+
+
+def is_full(settings: RetrievalSettings) -> bool:
+    """Whether these settings attend to everything, whatever the budget."""
+    return settings.second_block_count == "all"
+
+
+def settings_for_budget(recipe: RetrievalSettings, budget: int) -> dict[str, Any]:
+    """Initial, Local and the number of blocks with which `recipe` attends to `budget` tokens in a layer, on average.
+
+    The recipe keeps its `block_size`; its `initial_len`, if that is no more than a quarter of the budget, else it has
+    none, and the first block is retrieved like any other; Local is a quarter; the rest goes to blocks, and what is
+    less than a block to Local. A recipe that chooses nothing (streaming) has all of the rest in Local. Local is longer
+    than `local_windows_len` by up to a block less a token, which is counted with its mean. A recipe that preselects
+    attends to all that it preselected.
+    """
+    if is_full(recipe):
+        return {}
+    size = recipe.block_size
+    excess = (size - 1) / 2
+    initial = -(-recipe.initial_len // size) * size
+    if initial > budget / 4:
+        initial = 0
+    blocks = 0
+    if recipe.second_block_count != 0:
+        local = max(1 + excess, budget / 4)
+        blocks = max(1, int((budget - initial - local) / size))
+    return {
+        "initial_len": initial,
+        "local_windows_len": max(1, round(budget - initial - blocks * size - excess)),
+        "second_block_count": blocks,
+        "preselect_block_count": blocks,
+    }
