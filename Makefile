@@ -3,25 +3,27 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
+TESTED := $(VENV)/.installed-for-tests
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CONFIG ?= injection_rules/ktransformers.yaml
 
-.PHONY: chat test test-slow lint format docs bench clean
+.PHONY: chat test test-slow lint format docs bench gpu-check clean
 
 chat: $(READY)  ## install, fetch the default model, open the chat in long-context mode
 	$(BIN)/python local_chat.py --mode long_context --config $(CONFIG) $(ARGS)
 
-test: $(READY)  ## the whole suite
+test: $(TESTED)  ## the whole suite
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-slow: $(READY)  ## the checks that take minutes, on the default model
+test-slow: $(TESTED)  ## the checks that take minutes, on the default model
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-lint: $(READY)
+lint: $(TESTED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(READY)
+format: $(TESTED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -31,11 +33,19 @@ docs: $(READY)  ## docs/configuration.md, from the settings' dataclasses
 bench: $(READY)  ## speed, each as a ratio against a peer in the same run
 	$(BIN)/python -m benchmarks $(ARGS)
 
+gpu-check: $(READY)  ## whether everything computes and fits on this machine's GPU; a few minutes, no network
+	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
+
 clean:
 	rm -rf $(VENV) build *.egg-info
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,plots,eval]'
+	$(PIP) torch
+	$(PIP) -e '.[plots,eval]'
+	touch $@
+
+# Apart, so that nobody who wants to chat waits for a compiler of GPU kernels.
+$(TESTED): $(READY)
+	$(PIP) -e '.[test,plots,eval]'
 	touch $@

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from gpu_ops.kernel_choice import runs_triton
+
 
 def merge_attention(
     out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
@@ -16,6 +18,18 @@ def merge_attention(
 
     Returns (out, lse) over the union, `out` in the dtype of `out_a`, `lse` in float32.
     """
+    if out_a.dim() == 4 and runs_triton(out_a):
+        from gpu_ops.triton_kernels import merge
+
+        with torch.cuda.device(out_a.device):
+            return merge.merge_attention(out_a, lse_a, out_b, lse_b)
+    return merge_attention_in_torch(out_a, lse_a, out_b, lse_b)
+
+
+def merge_attention_in_torch(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `merge_attention`, which it defines, on any device."""
     lse_a, lse_b = lse_a.float(), lse_b.float()
     lse = torch.logaddexp(lse_a, lse_b)
     # Where both sets are empty every weight is 0, not exp(nan).

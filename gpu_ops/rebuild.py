@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from gpu_ops.kernel_choice import runs_triton
 from gpu_ops.rotary import RotaryLayout, rotate
 
 
@@ -25,8 +26,26 @@ def rebuilt_chunks(
         layout: how a head is rotated.
         chunks: [batch, kv_heads, n] int64; chunk i is tokens i·chunk_size to (i + 1)·chunk_size - 1.
 
-    Returns [batch, kv_heads, n, chunk_size, dim] in the dtype of `coefficients`.
+    Returns [batch, kv_heads, n, chunk_size, dim] in the dtype of `coefficients`; computed in float32.
     """
+    if runs_triton(coefficients):
+        from gpu_ops.triton_kernels import rebuild
+
+        with torch.cuda.device(coefficients.device):
+            return rebuild.rebuilt_chunks(coefficients, basis, cos, sin, layout, chunks, chunk_size)
+    return rebuilt_chunks_in_torch(coefficients, basis, cos, sin, layout, chunks, chunk_size)
+
+
+def rebuilt_chunks_in_torch(
+    coefficients: torch.Tensor,
+    basis: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layout: RotaryLayout,
+    chunks: torch.Tensor,
+    chunk_size: int,
+) -> torch.Tensor:
+    """As `rebuilt_chunks`, which it defines, on any device."""
     batch, _, n = chunks.shape
     positions = (chunks[..., None] * chunk_size + torch.arange(chunk_size, device=chunks.device)).flatten(2)
     row = torch.arange(batch, device=chunks.device)[:, None, None]

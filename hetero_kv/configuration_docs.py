@@ -12,9 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
+from hetero_kv import eviction
 from hetero_kv.cli import COMMANDS
 from hetero_kv.config import ALL_LONG_CONTEXT, EngineSettings
 from hetero_kv.flags import FlagParser
+from hetero_kv.operators import BoundedAttention
 from hetero_kv.registered import operator_classes, registered
 from hetero_kv.setting import SettingRow, Settings, describe
 
@@ -74,11 +76,13 @@ def _settings_classes() -> list[type[Settings]]:
 
 
 def _takers() -> dict[type[Settings], list[str]]:
-    """Settings class -> the operators that take it."""
+    """Settings class -> the operators that take it, eviction policies with what chooses them."""
     takers: dict[type[Settings], list[str]] = {}
     for name, operator in operator_classes().items():
         if operator.settings_class is not None:
             takers.setdefault(operator.settings_class, []).append(name)
+    for policy in map(eviction.get, eviction.names()):
+        takers.setdefault(policy.settings, []).append(f"{BoundedAttention.__name__}` with `policy: {policy.name}")
     return takers
 
 
@@ -95,7 +99,7 @@ def _setting_cells(row: SettingRow, value_aliases: Mapping[str, str]) -> tuple[s
     default = str(row.default).lower() if isinstance(row.default, bool) else str(row.default)
     values = [f"`{written}` for `{meant}`" for written, meant in value_aliases.items()]
     aliases = ", ".join([*(f"`{alias}`" for alias in row.aliases), *values])
-    return (f"`{row.name}`", row.type, f"`{default}`", row.unit or "", aliases, row.doc)
+    return (f"`{row.name}`", row.type, f"`{default}`" if default else "", row.unit or "", aliases, row.doc)
 
 
 def _registries() -> Iterator[str]:

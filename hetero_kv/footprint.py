@@ -13,8 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hetero_kv.eviction import EvictionPolicy
+from hetero_kv.kv.bounded_layer import BoundedLayer
+from hetero_kv.kv.low_rank_layer import LowRankLayer
 from hetero_kv.kv.paged_layer import PagedLayer
+from hetero_kv.kv.shape import KVShape
 from hetero_kv.kv.window_layer import WindowLayer
+from hetero_kv.low_rank.footprint import LowRankFootprint
 from hetero_kv.operators import bridge
 
 if TYPE_CHECKING:
@@ -22,52 +27,6 @@ if TYPE_CHECKING:
 
 # Token ids and positions, int64 each.
 _ID_BYTES = 16
-
-
-@dataclass(frozen=True)
-class KVShape:
-    """The shape of one layer's keys and values.
-
-    Attributes:
-        kv_heads: heads that are stored.
-        k_dim, v_dim: their dimensions.
-    """
-
-    kv_heads: int
-    k_dim: int
-    v_dim: int
-
-    @classmethod
-    def of(cls, config: Any) -> KVShape:
-        """From a transformers decoder config; MLA models (DeepSeek) store their expanded keys and values."""
-        heads = config.num_attention_heads
-        if getattr(config, "kv_lora_rank", None):
-            return cls(heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kv_heads = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None) or heads
-        return cls(kv_heads, dim, getattr(config, "v_head_dim", None) or dim)
-
-    @classmethod
-    def of_attention(cls, attention: Any, config: Any) -> KVShape:
-        """Of one attention module: it says it better than the config, since layers may differ (Gemma 4, MiMo)."""
-        if getattr(config, "kv_lora_rank", None):
-            return cls.of(config)
-        k_proj, v_proj = (getattr(attention, name, None) for name in ("k_proj", "v_proj"))
-        head_dim = getattr(attention, "head_dim", None)
-        # Gemma 4 has layers whose values are their keys.
-        rows = [getattr(projection, "out_features", None) for projection in (k_proj, v_proj or k_proj)]
-        if head_dim and isinstance(rows[0], int) and isinstance(rows[1], int) and rows[0] % head_dim == 0:
-            kv_heads = rows[0] // head_dim
-            return cls(kv_heads, head_dim, rows[1] // kv_heads)
-        # Projections in one matrix; every module that shares kv heads has the size of its groups.
-        shape = cls.of(config)
-        return cls(
-            config.num_attention_heads // getattr(attention, "num_key_value_groups", 1), shape.k_dim, shape.v_dim
-        )
-
-    def bytes_per_token(self, element: int) -> int:
-        """Keys and values of one token in one layer, bytes, at `element` bytes a number."""
-        return self.kv_heads * (self.k_dim + self.v_dim) * element
 
 
 @dataclass(frozen=True)
@@ -95,7 +54,8 @@ class BytesPerToken:
 
 @dataclass(frozen=True)
 class LayerFootprint:
-    """One layer's cache: DRAM blocks where `block_size` is set, else a window, else everything where the model is.
+    """One layer's cache: DRAM blocks where `block_size` is set, else entries that a policy keeps, else a window, else
+    everything where the model is.
 
     Attributes:
         shape: of its keys and values.
@@ -103,6 +63,8 @@ class LayerFootprint:
         block_size: tokens of a block.
         device_window: tokens of Initial and Local that a GPU has a copy of.
         sliding_window: keys that a query sees, in a layer with a sliding window of the model's own.
+        policy: what drops entries, in a bounded layer.
+        low_rank: what a ShadowKV layer takes beside its values in DRAM blocks.
     """
 
     shape: KVShape
@@ -110,6 +72,8 @@ class LayerFootprint:
     block_size: int | None = None
     device_window: int = 0
     sliding_window: int | None = None
+    policy: EvictionPolicy | None = None
+    low_rank: LowRankFootprint | None = None
 
     @classmethod
     def of(cls, cache_layer: Any, shape: KVShape) -> LayerFootprint:
@@ -121,13 +85,41 @@ class LayerFootprint:
                 block_size=cache_layer.block_size,
                 device_window=(cache_layer.initial_blocks + 1) * cache_layer.block_size + cache_layer.local_len,
             )
+        if isinstance(cache_layer, LowRankLayer):
+            keys, values = shape.kv_heads * shape.k_dim, shape.kv_heads * shape.v_dim
+            stored = BytesPerToken(values=shape.kv_heads * cache_layer.storage.bytes_per_vector(shape.v_dim))
+            low_rank = LowRankFootprint(cache_layer.settings, keys, values, shape.k_dim)
+            return cls(shape, stored, block_size=cache_layer.chunk_size, low_rank=low_rank)
+        if isinstance(cache_layer, BoundedLayer):
+            return cls(shape, policy=cache_layer.policy)
         if isinstance(cache_layer, WindowLayer):
             return cls(shape, sliding_window=cache_layer.window)
         return cls(shape, sliding_window=getattr(cache_layer, "sliding_window", None))
 
     def blocks(self, tokens: int) -> int:
         """Tokens of the whole blocks that `tokens` take; 0 in a layer without blocks."""
+        if self.low_rank is not None:
+            return self.low_rank.context(tokens)
         return 0 if self.block_size is None else math.ceil(tokens / self.block_size) * self.block_size
+
+    @property
+    def prefills_whole(self) -> bool:
+        """Whether all keys and values of a prompt are there at once while this layer prefills."""
+        return self.block_size is not None or (self.policy is not None and not self.policy.strided)
+
+    def passing(self, tokens: int) -> int:
+        """Tokens of a prompt of `tokens` that pass through the layer at once."""
+        stride = self.policy.stride(0, self.policy.budget_for(tokens)) if self.policy else None
+        return tokens if stride is None else min(tokens, stride)
+
+    def entries(self, tokens: int) -> int:
+        """Entries that a bounded layer has at most, with those that undoing the present turn would come back to."""
+        if self.policy is None:
+            return 0
+        kept = min(tokens, self.policy.budget_for(tokens))
+        # Full prefill has its prompt in one layer at a time, unless all layers wait for each other.
+        new = self.passing(tokens) if self.policy.strided or self.policy.settles_late else 0
+        return 2 * kept + new
 
 
 def layer_bytes_per_token(layer: PagedLayer, shape: KVShape) -> BytesPerToken:
@@ -148,9 +140,11 @@ class Memory:
     Attributes:
         keys_values, representatives: the store in DRAM blocks, in whole blocks.
         weights: of the model in its number type; 0 where they are loaded already.
+        low_rank: what ShadowKV layers keep where the model computes: factors, landmarks, chunks, newest tokens.
         windows: on a GPU, its copy of every retrieval layer's Initial and Local.
         sliding: what the model's own sliding-window layers keep.
         untouched: keys and values of layers without an operator.
+        entries: keys and values that eviction policies keep.
         layer_kv: one layer's keys and values while the prompt prefills.
         hidden: two buffers of hidden states, the rotary tables and the token ids, while the prompt prefills.
         activations: of one chunk, an estimate.
@@ -159,9 +153,11 @@ class Memory:
     keys_values: int
     representatives: int
     weights: int
+    low_rank: int
     windows: int
     sliding: int
     untouched: int
+    entries: int
     layer_kv: int
     hidden: int
     activations: int
@@ -246,12 +242,14 @@ class Footprint:
         """
         kept = batch * (1 + forks)
         paged = [layer for layer in self.layers if layer.block_size is not None]
-        elsewhere = [layer for layer in self.layers if layer.block_size is None]
+        elsewhere = [layer for layer in self.layers if layer.block_size is None and layer.policy is None]
+        passing = min((layer.passing(tokens) for layer in self.layers), default=tokens)
         return Memory(
             keys_values=kept
             * sum(round(layer.blocks(tokens) * (layer.stored.keys + layer.stored.values)) for layer in paged),
             representatives=kept * sum(round(layer.blocks(tokens) * layer.stored.representatives) for layer in paged),
             weights=self.weights,
+            low_rank=self._low_rank(tokens, batch, 1 + forks),
             windows=kept * sum(self._kv(layer, layer.device_window) for layer in paged) if self.on_gpu else 0,
             # A window lies in a buffer with slack for as many tokens again.
             sliding=kept
@@ -261,10 +259,17 @@ class Footprint:
                 if (window := layer.sliding_window) is not None
             ),
             untouched=kept * sum(self._kv(layer, tokens) for layer in elsewhere if layer.sliding_window is None),
-            layer_kv=batch * max((self._kv(layer, tokens) for layer in paged), default=0),
-            hidden=batch * tokens * (2 * (self.hidden_size + self.rotary_dim) * self.element + _ID_BYTES),
-            activations=batch * min(tokens, self.chunk_size) * self.activations,
+            entries=kept * sum(self._kv(layer, layer.entries(tokens)) for layer in self.layers),
+            layer_kv=batch * max((self._kv(layer, tokens) for layer in self.layers if layer.prefills_whole), default=0),
+            hidden=batch * passing * (2 * (self.hidden_size + self.rotary_dim) * self.element + _ID_BYTES),
+            activations=batch * min(passing, self.chunk_size) * self.activations,
         )
+
+    def _low_rank(self, tokens: int, batch: int, caches: int) -> int:
+        found = [layer.low_rank for layer in self.layers if layer.low_rank is not None]
+        # One table of rotations serves all layers and rows.
+        rotary = max((layer.rotary(tokens) for layer in found), default=0)
+        return caches * self.element * (batch * sum(layer.numbers(tokens) for layer in found) + rotary)
 
     def _kv(self, layer: LayerFootprint, tokens: int) -> int:
         return tokens * layer.shape.bytes_per_token(self.element)

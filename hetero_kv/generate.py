@@ -39,8 +39,11 @@ class Statistics:
         peak_dram_bytes: the largest resident size of the process so far.
         peak_vram_bytes: the most GPU memory allocated so far; None without a GPU.
         kv_bytes: DRAM that the stored keys, values and representatives take.
+        kv_device_bytes: memory that they take where the model computes, beside that: ShadowKV's low-rank keys and exact
+            chunks, and a GPU's copies of Initial and Local; 0 for the untouched model.
         block_recall: per layer, the share of the full attention mass that the attended blocks covered since the
             conversation began; None unless `measure_recall` is on, and for layers without retrieval.
+        entries_held: per layer, the entries per kv head that an eviction policy has kept; None without a policy.
     """
 
     prompt_tokens: int
@@ -52,7 +55,9 @@ class Statistics:
     peak_dram_bytes: int
     peak_vram_bytes: int | None
     kv_bytes: int
+    kv_device_bytes: int
     block_recall: list[float | None] | None = None
+    entries_held: list[int | None] | None = None
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -204,7 +209,7 @@ class Conversation:
 
     def _new_cache(self, max_seq_len: int | None, forks: int) -> Cache:
         if getattr(self.model, "hetero_kv_injection", None) is not None:
-            return HeteroCache(self.model, max_seq_len, forks=forks)
+            return HeteroCache(self.model, max_seq_len, forks=forks, tokenizer=self.tokenizer)
         return DynamicCache(config=self.model.config.get_text_config(decoder=True))
 
     def _new_tokens_that_fit(self, prompt_tokens: int, wanted: int) -> int:
@@ -234,6 +239,7 @@ class Conversation:
         is_ours = isinstance(self.cache, HeteroCache)
         kv_bytes = self.cache.dram_bytes if is_ours else _tensor_bytes(self.cache)
         recall = self.cache.block_recall if is_ours else []
+        entries = self.cache.entries_held if is_ours else []
         return Statistics(
             prompt_tokens=prompt_tokens,
             context_tokens=self.context_tokens,
@@ -244,7 +250,9 @@ class Conversation:
             peak_dram_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT,
             peak_vram_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
             kv_bytes=kv_bytes,
+            kv_device_bytes=self.cache.device_bytes if is_ours else 0,
             block_recall=recall if any(recall) else None,
+            entries_held=entries if any(entries) else None,
         )
 
 

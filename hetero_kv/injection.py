@@ -14,12 +14,14 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from hetero_kv.config import EngineSettings, Settings
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.kv.shape import KVShape
 from hetero_kv.operators import bridge
 from hetero_kv.operators.base import AttentionOperator, Operator
+from hetero_kv.operators.bounded_attention import BoundedAttention, require_composable
 from hetero_kv.operators.chunked_decoder_layer import ChunkedDecoderLayer
-from hetero_kv.operators.guard import guarded
+from hetero_kv.operators.guard import driven_whole, guarded
 from hetero_kv.operators.retrieval_attention import RetrievalAttention
-from hetero_kv.planner import Footprint, KVShape, Plan, resolve_max_seq_len
+from hetero_kv.planner import Footprint, Plan, resolve_max_seq_len
 from hetero_kv.rules import Rule, RuleSet, load_rules, nearest_module_paths
 from hetero_kv.selection.state import SharedSelections
 
@@ -139,6 +141,7 @@ def inject(
             operator.install()
             model.set_submodule(path, operator)
             injection.operators[path] = operator
+        require_composable(injection.operators[path] for path in plan)
     except BaseException:
         _take_out(model, injection)
         raise
@@ -188,6 +191,15 @@ def _guard(injection: Injection) -> None:
     for holder, config in injection.configs:
         holder.config = bridge.with_implementation(config)
         holder.forward = guarded(holder)
+    if _is_driven(injection):
+        injection.model.forward = driven_whole(injection.model)
+
+
+def _is_driven(injection: Injection) -> bool:
+    """Whether the whole model's forward is cut into strides: it has bounded layers, and a head outside of them."""
+    return all(injection.model is not holder for holder, _ in injection.configs) and any(
+        isinstance(operator, BoundedAttention) for operator in injection.operators.values()
+    )
 
 
 def _take_out(model: nn.Module, injection: Injection) -> None:
@@ -197,6 +209,7 @@ def _take_out(model: nn.Module, injection: Injection) -> None:
         holder.config = config
         # The guard is an attribute of the instance; its class has the model's own.
         del holder.forward
+    injection.model.__dict__.pop("forward", None)
 
 
 def _plan(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, type[Operator]]]:

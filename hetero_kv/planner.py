@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.footprint import BytesPerToken, Footprint, KVShape, LayerFootprint, Memory, layer_bytes_per_token
+from hetero_kv.footprint import BytesPerToken, Footprint, LayerFootprint, Memory, layer_bytes_per_token
 from hetero_kv.free_memory import free_dram, free_gpu
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ __all__ = [
     "RESERVE",
     "BytesPerToken",
     "Footprint",
-    "KVShape",
     "LayerFootprint",
     "Memory",
     "OutOfMemoryError",

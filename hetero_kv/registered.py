@@ -1,11 +1,11 @@
-"""Everything that rules can name: operators, representative types and storage types, with their meanings."""
+"""Everything that rules can name: operators, representative and storage types, eviction policies, with meanings."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any, NamedTuple
 
-from hetero_kv import operators
+from hetero_kv import eviction, operators
 from hetero_kv.kv import storage
 from hetero_kv.operators.base import Operator
 from hetero_kv.selection import representatives
@@ -39,6 +39,9 @@ def registered() -> dict[str, list[Entry]]:
         "Operators (class)": [Entry(name, cls.meaning) for name, cls in operator_classes().items()],
         "Representatives of a block (representative_type)": [
             Entry(name, representatives.get(name).meaning) for name in representatives.names()
+        ],
+        "Eviction policies of BoundedAttention (policy)": [
+            Entry(name, eviction.get(name).meaning) for name in eviction.names()
         ],
         "Storage types (kv_type)": [Entry(name, storage.get(name).meaning) for name in storage.names()],
     }

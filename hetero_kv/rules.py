@@ -111,9 +111,9 @@ class RuleSet:
         Raises:
             ConfigError: the merged settings exclude each other.
         """
-        if rule.operator is None or rule.operator.settings_class is None:
+        settings_class = rule.operator.settings_class_for(rule.kwargs) if rule.operator else None
+        if settings_class is None:
             return None
-        settings_class = rule.operator.settings_class
         rules_file = {**self.long_context, **rule.kwargs}
         merged = merge(command_line=command_line, rules_file=rules_file, settings_file=settings_file)
         return settings_from_mapping(settings_class, _of_class(settings_class, merged), where=rule.title)
@@ -230,9 +230,10 @@ def _rule(content: Any, source: str) -> Rule:
         raise ConfigError(f"{where}: class is {operator_name!r}; it must be an operator's name, or default")
     operator = None if operator_name == "default" else _operator(operator_name, where)
     rule = Rule(source, _pattern(match, source), match.get("class"), operator, operator_name, recursive=recursive)
-    settings_class = operator.settings_class if operator else None
+    kwargs = replace_with.get("kwargs")
+    settings_class = operator.settings_class_for(kwargs if isinstance(kwargs, Mapping) else {}) if operator else None
     classes = (settings_class,) if settings_class else ()
-    return replace(rule, kwargs=canonical(classes, replace_with.get("kwargs"), where=f"{rule.title}: kwargs"))
+    return replace(rule, kwargs=canonical(classes, kwargs, where=f"{rule.title}: kwargs"))
 
 
 def _pattern(match: Mapping[str, str], source: str) -> re.Pattern[str] | None:

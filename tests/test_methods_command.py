@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from hetero_kv import eviction
 from hetero_kv.cli import main
 from hetero_kv.kv import storage
 from hetero_kv.registered import operator_classes, registered
@@ -13,11 +14,12 @@ from hetero_kv.selection import representatives
 
 def test_everything_registered_is_listed_with_its_meaning(capsys):
     assert main(["methods", "--json"]) == 0
-    operators, kinds, types = json.loads(capsys.readouterr().out).values()
+    operators, kinds, policies, types = json.loads(capsys.readouterr().out).values()
     assert tuple(kinds) == representatives.names()
+    assert tuple(policies) == eviction.names()
     assert tuple(types) == storage.names()
     assert {"ChunkedDecoderLayer", "RetrievalAttention", "SlidingWindowAttention"} <= set(operators)
-    assert all(meaning for kind in (operators, kinds, types) for meaning in kind.values())
+    assert all(meaning for kind in (operators, kinds, policies, types) for meaning in kind.values())
 
 
 def test_every_listed_operator_can_be_named_in_a_rule():

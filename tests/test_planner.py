@@ -21,12 +21,12 @@ from hetero_kv.kv import storage
 from hetero_kv.kv.cache import HeteroCache
 from hetero_kv.kv.device_window import DeviceWindow
 from hetero_kv.kv.paged_layer import PagedLayer
+from hetero_kv.kv.shape import KVShape
 from hetero_kv.kv.window_layer import WindowLayer
 from hetero_kv.planner import (
     RESERVE,
     BytesPerToken,
     Footprint,
-    KVShape,
     LayerFootprint,
     OutOfMemoryError,
     Plan,

@@ -11,7 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hetero_kv.commands.injected import add_setting_flags
@@ -192,46 +194,60 @@ def _print_run(done: Run, *, as_json: bool) -> None:
         print(json.dumps(done.summary, indent=2, ensure_ascii=False))
         return
     methods = list(done.summary["settings"]["methods"])
-    table = Table(title="mean scores, 0 to 1", title_justify="left")
-    for heading in ("task", "samples", *methods):
-        table.add_column(heading, justify="left" if heading == "task" else "right", overflow="fold")
-    for task, of_task in done.summary["tasks"].items():
+    tasks = done.summary["tasks"]
+    rows = [["task", "samples", *methods]]
+    for task, of_task in tasks.items():
         scores = [f"{of_task[method]['score']:.3f}" if method in of_task else "" for method in methods]
-        table.add_row(task, str(max(of_method["samples"] for of_method in of_task.values())), *scores)
+        rows.append([task, str(max(of_method["samples"] for of_method in of_task.values())), *scores])
     console = Console()
+    if _width(rows) > console.width:
+        rows = min(rows, [list(column) for column in zip(*rows, strict=True)], key=_width)
+    table = Table(title="mean scores, 0 to 1", title_justify="left")
+    for number, heading in enumerate(rows[0]):
+        table.add_column(heading, justify="right" if number else "left", overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*row)
     console.print(table)
     if skipped := len(done.summary["skipped_samples"]):
         console.print(f"{skipped} samples were left out; report.md says why")
     console.print(f"Report: {done.out / 'report.md'}", highlight=False, soft_wrap=True)
 
 
+def _width(rows: list[list[str]]) -> int:
+    """Columns of a terminal that a table takes when no cell is folded."""
+    return 1 + sum(3 + max(map(len, column)) for column in zip(*rows, strict=True))
+
+
 def _print_comparisons(comparisons: list[Comparison], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(comparison) for comparison in comparisons], indent=2))
         return
-    table = Table(
-        title="B - A over the samples that both answered",
-        caption="Intervals: 95 %, bootstrap over samples; * leaves out 0. Of few samples they are too narrow.",
-        title_justify="left",
-        caption_justify="left",
-    )
-    for heading in ("task", "A", "B", "pairs", "A", "B", "difference", "interval", "better", "worse"):
-        table.add_column(heading, justify="right" if table.columns[2:] else "left", overflow="fold")
-    for found in comparisons:
-        low, high = found.interval
-        table.add_row(
-            found.task,
-            found.method_a,
-            found.method_b,
-            str(found.pairs),
-            f"{found.mean_a:.3f}",
-            f"{found.mean_b:.3f}",
-            f"{found.difference:+.3f}{'*' if found.is_certain else ''}",
-            f"{low:+.3f} … {high:+.3f}",
-            str(found.better),
-            str(found.worse),
-        )
     console = Console()
-    console.print(table)
+    by_methods: dict[tuple[str, str], list[Comparison]] = {}
+    for found in comparisons:
+        by_methods.setdefault((found.method_a, found.method_b), []).append(found)
+    for (method_a, method_b), of_methods in by_methods.items():
+        title = method_a if method_a == method_b else f"from {method_a} to {method_b}"
+        table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("task", overflow="fold")
+        for heading in ("pairs", "A", "B", "B - A", "interval", "better", "worse"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for found in of_methods:
+            low, high = found.interval
+            table.add_row(
+                found.task,
+                str(found.pairs),
+                f"{found.mean_a:.3f}",
+                f"{found.mean_b:.3f}",
+                f"{found.difference:+.3f}{'*' if found.is_certain else ' '}",
+                f"{low:+.2f} … {high:+.2f}",
+                str(found.better),
+                str(found.worse),
+            )
+        console.print(table)
+    console.print(
+        "Mean scores over the samples that both answered. Intervals: 95 %, bootstrap over samples; * leaves out 0. Of "
+        "few samples they are too narrow."
+    )
     if unpaired := sum(found.unpaired for found in comparisons):
         console.print(f"{unpaired} samples were answered in one run only and are not counted")

@@ -27,9 +27,11 @@ _TERMS = {
     "keys_values": "keys and values, in blocks",
     "representatives": "representatives of the blocks",
     "weights": "weights",
+    "low_rank": "low-rank keys, landmarks and exact chunks",
     "windows": "Initial and Local of every layer",
     "sliding": "the model's own sliding windows",
     "untouched": "layers without an operator",
+    "entries": "entries that eviction policies keep",
     "layer_kv": "one layer's keys and values (prefill)",
     "hidden": "hidden states and rotary tables (prefill)",
     "activations": "one chunk's activations (prefill; an estimate)",
@@ -186,8 +188,14 @@ def _shapes(footprint: Footprint) -> str:
     """The layers by what they keep, e.g. "32 layers in DRAM blocks of 128 tokens: 8 kv heads, keys 128, values 128"."""
     counts: dict[str, int] = {}
     for layer in footprint.layers:
-        if layer.block_size is not None:
+        if layer.low_rank is not None:
+            place = (
+                f"with keys of rank {layer.low_rank.settings.rank}, values in DRAM blocks of {layer.block_size} tokens"
+            )
+        elif layer.block_size is not None:
             place = f"in DRAM blocks of {layer.block_size} tokens"
+        elif layer.policy is not None:
+            place = f"with a budget of {layer.policy.settings.budget} entries ({layer.policy.settings.policy})"
         elif layer.sliding_window is not None:
             place = f"with a sliding window of {layer.sliding_window} tokens"
         else:

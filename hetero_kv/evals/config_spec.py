@@ -47,7 +47,8 @@ def config_specs(words: Sequence[str]) -> list[ConfigSpec]:
             raise ConfigError(f"config {word!r}: {BASELINE!r} is what the untouched model is called; rename the file")
         if name in specs:
             raise ConfigError(f"config {word!r}: there are two methods called {name!r}; keep one, or rename its file")
-        specs[name] = ConfigSpec(name, load_rules(file), _settings(assignments, f"config {word!r}"))
+        rules = load_rules(file)
+        specs[name] = ConfigSpec(name, rules, _settings(assignments, rules, f"config {word!r}"))
     return list(specs.values())
 
 
@@ -67,11 +68,12 @@ def settings_in_force(spec: ConfigSpec, injection: Injection) -> dict[str, Any]:
     return {"rules": rules, "engine": engine, "operators": operators}
 
 
-def _settings(assignments: Sequence[str], where: str) -> dict[str, Any]:
+def _settings(assignments: Sequence[str], rules: RuleSet, where: str) -> dict[str, Any]:
     mapping = {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
         if not equals:
             raise ConfigError(f"{where}: {assignment!r} is no setting; write FILE:setting=value")
         mapping[key] = scalar(value)
-    return canonical(ALL_LONG_CONTEXT, mapping, where=where)
+    used = (rule.operator.settings_class_for(rule.kwargs) for rule in rules.rules if rule.operator)
+    return canonical((*ALL_LONG_CONTEXT, *(cls for cls in used if cls)), mapping, where=where)

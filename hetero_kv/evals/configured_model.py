@@ -234,7 +234,7 @@ class ConfiguredModel:
                 cache = prompt.recording.cache_for(model)
                 yield Prefilled(model, cache, prompt.recording.logits, prompt.recording_s, True)
             else:
-                cache = HeteroCache(model, prompt.capacity)
+                cache = HeteroCache(model, prompt.capacity, tokenizer=self.loaded.tokenizer)
                 start = time.perf_counter()
                 logits = last_logits(model, prompt.tokens, cache)
                 yield Prefilled(model, cache, logits, time.perf_counter() - start, False)

@@ -15,6 +15,8 @@ DEFAULT_LENGTHS = (4096,)
 DEFAULT_DEPTHS = (0.0, 25.0, 50.0, 75.0, 100.0)
 
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)([km]?)", re.IGNORECASE)
+# A comma that no closing bracket follows before an opening one.
+_BETWEEN_ITEMS = re.compile(r",(?![^(\[]*[)\]])")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _T = TypeVar("_T")
 
@@ -108,8 +110,11 @@ def parse_depth(text: str) -> float:
 
 
 def parse_list(text: str, parse: Callable[[str], _T], flag: str) -> tuple[_T, ...]:
-    """The items of a list that is written with commas. Raises ConfigError for an empty one."""
-    items = [item.strip() for item in text.split(",")]
+    """The items of a list that is written with commas, those inside of brackets left alone.
+
+    Raises ConfigError for an empty item.
+    """
+    items = [item.strip() for item in _BETWEEN_ITEMS.split(text)]
     if not all(items):
         raise ConfigError(f"{flag} is {text!r}; write one or more values with commas between them")
     return tuple(parse(item) for item in items)

@@ -129,19 +129,36 @@ def recall_by_layer(task: str, methods: Mapping[str, Any]) -> Any:
 def score_by_budget(
     length: str, scores: Mapping[str, Mapping[str, float]], attended: Mapping[str, Mapping[str, float]]
 ) -> Any:
-    """The score of every method against the tokens that it attends to at one length, a panel per task."""
+    """The score of every method against the tokens that it attends to at one length, a panel per task.
+
+    Methods that are one recipe under several settings (`quest:second_block_count=32`, `…=64`) are joined to a line.
+    """
     from matplotlib.figure import Figure
 
     columns = min(3, len(scores))
     rows = -(-len(scores) // columns)
     figure = Figure(figsize=(max(6.4, 4.6 * columns), 3.4 * rows + 0.5), layout="constrained")
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
-    methods = [method for method in attended if length in attended[method]]
+    series: dict[str, list[str]] = {}
+    for method in attended:
+        if length in attended[method]:
+            series.setdefault(method.partition(":")[0], []).append(method)
     for axis, (task, of_task) in zip(axes, scores.items(), strict=False):
-        for number, method in enumerate(methods):
-            if method in of_task:
-                style = {"marker": "osD^v<>PX*"[number % 10], "color": f"C{number % 10}", "linestyle": "", "alpha": 0.8}
-                axis.plot([attended[method][length]], [of_task[method]], label=method, **style)
+        for number, (recipe, methods) in enumerate(series.items()):
+            points = sorted((attended[method][length], of_task[method]) for method in methods if method in of_task)
+            if points:
+                # Hollow, and each smaller than the one before: equal scores at equal budgets stay apart to the eye.
+                axis.plot(
+                    *zip(*points, strict=True),
+                    label=methods[0] if len(methods) == 1 else recipe,
+                    marker="osD^v<>PX*"[number % 10],
+                    markersize=4 + 10 * (len(series) - number) / len(series),
+                    markerfacecolor="none",
+                    markeredgewidth=1.6,
+                    color=f"C{number % 10}",
+                )
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
         axis.set_xlabel("tokens attended per step")
         axis.set_ylabel("score")
         axis.set_ylim(-0.05, 1.1)

@@ -68,14 +68,17 @@ def _origin(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
         if "model" in what
     )
     depths = ", ".join(f"{depth:g}" for depth in settings["depths"])
+    generated = {
+        "lengths": ", ".join(map(str, settings["lengths"])) + " tokens",
+        "depths": f"{depths} % of the context",
+        "samples": f"{settings['samples']} per length and depth, seed {settings['seed']}",
+        "haystack": settings["haystack"]["name"] if settings["haystack"] else "noise sentences",
+    }
     rows = {
         "command": f"`{environment['command_line']}`" if environment.get("command_line") else None,
         "model": ", ".join(models) or None,
-        "lengths": ", ".join(map(str, settings["lengths"])) + " tokens",
-        "depths": f"{depths} % of the context",
-        "samples": f"{settings['samples']} per length and depth, seed {settings['seed']}"
-        + (f", at most {settings['limit']} of a task" if settings["limit"] else ""),
-        "haystack": settings["haystack"]["name"] if settings["haystack"] else "noise sentences",
+        **(generated if settings["tasks"] else {}),
+        "limit": f"the first {settings['limit']} samples of each task and data file" if settings["limit"] else None,
         "data files": ", ".join(file["name"] for file in settings["data"]) or None,
         "prompt files": ", ".join(file["name"] for file in settings["prompt_files"]) or None,
         "versions": ", ".join(f"{name} {version}" for name, version in environment["versions"].items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -137,7 +138,11 @@ def wanted_tasks(words: Sequence[str]) -> dict[str, Path | None]:
             raise ConfigError(f"task {pattern!r} matches none; there are {', '.join(registry.names())}")
         if file and not Path(file).is_file():
             raise ConfigError(f"task {word!r}: there is no file {file!r}; give the path of one that exists")
-        wanted |= {registry.get(name).name: Path(file) if file else None for name in matching}
+        for name in matching:
+            if file and not registry.get(name).needs_data_file:
+                takes = ", ".join(name for name in registry.names() if registry.get(name).needs_data_file)
+                raise ConfigError(f"task {word!r}: {name} is not built from a file; those that are: {takes}")
+            wanted[name] = Path(file) if file else None
     return wanted
 
 
@@ -275,7 +280,14 @@ def _results(sample: Sample, subject: Subject, methods: Sequence[str]) -> Iterat
     else:
         outcomes = subject.answers(sample, methods)
     for outcome in outcomes:
-        yield Result.of(sample, outcome, outcome.score or task.score(sample, outcome.predictions))
+        score = outcome.score or task.score(sample, outcome.predictions)
+        for name, value in (("score", score.value), *score.parts.items()):
+            if not math.isfinite(value):
+                raise HeteroKVError(
+                    f"{outcome.method} on sample {sample.id}: its {name} is {value}; the model's logits are no numbers "
+                    "there: try --dtype float32"
+                )
+        yield Result.of(sample, outcome, score)
 
 
 def _require_same_prompts(samples: Sequence[Sample], results: Sequence[Result]) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 from torch import nn
+from transformers import AutoTokenizer
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.kv.bounded_layer import BoundedLayer
+from hetero_kv.kv.low_rank_layer import LowRankLayer
 from hetero_kv.kv.sequence_layer import SequenceLayer
 from hetero_kv.kv.window_layer import WindowLayer
 
@@ -31,8 +35,8 @@ class CacheMaker(Protocol):
 class HeteroCache(Cache):
     """The KV cache of one batch of sequences of equal length: `model.generate(**inputs, past_key_values=cache)`.
 
-    Operator layers keep every token (`PagedLayer`, `LowRankLayer`) or a window (`WindowLayer`); layers that the
-    rules leave as they are get transformers' own cache layer.
+    Operator layers keep every token (`PagedLayer`, `LowRankLayer`), a window (`WindowLayer`) or a number of entries
+    (`BoundedLayer`); layers that the rules leave as they are get transformers' own cache layer.
 
     Args:
         model: a model that `inject` was called on.
@@ -40,6 +44,7 @@ class HeteroCache(Cache):
         on_progress: called after every prefilled chunk.
         forks: forks that are to have room to grow to `max_seq_len` too, beside this cache; DRAM is planned for them.
             Without, a cache and its forks share the room that one sequence has.
+        tokenizer: for eviction policies that run a text of their own; None takes the one of the model's directory.
 
     Raises HeteroKVError when the model is not injected, or `max_seq_len` does not fit into memory. It is planned for
     one sequence; a batch of several is planned when its prompt comes, and then refused, or `auto` made shorter, before
@@ -53,6 +58,7 @@ class HeteroCache(Cache):
         on_progress: Progress | None = None,
         *,
         forks: int = 0,
+        tokenizer: Any = None,
     ) -> None:
         maker: CacheMaker | None = getattr(model, "hetero_kv_injection", None)
         if maker is None:
@@ -61,6 +67,10 @@ class HeteroCache(Cache):
             )
         super().__init__(layers=maker.cache_layers(maker.max_seq_len(max_seq_len, 1, forks)))
         self.on_progress = on_progress
+        self.tokenizer = tokenizer
+        self._model_name = getattr(getattr(model, "config", None), "_name_or_path", "")
+        # Of a prompt that passes in strides: tokens before the present one, behind it, and of the prompt.
+        self._span: tuple[int, int, int] | None = None
         self._maker, self._wanted, self._forks = maker, max_seq_len, forks
         # Sequences that the capacity is planned for; the pools are made when the first tokens come.
         self._planned_batch = 1
@@ -80,6 +90,34 @@ class HeteroCache(Cache):
     @property
     def _sequence_layers(self) -> list[SequenceLayer]:
         return [layer for layer in self.layers if isinstance(layer, SequenceLayer)]
+
+    @property
+    def bounded_layers(self) -> list[BoundedLayer]:
+        """The layers that keep a fixed number of entries."""
+        return [layer for layer in self.layers if isinstance(layer, BoundedLayer)]
+
+    @property
+    def entries_held(self) -> list[int | None]:
+        """Per layer, the entries per kv head that a policy has kept; None for layers without a policy."""
+        return [layer.held if isinstance(layer, BoundedLayer) else None for layer in self.layers]
+
+    def tokenized(self, text: str) -> list[int]:
+        """The token ids of `text`, without special tokens. Raises HeteroKVError when there is no tokenizer."""
+        if self.tokenizer is None:
+            try:
+                self.tokenizer = AutoTokenizer.from_pretrained(self._model_name)
+            except (OSError, ValueError) as error:
+                raise HeteroKVError(
+                    f"the eviction policy needs a tokenizer, and there is none in {self._model_name!r} ({error}); give "
+                    "one: HeteroCache(model, tokenizer=tokenizer)"
+                ) from error
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    @cached_property
+    def longest_catalyst(self) -> int:
+        """Tokens of the longest text that a policy runs behind the entries; 0 without any. Raises as `tokenized`."""
+        texts = {layer.policy.catalyst_text() for layer in self.bounded_layers}
+        return max((len(self.tokenized(text)) for text in texts if text is not None), default=0)
 
     @property
     def block_recall(self) -> list[float | None]:
@@ -168,14 +206,40 @@ class HeteroCache(Cache):
         return sum(getattr(layer, "dram_bytes", 0) for layer in self.layers)
 
     @property
+    def device_bytes(self) -> int:
+        """Bytes that the stored tokens take where the model computes, beside `dram_bytes`.
+
+        ShadowKV's factors, landmarks and exact chunks; on a GPU also its copies of Initial and Local.
+        """
+        factors = (layer.factors for layer in self.layers if isinstance(layer, LowRankLayer))
+        tables = {id(each.rotary): each.rotary.nbytes for each in factors if each.rotary is not None}
+        return sum(getattr(layer, "device_bytes", 0) for layer in self.layers) + sum(tables.values())
+
+    @property
     def shared_bytes(self) -> int:
         """Bytes of the blocks that this cache holds together with its forks."""
         return sum(layer.shared_bytes for layer in self._sequence_layers)
 
     def report_progress(self, layer_idx: int, done: int, total: int) -> None:
         """Tell `on_progress` that layer `layer_idx` has prefilled `done` of `total` tokens."""
-        if self.on_progress is not None:
+        if self.on_progress is None:
+            return
+        if self._span is None:
             self.on_progress(layer_idx + (done == total), len(self.layers), done, total)
+            return
+        # Strides go through all layers: what is done is a share of the tokens, as if there were one layer.
+        start, stop, whole = self._span
+        passed = start + (stop - start) * (layer_idx * total + done) // (len(self.layers) * total)
+        self.on_progress(int(passed == whole), 1, passed, whole)
+
+    @contextmanager
+    def passing(self, start: int, stop: int, total: int) -> Iterator[None]:
+        """Within this context tokens `start` to `stop` of a prompt of `total` pass through all layers."""
+        self._span = (start, stop, total)
+        try:
+            yield
+        finally:
+            self._span = None
 
 
 _AnyCache = TypeVar("_AnyCache", bound=Cache)
@@ -183,7 +247,8 @@ _AnyCache = TypeVar("_AnyCache", bound=Cache)
 
 def forked(cache: _AnyCache) -> _AnyCache:
     """A second cache with the same tokens, HeteroCache or transformers' own; see HeteroCache.fork."""
-    known = [layer for layer in cache.layers if isinstance(layer, SequenceLayer | WindowLayer | DynamicLayer)]
+    kinds = SequenceLayer | WindowLayer | BoundedLayer | DynamicLayer
+    known = [layer for layer in cache.layers if isinstance(layer, kinds)]
     lengths = {layer.get_seq_length() for layer in known}
     if len(lengths) > 1 or any(getattr(layer, "is_prefilling", False) for layer in known):
         raise HeteroKVError("a prompt is being prefilled into this cache; fork it before or after, not in between")
@@ -198,7 +263,7 @@ def forked(cache: _AnyCache) -> _AnyCache:
 
 
 def _forked_layer(layer: CacheLayerMixin, memo: dict[int, Any]) -> CacheLayerMixin:
-    if isinstance(layer, SequenceLayer | WindowLayer):
+    if isinstance(layer, SequenceLayer | WindowLayer | BoundedLayer):
         return layer.fork(memo)
     # These never write to a tensor that they hold: they grow by concatenation.
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -216,6 +281,20 @@ def undo_on_error(cache: Cache) -> Iterator[None]:
         for layer, state in zip(cache.layers, before, strict=True):
             _restore(layer, state)
         raise
+
+
+@contextmanager
+def transient(cache: HeteroCache, lasting: Iterable[CacheLayerMixin]) -> Iterator[None]:
+    """Within this context nothing that is stored lasts, but in the layers `lasting`, and no progress is told."""
+    held = {id(layer) for layer in lasting}
+    before = [(layer, _checkpoint(layer)) for layer in cache.layers if id(layer) not in held]
+    on_progress, cache.on_progress = cache.on_progress, None
+    try:
+        yield
+    finally:
+        cache.on_progress = on_progress
+        for layer, state in before:
+            _restore(layer, state)
 
 
 def _checkpoint(layer: CacheLayerMixin) -> Any:

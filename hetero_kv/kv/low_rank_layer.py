@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpu_ops.gather import gathered_rows
+from gpu_ops.kernel_choice import runs_triton
+from gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.config import ShadowKVSettings
 from hetero_kv.kv import storage
 from hetero_kv.kv.block_table import BlockTable
@@ -19,9 +22,10 @@ from hetero_kv.kv.outlier_chunks import Outliers, with_new_outliers
 from hetero_kv.kv.pool import BlockPool
 from hetero_kv.kv.sequence_layer import PrefillBuffer, SequenceLayer
 from hetero_kv.low_rank import landmarks
+from hetero_kv.low_rank.partition import context_end, first_context_end
 
 # Tokens that the buffers of generated tokens grow by.
-_SLACK = 256
+SLACK = 256
 # Tokens of the Context that are rebuilt at once.
 _READ_AT_ONCE = 8192
 
@@ -66,11 +70,12 @@ class LowRankLayer(SequenceLayer):
 
     def _forget(self) -> None:
         self.pool, self.rows = None, []
+        self._mapped: MappedMemory | None = None
         self.context = _Context()
-        slack = _SLACK if self.settings.project_generated else 0
+        slack = SLACK if self.settings.project_generated else 0
         self.factors = KeyFactors(self.settings.rank, slack)
         self.landmarks = GrowingTensor(2, slack // self.chunk_size)
-        self.recent_keys, self.recent_values = GrowingTensor(2, _SLACK), GrowingTensor(2, _SLACK)
+        self.recent_keys, self.recent_values = GrowingTensor(2, SLACK), GrowingTensor(2, SLACK)
         self.is_initialized = False
 
     # -- what transformers asks of a cache layer
@@ -82,6 +87,8 @@ class LowRankLayer(SequenceLayer):
         # Its vectors of keys have no numbers: keys are elsewhere.
         self.pool = BlockPool(blocks, kv_heads, self.chunk_size, 0, value_states.shape[-1], self.storage, 0)
         self.rows = [BlockTable(self.pool, self.capacity) for _ in range(batch)]
+        # Here, so that forks, which have tokens, share it: memory is page-locked once.
+        self._mapped = MappedMemory(self.pool.values) if runs_triton(value_states) else None
         self.is_initialized = True
 
     @property
@@ -124,7 +131,7 @@ class LowRankLayer(SequenceLayer):
         length = self.stored_length - abs(tokens_to_remove)
         end = self.context.length
         if length < end:
-            end = min(end, self._context_end(length))
+            end = min(end, context_end(length, self.settings))
             keys, values = self._between(end, self.context.length)
             self.recent_keys.replace(keys[:, :, : length - end])
             self.recent_values.replace(values[:, :, : length - end])
@@ -165,15 +172,10 @@ class LowRankLayer(SequenceLayer):
         if self.settings.project_generated and self.context.length:
             self._take_in_oldest()
 
-    def _context_end(self, length: int) -> int:
-        """Where the Context of a sequence of `length` tokens ends."""
-        return max(0, length // self.chunk_size - self.settings.local_chunks) * self.chunk_size
-
     def _append_prompt(self, buffer: PrefillBuffer) -> None:
         """Let the Context reach to the local chunks; factor the keys where no factors serve them."""
-        start, end = self.context.length, self._context_end(buffer.length)
-        if start == 0 and end < self.settings.rank:
-            end = 0
+        start = self.context.length
+        end = context_end(buffer.length, self.settings) if start else first_context_end(buffer.length, self.settings)
         # A step back may have left fewer local chunks.
         end = max(start, end)
         if end > start:
@@ -182,6 +184,8 @@ class LowRankLayer(SequenceLayer):
                 # Of a sequence that goes on, what is factored is what the old factors give back, and the new keys.
                 self._factor(buffer.keys[:, :, :end], start)
             self._take_in(new, buffer.values[:, :, start:end])
+            # A prompt's values at once, not when the first token waits for them.
+            self._values_are_mapped()
         self.recent_keys.replace(buffer.keys[:, :, end : buffer.length])
         self.recent_values.replace(buffer.values[:, :, end : buffer.length])
         self.context = replace(self.context, prompt_length=buffer.length)
@@ -197,7 +201,7 @@ class LowRankLayer(SequenceLayer):
 
     def _take_in_oldest(self) -> None:
         """Move whole chunks of Recent into the Context, as far as they are no local chunks."""
-        count = self._context_end(self.stored_length) - self.context.length
+        count = context_end(self.stored_length, self.settings) - self.context.length
         if count <= 0:
             return
         self._take_in(self.recent_keys.entries[:, :, :count], self.recent_values.entries[:, :, :count])
@@ -257,12 +261,13 @@ class LowRankLayer(SequenceLayer):
         kv_heads = chunks.shape[1]
         where = (blocks * kv_heads + torch.arange(kv_heads)[:, None]).flatten()
         stored, target = self.pool.values, self.landmarks.entries
-        # Pageable memory cannot be copied to a GPU beside other work.
-        picked = torch.empty(len(where), *stored.shape[2:], dtype=stored.dtype, pin_memory=target.is_cuda)
-        torch.index_select(stored.flatten(0, 1), 0, where, out=picked)
         # Decoded where it is needed: of a quantised type there is less to copy.
-        values = self.storage.decode(picked.to(target.device, non_blocking=True))
+        values = self.storage.decode(gathered_rows(stored.flatten(0, 1), where, target, self._values_are_mapped()))
         return values.to(target.dtype).unflatten(0, chunks.shape)
+
+    def _values_are_mapped(self) -> bool:
+        """Whether kernels of the compute device can read the stored values where they lie; sees to it if they may."""
+        return self._mapped is not None and self.pool is not None and self._mapped.reach(self.pool.bytes_touched)
 
     # -- going back, and going two ways
 

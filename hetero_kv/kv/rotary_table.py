@@ -11,7 +11,7 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.kv.growing_tensor import GrowingTensor
 from hetero_kv.low_rank.rotation import Rotation
 
-_SLACK = 512
+SLACK = 512
 
 
 class RotaryTable:
@@ -23,7 +23,7 @@ class RotaryTable:
 
     def __init__(self, rotation: Rotation) -> None:
         self.rotation = rotation
-        self._cos, self._sin = GrowingTensor(0, _SLACK), GrowingTensor(0, _SLACK)
+        self._cos, self._sin = GrowingTensor(0, SLACK), GrowingTensor(0, SLACK)
         # What was recorded last. Held, so that nothing else comes to lie at its address: layers that are given the
         # same memory have the same rotation.
         self._source: torch.Tensor | None = None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+# Chunks whose float32 keys are held at once.
+_TILE = 1024
+
 
 def landmarks(chunks: torch.Tensor) -> torch.Tensor:
     """The mean key of each chunk: [..., chunk_size, dim] -> [..., dim], in the keys' dtype."""
@@ -14,11 +17,14 @@ def least_cosines(chunks: torch.Tensor) -> torch.Tensor:
     """How badly a landmark can stand for a key of its chunk: the least cosine similarity between the two.
 
     Args:
-        chunks: [..., chunk_size, dim], keys after rotary embedding.
+        chunks: [batch, kv_heads, chunks, chunk_size, dim], keys after rotary embedding.
 
-    Returns [...] float32.
+    Returns [batch, kv_heads, chunks] float32.
     """
-    keys = chunks.float()
+    return torch.cat([_least_cosines(tile.float()) for tile in chunks.split(_TILE, dim=2)], dim=2)
+
+
+def _least_cosines(keys: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cosine_similarity(keys, keys.mean(dim=-2, keepdim=True), dim=-1).amin(dim=-1)
 
 

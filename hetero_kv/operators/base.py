@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -41,6 +42,11 @@ class Operator(nn.Module):
         self.settings = settings
         self.engine = engine
         self.training = wrapped.training
+
+    @classmethod
+    def settings_class_for(cls, kwargs: Mapping[Any, Any]) -> type | None:
+        """The dataclass of a rule's `kwargs`: `settings_class`, or the one that a key of them chooses."""
+        return cls.settings_class
 
     @classmethod
     def operator_for(cls, module: nn.Module) -> type[Operator]:

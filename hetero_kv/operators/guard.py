@@ -11,6 +11,7 @@ import torch
 
 from hetero_kv.kv.cache import HeteroCache, undo_on_error
 from hetero_kv.operators.bridge import UnsupportedModelError
+from hetero_kv.operators.driver import driven, driving
 
 _RECORDED = ("output_hidden_states", "output_attentions")
 
@@ -27,18 +28,46 @@ def guarded(model: Any) -> Callable[..., Any]:
     @functools.wraps(forward)
     def guarded_forward(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
-        cache = next((value for value in given if isinstance(value, HeteroCache)), None)
+        cache = _cache_among(given)
         if cache is None:
             return forward(*args, **kwargs)
+        drive = driving(cache)
+        if drive is not None and drive.replayed is not None:
+            return drive.replayed
         for name in _RECORDED:
             if getattr(model.config, name, False) or kwargs.get(name):
                 raise UnsupportedModelError(
                     f"{name} would be recorded once per chunk and layer; ask for it without a HeteroCache, after "
                     "hetero_kv.eject(model)"
                 )
+        if drive is None and cache.bounded_layers:
+            with undo_on_error(cache):
+                return driven(forward, cache, args, kwargs, has_head=False)
         tokens = next(value for value in given if isinstance(value, torch.Tensor)).shape
         cache.require_room(batch=tokens[0], tokens=tokens[1])
         with undo_on_error(cache):
-            return forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
+        if drive is not None:
+            drive.hidden = output
+        return output
 
     return guarded_forward
+
+
+def driven_whole(model: Any) -> Callable[..., Any]:
+    """The forward of a whole model with bounded layers, head included: its prompts may pass in strides."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def driven_forward(*args: Any, **kwargs: Any) -> Any:
+        cache = _cache_among((*args, *kwargs.values()))
+        if cache is None or not cache.bounded_layers or driving(cache) is not None:
+            return forward(*args, **kwargs)
+        with undo_on_error(cache):
+            return driven(forward, cache, args, kwargs, has_head=True)
+
+    return driven_forward
+
+
+def _cache_among(given: tuple[Any, ...]) -> HeteroCache | None:
+    return next((value for value in given if isinstance(value, HeteroCache)), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,12 +14,17 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.kv.cache import HeteroCache
 from hetero_kv.kv.low_rank_layer import LowRankLayer
 from hetero_kv.kv.rotary_table import RotaryTable
+from hetero_kv.kv.shape import KVShape
 from hetero_kv.low_rank.landmarks import chosen_chunks
-from hetero_kv.low_rank.rotation import Rotation, found_rotation
-from hetero_kv.operators import bridge, chunking
+from hetero_kv.low_rank.partition import chunk_budget
+from hetero_kv.low_rank.rotation import Rotation
+from hetero_kv.operators import bridge
 from hetero_kv.operators.base import AttentionOperator, Operator
+from hetero_kv.operators.rotary_probe import position_embeddings, rotation_of
 from hetero_kv.operators.sliding_window_attention import SlidingWindowAttention
 from hetero_kv.selection.state import SharedSelections
+
+_USE = "ShadowKVAttention would undo the rotation of keys; use RetrievalAttention there"
 
 
 class ShadowKVAttention(AttentionOperator):
@@ -47,9 +51,6 @@ class ShadowKVAttention(AttentionOperator):
         return cls
 
     def _require_rank(self) -> None:
-        # The footprint knows the cache layers of the operators.
-        from hetero_kv.footprint import KVShape
-
         shape = KVShape.of_attention(self.wrapped, self._own_config)
         channels, rank = shape.kv_heads * shape.k_dim, self.settings.rank
         if rank > channels:
@@ -57,21 +58,6 @@ class ShadowKVAttention(AttentionOperator):
                 f"{self.path}: rank is {rank}, and the keys of this layer have {shape.kv_heads} kv heads of "
                 f"{shape.k_dim}, {channels} channels together; set rank to at most {channels} (full rank), or to "
                 f"{max(1, round(channels * 160 / 1024))} for the share of the channels that the paper keeps"
-            )
-
-    @classmethod
-    def require_suitable(cls, path: str, module: nn.Module) -> None:
-        """See Operator. Keys are rebuilt at the rotation that they were stored with, so that may not change later."""
-        super().require_suitable(path, module)
-        if cls.operator_for(module) is not cls:
-            return
-        rope = getattr(module.config, "rope_parameters", None) or {}
-        kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
-        changing = sorted(kinds & {"dynamic", "longrope"})
-        if changing:
-            raise bridge.UnsupportedModelError(
-                f"{path}: the model's rotary embedding is of rope_type {changing[0]!r}, whose frequencies change as a "
-                "sequence grows; ShadowKV cannot rebuild keys under it, take RetrievalAttention"
             )
 
     def new_cache_layer(self, capacity: int, shared: SharedSelections) -> LowRankLayer:
@@ -83,53 +69,11 @@ class ShadowKVAttention(AttentionOperator):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See AttentionOperator; notes how the tokens' positions are rotated."""
         cache = bridge.cache_in(args, kwargs, self.path)
-        embeddings = kwargs.get("position_embeddings")
-        if not isinstance(embeddings, tuple | list) or len(embeddings) != 2:
-            raise bridge.UnsupportedModelError(
-                f"{self.path} ({type(self.wrapped).__name__}) is given no position_embeddings (cos, sin), by which "
-                "ShadowKVAttention would undo the rotation of keys; use RetrievalAttention there"
-            )
+        embeddings = position_embeddings(self.path, self.wrapped, kwargs, _USE)
         if self.rotation is None:
-            self.rotation = self._found_rotation(embeddings[0], args, kwargs)
+            self.rotation = rotation_of(self.path, self.wrapped, args, kwargs, _USE)
         self._record(cache, self.rotation, *embeddings)
         return super().forward(*args, **kwargs)
-
-    @torch.no_grad()
-    def _found_rotation(self, cos: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rotation:
-        """How the wrapped module rotates: from its own keys of one token under rotations of our making."""
-        first, total = slice(0, 1), cos.shape[1]
-
-        def first_token(name: str, value: Any) -> Any:
-            if isinstance(value, HeteroCache):
-                return None
-            value = chunking.sliced(name, value, first, total)
-            if isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point():
-                # Hidden states of a real token may be anything, zeros included.
-                return torch.randn(1, 1, value.shape[2], generator=torch.Generator().manual_seed(0)).to(value)
-            return value
-
-        probe_args = [first_token("", value) for value in args]
-        probe_kwargs = {name: first_token(name, value) for name, value in kwargs.items()}
-
-        def keys_under(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-            received: list[torch.Tensor] = []
-
-            def attend(call: bridge.AttentionCall) -> torch.Tensor:
-                received.append(call.k)
-                return call.v.new_zeros(*call.q.shape[:3], call.v.shape[-1])
-
-            with bridge.serving(attend):
-                self.wrapped(*probe_args, **{**probe_kwargs, "position_embeddings": (cos, sin)})
-            return received[0]
-
-        rotation = found_rotation(keys_under, cos[:1, :1])
-        if rotation is None:
-            raise bridge.UnsupportedModelError(
-                f"{self.path} ({type(self.wrapped).__name__}) rotates its keys in a way that ShadowKVAttention does "
-                "not know (pairs of channels, in halves or side by side, at one end of a head), so that it cannot undo "
-                "it; use RetrievalAttention there"
-            )
-        return rotation
 
     def _record(self, cache: HeteroCache, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Note the rotation of the new tokens, in one table with the other layers that are given the same."""
@@ -185,18 +129,11 @@ class ShadowKVAttention(AttentionOperator):
         """The chunks of the Context that this step attends to beside the outliers: [batch, kv_heads, n] int64."""
         assert layer.context.outliers is not None
         outliers = layer.context.outliers.ids
-        count = min(self._budget(layer), layer.chunks - outliers.shape[2])
+        budget = chunk_budget(layer.context.prompt_length, layer.chunks, self.settings)
+        count = min(budget, layer.chunks - outliers.shape[2])
         if count == 0:
             return outliers[:, :, :0]
         return chosen_chunks(call.q, layer.landmarks.entries, outliers, count, call.scale, call.softcap)
-
-    def _budget(self, layer: LowRankLayer) -> int:
-        """Chunks to choose at each step of an answer; a share is one of the sequence as the prompt left it."""
-        budget = self.settings.sparse_budget
-        if isinstance(budget, str) or (isinstance(budget, float) and budget == 1.0):
-            return layer.chunks
-        tokens = budget * layer.context.prompt_length if isinstance(budget, float) else budget
-        return max(1, math.ceil(tokens / layer.chunk_size))
 
     def _measure_recall(
         self, layer: LowRankLayer, call: bridge.AttentionCall, lse: torch.Tensor, recent_lse: torch.Tensor

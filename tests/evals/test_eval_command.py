@@ -81,7 +81,18 @@ def test_two_runs_are_compared(evaluate, tmp_path):
         ("full", "full", 1),
         ("quest", "streaming", 1),
     ]
-    assert "B - A" in evaluate("--compare", tmp_path / "quest", tmp_path / "streaming")
+    printed = evaluate("--compare", tmp_path / "quest", tmp_path / "streaming")
+    assert "from quest to streaming" in printed
+    assert [line.split()[:2] for line in printed.splitlines() if "recite" in line] == [["recite", "1"]] * 2
+
+
+def test_a_table_too_wide_for_the_terminal_has_a_line_per_method(evaluate, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    words = ("--task", "recite", "--lengths", "200", "--depths", "50", *SPARSE, "--no_baseline", "--out", tmp_path)
+    printed = evaluate(*words, "--config", "quest:second_block_count=2,quest:second_block_count=pyramid(1, 3)")
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]
+    assert ["quest:second_block_count=2", "0.000"] in rows
+    assert ["quest:second_block_count=pyramid(1, 3)", "0.000"] in rows
 
 
 def test_help_lists_the_tasks(capsys):

@@ -57,8 +57,8 @@ def result(method, index, task="needle", **more):
 RESULTS = [result(method, index) for index in range(4) for method in SCORES]
 
 
-def summary_of(results=RESULTS, skipped=None, attended=None):
-    return {**summarize(RUN, results, skipped or {}), "attended_tokens": attended or {}}
+def summary_of(results=RESULTS, skipped=None, attended=None, settings=RUN):
+    return {**summarize(settings, results, skipped or {}), "attended_tokens": attended or {}}
 
 
 @pytest.fixture
@@ -195,6 +195,23 @@ def test_the_likelihood_is_drawn_cumulatively():
 
     figure = curves("perplexity", {"quest": {"1024": {"position": [256, 512, 1024], "nll": [3.0, 2.0, 1.0]}}})
     assert figure.axes[0].get_lines()[0].get_ydata() == pytest.approx([3.0, 2.5, 2.0])
+
+
+def test_budgets_of_one_recipe_are_joined_to_a_line():
+    from hetero_kv.evals.plots import score_by_budget
+
+    attended = {"quest:n=8": {"1024": 300.0}, "full": {"1024": 1024.0}, "quest:n=2": {"1024": 100.0}}
+    scores = {"needle": {"quest:n=8": 1.0, "full": 0.75, "quest:n=2": 0.5}}
+    lines = {line.get_label(): line for line in score_by_budget("1024", scores, attended).axes[0].get_lines()}
+    assert list(lines) == ["quest", "full"]
+    assert lines["quest"].get_xydata().tolist() == [[100.0, 0.5], [300.0, 1.0]]
+
+
+def test_a_run_of_data_files_alone_does_not_speak_of_lengths_and_depths(reported):
+    assert "- lengths: 1024, 2048 tokens" in reported()
+    text = reported(settings={**RUN, "tasks": {}, "limit": 5})
+    assert "- lengths:" not in text
+    assert "- limit: the first 5 samples of each task and data file" in text
 
 
 def test_without_matplotlib_the_report_says_how_to_get_the_plots(reported, monkeypatch, caplog):

@@ -11,6 +11,7 @@ from tiny_evaluation import SPARSE, WINDOW, tiny_loaded
 from hetero_kv import HeteroKVError, eject, inject
 from hetero_kv.errors import ConfigError
 from hetero_kv.evals import CallableSubject, ConfiguredModel, RunOptions, config_specs, run
+from hetero_kv.evals.sample import Score
 from hetero_kv.evals.tasks import registry
 from hetero_kv.generate import Conversation
 from hetero_kv.operators import RetrievalAttention
@@ -214,6 +215,13 @@ def test_lines_of_data_files_that_cannot_be_used_are_counted_and_the_others_run(
     assert "niah.jsonl, line 4: not JSON" in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_a_score_that_is_no_number_ends_the_run_with_its_sample_named(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(registry.get("recite"), "score", lambda sample, predictions: Score(float("nan")))
+    with pytest.raises(HeteroKVError, match=r"full on sample recite/\S+: its score is nan; .*--dtype float32"):
+        run(["recite"], ConfiguredModel(loaded, []), tmp_path, OPTIONS)
+    assert (tmp_path / "results.jsonl").read_text() == ""
+
+
 def test_a_model_is_whole_again_when_a_run_fails(loaded, tmp_path, monkeypatch):
     def broken(*args, **kwargs):
         raise RuntimeError("no luck")
@@ -263,6 +271,8 @@ def test_a_config_called_full_would_be_taken_for_the_baseline(tmp_path):
         (["nedle"], OPTIONS, "task 'nedle' is not known; did you mean 'needle'"),
         (["ruler/x*"], OPTIONS, "task 'ruler/x*' matches none"),
         (["ruler/qa_1=nowhere.json"], OPTIONS, "there is no file 'nowhere.json'"),
+        (["ruler/qa_1"], OPTIONS, "give that file, as published: --task ruler/qa_1=FILE"),
+        ([f"recite={__file__}"], OPTIONS, "recite is not built from a file; those that are: ruler/qa_1, ruler/qa_2"),
         ([], OPTIONS, "nothing to run: give a task or a data file"),
         (["recite"], RunOptions(lengths=(WINDOW + 1,)), rf"lengths has {WINDOW + 1}, and max_seq_len is {WINDOW}"),
         (["perplexity"], OPTIONS, "task 'perplexity' needs a text: give --prompt_file FILE, or --haystack FILE"),

@@ -125,6 +125,28 @@ def test_scaled_rotations_are_undone_too(scaling):
     assert error < 2e-5
 
 
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+@pytest.mark.parametrize("plus", [False, True])
+def test_keys_are_rebuilt_with_the_rotation_they_were_stored_with_where_it_changes_as_a_sequence_grows(scaling, plus):
+    def new_model():
+        # Their rotary modules keep what the longest sequence so far made of them, so that each side needs its own.
+        if scaling == "dynamic":
+            rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+            return tiny_model("llama", rope_parameters=rope, max_position_embeddings=64)
+        factors = {"short_factor": [1 + i / 10 for i in range(8)], "long_factor": [2 + i / 3 for i in range(8)]}
+        rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
+        return tiny_model("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+
+    # Past 64 tokens, the length that both change at, while an answer is generated.
+    parts = conversation(50, 30, 40, 5)
+    cached, whole, ours = new_model(), new_model(), new_model()
+    expected = logits(cached, DynamicCache(config=cached.config), *parts)
+    actual = logits(ours, injected(ours, project_generated=plus), *parts)
+    assert relative_error(actual, expected) < 2e-5
+    # One forward over everything turns all keys alike, which no cache does.
+    assert relative_error(logits(whole, None, torch.cat(parts, dim=1)), expected) > 0.1
+
+
 def test_half_precision_models_agree_to_their_precision():
     model = copy.deepcopy(model_of("llama")).bfloat16()
     parts = conversation(120, 20, 20, 5)

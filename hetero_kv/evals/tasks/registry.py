@@ -47,12 +47,14 @@ class Task(ABC):
         meaning: one line for `--help` and the documentation.
         uses_depth: whether samples are made for each depth asked for.
         from_data_file: whether samples come only from a data file (`--data`), so that `generate` cannot make any.
+        needs_data_file: whether samples are made from published data (`NAME=FILE`).
     """
 
     name: str
     meaning: str
     uses_depth: bool = False
     from_data_file: bool = False
+    needs_data_file: bool = False
 
     @abstractmethod
     def generate(self, request: TaskRequest) -> Iterator[Sample]:

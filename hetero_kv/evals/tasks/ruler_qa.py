@@ -43,6 +43,7 @@ class RulerQA(GeneratedTask):
     """A question among documents; scored 1 where one of its answers occurs in the answer."""
 
     max_new_tokens = MAX_NEW_TOKENS
+    needs_data_file = True
 
     def __init__(self, name: str, data: str, read: Callable[[Any], Iterator[Question]]) -> None:
         self.name = f"ruler/{name}"
@@ -57,7 +58,9 @@ class RulerQA(GeneratedTask):
             HeteroKVError: no data file, or one that is not as published.
         """
         if request.data_file is None:
-            raise HeteroKVError(f"task {self.name}: it is built from {self.data}; give that file, as published")
+            raise HeteroKVError(
+                f"task {self.name}: it is built from {self.data}; give that file, as published: --task {self.name}=FILE"
+            )
         questions, documents = _questions(self.name, self.data, self.read, request.data_file)
         order = Cell(self.name, cell.seed, 0, None, 0).random("questions").sample(range(len(questions)), len(questions))
         question = questions[order[cell.number % len(order)]]

@@ -1,0 +1,1 @@
+"""The checks of `python -m benchmarks.gpu_check`, a file for each kind."""

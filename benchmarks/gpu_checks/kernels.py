@@ -1,0 +1,103 @@
+"""Triton kernels against the torch functions that define them, on a GPU; and how long each of the two takes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_checks.setting import HALF, Result, Setting, relative_error, synchronise
+from gpu_ops.gather import gathered_rows, gathered_rows_by_copy
+from gpu_ops.kernel_choice import runs_triton
+from gpu_ops.mapped_memory import MappedMemory
+from gpu_ops.merge import merge_attention, merge_attention_in_torch
+from gpu_ops.rebuild import rebuilt_chunks, rebuilt_chunks_in_torch
+from gpu_ops.rotary import RotaryLayout
+
+Case = tuple[str, Callable[[], Any], Callable[[], Any], float]
+_REPEATS = 20
+
+
+def _merge_case(setting: Setting, dtype: torch.dtype) -> Case:
+    shape = (1, 4, 8, 32) if setting.tiny else (1, 32, 4096, 128)
+    a, b = (torch.randn(shape, device=setting.device).to(dtype) for _ in range(2))
+    lse_a, lse_b = (torch.randn(shape[:3], device=setting.device) for _ in range(2))
+    arguments = a, lse_a, b, lse_b
+    return (
+        "merge of partial attentions",
+        lambda: merge_attention(*arguments)[0],
+        lambda: merge_attention_in_torch(*arguments)[0],
+        # A GPU's exponentials are good to a few roundings of float32.
+        1.0 if dtype in HALF else 20.0,
+    )
+
+
+def _rebuild_case(setting: Setting, dtype: torch.dtype, layout: RotaryLayout) -> Case:
+    tokens, heads, rank, dim, count = (200, 2, 24, 32, 5) if setting.tiny else (131_072, 8, 160, 128, 256)
+    tensors = [
+        torch.randn(shape, device=setting.device).to(dtype)
+        for shape in ((1, tokens, rank), (1, heads, rank, dim), (tokens, layout.pairs), (tokens, layout.pairs))
+    ]
+    chunks = torch.randint(0, tokens // 8, (1, heads, count), device=setting.device)
+    arguments = *tensors, layout, chunks, 8
+    return (
+        f"rebuilding of chunks, {layout.pairs} {'neighbouring' if layout.interleaved else 'split'} pairs",
+        lambda: rebuilt_chunks(*arguments),
+        lambda: rebuilt_chunks_in_torch(*arguments),
+        # Sums over the rank may come in another order.
+        1.0 if dtype in HALF else 50.0,
+    )
+
+
+def _gather_case(setting: Setting, dtype: torch.dtype) -> Case:
+    rows, count = (100, 7) if setting.tiny else (100_000, 2048)
+    stored = torch.randn(rows, 8, 128).to(dtype)
+    mapped = MappedMemory(stored)
+    is_mapped = setting.on_gpu and mapped.reach(stored.nbytes)
+    where, like = torch.randint(0, rows, (count,)), torch.empty(0, device=setting.device)
+    return (
+        "gathering of rows from page-locked DRAM" if is_mapped or not setting.on_gpu else "gathering: NOT page-locked",
+        # `mapped` is held by the closure, as a cache layer holds it.
+        lambda: gathered_rows(mapped.tensor, where, like, is_mapped=is_mapped),
+        lambda: gathered_rows_by_copy(stored, where, like),
+        0.0,
+    )
+
+
+def _milliseconds(setting: Setting, action: Callable[[], Any]) -> float:
+    took = []
+    for _ in range(_REPEATS if setting.on_gpu else 1):
+        synchronise(setting)
+        start = time.perf_counter()
+        action()
+        synchronise(setting)
+        took.append(time.perf_counter() - start)
+    return statistics.median(took) * 1e3
+
+
+def check(setting: Setting) -> Iterator[Result]:
+    """Each kernel in every precision; without Triton, a line that says so."""
+    if setting.on_gpu and not runs_triton(torch.empty(1, device=setting.device)):
+        yield Result("Triton kernels", False, "Triton is not installed or does not run on this GPU")
+        return
+    pairs = 16 if setting.tiny else 64
+    for dtype in (torch.float32, *HALF):
+        cases = [_merge_case(setting, dtype), _gather_case(setting, dtype)]
+        layouts = (RotaryLayout(pairs), RotaryLayout(pairs // 2, interleaved=True), RotaryLayout(0))
+        cases += [_rebuild_case(setting, dtype, layout) for layout in layouts]
+        for name, kernel, twin, roundings in cases:
+            error = relative_error(kernel(), twin())
+            passed = error <= roundings * torch.finfo(dtype).eps if setting.on_gpu else None
+            kind = str(dtype).removeprefix("torch.")
+            ours, torchs = _milliseconds(setting, kernel), _milliseconds(setting, twin)
+            yield Result(
+                f"{name}, {kind}",
+                passed if error < 1 else False,
+                f"error {error:.1e}; kernel {ours:.3f} ms, torch {torchs:.3f} ms"
+                if setting.on_gpu
+                else "torch in both places, no kernel runs on a CPU",
+                {"error": error, "kernel_ms": ours, "torch_ms": torchs},
+            )

@@ -1,0 +1,81 @@
+"""Where and how large the checks run, and what a check reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the checks run on.
+
+    Attributes:
+        device: that the models compute on.
+        tiny: sizes that take seconds on a CPU.
+        tokens: of the long prompt.
+        gpu_memory: that the long prompt may take, bytes.
+    """
+
+    device: torch.device
+    tiny: bool
+    tokens: int
+    gpu_memory: int
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU, with memory of its own and Triton kernels."""
+        return self.device.type == "cuda"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one check found.
+
+    Attributes:
+        name: of what was checked.
+        passed: None where the check needs a GPU and there is none.
+        detail: figures for people.
+        figures: figures for programs.
+    """
+
+    name: str
+    passed: bool | None
+    detail: str
+    figures: dict[str, Any] = field(default_factory=dict)
+
+
+Check = Callable[[Setting], Iterator[Result]]
+
+
+def random_model(setting: Setting, dtype: torch.dtype, model_type: str = "llama", **shape: Any) -> Any:
+    """A model of random weights, made on the device in `dtype`: nothing is read, and nothing copied."""
+    config = AutoConfig.for_model(model_type, **shape)
+    torch.manual_seed(0)
+    with torch.device(setting.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    return model.eval().requires_grad_(False)
+
+
+def random_tokens(setting: Setting, count: int, seed: int, vocabulary: int) -> torch.Tensor:
+    """[1, count] token ids on the device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, vocabulary, (1, count), generator=generator).to(setting.device)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference over that of what is expected."""
+    difference = torch.linalg.vector_norm(actual.double() - expected.double())
+    return float(difference / torch.linalg.vector_norm(expected.double()))
+
+
+def synchronise(setting: Setting) -> None:
+    """Wait for the device."""
+    if setting.on_gpu:
+        torch.cuda.synchronize(setting.device)

@@ -1,0 +1,66 @@
+"""How much attention each key receives from the queries of a chunk, per query head, from log-sum-exp."""
+
+from __future__ import annotations
+
+import torch
+
+# Scores that are held at once: a tile of queries times a tile of keys, per head.
+_QUERIES = 256
+_KEYS = 4096
+
+
+def column_sums(
+    q: torch.Tensor,
+    lse: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    softcap: float | None = None,
+    weights: torch.Tensor | None = None,
+    squared: bool = False,
+    group_max: bool = False,
+) -> torch.Tensor:
+    """The column sums of a chunk's rows of the attention matrix, of which only a tile at a time is computed.
+
+    A row's log-sum-exp is final once its query has seen all its keys, so that sums over the chunks of a prompt add up
+    to the exact sums over the whole matrix.
+
+    Args:
+        q: [batch, kv_heads * group, n, k_dim], queries of the last n of the keys' places.
+        lse: [batch, kv_heads * group, n] float32, of each query over all keys that it sees.
+        keys: [batch, kv_heads, length, k_dim]; query i sees the first length - n + i + 1 of them.
+        scale: factor of the scores.
+        softcap: c > 0 turns a score s into c·tanh(s/c).
+        weights: [n], a factor of each query's row; None for 1.
+        squared: sum the squares of the probabilities.
+        group_max: sum, of each query, the highest among the heads of a group.
+
+    Returns [batch, kv_heads, group or 1 with group_max, length] float32.
+    """
+    batch, heads, n, k_dim = q.shape
+    kv_heads, length = keys.shape[1], keys.shape[2]
+    group, past = heads // kv_heads, length - n
+    sums = torch.zeros(batch, kv_heads, 1 if group_max else group, length, dtype=torch.float32, device=q.device)
+    for start in range(0, n, _QUERIES):
+        rows = slice(start, min(start + _QUERIES, n))
+        count = rows.stop - rows.start
+        folded = q[:, :, rows].reshape(batch, kv_heads, group * count, k_dim).float() * scale
+        normaliser = lse[:, :, rows].reshape(batch, kv_heads, group * count, 1).float()
+        places = torch.arange(past + rows.start, past + rows.stop, device=q.device).repeat(group)[:, None]
+        for first in range(0, past + rows.stop, _KEYS):
+            columns = slice(first, min(first + _KEYS, past + rows.stop))
+            scores = folded @ keys[:, :, columns].float().transpose(-1, -2)
+            if softcap:
+                scores = softcap * torch.tanh(scores / softcap)
+            probabilities = scores.sub_(normaliser).exp_()
+            if columns.stop > past + rows.start + 1:
+                seen = torch.arange(columns.start, columns.stop, device=q.device)[None, :] <= places
+                probabilities.masked_fill_(~seen, 0.0)
+            if squared:
+                probabilities.square_()
+            by_row = probabilities.unflatten(2, (group, count))
+            if group_max:
+                by_row = by_row.amax(dim=2, keepdim=True)
+            if weights is not None:
+                by_row = by_row * weights[rows].to(by_row)[:, None]
+            sums[..., columns] += by_row.sum(dim=3)
+    return sums

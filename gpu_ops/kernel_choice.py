@@ -1,0 +1,36 @@
+"""Whether a Triton kernel runs in the place of the torch passes that define it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+
+import torch
+
+
+def runs_triton(tensor: torch.Tensor) -> bool:
+    """Whether work on `tensor` is a Triton kernel's: it is on a CUDA device, and Triton is installed and runs there."""
+    return tensor.is_cuda and _runs_on(tensor.device)
+
+
+@functools.cache
+def _runs_on(device: torch.device) -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from gpu_ops.triton_kernels.merge import merge_attention
+
+    parts = torch.zeros(1, 1, 1, 16, device=device), torch.zeros(1, 1, 1, device=device)
+    try:
+        with torch.cuda.device(device):
+            merge_attention(*parts, *parts)
+    # Whatever Triton lacks (a C compiler, a driver that it knows), torch does the same work.
+    except Exception as error:
+        warnings.warn(
+            f"Triton is installed and cannot run on {device} ({type(error).__name__}: {error}); torch does its work, "
+            "in several passes. Triton needs a C compiler and a supported GPU",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return False
+    return True

@@ -1,0 +1,65 @@
+"""DRAM that a GPU reads where it lies."""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+import weakref
+
+import torch
+
+# Memory is page-locked in steps of so many bytes: each call costs milliseconds.
+_STEP = 16 << 20
+# cudaHostRegisterPortable | cudaHostRegisterMapped
+_FLAGS = 3
+
+
+class MappedMemory:
+    """A tensor in DRAM whose first bytes are page-locked and mapped for CUDA, as far as they are in use.
+
+    A pool has room for more than will ever be written, and page-locking backs all that it covers with memory; so it
+    follows what is written. What was locked is released with this object, which keeps the tensor.
+
+    Args:
+        tensor: contiguous, on the CPU.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        self._end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
+        self._locked = self._begin
+        self._failed = False
+        self._ranges: list[int] = []
+        # When the process ends, CUDA lets go of everything by itself.
+        weakref.finalize(self, _unlock, self._ranges).atexit = False
+
+    def reach(self, size: int) -> bool:
+        """Page-lock at least the first `size` bytes of the tensor; returns whether they are.
+
+        Warns once, and returns False from then on, where CUDA refuses (a limit on locked memory, say).
+        """
+        wanted = min(self.tensor.data_ptr() + size, self._end)
+        if self._failed or wanted <= self._locked:
+            return not self._failed
+        stop = max(wanted, min(self._locked + _STEP, self._end))
+        stop = -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE
+        error = int(torch.cuda.cudart().cudaHostRegister(self._locked, stop - self._locked, _FLAGS))
+        if error:
+            self._failed = True
+            warnings.warn(
+                f"CUDA could not page-lock {(stop - self._locked) / 1e6:.0f} MB of DRAM (cudaHostRegister: error "
+                f"{error}); values are copied through a buffer instead, which is slower. Raise the limit on locked "
+                "memory (ulimit -l) if there is one",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return False
+        self._ranges.append(self._locked)
+        self._locked = stop
+        return True
+
+
+def _unlock(ranges: list[int]) -> None:
+    for start in ranges:
+        torch.cuda.cudart().cudaHostUnregister(start)

@@ -1,0 +1,115 @@
+"""Keys of chosen chunks in one pass: coefficients gathered, multiplied by the basis, rotated, written.
+
+`gpu_ops.rebuild.rebuilt_chunks_in_torch` defines the result.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from gpu_ops.rotary import RotaryLayout
+
+_TOKENS, _RANK = 32, 32
+
+
+@triton.jit
+def _columns_of(
+    rows, is_token, basis, basis_rank, channel, is_channel,
+    RANK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Coefficients at `rows` times the columns `channel` of a basis: [tokens, channels] float32."""
+    total = tl.zeros([BLOCK_TOKENS, BLOCK_CHANNELS], tl.float32)
+    for start in range(0, RANK, BLOCK_RANK):
+        r = start + tl.arange(0, BLOCK_RANK)
+        left = tl.load(rows[:, None] + r[None, :], mask=is_token[:, None] & (r < RANK)[None, :], other=0.0)
+        right = tl.load(
+            basis + r[:, None] * basis_rank + channel[None, :],
+            mask=(r < RANK)[:, None] & is_channel[None, :],
+            other=0.0,
+        )
+        total = tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def _rebuild(
+    coefficients, basis, cos, sin, chunks, out, count, heads,
+    coefficients_batch, coefficients_token, basis_batch, basis_head, basis_rank, cos_row, sin_row,
+    CHUNK: tl.constexpr, RANK: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    row, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
+    token = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    is_token = token < count * CHUNK
+    listed = tl.program_id(0).to(tl.int64) * count + token // CHUNK
+    position = tl.load(chunks + listed, mask=is_token, other=0) * CHUNK + token % CHUNK
+    rows = coefficients + row * coefficients_batch + position * coefficients_token
+    own_basis = basis + row * basis_batch + head * basis_head
+    written = out + (tl.program_id(0).to(tl.int64) * count * CHUNK + token)[:, None] * DIM
+
+    if PAIRS > 0:
+        pair = tl.arange(0, BLOCK_PAIRS)
+        is_pair = pair < PAIRS
+        # Both are compile-time numbers: pairs lie side by side, or half of them behind the other half.
+        first = OFFSET + (2 * pair if INTERLEAVED else pair)
+        second = first + (1 if INTERLEAVED else PAIRS)
+        a = _columns_of(
+            rows, is_token, own_basis, basis_rank, first, is_pair, RANK, PRECISION, BLOCK_TOKENS, BLOCK_RANK,
+            BLOCK_PAIRS,
+        )  # fmt: skip
+        b = _columns_of(
+            rows, is_token, own_basis, basis_rank, second, is_pair, RANK, PRECISION, BLOCK_TOKENS, BLOCK_RANK,
+            BLOCK_PAIRS,
+        )  # fmt: skip
+        is_number = is_token[:, None] & is_pair[None, :]
+        c = tl.load(cos + position[:, None] * cos_row + pair[None, :], mask=is_number, other=0.0).to(tl.float32)
+        s = tl.load(sin + position[:, None] * sin_row + pair[None, :], mask=is_number, other=0.0).to(tl.float32)
+        tl.store(written + first[None, :], (a * c - b * s).to(out.dtype.element_ty), mask=is_number)
+        tl.store(written + second[None, :], (b * c + a * s).to(out.dtype.element_ty), mask=is_number)
+
+    if DIM > 2 * PAIRS:
+        rest = tl.arange(0, BLOCK_REST)
+        is_rest = rest < DIM - 2 * PAIRS
+        channel = tl.where(rest < OFFSET, rest, rest + 2 * PAIRS)
+        plain = _columns_of(
+            rows, is_token, own_basis, basis_rank, channel, is_rest, RANK, PRECISION, BLOCK_TOKENS, BLOCK_RANK,
+            BLOCK_REST,
+        )  # fmt: skip
+        tl.store(written + channel[None, :], plain.to(out.dtype.element_ty), mask=is_token[:, None] & is_rest[None, :])
+
+
+def rebuilt_chunks(
+    coefficients: torch.Tensor,
+    basis: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layout: RotaryLayout,
+    chunks: torch.Tensor,
+    chunk_size: int,
+) -> torch.Tensor:
+    """As `gpu_ops.rebuild.rebuilt_chunks_in_torch`; the last dimension of every argument is contiguous."""
+    batch, kv_heads, rank, dim = basis.shape
+    count = chunks.shape[2]
+    out = torch.empty(batch, kv_heads, count, chunk_size, dim, dtype=coefficients.dtype, device=coefficients.device)
+    if count == 0:
+        return out
+    # TF32 holds every half-precision number, so that their products are exact.
+    is_half = coefficients.element_size() == 2 and basis.element_size() == 2
+    grid = (batch * kv_heads, triton.cdiv(count * chunk_size, _TOKENS))
+    _rebuild[grid](
+        coefficients, basis, cos, sin, chunks.contiguous(), out, count, kv_heads,
+        coefficients.stride(0), coefficients.stride(1), *basis.stride()[:3], cos.stride(0), sin.stride(0),
+        CHUNK=chunk_size, RANK=rank, DIM=dim, PAIRS=layout.pairs, OFFSET=layout.offset,
+        INTERLEAVED=layout.interleaved, PRECISION="tf32" if is_half else "ieee", BLOCK_TOKENS=_TOKENS,
+        BLOCK_RANK=_RANK, BLOCK_PAIRS=_block(layout.pairs), BLOCK_REST=_block(dim - 2 * layout.pairs),
+    )  # fmt: skip
+    return out
+
+
+def _block(width: int) -> int:
+    """The least width of a matrix product that holds `width`."""
+    return max(16, triton.next_power_of_2(max(1, width)))

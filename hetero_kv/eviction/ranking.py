@@ -1,0 +1,31 @@
+"""Picking entries by their scores."""
+
+from __future__ import annotations
+
+import torch
+
+
+def best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Places of the `count` highest scores along the last dimension, ascending; of equal scores the earlier wins.
+
+    Args:
+        scores: [..., held].
+
+    Returns [..., count] int64.
+    """
+    held = scores.shape[-1]
+    if held - count == 1:
+        # One step of decoding. The last of the lowest goes, so that the earlier of equals stays.
+        dropped = held - 1 - scores.flip(-1).argmin(dim=-1, keepdim=True)
+        places = torch.arange(count, device=scores.device).expand(*scores.shape[:-1], count)
+        return places + (places >= dropped)
+    order = scores.argsort(dim=-1, descending=True, stable=True)[..., :count]
+    return order.sort(dim=-1).values
+
+
+def protected(scores: torch.Tensor, *, first: int = 0, last: int = 0) -> torch.Tensor:
+    """`scores` [..., held] with the first and the last entries at infinity, so that they are kept."""
+    scores = scores.clone()
+    scores[..., :first] = float("inf")
+    scores[..., scores.shape[-1] - last :] = float("inf")
+    return scores

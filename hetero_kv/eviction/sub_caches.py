@@ -1,0 +1,81 @@
+"""Which tokens a cascade of sub-caches holds after a stride (Cascading KV cache, arXiv:2406.17808, algorithm 2).
+
+The newest sub-cache accepts every token. Whatever a full sub-cache accepts pushes its oldest entry out, and that is
+offered to the next, which accepts every second of its offers: sub-cache i accepts at the tokens whose number is a
+multiple of 2^i. An offer that is not accepted contests the place of that sub-cache's newest entry, and the loser is
+dropped. While the cascade has room, every sub-cache accepts and nothing is dropped.
+
+So a sub-cache's entries are older than all of the one before it, in order of arrival, and when tokens are offered
+depends on their number alone. A cascade is therefore a list in the order of positions, cut at fixed places, and a
+stride passes through a sub-cache as a whole: its circular buffer is a slice that moves on by what it accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def sub_cache_sizes(window: int, count: int) -> tuple[int, ...]:
+    """Entries of `count` sub-caches that share `window`, the newest first; the newest have what cannot be shared."""
+    size, rest = divmod(window, count)
+    return tuple(size + (index < rest) for index in range(count))
+
+
+def survivors(scores: torch.Tensor, sizes: Sequence[int], sinks: int, first: int) -> torch.Tensor:
+    """What a full cascade and the tokens behind it come to, when these enter it one after the other.
+
+    Args:
+        scores: [..., sinks + sum(sizes) + incoming], of the entries in the order of their positions; of two that
+            contest a place the later wins with the strictly higher score.
+        sizes: entries of each sub-cache, the newest first.
+        sinks: entries in front of the cascade.
+        first: number of the first incoming token, where the first token behind the sinks has number 0.
+
+    Returns [..., sinks + sum(sizes)] int64, ascending places of those that stay.
+    """
+    held = scores.shape[-1]
+    start = sinks + sum(sizes)
+    incoming = held - start
+    if incoming == 1:
+        return _all_but_one(scores, sizes, sinks, first)
+    places = torch.arange(held, device=scores.device).expand(scores.shape)
+    start -= sizes[0]
+    offered, stay = places[..., start : start + incoming], places[..., start + incoming :]
+    slices = [stay]
+    for level, size in enumerate(sizes[1:], 1):
+        own = places[..., start - size : start]
+        start -= size
+        # Offers are numbered; the even ones are accepted, and each odd one contests the one before it.
+        period = 2 ** (level - 1)
+        begin, end = -(-first // period), -(-(first + incoming) // period)
+        if begin % 2:
+            own, offered = own[..., :-1], torch.cat([own[..., -1:], offered], dim=-1)
+        sequence = torch.cat([own, _winners(offered, scores)], dim=-1)
+        accepted = -(-end // 2) + (-begin // 2)
+        offered, stay = sequence[..., :accepted], sequence[..., accepted:]
+        slices.append(stay)
+    slices.append(places[..., :sinks])
+    return torch.cat(slices[::-1], dim=-1)
+
+
+def _winners(places: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Of each pair of successive `places` [..., n] the one with the higher score; what has no partner wins."""
+    earlier, later = places[..., ::2], places[..., 1::2]
+    pairs = later.shape[-1]
+    earlier, alone = earlier[..., :pairs], earlier[..., pairs:]
+    won = scores.gather(-1, later) > scores.gather(-1, earlier)
+    return torch.cat([torch.where(won, later, earlier), alone], dim=-1)
+
+
+def _all_but_one(scores: torch.Tensor, sizes: Sequence[int], sinks: int, first: int) -> torch.Tensor:
+    """`survivors` of one incoming token: the sub-caches that accept each pass one entry on, and the last is dropped or
+    contests the place of the next sub-cache's newest."""
+    accepting = (first & -first).bit_length()
+    dropped: torch.Tensor | int = sinks
+    if accepting < len(sizes):
+        newest = sinks + sum(sizes[accepting:]) - 1
+        dropped = newest + (scores[..., newest + 1 : newest + 2] <= scores[..., newest : newest + 1]).long()
+    places = torch.arange(scores.shape[-1] - 1, device=scores.device).expand(*scores.shape[:-1], -1)
+    return places + (places >= dropped)

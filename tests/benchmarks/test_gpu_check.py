@@ -1,0 +1,62 @@
+"""`python -m benchmarks.gpu_check` runs whole, on a CPU at tiny size, with no package beside those that it needs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu_check
+from benchmarks.gpu_checks import chosen_sets, exactness
+from hetero_kv.kv import storage
+from hetero_kv.selection import representatives
+
+TINY = ["--device", "cpu", "--tiny"]
+
+
+def test_every_check_runs_on_a_cpu_without_the_packages_that_read_models(tmp_path):
+    program = (
+        "import sys; sys.modules['gguf'] = sys.modules['flash_attn'] = None; "
+        "from benchmarks.gpu_check import main; sys.exit(main(sys.argv[1:]))"
+    )
+    root, report = Path(__file__).parents[2], tmp_path / "report.json"
+    command = [sys.executable, "-c", program, *TINY, "--json", report]
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    found = json.loads(report.read_text())
+    assert found["failed"] == 0
+    by_group = {group: [check for check in found["checks"] if check["group"] == group] for group in gpu_check.CHECKS}
+    names = " ".join(check["name"] for check in by_group["exactness"])
+    operators = ("dense", "SlidingWindowAttention", "ShadowKVAttention", "float16", "bfloat16")
+    assert all(name in names for name in (*operators, *storage.names(), *representatives.names()))
+    recipes = [check["name"].split(", ")[-1] for check in by_group["long_prompt"]]
+    assert recipes == ["ktransformers", "quest", "shadowkv"]
+    assert all(check["figures"]["decode_ms_per_token"] > 0 for check in by_group["long_prompt"])
+    assert {check["passed"] for check in by_group["kernels"]} == {None}
+    assert len(run.stdout.splitlines()) == len(found["checks"]) + 2
+
+
+def test_a_wrong_choice_fails_by_name_and_in_the_exit_status(monkeypatch, capsys):
+    chosen = chosen_sets.chosen_chunks
+    monkeypatch.setattr(chosen_sets, "chosen_chunks", lambda q, *rest: chosen(-q, *rest))
+    assert gpu_check.main([*TINY, "--only", "sets"]) == 1
+    assert "FAIL  sets: ShadowKV's landmarks, outliers and choice, float32" in capsys.readouterr().out
+
+
+def test_attention_that_leaves_tokens_out_is_no_full_attention():
+    setting = gpu_check.Setting(torch.device("cpu"), True, 0, 0)
+    subject = exactness.Subject(setting, "llama")
+    _, rules, _ = exactness.variants(subject.full_rank)["RetrievalAttention, MEAN representatives, FP16"]
+    rules[-1]["replace"]["kwargs"]["second_block_count"] = 0
+    assert subject.error_under(rules, torch.bfloat16) > 2 * subject.rounding[torch.bfloat16] + 2e-3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_runs_without_one(capsys):
+    with pytest.raises(SystemExit):
+        gpu_check.main([])
+    assert "--device cpu --tiny" in capsys.readouterr().err

@@ -1,0 +1,33 @@
+"""What `--config` names: a file, with settings of the engine and of the file's own operators."""
+
+from __future__ import annotations
+
+import pytest
+from tiny_models import tiny_model
+
+from hetero_kv.errors import ConfigError
+from hetero_kv.evals import config_specs
+from hetero_kv.injection import eject, inject
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "value"),
+    [
+        ("quest:second_block_count=3", "second_block_count", 3),
+        ("shadowkv:rank=8:outlier_chunks=2", "rank", 8),
+        ("tova:budget=30", "budget", 30),
+    ],
+)
+def test_a_method_takes_the_settings_of_its_own_operators(word, name, value):
+    (spec,) = config_specs([word])
+    assert spec.name == word
+    model = tiny_model("llama")
+    injection = inject(model, spec.rules, command_line=spec.settings)
+    assert {getattr(operator.settings, name) for operator in injection.attention_operators()} == {value}
+    eject(model)
+
+
+@pytest.mark.parametrize("word", ["quest:rank=8", "tova:rank=8", "shadowkv:policy=tova"])
+def test_a_setting_of_another_operator_is_refused_by_name(word):
+    with pytest.raises(ConfigError, match=f"unknown setting '{word.split(':')[1].split('=')[0]}'"):
+        config_specs([word])

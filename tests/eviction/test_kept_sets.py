@@ -1,0 +1,161 @@
+"""What every policy keeps is what its paper says: a whole prompt, then 200 generated tokens, in whole models."""
+
+from __future__ import annotations
+
+import dense_policies as dense
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.operators import BoundedAttention
+from hetero_kv.rules import parse_rules
+
+PROMPT, GENERATED, CHUNK, STRIDE, BUDGET = 117, 200, 16, 23, 40
+POLICIES = {
+    "streaming_llm": ({"stride": STRIDE, "sinks": 4}, dense.StreamingLLM(4)),
+    "tova": ({"stride": STRIDE}, dense.Tova()),
+    "h2o": ({}, dense.H2O()),
+    "snapkv": ({"window": 12, "kernel": 5}, dense.SnapKV(12, 5)),
+    "pyramidkv": ({"window": 12, "kernel": 5, "beta": 1}, dense.SnapKV(12, 5)),
+    "roco": ({"recent": 5, "protected_ratio": 0.3}, dense.RoCo(5, 0.3)),
+}
+MODELS = {
+    "llama": {},
+    "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 2},
+    "phi": {"num_key_value_heads": 4},
+}
+
+
+def tokens(count, seed=0, batch=1):
+    return torch.randint(2, 97, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def bounded(model, chunk_size=CHUNK, **kwargs):
+    rules = [
+        {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
+        {"match": {"name": r"self_attn$"}, "replace": {"class": "BoundedAttention", "kwargs": kwargs}},
+    ]
+    inject(model, parse_rules({"rules": rules, "long_context": {"chunk_size": chunk_size}}))
+    return HeteroCache(model)
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """layer -> [(q, k, scale)] of every chunk's attention, as it came to the operator, of the batch's first row."""
+    calls = {}
+    prefill_chunk = BoundedAttention.prefill_chunk
+
+    def kept(self, layer, call):
+        calls.setdefault(self.layer_idx, []).append((call.q[0], call.k[0], call.scale))
+        return prefill_chunk(self, layer, call)
+
+    monkeypatch.setattr(BoundedAttention, "prefill_chunk", kept)
+    return calls
+
+
+def passes(calls, sizes):
+    """The calls of one layer, joined to what lies between two evictions."""
+    calls = iter(calls)
+    for size in sizes:
+        parts = [next(calls)]
+        while sum(k.shape[1] for _, k, _ in parts) < size:
+            parts.append(next(calls))
+        yield torch.cat([q for q, _, _ in parts], 1), torch.cat([k for _, k, _ in parts], 1)
+
+
+def rotation_of(layer):
+    if layer.rotary is None:
+        return None
+    return lambda vectors, start: layer.placed(vectors[None], start)[0]
+
+
+# Groups of two and of three query heads for every policy, and heads of their own, partly rotated.
+CASES = [(policy, model) for policy in POLICIES for model in ("llama", "qwen3")] + [
+    ("streaming_llm", "phi"),
+    ("h2o", "phi"),
+]
+
+
+@pytest.mark.parametrize(("policy", "architecture"), CASES)
+def test_the_kept_entries_are_those_of_the_dense_reference(recorded, policy, architecture):
+    model = tiny_model(architecture, **MODELS[architecture])
+    settings, reference = POLICIES[policy]
+    cache = bounded(model, policy=policy, budget=BUDGET, **settings)
+    kept = {index: [] for index in range(3)}
+    with torch.no_grad():
+        for part in (tokens(PROMPT), *tokens(GENERATED, 1).split(1, dim=1)):
+            model(part, past_key_values=cache)
+            for index, layer in enumerate(cache.layers):
+                assert layer.held == min(BUDGET, layer.length)
+                kept[index].append(layer.entries.positions[0])
+    strides = [STRIDE] * (PROMPT // STRIDE) + [PROMPT % STRIDE] if "stride" in settings else [PROMPT]
+    for index, layer in enumerate(cache.layers):
+        sizes = [*strides, *[1] * GENERATED]
+        sets = list(
+            dense.kept_positions(
+                reference, passes(recorded[index], sizes), BUDGET, recorded[index][0][2], rotation_of(layer)
+            )
+        )
+        expected = sets[len(strides) - 1 :]
+        assert len(expected) == len(kept[index]) == GENERATED + 1
+        wrong = [
+            i for i, (mine, theirs) in enumerate(zip(kept[index], expected, strict=True)) if not mine.equal(theirs)
+        ]
+        assert not wrong, f"layer {index}: after {wrong[0]} generated tokens"
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "random"])
+def test_how_the_prompt_is_chunked_changes_nothing(policy):
+    settings = POLICIES[policy][0] if policy in POLICIES else {}
+    model = tiny_model("llama")
+    kept = []
+    for chunk_size in (5, 512):
+        cache = bounded(model, chunk_size, policy=policy, budget=BUDGET, **settings)
+        with torch.no_grad():
+            model(tokens(PROMPT), past_key_values=cache)
+        kept.append([layer.entries.positions for layer in cache.layers])
+        eject(model)
+    assert all(few.equal(many) for few, many in zip(*kept, strict=True))
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "random"])
+def test_rows_of_a_batch_are_what_they_are_alone(policy):
+    settings = POLICIES[policy][0] if policy in POLICIES else {}
+    model = tiny_model("llama")
+    prompts, answers = tokens(60, 2, batch=3), tokens(30, 3, batch=3)
+
+    def positions(rows):
+        cache = bounded(model, policy=policy, budget=BUDGET, **settings)
+        with torch.no_grad():
+            for part in (prompts[rows], *answers[rows].split(1, dim=1)):
+                model(part, past_key_values=cache)
+        eject(model)
+        return [layer.entries.positions for layer in cache.layers]
+
+    together, alone = positions(slice(0, 3)), positions(slice(1, 2))
+    assert all(many[1:2].equal(one) for many, one in zip(together, alone, strict=True))
+
+
+def test_random_keeps_the_same_entries_with_the_same_seed_and_others_with_another():
+    model = tiny_model("llama")
+    kept = []
+    for seed in (3, 3, 4):
+        cache = bounded(model, policy="random", budget=30, seed=seed)
+        with torch.no_grad():
+            model(tokens(PROMPT), past_key_values=cache)
+        kept.append(cache.layers[1].entries.positions)
+        eject(model)
+    assert kept[0].equal(kept[1])
+    assert not kept[0].equal(kept[2])
+    assert not kept[0][0, 0].equal(kept[0][0, 1])
+
+
+def test_random_draws_every_part_of_the_prompt_alike():
+    from hetero_kv.eviction.random import drawn
+    from hetero_kv.eviction.ranking import best
+
+    positions = torch.arange(20000).expand(1, 4, -1)
+    kept = best(drawn(positions, seed=0, layer_idx=2), 2000)
+    counts = torch.histc(kept.float(), bins=10, min=0, max=20000)
+    assert float((counts / 800 - 1).abs().max()) < 0.15

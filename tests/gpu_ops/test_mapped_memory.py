@@ -1,0 +1,110 @@
+"""Page-locking follows what is written, and ends with the memory."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpu_ops import mapped_memory
+from gpu_ops.mapped_memory import MappedMemory
+from gpu_ops.rotary import RotaryLayout
+from hetero_kv.config import ShadowKVSettings
+from hetero_kv.kv import low_rank_layer
+from hetero_kv.kv.rotary_table import RotaryTable
+from hetero_kv.low_rank.rotation import Rotation
+
+PAGE = mmap.PAGESIZE
+
+
+class Driver:
+    """CUDA's two calls; as the driver does, it refuses a page that is locked already."""
+
+    def __init__(self, pages=10**9):
+        self.locked, self.pages = {}, pages
+
+    def cudaHostRegister(self, start, size, flags):
+        assert start % PAGE == size % PAGE == 0
+        if any(start < other + length and other < start + size for other, length in self.locked.items()):
+            return 712
+        if sum(self.locked.values()) + size > self.pages * PAGE:
+            return 2
+        self.locked[start] = size
+        return 0
+
+    def cudaHostUnregister(self, start):
+        del self.locked[start]
+        return 0
+
+    def holds(self, start, size):
+        """Whether every byte from address `start` on is locked."""
+        return all(
+            any(first <= address < first + length for first, length in self.locked.items())
+            for address in [*range(start, start + size, PAGE), start + size - 1]
+        )
+
+
+@settings(deadline=None)
+@given(
+    reaches=st.lists(st.integers(1, 40 * PAGE), min_size=1, max_size=6),
+    offset=st.integers(0, 2 * PAGE),
+    step=st.sampled_from([1, 3 * PAGE, 7 * PAGE + 5]),
+)
+def test_what_is_reached_is_locked_once_and_released_in_the_end(reaches, offset, step):
+    driver = Driver()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "cudart", lambda: driver)
+        patch.setattr(mapped_memory, "_STEP", step)
+        tensor = torch.empty(50 * PAGE, dtype=torch.uint8)[offset : offset + 40 * PAGE]
+        memory = MappedMemory(tensor)
+        assert not driver.locked
+        for size in reaches:
+            assert memory.reach(size)
+            assert driver.holds(tensor.data_ptr(), size)
+        assert sum(driver.locked.values()) <= max(reaches) + 2 * step + 2 * PAGE
+        del memory
+        assert not driver.locked
+
+
+def test_a_layer_locks_its_values_in_dram_once_for_itself_and_its_forks(monkeypatch):
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(low_rank_layer, "runs_triton", lambda tensor: True)
+    settings = ShadowKVSettings(rank=8, project_generated=True)
+
+    def filled(layer, tokens):
+        with layer.prefill(tokens):
+            layer.extend(keys[:, :, :tokens], keys[:, :, :tokens])
+
+    keys = torch.randn(1, 2, 3000, 16, generator=torch.Generator().manual_seed(0))
+    layer = low_rank_layer.LowRankLayer(8000, settings)
+    layer.factors.rotary = RotaryTable(Rotation(RotaryLayout(0)))
+    layer.factors.rotary.record(torch.ones(1, 8000, 1), torch.zeros(1, 8000, 1), 0)
+    filled(layer, 3000)
+    values = layer.pool.values
+    assert driver.holds(values.data_ptr(), layer.pool.bytes_touched)
+    fork = layer.fork({})
+    filled(fork, 2000)
+    assert driver.holds(values.data_ptr(), layer.pool.bytes_touched)
+    chunks = torch.tensor([[[0, 7], [370, 1]]])
+    assert torch.equal(fork.fetched(chunks)[0, 1, 0], keys[0, 1, 2960:2968].half().float())
+    layer.reset()
+    assert driver.locked
+    del fork
+    assert not driver.locked
+
+
+def test_where_cuda_refuses_it_warns_once_and_says_no(monkeypatch):
+    driver = Driver(pages=20)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(mapped_memory, "_STEP", PAGE)
+    memory = MappedMemory(torch.empty(40 * PAGE, dtype=torch.uint8))
+    assert memory.reach(10 * PAGE)
+    with pytest.warns(RuntimeWarning, match=r"could not page-lock .* error 2"):
+        assert not memory.reach(30 * PAGE)
+    assert not memory.reach(5)
+    del memory
+    assert not driver.locked

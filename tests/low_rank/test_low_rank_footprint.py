@@ -1,0 +1,120 @@
+"""What ShadowKV is planned to take, against the tensors that it has and the memory that the process takes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+
+import psutil
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from gpu_ops.rotary import RotaryLayout
+from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.config import ShadowKVSettings
+from hetero_kv.kv.low_rank_layer import LowRankLayer
+from hetero_kv.kv.rotary_table import RotaryTable
+from hetero_kv.kv.shape import KVShape
+from hetero_kv.low_rank.footprint import LowRankFootprint
+from hetero_kv.low_rank.rotation import Rotation
+from hetero_kv.planner import Footprint, LayerFootprint
+
+_models: dict[str, torch.nn.Module] = {}
+
+
+def model_of():
+    if not _models:
+        _models["llama"] = tiny_model("llama", num_key_value_heads=4, head_dim=32, max_position_embeddings=4096)
+    return _models["llama"]
+
+
+def planned_and_held(prompt, batch=1, **settings):
+    """The plan's terms and the cache's bytes, in DRAM and where the model computes, after a prompt and one token."""
+    model = model_of()
+    settings = {"rank": 40, "max_seq_len": 4096, **settings}
+    injection = inject(model, "shadowkv", command_line=settings)
+    try:
+        cache = HeteroCache(model)
+        with torch.no_grad():
+            for count in (prompt, 1):
+                model(torch.randint(2, 90, (batch, count)), past_key_values=cache, logits_to_keep=1)
+        memory = Footprint.of(injection).memory(prompt, batch)
+    finally:
+        eject(model)
+    return (memory.store, memory.low_rank), (cache.dram_bytes, cache.device_bytes)
+
+
+@pytest.mark.parametrize("prompt", [90, 803, 3000])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"outlier_chunks": 0, "sparse_budget": 64},
+        {"project_generated": True, "landmark_chunk_size": 16, "local_chunks": 9},
+        {"sparse_budget": "all", "rank": 128},
+        {"value_type": "Q8_0", "batch": 2},
+    ],
+    ids=str,
+)
+def test_the_plan_is_what_the_tensors_take(prompt, settings):
+    (store, device), (dram_bytes, device_bytes) = planned_and_held(prompt, **settings)
+    assert store == dram_bytes
+    # The generated token is in a buffer that had room for it.
+    assert device == pytest.approx(device_bytes, rel=0.01)
+
+
+def test_a_prompt_without_factors_is_planned_as_exact_keys():
+    (store, device), (dram_bytes, device_bytes) = planned_and_held(60)
+    assert store == dram_bytes == 0
+    assert device == device_bytes
+
+
+def test_at_128k_tokens_of_llama_3_1_8b_it_is_the_papers_sum():
+    tokens, channels, rank, chunk, chosen, outliers = 131_072, 1024, 160, 8, 256, 48
+    layer = LowRankFootprint(ShadowKVSettings(), channels, channels, 128)
+    paper = tokens * channels / chunk + 2 * (chosen + outliers) * chunk * channels + tokens * rank + rank * channels
+    assert layer.numbers(tokens) == pytest.approx(paper, rel=0.02)
+    assert 2 * tokens * channels / layer.numbers(tokens) == pytest.approx(6.2, abs=0.1)
+
+
+def test_layers_without_low_rank_keys_take_none():
+    model = tiny_model("llama")
+    assert Footprint.of(inject(model, "ktransformers")).memory(1000).low_rank == 0
+
+
+def resident():
+    """Memory of this process, bytes, without what the C library keeps of freed memory."""
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+    return psutil.Process().memory_info().rss
+
+
+def test_memory_grows_by_what_is_planned():
+    heads, dim, tokens, layers = 2, 128, 32_768, 4
+    settings = ShadowKVSettings(rank=64, landmark_chunk_size=4)
+    table = RotaryTable(Rotation(RotaryLayout(0)))
+    table.record(torch.ones(1, tokens, 1), torch.zeros(1, tokens, 1), 0)
+
+    def prefilled(count):
+        layer = LowRankLayer(tokens, settings)
+        layer.factors.rotary = table
+        keys = torch.randn(1, heads, count, dim)
+        with layer.prefill(count):
+            layer.extend(keys, keys)
+        return layer
+
+    # Scratch memory that the first tokens bring in is no layer's.
+    prefilled(4096)
+    before = resident()
+    held = [prefilled(tokens) for _ in range(layers)]
+    growth = resident() - before
+    shape = LayerFootprint.of(LowRankLayer(1, settings), KVShape(heads, dim, dim))
+    planned = layers * (shape.blocks(tokens) * shape.stored.total + shape.low_rank.numbers(tokens) * 4)
+    # No token has been chosen for yet.
+    slots = 128 * 4 * 2 * heads * dim * 4
+    assert sum(layer.dram_bytes + layer.device_bytes for layer in held) == pytest.approx(planned - layers * slots, 0.01)
+    assert growth == pytest.approx(planned - layers * slots, rel=0.05)
+    assert planned > 140e6

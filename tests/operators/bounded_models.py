@@ -1,0 +1,64 @@
+"""Models with BoundedAttention in them, and small prompts."""
+
+from __future__ import annotations
+
+import torch
+
+from hetero_kv import HeteroCache, inject
+from hetero_kv.rules import parse_rules
+
+SMALL = {
+    "streaming_llm": {"stride": 13},
+    "tova": {"stride": 13},
+    "cascade": {"stride": 13, "sinks": 4},
+    "sirllm": {"stride": 13},
+    "snapkv": {"window": 8},
+    "pyramidkv": {"window": 8},
+    "infinipot": {"catalyst": "abc"},
+    # Its shares are those of a batch, so that rows would not be what they are alone.
+    "d2o": {"allocation": "uniform"},
+}
+CHUNKED = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
+
+
+class Letters:
+    """A tokenizer of one token per letter."""
+
+    def encode(self, text, add_special_tokens):
+        return [ord(letter) - 90 for letter in text]
+
+
+def bounded_in(pattern, **kwargs):
+    return {"match": {"name": pattern}, "replace": {"class": "BoundedAttention", "kwargs": kwargs}}
+
+
+def bounded(model, *rules, chunk_size=16, max_seq_len="auto", **kwargs):
+    """The model with this policy in every layer that `rules` leave, and a new cache."""
+    kwargs = {**SMALL.get(kwargs.get("policy"), {}), **kwargs}
+    everywhere = bounded_in(r"(self_attn|attention)$", **kwargs)
+    long_context = {"chunk_size": chunk_size, "max_seq_len": max_seq_len, "block_size": 4, "local_windows_len": 8}
+    inject(model, parse_rules({"rules": [*rules, CHUNKED, everywhere], "long_context": long_context}))
+    return HeteroCache(model, tokenizer=Letters())
+
+
+def tokens(count, seed=0, batch=1):
+    return torch.randint(2, 97, (batch, count), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model, cache, *parts):
+    with torch.no_grad():
+        return torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
+
+
+def conversation(batch=1):
+    """Two turns: a prompt, tokens one by one, a prompt, tokens one by one: 95 tokens."""
+    first, generated, second, more = (tokens(n, seed, batch) for seed, n in enumerate((50, 15, 25, 5)))
+    return [first, *generated.split(1, dim=1), second, *more.split(1, dim=1)]
+
+
+def relative_error(actual, expected):
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def positions(cache):
+    return [layer.entries.positions for layer in cache.bounded_layers]
