@@ -21,13 +21,15 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.injection import Injection, eject, inject, suspended
 from hetero_kv.kv import storage
 from hetero_kv.kv.cache import HeteroCache, Progress
-from hetero_kv.kv.paged_layer import PagedLayer
 from hetero_kv.kv.recorded_layer import RecordedLayer, RecordingLayer
 from hetero_kv.kv.window_layer import WindowLayer
 from hetero_kv.operators import RetrievalAttention, bridge
 from hetero_kv.operators.base import Operator
 from hetero_kv.rules import RuleSet, load_rules
 from hetero_kv.selection.state import RetrievalState, SharedSelections
+
+# Where the parts of a rotation lie -> the whole of it.
+_Rotations = dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]]
 
 _STORAGE = {torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"}
 
@@ -46,8 +48,15 @@ class RecordingAttention(RetrievalAttention):
         kind = storage.get(self.settings.kv_type)
         return RecordingLayer(capacity, 1, 0, 1, kind, 1, on_stored=self.stored, state=RetrievalState(shared))
 
-    def take_over(self, layer: PagedLayer, recorded: RecordedLayer) -> None:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See AttentionOperator; keeps how the tokens' positions are rotated, where the model says it."""
+        layer: RecordingLayer = bridge.cache_in(args, kwargs, self.path).layers[self.layer_idx]
+        layer.note_rotation(kwargs.get("position_embeddings"))
+        return super().forward(*args, **kwargs)
+
+    def take_over(self, cache: HeteroCache, recorded: RecordedLayer) -> None:
         """See AttentionOperator."""
+        layer = cache.layers[self.layer_idx]
         assert isinstance(layer, RecordingLayer)
         layer.recorded = recorded
 
@@ -109,7 +118,7 @@ class RecordedPrefill:
         for index, recorded in enumerate(self.layers):
             if index in operators:
                 operator = operators[index]
-                operator.take_over(cache.layers[index], recorded.to(_device_of(operator)))
+                operator.take_over(cache, recorded.to(_device_of(operator)))
             else:
                 recorded.fill(cache.layers[index])
 
@@ -185,7 +194,8 @@ def record_prefill(
                 logits = model(input_ids.to(model.device), past_key_values=cache, logits_to_keep=1).logits[:, -1]
         finally:
             eject(model)
-    layers = tuple(_recorded(layer) for layer in cache.layers)
+    rotations: _Rotations = {}
+    layers = tuple(_recorded(layer, rotations) for layer in cache.layers)
     return RecordedPrefill(whole, logits, layers, max_seq_len, weakref.ref(model))
 
 
@@ -203,10 +213,10 @@ def _recording_rules() -> RuleSet:
     return replace(dense, rules=tuple(rules))
 
 
-def _recorded(layer: Any) -> RecordedLayer:
+def _recorded(layer: Any, rotations: _Rotations) -> RecordedLayer:
     if isinstance(layer, RecordingLayer):
         assert layer.recorded is not None
-        return layer.recorded
+        return replace(layer.recorded, rotation=_rotation(layer, rotations))
     if isinstance(layer, WindowLayer):
         keys, values, _, end, length = layer.checkpoint()
         assert keys is not None
@@ -217,6 +227,17 @@ def _recorded(layer: Any) -> RecordedLayer:
         f"a layer whose cache is of kind {type(layer).__name__} cannot be recorded: the rules of full attention do not "
         "replace its attention"
     )
+
+
+def _rotation(layer: RecordingLayer, known: _Rotations) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The rotation of the whole prompt in DRAM, the same tensors for all layers that were given the same."""
+    if not layer.rotations:
+        return None
+    parts = tuple(cos.data_ptr() for cos, _ in layer.rotations)
+    if parts not in known:
+        cos, sin = (torch.cat(all_of_one, dim=1).cpu() for all_of_one in zip(*layer.rotations, strict=True))
+        known[parts] = cos, sin
+    return known[parts]
 
 
 def _storage_type(model: PreTrainedModel) -> str:

@@ -26,6 +26,8 @@ class RecordedLayer:
         observation: the last queries and the log-sum-exp of their attention; None in a sliding-window layer.
         cached: what the model hands to a transformers cache, where that is not what its attention receives: the
             latents of multi-head latent attention.
+        rotation: (cos, sin) of all positions, [1, length, width], as the model gives them to its attention; None where
+            it gives none.
     """
 
     keys: torch.Tensor
@@ -33,6 +35,7 @@ class RecordedLayer:
     length: int
     observation: Observation | None = None
     cached: tuple[torch.Tensor, torch.Tensor] | None = None
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     # Window -> what it attended to: methods that start from one recording watch windows of the same length.
     _received: dict[int, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
@@ -40,9 +43,9 @@ class RecordedLayer:
         """The same on `device`; nothing is copied where it is there already."""
         cached = self.cached and (self.cached[0].to(device), self.cached[1].to(device))
         observation = self.observation and self.observation.to(device)
-        return RecordedLayer(
-            self.keys.to(device), self.values.to(device), self.length, observation, cached, self._received
-        )
+        rotation = self.rotation and (self.rotation[0].to(device), self.rotation[1].to(device))
+        keys, values = self.keys.to(device), self.values.to(device)
+        return RecordedLayer(keys, values, self.length, observation, cached, rotation, self._received)
 
     def show_last_queries(self, observation: Observation) -> None:
         """Let an empty observation window see the last queries, as if the prompt had just been prefilled.
@@ -86,7 +89,14 @@ class RecordingLayer(PagedLayer):
     """
 
     recorded: RecordedLayer | None = None
+    #: (cos, sin) of the prompt's parts in order, as views of what the model made for all layers at once.
+    rotations: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     _updates: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+
+    def note_rotation(self, position_embeddings: Any) -> None:
+        """Keep (cos, sin) of a chunk, [1, tokens, width]; what is of another form is not kept."""
+        if isinstance(position_embeddings, tuple | list) and len(position_embeddings) == 2:
+            self.rotations = (*self.rotations, (position_embeddings[0], position_embeddings[1]))
 
     @property
     def stored_length(self) -> int:
@@ -121,6 +131,8 @@ class RecordingLayer(PagedLayer):
         if before is not None and before.observation is not None:
             _see(observation, before.observation.to(keys.device))
         _see(observation, state.observation)
+        if before is not None and before.rotation is not None:
+            self.rotations = (before.rotation, *self.rotations)
         updates = self._updates
         if before is not None and before.cached is not None:
             updates = ((before.cached[0].to(keys.device), before.cached[1].to(keys.device)), *updates)

@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hetero_kv.config import EngineSettings
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.kv.cache import HeteroCache
 from hetero_kv.kv.recorded_layer import RecordedLayer
 from hetero_kv.operators import bridge
 from hetero_kv.selection.state import SharedSelections
@@ -101,8 +102,8 @@ class AttentionOperator(Operator):
     def new_cache_layer(self, capacity: int, shared: SharedSelections) -> CacheLayerMixin:
         """An empty cache layer for `capacity` tokens; `shared` is common to the layers of one cache."""
 
-    def take_over(self, layer: Any, recorded: RecordedLayer) -> None:
-        """Bring an empty cache layer into the state that prefilling the recorded prompt leaves.
+    def take_over(self, cache: HeteroCache, recorded: RecordedLayer) -> None:
+        """Bring this layer of an empty cache into the state that prefilling the recorded prompt leaves.
 
         Raises HeteroKVError where the operator's prefill is not full attention (`prefills_exactly`), or `recorded`
         lacks what it needs.

@@ -39,12 +39,14 @@ class Drive:
         has_head: whether it is the whole model's, which gives logits, or that of the module that walks through layers.
         hidden: what the layers gave last, in the output of the module that walks through them.
         replayed: a part of it that this module is to give again, to a head that turns it into logits.
+        output: of the forward's last part.
     """
 
     cache: HeteroCache
     has_head: bool
     hidden: Any = None
     replayed: Any = None
+    output: Any = None
 
 
 _drive: ContextVar[Drive | None] = ContextVar("hetero_kv_drive", default=None)
@@ -157,6 +159,7 @@ def driven(
             part = call if whole else call.part(slice(start, stop))
             with nullcontext() if whole else cache.passing(start, stop, total):
                 outputs.append(part.run())
+            drive.output = outputs[-1]
             _settle(drive, part, stop - start)
             start = stop
         return outputs[0] if len(outputs) == 1 else _merged(outputs)
@@ -254,8 +257,14 @@ def _score_tokens(drive: Drive, call: _Call, policy: EvictionPolicy, layers: lis
 
 
 def _logits(drive: Drive, call: _Call, tile: slice) -> torch.Tensor:
-    """Logits [batch, tile, vocab] float32 of tokens that have passed: the model's head, on what its layers gave."""
+    """Logits [batch, tile, vocab] float32 of tokens that have passed.
+
+    Those of the output where it has them all, as for a decoded token; else the model's head, on what its layers gave.
+    """
     assert call.token_ids is not None
+    given = drive.output.get("logits") if isinstance(drive.output, ModelOutput) else None
+    if given is not None and given.shape[1] == call.shape[1]:
+        return given[:, tile].float()
     drive.replayed = replace(drive.hidden, last_hidden_state=drive.hidden.last_hidden_state[:, tile])
     try:
         return call.for_tokens(call.token_ids[:, tile], all_logits=True).run().logits.float()

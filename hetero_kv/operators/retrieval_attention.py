@@ -18,6 +18,7 @@ from gpu_ops.merge import apply_sink, merge_attention
 from gpu_ops.received_attention import received_attention
 from hetero_kv.config import EngineSettings, RetrievalSettings
 from hetero_kv.kv import storage
+from hetero_kv.kv.cache import HeteroCache
 from hetero_kv.kv.paged_layer import PagedLayer, PrefillBuffer
 from hetero_kv.kv.pool import BlockPool
 from hetero_kv.kv.recorded_layer import RecordedLayer
@@ -98,8 +99,9 @@ class RetrievalAttention(AttentionOperator):
             layer.state.observation.watch(call.q, lse, call.scale, call.softcap)
         return out
 
-    def take_over(self, layer: PagedLayer, recorded: RecordedLayer) -> None:
+    def take_over(self, cache: HeteroCache, recorded: RecordedLayer) -> None:
         """See AttentionOperator."""
+        layer: PagedLayer = cache.layers[self.layer_idx]
         layer.state.observation = self._new_observation()
         if layer.state.observation is not None:
             recorded.show_last_queries(layer.state.observation)

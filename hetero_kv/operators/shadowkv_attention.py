@@ -13,7 +13,9 @@ from hetero_kv.config import EngineSettings, ShadowKVSettings
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.kv.cache import HeteroCache
 from hetero_kv.kv.low_rank_layer import LowRankLayer
+from hetero_kv.kv.recorded_layer import RecordedLayer
 from hetero_kv.kv.rotary_table import RotaryTable
+from hetero_kv.kv.sequence_layer import PrefillBuffer
 from hetero_kv.kv.shape import KVShape
 from hetero_kv.low_rank.landmarks import chosen_chunks
 from hetero_kv.low_rank.partition import chunk_budget
@@ -35,6 +37,7 @@ class ShadowKVAttention(AttentionOperator):
 
     meaning = "keeps keys as low-rank factors where the model computes and values in DRAM, attends to chosen chunks"
     settings_class = ShadowKVSettings
+    prefills_exactly = True
 
     settings: ShadowKVSettings
 
@@ -92,6 +95,22 @@ class ShadowKVAttention(AttentionOperator):
         layer.factors.rotary.record(cos, sin, start)
 
     # -- prefill
+
+    def take_over(self, cache: HeteroCache, recorded: RecordedLayer) -> None:
+        """See AttentionOperator."""
+        if recorded.rotation is None:
+            raise HeteroKVError(
+                f"{self.path}: the prefill was recorded without position embeddings, so that the rotation of its keys "
+                "cannot be undone; prefill the prompt under ShadowKVAttention's own rules"
+            )
+        if self.rotation is None:
+            hidden = recorded.keys.new_empty(1, recorded.length, self._own_config.hidden_size)
+            probed = {"hidden_states": hidden, "position_embeddings": recorded.rotation, "attention_mask": None}
+            self.rotation = rotation_of(self.path, self.wrapped, (), probed, _USE)
+        self._record(cache, self.rotation, *recorded.rotation)
+        layer: LowRankLayer = cache.layers[self.layer_idx]
+        buffer = PrefillBuffer(recorded.keys, recorded.values, past=0, length=recorded.length)
+        layer.append(recorded.keys, recorded.values, buffer)
 
     def prefill_chunk(self, layer: LowRankLayer, call: bridge.AttentionCall) -> torch.Tensor:
         """See AttentionOperator."""

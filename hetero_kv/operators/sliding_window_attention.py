@@ -8,6 +8,7 @@ from torch import nn
 from gpu_ops.attention import sliding_window_attention
 from gpu_ops.merge import apply_sink
 from hetero_kv.config import SlidingWindowSettings
+from hetero_kv.kv.cache import HeteroCache
 from hetero_kv.kv.recorded_layer import RecordedLayer
 from hetero_kv.kv.window_layer import WindowLayer
 from hetero_kv.operators import bridge
@@ -38,8 +39,9 @@ class SlidingWindowAttention(AttentionOperator):
         assert window is not None
         return WindowLayer(window)
 
-    def take_over(self, layer: WindowLayer, recorded: RecordedLayer) -> None:
+    def take_over(self, cache: HeteroCache, recorded: RecordedLayer) -> None:
         """See AttentionOperator."""
+        layer: WindowLayer = cache.layers[self.layer_idx]
         # Not copied: a window never writes over the tokens that it was given.
         layer.restore((recorded.keys, recorded.values, 0, recorded.keys.shape[2], recorded.length))
 

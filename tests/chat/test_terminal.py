@@ -17,7 +17,7 @@ import pytest
 CHECKOUT = Path(__file__).parents[2]
 PROMPT = ">>> "
 CTRL_C, CTRL_D = "\x03", "\x04"
-PATIENCE_S = 30
+PATIENCE_S = 120
 
 
 class ChatInATerminal:

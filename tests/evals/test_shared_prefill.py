@@ -206,7 +206,7 @@ def test_an_operator_shares_only_if_it_says_so(model):
     operator = next(inject(model, "dense", command_line=small("dense")).attention_operators())
     assert AttentionOperator.prefills_exactly is False
     with pytest.raises(HeteroKVError, match=r"self_attn \(RetrievalAttention\) does not take over a recorded prefill"):
-        AttentionOperator.take_over(operator, HeteroCache(model).layers[0], recording.layers[0])
+        AttentionOperator.take_over(operator, HeteroCache(model), recording.layers[0])
 
 
 def test_too_few_recorded_queries_are_an_error_that_says_how_many_are_needed(model):
@@ -252,3 +252,36 @@ def test_a_failing_recording_puts_the_rules_back(model):
         record_prefill(model, random_tokens(20), on_progress=stop)
     assert model.hetero_kv_injection is injection
     assert prefilled(model, random_tokens(20))[0].get_seq_length() == 20
+
+
+SHADOWKV = {
+    "rank": 12,
+    "landmark_chunk_size": 4,
+    "outlier_chunks": 2,
+    "local_chunks": 2,
+    "sparse_budget": 16,
+    "chunk_size": CHUNK,
+    "max_seq_len": 128,
+}
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2", "phi3", "glm"], indirect=True)
+@pytest.mark.parametrize("recipe", ["shadowkv", "shadowkv_plus"])
+def test_shadowkv_goes_on_from_a_recording_bit_for_bit(model, recipe):
+    prompt, answer = random_tokens(PROMPT), random_tokens(DECODED, 1)
+    recording = record_prefill(model, prompt, chunk_size=CHUNK)
+    inject(model, recipe, command_line=SHADOWKV)
+    expected = decoded_logits(model, prefilled(model, prompt)[0], answer)
+    cache = recording.cache_for(model)
+    assert len({id(layer.factors.rotary) for layer in cache.layers}) == 1
+    assert torch.equal(decoded_logits(model, cache, answer), expected)
+
+
+def test_shadowkv_knows_the_rotations_of_a_recording_that_goes_on_from_another(model):
+    prompt, answer = random_tokens(PROMPT), random_tokens(DECODED, 1)
+    beginning = record_prefill(model, prompt[:, :40], chunk_size=CHUNK)
+    recording = record_prefill(model, prompt[:, 40:], after=beginning, chunk_size=CHUNK)
+    exact = {"rank": 32, "sparse_budget": "all", "value_type": "FP32"}
+    inject(model, "shadowkv", command_line={**SHADOWKV, **exact})
+    expected = decoded_logits(model, prefilled(model, prompt)[0], answer)
+    torch.testing.assert_close(decoded_logits(model, recording.cache_for(model), answer), expected)
