@@ -32,8 +32,8 @@ __all__ = [
 #: Share of the free memory that is left to everything else.
 RESERVE = 0.1
 
-# No context is longer; a model of sliding windows alone has no other bound.
-_LONGEST = 1 << 40
+#: No context is longer: what `Plan.largest` is where memory does not grow with the context (windows, bounded layers).
+LONGEST = (1 << 40) - 1
 
 
 class OutOfMemoryError(HeteroKVError):
@@ -96,7 +96,7 @@ class Plan:
     def largest(self) -> int:
         """The most tokens that fit, whatever the model was made for; 0 when nothing does."""
         fitting, beyond = 0, 1
-        while beyond < _LONGEST and self.fits(beyond):
+        while beyond <= LONGEST and self.fits(beyond):
             fitting, beyond = beyond, 2 * beyond
         while beyond - fitting > 1:
             middle = (fitting + beyond) // 2

@@ -135,3 +135,7 @@ def test_a_size_that_is_no_size_is_refused_by_name(plan, words):
 def test_a_model_that_is_no_language_model_is_refused(plan, tmp_path):
     AutoConfig.for_model("vit").save_pretrained(tmp_path)
     assert "cannot be built from its ViTConfig" in plan(model=tmp_path, status=2)
+
+
+def test_a_bounded_cache_has_room_for_any_length(plan):
+    assert "in reserve: any; the model was made for" in plan("--config", "tova", "--dram", 200)

@@ -123,3 +123,7 @@ def test_a_rule_that_matches_nothing_is_an_error(rules, tmp_path):
 def test_without_a_rules_file_the_command_says_what_it_needs(capsys):
     assert main(["rules"]) == 2
     assert "RULES" in capsys.readouterr().err
+
+
+def test_the_policy_of_bounded_layers_is_shown(rules):
+    assert "policy streaming_llm" in rules("streaming_llm")

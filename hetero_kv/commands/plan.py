@@ -17,7 +17,7 @@ from hetero_kv.errors import ConfigError
 from hetero_kv.flags import FlagParser
 from hetero_kv.free_memory import Limit, dram_limits, free_gpu
 from hetero_kv.models.precision import resolve_device, resolve_dtype
-from hetero_kv.planner import RESERVE, Footprint, Plan, resolve_max_seq_len
+from hetero_kv.planner import LONGEST, RESERVE, Footprint, Plan, resolve_max_seq_len
 
 LENGTHS = tuple(1024 * thousands for thousands in (4, 8, 16, 32, 64, 128, 256, 512, 1024))
 GPU = "with a GPU"
@@ -173,8 +173,9 @@ def _print(
     )
     console.print(_free(plans, limits), highlight=False, soft_wrap=True)
     largest = shown.largest()
+    most = "any" if largest >= LONGEST else f"{largest:,}"
     console.print(
-        f"Largest max_seq_len, {in_force}, with {RESERVE:.0%} of the free memory in reserve: [bold]{largest:,}[/bold]; "
+        f"Largest max_seq_len, {in_force}, with {RESERVE:.0%} of the free memory in reserve: [bold]{most}[/bold]; "
         f"the model was made for {shown.context_length:,}, so that auto is {min(largest, shown.context_length):,}",
         highlight=False,
         soft_wrap=True,

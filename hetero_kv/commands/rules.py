@@ -99,7 +99,10 @@ def _rows(injection: Injection) -> list[Row]:
         if isinstance(module, Operator):
             settings = _settings(module)
             defaults = {row.name: row.default for row in describe(type(module.settings))} if module.settings else {}
-            changed = frozenset(name for name, value in settings.items() if value != defaults.get(name))
+            # What chooses the settings is no default of theirs, though it has one value in each of them.
+            changed = frozenset(
+                name for name, value in settings.items() if value != defaults.get(name) or name == module.chosen_by
+            )
             rule = injection.rules[module.path].source
             rows.append(_row(module.path, type(module).__name__, rule, settings, changed))
         elif bridge.is_attention(module) and not _inside_attention_operator(injection, path):

@@ -32,6 +32,8 @@ class Operator(nn.Module):
     meaning: ClassVar[str] = ""
     #: The dataclass of the operator's keyword arguments; None when it takes none.
     settings_class: ClassVar[type | None] = None
+    #: The keyword argument by which `settings_class_for` chooses, if it does.
+    chosen_by: ClassVar[str | None] = None
     #: Whether a prompt prefills under it as in the untouched model, up to rounding; an attention operator then has
     #: `take_over`. An operator whose settings decide may make it an attribute of the instance.
     prefills_exactly: bool = False

@@ -35,6 +35,7 @@ class BoundedAttention(AttentionOperator):
 
     meaning = "keeps a fixed number of entries per kv head, chosen by an eviction policy"
     settings_class = BoundedSettings
+    chosen_by = "policy"
 
     settings: BoundedSettings
 
