@@ -20,6 +20,8 @@ import json
 import platform
 import sys
 import time
+import traceback
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,7 +29,7 @@ import torch
 import transformers
 
 from benchmarks.gpu_checks import chosen_sets, exactness, kernels, long_prompt
-from benchmarks.gpu_checks.setting import Check, Setting
+from benchmarks.gpu_checks.setting import Check, Result, Setting
 
 CHECKS: dict[str, Check] = {
     "exactness": exactness.check,
@@ -47,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(", ".join(f"{name} {value}" for name, value in machine.items()))
     start, found = time.perf_counter(), []
     for group in flags.only:
-        for result in CHECKS[group](setting):
+        for result in _results(group, setting):
             print(f"{_VERDICTS[result.passed]}  {group}: {result.name} \N{EM DASH} {result.detail}", flush=True)
             found.append({"group": group, **asdict(result)})
     failed = sum(result["passed"] is False for result in found)
@@ -58,6 +60,15 @@ def main(arguments: list[str] | None = None) -> int:
         report = {"machine": machine, "seconds": took, "failed": failed, "checks": found}
         Path(flags.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 1 if failed else 0
+
+
+def _results(group: str, setting: Setting) -> Iterator[Result]:
+    """What a group finds; an error ends the group as a failure, and not the others."""
+    try:
+        yield from CHECKS[group](setting)
+    except Exception as error:
+        traceback.print_exc()
+        yield Result(group, False, f"ended by {type(error).__name__}: {error}")
 
 
 def _flags(arguments: list[str] | None) -> argparse.Namespace:

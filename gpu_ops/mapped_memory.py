@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import warnings
 import weakref
@@ -47,6 +48,7 @@ class MappedMemory:
         error = int(torch.cuda.cudart().cudaHostRegister(self._locked, stop - self._locked, _FLAGS))
         if error:
             self._failed = True
+            _take_pending_error()
             warnings.warn(
                 f"CUDA could not page-lock {(stop - self._locked) / 1e6:.0f} MB of DRAM (cudaHostRegister: error "
                 f"{error}); values are copied through a buffer instead, which is slower. Raise the limit on locked "
@@ -58,6 +60,12 @@ class MappedMemory:
         self._ranges.append(self._locked)
         self._locked = stop
         return True
+
+
+def _take_pending_error() -> None:
+    # CUDA keeps an error and gives it to whatever is launched next.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _unlock(ranges: list[int]) -> None:

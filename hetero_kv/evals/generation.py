@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from hetero_kv.kv.cache import HeteroCache
+
 
 @dataclass(frozen=True)
 class Generated:
@@ -31,7 +33,11 @@ def last_logits(model: Any, tokens: Iterable[int], cache: Cache) -> torch.Tensor
     input_ids = torch.tensor([list(tokens)], device=model.device)
     # Logits of a whole prompt would take a hundred times its keys and values.
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    return model(input_ids=input_ids, past_key_values=cache, use_cache=True, **keep).logits[:, -1]
+    logits = model(input_ids=input_ids, past_key_values=cache, use_cache=True, **keep).logits[:, -1]
+    if logits.is_cuda:
+        # Callers take the time.
+        torch.cuda.synchronize(logits.device)
+    return logits
 
 
 def greedy(
@@ -67,8 +73,8 @@ def end_tokens(model: Any) -> frozenset[int]:
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Memory of the stored keys and values, representatives included, bytes."""
-    total = 0
+    """Memory of the stored keys and values and of all that a method keeps to find them, wherever it lies, bytes."""
+    total = cache.device_bytes if isinstance(cache, HeteroCache) else 0
     for layer in cache.layers:
         if hasattr(layer, "dram_bytes"):
             total += layer.dram_bytes

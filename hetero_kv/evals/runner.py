@@ -255,6 +255,11 @@ def _run_all(samples: Sequence[Sample], subjects: Sequence[Subject], folder: Run
             if not count:
                 continue
             reason = next((reason for subject in subjects if (reason := subject.refusal(sample))), None)
+            if reason is not None and any((sample.id, m) in known for subject in subjects for m in subject.methods):
+                raise HeteroKVError(
+                    f"sample {sample.id} has answers from before this run was stopped, and does not fit now: {reason}; "
+                    "give the run the memory that it began with, or begin anew in another folder"
+                )
             if reason is not None:
                 _logger.warning("sample %s is left out: %s", sample.id, reason)
                 folder.append(Result.of_skipped(sample, reason))

@@ -115,10 +115,16 @@ class RecordedPrefill:
         """Bring every layer of an empty cache into the state after the prompt. Raises as `cache_for`."""
         self._require_own(model)
         operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
+        rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         for index, recorded in enumerate(self.layers):
             if index in operators:
-                operator = operators[index]
-                operator.take_over(cache, recorded.to(_device_of(operator)))
+                operator, device = operators[index], _device_of(operators[index])
+                moved = recorded.to(device)
+                if recorded.rotation is not None and moved.rotation is not None:
+                    # Layers that were given the same have the same on every device.
+                    key = id(recorded.rotation[0]), device
+                    moved = replace(moved, rotation=rotations.setdefault(key, moved.rotation))
+                operator.take_over(cache, moved)
             else:
                 recorded.fill(cache.layers[index])
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
+import mmap
 from collections import deque
 
 import numpy as np
 import torch
 
 from hetero_kv.kv.storage import StorageType
-
-_CACHE_LINE = 64
 
 
 class BlockPool:
@@ -129,13 +128,14 @@ class BlockPool:
 
 
 def _untouched(shape: tuple[int, ...], dim: int, storage: StorageType) -> tuple[torch.Tensor, np.ndarray]:
-    """Room for `shape` vectors of `dim` numbers, that the operating system gives as it is written; cache-line aligned.
+    """Room for `shape` vectors of `dim` numbers, that the operating system gives as it is written; page-aligned.
 
     From numpy, which asks for huge pages where torch does not: they read faster.
     """
     size = math.prod(shape) * storage.bytes_per_vector(dim)
-    raw = np.empty(size + _CACHE_LINE, dtype=np.uint8)
-    skipped = -raw.ctypes.data % _CACHE_LINE
+    # Whole pages of its own: a GPU reads it after they have been page-locked, and no page can be locked twice.
+    raw = np.empty(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE, dtype=np.uint8)
+    skipped = -raw.ctypes.data % mmap.PAGESIZE
     memory = raw[skipped : skipped + size]
     as_tensor = torch.from_numpy(memory).view(storage.dtype).reshape(*shape, storage.elements(dim))
     # Not -1, which is ambiguous for vectors of no numbers: a pool may hold values alone.

@@ -44,8 +44,8 @@ class RotaryTable:
         if not self.is_source(cos):
             if cos.shape[0] > 1 and not torch.equal(cos, cos[:1].expand_as(cos)):
                 raise HeteroKVError(
-                    "the sequences of this batch are at different positions; ShadowKVAttention takes batches whose "
-                    "prompts have equal length: group prompts by length, or run them one by one"
+                    "the sequences of this batch are at different positions; an operator that undoes the rotation of "
+                    "keys takes batches whose prompts have equal length: group them by length, or run them one by one"
                 )
             self._source, self._recorded = cos, start
         if stop <= self._recorded:

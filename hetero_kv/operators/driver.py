@@ -79,7 +79,7 @@ class _Call:
         """(sequences, tokens)."""
         given = self.arguments.get("inputs_embeds") if self.token_ids is None else self.token_ids
         if not isinstance(given, torch.Tensor):
-            raise HeteroKVError("a model with BoundedAttention was called with neither input_ids nor inputs_embeds")
+            raise HeteroKVError("the model was called with a HeteroCache and neither input_ids nor inputs_embeds")
         return given.shape[0], given.shape[1]
 
     def run(self) -> Any:
@@ -111,15 +111,27 @@ class _Call:
         dropped = ("inputs_embeds", "position_ids", "cache_position", "attention_mask")
         kept = {name: value for name, value in self.arguments.items() if name not in dropped}
         kept["input_ids"] = token_ids
+        kept["return_dict"] = True
         if "logits_to_keep" in inspect.signature(self.forward).parameters:
             kept["logits_to_keep"] = 0 if all_logits else 1
         return replace(self, arguments=kept)
 
 
+def call_shape(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """(sequences, tokens) of a model's call. Raises HeteroKVError when it is given no tokens."""
+    return _Call.of(forward, args, kwargs).shape
+
+
 def _logits_of_part(wanted: Any, chunk: slice, total: int) -> Any:
     """What of a part's logits is among those `wanted`: a number of last tokens (0: all), or indices."""
     if isinstance(wanted, torch.Tensor):
-        return wanted[(wanted >= chunk.start) & (wanted < chunk.stop)] - chunk.start
+        places = torch.where(wanted < 0, wanted + total, wanted)
+        if (places.diff() <= 0).any():
+            raise UnsupportedModelError(
+                f"logits_to_keep is {wanted.tolist()}, and the prompt passes in strides; give rising indices, or a "
+                "number of last tokens"
+            )
+        return places[(places >= chunk.start) & (places < chunk.stop)] - chunk.start
     if not wanted:
         return wanted
     first = max(chunk.start, total - wanted)

@@ -7,11 +7,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from hetero_kv.kv.cache import HeteroCache, undo_on_error
 from hetero_kv.operators.bridge import UnsupportedModelError
-from hetero_kv.operators.driver import driven, driving
+from hetero_kv.operators.driver import call_shape, driven, driving
 
 _RECORDED = ("output_hidden_states", "output_attentions")
 
@@ -43,8 +41,8 @@ def guarded(model: Any) -> Callable[..., Any]:
         if drive is None and cache.bounded_layers:
             with undo_on_error(cache):
                 return driven(forward, cache, args, kwargs, has_head=False)
-        tokens = next(value for value in given if isinstance(value, torch.Tensor)).shape
-        cache.require_room(batch=tokens[0], tokens=tokens[1])
+        batch, tokens = call_shape(forward, args, kwargs)
+        cache.require_room(batch=batch, tokens=tokens)
         with undo_on_error(cache):
             output = forward(*args, **kwargs)
         if drive is not None:

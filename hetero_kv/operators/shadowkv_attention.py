@@ -104,7 +104,8 @@ class ShadowKVAttention(AttentionOperator):
                 "cannot be undone; prefill the prompt under ShadowKVAttention's own rules"
             )
         if self.rotation is None:
-            hidden = recorded.keys.new_empty(1, recorded.length, self._own_config.hidden_size)
+            # One token is looked at.
+            hidden = recorded.keys.new_empty(1, 1, self._own_config.hidden_size).expand(1, recorded.length, -1)
             probed = {"hidden_states": hidden, "position_embeddings": recorded.rotation, "attention_mask": None}
             self.rotation = rotation_of(self.path, self.wrapped, (), probed, _USE)
         self._record(cache, self.rotation, *recorded.rotation)

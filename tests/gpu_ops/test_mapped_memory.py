@@ -101,10 +101,14 @@ def test_where_cuda_refuses_it_warns_once_and_says_no(monkeypatch):
     driver = Driver(pages=20)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(mapped_memory, "_STEP", PAGE)
+    taken = []
+    monkeypatch.setattr(mapped_memory, "_take_pending_error", lambda: taken.append(True))
     memory = MappedMemory(torch.empty(40 * PAGE, dtype=torch.uint8))
     assert memory.reach(10 * PAGE)
+    assert not taken
     with pytest.warns(RuntimeWarning, match=r"could not page-lock .* error 2"):
         assert not memory.reach(30 * PAGE)
     assert not memory.reach(5)
+    assert len(taken) == 1
     del memory
     assert not driver.locked

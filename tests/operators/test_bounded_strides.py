@@ -21,7 +21,7 @@ def llama():
         eject(_LLAMA)
 
 
-@pytest.mark.parametrize("keep", [0, 1, 20, torch.tensor([3, 40, 59])])
+@pytest.mark.parametrize("keep", [0, 1, 20, torch.tensor([3, 40, 59]), torch.tensor([-1])])
 def test_logits_to_keep_are_the_same_whether_the_prompt_is_cut_or_not(llama, keep):
     with torch.no_grad():
         expected = llama(tokens(60), logits_to_keep=keep).logits
@@ -29,6 +29,12 @@ def test_logits_to_keep_are_the_same_whether_the_prompt_is_cut_or_not(llama, kee
         actual = llama(tokens(60), past_key_values=cache, logits_to_keep=keep)
     assert relative_error(actual.logits, expected) < 1e-5
     assert actual.past_key_values is cache
+
+
+def test_indices_of_logits_that_do_not_rise_are_refused(llama):
+    cache = bounded(llama, policy="streaming_llm", budget=100, stride=13)
+    with pytest.raises(UnsupportedModelError, match=r"logits_to_keep is \[59, 3\]"), torch.no_grad():
+        llama(tokens(60), past_key_values=cache, logits_to_keep=torch.tensor([59, 3]))
 
 
 def test_the_decoder_without_its_head_is_cut_too(llama):

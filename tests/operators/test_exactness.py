@@ -193,6 +193,21 @@ def test_the_callers_embeddings_are_not_written_to():
     assert torch.equal(embeddings, before)
 
 
+def test_room_is_counted_by_the_embeddings_and_not_by_the_mask():
+    model = model_of("llama")
+    inject(model, rules(chunk_size=8, block_size=4, max_seq_len=64))
+    try:
+        cache = HeteroCache(model)
+        embeddings = model.get_input_embeddings()(random_tokens(1, 60, seed=0))
+        with torch.no_grad():
+            model(inputs_embeds=embeddings[:, :50], past_key_values=cache)
+            mask = torch.ones(1, 60, dtype=torch.int64)
+            model(attention_mask=mask, inputs_embeds=embeddings[:, 50:], past_key_values=cache)
+    finally:
+        eject(model)
+    assert cache.get_seq_length() == 60
+
+
 def test_beam_search_shares_blocks_and_equals_the_untouched_model():
     model = model_of("llama")
     tokens = random_tokens(1, 30, seed=9)

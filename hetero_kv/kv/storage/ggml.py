@@ -78,7 +78,8 @@ class QuantisedType(StorageType):
 
     def write(self, target: torch.Tensor, vectors: torch.Tensor) -> None:
         """See StorageType."""
-        target.copy_(self.encode(vectors))
+        # As in StorageType: never from another device right into a pool.
+        target.copy_(self.encode(vectors).to(target.device))
 
 
 def _integers(groups: torch.Tensor, scales: torch.Tensor, least: int, most: int) -> torch.Tensor:

@@ -72,7 +72,10 @@ class StorageType:
 
     def write(self, target: torch.Tensor, vectors: torch.Tensor) -> None:
         """Store vectors [..., dim] of any float dtype, from any device, in `target` [..., elements(dim)]."""
-        # Lets torch convert while it copies, without a converted copy in between.
+        if vectors.device != target.device:
+            # Through memory of its own: CUDA refuses to copy into a range that is page-locked in part, as a pool is.
+            vectors = vectors.to(target.dtype).to(target.device)
+        # Where both are in DRAM torch converts while it copies, without a converted copy in between.
         target.copy_(vectors)
 
 
