@@ -187,6 +187,12 @@ def test_the_attended_tokens_are_those_of_the_blocks_that_a_step_takes(loaded):
     assert model.attended("ktransformers", 203) == 8 + 16 + 3 + 16
     assert model.attended("ktransformers", 30) == 30
     assert model.attended("kvretrieval", 203) == pytest.approx((203 + 203 + 43) / 3)
+    lowrank, bounded = "shadowkv:rank=8:outlier_chunks=2:local_chunks=2:sparse_budget=40", "tova:budget=50"
+    others = model_under(loaded, lowrank, bounded, settings={"max_seq_len": 400})
+    # 2 outlier chunks of 8, 40 chosen tokens, 2 local chunks and what is not a chunk yet.
+    assert others.attended(lowrank, 203) == 16 + 40 + 16 + 3
+    assert others.attended(lowrank, 60) == 60
+    assert (others.attended(bounded, 203), others.attended(bounded, 30)) == (50, 30)
     assert model.attended("full", 203) == model.attended("dense:second_block_count=all", 203) == 203
 
 
