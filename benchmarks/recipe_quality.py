@@ -24,7 +24,8 @@ from benchmarks.quality_prompts import KINDS, Prompt, Request, shared_beginning
 from hetero_kv import eject, inject
 from hetero_kv.evals.budget import attended_tokens
 from hetero_kv.evals.config_spec import ConfigSpec, config_specs
-from hetero_kv.evals.forced import Continuation, force, full_attention_continuation, greedy_tokens
+from hetero_kv.evals.forced import Continuation, force, full_attention_continuation
+from hetero_kv.evals.generation import end_tokens, greedy
 from hetero_kv.evals.haystack import Haystack
 from hetero_kv.evals.shared_prefill import RecordedPrefill, record_prefill
 from hetero_kv.models import load_model
@@ -62,8 +63,7 @@ class Measured:
 
     def __init__(self, model: Any, tokenizer: Any, threads: int | None) -> None:
         self.model, self.tokenizer, self.threads = model, tokenizer, threads
-        ends = model.generation_config.eos_token_id
-        self.ends = frozenset(ends if isinstance(ends, list) else [ends])
+        self.ends = end_tokens(model)
 
     def text(self, tokens: Iterable[int]) -> str:
         """Tokens as text, without special tokens."""
@@ -91,7 +91,7 @@ class Measured:
             fidelity = force(self.model, cache, full)
             answer = full.tokens
             if prompt.answer is not None and fidelity.agreement < 1:
-                answer = greedy_tokens(self.model, by_itself, recording.logits, prompt.max_new_tokens, self.ends)
+                answer = tuple(greedy(self.model, by_itself, recording.logits, prompt.max_new_tokens, self.ends).tokens)
         finally:
             eject(self.model)
         assert attended is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 # Scores that are held at once: a tile of queries times a tile of keys, per head.
-_QUERIES = 256
-_KEYS = 4096
+_QUERIES = 128
+_KEYS = 512
 
 
 def column_sums(
@@ -25,7 +25,8 @@ def column_sums(
     to the exact sums over the whole matrix.
 
     Args:
-        q: [batch, kv_heads * group, n, k_dim], queries of the last n of the keys' places.
+        q: [batch, kv_heads * group, n, k_dim], queries of the last n of the keys' places; those before the keys
+            see none.
         lse: [batch, kv_heads * group, n] float32, of each query over all keys that it sees.
         keys: [batch, kv_heads, length, k_dim]; query i sees the first length - n + i + 1 of them.
         scale: factor of the scores.

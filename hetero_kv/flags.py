@@ -115,3 +115,26 @@ def scalar(text: str) -> int | float | bool | str:
         except ValueError:
             continue
     return {"true": True, "false": False}.get(text.casefold(), text)
+
+
+def add_loading_flags(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the flags that say which model is loaded, and how; `default` says which one it is without them."""
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        "--model_path",
+        metavar="MODEL",
+        help=f"a directory in Hugging Face format, a hub id, a .gguf file, or a named model (default: {default})",
+    )
+    model.add_argument(
+        "--gguf_path",
+        metavar="FILE",
+        help="a .gguf file; with --model, the weights of the model whose configuration and tokenizer are there",
+    )
+    model.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (default auto)")
+    model.add_argument(
+        "--dtype", default="auto", metavar="TYPE", help="auto, float32, bfloat16 or float16 (default auto)"
+    )
+    model.add_argument(
+        "--trust_remote_code", action="store_true", help="run Python code that comes with the model; read it first"
+    )

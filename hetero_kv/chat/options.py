@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hetero_kv.config import EngineSettings, RetrievalSettings, split_long_context
-from hetero_kv.flags import FlagParser
+from hetero_kv.flags import FlagParser, add_loading_flags
 from hetero_kv.setting import SettingError, Settings, setting, settings_from_mapping
 
 DEFAULT_RULES = "ktransformers"
@@ -92,26 +92,7 @@ def add_flags(parser: FlagParser) -> None:
     )
     asking.add_argument("--system", metavar="TEXT", help="system message (default: the model's own)")
     asking.add_argument("--json", action="store_true", help="answer once, and print one JSON object")
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model",
-        "--model_path",
-        metavar="MODEL",
-        help="a directory in Hugging Face format, a hub id, a .gguf file, or a named model (default: a small one, "
-        "fetched on first use)",
-    )
-    model.add_argument(
-        "--gguf_path",
-        metavar="FILE",
-        help="a .gguf file; with --model, the weights of the model whose configuration and tokenizer are there",
-    )
-    model.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (default auto)")
-    model.add_argument(
-        "--dtype", default="auto", metavar="TYPE", help="auto, float32, bfloat16 or float16 (default auto)"
-    )
-    model.add_argument(
-        "--trust_remote_code", action="store_true", help="run Python code that comes with the model; read it first"
-    )
+    add_loading_flags(parser, default="a small one, fetched on first use")
     method = parser.add_settings("method", "mode", ModeSettings)
     method.add_argument(
         "--config",

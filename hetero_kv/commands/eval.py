@@ -24,7 +24,7 @@ from hetero_kv.evals import run as run_evaluation
 from hetero_kv.evals.options import DEFAULT_DEPTHS, DEFAULT_LENGTHS, parse_depth, parse_length, parse_list
 from hetero_kv.evals.runner import wanted_tasks
 from hetero_kv.evals.tasks import registry
-from hetero_kv.flags import FlagParser
+from hetero_kv.flags import FlagParser, add_loading_flags
 from hetero_kv.models import DEFAULT_MODEL, load_model
 from hetero_kv.setting import canonical
 from hetero_kv.settings_file import read_settings_file
@@ -104,25 +104,7 @@ def add_flags(parser: FlagParser) -> None:
         metavar="N",
         help="perplexity: tokens that are prefilled before the rest is fed one by one (default 1024)",
     )
-    model = parser.add_argument_group("model")
-    model.add_argument(
-        "--model",
-        "--model_path",
-        metavar="MODEL",
-        help=f"a directory in Hugging Face format, a hub id, a .gguf file, or a named model (default: {DEFAULT_MODEL})",
-    )
-    model.add_argument(
-        "--gguf_path",
-        metavar="FILE",
-        help="a .gguf file; with --model, the weights of the model whose tokenizer is there",
-    )
-    model.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (default auto)")
-    model.add_argument(
-        "--dtype", default="auto", metavar="TYPE", help="auto, float32, bfloat16 or float16 (default auto)"
-    )
-    model.add_argument(
-        "--trust_remote_code", action="store_true", help="run Python code that comes with the model; read it first"
-    )
+    add_loading_flags(parser, default=DEFAULT_MODEL)
     add_setting_flags(parser)
 
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.evals.generation import last_logits
 from hetero_kv.evals.shared_prefill import RecordedPrefill
 from hetero_kv.injection import suspended
 from hetero_kv.kv.cache import HeteroCache
@@ -64,29 +65,6 @@ class Fidelity:
         return math.fsum(measured) / len(measured) if measured else None
 
 
-@torch.no_grad()
-def next_logits(model: PreTrainedModel, cache: Cache, token: int) -> torch.Tensor:
-    """Feed one token to a model with a cache: the logits after it, [1, vocab] float32."""
-    token_ids = torch.tensor([[token]], device=model.device)
-    return model(token_ids, past_key_values=cache).logits[:, -1].float()
-
-
-def greedy_tokens(
-    model: PreTrainedModel, cache: Cache, logits: torch.Tensor, max_new_tokens: int, end_tokens: Collection[int] = ()
-) -> tuple[int, ...]:
-    """The most likely continuation after a prompt, token by token; ties go to the smaller id.
-
-    Args:
-        cache: after the prompt; holds the continuation but its last token afterwards.
-        logits: [1, vocab], after the prompt.
-        end_tokens: the continuation ends with the first of these.
-    """
-    tokens = [int(logits.argmax())]
-    while len(tokens) < max_new_tokens and tokens[-1] not in end_tokens:
-        tokens.append(int(next_logits(model, cache, tokens[-1]).argmax()))
-    return tuple(tokens)
-
-
 def full_attention_continuation(
     model: PreTrainedModel, prefill: RecordedPrefill, max_new_tokens: int, end_tokens: Collection[int] = ()
 ) -> Continuation:
@@ -107,7 +85,7 @@ def full_attention_continuation(
     with suspended(model):
         cache = prefill.untouched_cache(model)
         while len(tokens) < max_new_tokens and tokens[-1] not in end_tokens:
-            logits.append(next_logits(model, cache, tokens[-1]).cpu())
+            logits.append(last_logits(model, tokens[-1:], cache).float().cpu())
             tokens.append(int(logits[-1].argmax()))
     vocab = prefill.logits.shape[-1]
     return Continuation(tuple(tokens), torch.cat(logits) if logits else torch.empty(0, vocab))
@@ -129,7 +107,7 @@ def force(model: PreTrainedModel, cache: Cache, continuation: Continuation) -> F
         )
     agrees, divergence = [], []
     for token, full in zip(continuation.tokens[:-1], continuation.logits, strict=True):
-        logits = next_logits(model, cache, token)[0].cpu()
+        logits = last_logits(model, [token], cache)[0].float().cpu()
         agrees.append(int(logits.argmax()) == int(full.argmax()))
         divergence.append(_divergence(full, logits))
     recall = cache.block_recall if isinstance(cache, HeteroCache) else [None] * len(cache.layers)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
 from gpu_ops.rotary import rotate
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.eviction.policy import Attended, EvictionPolicy
 from hetero_kv.kv.entries import Entries, no_entries
+from hetero_kv.kv.operator_layer import OperatorLayer
 from hetero_kv.kv.rotary_table import RotaryTable
 
 
@@ -32,7 +32,7 @@ class _Buffers:
     placed: torch.Tensor
 
 
-class BoundedLayer(CacheLayerMixin):
+class BoundedLayer(OperatorLayer):
     """At most `budget` entries per kv head after every forward, of a sequence that may go on for ever.
 
     Entries are replaced and never written to, so that a checkpoint or a fork is a reference to them.
@@ -46,8 +46,6 @@ class BoundedLayer(CacheLayerMixin):
         budget: entries that stay; None before the first token.
         rotary: the rotation of positions 0 to the most entries that there were; None where positions are kept.
     """
-
-    is_sliding = False
 
     def __init__(self, policy: EvictionPolicy) -> None:
         super().__init__()
@@ -71,12 +69,6 @@ class BoundedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to prepare: the first tokens make the entries."""
         self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hand the new keys and values on to the operator, which stores what its attention receives."""
-        return key_states, value_states
 
     def get_seq_length(self) -> int:
         """Tokens of the sequence so far, dropped ones included: the position of the next token."""

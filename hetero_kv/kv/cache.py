@@ -15,8 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.kv.bounded_layer import BoundedLayer
 from hetero_kv.kv.low_rank_layer import LowRankLayer
+from hetero_kv.kv.operator_layer import OperatorLayer
 from hetero_kv.kv.sequence_layer import SequenceLayer
-from hetero_kv.kv.window_layer import WindowLayer
 
 #: Called while a prompt prefills: (layers done, layers in all, tokens of the layer done, tokens of the prompt).
 Progress = Callable[[int, int, int, int], None]
@@ -247,8 +247,7 @@ _AnyCache = TypeVar("_AnyCache", bound=Cache)
 
 def forked(cache: _AnyCache) -> _AnyCache:
     """A second cache with the same tokens, HeteroCache or transformers' own; see HeteroCache.fork."""
-    kinds = SequenceLayer | WindowLayer | BoundedLayer | DynamicLayer
-    known = [layer for layer in cache.layers if isinstance(layer, kinds)]
+    known = [layer for layer in cache.layers if isinstance(layer, OperatorLayer | DynamicLayer)]
     lengths = {layer.get_seq_length() for layer in known}
     if len(lengths) > 1 or any(getattr(layer, "is_prefilling", False) for layer in known):
         raise HeteroKVError("a prompt is being prefilled into this cache; fork it before or after, not in between")
@@ -263,7 +262,7 @@ def forked(cache: _AnyCache) -> _AnyCache:
 
 
 def _forked_layer(layer: CacheLayerMixin, memo: dict[int, Any]) -> CacheLayerMixin:
-    if isinstance(layer, SequenceLayer | WindowLayer | BoundedLayer):
+    if isinstance(layer, OperatorLayer):
         return layer.fork(memo)
     # These never write to a tensor that they hold: they grow by concatenation.
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -298,7 +297,7 @@ def transient(cache: HeteroCache, lasting: Iterable[CacheLayerMixin]) -> Iterato
 
 
 def _checkpoint(layer: CacheLayerMixin) -> Any:
-    if hasattr(layer, "checkpoint"):
+    if isinstance(layer, OperatorLayer):
         return layer.checkpoint()
     # transformers' own dynamic layers grow by concatenation, so that the old tensors stay valid.
     return {
@@ -309,7 +308,7 @@ def _checkpoint(layer: CacheLayerMixin) -> Any:
 
 
 def _restore(layer: CacheLayerMixin, state: Any) -> None:
-    if hasattr(layer, "restore"):
+    if isinstance(layer, OperatorLayer):
         layer.restore(state)
     else:
         layer.__dict__.update(state)

@@ -6,14 +6,13 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.kv.block_table import BlockTable
+from hetero_kv.kv.operator_layer import OperatorLayer
 from hetero_kv.kv.pool import BlockPool
 from hetero_kv.kv.storage import StorageType
 
@@ -39,7 +38,7 @@ class PrefillBuffer:
     length: int
 
 
-class SequenceLayer(CacheLayerMixin):
+class SequenceLayer(OperatorLayer):
     """Block tables over one pool, a table per row of the batch, and a buffer while a prompt prefills.
 
     All rows have the same length. What lies in the blocks, and what elsewhere, is the subclass's.
@@ -54,7 +53,6 @@ class SequenceLayer(CacheLayerMixin):
         rows: a block table per row of the batch.
     """
 
-    is_sliding = False
     #: The setting that `storage` comes from.
     storage_setting = "kv_type"
 
@@ -69,12 +67,6 @@ class SequenceLayer(CacheLayerMixin):
         self._prefill_tokens = 0
 
     # -- what transformers asks of a cache layer
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hand the new keys and values on to the operator, which stores what its attention receives."""
-        return key_states, value_states
 
     @property
     @abstractmethod
@@ -195,19 +187,7 @@ class SequenceLayer(CacheLayerMixin):
             self.load(new_keys[:, :, :past], new_values[:, :, :past])
         return PrefillBuffer(new_keys, new_values, past, past)
 
-    # -- going back, and going two ways
-
-    @abstractmethod
-    def checkpoint(self) -> Any:
-        """What `restore` needs to come back to the present state."""
-
-    @abstractmethod
-    def restore(self, checkpoint: Any) -> None:
-        """Forget what was stored since `checkpoint`."""
-
-    @abstractmethod
-    def fork(self, memo: dict[int, Any]) -> SequenceLayer:
-        """A second layer with the same tokens, sharing the blocks; `memo` as for copy.deepcopy, one for all layers."""
+    # -- memory
 
     @property
     def dram_bytes(self) -> int:

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
+
+from hetero_kv.kv.operator_layer import OperatorLayer
 
 _Checkpoint = tuple[torch.Tensor | None, torch.Tensor | None, int, int, int]
 
 
-class WindowLayer(CacheLayerMixin):
+class WindowLayer(OperatorLayer):
     """The last `window - 1` keys and values on the compute device, in a buffer with slack.
 
     New tokens are written behind the old ones; when the buffer is full, the window moves into a new one, so that
@@ -37,12 +38,6 @@ class WindowLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to prepare: the first tokens make the buffer."""
         self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hand the new keys and values on to the operator, which stores what its attention receives."""
-        return key_states, value_states
 
     def get_seq_length(self) -> int:
         """Tokens seen by this layer."""

@@ -14,8 +14,8 @@ from torch import nn
 from cpu_ops.attention import attend_blocks
 from cpu_ops.scores import block_scores
 from gpu_ops.attention import chunk_attention
+from gpu_ops.column_sums import column_sums
 from gpu_ops.merge import apply_sink, merge_attention
-from gpu_ops.received_attention import received_attention
 from hetero_kv.config import EngineSettings, RetrievalSettings
 from hetero_kv.kv import storage
 from hetero_kv.kv.cache import HeteroCache
@@ -281,7 +281,7 @@ class RetrievalAttention(AttentionOperator):
         state.unseen = ()
         start = max(layer.indexed_blocks, state.prompt_length // layer.block_size) * layer.block_size
         keys = torch.stack([row.read(start, length)[0] for row in layer.rows])
-        layer.add_received(received_attention(q, lse, keys, self._scale, self._softcap), start)
+        layer.add_received(column_sums(q, lse, keys, self._scale, self._softcap).sum(dim=2), start)
 
     def _measure_recall(self, layer: PagedLayer, call: bridge.AttentionCall, q: np.ndarray, lse: torch.Tensor) -> None:
         """Add the share of the full attention mass that this step covered, the mean over rows and heads."""

@@ -7,7 +7,8 @@ import torch
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroKVError, eject, inject
-from hetero_kv.evals.forced import Continuation, Fidelity, force, full_attention_continuation, greedy_tokens
+from hetero_kv.evals.forced import Continuation, Fidelity, force, full_attention_continuation
+from hetero_kv.evals.generation import greedy
 from hetero_kv.evals.shared_prefill import record_prefill
 
 SMALL = {"block_size": 4, "initial_len": 4, "local_windows_len": 8, "max_seq_len": 256, "kv_type": "FP32"}
@@ -86,8 +87,9 @@ def test_a_method_that_agrees_everywhere_generates_the_same_answer(llama):
     recording = record_prefill(llama, PROMPT)
     expected = full_attention_continuation(llama, recording, STEPS).tokens
     inject(llama, "dense", command_line=SMALL)
-    assert greedy_tokens(llama, recording.cache_for(llama), recording.logits, STEPS) == expected
-    assert greedy_tokens(llama, recording.cache_for(llama), recording.logits, STEPS, {expected[3]}) == expected[:4]
+    ended = frozenset({expected[3]})
+    assert tuple(greedy(llama, recording.cache_for(llama), recording.logits, STEPS, frozenset()).tokens) == expected
+    assert tuple(greedy(llama, recording.cache_for(llama), recording.logits, STEPS, ended).tokens) == expected[:4]
 
 
 def test_the_untouched_model_can_be_forced_too(llama):

@@ -6,50 +6,26 @@ import copy
 
 import pytest
 import torch
+from shadowkv_models import (
+    CHUNKED,
+    COVERING,
+    FULL_RANK,
+    conversation,
+    error_of,
+    injected,
+    logits,
+    model_of,
+    random_tokens,
+    relative_error,
+    shadowkv_in,
+)
 from tiny_models import ARCHITECTURES, tiny_model
 from transformers import DynamicCache
 
 from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.errors import HeteroKVError
-from hetero_kv.kv.cache import undo_on_error
 from hetero_kv.kv.low_rank_layer import LowRankLayer
-from hetero_kv.operators import RetrievalAttention, ShadowKVAttention, SlidingWindowAttention
-from hetero_kv.operators.bridge import UnsupportedModelError
+from hetero_kv.operators import ShadowKVAttention
 from hetero_kv.rules import parse_rules
-
-#: Full rank of the tiny models, and everything attended.
-COVERING = {
-    "rank": 32,
-    "landmark_chunk_size": 4,
-    "outlier_chunks": 3,
-    "local_chunks": 2,
-    "sparse_budget": "all",
-    "value_type": "FP32",
-}
-FULL_RANK = {"deepseek_v3": 96, "gpt_neox": 64}
-CHUNKED = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
-_models = {}
-
-
-def shadowkv_in(pattern, settings):
-    return {"match": {"name": pattern}, "replace": {"class": "ShadowKVAttention", "kwargs": settings}}
-
-
-def injected(model, *rules, max_seq_len=512, **settings):
-    """The model with ShadowKV where no other rule is, and a new cache."""
-    settings = {**COVERING, **settings}
-    everywhere = shadowkv_in(r"(self_attn|attention)$", settings)
-    long_context = {"chunk_size": 16, "max_seq_len": max_seq_len}
-    inject(model, parse_rules({"rules": [*rules, CHUNKED, everywhere], "long_context": long_context}))
-    return HeteroCache(model)
-
-
-def model_of(architecture):
-    # 128 channels per head would be a full rank of 256.
-    small = {"head_dim": 16} if architecture == "internlm3" else {}
-    if architecture not in _models:
-        _models[architecture] = tiny_model(architecture, **small)
-    return _models[architecture]
 
 
 @pytest.fixture
@@ -58,39 +34,6 @@ def llama():
     yield model
     if getattr(model, "hetero_kv_injection", None) is not None:
         eject(model)
-
-
-def random_tokens(count, seed=0, batch=1):
-    return torch.randint(2, 97, (batch, count), generator=torch.Generator().manual_seed(seed))
-
-
-def logits(model, cache, *parts):
-    """Logits of prompts and single tokens, one after the other."""
-    with torch.no_grad():
-        return torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
-
-
-def conversation(prompt, answer, turn, again, batch=1):
-    """Two turns: a prompt, tokens one by one, a prompt, tokens one by one."""
-    counts = (prompt, answer, turn, again)
-    first, generated, second, more = (random_tokens(n, seed, batch) for seed, n in enumerate(counts, start=1))
-    return [first, *generated.split(1, dim=1), second, *more.split(1, dim=1)]
-
-
-def relative_error(actual, expected):
-    return float((actual - expected).abs().max() / expected.abs().max())
-
-
-def error_of(model, parts, **settings):
-    """Relative error of the logits against the untouched model's, and the cache."""
-    with torch.no_grad():
-        expected = model(torch.cat(parts, dim=1)).logits
-    cache = injected(model, **settings)
-    try:
-        actual = logits(model, cache, *parts)
-    finally:
-        eject(model)
-    return relative_error(actual, expected), cache
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -275,17 +218,6 @@ def test_a_turn_that_the_subspace_does_not_hold_is_factored_anew_past_the_settin
     assert sum(shares[0]) < sum(shares[1])
 
 
-def test_statistics_of_a_cache_say_how_its_layers_fare(llama):
-    cache = injected(llama, sparse_budget=8, rank=16)
-    logits(llama, cache, random_tokens(150), *random_tokens(20, 1).split(1, dim=1))
-    assert all(0 <= rate <= 1 for rate in cache.chunk_hit_rate)
-    assert all(0 < share < 1 for share in cache.key_energy_outside)
-    again = HeteroCache(llama)
-    logits(llama, again, random_tokens(150), *([random_tokens(1, 5)] * 2))
-    assert again.chunk_hit_rate != cache.chunk_hit_rate
-    assert again.block_recall == [None] * 3
-
-
 def test_recall_grows_with_the_budget_up_to_one(llama):
     recalls = []
     for budget in (4, 16, 64, "all"):
@@ -299,171 +231,3 @@ def test_recall_grows_with_the_budget_up_to_one(llama):
     assert recalls == sorted(recalls)
     assert recalls[0] < 0.999
     assert recalls[-1] == pytest.approx(1, abs=1e-5)
-
-
-@pytest.mark.parametrize("plus", [False, True])
-def test_going_back_after_a_failure_leaves_no_trace(llama, plus):
-    settings = {"rank": 9, "sparse_budget": 12, "project_generated": plus, "refactor_above": 0.0}
-    start = [random_tokens(100, 1), *random_tokens(9, 2).split(1, dim=1)]
-    lost = [*random_tokens(14, 3).split(1, dim=1), random_tokens(40, 4), *random_tokens(6, 5).split(1, dim=1)]
-    after = [*random_tokens(5, 6).split(1, dim=1), random_tokens(30, 7), *random_tokens(5, 8).split(1, dim=1)]
-    cache = injected(llama, **settings)
-    logits(llama, cache, *start)
-
-    def failing():
-        with undo_on_error(cache):
-            logits(llama, cache, *lost)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        failing()
-    other = HeteroCache(llama)
-    logits(llama, other, *start)
-    assert cache.get_seq_length() == other.get_seq_length() == 109
-    assert [layer.state.factored for layer in cache.layers] == [layer.state.factored for layer in other.layers]
-    # The same chunks may lie in other slots, which changes the order of sums.
-    assert relative_error(logits(llama, cache, *after), logits(llama, other, *after)) < 1e-5
-
-
-@pytest.mark.parametrize("plus", [False, True])
-@pytest.mark.parametrize("back", [3, 25, 90])
-def test_cropped_tokens_are_forgotten(llama, plus, back):
-    cache = injected(llama, project_generated=plus)
-    parts = [random_tokens(120, 1), *random_tokens(20, 2).split(1, dim=1)]
-    logits(llama, cache, *parts)
-    cache.crop(-back)
-    more = [*random_tokens(6, 3).split(1, dim=1), random_tokens(30, 4), *random_tokens(4, 5).split(1, dim=1)]
-    actual = logits(llama, cache, *more)
-    eject(llama)
-    kept = torch.cat(parts, dim=1)[:, :-back]
-    with torch.no_grad():
-        expected = llama(torch.cat([kept, *more], dim=1)).logits[:, kept.shape[1] :]
-    assert relative_error(actual, expected) < 2e-5
-
-
-def test_forks_go_their_own_ways(llama):
-    cache = injected(llama, rank=9, sparse_budget=12, project_generated=True)
-    start = [random_tokens(100, 1), *random_tokens(9, 2).split(1, dim=1)]
-    ways = [[*random_tokens(15, seed).split(1, dim=1), random_tokens(20, seed + 1)] for seed in (3, 5)]
-    logits(llama, cache, *start)
-    fork = cache.fork()
-    interleaved = [[], []]
-    for pair in zip(*ways, strict=True):
-        for out, which, part in zip(interleaved, (cache, fork), pair, strict=True):
-            out.append(logits(llama, which, part))
-    for out, way in zip(interleaved, ways, strict=True):
-        alone = HeteroCache(llama)
-        logits(llama, alone, *start)
-        assert torch.equal(torch.cat(out, dim=1), logits(llama, alone, *way))
-    assert fork.shared_bytes > 0
-
-
-def test_beam_search_equals_the_untouched_models(llama):
-    tokens = random_tokens(90, 9)
-    beam = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
-    expected = llama.generate(tokens, past_key_values=DynamicCache(config=llama.config), **beam)
-    cache = injected(llama, project_generated=True)
-    assert llama.generate(tokens, past_key_values=cache, **beam).tolist() == expected.tolist()
-
-
-def test_a_reset_cache_begins_anew(llama):
-    cache = injected(llama, rank=9, sparse_budget=12)
-    parts = conversation(90, 10, 20, 3)
-    first = logits(llama, cache, *parts)
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    assert torch.equal(logits(llama, cache, *parts), first)
-
-
-def test_layers_may_have_different_operators(llama):
-    retrieval = {
-        "match": {"name": r"layers\.1\.self_attn$"},
-        "replace": {"class": "RetrievalAttention", "kwargs": {"block_size": 4, "kv_type": "FP32"}},
-    }
-    untouched = {"match": {"name": r"layers\.2\.self_attn$"}, "replace": {"class": "default"}}
-    parts = conversation(90, 20, 20, 5)
-    cache = injected(llama, retrieval, untouched)
-    kinds = [type(operator) for operator in llama.hetero_kv_injection.attention_operators()]
-    assert kinds == [ShadowKVAttention, RetrievalAttention]
-    actual = logits(llama, cache, *parts)
-    eject(llama)
-    with torch.no_grad():
-        assert relative_error(actual, llama(torch.cat(parts, dim=1)).logits) < 2e-5
-
-
-def test_the_models_own_sliding_windows_keep_theirs():
-    model = model_of("gemma3_text")
-    injected(model)
-    try:
-        kinds = [type(operator) for operator in model.hetero_kv_injection.attention_operators()]
-    finally:
-        eject(model)
-    assert kinds == [SlidingWindowAttention, ShadowKVAttention, SlidingWindowAttention]
-
-
-def test_layers_with_one_rotation_share_its_table_and_others_have_their_own(llama):
-    cache = injected(llama)
-    logits(llama, cache, random_tokens(90), *random_tokens(5, 1).split(1, dim=1))
-    tables = {id(layer.factors.rotary) for layer in cache.layers}
-    assert len(tables) == 1
-    assert len(cache.layers[0].factors.rotary) == 95
-
-
-def test_a_model_whose_rotation_is_unknown_is_refused_by_name(llama, monkeypatch):
-    cache = injected(llama)
-    attention = llama.model.layers[1].self_attn.wrapped
-    forward = type(attention).forward
-
-    def reflected(self, *args, position_embeddings, **kwargs):
-        cos, sin = position_embeddings
-        return forward(self, *args, position_embeddings=(cos, -sin), **kwargs)
-
-    monkeypatch.setattr(attention, "forward", reflected.__get__(attention))
-    with pytest.raises(UnsupportedModelError, match=r"layers\.1\.self_attn \(LlamaAttention\) rotates its keys"):
-        logits(llama, cache, random_tokens(90))
-    assert cache.get_seq_length() == 0
-
-
-def test_sequences_at_different_positions_are_refused(llama):
-    cache = injected(llama)
-    positions = torch.stack([torch.arange(40), torch.arange(1, 41)])
-    with pytest.raises(HeteroKVError, match="different positions"), torch.no_grad():
-        llama(random_tokens(40, batch=2), position_ids=positions, past_key_values=cache)
-
-
-def test_a_rank_above_the_models_channels_says_what_fits(llama):
-    with pytest.raises(HeteroKVError, match=r"rank is 33, .* 2 kv heads of 16, 32 channels .* at most 32 .* or to 5 "):
-        injected(llama, rank=33)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"sparse_budget": 3}, "sparse_budget is 3; that is fewer tokens than one chunk of landmark_chunk_size 4"),
-        ({"sparse_budget": 1.5}, "sparse_budget is 1.5; as a share of the sequence .* at most 1.0"),
-        ({"sparse_budget": 0.0}, "sparse_budget is 0.0; as a share of the sequence it must be above 0"),
-        ({"rank": 0}, "rank is 0; it must be a whole number of at least 1"),
-        ({"local_chunks": 0}, "local_chunks is 0; it must be a whole number of at least 1"),
-        ({"refactor_above": 2}, "refactor_above is 2; it must be a number from 0 to 1"),
-        ({"value_type": "FP61"}, "value_type is 'FP61'"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(llama, settings, message):
-    with pytest.raises(HeteroKVError, match=message):
-        injected(llama, **settings)
-
-
-@pytest.mark.parametrize(("recipe", "plus"), [("shadowkv", False), ("shadowkv_plus", True)])
-def test_the_recipes_have_the_papers_settings(recipe, plus):
-    model = tiny_model("llama", num_key_value_heads=4, head_dim=64)
-    inject(model, recipe, command_line={"max_seq_len": 900})
-    settings = [operator.settings for operator in model.hetero_kv_injection.attention_operators()]
-    paper = {"rank": 160, "landmark_chunk_size": 8, "outlier_chunks": 48, "local_chunks": 4, "sparse_budget": 0.0156}
-    assert {name: getattr(settings[0], name) for name in paper} == paper
-    assert all(setting.project_generated is plus for setting in settings)
-    cache = HeteroCache(model)
-    logits(model, cache, random_tokens(600), *random_tokens(12, 1).split(1, dim=1))
-    # 612 tokens are 76 chunks, 4 of them local; one in 64 is chosen.
-    assert cache.layers[0].chunks == (72 if plus else 71)
-    assert cache.layers[0].context.outliers.ids.shape[2] == 48
-    assert cache.layers[0].context.outliers.residents.ids.shape[2] == 2
