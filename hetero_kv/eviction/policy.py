@@ -108,6 +108,10 @@ class EvictionPolicy(ABC, Generic[S]):
         settings: the policy's own.
         layer_idx: the layer that it serves.
         num_layers: of the model.
+
+    Attributes:
+        rank, ranks: the layer's place among the layers of the same settings, and how many these are; where nobody says
+            so, the model's. A model may have other operators in some layers.
     """
 
     #: Whether prompts are cut into strides; else a prompt is prefilled with full attention and compressed then.
@@ -123,6 +127,7 @@ class EvictionPolicy(ABC, Generic[S]):
         self.settings = settings
         self.layer_idx = layer_idx
         self.num_layers = num_layers
+        self.rank, self.ranks = layer_idx, num_layers
 
     # -- sizes
 

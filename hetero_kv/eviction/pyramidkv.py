@@ -26,7 +26,8 @@ class PyramidKVSettings(SnapKVSettings):
     settings=PyramidKVSettings,
 )
 class PyramidKV(WindowVote[PyramidKVSettings]):
-    """Budgets fall linearly from the bottom layer to the top, and are `budget` in the mean (section 3.2).
+    """Budgets fall linearly from the bottom layer to the top, and are `budget` in the mean (section 3.2), over the
+    layers that have this policy.
 
     As the authors' code does it: a prompt that has less than what the bottom layer would keep gets `budget` everywhere.
     """
@@ -35,7 +36,7 @@ class PyramidKV(WindowVote[PyramidKVSettings]):
         """See EvictionPolicy."""
         budget, window = super().budget_for(prompt_length), self.settings.window
         mean = budget - window
-        if self.num_layers == 1 or prompt_length <= max(budget, 2 * mean - 1):
+        if self.ranks == 1 or prompt_length <= max(budget, 2 * mean - 1):
             return budget
         lowest = mean / self.settings.beta
         highest = 2 * mean - lowest
@@ -43,4 +44,4 @@ class PyramidKV(WindowVote[PyramidKVSettings]):
             highest = prompt_length - window
             lowest = 2 * mean - highest
         # Rounding half to even: the budgets of layers that mirror each other add up to twice the mean.
-        return window + round(highest - (highest - lowest) * self.layer_idx / (self.num_layers - 1))
+        return window + round(highest - (highest - lowest) * self.rank / (self.ranks - 1))

@@ -100,8 +100,13 @@ class BoundedLayer(OperatorLayer):
 
     @property
     def dram_bytes(self) -> int:
-        """Memory of the entries, bytes."""
-        return 0 if self.entries is None else self.entries.nbytes
+        """Memory of entries that are computed with on the CPU, bytes."""
+        return self.entries.nbytes if self.entries is not None and self.entries.keys.device.type == "cpu" else 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of entries that are elsewhere, bytes."""
+        return 0 if self.entries is None else self.entries.nbytes - self.dram_bytes
 
     def require_room(self, tokens: int) -> None:
         """A bounded layer has room for any number of tokens."""

@@ -16,7 +16,7 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.kv.bounded_layer import BoundedLayer
 from hetero_kv.kv.low_rank_layer import LowRankLayer
 from hetero_kv.kv.operator_layer import OperatorLayer
-from hetero_kv.kv.sequence_layer import SequenceLayer
+from hetero_kv.kv.sequence_layer import PromptPart, SequenceLayer
 
 #: Called while a prompt prefills: (layers done, layers in all, tokens of the layer done, tokens of the prompt).
 Progress = Callable[[int, int, int, int], None]
@@ -209,10 +209,12 @@ class HeteroCache(Cache):
     def device_bytes(self) -> int:
         """Bytes that the stored tokens take where the model computes, beside `dram_bytes`.
 
-        ShadowKV's factors, landmarks and exact chunks; on a GPU also its copies of Initial and Local.
+        ShadowKV's factors, landmarks and exact chunks; rotary tables; on a GPU also the entries of bounded layers, and
+        the copies of Initial and Local.
         """
-        factors = (layer.factors for layer in self.layers if isinstance(layer, LowRankLayer))
-        tables = {id(each.rotary): each.rotary.nbytes for each in factors if each.rotary is not None}
+        rotary = [layer.factors.rotary for layer in self.layers if isinstance(layer, LowRankLayer)]
+        rotary += [layer.rotary for layer in self.bounded_layers]
+        tables = {id(table): table.nbytes for table in rotary if table is not None}
         return sum(getattr(layer, "device_bytes", 0) for layer in self.layers) + sum(tables.values())
 
     @property
@@ -232,14 +234,23 @@ class HeteroCache(Cache):
         passed = start + (stop - start) * (layer_idx * total + done) // (len(self.layers) * total)
         self.on_progress(int(passed == whole), 1, passed, whole)
 
+    @property
+    def is_passing(self) -> bool:
+        """Whether the tokens that pass are a part of a prompt, be it a single one (`passing`)."""
+        return self._span is not None
+
     @contextmanager
     def passing(self, start: int, stop: int, total: int) -> Iterator[None]:
         """Within this context tokens `start` to `stop` of a prompt of `total` pass through all layers."""
         self._span = (start, stop, total)
+        for layer in self._sequence_layers:
+            layer.part = PromptPart(is_first=start == 0, is_last=stop == total)
         try:
             yield
         finally:
             self._span = None
+            for layer in self._sequence_layers:
+                layer.part = PromptPart()
 
 
 _AnyCache = TypeVar("_AnyCache", bound=Cache)
@@ -284,14 +295,22 @@ def undo_on_error(cache: Cache) -> Iterator[None]:
 
 @contextmanager
 def transient(cache: HeteroCache, lasting: Iterable[CacheLayerMixin]) -> Iterator[None]:
-    """Within this context nothing that is stored lasts, but in the layers `lasting`, and no progress is told."""
+    """Within this context nothing that is stored lasts, but in the layers `lasting`, and no progress is told.
+
+    Layers that keep the whole sequence store nothing: what passes needs no room in them.
+    """
     held = {id(layer) for layer in lasting}
     before = [(layer, _checkpoint(layer)) for layer in cache.layers if id(layer) not in held]
+    sequences = [layer for layer in cache.layers if isinstance(layer, SequenceLayer)]
     on_progress, cache.on_progress = cache.on_progress, None
+    for sequence in sequences:
+        sequence.keeps = False
     try:
         yield
     finally:
         cache.on_progress = on_progress
+        for sequence in sequences:
+            sequence.keeps = True
         for layer, state in before:
             _restore(layer, state)
 

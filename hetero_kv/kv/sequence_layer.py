@@ -38,6 +38,14 @@ class PrefillBuffer:
     length: int
 
 
+@dataclass(frozen=True)
+class PromptPart:
+    """Which part of a prompt a prefill is, where another layer's policy has prompts pass in strides."""
+
+    is_first: bool = True
+    is_last: bool = True
+
+
 class SequenceLayer(OperatorLayer):
     """Block tables over one pool, a table per row of the batch, and a buffer while a prompt prefills.
 
@@ -51,6 +59,8 @@ class SequenceLayer(OperatorLayer):
         forks: forks that the pool has blocks for, to grow to `capacity` beside this layer; set before the first token.
         pool: the blocks; None before the first token.
         rows: a block table per row of the batch.
+        part: of the prompt, what the present prefill brings.
+        keeps: whether tokens are stored when their prefill ends; else they attend and are gone, and need no room.
     """
 
     #: The setting that `storage` comes from.
@@ -65,6 +75,8 @@ class SequenceLayer(OperatorLayer):
         self.rows: list[BlockTable] = []
         self.prefill_buffer: PrefillBuffer | None = None
         self._prefill_tokens = 0
+        self.part = PromptPart()
+        self.keeps = True
 
     # -- what transformers asks of a cache layer
 
@@ -100,7 +112,7 @@ class SequenceLayer(OperatorLayer):
     def require_room(self, tokens: int) -> None:
         """Raise CacheFullError unless `tokens` more fit into every row."""
         room, length = self.room, self.get_seq_length()
-        if tokens <= room:
+        if tokens <= room or not self.keeps:
             return
         shorter = f", or shorten the input to {room} tokens" if room else ""
         if length + tokens > self.capacity:
@@ -147,7 +159,7 @@ class SequenceLayer(OperatorLayer):
         self._prefill_tokens = tokens
         try:
             yield
-            if self.prefill_buffer is not None:
+            if self.prefill_buffer is not None and self.keeps:
                 buffer, self.prefill_buffer = self.prefill_buffer, None
                 new = slice(buffer.past, buffer.length)
                 self.append(buffer.keys[:, :, new], buffer.values[:, :, new], buffer)

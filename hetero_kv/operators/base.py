@@ -126,12 +126,13 @@ class AttentionOperator(Operator):
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, its attention computed by this operator over a HeteroCache."""
-        layer = bridge.cache_in(args, kwargs, self.path).layers[self.layer_idx]
+        cache = bridge.cache_in(args, kwargs, self.path)
+        layer = cache.layers[self.layer_idx]
         served = []
 
         def attend(call: bridge.AttentionCall) -> torch.Tensor:
             served.append(True)
-            return self._attend(layer, call)
+            return self._attend(layer, call, is_prompt=call.q.shape[2] > 1 or cache.is_passing)
 
         with bridge.serving(attend):
             output = self.wrapped(*args, **kwargs)
@@ -142,12 +143,11 @@ class AttentionOperator(Operator):
             )
         return output
 
-    def _attend(self, layer: Any, call: bridge.AttentionCall) -> torch.Tensor:
-        tokens = call.q.shape[2]
+    def _attend(self, layer: Any, call: bridge.AttentionCall, is_prompt: bool) -> torch.Tensor:
         if layer.is_prefilling:
             return self.prefill_chunk(layer, call)
-        if tokens > 1:
-            with layer.prefill(tokens):
+        if is_prompt:
+            with layer.prefill(call.q.shape[2]):
                 return self.prefill_chunk(layer, call)
         layer.require_room(1)
         return self.decode_step(layer, call)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -146,9 +146,22 @@ def _attention(
     return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
 
 
-def require_composable(operators: Iterable[Operator]) -> None:
-    """Raise HeteroKVError for layers of which some need whole prompts and others prompts in strides."""
+def rank_policies(operators: Iterable[Operator]) -> None:
+    """Tell every policy its layer's place among the layers of the same settings.
+
+    Raises HeteroKVError for layers of which some need whole prompts and others prompts in strides.
+    """
     bounded = [operator for operator in operators if isinstance(operator, BoundedAttention)]
+    _require_composable(bounded)
+    groups: dict[BoundedSettings, list[BoundedAttention]] = {}
+    for operator in sorted(bounded, key=lambda operator: operator.layer_idx):
+        groups.setdefault(operator.settings, []).append(operator)
+    for group in groups.values():
+        for rank, operator in enumerate(group):
+            operator.policy.rank, operator.policy.ranks = rank, len(group)
+
+
+def _require_composable(bounded: Sequence[BoundedAttention]) -> None:
     strided = [operator for operator in bounded if operator.policy.strided]
     full = [operator for operator in bounded if not operator.policy.strided]
     if strided and full:

@@ -35,7 +35,7 @@ class ChunkedDecoderLayer(Operator):
 
     @torch.no_grad()
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped layer's output for [batch, tokens, hidden]; a single token goes straight through."""
+        """The wrapped layer's output for [batch, tokens, hidden]; a decoded token goes straight through."""
         attention = self.wrapped.get_submodule(self.attention_path)
         replaced = isinstance(attention, AttentionOperator)
         if hidden_states.dim() != 3:
@@ -44,11 +44,11 @@ class ChunkedDecoderLayer(Operator):
                 "[batch, tokens, hidden] into chunks and knows no others"
             )
         total = hidden_states.shape[1]
-        if total == 1 and replaced:
+        cache = bridge.cache_in(args, kwargs, self.path)
+        if total == 1 and replaced and not cache.is_passing:
             return self.wrapped(hidden_states, *args, **kwargs)
 
         _refuse_unsliceable(self.path, args, kwargs)
-        cache = bridge.cache_in(args, kwargs, self.path)
         layer = cache.layers[self.layer_idx]
         output = hidden_states if chunking.is_ours(hidden_states) else torch.empty_like(hidden_states)
         if self.layer_idx == 0:

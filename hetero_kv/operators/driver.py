@@ -2,8 +2,9 @@
 
 Layer-outer prefill walks from layer to layer with the whole prompt. Strided policies need the other order (Cascading KV
 cache, arXiv:2406.17808, algorithm 1): a stride passes through all layers, entries are dropped, the next stride comes.
-So the outermost forward that is called with a HeteroCache is cut up here, and each part is a forward like any other,
-which every other operator takes as a turn of its own.
+So the outermost forward that is called with a HeteroCache is cut up here, and each part is a forward like any other.
+Other operators prefill it, be it a single token, behind the parts before; RetrievalAttention looks at a prompt's last
+queries, and chooses representatives, when its last part has come.
 """
 
 from __future__ import annotations
@@ -289,7 +290,8 @@ def _run_catalyst(drive: Drive, call: _Call, text: str, due: list[BoundedLayer])
     cache = drive.cache
     assert call.token_ids is not None
     token_ids = torch.tensor(cache.tokenized(text), device=call.token_ids.device).expand(call.shape[0], -1)
-    with transient(cache, due), ExitStack() as stack:
+    count = token_ids.shape[1]
+    with transient(cache, due), cache.passing(0, count, count), ExitStack() as stack:
         for layer in due:
             stack.enter_context(layer.probing())
         call.for_tokens(token_ids, all_logits=False).run()

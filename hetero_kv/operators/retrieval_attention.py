@@ -90,7 +90,8 @@ class RetrievalAttention(AttentionOperator):
         self._require_full(call)
         if layer.prefill_buffer is None:
             self._add_unseen(layer, layer.get_seq_length())
-            layer.state.observation = self._new_observation()
+            if layer.part.is_first:
+                layer.state.observation = self._new_observation()
         past_k, past_v = layer.extend(call.k, call.v)
         out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap)
         if call.sink is not None:
@@ -120,7 +121,12 @@ class RetrievalAttention(AttentionOperator):
             )
 
     def stored(self, layer: PagedLayer, buffer: PrefillBuffer | None) -> None:
-        """What follows when a layer has stored tokens: votes of a prompt's end, representatives of new blocks."""
+        """What follows when a layer has stored tokens: votes of a prompt's end, representatives of new blocks.
+
+        A prompt that passes in parts has all of that at its end, so that it is as if it had come as a whole.
+        """
+        if not layer.part.is_last:
+            return
         if buffer is not None:
             self._observe(layer, buffer)
         self._index_context(layer)

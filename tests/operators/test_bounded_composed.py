@@ -1,0 +1,168 @@
+"""Eviction policies in some layers of a model and other operators in the rest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bounded_models import bounded, logits, relative_error, tokens
+from tiny_models import tiny_model
+
+from hetero_kv import HeteroCache, eject
+
+_LLAMA = tiny_model("llama")
+
+
+@pytest.fixture
+def llama():
+    yield _LLAMA
+    if getattr(_LLAMA, "hetero_kv_injection", None) is not None:
+        eject(_LLAMA)
+
+
+def operator_in(pattern, name, **kwargs):
+    return {"match": {"name": pattern}, "replace": {"class": name, "kwargs": kwargs}}
+
+
+def retrieval(pattern=r"layers\.[12]\.self_attn$", **kwargs):
+    return operator_in(pattern, "RetrievalAttention", kv_type="FP32", **kwargs)
+
+
+SHADOWKV = operator_in(
+    r"layers\.[12]\.self_attn$",
+    "ShadowKVAttention",
+    rank=16,
+    sparse_budget=16,
+    landmark_chunk_size=4,
+    value_type="FP32",
+)
+WATCHING = {
+    "representatives by attention": {"representative_type": "DYNAMIC", "observation_len": 12, "second_block_count": 3},
+    "preselection": {
+        "preselect_block": True,
+        "preselect_block_count": 4,
+        "observation_len": 12,
+        "second_block_count": 2,
+    },
+    "bounds": {"representative_type": "QUEST", "representative_num": 2, "second_block_count": 3},
+}
+
+
+# 53 tokens in strides of 13 end with a single one; 20 and 60 leave 13 and nothing over.
+@pytest.mark.parametrize("kwargs", WATCHING.values(), ids=WATCHING)
+@pytest.mark.parametrize("stride", [1, 13, 20])
+def test_retrieval_layers_answer_alike_whether_the_prompt_passes_in_strides_or_not(llama, kwargs, stride):
+    answers = []
+    for cut in (60, stride):
+        cache = bounded(llama, retrieval(**kwargs), policy="tova", budget=200, stride=cut, max_seq_len=200)
+        parts = tokens(53), *tokens(6, 1).split(1, dim=1), tokens(27, 2), *tokens(4, 3).split(1, dim=1)
+        answers.append(logits(llama, cache, *parts))
+        eject(llama)
+    assert relative_error(answers[1], answers[0]) < 1e-5
+
+
+def test_the_last_stride_of_a_single_token_attends_to_everything(llama):
+    with torch.no_grad():
+        expected = llama(tokens(53)).logits
+        following = llama(torch.cat([tokens(53), tokens(1, 1)], dim=1)).logits[:, -1:]
+    few = retrieval(second_block_count=0, initial_len=0)
+    cache = bounded(llama, few, policy="tova", budget=200, stride=13, max_seq_len=200)
+    told = []
+    cache.on_progress = lambda *progress: told.append(progress)
+    assert relative_error(logits(llama, cache, tokens(53)), expected) < 1e-5
+    assert told[-1] == (1, 1, 53, 53)
+    # A decoded token has only the window there.
+    assert relative_error(logits(llama, cache, tokens(1, 1)), following) > 1e-3
+
+
+@pytest.mark.parametrize("above", [retrieval(second_block_count=2), SHADOWKV], ids=["retrieval", "shadowkv"])
+def test_a_catalyst_needs_no_room_in_layers_that_keep_everything(llama, above):
+    prompt, following = tokens(48), tokens(4, 1)
+    roomy = bounded(llama, above, policy="infinipot", budget=24, catalyst="abcdef", max_seq_len=200)
+    expected = logits(llama, roomy, prompt, following)
+    # The pot is full with the prompt's last token.
+    assert roomy.layers[0].held == 12 + 4
+    eject(llama)
+    exact = bounded(llama, above, policy="infinipot", budget=24, catalyst="abcdef", max_seq_len=52)
+    assert logits(llama, exact, prompt, following).equal(expected)
+    assert [layer.get_seq_length() for layer in exact.layers] == [52, 52, 52]
+    assert (exact.room, exact.layers[0].held) == (0, 16)
+
+
+def test_a_catalyst_takes_no_blocks_from_forks(llama):
+    above = retrieval(second_block_count=2)
+    roomy = bounded(llama, above, policy="infinipot", budget=24, catalyst="abcdef", max_seq_len=200)
+    expected = logits(llama, roomy, tokens(47), tokens(1, 1))
+    eject(llama)
+    # Of 13 blocks the prompt takes 12, and the fork the last, for a copy of the block that it writes to.
+    cache = bounded(llama, above, policy="infinipot", budget=24, catalyst="abcdef", max_seq_len=52)
+    logits(llama, cache, tokens(47))
+    twin = cache.fork()
+    # The token fills the pot, which is distilled behind it.
+    assert logits(llama, twin, tokens(1, 1)).equal(expected[:, -1:])
+    assert twin.layers[0].held == 12
+    assert twin.layers[1].pool.free_blocks == 0
+
+
+@pytest.mark.parametrize("catalyst", ["a", "abcdef"])
+def test_what_a_catalyst_looks_at_leaves_no_trace_in_retrieval_layers(llama, catalyst):
+    above = retrieval(representative_type="DYNAMIC", observation_len=12, second_block_count=2)
+    parts = tokens(53), *tokens(9, 1).split(1, dim=1), tokens(27, 2), *tokens(4, 3).split(1, dim=1)
+    received = []
+    for text in (catalyst, "xyzuvw"):
+        # All of what stays is chosen by novelty, so that the catalyst chooses nothing.
+        cache = bounded(llama, above, policy="infinipot", budget=24, nuc_ratio=1.0, catalyst=text, max_seq_len=200)
+        answer = logits(llama, cache, *parts)
+        blocks = [int(block) for block in cache.layers[2].rows[0].ids]
+        received.append((answer, cache.layers[2].pool.received[blocks].transpose(0, 1).flatten(1)[:, :93]))
+        eject(llama)
+    assert received[0][0].equal(received[1][0])
+    assert received[0][1].equal(received[1][1])
+
+
+@pytest.mark.parametrize("retrieving", [r"layers\.0\.self_attn$", r"layers\.[13]\.self_attn$"])
+def test_a_pyramid_stands_on_the_layers_that_have_it(retrieving):
+    model = tiny_model("llama", num_hidden_layers=7)
+    cache = bounded(model, retrieval(retrieving), policy="pyramidkv", budget=30, window=8, beta=4, max_seq_len=400)
+    logits(model, cache, tokens(200))
+    held = [layer.held for layer in cache.bounded_layers]
+    assert sum(held) / len(held) == 30
+    assert held == sorted(held, reverse=True)
+    assert held[-1] == 8 + round(22 / 4)
+    assert held[0] > held[-1]
+
+
+def test_a_pyramid_leaves_the_models_own_sliding_layers_out():
+    kinds = ["sliding_attention", "full_attention"] * 3
+    model = tiny_model("gemma2", num_hidden_layers=6, layer_types=kinds)
+    cache = bounded(model, policy="pyramidkv", budget=30, window=8, beta=4)
+    logits(model, cache, tokens(200))
+    held = [layer.held for layer in cache.bounded_layers]
+    assert held == [30 + 16, 30, 30 - 16]
+
+
+def test_pyramids_of_different_settings_are_two():
+    model = tiny_model("llama", num_hidden_layers=6)
+    lower = operator_in(
+        r"layers\.[012]\.self_attn$", "BoundedAttention", policy="pyramidkv", budget=50, window=8, beta=4
+    )
+    cache = bounded(model, lower, policy="pyramidkv", budget=30, window=8, beta=4)
+    logits(model, cache, tokens(200))
+    held = [layer.held for layer in cache.bounded_layers]
+    assert sum(held[:3]) == 3 * 50
+    assert sum(held[3:]) == 3 * 30
+    assert held[:3] == sorted(held[:3], reverse=True)
+    assert held[3] > held[5]
+
+
+def test_entries_on_the_cpu_are_dram_and_rotary_tables_are_counted_once(llama):
+    cache = bounded(llama, policy="streaming_llm", budget=24)
+    logits(llama, cache, tokens(60))
+    layer = cache.layers[0]
+    assert layer.dram_bytes == layer.entries.nbytes
+    assert layer.device_bytes == 0
+    assert cache.device_bytes == layer.rotary.nbytes > 0
+    eject(llama)
+    bounded(llama, policy="tova", budget=24)
+    cache = HeteroCache(llama)
+    logits(llama, cache, tokens(60))
+    assert cache.device_bytes == 0
