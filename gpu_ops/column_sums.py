@@ -41,27 +41,34 @@ def column_sums(
     kv_heads, length = keys.shape[1], keys.shape[2]
     group, past = heads // kv_heads, length - n
     sums = torch.zeros(batch, kv_heads, 1 if group_max else group, length, dtype=torch.float32, device=q.device)
+    # Few queries have few scores: a decoded token's are one tile.
+    width = max(_KEYS, _QUERIES * _KEYS // n)
     for start in range(0, n, _QUERIES):
         rows = slice(start, min(start + _QUERIES, n))
         count = rows.stop - rows.start
-        folded = q[:, :, rows].reshape(batch, kv_heads, group * count, k_dim).float() * scale
-        normaliser = lse[:, :, rows].reshape(batch, kv_heads, group * count, 1).float()
-        places = torch.arange(past + rows.start, past + rows.stop, device=q.device).repeat(group)[:, None]
-        for first in range(0, past + rows.stop, _KEYS):
-            columns = slice(first, min(first + _KEYS, past + rows.stop))
-            scores = folded @ keys[:, :, columns].float().transpose(-1, -2)
-            if softcap:
-                scores = softcap * torch.tanh(scores / softcap)
-            probabilities = scores.sub_(normaliser).exp_()
+        folded = q[:, :, rows].reshape(batch * kv_heads, group * count, k_dim).float() * scale
+        normaliser = lse[:, :, rows].reshape(batch * kv_heads, group * count, 1).float()
+        places = torch.arange(past + rows.start, past + rows.stop, device=q.device)[:, None]
+        for first in range(0, past + rows.stop, width):
+            columns = slice(first, min(first + width, past + rows.stop))
+            scores = _scores(folded, keys[:, :, columns].flatten(0, 1).float(), normaliser, softcap)
+            by_row = scores.view(batch, kv_heads, group, count, -1)
+            if group_max:
+                # Before the exponential, which keeps the order: of a group one is computed.
+                by_row = by_row.amax(dim=2, keepdim=True)
+            probabilities = by_row.exp_()
             if columns.stop > past + rows.start + 1:
                 seen = torch.arange(columns.start, columns.stop, device=q.device)[None, :] <= places
                 probabilities.masked_fill_(~seen, 0.0)
             if squared:
                 probabilities.square_()
-            by_row = probabilities.unflatten(2, (group, count))
-            if group_max:
-                by_row = by_row.amax(dim=2, keepdim=True)
-            if weights is not None:
-                by_row = by_row * weights[rows].to(by_row)[:, None]
-            sums[..., columns] += by_row.sum(dim=3)
+            summed = probabilities.sum(dim=3) if weights is None else weights[rows].float() @ probabilities
+            sums[..., columns] += summed
     return sums
+
+
+def _scores(q: torch.Tensor, keys: torch.Tensor, lse: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Scores less `lse` [heads, n, 1], of queries [heads, n, dim], scaled already, and keys [heads, m, dim]."""
+    if not softcap:
+        return torch.baddbmm(lse, q, keys.transpose(1, 2), beta=-1)
+    return (softcap * torch.tanh(torch.bmm(q, keys.transpose(1, 2)) / softcap)).sub_(lse)

@@ -45,8 +45,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: Rotary
     turned = torch.empty_like(out)
     turned[..., : layout.offset] = out[..., : layout.offset]
     turned[..., layout.offset + 2 * layout.pairs :] = out[..., layout.offset + 2 * layout.pairs :]
-    turned[..., first] = a * cos - b * sin
-    turned[..., second] = b * cos + a * sin
+    # Straight into their places: keys of a whole cache are turned at every step, and temporaries cost more than sums.
+    torch.mul(a, cos, out=turned[..., first]).addcmul_(b, sin, value=-1)
+    torch.mul(b, cos, out=turned[..., second]).addcmul_(a, sin)
     return turned
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,28 +13,15 @@ from gpu_ops.rotary import rotate
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.eviction.policy import Attended, EvictionPolicy
 from hetero_kv.kv.entries import Entries, no_entries
+from hetero_kv.kv.entry_room import SLACK
 from hetero_kv.kv.operator_layer import OperatorLayer
 from hetero_kv.kv.rotary_table import RotaryTable
-
-
-@dataclass(frozen=True)
-class _Buffers:
-    """Room for the entries and all tokens of a chunk, written to from left to right, and never twice.
-
-    Attributes:
-        keys, values: [batch, kv_heads, room, dim].
-        placed: the keys rotated to their places; `keys` itself where positions are kept.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    placed: torch.Tensor
 
 
 class BoundedLayer(OperatorLayer):
     """At most `budget` entries per kv head after every forward, of a sequence that may go on for ever.
 
-    Entries are replaced and never written to, so that a checkpoint or a fork is a reference to them.
+    Entries are replaced and never changed, so that a checkpoint or a fork is a reference to them.
 
     Args:
         policy: decides which entries stay.
@@ -51,8 +37,8 @@ class BoundedLayer(OperatorLayer):
         super().__init__()
         self.policy = policy
         self.rotary: RotaryTable | None = None
-        self._buffers: _Buffers | None = None
-        self._new = 0
+        self._coming = 0
+        self._prefilling = False
         self._probed = False
         self._without_catalyst: Entries | None = None
         self._forget()
@@ -139,18 +125,18 @@ class BoundedLayer(OperatorLayer):
     @property
     def is_prefilling(self) -> bool:
         """Whether a `prefill` context is open."""
-        return self._new > 0
+        return self._prefilling
 
     @contextmanager
     def prefill(self, tokens: int) -> Iterator[None]:
         """Within this context `tokens` new tokens arrive (`extend`); when it ends well entries are dropped."""
-        self._new = tokens
+        self._coming, self._prefilling = tokens, True
         try:
             yield
             if not self.policy.settles_late and not self._probed:
                 self.settle(tokens)
         finally:
-            self._new, self._buffers = 0, None
+            self._coming, self._prefilling = 0, False
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add tokens behind the entries.
@@ -162,29 +148,24 @@ class BoundedLayer(OperatorLayer):
         Returns keys, rotated, and values of all entries, as views: [batch, kv_heads, held, dim].
         """
         entries = no_entries(keys, values) if self.entries is None else self.entries
-        if self._buffers is None:
-            self._buffers = self._new_buffers(entries)
-        buffers, start, end = self._buffers, entries.held, entries.held + keys.shape[2]
-        buffers.keys[:, :, start:end] = keys
-        buffers.values[:, :, start:end] = values
-        if self.rotary is not None:
-            buffers.placed[:, :, start:end] = self.placed(keys, start)
-        self.entries = entries.grown(buffers.keys[:, :, :end], buffers.values[:, :, :end], self.length)
-        self.length += keys.shape[2]
-        return buffers.placed[:, :, :end], buffers.values[:, :, :end]
-
-    def _new_buffers(self, entries: Entries) -> _Buffers:
+        new = keys.shape[2]
         held = entries.held
-        keys, values = (
-            old.new_empty(*old.shape[:2], held + self._new, old.shape[3]) for old in (entries.keys, entries.values)
-        )
-        keys[:, :, :held], values[:, :, :held] = entries.keys, entries.values
-        if self.rotary is None:
-            return _Buffers(keys, values, keys)
-        placed = torch.empty_like(keys)
-        if held:
-            placed[:, :, :held] = self.placed(entries.keys, 0)
-        return _Buffers(keys, values, placed)
+        # Of a prompt all tokens to come, of what is decoded one at a time some more.
+        entries = entries.with_room(new, max(self._coming - new, SLACK if self._coming == 1 else 0))
+        self.entries = entries.grown(keys, values, self.length)
+        self.length += new
+        self._coming -= new
+        return self._placed_keys(self.entries, held), self.entries.values
+
+    def _placed_keys(self, entries: Entries, held: int) -> torch.Tensor:
+        """The keys as they are attended to, of which those before `held` may have been before: a view."""
+        room = entries.room
+        if self.rotary is None or room is None:
+            return entries.keys
+        if room.placed is None:
+            room.placed, held = torch.empty_like(room.keys), 0
+        room.placed[:, :, held : entries.held] = self.placed(entries.keys[:, :, held:], held)
+        return room.placed[:, :, : entries.held]
 
     def placed(self, vectors: torch.Tensor, start: int) -> torch.Tensor:
         """Queries or keys [batch, heads, n, k_dim] as they are at the places from `start` on, in their dtype.
@@ -228,7 +209,11 @@ class BoundedLayer(OperatorLayer):
             self.entries = self.policy.end_of_prompt(self.entries)
         if self.is_due:
             assert self.budget is not None
+            left = self.entries.room
             self.entries = self.policy.evict(self.entries, self.budget)
+            if left is not None and self.entries.room is not left:
+                # What undoing this turn would come back to is keys and values; placing them anew is little.
+                left.placed = None
             if self.held > self.budget:
                 raise HeteroKVError(
                     f"policy {self.policy.settings.policy} left {self.held} entries where the budget is {self.budget}; "

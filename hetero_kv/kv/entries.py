@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from hetero_kv.kv.entry_room import EntryRoom
+
 
 @dataclass(frozen=True)
 class Entries:
-    """Keys and values in the order of their positions, with numbers per entry. Never written to, only replaced.
+    """Keys and values in the order of their positions, with numbers per entry. Never changed, only replaced.
 
     Attributes:
         keys: [batch, kv_heads, held, k_dim]; as received, or before rotation where a policy re-indexes positions.
@@ -20,6 +22,7 @@ class Entries:
         scores: name -> [batch, kv_heads, held], a policy's numbers per entry; new entries start with 0.
         carried: name -> what a policy remembers of the layer besides; tensors have the batch as their first dimension,
             everything else has `selected(rows)` where beams are reordered.
+        room: the memory that keys and values are the beginning of, where it is known.
     """
 
     keys: torch.Tensor
@@ -27,6 +30,7 @@ class Entries:
     positions: torch.Tensor
     scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
     carried: Mapping[str, Any] = field(default_factory=dict)
+    room: EntryRoom | None = None
 
     @property
     def held(self) -> int:
@@ -50,23 +54,33 @@ class Entries:
     def kept(self, index: torch.Tensor) -> Entries:
         """Only the entries at `index`, [batch, kv_heads or 1, count] int64; ascending, so that they stay in order."""
         index = index.expand(*self.positions.shape[:2], -1)
+        room = EntryRoom.gathered(self.keys, self.values, index)
         return replace(
             self,
-            keys=_rows(self.keys, index),
-            values=_rows(self.values, index),
+            keys=room.keys[:, :, : room.taken],
+            values=room.values[:, :, : room.taken],
             positions=self.positions.gather(2, index),
             scores={name: score.gather(2, index) for name, score in self.scores.items()},
+            room=room,
         )
 
+    def with_room(self, tokens: int, spare: int = 0) -> Entries:
+        """The same entries where `tokens` more can be written behind them: here, or moved, with `spare` besides."""
+        if self.room is not None and self.room.is_free_behind(self.keys, self.values, tokens):
+            return self
+        room = EntryRoom.around(self.keys, self.values, tokens + spare)
+        return replace(self, keys=room.keys[:, :, : self.held], values=room.values[:, :, : self.held], room=room)
+
     def grown(self, keys: torch.Tensor, values: torch.Tensor, first_position: int) -> Entries:
-        """With the entries of new tokens behind, when `keys` and `values` hold the old and the new ones."""
-        batch, kv_heads, length, _ = keys.shape
-        new = length - self.held
+        """With the entries of new tokens behind, [batch, kv_heads, new, dim], for which there is room."""
+        assert self.room is not None
+        batch, kv_heads, new, _ = keys.shape
+        self.room.append(keys, values)
         positions = torch.arange(first_position, first_position + new, device=keys.device)
         return replace(
             self,
-            keys=keys,
-            values=values,
+            keys=self.room.keys[:, :, : self.held + new],
+            values=self.room.values[:, :, : self.held + new],
             positions=torch.cat([self.positions, positions.expand(batch, kv_heads, new)], dim=2),
             scores={name: torch.nn.functional.pad(score, (0, new)) for name, score in self.scores.items()},
         )
@@ -87,18 +101,11 @@ class Entries:
 
     @property
     def nbytes(self) -> int:
-        """Memory of keys, values and what is noted of each entry, bytes."""
-        tensors = (self.keys, self.values, self.positions, *self.scores.values())
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _rows(stored: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The vectors [batch, kv_heads, count, dim] of `stored` [batch, kv_heads, held, dim] at `index`."""
-    batch, kv_heads, held, dim = stored.shape
-    first = torch.arange(batch * kv_heads, device=index.device).view(batch, kv_heads, 1) * held
-    # Ten times as fast as gather, which looks up every number of a vector by itself.
-    flat = stored.reshape(batch * kv_heads * held, dim)
-    return flat.index_select(0, (index + first).flatten()).view(batch, kv_heads, index.shape[2], dim)
+        """Memory of keys, values, the room behind them and what is noted of each entry, bytes."""
+        own = self.room is not None and self.room.is_free_behind(self.keys, self.values, 0)
+        tensors = (self.positions, *self.scores.values(), *(() if own else (self.keys, self.values)))
+        room = self.room.nbytes if own and self.room is not None else 0
+        return room + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def no_entries(keys: torch.Tensor, values: torch.Tensor) -> Entries:
