@@ -1,11 +1,13 @@
 """Retrieval quality beside kvpress at equal budgets: both on the same samples, by the same harness.
 
     python -m benchmarks.quality_vs_kvpress --out DIR [--budgets 256,512] [--task needle,passkey] [--lengths 2k]
+        [--recipes snapkv_evict,pyramidkv,tova,streaming_llm] [--presses SnapKV,PyramidKV,TOVA,StreamingLLM]
 
 A budget is the number of prompt tokens that a step attends to in every layer (the mean over layers for PyramidKV).
-kvpress prefills the whole prompt, the question included, and drops all but the budget once; hetero-kv keeps everything
-and chooses the budget's tokens as its recipes do. Generated tokens come on top in kvpress; in hetero-kv they are part
-of the window.
+kvpress prefills the whole prompt, the question included, and drops all but the budget once. hetero-kv's `snapkv_evict`
+and `pyramidkv` do the same, `tova` and `streaming_llm` drop after every stride of a prompt already; its other recipes
+keep everything and choose the budget's tokens. Generated tokens come on top in kvpress; in hetero-kv they are part of
+the budget. Which tokens either keeps is compared by `benchmarks.kept_sets_vs_kvpress`.
 
 Running it twice with the same flags goes on where the first run stopped.
 
@@ -18,7 +20,8 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -55,8 +58,16 @@ PRESSES: dict[str, Callable[[int], dict[str, int]]] = {
     "StreamingLLMPress": lambda budget: {},
 }
 
-#: hetero-kv's side of a budget: recipe -> settings with which a step attends to that many tokens.
+#: What flags and tables call the presses -> class.
+PRESS_NAMES = {press.removesuffix("Press"): press for press in PRESSES}
+
+#: hetero-kv's side of a budget: recipe -> settings with which a step attends to that many tokens. The first four evict,
+#: as the presses do; PyramidKV with the press's beta.
 RECIPES: dict[str, Callable[[int], dict[str, int]]] = {
+    "snapkv_evict": lambda budget: {"budget": budget, "window": WINDOW},
+    "pyramidkv": lambda budget: {"budget": budget, "window": WINDOW, **PRESSES["PyramidKVPress"](budget)},
+    "tova": lambda budget: {"budget": budget},
+    "streaming_llm": lambda budget: {"budget": budget},
     "snapkv": lambda budget: {
         "local_windows_len": WINDOW,
         "preselect_block_count": budget - WINDOW,
@@ -71,6 +82,33 @@ RECIPES: dict[str, Callable[[int], dict[str, int]]] = {
     },
     "streaming": lambda budget: {"local_windows_len": budget - 4},
 }
+
+
+def press_at(press: str, budget: int, tokens: int, **settings: int) -> Any:
+    """A press that keeps `budget` of a prompt's `tokens` per layer.
+
+    Args:
+        press: name of a class of kvpress that takes a `compression_ratio`.
+        settings: win over those in PRESSES.
+    """
+    # A bit more, so that rounding down keeps the budget, and too little to round a layer of PyramidKV up.
+    ratio = max(0.0, 1 - (budget + 1e-3) / tokens)
+    return getattr(kvpress, press)(compression_ratio=ratio, **{**PRESSES[press](budget), **settings})
+
+
+@torch.no_grad()
+def pressed_prefill(model: Any, prompt: Sequence[int], cache: DynamicCache, *presses: Any) -> torch.Tensor:
+    """Prefill a prompt with presses at work; the logits after its last token, [1, vocab]."""
+    with ExitStack() as active:
+        for press in presses:
+            active.enter_context(press(model))
+        return model(
+            input_ids=torch.tensor([list(prompt)], device=model.device),
+            past_key_values=cache,
+            # Newer versions of transformers do not pass it on by themselves; the presses look for it.
+            cache_position=torch.arange(len(prompt), device=model.device),
+            logits_to_keep=1,
+        ).logits[:, -1]
 
 
 class PressedModel:
@@ -92,7 +130,8 @@ class PressedModel:
         """Greedy answers, one per turn; the prompt is reduced once, later turns are added to what was kept."""
         prompt = self.configured.prompt(sample).tokens
         self._cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
-        logits, self._position = self._prefilled(prompt), len(prompt)
+        press = press_at(self.press, self.budget, len(prompt))
+        logits, self._position = pressed_prefill(self.model, prompt, self._cache, press), len(prompt)
         answers: list[str] = []
         tokens: list[int] = []
         for question in sample.turns:
@@ -105,20 +144,6 @@ class PressedModel:
             answers.append(self.configured.loaded.tokenizer.decode(tokens, skip_special_tokens=True))
         return answers
 
-    def _prefilled(self, prompt: Sequence[int]) -> torch.Tensor:
-        tokens = len(prompt)
-        # Half a token more, so that rounding down keeps the budget.
-        ratio = max(0.0, 1 - (self.budget + 0.5) / tokens)
-        press = getattr(kvpress, self.press)(compression_ratio=ratio, **PRESSES[self.press](self.budget))
-        with press(self.model):
-            return self.model(
-                input_ids=torch.tensor([list(prompt)], device=self.model.device),
-                past_key_values=self._cache,
-                # Newer versions of transformers do not pass it on by themselves; the presses look for it.
-                cache_position=torch.arange(tokens, device=self.model.device),
-                logits_to_keep=1,
-            ).logits[:, -1]
-
     def _fed(self, tokens: Sequence[int]) -> torch.Tensor:
         """The logits after tokens that are fed one by one: layers of different lengths have no mask in common."""
         for token in tokens:
@@ -129,10 +154,12 @@ class PressedModel:
         return logits
 
 
-def pressed_subjects(configured: ConfiguredModel, budgets: Sequence[int]) -> Iterator[CallableSubject]:
+def pressed_subjects(
+    configured: ConfiguredModel, presses: Sequence[str], budgets: Sequence[int]
+) -> Iterator[CallableSubject]:
     """A subject per press and budget."""
     for budget in budgets:
-        for press in PRESSES:
+        for press in presses:
             yield CallableSubject(
                 f"kvpress {press.removesuffix('Press')} {budget}",
                 PressedModel(configured, press, budget),
@@ -146,13 +173,25 @@ def pressed_subjects(configured: ConfiguredModel, budgets: Sequence[int]) -> Ite
             )
 
 
-def recipe_words(budgets: Sequence[int]) -> list[str]:
+def recipe_words(recipes: Sequence[str], budgets: Sequence[int]) -> list[str]:
     """hetero-kv's recipes at the budgets, as `--config` spells them."""
-    return [
-        ":".join((recipe, *(f"{name}={value}" for name, value in settings(budget).items())))
-        for budget in budgets
-        for recipe, settings in RECIPES.items()
-    ]
+    return [word(recipe, RECIPES[recipe](budget)) for budget in budgets for recipe in recipes]
+
+
+def word(recipe: str, settings: Mapping[str, object]) -> str:
+    """A recipe with settings, as `--config` spells it."""
+    return ":".join((recipe, *(f"{name}={value}" for name, value in settings.items())))
+
+
+def chosen(text: str, known: Iterable[str], flag: str) -> list[str]:
+    """The names in a list that is written with commas; none for "none".
+
+    Raises HeteroKVError for a name that is not among `known`.
+    """
+    names = [] if text == "none" else [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        raise HeteroKVError(f"{flag} has {unknown[0]!r}; give some of {', '.join(known)}, or none")
+    return names
 
 
 def main() -> None:
@@ -162,6 +201,8 @@ def main() -> None:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--task", default="needle,passkey,multi_turn_needle")
+    parser.add_argument("--recipes", default=",".join(RECIPES), help="hetero-kv's methods; none: only kvpress's")
+    parser.add_argument("--presses", default=",".join(PRESS_NAMES), help="kvpress's methods; none: only hetero-kv's")
     parser.add_argument("--budgets", default="256,512", help="tokens attended per layer; 160 or more")
     parser.add_argument("--lengths", default="2k")
     parser.add_argument("--depths", default="0,25,50,75,100")
@@ -179,6 +220,8 @@ def main() -> None:
 
 def compare(arguments: argparse.Namespace) -> None:
     """Run the comparison that the flags ask for."""
+    recipes = chosen(arguments.recipes, RECIPES, "recipes")
+    presses = [PRESS_NAMES[name] for name in chosen(arguments.presses, PRESS_NAMES, "presses")]
     budgets = parse_list(arguments.budgets, parse_length, "budgets")
     if min(budgets) < 160:
         raise HeteroKVError(f"budgets has {min(budgets)}; the windows alone take 96, give 160 or more")
@@ -190,9 +233,9 @@ def compare(arguments: argparse.Namespace) -> None:
         haystack=arguments.haystack,
     )
     configured = ConfiguredModel(
-        load_model(arguments.model, dtype=arguments.dtype), config_specs(recipe_words(budgets))
+        load_model(arguments.model, dtype=arguments.dtype), config_specs(recipe_words(recipes, budgets))
     )
-    subjects: list[Subject] = [configured, *pressed_subjects(configured, budgets)]
+    subjects: list[Subject] = [configured, *pressed_subjects(configured, presses, budgets)]
     command = shlex.join(("python", "-m", "benchmarks.quality_vs_kvpress", *sys.argv[1:]))
     done = run(arguments.task.split(","), subjects, arguments.out, options, command_line=command)
     attended = done.summary["attended_tokens"]

@@ -102,7 +102,15 @@ def add_flags(parser: FlagParser) -> None:
         type=int,
         default=1024,
         metavar="N",
-        help="perplexity: tokens that are prefilled before the rest is fed one by one (default 1024)",
+        help="perplexity: tokens that are prefilled before the rest is fed (default 1024)",
+    )
+    samples.add_argument(
+        "--stride",
+        type=int,
+        default=1,
+        metavar="N",
+        help="perplexity: tokens that are fed at once after the prefill, for methods of fixed memory (default 1); a "
+        "policy's own stride is cascade:stride=N",
     )
     add_loading_flags(parser, default=DEFAULT_MODEL)
     add_setting_flags(parser)
@@ -131,6 +139,7 @@ def run(flags: argparse.Namespace) -> int:
         prompt_files=_paths(flags.prompt_file, "prompt_file"),
         max_new_tokens=flags.max_new_tokens,
         prefill_tokens=flags.prefill_tokens,
+        stride=flags.stride,
     )
     tasks = parse_list(flags.task, str, "task") if flags.task else ()
     if not wanted_tasks(tasks) and not options.data:

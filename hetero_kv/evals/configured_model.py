@@ -17,7 +17,7 @@ from hetero_kv.config import RetrievalSettings
 from hetero_kv.errors import ConfigError
 from hetero_kv.evals.budget import attended_tokens
 from hetero_kv.evals.config_spec import BASELINE, ConfigSpec, settings_in_force
-from hetero_kv.evals.generation import cache_bytes, end_tokens, greedy, last_logits
+from hetero_kv.evals.generation import cache_bytes, end_tokens, entries_held, greedy, last_logits
 from hetero_kv.evals.outcome import Cost, Outcome
 from hetero_kv.evals.sample import Sample
 from hetero_kv.evals.shared_prefill import RecordedPrefill, record_prefill, shares_prefill
@@ -115,6 +115,11 @@ class ConfiguredModel:
         """See Subject; the baseline comes first."""
         return (*((BASELINE,) if self._has_baseline else ()), *self._methods)
 
+    @property
+    def exact_methods(self) -> tuple[str, ...]:
+        """The methods, the baseline not counted, that prefill with full attention in every layer."""
+        return tuple(name for name, method in self._methods.items() if method.shares_prefill)
+
     def described(self) -> dict[str, Any]:
         """See Subject: the model, and every setting in force."""
         model = {
@@ -207,6 +212,7 @@ class ConfiguredModel:
             decoded / decode_s if decoded else None,
             cache_bytes(ready.cache),
             ready.shared,
+            entries_held(ready.cache),
         )
         return Outcome(method, tuple(predictions), cost)
 

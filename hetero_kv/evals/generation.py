@@ -72,6 +72,13 @@ def end_tokens(model: Any) -> frozenset[int]:
     return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
+def entries_held(cache: Cache) -> float | None:
+    """Entries per kv head that eviction policies have kept, the mean over the layers that have one; None without."""
+    layers = cache.entries_held if isinstance(cache, HeteroCache) else []
+    held = [entries for entries in layers if entries is not None]
+    return sum(held) / len(held) if held else None
+
+
 def cache_bytes(cache: Cache) -> int:
     """Memory of the stored keys and values and of all that a method keeps to find them, wherever it lies, bytes."""
     total = cache.device_bytes if isinstance(cache, HeteroCache) else 0

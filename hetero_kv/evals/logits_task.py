@@ -30,7 +30,8 @@ class LogitsTaskRequest(TaskRequest):
         encode: a text's tokens, without special tokens.
         decode: the text of tokens.
         max_new_tokens: length of a continuation.
-        prefill_tokens: what is prefilled of a text that is then fed token by token.
+        prefill_tokens: what is prefilled of a text whose other tokens are then fed.
+        stride: how many of the others are fed at once.
     """
 
     encode: Callable[[str], list[int]]
@@ -38,6 +39,7 @@ class LogitsTaskRequest(TaskRequest):
     prompt_files: tuple[PromptFile, ...] = ()
     max_new_tokens: int = 64
     prefill_tokens: int = 1024
+    stride: int = 1
 
 
 class LogitsTask(Task):
@@ -46,6 +48,9 @@ class LogitsTask(Task):
     @abstractmethod
     def samples(self, request: LogitsTaskRequest) -> Iterator[Sample]:
         """As `Task.generate`."""
+
+    def require_methods(self, request: LogitsTaskRequest, model: ConfiguredModel) -> None:
+        """Raise HeteroKVError where a method of `model` cannot be measured as `request` asks; none by default."""
 
     @abstractmethod
     def measure(self, sample: Sample, model: ConfiguredModel, methods: Sequence[str]) -> Iterator[Outcome]:

@@ -35,7 +35,8 @@ class RunOptions:
         data: public data files, run as they are.
         prompt_files: the user's own texts, for perplexity and fidelity.
         max_new_tokens: length of fidelity's continuations.
-        prefill_tokens: what perplexity prefills of a text before it feeds the rest token by token.
+        prefill_tokens: what perplexity prefills of a text before it feeds the rest.
+        stride: tokens that perplexity feeds at once.
 
     Raises:
         ConfigError: a value out of range, named.
@@ -51,9 +52,10 @@ class RunOptions:
     prompt_files: tuple[Path, ...] = ()
     max_new_tokens: int = 64
     prefill_tokens: int = 1024
+    stride: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("samples", "limit", "max_new_tokens"):
+        for name in ("samples", "limit", "max_new_tokens", "stride"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be a whole number of at least 1")
@@ -86,6 +88,7 @@ class RunOptions:
             "prompt_files": [described_file(path) for path in self.prompt_files],
             "max_new_tokens": self.max_new_tokens,
             "prefill_tokens": self.prefill_tokens,
+            "stride": self.stride,
         }
 
 

@@ -23,6 +23,7 @@ class Cost:
         tokens_per_s: tokens decoded, or forced through, per second of `decode_s`.
         kv_bytes: memory of the stored keys, values and representatives at the end.
         shared_prefill: whether the first turn's prefill was computed once for several methods.
+        entries_held: entries per kv head that are held at the end, the mean over bounded layers; None without any.
     """
 
     prompt_tokens: int | None = None
@@ -32,6 +33,7 @@ class Cost:
     tokens_per_s: float | None = None
     kv_bytes: int | None = None
     shared_prefill: bool = False
+    entries_held: float | None = None
 
 
 @dataclass(frozen=True)

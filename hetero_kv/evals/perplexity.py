@@ -1,4 +1,7 @@
-"""Streaming perplexity: how well each next token of a text is foretold, along the text."""
+"""Streaming perplexity: how well each next token of a text is foretold, along the text.
+
+Token by token, or in strides, as Cascading KV cache measures PG19 (arXiv:2406.17808, table 1: strides of 1,024 tokens).
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,21 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
-from hetero_kv.errors import HeteroKVError
+from hetero_kv.errors import ConfigError, HeteroKVError
 from hetero_kv.evals.config_spec import BASELINE
 from hetero_kv.evals.configured_model import ConfiguredModel, Prompt
-from hetero_kv.evals.generation import cache_bytes, last_logits
+from hetero_kv.evals.generation import cache_bytes, entries_held
 from hetero_kv.evals.logits_task import LogitsTask, LogitsTaskRequest
 from hetero_kv.evals.outcome import Cost, Outcome
 from hetero_kv.evals.sample import Sample, Score
 from hetero_kv.evals.tasks.registry import register
 from hetero_kv.evals.text_windows import text_windows
 
-# Logits of a chunk are [tokens, vocab] float32: 160 MB for a vocabulary of 150,000.
-_FULL_CHUNK = 256
+# Tokens whose logits are computed at once where nothing else is asked for, and taken to float32 at once:
+# [tokens, vocab] is 160 MB for a vocabulary of 150,000.
+_TILE = 256
 
 # Points of a curve: enough to draw, few enough to keep a line of results short.
 _POINTS = 64
@@ -31,13 +36,19 @@ class Perplexity(LogitsTask):
     """Negative log-likelihood of a text's tokens.
 
     The first `prefill_tokens` are prefilled (half of a text that is shorter than twice as many), the others are fed
-    one by one, so that every likelihood that counts comes out of a method's decode step. The untouched model reads
-    the same tokens in chunks, with full attention. The score is the geometric mean of the tokens' probabilities,
-    1 / perplexity.
+    `stride` at a time. With a stride of 1 every likelihood that counts comes out of a method's decode step. The
+    untouched model reads the same tokens in chunks, with full attention. The score is the geometric mean of the tokens'
+    probabilities, 1 / perplexity.
+
+    A longer stride is to a bounded layer a turn, a prompt behind what it holds: its tokens see what is held and those
+    before them in the stride, up to budget + stride entries, and then entries are dropped; a policy with strides of its
+    own that are shorter cuts it up. What a policy does for each turn it does for each stride: SirLLM lets scores fade,
+    D2O allocates and begins a threshold anew, and a budget that is a share of the sequence grows with it. Layers that
+    prefill with full attention read a stride with full attention; a method of such layers alone is refused.
     """
 
     name = "perplexity"
-    meaning = "negative log-likelihood of a text's tokens, decoded one by one, against their position"
+    meaning = "negative log-likelihood of a text's tokens, fed one by one or in strides, against their position"
 
     def samples(self, request: LogitsTaskRequest) -> Iterator[Sample]:
         """See LogitsTask."""
@@ -54,7 +65,16 @@ class Perplexity(LogitsTask):
                 depth=None,
                 max_new_tokens=0,
                 raw_prompt=True,
-                metadata={"prefill_tokens": prefill},
+                metadata={"prefill_tokens": prefill, "stride": request.stride},
+            )
+
+    def require_methods(self, request: LogitsTaskRequest, model: ConfiguredModel) -> None:
+        """See LogitsTask: in strides, methods whose prefill is full attention would score what that scores."""
+        if request.stride > 1 and model.exact_methods:
+            method = model.exact_methods[0]
+            raise ConfigError(
+                f"stride is {request.stride}, and {method!r} reads tokens that are fed together with full attention, "
+                "so that its perplexity would be the untouched model's; take --stride 1 for it, or leave it out"
             )
 
     def measure(self, sample: Sample, model: ConfiguredModel, methods: Sequence[str]) -> Iterator[Outcome]:
@@ -66,32 +86,35 @@ class Perplexity(LogitsTask):
             if method == BASELINE:
                 nll, cost = _read_in_chunks(model.loaded.model, tokens, start)
             else:
-                nll, cost = _read_one_by_one(model, method, beginning, tokens)
+                nll, cost = _read_in_strides(model, method, beginning, tokens, sample.metadata["stride"])
             mean = math.fsum(nll) / len(nll)
             score = Score(math.exp(-mean), {"nll": mean, "perplexity": math.exp(mean)})
             yield Outcome(method, (), cost, score, {"curve": _curve(nll, start, sample.length)})
 
 
-def _read_one_by_one(
-    model: ConfiguredModel, method: str, beginning: Prompt, tokens: Sequence[int]
+@torch.no_grad()
+def _read_in_strides(
+    model: ConfiguredModel, method: str, beginning: Prompt, tokens: Sequence[int], stride: int
 ) -> tuple[list[float], Cost]:
-    """The negative log-likelihood of every token after `beginning`, each fed alone."""
+    """The negative log-likelihood of every token after `beginning`, fed `stride` at a time."""
     with model.prefilled(method, beginning) as ready:
-        nll, logits, began = [], ready.logits, time.perf_counter()
-        for position in range(len(beginning.tokens), len(tokens)):
-            nll.append(float(_nll(logits, tokens[position : position + 1])))
-            if position + 1 < len(tokens):
-                logits = last_logits(ready.model, tokens[position : position + 1], ready.cache)
+        start, began = len(beginning.tokens), time.perf_counter()
+        nll = _nll(ready.logits, tokens[start : start + 1])
+        # Of the last token only the likelihood is asked for.
+        for first in range(start, len(tokens) - 1, stride):
+            fed = list(tokens[first : min(first + stride, len(tokens) - 1)])
+            nll += _nll(_logits(ready.model, fed, ready.cache), tokens[first + 1 : first + len(fed) + 1])
         seconds = time.perf_counter() - began
-        fed = len(nll) - 1
+        steps = len(nll) - 1
         cost = Cost(
             len(tokens),
             0,
             ready.seconds,
             seconds,
-            fed / seconds if fed else None,
+            steps / seconds if steps else None,
             cache_bytes(ready.cache),
             ready.shared,
+            entries_held(ready.cache),
         )
     return nll, cost
 
@@ -102,23 +125,29 @@ def _read_in_chunks(model: Any, tokens: Sequence[int], start: int) -> tuple[list
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     nll: list[float] = []
     began = time.perf_counter()
-    for first in range(0, len(tokens) - 1, _FULL_CHUNK):
-        chunk = list(tokens[first : min(first + _FULL_CHUNK, len(tokens) - 1)])
-        logits = model(
-            input_ids=torch.tensor([chunk], device=model.device), past_key_values=cache, use_cache=True
-        ).logits
+    for first in range(0, len(tokens) - 1, _TILE):
+        chunk = list(tokens[first : min(first + _TILE, len(tokens) - 1)])
+        logits = _logits(model, chunk, cache)
         skipped = min(max(0, start - 1 - first), len(chunk))
-        if skipped < len(chunk):
-            following = tokens[first + skipped + 1 : first + len(chunk) + 1]
-            nll += _nll(logits[0, skipped:], following).tolist()
+        nll += _nll(logits[skipped:], tokens[first + skipped + 1 : first + len(chunk) + 1])
     return nll, Cost(len(tokens), 0, time.perf_counter() - began, None, None, cache_bytes(cache), False)
 
 
-def _nll(logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-    """Negative log-likelihood of `tokens`, [tokens] float32, from logits [tokens, vocab]."""
-    return torch.nn.functional.cross_entropy(
-        logits.float(), torch.tensor(list(tokens), device=logits.device), reduction="none"
-    )
+def _logits(model: Any, tokens: list[int], cache: Cache) -> torch.Tensor:
+    """Feed `tokens` to the model; the logits after each of them, [tokens, vocab] in the model's dtype."""
+    input_ids = torch.tensor([tokens], device=model.device)
+    return model(input_ids=input_ids, past_key_values=cache, use_cache=True).logits[0]
+
+
+def _nll(logits: torch.Tensor, tokens: Sequence[int]) -> list[float]:
+    """Negative log-likelihood of each of `tokens`, from logits [tokens, vocab], computed in float32."""
+    following = torch.tensor(list(tokens), dtype=torch.int64, device=logits.device)
+    tiles = zip(logits.split(_TILE), following.split(_TILE), strict=True)
+    return [
+        value
+        for tile, expected in tiles
+        for value in torch.nn.functional.cross_entropy(tile.float(), expected, reduction="none").tolist()
+    ]
 
 
 def _curve(nll: Sequence[float], start: int, length: int) -> dict[str, list[float]]:

@@ -40,7 +40,7 @@ def _parts(
         yield _scores(tasks, methods, settings["baseline"])
     if "perplexity" in tasks:
         yield "## Perplexity"
-        yield _perplexity(tasks["perplexity"], methods)
+        yield _perplexity(tasks["perplexity"], methods, settings["stride"])
     if "fidelity" in tasks:
         yield "## Fidelity to full attention"
         yield _fidelity(tasks["fidelity"], methods)
@@ -53,7 +53,7 @@ def _parts(
     yield "## Where prefill was shared"
     yield _sharing(settings["methods"], costs)
     yield "## Cost"
-    yield _cost(costs)
+    yield _cost(costs, settings["stride"] if "perplexity" in tasks else None)
     if summary["skipped_samples"] or any(summary["skipped_lines"].values()):
         yield "## Left out"
         yield _left_out(summary)
@@ -114,16 +114,21 @@ def _score_cell(of_method: Mapping[str, Any] | None) -> str:
     return cell
 
 
-def _perplexity(of_task: Mapping[str, Any], methods: Sequence[str]) -> str:
+def _perplexity(of_task: Mapping[str, Any], methods: Sequence[str], stride: int) -> str:
     lengths = _lengths(of_task)
     rows = [
         [method, *(_part(of_task[method], length, "perplexity", ".3f") for length in lengths)]
         for method in methods
         if method in of_task
     ]
+    fed = (
+        "one by one, so that their decode steps are what is measured"
+        if stride == 1
+        else f"in strides of {stride}, each a turn behind what is held, and drop entries after each"
+    )
     return (
         "Perplexity of the tokens after the prefilled beginning, mean over the passages of a length; less is better. "
-        "Methods are fed these tokens one by one, so that their decode steps are what is measured; the untouched model "
+        f"Methods are fed these tokens {fed}; the untouched model "
         "reads them in chunks with full attention. The score in the tables above is 1 / perplexity of each passage.\n\n"
         + _table(["method", *(f"{length} tokens" for length in lengths)], rows)
     )
@@ -203,7 +208,9 @@ def _sharing(methods: Mapping[str, Any], costs: Mapping[str, Any]) -> str:
     )
 
 
-def _cost(costs: Mapping[str, Any]) -> str:
+def _cost(costs: Mapping[str, Any], stride: int | None) -> str:
+    """The costs; `stride` is that of the perplexity, where it was measured."""
+    has_entries = any(at["entries_held"] is not None for of_method in costs.values() for at in of_method.values())
     rows = [
         [
             method,
@@ -211,14 +218,18 @@ def _cost(costs: Mapping[str, Any]) -> str:
             _number(at["prefill_s"], ".2f"),
             _number(at["tokens_per_s"], ".1f"),
             _number(None if at["kv_bytes"] is None else at["kv_bytes"] / 1e6, ",.1f"),
+            *([_number(at["entries_held"], ",.0f")] if has_entries else []),
         ]
         for method, of_method in costs.items()
         for length, at in of_method.items()
     ]
-    return (
-        "Medians over all tasks' samples. A shared prefill's seconds are shown for every method that took it.\n\n"
-        + _table(["method", "tokens", "prefill s", "decode tokens/s", "KV MB"], rows)
-    )
+    note = "Medians over all tasks' samples. A shared prefill's seconds are shown for every method that took it."
+    if stride is not None and stride > 1:
+        note += f" Perplexity's decoded tokens are fed {stride} at a time."
+    if has_entries:
+        note += " Entries are those that a kv head of a bounded layer holds at the end, the mean over such layers."
+    entries = ["entries"] if has_entries else []
+    return f"{note}\n\n" + _table(["method", "tokens", "prefill s", "decode tokens/s", "KV MB", *entries], rows)
 
 
 def _left_out(summary: Mapping[str, Any]) -> str:

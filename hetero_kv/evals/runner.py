@@ -90,7 +90,9 @@ def run(
         raise ConfigError(f"nothing to run: give a task or a data file; tasks: {', '.join(registry.names())}")
     _require_measurable(wanted, subjects)
     _require_room(wanted, options, configured)
-    samples, skipped_lines = _samples(wanted, options, _request(options, configured, count_tokens))
+    request = _request(options, configured, count_tokens)
+    _require_methods(wanted, request, subjects)
+    samples, skipped_lines = _samples(wanted, options, request)
     methods = [method for subject in subjects for method in subject.methods]
     settings = {
         "tasks": {name: None if file is None else described_file(file) for name, file in wanted.items()},
@@ -158,6 +160,14 @@ def _require_measurable(tasks: Iterable[str], subjects: Sequence[Subject]) -> No
                 )
 
 
+def _require_methods(tasks: Iterable[str], request: TaskRequest, subjects: Sequence[Subject]) -> None:
+    for task in map(registry.get, tasks):
+        for subject in subjects:
+            if isinstance(task, LogitsTask) and isinstance(subject, ConfiguredModel):
+                assert isinstance(request, LogitsTaskRequest)
+                task.require_methods(request, subject)
+
+
 def _require_room(tasks: Iterable[str], options: RunOptions, configured: ConfiguredModel | None) -> None:
     # Prompt files are taken as long as they are.
     by_length = set(tasks) - ({fidelity.Fidelity.name} if options.prompt_files else set())
@@ -194,6 +204,7 @@ def _request(options: RunOptions, configured: ConfiguredModel | None, count_toke
         prompt_files=tuple(_prompt_file(path) for path in options.prompt_files),
         max_new_tokens=options.max_new_tokens,
         prefill_tokens=options.prefill_tokens,
+        stride=options.stride,
     )
 
 

@@ -147,7 +147,7 @@ def costs(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-_COSTS = ("prompt_tokens", "generated_tokens", "prefill_s", "decode_s", "tokens_per_s", "kv_bytes")
+_COSTS = ("prompt_tokens", "generated_tokens", "prefill_s", "decode_s", "tokens_per_s", "kv_bytes", "entries_held")
 
 
 def _median(values: Iterable[float | None]) -> float | None:

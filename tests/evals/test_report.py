@@ -25,6 +25,7 @@ RUN = {
     "haystack": None,
     "data": [],
     "prompt_files": [],
+    "stride": 1,
     "baseline": "full",
     "methods": {
         "full": {"model": "tiny", "dtype": "float32", "device": "cpu", "prefill": "own"},

@@ -1,0 +1,216 @@
+"""Which tokens of a prompt the fixed-memory recipes keep, beside kvpress's presses of the same methods.
+
+    python -m benchmarks.kept_sets_vs_kvpress --haystack FILE [--model smollm2-135m-instruct] [--budgets 256,512]
+        [--length 2k] [--methods TOVA,SnapKV] [--json FILE]
+
+A text is prefilled once per recipe, and once by the untouched model with the presses looking on: kvpress scores and
+chooses in every layer, from the hidden states of full attention, and nothing is dropped. Per method and budget: the
+share of kept tokens that both keep, the mean over kv heads in the lower, middle and upper third of the layers and in
+all, and the lowest of any kv head; the number of (layer, kv head) sets that are equal; and, where they are not, how far
+apart the scores of the exchanged tokens are at most (see `Overlap.spread`).
+
+A press takes a prompt as a whole; so does a recipe here, with a stride that covers the prompt, but for the methods
+called "strided", which are the recipes as they come. PyramidKV has the same budget in every layer on both sides; "same
+beta" has the same setting, which the two read differently.
+
+For what to install see `benchmarks.quality_vs_kvpress`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Before hetero_kv, because of kvpress.
+from benchmarks.quality_vs_kvpress import PRESSES, WINDOW, chosen, kvpress, press_at, pressed_prefill, word
+
+# isort: split
+import torch
+from transformers import DynamicCache
+
+from benchmarks.kept_sets import Overlap, overlap, row
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.evals import ConfiguredModel, config_specs
+from hetero_kv.evals.configured_model import Prompt
+from hetero_kv.evals.haystack import Haystack
+from hetero_kv.evals.options import parse_length, parse_list
+from hetero_kv.models import DEFAULT_MODEL, load_model
+
+
+@dataclass(frozen=True)
+class Method:
+    """A recipe and a press of one method.
+
+    Attributes:
+        recipe: the rules file.
+        settings: from a budget and the prompt's length, the recipe's settings beside its budget.
+        press: the class of kvpress.
+        press_settings: from a budget, what the press takes beside the share to drop; PRESSES's without.
+    """
+
+    recipe: str
+    press: str
+    settings: Callable[[int, int], dict[str, float]] = lambda budget, tokens: {}
+    press_settings: Callable[[int], dict[str, int]] = lambda budget: {}
+
+
+def _same_pyramid(budget: int, tokens: int) -> dict[str, float]:
+    """The beta with which the top layer keeps as much as the press leaves it with `_gentle`; the mean is the same.
+
+    The recipe shares out what the windows leave, the press shares out all of it.
+    """
+    top = budget / _gentle(budget)["beta"]
+    return {"window": WINDOW, "beta": (budget - WINDOW) / (top - WINDOW)}
+
+
+def _gentle(budget: int) -> dict[str, int]:
+    """The greatest beta of the press that leaves its top layer something beside the window."""
+    return {"beta": max(1, budget // (2 * WINDOW))}
+
+
+METHODS = {
+    "StreamingLLM": Method("streaming_llm", "StreamingLLMPress", lambda budget, tokens: {"sinks": 4, "stride": tokens}),
+    "StreamingLLM strided": Method("streaming_llm", "StreamingLLMPress"),
+    "TOVA": Method("tova", "TOVAPress", lambda budget, tokens: {"stride": tokens}),
+    "TOVA strided": Method("tova", "TOVAPress"),
+    "SnapKV": Method("snapkv_evict", "SnapKVPress", lambda budget, tokens: {"window": WINDOW, "kernel": 5}),
+    "PyramidKV": Method("pyramidkv", "PyramidKVPress", _same_pyramid, _gentle),
+    "PyramidKV same beta": Method(
+        "pyramidkv", "PyramidKVPress", lambda budget, tokens: {"window": WINDOW, **PRESSES["PyramidKVPress"](budget)}
+    ),
+}
+
+
+@dataclass
+class Recording:
+    """What a press chose, layer by layer.
+
+    Attributes:
+        positions: layer -> [kv_heads, held] int64, ascending.
+        scores: layer -> [kv_heads, length].
+    """
+
+    positions: dict[int, torch.Tensor] = field(default_factory=dict)
+    scores: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+def recorded(press: Any) -> Recording:
+    """Let a press choose and drop nothing; what it chose is in the recording once a prompt has passed.
+
+    The press gathers keys and values by the same indices and scores no values, so that it is handed positions in their
+    place.
+    """
+    recording, compress, score = Recording(), press.compress, press.score
+
+    def choose(module: Any, hidden_states: Any, keys: Any, values: Any, attentions: Any, kwargs: Any) -> Any:
+        places = torch.arange(keys.shape[2], device=keys.device, dtype=torch.float64)[:, None].expand(values.shape)
+        _, kept = compress(module, hidden_states, keys, places, attentions, kwargs)
+        recording.positions[module.layer_idx] = kept[0, :, :, 0].long().sort(dim=-1).values
+        return keys, values
+
+    def note(module: Any, *arguments: Any) -> torch.Tensor:
+        found = score(module, *arguments)
+        recording.scores[module.layer_idx] = found[0]
+        return found
+
+    press.compress, press.score = choose, note
+    return recording
+
+
+def kept_by_presses(model: Any, prompt: Sequence[int], presses: Sequence[Any]) -> list[Recording]:
+    """What each press chooses of a prompt; one prefill for all."""
+    recordings = [recorded(press) for press in presses]
+    pressed_prefill(model, prompt, DynamicCache(config=model.config.get_text_config(decoder=True)), *presses)
+    return recordings
+
+
+def kept_by_recipe(configured: ConfiguredModel, method: str, prompt: Sequence[int]) -> list[torch.Tensor]:
+    """Positions that a configured method holds after a prompt: per layer, [kv_heads, held] int64."""
+    with configured.prefilled(method, Prompt(prompt, len(prompt) + 1)) as ready:
+        return [layer.entries.positions[0] for layer in ready.cache.layers]
+
+
+def compare(
+    model_name: str, dtype: str, methods: Sequence[str], budgets: Sequence[int], length: int, haystack: Haystack
+) -> list[dict[str, Any]]:
+    """A row for each method and budget, printed as they come.
+
+    Raises HeteroKVError for a budget that covers the prompt, of which nothing would be dropped.
+    """
+    if not 160 <= min(budgets) <= max(budgets) < length:
+        raise HeteroKVError(
+            f"budgets has {min(budgets)} to {max(budgets)}; give 160 or more, and less than the {length} tokens of the "
+            "prompt"
+        )
+    loaded = load_model(model_name, dtype=dtype)
+    # As many words have as many tokens at least.
+    prompt = loaded.tokenizer(haystack.separator.join(haystack.take(length)))["input_ids"][:length]
+    cases = [(name, budget) for name in methods for budget in budgets]
+    words = {
+        (name, budget): word(METHODS[name].recipe, {"budget": budget, **METHODS[name].settings(budget, len(prompt))})
+        for name, budget in cases
+    }
+    configured = ConfiguredModel(loaded, config_specs(list(dict.fromkeys(words.values()))), baseline=False)
+    presses = [
+        press_at(METHODS[name].press, budget, len(prompt), **METHODS[name].press_settings(budget))
+        for name, budget in cases
+    ]
+    rows = []
+    for case, theirs in zip(cases, kept_by_presses(loaded.model, prompt, presses), strict=True):
+        ours = kept_by_recipe(configured, words[case], prompt)
+        layers: list[Overlap] = [
+            overlap(own, theirs.positions[index], theirs.scores[index]) for index, own in enumerate(ours)
+        ]
+        rows.append(
+            {"method": case[0], "budget": case[1], "recipe": words[case], "tokens": len(prompt), **row(layers)}
+            | {"shares": [layer.shares for layer in layers], "held_by_layer": [layer.held for layer in layers]}
+        )
+        print(_line(rows[-1]), flush=True)
+    return rows
+
+
+_HEAD = (
+    "| method | budget | held, ours / theirs | lower | middle | upper | mean | lowest | equal sets | spread |\n"
+    "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+)
+
+
+def _line(row: dict[str, Any]) -> str:
+    shares = " | ".join(f"{row[name]:.1%}" for name in ("lower", "middle", "upper", "mean", "lowest"))
+    held = " / ".join(f"{tokens:.1f}" for tokens in row["held"])
+    equal = f"{row['equal']} of {row['sets']}"
+    return f"| {row['method']} | {row['budget']} | {held} | {shares} | {equal} | {row['spread']:.1e} |"
+
+
+def main() -> None:
+    """Print the table; write the figures of every layer and kv head with --json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--dtype", default="float32", help="with less, rounding changes more of the order")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--budgets", default="256,512", help="tokens kept per layer; 160 or more")
+    parser.add_argument("--length", default="2k", type=parse_length, help="of the prompt, tokens")
+    parser.add_argument("--haystack", type=Path, help="a text; RULER's noise sentences without")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if kvpress is None:
+        sys.exit("kvpress is not installed: pip install 'hetero-kv[bench]', or see benchmarks/quality_vs_kvpress.py")
+    try:
+        haystack = Haystack.from_file(arguments.haystack) if arguments.haystack else Haystack.noise()
+        methods = chosen(arguments.methods, METHODS, "methods")
+        budgets = parse_list(arguments.budgets, parse_length, "budgets")
+        print(f"{arguments.model}, {arguments.dtype}, {arguments.length} tokens of {haystack.name}\n\n{_HEAD}")
+        rows = compare(arguments.model, arguments.dtype, methods, budgets, arguments.length, haystack)
+    except HeteroKVError as error:
+        sys.exit(f"error: {error}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
