@@ -1,0 +1,334 @@
+"""What endless streams through a fixed number of entries cost.
+
+    python -m benchmarks.bounded_stream [--model smollm2-135m-instruct] [--recipes streaming_llm,cascade,...]
+        [--lengths 8k,64k] [--repeats 3] [--steps 32] [--json FILE]
+
+Any recipe whose prompts pass in strides: `cascade`, or `cascade:stride=1024` with settings of its own. `k` is 1,024.
+
+Prefill: time per token of a whole prompt (random tokens) at every length, the longest against the shortest; and within
+the longest its last tokens against its first, as many of either as the shortest has. The first tokens find the cache
+empty and attend to less, so that a ratio somewhat above 1 is no cost that grows. The untouched model reads the shortest
+prompt in chunks, as a peer. `tova` keeps positions: beyond what a model was trained for its time means what the others'
+does, its text nothing.
+
+Shares of that time, and of a decoded token's when the budget is full, that are not the model's own work:
+
+- update: `BoundedLayer.begin`, `extend` (new keys and values behind the entries, keys rotated to their places) and
+  `settle` (the policy's choice of what stays, and taking it).
+- scores: `BoundedLayer.observe` (the policy's column sums of the attention, computed a second time for them).
+- logits: scoring tokens by their logits (`infinipot`, `sirllm`): for a prompt the head a second time, and entropies.
+- catalyst: `infinipot`'s runs of its catalyst, a forward of the model, with all that happens in it.
+
+Not among them: attention, the rotation of queries, and cutting the prompt. A decoded token is measured with a cache as
+full as the policy leaves it. A pot that is distilled when it is full is nearly so, and no distillation falls into the
+decoded tokens: it comes once in as many tokens as in a prompt, for the same time. The untouched model with as many
+tokens in its cache is the peer.
+
+Whether such a stream stays readable is `hetero-kv eval --task perplexity --stride N`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import DynamicCache
+
+from benchmarks.timing import interleaved_medians, seconds
+from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.evals.config_spec import ConfigSpec, config_specs
+from hetero_kv.evals.options import parse_length
+from hetero_kv.kv.bounded_layer import BoundedLayer
+from hetero_kv.models import load_model
+from hetero_kv.operators import driver
+
+RECIPES = "streaming_llm,cascade,tova,infinipot,sirllm"
+UNTOUCHED = "untouched"
+PREFILL_CHUNK = 1024
+#: part -> the functions whose time it is.
+PARTS: dict[str, list[tuple[Any, str]]] = {
+    "update": [(BoundedLayer, "begin"), (BoundedLayer, "extend"), (BoundedLayer, "settle")],
+    "scores": [(BoundedLayer, "observe")],
+    "logits": [(driver, "_score_tokens")],
+    "catalyst": [(driver, "_run_catalyst")],
+}
+
+
+class Subject:
+    """The model that all is measured on, with one recipe in it at a time."""
+
+    def __init__(self, model: Any, tokenizer: Any, threads: int | None = None) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        self.settings = {} if threads is None else {"threads_num": threads}
+
+    @contextmanager
+    def injected(self, spec: ConfigSpec | None) -> Iterator[None]:
+        """Within this context the recipe is in the model, nothing for None, and no gradients are kept."""
+        if spec is not None:
+            inject(self.model, spec.rules, command_line={**self.settings, **spec.settings})
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            if spec is not None:
+                eject(self.model)
+
+    def cache(self, spec: ConfigSpec | None, on_progress: Any = None) -> Any:
+        """A new cache for the recipe that is injected.
+
+        Raises HeteroKVError for a recipe with no bounded layers, or with prompts that do not pass in strides.
+        """
+        if spec is None:
+            return DynamicCache(config=self.model.config)
+        cache = HeteroCache(self.model, on_progress=on_progress, tokenizer=self.tokenizer)
+        if not cache.bounded_layers or not all(layer.policy.strided for layer in cache.bounded_layers):
+            raise HeteroKVError(f"recipe {spec.name}: its prompts do not pass in strides; take some of {RECIPES}")
+        return cache
+
+    def fed(self, tokens: torch.Tensor, cache: Any, chunk: int) -> None:
+        """Read `tokens` [1, n], in chunks where the cache is transformers' own, and wait until it is done."""
+        for part in [tokens] if isinstance(cache, HeteroCache) else tokens.split(chunk, dim=1):
+            self.model(part, past_key_values=cache, logits_to_keep=1)
+        _wait()
+
+    def random(self, count: int) -> torch.Tensor:
+        """[1, count] tokens, the same every time."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(self.model.config.vocab_size, (1, count), generator=generator).to(self.model.device)
+
+
+class Prefill:
+    """A recipe's prefill of one prompt, from nothing, again and again.
+
+    Attributes:
+        shares: of every time, the share of each of PARTS.
+        last_over_first: of every time, the time of the last `stretch` tokens relative to that of the first.
+    """
+
+    def __init__(self, subject: Subject, spec: ConfigSpec | None, length: int, stretch: int) -> None:
+        self.subject, self.spec, self.stretch = subject, spec, stretch
+        self.tokens = subject.random(length)
+        self.shares: list[dict[str, float]] = []
+        self.last_over_first: list[float] = []
+
+    def __call__(self) -> float:
+        """Seconds per token."""
+        length, passed = self.tokens.shape[1], [(0, 0.0)]
+
+        def stamp(layers_done: int, layers: int, tokens_done: int, tokens: int) -> None:
+            # A prompt of a single stride is reported layer by layer.
+            if layers == 1 and tokens_done < length:
+                _wait()
+                passed.append((tokens_done, time.perf_counter() - began))
+
+        with self.subject.injected(self.spec), spent() as parts:
+            cache = self.subject.cache(self.spec, on_progress=stamp)
+            began = time.perf_counter()
+            took = seconds(lambda: self.subject.fed(self.tokens, cache, PREFILL_CHUNK))
+        passed.append((length, took))
+        self.shares.append({part: spend / took for part, spend in parts.items()})
+        last = took - _time_at(length - self.stretch, passed)
+        self.last_over_first.append(last / _time_at(self.stretch, passed))
+        return took / length
+
+
+class Decode:
+    """Tokens one by one behind a prompt that has filled the budget, again and again from the same state.
+
+    Attributes:
+        held: entries per kv head, or tokens, when the first comes.
+        shares: of every time, the share of each of PARTS.
+    """
+
+    def __init__(self, subject: Subject, spec: ConfigSpec | None, steps: int, held: int = 0) -> None:
+        self.subject, self.spec, self.steps = subject, spec, steps
+        self.shares: list[dict[str, float]] = []
+        with subject.injected(spec):
+            self.cache = subject.cache(spec)
+            filling = held if spec is None else _filling(self.cache.bounded_layers[0], steps)
+            subject.fed(subject.random(filling), self.cache, PREFILL_CHUNK)
+        self.held = held if spec is None else max(h for h in self.cache.entries_held if h is not None)
+
+    def __call__(self) -> float:
+        """Seconds per token."""
+        token = self.subject.random(1)
+        before = None if self.spec is None else [layer.checkpoint() for layer in self.cache.layers]
+        with self.subject.injected(self.spec):
+            self.subject.fed(token, self.cache, 1)
+            with spent() as parts:
+                took = seconds(lambda: self._decode(token))
+        if before is None:
+            self.cache.crop(-(self.steps + 1))
+        else:
+            for layer, checkpoint in zip(self.cache.layers, before, strict=True):
+                layer.restore(checkpoint)
+        self.shares.append({part: spend / took for part, spend in parts.items()})
+        return took / self.steps
+
+    def _decode(self, token: torch.Tensor) -> None:
+        for _ in range(self.steps):
+            self.subject.fed(token, self.cache, 1)
+
+
+@contextmanager
+def spent() -> Iterator[dict[str, float]]:
+    """Within this context the seconds that go into each of PARTS are added up; inside of a part none is told apart."""
+    total, inside = dict.fromkeys(PARTS, 0.0), False
+
+    def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal inside
+            if inside:
+                return function(*args, **kwargs)
+            _wait()
+            inside, began = True, time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _wait()
+                inside = False
+                total[part] += time.perf_counter() - began
+
+        return wrapper
+
+    originals = [(part, owner, name, getattr(owner, name)) for part in PARTS for owner, name in PARTS[part]]
+    try:
+        for part, owner, name, function in originals:
+            setattr(owner, name, timed(part, function))
+        yield total
+    finally:
+        for _, owner, name, function in originals:
+            setattr(owner, name, function)
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def _time_at(tokens: int, passed: Sequence[tuple[int, float]]) -> float:
+    """Seconds until `tokens` had passed, between the (tokens, seconds) of `passed` in proportion."""
+    (before, began), (after, ended) = next(pair for pair in pairwise(passed) if pair[0][0] <= tokens <= pair[1][0])
+    return began + (ended - began) * (tokens - before) / max(1, after - before)
+
+
+def _filling(layer: BoundedLayer, steps: int) -> int:
+    """Tokens that fill the layer's budget so that `steps` + 1 more are like any others of a stream."""
+    budget = layer.policy.settings.budget
+    if isinstance(budget, float):
+        raise HeteroKVError(f"budget is {budget}, a share; for an endless stream it must be a number of entries")
+    # A pot overflows while it is decoded into; a budget that every token overflows is passed twice.
+    filling = budget - steps - 2 if layer.policy.is_due(budget, budget) else 2 * budget
+    if filling < 1:
+        raise HeteroKVError(f"a budget of {budget} is filled before {steps} tokens are decoded; give fewer --steps")
+    return filling
+
+
+def cost(
+    subject: Subject, specs: Sequence[ConfigSpec], lengths: Sequence[int], repeats: int, steps: int
+) -> dict[str, Any]:
+    """Milliseconds per token of prefill and decode by recipe, ratios and shares: medians of interleaved repeats.
+
+    Args:
+        lengths: of prompts, rising.
+        steps: tokens that are decoded at a time.
+    """
+    short = lengths[0]
+    prefills = {(spec.name, n): Prefill(subject, spec, n, short) for spec in specs for n in lengths}
+    prefills[UNTOUCHED, short] = Prefill(subject, None, short, short)
+    Prefill(subject, None, min(short, PREFILL_CHUNK), 1)()
+    took = interleaved_medians({str(key): prefill for key, prefill in prefills.items()}, repeats)
+    decodes = {spec.name: Decode(subject, spec, steps) for spec in specs}
+    peers = {held: Decode(subject, None, steps, held) for held in {decode.held for decode in decodes.values()}}
+    stepped = interleaved_medians({**decodes, **{f"{UNTOUCHED} {held}": peer for held, peer in peers.items()}}, repeats)
+    result: dict[str, Any] = {
+        "lengths": list(lengths),
+        "untouched_prefill_ms_per_token": took[str((UNTOUCHED, short))] * 1e3,
+        "recipes": {},
+    }
+    for name, decode in decodes.items():
+        ms = [took[str((name, n))] * 1e3 for n in lengths]
+        peer = stepped[f"{UNTOUCHED} {decode.held}"]
+        result["recipes"][name] = {
+            "prefill_ms_per_token": ms,
+            "prefill_last_over_first_length": ms[-1] / ms[0],
+            "prefill_last_over_first_tokens": statistics.median(prefills[name, lengths[-1]].last_over_first),
+            "prefill_shares": _medians(prefills[name, lengths[-1]].shares),
+            "decode_ms": stepped[name] * 1e3,
+            "decode_held": decode.held,
+            "decode_over_untouched": stepped[name] / peer,
+            "decode_shares": _medians(decode.shares),
+        }
+    return result
+
+
+def _medians(shares: list[dict[str, float]]) -> dict[str, float]:
+    return {part: statistics.median(share[part] for share in shares) for part in PARTS}
+
+
+def _cost_table(result: dict[str, Any]) -> Table:
+    lengths = result["lengths"]
+    table = Table(title="ms per token, and its shares; medians of interleaved repeats")
+    table.add_column("recipe")
+    columns = [f"prefill\n{n}" for n in lengths] + [f"{lengths[-1]}\n/ {lengths[0]}", f"last {lengths[0]}\n/ first"]
+    for column in (*columns, *PARTS, "decode\nms", "held", "/ un-\ntouched", *PARTS):
+        table.add_column(column, justify="right")
+    for name, row in result["recipes"].items():
+        ratios = (row["prefill_last_over_first_length"], row["prefill_last_over_first_tokens"])
+        cells = [f"{ms:.2f}" for ms in row["prefill_ms_per_token"]] + [f"{ratio:.2f}" for ratio in ratios]
+        cells += [f"{row['prefill_shares'][part]:.1%}" for part in PARTS]
+        cells += [f"{row['decode_ms']:.1f}", str(row["decode_held"]), f"{row['decode_over_untouched']:.2f}"]
+        cells += [f"{row['decode_shares'][part]:.1%}" for part in PARTS]
+        table.add_row(name, *cells)
+    table.add_row(UNTOUCHED, f"{result['untouched_prefill_ms_per_token']:.2f}")
+    return table
+
+
+def _lengths(text: str) -> list[int]:
+    return sorted({parse_length(word) for word in text.split(",")})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the tables; write the figures with --json."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--recipes", default=RECIPES)
+    parser.add_argument("--lengths", default="8k,64k", type=_lengths, help="of prompts, tokens")
+    parser.add_argument("--repeats", default=3, type=int)
+    parser.add_argument("--steps", default=32, type=int, help="tokens decoded at a time")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", default=None, type=int, help="of torch and of the engine")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    given = parser.parse_args(arguments)
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    specs = config_specs(given.recipes.split(","))
+    loaded = load_model(given.model, dtype=given.dtype, device=given.device)
+    subject = Subject(loaded.model, loaded.tokenizer, given.threads)
+    result: dict[str, Any] = {
+        "model": given.model,
+        "dtype": str(loaded.model.dtype),
+        "device": str(loaded.model.device),
+        "threads": torch.get_num_threads(),
+        "repeats": given.repeats,
+        "cost": cost(subject, specs, given.lengths, given.repeats, given.steps),
+    }
+    Console().print(_cost_table(result["cost"]))
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
