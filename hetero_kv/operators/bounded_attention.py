@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from hetero_kv.operators.sliding_window_attention import SlidingWindowAttention
 from hetero_kv.selection.state import SharedSelections
 
 _NAME = "BoundedAttention"
+_logger = logging.getLogger(__name__)
 
 
 class BoundedAttention(AttentionOperator):
@@ -159,6 +161,22 @@ def rank_policies(operators: Iterable[Operator]) -> None:
     for group in groups.values():
         for rank, operator in enumerate(group):
             operator.policy.rank, operator.policy.ranks = rank, len(group)
+        _warn_of_far_places(group[0])
+
+
+def _warn_of_far_places(operator: BoundedAttention) -> None:
+    """Log where entries may come to places beyond those that the model was trained for."""
+    most, policy = operator.policy.most_entries, operator.settings.policy
+    trained = getattr(operator._own_config, "max_position_embeddings", None)
+    if operator.policy.reindexed and most is not None and trained and most > trained:
+        _logger.warning(
+            "policy %s may place %d entries (budget and stride together), and the model was trained for %d positions: "
+            "answers may get worse when the budget is full; set a budget, or a stride, that is %d smaller",
+            policy,
+            most,
+            trained,
+            most - trained,
+        )
 
 
 def _require_composable(bounded: Sequence[BoundedAttention]) -> None:

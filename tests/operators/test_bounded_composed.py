@@ -166,3 +166,18 @@ def test_entries_on_the_cpu_are_dram_and_rotary_tables_are_counted_once(llama):
     cache = HeteroCache(llama)
     logits(llama, cache, tokens(60))
     assert cache.device_bytes == 0
+
+
+def test_places_beyond_what_the_model_was_trained_for_are_warned_of_once(llama, caplog):
+    bounded(llama, policy="streaming_llm", budget=500, stride=40)
+    assert [record.message for record in caplog.records] == [
+        "policy streaming_llm may place 540 entries (budget and stride together), and the model was trained for 512 "
+        "positions: answers may get worse when the budget is full; set a budget, or a stride, that is 28 smaller"
+    ]
+    caplog.clear()
+    eject(llama)
+    bounded(llama, policy="streaming_llm", budget=500, stride=12)
+    eject(llama)
+    # It keeps positions: how many there are depends on the sequence.
+    bounded(llama, policy="tova", budget=500, stride=40)
+    assert not caplog.records
