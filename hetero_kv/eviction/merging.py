@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from hetero_kv.kv.entries import Entries
+from hetero_kv.kv.entry_room import SLACK, EntryRoom
 
 # Pairs of an evicted and a kept entry, over all heads, that are computed with at once.
 _PAIRS_AT_ONCE = 1 << 24
@@ -62,19 +63,16 @@ def merged(
     keys, values = (
         _blended(old, joined, total[..., None]) for old, joined in zip(_parts(kept), (keys, values), strict=True)
     )
-    return replace(kept, keys=keys, values=values)
+    return replace(kept, keys=keys, values=values, room=None)
 
 
 def _with_one(kept: Entries, evicted: Entries, weight: torch.Tensor, place: torch.Tensor) -> Entries:
     """One step of decoding: of the kept entries only one can change."""
-    changed = []
-    for old, new in zip(_parts(kept), _parts(evicted), strict=True):
-        index = place[..., None].expand(-1, -1, -1, old.shape[3])
-        changed.append(
-            old.scatter(2, index, _blended(old.gather(2, index), weight[..., None] * new, weight[..., None]))
-        )
-    keys, values = changed
-    return replace(kept, keys=keys, values=values)
+    changed = kept.stored_in(EntryRoom.around(kept.keys, kept.values, SLACK))
+    for part, new in zip(_parts(changed), _parts(evicted), strict=True):
+        index = place[..., None].expand(-1, -1, -1, part.shape[3])
+        part.scatter_(2, index, _blended(part.gather(2, index), weight[..., None] * new, weight[..., None]))
+    return changed
 
 
 def _blended(old: torch.Tensor, joined: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,8 @@ stores tokens, computes attention and positions, and cuts prompts; the policy is
 4. With `allocates`, when a whole prompt has passed through all layers: `allocate` sees all layers and says how many
    entries each may keep.
 5. When a prompt (of one chunk or more, or a stride of it) has passed through the layer: `end_of_prompt`.
-6. When `is_due` (there are more entries than the budget): `evict` returns those that stay, which may be changed
-   (merged).
+6. When `is_due` (there are more entries than the budget): `evict` returns those that stay (`Entries.kept`), which may
+   be changed: `dataclasses.replace(entries, keys=…, values=…, room=None)`.
 
 Strided prefill cuts a prompt into strides that each pass through 1-6 in all layers; full prefill takes the whole prompt
 as one. A policy has no state of its own: what it remembers is in the entries, so that undoing a turn, forks and beams

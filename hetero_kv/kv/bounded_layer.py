@@ -137,6 +137,8 @@ class BoundedLayer(OperatorLayer):
                 self.settle(tokens)
         finally:
             self._coming, self._prefilling = 0, False
+            if tokens > 1:
+                self._forget_placed()
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add tokens behind the entries.
@@ -166,6 +168,12 @@ class BoundedLayer(OperatorLayer):
             room.placed, held = torch.empty_like(room.keys), 0
         room.placed[:, :, held : entries.held] = self.placed(entries.keys[:, :, held:], held)
         return room.placed[:, :, : entries.held]
+
+    def _forget_placed(self) -> None:
+        """Give back the memory of the placed keys, which all layers would have at once, in what undoing comes back to
+        too. Tokens that are decoded while the budget is not full find them again."""
+        if self.entries is not None and self.entries.room is not None:
+            self.entries.room.placed = None
 
     def placed(self, vectors: torch.Tensor, start: int) -> torch.Tensor:
         """Queries or keys [batch, heads, n, k_dim] as they are at the places from `start` on, in their dtype.
@@ -209,11 +217,8 @@ class BoundedLayer(OperatorLayer):
             self.entries = self.policy.end_of_prompt(self.entries)
         if self.is_due:
             assert self.budget is not None
-            left = self.entries.room
+            self._forget_placed()
             self.entries = self.policy.evict(self.entries, self.budget)
-            if left is not None and self.entries.room is not left:
-                # What undoing this turn would come back to is keys and values; placing them anew is little.
-                left.placed = None
             if self.held > self.budget:
                 raise HeteroKVError(
                     f"policy {self.policy.settings.policy} left {self.held} entries where the budget is {self.budget}; "
@@ -229,7 +234,7 @@ class BoundedLayer(OperatorLayer):
             yield
         finally:
             self._probed = False
-            self.entries, self.length = self._without_catalyst, length
+            self.entries, self.length, self._without_catalyst = self._without_catalyst, length, None
 
     # -- going back, and going two ways
 

@@ -22,7 +22,7 @@ class Entries:
         scores: name -> [batch, kv_heads, held], a policy's numbers per entry; new entries start with 0.
         carried: name -> what a policy remembers of the layer besides; tensors have the batch as their first dimension,
             everything else has `selected(rows)` where beams are reordered.
-        room: the memory that keys and values are the beginning of, where it is known.
+        room: the memory that keys and values are the beginning of; None with other keys or values than it has.
     """
 
     keys: torch.Tensor
@@ -54,22 +54,20 @@ class Entries:
     def kept(self, index: torch.Tensor) -> Entries:
         """Only the entries at `index`, [batch, kv_heads or 1, count] int64; ascending, so that they stay in order."""
         index = index.expand(*self.positions.shape[:2], -1)
+        positions = self.positions.gather(2, index)
+        scores = {name: score.gather(2, index) for name, score in self.scores.items()}
         room = EntryRoom.gathered(self.keys, self.values, index)
-        return replace(
-            self,
-            keys=room.keys[:, :, : room.taken],
-            values=room.values[:, :, : room.taken],
-            positions=self.positions.gather(2, index),
-            scores={name: score.gather(2, index) for name, score in self.scores.items()},
-            room=room,
-        )
+        return replace(self, positions=positions, scores=scores).stored_in(room)
 
     def with_room(self, tokens: int, spare: int = 0) -> Entries:
         """The same entries where `tokens` more can be written behind them: here, or moved, with `spare` besides."""
         if self.room is not None and self.room.is_free_behind(self.keys, self.values, tokens):
             return self
-        room = EntryRoom.around(self.keys, self.values, tokens + spare)
-        return replace(self, keys=room.keys[:, :, : self.held], values=room.values[:, :, : self.held], room=room)
+        return self.stored_in(EntryRoom.around(self.keys, self.values, tokens + spare))
+
+    def stored_in(self, room: EntryRoom) -> Entries:
+        """The same entries with the keys and values of `room`, as many."""
+        return replace(self, keys=room.keys[:, :, : room.taken], values=room.values[:, :, : room.taken], room=room)
 
     def grown(self, keys: torch.Tensor, values: torch.Tensor, first_position: int) -> Entries:
         """With the entries of new tokens behind, [batch, kv_heads, new, dim], for which there is room."""

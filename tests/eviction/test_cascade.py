@@ -164,16 +164,6 @@ PARTS = (tokens(90), *tokens(20, 1).split(1, dim=1), tokens(40, 2), *tokens(9, 3
 SMALL = {"policy": "cascade", "budget": 40, "sinks": 6, "stride": STRIDE}
 
 
-def test_one_sub_cache_is_streaming_llm_with_as_many_sinks():
-    model = tiny_model("llama")
-    logits, positions = streamed(model, *PARTS, **SMALL, sub_caches=1)
-    expected, kept = streamed(model, *PARTS, **{**SMALL, "policy": "streaming_llm"})
-    assert logits.equal(expected)
-    assert all(mine.equal(its) for mine, its in zip(positions, kept, strict=True))
-    several, _ = streamed(model, *PARTS, **SMALL, sub_caches=2)
-    assert not several.equal(expected)
-
-
 def test_a_covering_budget_is_full_attention():
     model = tiny_model("qwen2")
     with torch.no_grad():

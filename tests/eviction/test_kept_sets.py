@@ -17,7 +17,6 @@ POLICIES = {
     "tova": ({"stride": STRIDE}, dense.Tova()),
     "h2o": ({}, dense.H2O()),
     "snapkv": ({"window": 12, "kernel": 5}, dense.SnapKV(12, 5)),
-    "pyramidkv": ({"window": 12, "kernel": 5, "beta": 1}, dense.SnapKV(12, 5)),
     "roco": ({"recent": 5, "protected_ratio": 0.3}, dense.RoCo(5, 0.3)),
 }
 MODELS = {
@@ -103,38 +102,6 @@ def test_the_kept_entries_are_those_of_the_dense_reference(recorded, policy, arc
             i for i, (mine, theirs) in enumerate(zip(kept[index], expected, strict=True)) if not mine.equal(theirs)
         ]
         assert not wrong, f"layer {index}: after {wrong[0]} generated tokens"
-
-
-@pytest.mark.parametrize("policy", [*POLICIES, "random"])
-def test_how_the_prompt_is_chunked_changes_nothing(policy):
-    settings = POLICIES[policy][0] if policy in POLICIES else {}
-    model = tiny_model("llama")
-    kept = []
-    for chunk_size in (5, 512):
-        cache = bounded(model, chunk_size, policy=policy, budget=BUDGET, **settings)
-        with torch.no_grad():
-            model(tokens(PROMPT), past_key_values=cache)
-        kept.append([layer.entries.positions for layer in cache.layers])
-        eject(model)
-    assert all(few.equal(many) for few, many in zip(*kept, strict=True))
-
-
-@pytest.mark.parametrize("policy", [*POLICIES, "random"])
-def test_rows_of_a_batch_are_what_they_are_alone(policy):
-    settings = POLICIES[policy][0] if policy in POLICIES else {}
-    model = tiny_model("llama")
-    prompts, answers = tokens(60, 2, batch=3), tokens(30, 3, batch=3)
-
-    def positions(rows):
-        cache = bounded(model, policy=policy, budget=BUDGET, **settings)
-        with torch.no_grad():
-            for part in (prompts[rows], *answers[rows].split(1, dim=1)):
-                model(part, past_key_values=cache)
-        eject(model)
-        return [layer.entries.positions for layer in cache.layers]
-
-    together, alone = positions(slice(0, 3)), positions(slice(1, 2))
-    assert all(many[1:2].equal(one) for many, one in zip(together, alone, strict=True))
 
 
 def test_random_keeps_the_same_entries_with_the_same_seed_and_others_with_another():

@@ -8,7 +8,7 @@ from bounded_models import bounded, conversation, logits, relative_error, tokens
 from tiny_models import ARCHITECTURES, tiny_model
 
 from hetero_kv import eject, eviction
-from hetero_kv.kv.bounded_layer import BoundedLayer
+from hetero_kv.kv.entry_room import SLACK
 from hetero_kv.planner import Footprint
 
 _LLAMA = tiny_model("llama")
@@ -91,25 +91,6 @@ def test_half_precision_models_agree_to_their_precision():
 # -- bounds
 
 
-@pytest.mark.parametrize("policy", eviction.names())
-def test_there_are_never_more_entries_than_budget_and_stride(llama, monkeypatch, policy):
-    most = []
-    extend = BoundedLayer.extend
-
-    def measured(self, keys, values):
-        held = extend(self, keys, values)
-        most.append(self.held - (self.budget if self.policy.strided else self.length))
-        return held
-
-    monkeypatch.setattr(BoundedLayer, "extend", measured)
-    cache = bounded(llama, policy=policy, budget=24)
-    for part in conversation():
-        logits(llama, cache, part)
-        assert all(layer.held <= layer.budget for layer in cache.layers)
-        assert sum(layer.held for layer in cache.layers) <= 3 * 24
-    assert max(most) <= 13
-
-
 @pytest.mark.parametrize("policy", ["streaming_llm", "h2o"])
 def test_a_share_of_the_sequence_grows_with_the_prompts_and_not_with_the_answer(llama, policy):
     cache = bounded(llama, policy=policy, budget=0.25)
@@ -149,5 +130,5 @@ def test_the_footprint_of_full_prefill_has_one_layer_of_the_prompt(llama):
 def test_what_is_held_is_what_the_cache_says_it_takes(llama):
     cache = bounded(llama, policy="streaming_llm", budget=20)
     logits(llama, cache, tokens(100))
-    # Keys and values in float32, and a position.
-    assert cache.dram_bytes == 3 * 20 * 2 * (2 * 16 * 4 + 8)
+    # Keys and values in float32, with room for some more, and positions.
+    assert cache.dram_bytes == 3 * 2 * ((20 + SLACK) * 2 * 16 * 4 + 20 * 8)

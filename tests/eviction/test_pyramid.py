@@ -1,0 +1,60 @@
+"""PyramidKV with a real pyramid: every layer keeps what its own budget has room for, as the dense reference does."""
+
+from __future__ import annotations
+
+import dense_policies as dense
+import pytest
+import torch
+from test_kept_sets import BUDGET, GENERATED, MODELS, PROMPT, bounded, passes, recorded, tokens  # noqa: F401
+from tiny_models import tiny_model
+
+from hetero_kv import HeteroCache, inject
+from hetero_kv.rules import parse_rules
+
+WINDOW, KERNEL = 12, 5
+
+
+def pyramid(layers, beta):
+    """Section 3.2 without the cases of the authors' code: the top layer has 1/beta of the mean, the fall is linear."""
+    mean = BUDGET - WINDOW
+    top = mean / beta
+    step = 2 * (mean - top) / (layers - 1)
+    return [WINDOW + round(top + step * above) for above in reversed(range(layers))]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers", "beta", "budgets"),
+    [("llama", 3, 20, [67, 40, 13]), ("qwen3", 4, 2, [54, 45, 35, 26]), ("phi", 2, 4, [61, 19])],
+)
+def test_every_layer_keeps_what_the_reference_keeps_with_its_budget(recorded, architecture, layers, beta, budgets):  # noqa: F811
+    assert pyramid(layers, beta) == budgets
+    assert sum(budgets) == layers * BUDGET
+    model = tiny_model(architecture, **MODELS[architecture], num_hidden_layers=layers)
+    cache = bounded(model, policy="pyramidkv", budget=BUDGET, window=WINDOW, kernel=KERNEL, beta=beta)
+    kept = []
+    with torch.no_grad():
+        for part in (tokens(PROMPT), *tokens(GENERATED, 1).split(1, dim=1)):
+            model(part, past_key_values=cache)
+            assert cache.entries_held == budgets
+            kept.append([layer.entries.positions[0] for layer in cache.layers])
+    for index, budget in enumerate(budgets):
+        calls = recorded[index]
+        reference = dense.SnapKV(WINDOW, KERNEL)
+        sets = dense.kept_positions(reference, passes(calls, [PROMPT] + [1] * GENERATED), budget, calls[0][2])
+        for step, (mine, expected) in enumerate(zip(kept, sets, strict=True)):
+            assert mine[index].equal(expected), f"layer {index}: after {step} generated tokens"
+
+
+def test_the_pyramid_stands_on_the_layers_that_are_bounded():
+    model = tiny_model("llama", num_hidden_layers=5)
+    kwargs = {"policy": "pyramidkv", "budget": BUDGET, "window": WINDOW}
+    rules = [
+        {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
+        {"match": {"name": r"layers\.[03]\.self_attn$"}, "replace": {"class": "default"}},
+        {"match": {"name": r"self_attn$"}, "replace": {"class": "BoundedAttention", "kwargs": kwargs}},
+    ]
+    inject(model, parse_rules(rules))
+    cache = HeteroCache(model)
+    with torch.no_grad():
+        model(tokens(PROMPT), past_key_values=cache)
+    assert cache.entries_held == [None, 67, 40, None, 13]

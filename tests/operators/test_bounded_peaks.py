@@ -1,0 +1,149 @@
+"""How much a bounded layer holds at its worst moment: while a chunk is attended to, and between forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+
+import pytest
+import torch
+from bounded_models import SMALL, bounded, conversation, logits, tokens
+from tiny_models import tiny_model
+
+from hetero_kv import eject, eviction
+from hetero_kv.kv.entry_room import SLACK, EntryRoom
+
+_LLAMA = tiny_model("llama")
+# A stride that is more than the room behind what stays.
+BUDGET, STRIDE, CATALYST = 24, SLACK + 8, 3
+#: Bytes of a key and a value, of both kv heads.
+ENTRY = 2 * 2 * 16 * 4
+
+
+def small(policy):
+    """Settings for small prompts, with STRIDE where the policy has strides of a fixed size."""
+    fixed = issubclass(eviction.get(policy).settings, eviction.StridedSettings)
+    return {**SMALL.get(policy, {}), **({"stride": STRIDE} if fixed else {})}
+
+
+_STRIDED = {name: eviction.get(name).policy.strided for name in eviction.names()}
+IN_STRIDES = [pytest.param(name, small(name), id=name) for name in _STRIDED if _STRIDED[name]]
+IN_STRIDES += [pytest.param("random", {"prefill": "strided", "stride": STRIDE}, id="random in strides")]
+WHOLE = [pytest.param(name, small(name), id=name) for name in _STRIDED if not _STRIDED[name]]
+
+
+@pytest.fixture
+def llama():
+    yield _LLAMA
+    if getattr(_LLAMA, "hetero_kv_injection", None) is not None:
+        eject(_LLAMA)
+
+
+@dataclass
+class Moment:
+    """While a chunk was attended to in a layer: entries that it attended to, itself included, bytes that their keys and
+    values lie in, and entries that every layer held."""
+
+    layer: int
+    attended: int
+    room: int
+    held: list[int]
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """policy -> ([Moment] of a prompt's and an answer's chunks, [Moment] of the catalyst's), filled by `cache`."""
+
+    def watch(policy, cache):
+        moments = []
+        kind = eviction.get(policy).policy
+        for hook in ("observe", "observe_catalyst"):
+            own, seen = getattr(kind, hook), []
+
+            def noted(self, entries, attended, own=own, seen=seen):
+                room = _bytes_of([attended.keys, entries.keys, entries.values])
+                held = [layer.held for layer in cache.layers]
+                seen.append(Moment(self.layer_idx, attended.keys.shape[2], room, held))
+                return own(self, entries, attended)
+
+            monkeypatch.setattr(kind, hook, noted)
+            moments.append(seen)
+        return moments
+
+    return watch
+
+
+def _bytes_of(tensors):
+    """Memory of `tensors`, what several of them share counted once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def key_value_bytes(layer):
+    """Memory of everything of a layer that is as keys and values are, [batch, kv_heads, entries, dim]."""
+    found, todo = [], [vars(layer)]
+    while todo:
+        thing = todo.pop()
+        if isinstance(thing, torch.Tensor):
+            found += [thing] if thing.dim() == 4 else []
+        elif isinstance(thing, Mapping):
+            todo += thing.values()
+        elif is_dataclass(thing) or isinstance(thing, EntryRoom):
+            todo.append(vars(thing))
+    return _bytes_of(found)
+
+
+@pytest.mark.parametrize(("length", "peak"), [(5, 25), (BUDGET, 25), (50, STRIDE), (400, BUDGET + STRIDE)])
+@pytest.mark.parametrize(("policy", "settings"), IN_STRIDES)
+def test_what_is_attended_to_is_the_budget_and_a_stride_at_most_whatever_the_prompt(
+    llama, watched, policy, settings, length, peak
+):
+    cache = bounded(llama, policy=policy, budget=BUDGET, **settings)
+    chunks, catalysts = watched(policy, cache)
+    logits(llama, cache, tokens(length), *tokens(30, 1).split(1, dim=1))
+    is_pot = cache.layers[0].policy.catalyst_text() is not None
+    # A pot is never more than full, but for the catalyst behind it while that is read.
+    peak = BUDGET if is_pot else peak
+    assert max(moment.attended for moment in chunks) == peak
+    assert {moment.attended for moment in catalysts} == ({BUDGET + CATALYST} if is_pot else set())
+    # Where places change, keys are there twice: before rotation, and at their places.
+    copies = 1.5 if cache.layers[0].policy.reindexed else 1
+    assert max(moment.room for moment in chunks) <= copies * max(peak, BUDGET + 1 + SLACK) * ENTRY
+
+
+@pytest.mark.parametrize(("policy", "settings"), WHOLE)
+def test_one_layer_holds_the_prompt_at_a_time_and_the_others_their_budget(llama, watched, policy, settings):
+    cache = bounded(llama, policy=policy, budget=BUDGET, **settings)
+    chunks, _ = watched(policy, cache)
+    held = [0, 0, 0]
+    for part in (tokens(100), *tokens(9, 1).split(1, dim=1), tokens(70, 2)):
+        chunks.clear()
+        logits(llama, cache, part)
+        for layer, before in enumerate(held):
+            there = [moment for moment in chunks if moment.layer == layer]
+            assert max(moment.attended for moment in there) == before + part.shape[1]
+            assert max(moment.room for moment in there) <= (before + max(part.shape[1], 1 + SLACK)) * ENTRY
+            if cache.layers[layer].policy.allocates:
+                # What a layer may keep is known when all have seen the prompt.
+                after = [before + part.shape[1] for before in held[:layer]]
+            else:
+                after = [each.budget for each in cache.layers[:layer]]
+            for moment in there:
+                assert moment.held[:layer] == after
+                assert moment.held[layer + 1 :] == held[layer + 1 :]
+        held = [layer.budget for layer in cache.layers]
+        assert cache.entries_held == held
+        assert sum(held) == 3 * BUDGET
+
+
+@pytest.mark.parametrize(("policy", "settings"), IN_STRIDES + WHOLE)
+def test_between_forwards_a_layer_has_memory_for_what_it_holds_and_a_few_tokens_and_says_so(llama, policy, settings):
+    cache = bounded(llama, policy=policy, budget=BUDGET, **settings)
+    for part in (*conversation(), tokens(200)):
+        logits(llama, cache, part)
+        for layer in cache.layers:
+            assert layer.held <= layer.budget
+            copies = 1.5 if layer.policy.reindexed else 1
+            assert key_value_bytes(layer) <= copies * (layer.held + SLACK) * ENTRY
+            assert key_value_bytes(layer) <= layer.dram_bytes
+        assert sum(cache.entries_held) <= 3 * BUDGET
