@@ -15,7 +15,8 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, Stoppi
 from transformers.cache_utils import Cache
 
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.kv.cache import HeteroCache, Progress, forked, undo_on_error
+from hetero_kv.kv.cache import HeteroCache, Progress, forked
+from hetero_kv.kv.checkpoints import undo_on_error
 from hetero_kv.kv.paged_layer import CacheFullError
 from hetero_kv.turns import TurnTokens
 

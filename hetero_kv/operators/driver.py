@@ -22,7 +22,8 @@ from transformers.utils import ModelOutput
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.eviction import EvictionPolicy
 from hetero_kv.kv.bounded_layer import BoundedLayer
-from hetero_kv.kv.cache import HeteroCache, transient
+from hetero_kv.kv.cache import HeteroCache
+from hetero_kv.kv.checkpoints import transient
 from hetero_kv.operators.bridge import UnsupportedModelError
 
 # Tokens whose logits are computed at once: a vocabulary is large.

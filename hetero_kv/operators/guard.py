@@ -7,7 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from hetero_kv.kv.cache import HeteroCache, undo_on_error
+from hetero_kv.kv.cache import HeteroCache
+from hetero_kv.kv.checkpoints import undo_on_error
 from hetero_kv.operators.bridge import UnsupportedModelError
 from hetero_kv.operators.driver import call_shape, driven, driving
 

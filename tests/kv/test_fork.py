@@ -15,7 +15,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, Li
 
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.kv import storage
-from hetero_kv.kv.cache import HeteroCache, undo_on_error
+from hetero_kv.kv.cache import HeteroCache
+from hetero_kv.kv.checkpoints import undo_on_error
 from hetero_kv.kv.paged_layer import CacheFullError, PagedLayer
 from hetero_kv.kv.window_layer import WindowLayer
 from hetero_kv.selection.state import RetrievalState

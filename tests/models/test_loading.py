@@ -9,6 +9,7 @@ import gguf
 import pytest
 import torch
 import transformers
+import transformers.modeling_gguf_pytorch_utils
 from tiny_qwen2 import END_OF_TEXT, END_OF_TURN
 
 from hetero_kv.models import ModelError, load_model, model_config

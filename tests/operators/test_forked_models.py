@@ -10,7 +10,7 @@ from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, inject
 from hetero_kv.kv import paged_layer
-from hetero_kv.kv.cache import undo_on_error
+from hetero_kv.kv.checkpoints import undo_on_error
 from hetero_kv.rules import parse_rules
 
 SMALL = {
