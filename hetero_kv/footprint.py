@@ -15,6 +15,7 @@ from torch import nn
 
 from hetero_kv.eviction import EvictionPolicy
 from hetero_kv.kv.bounded_layer import BoundedLayer
+from hetero_kv.kv.entry_room import SLACK
 from hetero_kv.kv.low_rank_layer import LowRankLayer
 from hetero_kv.kv.paged_layer import PagedLayer
 from hetero_kv.kv.shape import KVShape
@@ -119,7 +120,9 @@ class LayerFootprint:
         kept = min(tokens, self.policy.budget_for(tokens))
         # Full prefill has its prompt in one layer at a time, unless all layers wait for each other.
         new = self.passing(tokens) if self.policy.strided or self.policy.settles_late else 0
-        return 2 * kept + new
+        # Placed keys, while tokens are decoded and the budget is not full: half of what keys and values take.
+        placed = kept // 2 if self.policy.reindexed else 0
+        return 2 * kept + max(new, 2 * SLACK + placed)
 
 
 def layer_bytes_per_token(layer: PagedLayer, shape: KVShape) -> BytesPerToken:
@@ -249,7 +252,8 @@ class Footprint:
             * sum(round(layer.blocks(tokens) * (layer.stored.keys + layer.stored.values)) for layer in paged),
             representatives=kept * sum(round(layer.blocks(tokens) * layer.stored.representatives) for layer in paged),
             weights=self.weights,
-            low_rank=self._low_rank(tokens, batch, 1 + forks),
+            low_rank=self._low_rank(tokens, batch, 1 + forks)
+            + (self._unfactored(tokens, batch) if passing < tokens else 0),
             windows=kept * sum(self._kv(layer, layer.device_window) for layer in paged) if self.on_gpu else 0,
             # A window lies in a buffer with slack for as many tokens again.
             sliding=kept
@@ -270,6 +274,10 @@ class Footprint:
         # One table of rotations serves all layers and rows.
         rotary = max((layer.rotary(tokens) for layer in found), default=0)
         return caches * self.element * (batch * sum(layer.numbers(tokens) for layer in found) + rotary)
+
+    def _unfactored(self, tokens: int, batch: int) -> int:
+        """What ShadowKV layers keep as it is until the last stride of a prompt has come."""
+        return batch * sum(self._kv(layer, tokens) for layer in self.layers if layer.low_rank is not None)
 
     def _kv(self, layer: LayerFootprint, tokens: int) -> int:
         return tokens * layer.shape.bytes_per_token(self.element)

@@ -17,7 +17,7 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.kv.shape import KVShape
 from hetero_kv.operators import bridge
 from hetero_kv.operators.base import AttentionOperator, Operator
-from hetero_kv.operators.bounded_attention import BoundedAttention, rank_policies
+from hetero_kv.operators.bounded_attention import BoundedAttention, settle_policies
 from hetero_kv.operators.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.operators.guard import driven_whole, guarded
 from hetero_kv.operators.retrieval_attention import RetrievalAttention
@@ -141,7 +141,7 @@ def inject(
             operator.install()
             model.set_submodule(path, operator)
             injection.operators[path] = operator
-        rank_policies(injection.operators[path] for path in plan)
+        settle_policies(injection.operators[path] for path in plan)
     except BaseException:
         _take_out(model, injection)
         raise

@@ -64,6 +64,7 @@ class Prefilled:
 class _Method:
     spec: ConfigSpec
     shares_prefill: bool
+    continues_exactly: bool
     observation_len: int
     chunk_size: int
     max_seq_len: int
@@ -117,8 +118,8 @@ class ConfiguredModel:
 
     @property
     def exact_methods(self) -> tuple[str, ...]:
-        """The methods, the baseline not counted, that prefill with full attention in every layer."""
-        return tuple(name for name, method in self._methods.items() if method.shares_prefill)
+        """The methods, the baseline not counted, that prefill every turn with full attention in every layer."""
+        return tuple(name for name, method in self._methods.items() if method.continues_exactly)
 
     def described(self) -> dict[str, Any]:
         """See Subject: the model, and every setting in force."""
@@ -292,6 +293,7 @@ class ConfiguredModel:
             return _Method(
                 spec,
                 shares_prefill(injection),
+                all(operator.continues_exactly for operator in injection.operators.values()),
                 max(watched, default=1),
                 injection.engine.chunk_size,
                 injection.max_seq_len(),

@@ -43,8 +43,9 @@ class Perplexity(LogitsTask):
     A longer stride is to a bounded layer a turn, a prompt behind what it holds: its tokens see what is held and those
     before them in the stride, up to budget + stride entries, and then entries are dropped; a policy with strides of its
     own that are shorter cuts it up. What a policy does for each turn it does for each stride: SirLLM lets scores fade,
-    D2O allocates and begins a threshold anew, and a budget that is a share of the sequence grows with it. Layers that
-    prefill with full attention read a stride with full attention; a method of such layers alone is refused.
+    D2O allocates and begins a threshold anew, and a budget that is a share of the sequence grows with it.
+    RetrievalAttention reads a stride with full attention; a method of such layers alone is refused. ShadowKV reads what
+    lies before a stride as its factors give it back.
     """
 
     name = "perplexity"

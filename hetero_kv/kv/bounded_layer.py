@@ -153,8 +153,10 @@ class BoundedLayer(OperatorLayer):
         new = keys.shape[2]
         held = entries.held
         # Of a prompt all tokens to come, of what is decoded one at a time some more.
-        entries = entries.with_room(new, max(self._coming - new, SLACK if self._coming == 1 else 0))
-        self.entries = entries.grown(keys, values, self.length)
+        roomy = entries.with_room(new, max(self._coming - new, SLACK if self._coming == 1 else 0))
+        if roomy is not entries:
+            self._forget_placed()
+        self.entries = roomy.grown(keys, values, self.length)
         self.length += new
         self._coming -= new
         return self._placed_keys(self.entries, held), self.entries.values

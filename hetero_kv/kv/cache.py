@@ -242,10 +242,10 @@ class HeteroCache(Cache):
     @contextmanager
     def passing(self, start: int, stop: int, total: int) -> Iterator[None]:
         """Within this context tokens `start` to `stop` of a prompt of `total` pass through all layers."""
-        self._span = (start, stop, total)
-        for layer in self._sequence_layers:
-            layer.part = PromptPart(is_first=start == 0, is_last=stop == total)
         try:
+            self._span = (start, stop, total)
+            for layer in self._sequence_layers:
+                layer.part = PromptPart(is_first=start == 0, is_last=stop == total)
             yield
         finally:
             self._span = None

@@ -36,10 +36,11 @@ def transient(cache: HeteroCache, lasting: Iterable[CacheLayerMixin]) -> Iterato
     held = {id(layer) for layer in lasting}
     before = [(layer, _checkpoint(layer)) for layer in cache.layers if id(layer) not in held]
     sequences = [layer for layer in cache.layers if isinstance(layer, SequenceLayer)]
-    on_progress, cache.on_progress = cache.on_progress, None
-    for sequence in sequences:
-        sequence.keeps = False
+    on_progress = cache.on_progress
     try:
+        cache.on_progress = None
+        for sequence in sequences:
+            sequence.keeps = False
         yield
     finally:
         cache.on_progress = on_progress

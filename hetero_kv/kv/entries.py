@@ -100,9 +100,10 @@ class Entries:
     @property
     def nbytes(self) -> int:
         """Memory of keys, values, the room behind them and what is noted of each entry, bytes."""
-        own = self.room is not None and self.room.is_free_behind(self.keys, self.values, 0)
-        tensors = (self.positions, *self.scores.values(), *(() if own else (self.keys, self.values)))
-        room = self.room.nbytes if own and self.room is not None else 0
+        tensors = [self.positions, *self.scores.values()]
+        room = 0 if self.room is None else self.room.nbytes
+        if self.room is None or not self.room.has(self.keys, self.values):
+            tensors += [self.keys, self.values]
         return room + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -38,13 +38,13 @@ class EntryRoom:
         padded = torch.nn.functional.pad(index, (0, SLACK))
         return cls(_rows(keys, padded), _rows(values, padded), index.shape[2])
 
+    def has(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether `keys` and `values` are what lies here first."""
+        return keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
+
     def is_free_behind(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> bool:
         """Whether `keys` and `values` are all that lies here, and `tokens` more have room behind them."""
-        return (
-            keys.data_ptr() == self.keys.data_ptr()
-            and values.data_ptr() == self.values.data_ptr()
-            and keys.shape[2] == self.taken <= self.keys.shape[2] - tokens
-        )
+        return self.has(keys, values) and keys.shape[2] == self.taken <= self.keys.shape[2] - tokens
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write tokens [batch, kv_heads, n, dim] behind what is there."""

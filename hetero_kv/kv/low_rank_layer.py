@@ -164,12 +164,12 @@ class LowRankLayer(SequenceLayer):
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         self._require_finite(values)
-        if buffer is not None:
+        if buffer is not None and self.part.is_last:
             self._append_prompt(buffer)
             return
         self.recent_keys.append(keys)
         self.recent_values.append(values)
-        if self.settings.project_generated and self.context.length:
+        if buffer is None and self.settings.project_generated and self.context.length:
             self._take_in_oldest()
 
     def _append_prompt(self, buffer: PrefillBuffer) -> None:

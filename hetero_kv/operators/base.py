@@ -37,6 +37,8 @@ class Operator(nn.Module):
     #: Whether a prompt prefills under it as in the untouched model, up to rounding; an attention operator then has
     #: `take_over`. An operator whose settings decide may make it an attribute of the instance.
     prefills_exactly: bool = False
+    #: Whether a later prompt attends to all that is stored as well, up to the storage type's precision.
+    continues_exactly: bool = False
 
     def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
         super().__init__()

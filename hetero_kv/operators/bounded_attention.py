@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from gpu_ops.merge import apply_sink
 from hetero_kv import eviction
 from hetero_kv.config import EngineSettings
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.eviction import Attended, BoundedSettings
+from hetero_kv.eviction import Attended, BoundedSettings, StridedSettings
 from hetero_kv.kv.bounded_layer import BoundedLayer
 from hetero_kv.kv.cache import HeteroCache
 from hetero_kv.kv.rotary_table import RotaryTable
@@ -148,8 +149,8 @@ def _attention(
     return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
 
 
-def rank_policies(operators: Iterable[Operator]) -> None:
-    """Tell every policy its layer's place among the layers of the same settings.
+def settle_policies(operators: Iterable[Operator]) -> None:
+    """Tell every policy its layer's place among the layers of the same settings; warn of places that are too far.
 
     Raises HeteroKVError for layers of which some need whole prompts and others prompts in strides.
     """
@@ -165,18 +166,20 @@ def rank_policies(operators: Iterable[Operator]) -> None:
 
 
 def _warn_of_far_places(operator: BoundedAttention) -> None:
-    """Log where entries may come to places beyond those that the model was trained for."""
-    most, policy = operator.policy.most_entries, operator.settings.policy
+    """Log, once, where entries may come to places beyond those that the model was trained for."""
+    most, settings = operator.policy.most_entries, operator.settings
     trained = getattr(operator._own_config, "max_position_embeddings", None)
     if operator.policy.reindexed and most is not None and trained and most > trained:
-        _logger.warning(
-            "policy %s may place %d entries (budget and stride together), and the model was trained for %d positions: "
-            "answers may get worse when the budget is full; set a budget, or a stride, that is %d smaller",
-            policy,
-            most,
-            trained,
-            most - trained,
+        _warn(
+            f"policy {settings.policy} may place {most} entries, and the model was trained for {trained} positions: "
+            f"answers may get worse when the budget is full; set a budget"
+            f"{' or a stride' if isinstance(settings, StridedSettings) else ''} that is {most - trained} smaller"
         )
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    _logger.warning(message)
 
 
 def _require_composable(bounded: Sequence[BoundedAttention]) -> None:

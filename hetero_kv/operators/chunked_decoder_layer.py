@@ -23,6 +23,7 @@ class ChunkedDecoderLayer(Operator):
 
     meaning = "runs a decoder layer over the prompt in chunks of chunk_size, layer by layer"
     prefills_exactly = True
+    continues_exactly = True
 
     def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)

@@ -15,6 +15,7 @@ class ChunkedModule(Operator):
 
     meaning = "runs a token-wise module (the final norm) over the prompt in chunks of chunk_size"
     prefills_exactly = True
+    continues_exactly = True
 
     @torch.no_grad()
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -45,6 +45,7 @@ class RetrievalAttention(AttentionOperator):
     meaning = "keeps everything in DRAM blocks, attends to the blocks that the query retrieves"
     settings_class = RetrievalSettings
     prefills_exactly = True
+    continues_exactly = True
 
     settings: RetrievalSettings
 
@@ -123,7 +124,8 @@ class RetrievalAttention(AttentionOperator):
     def stored(self, layer: PagedLayer, buffer: PrefillBuffer | None) -> None:
         """What follows when a layer has stored tokens: votes of a prompt's end, representatives of new blocks.
 
-        A prompt that passes in parts has all of that at its end, so that it is as if it had come as a whole.
+        A prompt that passes in parts has all of that at its end, so that it is as if it had come as a whole, up to the
+        precision of `kv_type`, in which later parts see the earlier.
         """
         if not layer.part.is_last:
             return

@@ -22,6 +22,7 @@ class SlidingWindowAttention(AttentionOperator):
     meaning = "the model's own sliding-window attention, exact, with only the window kept"
     settings_class = SlidingWindowSettings
     prefills_exactly = True
+    continues_exactly = True
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:

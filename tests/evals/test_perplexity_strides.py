@@ -125,7 +125,7 @@ def test_logits_are_taken_to_float32_a_tile_at_a_time(monkeypatch):
     assert seen == [(256, torch.float32), (256, torch.float32), (88, torch.float32)]
 
 
-@pytest.mark.parametrize("recipe", ["quest", "streaming", "dense", "shadowkv:rank=16"])
+@pytest.mark.parametrize("recipe", ["quest", "streaming", "dense"])
 def test_methods_that_prefill_with_full_attention_are_refused_in_strides(measured, tmp_path, recipe):
     expected = f"stride is 16, and '{recipe}' reads tokens that are fed together with full attention.*take --stride 1"
     with pytest.raises(HeteroKVError, match=expected):

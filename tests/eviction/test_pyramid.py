@@ -8,9 +8,6 @@ import torch
 from test_kept_sets import BUDGET, GENERATED, MODELS, PROMPT, bounded, passes, recorded, tokens  # noqa: F401
 from tiny_models import tiny_model
 
-from hetero_kv import HeteroCache, inject
-from hetero_kv.rules import parse_rules
-
 WINDOW, KERNEL = 12, 5
 
 
@@ -43,18 +40,3 @@ def test_every_layer_keeps_what_the_reference_keeps_with_its_budget(recorded, ar
         sets = dense.kept_positions(reference, passes(calls, [PROMPT] + [1] * GENERATED), budget, calls[0][2])
         for step, (mine, expected) in enumerate(zip(kept, sets, strict=True)):
             assert mine[index].equal(expected), f"layer {index}: after {step} generated tokens"
-
-
-def test_the_pyramid_stands_on_the_layers_that_are_bounded():
-    model = tiny_model("llama", num_hidden_layers=5)
-    kwargs = {"policy": "pyramidkv", "budget": BUDGET, "window": WINDOW}
-    rules = [
-        {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
-        {"match": {"name": r"layers\.[03]\.self_attn$"}, "replace": {"class": "default"}},
-        {"match": {"name": r"self_attn$"}, "replace": {"class": "BoundedAttention", "kwargs": kwargs}},
-    ]
-    inject(model, parse_rules(rules))
-    cache = HeteroCache(model)
-    with torch.no_grad():
-        model(tokens(PROMPT), past_key_values=cache)
-    assert cache.entries_held == [None, 67, 40, None, 13]

@@ -111,12 +111,12 @@ def test_a_bounded_cache_has_no_max_seq_len(llama, policy):
 
 
 def test_the_footprint_of_strides_does_not_grow_with_the_sequence(llama):
-    bounded(llama, policy="streaming_llm", budget=20, stride=16)
+    bounded(llama, policy="streaming_llm", budget=20, stride=100)
     footprint = Footprint.of(llama.hetero_kv_injection)
     assert footprint.memory(1 << 30) == footprint.memory(1 << 12)
     assert footprint.memory(1 << 12).store == 0
     entry = 2 * 2 * 16 * 4
-    assert footprint.memory(1 << 12).entries == 3 * (2 * 20 + 16) * entry
+    assert footprint.memory(1 << 12).entries == 3 * (2 * 20 + 100) * entry
 
 
 def test_the_footprint_of_full_prefill_has_one_layer_of_the_prompt(llama):
@@ -124,7 +124,19 @@ def test_the_footprint_of_full_prefill_has_one_layer_of_the_prompt(llama):
     memory = Footprint.of(llama.hetero_kv_injection).memory(1 << 12)
     entry = 2 * 2 * 16 * 4
     assert memory.layer_kv == (1 << 12) * entry
-    assert memory.entries == 3 * 2 * 20 * entry
+    # While it answers: what an undone token would come back to, and what stays, each with room for more.
+    assert memory.entries == 3 * 2 * (20 + SLACK) * entry
+
+
+def test_the_footprint_of_shadowkv_beside_strides_has_the_prompt_that_is_not_factored_yet(llama):
+    rank = {"rank": 8, "sparse_budget": 16, "landmark_chunk_size": 4}
+    above = {"match": {"name": r"layers\.[12]\.self_attn$"}, "replace": {"class": "ShadowKVAttention", "kwargs": rank}}
+    held = []
+    for stride in (100, 10_000):
+        bounded(llama, above, policy="streaming_llm", budget=20, stride=stride)
+        held.append(Footprint.of(llama.hetero_kv_injection).memory(5000).low_rank)
+        eject(llama)
+    assert held[0] - held[1] == 2 * 5000 * 2 * 2 * 16 * 4
 
 
 def test_what_is_held_is_what_the_cache_says_it_takes(llama):

@@ -8,6 +8,7 @@ from bounded_models import bounded, logits, relative_error, tokens
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject
+from hetero_kv.operators import bounded_attention
 
 _LLAMA = tiny_model("llama")
 
@@ -58,6 +59,19 @@ def test_retrieval_layers_answer_alike_whether_the_prompt_passes_in_strides_or_n
         answers.append(logits(llama, cache, *parts))
         eject(llama)
     assert relative_error(answers[1], answers[0]) < 1e-5
+
+
+@pytest.mark.parametrize("turns", [(100,), (60, 40)])
+def test_shadowkv_layers_factor_a_prompt_that_passes_in_strides_as_a_whole(llama, turns):
+    few = {"rank": 8, "sparse_budget": 16, "landmark_chunk_size": 4, "outlier_chunks": 0, "local_chunks": 1}
+    above = operator_in(r"layers\.[12]\.self_attn$", "ShadowKVAttention", value_type="FP32", **few)
+    parts = [*tokens(sum(turns)).split(turns, dim=1), *tokens(6, 1).split(1, dim=1)]
+    answers = []
+    for stride in (100, 13):
+        cache = bounded(llama, above, policy="tova", budget=200, stride=stride, max_seq_len=200)
+        answers.append(logits(llama, cache, *parts))
+        eject(llama)
+    assert relative_error(answers[1], answers[0]) < 1e-4
 
 
 def test_the_last_stride_of_a_single_token_attends_to_everything(llama):
@@ -169,11 +183,19 @@ def test_entries_on_the_cpu_are_dram_and_rotary_tables_are_counted_once(llama):
 
 
 def test_places_beyond_what_the_model_was_trained_for_are_warned_of_once(llama, caplog):
+    bounded_attention._warn.cache_clear()
     bounded(llama, policy="streaming_llm", budget=500, stride=40)
     assert [record.message for record in caplog.records] == [
-        "policy streaming_llm may place 540 entries (budget and stride together), and the model was trained for 512 "
-        "positions: answers may get worse when the budget is full; set a budget, or a stride, that is 28 smaller"
+        "policy streaming_llm may place 540 entries, and the model was trained for 512 positions: answers may get "
+        "worse when the budget is full; set a budget or a stride that is 28 smaller"
     ]
+    caplog.clear()
+    eject(llama)
+    bounded(llama, policy="streaming_llm", budget=500, stride=40)
+    assert not caplog.records
+    eject(llama)
+    bounded(llama, policy="infinipot", budget=600)
+    assert "set a budget that is 88 smaller" in caplog.text
     caplog.clear()
     eject(llama)
     bounded(llama, policy="streaming_llm", budget=500, stride=12)

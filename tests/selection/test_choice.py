@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu_ops.column_sums import column_sums
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.selection.block_scores import select_blocks
 from hetero_kv.selection.budgets import Pyramid, layer_budget
@@ -71,16 +70,6 @@ def test_received_attention_is_the_column_sum_of_the_last_rows(length, window, s
     for queries, lse in zip(q.split(chunk, 2), scores.logsumexp(-1).split(chunk, 2), strict=True):
         observation.watch(queries, lse, 0.5, softcap)
     torch.testing.assert_close(observation.received(k), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_received_attention_of_a_long_sequence_is_taken_in_tiles():
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(1, 1, 5, 8, generator=generator), torch.randn(1, 1, 5000, 8, generator=generator)
-    scores = q @ k.transpose(-1, -2)
-    seen = torch.arange(5000)[None, :] <= torch.arange(4995, 5000)[:, None]
-    scores = scores.masked_fill(~seen, float("-inf"))
-    received = column_sums(q, scores.logsumexp(-1), k, 1.0).sum(dim=2)
-    torch.testing.assert_close(received[0, 0], scores.softmax(-1)[0, 0].sum(0), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kernel_size", [1, 3, 5])
