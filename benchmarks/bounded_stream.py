@@ -40,8 +40,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from transformers import DynamicCache
 
 from benchmarks.timing import interleaved_medians, seconds
@@ -277,22 +275,26 @@ def _medians(shares: list[dict[str, float]]) -> dict[str, float]:
     return {part: statistics.median(share[part] for share in shares) for part in PARTS}
 
 
-def _cost_table(result: dict[str, Any]) -> Table:
-    lengths = result["lengths"]
-    table = Table(title="ms per token, and its shares; medians of interleaved repeats")
-    table.add_column("recipe")
-    columns = [f"prefill\n{n}" for n in lengths] + [f"{lengths[-1]}\n/ {lengths[0]}", f"last {lengths[0]}\n/ first"]
-    for column in (*columns, *PARTS, "decode\nms", "held", "/ un-\ntouched", *PARTS):
-        table.add_column(column, justify="right")
-    for name, row in result["recipes"].items():
-        ratios = (row["prefill_last_over_first_length"], row["prefill_last_over_first_tokens"])
-        cells = [f"{ms:.2f}" for ms in row["prefill_ms_per_token"]] + [f"{ratio:.2f}" for ratio in ratios]
-        cells += [f"{row['prefill_shares'][part]:.1%}" for part in PARTS]
-        cells += [f"{row['decode_ms']:.1f}", str(row["decode_held"]), f"{row['decode_over_untouched']:.2f}"]
-        cells += [f"{row['decode_shares'][part]:.1%}" for part in PARTS]
-        table.add_row(name, *cells)
-    table.add_row(UNTOUCHED, f"{result['untouched_prefill_ms_per_token']:.2f}")
-    return table
+def _print(result: dict[str, Any]) -> None:
+    """Two tables, of prompts and of decoded tokens, narrow enough for a terminal."""
+    lengths, rows = result["lengths"], result["recipes"]
+    width = max(map(len, (*rows, UNTOUCHED)))
+    parts = "".join(f"{part:>10}" for part in PARTS)
+    heads = "".join(f"{length:>8}" for length in lengths)
+    print(f"prefill, ms per token\n{'':{width}}{heads}   ratio  last/first{parts}")
+    for name, row in rows.items():
+        times = "".join(f"{ms:8.2f}" for ms in row["prefill_ms_per_token"])
+        ratios = f"{row['prefill_last_over_first_length']:8.2f}{row['prefill_last_over_first_tokens']:12.2f}"
+        print(f"{name:{width}}{times}{ratios}{_percent(row['prefill_shares'])}")
+    print(f"{UNTOUCHED:{width}}{result['untouched_prefill_ms_per_token']:8.2f}")
+    print(f"\ndecode, ms per token\n{'':{width}}    held      ms  / untouched{parts}")
+    for name, row in rows.items():
+        times = f"{row['decode_held']:8}{row['decode_ms']:8.1f}{row['decode_over_untouched']:13.2f}"
+        print(f"{name:{width}}{times}{_percent(row['decode_shares'])}")
+
+
+def _percent(shares: dict[str, float]) -> str:
+    return "".join(f"{shares[part]:10.1%}" for part in PARTS)
 
 
 def _lengths(text: str) -> list[int]:
@@ -325,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "repeats": given.repeats,
         "cost": cost(subject, specs, given.lengths, given.repeats, given.steps),
     }
-    Console().print(_cost_table(result["cost"]))
+    _print(result["cost"])
     if given.json:
         given.json.write_text(json.dumps(result, indent=1) + "\n")
 
