@@ -9,8 +9,8 @@ import gguf
 import pytest
 import torch
 import transformers
-import transformers.modeling_gguf_pytorch_utils
 from tiny_qwen2 import END_OF_TEXT, END_OF_TURN
+from transformers import modeling_gguf_pytorch_utils
 
 from hetero_kv.models import ModelError, load_model, model_config
 from hetero_kv.models.end_of_turn import end_of_turn_ids
@@ -110,10 +110,10 @@ def test_a_configuration_is_read_without_weights(tiny_directory, write_tiny_gguf
 
 
 def test_loading_leaves_the_libraries_as_they_were(tiny_gguf):
-    before = (gguf.GGUFReader, gguf.get_tensor_name_map, transformers.modeling_gguf_pytorch_utils.tqdm)
+    before = (gguf.GGUFReader, gguf.get_tensor_name_map, modeling_gguf_pytorch_utils.tqdm)
     verbosity = transformers.logging.get_verbosity()
     load_model(tiny_gguf, dtype="float32", device="cpu")
-    assert before == (gguf.GGUFReader, gguf.get_tensor_name_map, transformers.modeling_gguf_pytorch_utils.tqdm)
+    assert before == (gguf.GGUFReader, gguf.get_tensor_name_map, modeling_gguf_pytorch_utils.tqdm)
     assert transformers.logging.get_verbosity() == verbosity
     assert transformers.logging.is_progress_bar_enabled()
 
