@@ -3,8 +3,8 @@
 Layer-outer prefill walks from layer to layer with the whole prompt. Strided policies need the other order (Cascading KV
 cache, arXiv:2406.17808, algorithm 1): a stride passes through all layers, entries are dropped, the next stride comes.
 So the outermost forward that is called with a HeteroCache is cut up here, and each part is a forward like any other.
-Other operators prefill it, be it a single token, behind the parts before; RetrievalAttention looks at a prompt's last
-queries, and chooses representatives, when its last part has come.
+Other operators prefill it, be it a single token, behind the parts before; what follows a prompt as a whole
+(RetrievalAttention's look at its last queries, ShadowKV's factors) comes with its last part.
 """
 
 from __future__ import annotations

@@ -11,15 +11,6 @@ from hetero_kv import eject, eviction
 from hetero_kv.kv.entry_room import SLACK
 from hetero_kv.planner import Footprint
 
-_LLAMA = tiny_model("llama")
-
-
-@pytest.fixture
-def llama():
-    yield _LLAMA
-    if getattr(_LLAMA, "hetero_kv_injection", None) is not None:
-        eject(_LLAMA)
-
 
 @pytest.mark.parametrize("policy", eviction.names())
 def test_a_covering_budget_is_full_attention_over_two_turns(llama, policy):

@@ -5,19 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from bounded_models import Letters, bounded, conversation, logits, positions, tokens
-from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject, eviction
 from hetero_kv.errors import HeteroKVError
-
-_LLAMA = tiny_model("llama")
-
-
-@pytest.fixture
-def llama():
-    yield _LLAMA
-    if getattr(_LLAMA, "hetero_kv_injection", None) is not None:
-        eject(_LLAMA)
 
 
 @pytest.mark.parametrize("policy", eviction.names())

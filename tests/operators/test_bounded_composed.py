@@ -10,15 +10,6 @@ from tiny_models import tiny_model
 from hetero_kv import HeteroCache, eject
 from hetero_kv.operators import bounded_attention
 
-_LLAMA = tiny_model("llama")
-
-
-@pytest.fixture
-def llama():
-    yield _LLAMA
-    if getattr(_LLAMA, "hetero_kv_injection", None) is not None:
-        eject(_LLAMA)
-
 
 def operator_in(pattern, name, **kwargs):
     return {"match": {"name": pattern}, "replace": {"class": name, "kwargs": kwargs}}

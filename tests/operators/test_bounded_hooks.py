@@ -15,15 +15,6 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.eviction import EvictionPolicy, StridedSettings, policy_setting, registry
 from hetero_kv.eviction.ranking import best
 
-_LLAMA = tiny_model("llama")
-
-
-@pytest.fixture
-def llama():
-    yield _LLAMA
-    if getattr(_LLAMA, "hetero_kv_injection", None) is not None:
-        eject(_LLAMA)
-
 
 @dataclass(frozen=True)
 class ProbeSettings(StridedSettings):

@@ -8,12 +8,10 @@ from dataclasses import dataclass, is_dataclass
 import pytest
 import torch
 from bounded_models import SMALL, bounded, conversation, logits, tokens
-from tiny_models import tiny_model
 
-from hetero_kv import eject, eviction
+from hetero_kv import eviction
 from hetero_kv.kv.entry_room import SLACK, EntryRoom
 
-_LLAMA = tiny_model("llama")
 # A stride that is more than the room behind what stays.
 BUDGET, STRIDE, CATALYST = 24, SLACK + 8, 3
 #: Bytes of a key and a value, of both kv heads.
@@ -30,13 +28,6 @@ _STRIDED = {name: eviction.get(name).policy.strided for name in eviction.names()
 IN_STRIDES = [pytest.param(name, small(name), id=name) for name in _STRIDED if _STRIDED[name]]
 IN_STRIDES += [pytest.param("random", {"prefill": "strided", "stride": STRIDE}, id="random in strides")]
 WHOLE = [pytest.param(name, small(name), id=name) for name in _STRIDED if not _STRIDED[name]]
-
-
-@pytest.fixture
-def llama():
-    yield _LLAMA
-    if getattr(_LLAMA, "hetero_kv_injection", None) is not None:
-        eject(_LLAMA)
 
 
 @dataclass

@@ -11,15 +11,6 @@ from hetero_kv import eject
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.operators.bridge import UnsupportedModelError
 
-_LLAMA = tiny_model("llama")
-
-
-@pytest.fixture
-def llama():
-    yield _LLAMA
-    if getattr(_LLAMA, "hetero_kv_injection", None) is not None:
-        eject(_LLAMA)
-
 
 @pytest.mark.parametrize("keep", [0, 1, 20, torch.tensor([3, 40, 59]), torch.tensor([-1])])
 def test_logits_to_keep_are_the_same_whether_the_prompt_is_cut_or_not(llama, keep):

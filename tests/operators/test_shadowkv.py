@@ -28,14 +28,6 @@ from hetero_kv.operators import ShadowKVAttention
 from hetero_kv.rules import parse_rules
 
 
-@pytest.fixture
-def llama():
-    model = model_of("llama")
-    yield model
-    if getattr(model, "hetero_kv_injection", None) is not None:
-        eject(model)
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_full_rank_and_a_covering_budget_are_full_attention_over_two_turns(architecture):
     plus = len(architecture) % 2 == 0

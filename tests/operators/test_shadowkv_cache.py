@@ -19,14 +19,6 @@ from hetero_kv.kv.checkpoints import undo_on_error
 from hetero_kv.operators import RetrievalAttention, ShadowKVAttention, SlidingWindowAttention
 
 
-@pytest.fixture
-def llama():
-    model = model_of("llama")
-    yield model
-    if getattr(model, "hetero_kv_injection", None) is not None:
-        eject(model)
-
-
 def test_statistics_of_a_cache_say_how_its_layers_fare(llama):
     cache = injected(llama, sparse_budget=8, rank=16)
     logits(llama, cache, random_tokens(150), *random_tokens(20, 1).split(1, dim=1))

@@ -7,22 +7,13 @@ import torch
 from shadowkv_models import (
     injected,
     logits,
-    model_of,
     random_tokens,
 )
 from tiny_models import tiny_model
 
-from hetero_kv import HeteroCache, eject, inject
+from hetero_kv import HeteroCache, inject
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.operators.bridge import UnsupportedModelError
-
-
-@pytest.fixture
-def llama():
-    model = model_of("llama")
-    yield model
-    if getattr(model, "hetero_kv_injection", None) is not None:
-        eject(model)
 
 
 def test_a_model_whose_rotation_is_unknown_is_refused_by_name(llama, monkeypatch):
