@@ -28,7 +28,7 @@ format: $(TESTED)
 	$(BIN)/ruff format .
 
 docs: $(READY)  ## docs/configuration.md, from the settings' dataclasses
-	$(BIN)/python -m hetero_kv.configuration_docs docs/configuration.md
+	$(BIN)/python -m hetero_kv.commands.configuration_docs docs/configuration.md
 
 bench: $(READY)  ## speed, each as a ratio against a peer in the same run
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -44,12 +44,12 @@ from transformers import DynamicCache
 
 from benchmarks.timing import interleaved_medians, seconds
 from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.engine import strides as driver
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.config_spec import ConfigSpec, config_specs
 from hetero_kv.evals.options import parse_length
-from hetero_kv.kv.bounded_layer import BoundedLayer
+from hetero_kv.families.bounded.layer import BoundedLayer
 from hetero_kv.models import load_model
-from hetero_kv.operators import driver
 
 RECIPES = "streaming_llm,cascade,tova,infinipot,sirllm"
 UNTOUCHED = "untouched"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hetero_kv.config import RetrievalSettings
-from hetero_kv.injection import Injection
+from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.operators import RetrievalAttention
+from hetero_kv.rules.injection import Injection
 
 
 def retrieval_settings(injection: Injection) -> RetrievalSettings:

@@ -50,7 +50,7 @@ def measured(name: str, length: int) -> dict[str, float]:
     import torch
 
     from hetero_kv import HeteroCache, inject
-    from hetero_kv.planner import Footprint
+    from hetero_kv.planning.plan import Footprint
 
     model = _model(name)
     injection = inject(model, "ktransformers", command_line={"chunk_size": CHUNK})

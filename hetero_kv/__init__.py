@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any
 import cpu_ops  # noqa: F401
 
 if TYPE_CHECKING:
+    from hetero_kv.chat.conversation import Conversation
+    from hetero_kv.engine.cache import HeteroCache
     from hetero_kv.errors import HeteroKVError
-    from hetero_kv.generate import Conversation
-    from hetero_kv.injection import Injection, eject, inject
-    from hetero_kv.kv.cache import HeteroCache
     from hetero_kv.models import load_model
-    from hetero_kv.rules import load_rules
+    from hetero_kv.rules.injection import Injection, eject, inject
+    from hetero_kv.rules.rule_file import load_rules
 
 __all__ = ["Conversation", "HeteroCache", "HeteroKVError", "Injection", "eject", "inject", "load_model", "load_rules"]
 
 _HOME = {
-    "Conversation": "generate",
-    "HeteroCache": "kv.cache",
+    "Conversation": "chat.conversation",
+    "HeteroCache": "engine.cache",
     "HeteroKVError": "errors",
-    "Injection": "injection",
-    "eject": "injection",
-    "inject": "injection",
+    "Injection": "rules.injection",
+    "eject": "rules.injection",
+    "inject": "rules.injection",
     "load_model": "models",
     "load_rules": "rules",
 }

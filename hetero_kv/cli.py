@@ -14,8 +14,8 @@ from importlib import metadata
 from typing import NamedTuple
 
 from hetero_kv.errors import ConfigError, HeteroKVError
-from hetero_kv.flags import FlagParser
-from hetero_kv.setting import nearest_spelling
+from hetero_kv.settings.flags import FlagParser
+from hetero_kv.settings.setting import nearest_spelling
 
 USER_ERROR = 2
 INTERRUPTED = 130

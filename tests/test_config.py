@@ -10,23 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_kv.config import (
-    ALL_LONG_CONTEXT,
-    ConfigError,
-    EngineSettings,
-    RetrievalSettings,
-    SettingError,
-    Settings,
-    SlidingWindowSettings,
-    describe,
-    merge,
-    setting,
-    settings_from_mapping,
-    split_long_context,
-)
-from hetero_kv.errors import HeteroKVError
-from hetero_kv.kv import storage
-from hetero_kv.selection import representatives
+from hetero_kv.errors import ConfigError, HeteroKVError
+from hetero_kv.families.retrieval import representatives
+from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.families.window.settings import SlidingWindowSettings
+from hetero_kv.rules.precedence import ALL_LONG_CONTEXT, merge, split_long_context
+from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.settings.setting import SettingError, Settings, describe, setting, settings_from_mapping
+from hetero_kv.store import storage
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from hetero_kv.cli import COMMANDS
-from hetero_kv.config import ALL_LONG_CONTEXT, describe
-from hetero_kv.configuration_docs import configuration_page
-from hetero_kv.registered import operator_classes, registered
+from hetero_kv.commands.configuration_docs import configuration_page
+from hetero_kv.rules.precedence import ALL_LONG_CONTEXT
+from hetero_kv.rules.registered import operator_classes, registered
+from hetero_kv.settings.setting import describe
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 

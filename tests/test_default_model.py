@@ -7,7 +7,7 @@ import random
 import pytest
 
 from hetero_kv import eject, inject, load_model
-from hetero_kv.generate import Conversation
+from hetero_kv.chat.conversation import Conversation
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from hetero_kv import free_memory
+from hetero_kv.planning import free_memory
 
 GB = 10**9
 
@@ -105,7 +105,7 @@ def test_the_tightest_bound_wins(monkeypatch):
 @pytest.mark.skipif(sys.platform == "win32", reason="no address space limit")
 def test_the_limit_of_the_address_space_counts():
     program = (
-        "import resource; from hetero_kv.free_memory import free_dram; before = free_dram();"
+        "import resource; from hetero_kv.planning.free_memory import free_dram; before = free_dram();"
         "resource.setrlimit(resource.RLIMIT_AS, (2 * 10**9, resource.RLIM_INFINITY)); print(before, free_dram())"
     )
     before, after = map(int, subprocess.check_output([sys.executable, "-c", program], text=True).split())

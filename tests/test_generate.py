@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
-from hetero_kv.generate import Conversation
-from hetero_kv.kv.paged_layer import CacheFullError
+from hetero_kv.chat.conversation import Conversation
+from hetero_kv.families.retrieval.layer import CacheFullError
 
 pytestmark = pytest.mark.model
 
@@ -217,7 +217,7 @@ def test_generate_works_with_transformers_own_streamer_and_stop_strings(injected
 def test_without_a_chat_template_no_word_of_the_question_is_dropped(smollm2):
     from copy import copy
 
-    from hetero_kv.turns import TurnTokens
+    from hetero_kv.models.turns import TurnTokens
 
     tokenizer = copy(smollm2.tokenizer)
     tokenizer.chat_template = None

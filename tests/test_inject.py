@@ -8,13 +8,13 @@ from tiny_models import tiny_model
 from transformers import DynamicCache
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
-from hetero_kv.injection import InjectionError
-from hetero_kv.kv.paged_layer import CacheFullError, PagedLayer
-from hetero_kv.kv.window_layer import WindowLayer
+from hetero_kv.adapter.bridge import UnsupportedModelError
+from hetero_kv.families.retrieval.layer import CacheFullError, PagedLayer
+from hetero_kv.families.window.layer import WindowLayer
 from hetero_kv.operators import RetrievalAttention, SlidingWindowAttention
-from hetero_kv.operators.bridge import UnsupportedModelError
-from hetero_kv.planner import OutOfMemoryError
-from hetero_kv.rules import parse_rules
+from hetero_kv.planning.plan import OutOfMemoryError
+from hetero_kv.rules.injection import InjectionError
+from hetero_kv.rules.rule_file import parse_rules
 
 PROMPT = torch.arange(2, 42)[None, :]
 

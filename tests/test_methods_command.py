@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 
-from hetero_kv import eviction
 from hetero_kv.cli import main
-from hetero_kv.kv import storage
-from hetero_kv.registered import operator_classes, registered
-from hetero_kv.rules import parse_rules
-from hetero_kv.selection import representatives
+from hetero_kv.families.bounded import eviction
+from hetero_kv.families.retrieval import representatives
+from hetero_kv.rules.registered import operator_classes, registered
+from hetero_kv.rules.rule_file import parse_rules
+from hetero_kv.store import storage
 
 
 def test_everything_registered_is_listed_with_its_meaning(capsys):

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from tiny_models import ARCHITECTURES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hetero_kv.injection import inject
-from hetero_kv.kv import storage
-from hetero_kv.kv.cache import HeteroCache
-from hetero_kv.kv.device_window import DeviceWindow
-from hetero_kv.kv.paged_layer import PagedLayer
-from hetero_kv.kv.shape import KVShape
-from hetero_kv.kv.window_layer import WindowLayer
-from hetero_kv.planner import (
+from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.families.retrieval import representatives
+from hetero_kv.families.retrieval.device_window import DeviceWindow
+from hetero_kv.families.retrieval.layer import PagedLayer
+from hetero_kv.families.window.layer import WindowLayer
+from hetero_kv.planning.plan import (
     RESERVE,
     BytesPerToken,
     Footprint,
@@ -32,8 +31,9 @@ from hetero_kv.planner import (
     Plan,
     resolve_max_seq_len,
 )
-from hetero_kv.rules import parse_rules
-from hetero_kv.selection import representatives
+from hetero_kv.rules.injection import inject
+from hetero_kv.rules.rule_file import parse_rules
+from hetero_kv.store import storage
 
 K = 1024
 INTERNLM_7B = {
@@ -309,7 +309,7 @@ def injected_with_room(monkeypatch, max_seq_len, **for_):
     model = tiny_model("llama", max_position_embeddings=4096)
     injection = inject(model, "ktransformers", command_line={"max_seq_len": max_seq_len})
     room = Plan.of(injection, **for_).dram_needed(4096) / (1 - RESERVE) + 10**5
-    monkeypatch.setattr("hetero_kv.planner.free_dram", lambda: int(room))
+    monkeypatch.setattr("hetero_kv.planning.plan.free_dram", lambda: int(room))
     return model
 
 
@@ -346,6 +346,6 @@ def test_forks_are_planned_for(monkeypatch):
 def test_a_full_store_is_refused_before_it_is_made(monkeypatch):
     model = tiny_model("llama")
     inject(model, "ktransformers", command_line={"max_seq_len": 10**9})
-    monkeypatch.setattr("hetero_kv.planner.free_dram", lambda: 10**9)
+    monkeypatch.setattr("hetero_kv.planning.plan.free_dram", lambda: 10**9)
     with pytest.raises(OutOfMemoryError, match=r"max_seq_len \d+ would fit"):
         HeteroCache(model)

@@ -9,10 +9,12 @@ import pytest
 import yaml
 from torch import nn
 
-from hetero_kv import recipes
-from hetero_kv.config import ConfigError, EngineSettings, RetrievalSettings
+from hetero_kv.errors import ConfigError
+from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.operators import ChunkedDecoderLayer, RetrievalAttention, SlidingWindowAttention
-from hetero_kv.rules import RuleSet, load_rules, nearest_module_paths, parse_rules
+from hetero_kv.rules import recipes
+from hetero_kv.rules.rule_file import RuleSet, load_rules, nearest_module_paths, parse_rules
+from hetero_kv.settings.engine_settings import EngineSettings
 
 ATTENTION_RULE = r"""
 - match: {name: 'self_attn$'}
@@ -342,7 +344,7 @@ def test_a_mistake_in_replace_names_rule_line_and_key(replace: str, expected: st
         ("ktransformers.operators.KLlamaModel", "cannot be imported (No module named 'ktransformers')", "; "),
         ("nowhere.Thing", "cannot be imported (No module named 'nowhere')", "; known: default, hetero_kv.operators."),
         (".x", "cannot be imported (", "; known: default"),
-        ("torch.nn.Linear", "is not an operator; name a subclass of hetero_kv.operators.base.Operator", "; known: "),
+        ("torch.nn.Linear", "is not an operator; name a subclass of hetero_kv.adapter.operator.Operator", "; known: "),
         ("os.getcwd", "is not an operator", "; known: default"),
         ("hetero_kv.operators.Operator", "is not an operator", "; did you mean hetero_kv.operators."),
         ("hetero_kv.operators.AttentionOperator", "is not an operator", "; did you mean hetero_kv.operators."),

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from hetero_kv.cli import main
 from hetero_kv.commands.rules import grouped
-from hetero_kv.injection import inject
+from hetero_kv.rules.injection import inject
 
 
 @pytest.fixture(autouse=True)

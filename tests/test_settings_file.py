@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hetero_kv.config import ALL_LONG_CONTEXT, ConfigError, describe
-from hetero_kv.settings_file import ensure_settings_file, read_settings_file, settings_path, settings_text
+from hetero_kv.errors import ConfigError
+from hetero_kv.rules.precedence import ALL_LONG_CONTEXT
+from hetero_kv.rules.settings_file import ensure_settings_file, read_settings_file, settings_path, settings_text
+from hetero_kv.settings.setting import describe
 
 KTRANSFORMERS_BLOCK = """\
 chunk_size: 4096 # prefill chunk size

@@ -8,11 +8,11 @@ import torch
 
 from benchmarks.gpu_checks.setting import HALF, Result, Setting
 from gpu_ops.rotary import RotaryLayout
-from hetero_kv.config import ShadowKVSettings
-from hetero_kv.kv.low_rank_layer import LowRankLayer
-from hetero_kv.kv.rotary_table import RotaryTable
-from hetero_kv.low_rank.landmarks import chosen_chunks
-from hetero_kv.low_rank.rotation import Rotation
+from hetero_kv.adapter.rotary_table import RotaryTable
+from hetero_kv.adapter.rotation import Rotation
+from hetero_kv.families.shadowkv.landmarks import chosen_chunks
+from hetero_kv.families.shadowkv.layer import LowRankLayer
+from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 
 
 def reference(

@@ -11,9 +11,9 @@ from transformers import DynamicCache
 
 from benchmarks.gpu_checks.setting import HALF, Result, Setting, random_model, random_tokens, relative_error
 from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.kv import storage
-from hetero_kv.rules import parse_rules
-from hetero_kv.selection import representatives
+from hetero_kv.families.retrieval import representatives
+from hetero_kv.rules.rule_file import parse_rules
+from hetero_kv.store import storage
 
 VOCABULARY = 512
 #: What a storage type may add to the error of half precision, relative: some times its rounding.

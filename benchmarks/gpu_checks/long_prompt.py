@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu_checks.setting import Result, Setting, random_model, random_tokens, synchronise
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.planner import Footprint
+from hetero_kv.planning.plan import Footprint
 
 LLAMA_8B = {
     "hidden_size": 4096,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hetero_kv.chat.conversation import Answer
 from hetero_kv.chat.interrupt import Interrupt
 from hetero_kv.chat.prefill_bar import PrefillBar
 from hetero_kv.chat.session import ChatSession
-from hetero_kv.generate import Answer
 
 
 def answer_to(session: ChatSession, question: str, on_text: Callable[[str], None] | None = None) -> Answer:

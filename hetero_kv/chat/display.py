@@ -10,8 +10,8 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from hetero_kv.chat.conversation import Answer
 from hetero_kv.chat.session import ChatSession
-from hetero_kv.generate import Answer
 
 COMMANDS = {
     "/help": "this list",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from hetero_kv.chat.conversation import Answer
 from hetero_kv.chat.session import ChatSession
-from hetero_kv.generate import Answer
 
 
 def json_report(session: ChatSession, answer: Answer) -> dict[str, Any]:

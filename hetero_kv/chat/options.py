@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hetero_kv.config import EngineSettings, RetrievalSettings, split_long_context
-from hetero_kv.flags import FlagParser, add_loading_flags
-from hetero_kv.setting import SettingError, Settings, setting, settings_from_mapping
+from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.rules.precedence import split_long_context
+from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.settings.flags import FlagParser, add_loading_flags
+from hetero_kv.settings.setting import SettingError, Settings, setting, settings_from_mapping
 
 DEFAULT_RULES = "ktransformers"
 _COMMAND_LINE = "command line"

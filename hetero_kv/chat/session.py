@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
+from hetero_kv.chat.conversation import Conversation
 from hetero_kv.chat.options import ChatOptions
-from hetero_kv.config import EngineSettings, settings_from_mapping, split_long_context
-from hetero_kv.generate import Conversation
-from hetero_kv.injection import Injection, inject
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel, load_model
-from hetero_kv.recipes import display
-from hetero_kv.rules import load_rules
-from hetero_kv.settings_file import ensure_settings_file, read_settings_file, settings_path
+from hetero_kv.rules.injection import Injection, inject
+from hetero_kv.rules.precedence import split_long_context
+from hetero_kv.rules.recipes import display
+from hetero_kv.rules.rule_file import load_rules
+from hetero_kv.rules.settings_file import ensure_settings_file, read_settings_file, settings_path
+from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.settings.setting import settings_from_mapping
 
 _logger = logging.getLogger(__name__)
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.text import Text
 
 from hetero_kv.chat.answering import answer_to
+from hetero_kv.chat.conversation import Answer
 from hetero_kv.chat.display import COMMANDS, banner, ending, help_table, statistics_line, statistics_table
 from hetero_kv.chat.question import Question
 from hetero_kv.chat.session import ChatSession
 from hetero_kv.cli import print_error
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.generate import Answer
-from hetero_kv.setting import nearest_spelling
+from hetero_kv.settings.setting import nearest_spelling
 
 _QUOTES = '"""'
 # A path at the beginning of a question ("/etc/hosts says …") is not a command.

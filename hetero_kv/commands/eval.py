@@ -17,17 +17,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from hetero_kv.commands.injected import add_setting_flags
-from hetero_kv.config import ALL_LONG_CONTEXT, EngineSettings, settings_from_mapping, split_long_context
 from hetero_kv.errors import ConfigError
 from hetero_kv.evals import Comparison, ConfiguredModel, Run, RunOptions, compare, config_specs
 from hetero_kv.evals import run as run_evaluation
 from hetero_kv.evals.options import DEFAULT_DEPTHS, DEFAULT_LENGTHS, parse_depth, parse_length, parse_list
 from hetero_kv.evals.runner import wanted_tasks
 from hetero_kv.evals.tasks import registry
-from hetero_kv.flags import FlagParser, add_loading_flags
 from hetero_kv.models import DEFAULT_MODEL, load_model
-from hetero_kv.setting import canonical
-from hetero_kv.settings_file import read_settings_file
+from hetero_kv.rules.precedence import ALL_LONG_CONTEXT, split_long_context
+from hetero_kv.rules.settings_file import read_settings_file
+from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.settings.flags import FlagParser, add_loading_flags
+from hetero_kv.settings.setting import canonical, settings_from_mapping
 
 _logger = logging.getLogger(__name__)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any, NamedTuple
 
-from hetero_kv.flags import FlagParser
-from hetero_kv.injection import Injection, inject
 from hetero_kv.models import DEFAULT_MODEL
 from hetero_kv.models.weightless import weightless_model
-from hetero_kv.recipes import display
-from hetero_kv.rules import load_rules
-from hetero_kv.setting import canonical
-from hetero_kv.settings_file import read_settings_file
+from hetero_kv.rules.injection import Injection, inject
+from hetero_kv.rules.recipes import display
+from hetero_kv.rules.rule_file import load_rules
+from hetero_kv.rules.settings_file import read_settings_file
+from hetero_kv.settings.flags import FlagParser
+from hetero_kv.settings.setting import canonical
 
 
 class InjectedModel(NamedTuple):
@@ -46,7 +46,7 @@ def add_model_flags(parser: FlagParser) -> argparse._ArgumentGroup:
 
 def add_setting_flags(parser: FlagParser) -> None:
     """Add a flag for every long-context setting."""
-    from hetero_kv.config import ALL_LONG_CONTEXT
+    from hetero_kv.rules.precedence import ALL_LONG_CONTEXT
 
     for cls, title in zip(ALL_LONG_CONTEXT, ("engine", "retrieval operators"), strict=True):
         parser.add_settings(f"{title} (wins over the rules file)", "long_context", cls)
@@ -59,7 +59,7 @@ def injected_model(flags: argparse.Namespace) -> InjectedModel:
         HeteroKVError: a mistake in the flags, the settings file or the rules, a model that cannot be found, or rules
             that do not fit it.
     """
-    from hetero_kv.config import ALL_LONG_CONTEXT
+    from hetero_kv.rules.precedence import ALL_LONG_CONTEXT
 
     command_line: dict[str, Any] = canonical(ALL_LONG_CONTEXT, flags.long_context, where="command line")
     rules = load_rules(flags.rules)

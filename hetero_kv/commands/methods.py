@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hetero_kv.flags import FlagParser
-from hetero_kv.registered import registered
+from hetero_kv.rules.registered import registered
+from hetero_kv.settings.flags import FlagParser
 
 
 def add_flags(parser: FlagParser) -> None:

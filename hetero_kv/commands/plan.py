@@ -14,10 +14,10 @@ from rich.table import Table
 
 from hetero_kv.commands.injected import InjectedModel, add_model_flags, add_setting_flags, injected_model
 from hetero_kv.errors import ConfigError
-from hetero_kv.flags import FlagParser
-from hetero_kv.free_memory import Limit, dram_limits, free_gpu
 from hetero_kv.models.precision import resolve_device, resolve_dtype
-from hetero_kv.planner import LONGEST, RESERVE, Footprint, Plan, resolve_max_seq_len
+from hetero_kv.planning.free_memory import Limit, dram_limits, free_gpu
+from hetero_kv.planning.plan import LONGEST, RESERVE, Footprint, Plan, resolve_max_seq_len
+from hetero_kv.settings.flags import FlagParser
 
 LENGTHS = tuple(1024 * thousands for thousands in (4, 8, 16, 32, 64, 128, 256, 512, 1024))
 GPU = "with a GPU"

@@ -11,13 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from hetero_kv.adapter import bridge
+from hetero_kv.adapter.operator import Operator
 from hetero_kv.commands.injected import InjectedModel, add_model_flags, add_setting_flags, injected_model
-from hetero_kv.config import describe
-from hetero_kv.flags import FlagParser
-from hetero_kv.injection import Injection
-from hetero_kv.operators import bridge
-from hetero_kv.operators.base import Operator
-from hetero_kv.operators.retrieval_attention import RetrievalAttention
+from hetero_kv.families.retrieval.attention import RetrievalAttention
+from hetero_kv.rules.injection import Injection
+from hetero_kv.settings.flags import FlagParser
+from hetero_kv.settings.setting import describe
 
 UNTOUCHED = "as it is"
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from hetero_kv.injection import Injection
-from hetero_kv.low_rank.partition import chunk_budget, first_context_end
-from hetero_kv.operators import BoundedAttention, RetrievalAttention, ShadowKVAttention, bridge
+from hetero_kv.adapter import bridge
+from hetero_kv.families.shadowkv.partition import chunk_budget, first_context_end
+from hetero_kv.operators import BoundedAttention, RetrievalAttention, ShadowKVAttention
+from hetero_kv.rules.injection import Injection
 
 
 def attended_tokens(injection: Injection, length: int) -> float | None:

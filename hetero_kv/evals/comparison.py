@@ -11,7 +11,7 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.bootstrap import mean_interval
 from hetero_kv.evals.outcome import Result
 from hetero_kv.evals.run_folder import RESULTS, read_results, read_settings
-from hetero_kv.setting import nearest_spelling
+from hetero_kv.settings.setting import nearest_spelling
 
 
 @dataclass(frozen=True)

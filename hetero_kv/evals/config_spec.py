@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero_kv.config import ALL_LONG_CONTEXT, canonical
 from hetero_kv.errors import ConfigError
-from hetero_kv.flags import scalar
-from hetero_kv.injection import Injection
-from hetero_kv.recipes import display
-from hetero_kv.rules import RuleSet, load_rules
+from hetero_kv.rules.injection import Injection
+from hetero_kv.rules.precedence import ALL_LONG_CONTEXT
+from hetero_kv.rules.recipes import display
+from hetero_kv.rules.rule_file import RuleSet, load_rules
+from hetero_kv.settings.flags import scalar
+from hetero_kv.settings.setting import canonical
 
 BASELINE = "full"
 

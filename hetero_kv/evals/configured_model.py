@@ -13,7 +13,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from hetero_kv.config import RetrievalSettings
+from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import ConfigError
 from hetero_kv.evals.budget import attended_tokens
 from hetero_kv.evals.config_spec import BASELINE, ConfigSpec, settings_in_force
@@ -21,10 +21,10 @@ from hetero_kv.evals.generation import cache_bytes, end_tokens, entries_held, gr
 from hetero_kv.evals.outcome import Cost, Outcome
 from hetero_kv.evals.sample import Sample
 from hetero_kv.evals.shared_prefill import RecordedPrefill, record_prefill, shares_prefill
-from hetero_kv.injection import Injection, eject, inject
-from hetero_kv.kv.cache import HeteroCache
+from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.models import LoadedModel
-from hetero_kv.turns import TurnTokens
+from hetero_kv.models.turns import TurnTokens
+from hetero_kv.rules.injection import Injection, eject, inject
 
 
 class Prompt:

@@ -14,11 +14,11 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.generation import last_logits
 from hetero_kv.evals.shared_prefill import RecordedPrefill
-from hetero_kv.injection import suspended
-from hetero_kv.kv.cache import HeteroCache
+from hetero_kv.rules.injection import suspended
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from hetero_kv.kv.cache import HeteroCache
+from hetero_kv.engine.cache import HeteroCache
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,19 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from hetero_kv.config import EngineSettings, RetrievalSettings
+from hetero_kv.adapter import bridge
+from hetero_kv.adapter.operator import Operator
+from hetero_kv.engine.cache import HeteroCache, Progress
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.injection import Injection, eject, inject, suspended
-from hetero_kv.kv import storage
-from hetero_kv.kv.cache import HeteroCache, Progress
-from hetero_kv.kv.recorded_layer import RecordedLayer, RecordingLayer
-from hetero_kv.kv.window_layer import WindowLayer
-from hetero_kv.operators import RetrievalAttention, bridge
-from hetero_kv.operators.base import Operator
-from hetero_kv.rules import RuleSet, load_rules
-from hetero_kv.selection.state import RetrievalState, SharedSelections
+from hetero_kv.evals.recorded_layer import RecordedLayer, RecordingLayer
+from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.families.retrieval.state import RetrievalState, SharedSelections
+from hetero_kv.families.window.layer import WindowLayer
+from hetero_kv.operators import RetrievalAttention
+from hetero_kv.rules.injection import Injection, eject, inject, suspended
+from hetero_kv.rules.rule_file import RuleSet, load_rules
+from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.store import storage
 
 # Where the parts of a rotation lie -> the whole of it.
 _Rotations = dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]]

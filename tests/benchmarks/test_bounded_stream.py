@@ -10,9 +10,9 @@ from tiny_models import tiny_model
 from benchmarks import bounded_stream
 from benchmarks.bounded_stream import PARTS, Prefill, Subject
 from hetero_kv import HeteroKVError
+from hetero_kv.engine import strides as driver
 from hetero_kv.evals.config_spec import config_specs
-from hetero_kv.kv.bounded_layer import BoundedLayer
-from hetero_kv.operators import driver
+from hetero_kv.families.bounded.layer import BoundedLayer
 
 STRIDED = [
     "streaming_llm:budget=24:stride=8",

@@ -12,8 +12,8 @@ import torch
 
 from benchmarks import gpu_check
 from benchmarks.gpu_checks import chosen_sets, exactness
-from hetero_kv.kv import storage
-from hetero_kv.selection import representatives
+from hetero_kv.families.retrieval import representatives
+from hetero_kv.store import storage
 
 TINY = ["--device", "cpu", "--tiny"]
 

@@ -10,7 +10,7 @@ import torch
 
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals import config_specs
-from hetero_kv.eviction.pyramidkv import PyramidKV, PyramidKVSettings
+from hetero_kv.families.bounded.eviction.pyramidkv import PyramidKV, PyramidKVSettings
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import pytest
 
 from hetero_kv.chat.options import ChatOptions, add_flags, chat_options
-from hetero_kv.config import ALL_LONG_CONTEXT, describe
 from hetero_kv.errors import ConfigError
-from hetero_kv.flags import FlagParser
-from hetero_kv.setting import Settings, setting
+from hetero_kv.rules.precedence import ALL_LONG_CONTEXT
+from hetero_kv.settings.flags import FlagParser
+from hetero_kv.settings.setting import Settings, describe, setting
 
 
 def options(*arguments: str) -> ChatOptions:

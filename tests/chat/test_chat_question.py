@@ -11,7 +11,7 @@ import pytest
 from hetero_kv.chat.options import ChatOptions, add_flags, chat_options
 from hetero_kv.chat.question import Question, question_of
 from hetero_kv.errors import ConfigError
-from hetero_kv.flags import FlagParser
+from hetero_kv.settings.flags import FlagParser
 
 
 def options(*arguments: object) -> ChatOptions:

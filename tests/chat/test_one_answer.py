@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from hetero_kv.chat.conversation import Conversation
 from hetero_kv.chat.prefill_bar import PrefillBar
 from hetero_kv.cli import main
-from hetero_kv.config import RetrievalSettings
-from hetero_kv.generate import Conversation
+from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.models import load_model
 
 QUESTION = "word1 word2 word3"

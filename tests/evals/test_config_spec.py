@@ -7,7 +7,7 @@ from tiny_models import tiny_model
 
 from hetero_kv.errors import ConfigError
 from hetero_kv.evals import config_specs
-from hetero_kv.injection import eject, inject
+from hetero_kv.rules.injection import eject, inject
 
 
 @pytest.mark.parametrize(

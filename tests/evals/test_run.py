@@ -9,11 +9,11 @@ import torch
 from tiny_evaluation import SPARSE, WINDOW, tiny_loaded
 
 from hetero_kv import HeteroKVError, eject, inject
+from hetero_kv.chat.conversation import Conversation
 from hetero_kv.errors import ConfigError
 from hetero_kv.evals import CallableSubject, ConfiguredModel, RunOptions, config_specs, run
 from hetero_kv.evals.sample import Score
 from hetero_kv.evals.tasks import registry
-from hetero_kv.generate import Conversation
 from hetero_kv.operators import RetrievalAttention
 
 OPTIONS = RunOptions(lengths=(200, 300), depths=(50,))

@@ -8,11 +8,11 @@ import torch
 from tiny_models import ARCHITECTURES, tiny_model
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
-from hetero_kv.config import RetrievalSettings
+from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.evals.shared_prefill import record_prefill, shares_prefill
-from hetero_kv.kv.paged_layer import CacheFullError, PagedLayer
-from hetero_kv.operators.base import AttentionOperator
-from hetero_kv.rules import parse_rules
+from hetero_kv.families.retrieval.layer import CacheFullError, PagedLayer
+from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.rules.rule_file import parse_rules
 
 RECIPES = ("dense", "ktransformers", "kvretrieval", "quest", "snapkv", "infllm", "streaming")
 CHUNK = 32

@@ -11,7 +11,7 @@ from test_kept_sets import bounded, passes, recorded, rotation_of, tokens  # noq
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject
-from hetero_kv.eviction.sub_caches import sub_cache_sizes, survivors
+from hetero_kv.families.bounded.eviction.sub_caches import sub_cache_sizes, survivors
 
 PROMPT, GENERATED, STRIDE, SINKS, GAMMA = 133, 200, 23, 5, 0.99
 

@@ -14,12 +14,12 @@ from test_kept_sets import bounded, tokens
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache
-from hetero_kv.eviction.allocation import shared_out
-from hetero_kv.eviction.d2o import D2O, D2OSettings
-from hetero_kv.eviction.merging import merged, nearest
-from hetero_kv.kv.entries import Entries
+from hetero_kv.families.bounded.entries import Entries
+from hetero_kv.families.bounded.eviction.allocation import shared_out
+from hetero_kv.families.bounded.eviction.d2o import D2O, D2OSettings
+from hetero_kv.families.bounded.eviction.merging import merged, nearest
 from hetero_kv.operators import BoundedAttention
-from hetero_kv.rules import load_rules
+from hetero_kv.rules.rule_file import load_rules
 
 PROMPT, GENERATED, FEW, BUDGET, SINKS = 117, 200, 20, 40, 4
 
@@ -264,7 +264,7 @@ def test_tiles_change_nothing_and_what_none_joins_stays_to_the_bit(monkeypatch, 
     whole = nearest(evicted.keys, kept.keys)
     joins = whole[0] >= whole[0].median()
     result = merged(kept, evicted, *whole, joins)
-    monkeypatch.setattr("hetero_kv.eviction.merging._PAIRS_AT_ONCE", 7 * 2 * 3 * 20)
+    monkeypatch.setattr("hetero_kv.families.bounded.eviction.merging._PAIRS_AT_ONCE", 7 * 2 * 3 * 20)
     tiled = nearest(evicted.keys, kept.keys)
     assert tiled[1].equal(whole[1])
     torch.testing.assert_close(tiled[0], whole[0])

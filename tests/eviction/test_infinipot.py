@@ -13,13 +13,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.chat.conversation import Conversation
 from hetero_kv.evals.config_spec import ConfigSpec
 from hetero_kv.evals.configured_model import ConfiguredModel, Prompt
-from hetero_kv.eviction.infinipot import GENERAL, QUESTION_AWARE, InfiniPot, InfiniPotSettings
-from hetero_kv.generate import Conversation
+from hetero_kv.families.bounded.eviction.infinipot import GENERAL, QUESTION_AWARE, InfiniPot, InfiniPotSettings
 from hetero_kv.models import LoadedModel
-from hetero_kv.rules import load_rules, parse_rules
-from hetero_kv.setting import SettingError
+from hetero_kv.rules.rule_file import load_rules, parse_rules
+from hetero_kv.settings.setting import SettingError
 
 PROMPT, GENERATED, FEW, POT, STAY = 117, 200, 45, 40, 20
 

@@ -9,7 +9,7 @@ from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.operators import BoundedAttention
-from hetero_kv.rules import parse_rules
+from hetero_kv.rules.rule_file import parse_rules
 
 PROMPT, GENERATED, CHUNK, STRIDE, BUDGET = 117, 200, 16, 23, 40
 POLICIES = {
@@ -119,8 +119,8 @@ def test_random_keeps_the_same_entries_with_the_same_seed_and_others_with_anothe
 
 
 def test_random_draws_every_part_of_the_prompt_alike():
-    from hetero_kv.eviction.random import drawn
-    from hetero_kv.eviction.ranking import best
+    from hetero_kv.families.bounded.eviction.random import drawn
+    from hetero_kv.families.bounded.eviction.ranking import best
 
     positions = torch.arange(20000).expand(1, 4, -1)
     kept = best(drawn(positions, seed=0, layer_idx=2), 2000)

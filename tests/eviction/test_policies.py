@@ -9,19 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_kv import eviction
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.eviction import registry
-from hetero_kv.eviction.h2o import H2OSettings
-from hetero_kv.eviction.pyramidkv import PyramidKV, PyramidKVSettings
-from hetero_kv.eviction.ranking import best, protected
-from hetero_kv.eviction.roco import RoCoSettings
-from hetero_kv.eviction.snapkv import SnapKVSettings
-from hetero_kv.eviction.streaming_llm import StreamingLLMSettings
-from hetero_kv.eviction.tova import Tova, TovaSettings
-from hetero_kv.registered import registered
-from hetero_kv.rules import parse_rules
-from hetero_kv.setting import ConfigError, SettingError
+from hetero_kv.families.bounded import eviction
+from hetero_kv.families.bounded.eviction import registry
+from hetero_kv.families.bounded.eviction.h2o import H2OSettings
+from hetero_kv.families.bounded.eviction.pyramidkv import PyramidKV, PyramidKVSettings
+from hetero_kv.families.bounded.eviction.ranking import best, protected
+from hetero_kv.families.bounded.eviction.roco import RoCoSettings
+from hetero_kv.families.bounded.eviction.snapkv import SnapKVSettings
+from hetero_kv.families.bounded.eviction.streaming_llm import StreamingLLMSettings
+from hetero_kv.families.bounded.eviction.tova import Tova, TovaSettings
+from hetero_kv.rules.registered import registered
+from hetero_kv.rules.rule_file import parse_rules
+from hetero_kv.settings.setting import ConfigError, SettingError
 
 
 def rules_of(**kwargs):

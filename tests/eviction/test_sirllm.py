@@ -8,8 +8,8 @@ from test_kept_sets import bounded, tokens
 from tiny_models import tiny_model
 
 from hetero_kv import eject
-from hetero_kv.eviction.sirllm import SirLLM, SirLLMSettings
-from hetero_kv.kv.entries import no_entries
+from hetero_kv.families.bounded.entries import no_entries
+from hetero_kv.families.bounded.eviction.sirllm import SirLLM, SirLLMSettings
 
 STRIDE, BUDGET, SINKS = 23, 40, 4
 #: A turn is a prompt and as many generated tokens.

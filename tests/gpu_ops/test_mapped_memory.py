@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from gpu_ops import mapped_memory
 from gpu_ops.mapped_memory import MappedMemory
 from gpu_ops.rotary import RotaryLayout
-from hetero_kv.config import ShadowKVSettings
-from hetero_kv.kv import low_rank_layer
-from hetero_kv.kv.rotary_table import RotaryTable
-from hetero_kv.low_rank.rotation import Rotation
+from hetero_kv.adapter.rotary_table import RotaryTable
+from hetero_kv.adapter.rotation import Rotation
+from hetero_kv.families.shadowkv import layer as low_rank_layer
+from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 
 PAGE = mmap.PAGESIZE
 

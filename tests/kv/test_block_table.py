@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from hetero_kv.kv import storage
-from hetero_kv.kv.block_table import BlockTable
-from hetero_kv.kv.pool import BlockPool
+from hetero_kv.store import storage
+from hetero_kv.store.block_table import BlockTable
+from hetero_kv.store.pool import BlockPool
 
 KV_HEADS, BLOCK, K_DIM, V_DIM, BLOCKS = 2, 4, 3, 5, 24
 

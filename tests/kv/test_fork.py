@@ -13,13 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.checkpoints import undo_on_error
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.kv import storage
-from hetero_kv.kv.cache import HeteroCache
-from hetero_kv.kv.checkpoints import undo_on_error
-from hetero_kv.kv.paged_layer import CacheFullError, PagedLayer
-from hetero_kv.kv.window_layer import WindowLayer
-from hetero_kv.selection.state import RetrievalState
+from hetero_kv.families.retrieval.layer import CacheFullError, PagedLayer
+from hetero_kv.families.retrieval.state import RetrievalState
+from hetero_kv.families.window.layer import WindowLayer
+from hetero_kv.store import storage
 
 BATCH, HEADS, K_DIM, V_DIM, BLOCK, CAPACITY = 2, 2, 3, 5, 4, 40
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_kv.kv.growing_tensor import GrowingTensor
+from hetero_kv.store.growing_tensor import GrowingTensor
 
 OPERATIONS = st.tuples(st.sampled_from(["append", "drop", "truncate", "fork", "undo", "replace"]), st.integers(0, 9))
 

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_kv.kv import paged_layer, storage
-from hetero_kv.kv.paged_layer import CacheFullError, PagedLayer
+from hetero_kv.families.retrieval import layer as paged_layer
+from hetero_kv.families.retrieval.layer import CacheFullError, PagedLayer
+from hetero_kv.store import storage
 
 
 def new_layer(capacity=200, block_size=4, initial_len=4, local_len=8):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_kv.kv.resident_chunks import ResidentChunks
+from hetero_kv.families.shadowkv.resident_chunks import ResidentChunks
 
 CHUNKS, SIZE = 12, 2
 KEYS = torch.randn(2, 3, CHUNKS, SIZE, 4, generator=torch.Generator().manual_seed(0))

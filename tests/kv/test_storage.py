@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from storage_formats import decoded
 
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.kv import storage
-from hetero_kv.kv.block_table import BlockTable
-from hetero_kv.kv.pool import BlockPool
+from hetero_kv.store import storage
+from hetero_kv.store.block_table import BlockTable
+from hetero_kv.store.pool import BlockPool
 
 kinds = pytest.mark.parametrize("kind", [storage.get(name) for name in storage.names()], ids=storage.names())
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_kv.kv.window_layer import WindowLayer
+from hetero_kv.families.window.layer import WindowLayer
 
 
 def tokens(start, count):

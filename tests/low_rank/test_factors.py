@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_kv.low_rank.factors import energy, energy_outside, gram_matrix, leading_basis, projected
+from hetero_kv.families.shadowkv.factors import energy, energy_outside, gram_matrix, leading_basis, projected
 
 DECAYS = {
     "flat": lambda i: torch.ones_like(i),

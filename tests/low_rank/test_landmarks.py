@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_kv.kv.outlier_chunks import with_new_outliers
-from hetero_kv.low_rank.landmarks import chosen_chunks, landmarks
+from hetero_kv.families.shadowkv.landmarks import chosen_chunks, landmarks
+from hetero_kv.families.shadowkv.outlier_chunks import with_new_outliers
 
 
 def reference(keys, q, chunk_size, outlier_count, count, scale, softcap):

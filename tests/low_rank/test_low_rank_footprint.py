@@ -13,13 +13,13 @@ from tiny_models import tiny_model
 
 from gpu_ops.rotary import RotaryLayout
 from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.config import ShadowKVSettings
-from hetero_kv.kv.low_rank_layer import LowRankLayer
-from hetero_kv.kv.rotary_table import RotaryTable
-from hetero_kv.kv.shape import KVShape
-from hetero_kv.low_rank.footprint import LowRankFootprint
-from hetero_kv.low_rank.rotation import Rotation
-from hetero_kv.planner import Footprint, LayerFootprint
+from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.adapter.rotary_table import RotaryTable
+from hetero_kv.adapter.rotation import Rotation
+from hetero_kv.families.shadowkv.footprint import LowRankFootprint
+from hetero_kv.families.shadowkv.layer import LowRankLayer
+from hetero_kv.families.shadowkv.settings import ShadowKVSettings
+from hetero_kv.planning.plan import Footprint, LayerFootprint
 
 _models: dict[str, torch.nn.Module] = {}
 

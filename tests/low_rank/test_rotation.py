@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpu_ops.rotary import RotaryLayout, rotate, unrotate
-from hetero_kv.low_rank.rotation import Rotation, found_rotation
+from hetero_kv.adapter.rotation import Rotation, found_rotation
 
 DIM = 16
 PLAIN = torch.randn(1, 2, 1, DIM, generator=torch.Generator().manual_seed(3))

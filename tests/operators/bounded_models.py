@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hetero_kv import HeteroCache, inject
-from hetero_kv.rules import parse_rules
+from hetero_kv.rules.rule_file import parse_rules
 
 SMALL = {
     "streaming_llm": {"stride": 13},

@@ -6,7 +6,7 @@ import torch
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.rules import parse_rules
+from hetero_kv.rules.rule_file import parse_rules
 
 #: Full rank of the tiny models, and everything attended.
 COVERING = {

@@ -7,9 +7,10 @@ import torch
 from bounded_models import bounded, conversation, logits, relative_error, tokens
 from tiny_models import ARCHITECTURES, tiny_model
 
-from hetero_kv import eject, eviction
-from hetero_kv.kv.entry_room import SLACK
-from hetero_kv.planner import Footprint
+from hetero_kv import eject
+from hetero_kv.families.bounded import eviction
+from hetero_kv.families.bounded.entry_room import SLACK
+from hetero_kv.planning.plan import Footprint
 
 
 @pytest.mark.parametrize("policy", eviction.names())

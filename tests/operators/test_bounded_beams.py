@@ -7,7 +7,8 @@ import torch
 from bounded_models import Letters, bounded, logits, positions, tokens
 from tiny_models import tiny_model
 
-from hetero_kv import HeteroCache, eviction
+from hetero_kv import HeteroCache
+from hetero_kv.families.bounded import eviction
 
 PROMPT, NEW, BEAMS, BATCH, BUDGET = 50, 12, 3, 2, 24
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from bounded_models import Letters, bounded, conversation, logits, positions, tokens
 
-from hetero_kv import HeteroCache, eject, eviction
+from hetero_kv import HeteroCache, eject
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.families.bounded import eviction
 
 
 @pytest.mark.parametrize("policy", eviction.names())

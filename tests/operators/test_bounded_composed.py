@@ -8,7 +8,7 @@ from bounded_models import bounded, logits, relative_error, tokens
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject
-from hetero_kv.operators import bounded_attention
+from hetero_kv.families.bounded import attention as bounded_attention
 
 
 def operator_in(pattern, name, **kwargs):

@@ -10,10 +10,11 @@ import torch
 from bounded_models import Letters, bounded, conversation, logits, tokens
 from tiny_models import tiny_model
 
-from hetero_kv import HeteroCache, eject, eviction
+from hetero_kv import HeteroCache, eject
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.eviction import EvictionPolicy, StridedSettings, policy_setting, registry
-from hetero_kv.eviction.ranking import best
+from hetero_kv.families.bounded import eviction
+from hetero_kv.families.bounded.eviction import EvictionPolicy, StridedSettings, policy_setting, registry
+from hetero_kv.families.bounded.eviction.ranking import best
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def probed(model, **settings):
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "granite"])
 def test_tokens_are_scored_by_the_logits_that_predicted_them(probe, monkeypatch, architecture):
-    monkeypatch.setattr("hetero_kv.operators.driver._LOGITS_AT_ONCE", 7)
+    monkeypatch.setattr("hetero_kv.engine.strides._LOGITS_AT_ONCE", 7)
     model = tiny_model(architecture)
     sequence = tokens(60, batch=2)
     with torch.no_grad():

@@ -9,8 +9,8 @@ import pytest
 import torch
 from bounded_models import SMALL, bounded, conversation, logits, tokens
 
-from hetero_kv import eviction
-from hetero_kv.kv.entry_room import SLACK, EntryRoom
+from hetero_kv.families.bounded import eviction
+from hetero_kv.families.bounded.entry_room import SLACK, EntryRoom
 
 # A stride that is more than the room behind what stays.
 BUDGET, STRIDE, CATALYST = 24, SLACK + 8, 3

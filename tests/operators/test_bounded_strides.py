@@ -8,8 +8,8 @@ from bounded_models import bounded, bounded_in, conversation, logits, relative_e
 from tiny_models import tiny_model
 
 from hetero_kv import eject
+from hetero_kv.adapter.bridge import UnsupportedModelError
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.operators.bridge import UnsupportedModelError
 
 
 @pytest.mark.parametrize("keep", [0, 1, 20, torch.tensor([3, 40, 59]), torch.tensor([-1])])

@@ -7,7 +7,8 @@ import torch
 from bounded_models import bounded, conversation, logits, positions, tokens
 from tiny_models import tiny_model
 
-from hetero_kv import eject, eviction
+from hetero_kv import eject
+from hetero_kv.families.bounded import eviction
 
 BUDGET = 24
 _MODEL = tiny_model("llama", num_attention_heads=6, hidden_size=96)

@@ -10,8 +10,8 @@ from tiny_models import ARCHITECTURES, tiny_model
 from transformers import DynamicCache
 
 from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.kv import paged_layer
-from hetero_kv.rules import parse_rules
+from hetero_kv.families.retrieval import layer as paged_layer
+from hetero_kv.rules.rule_file import parse_rules
 
 DECODED = 20
 

@@ -9,9 +9,9 @@ import torch
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, inject
-from hetero_kv.kv import paged_layer
-from hetero_kv.kv.checkpoints import undo_on_error
-from hetero_kv.rules import parse_rules
+from hetero_kv.engine.checkpoints import undo_on_error
+from hetero_kv.families.retrieval import layer as paged_layer
+from hetero_kv.rules.rule_file import parse_rules
 
 SMALL = {
     "block_size": 4,

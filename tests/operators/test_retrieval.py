@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.operators import RetrievalAttention
-from hetero_kv.rules import parse_rules
+from hetero_kv.rules.rule_file import parse_rules
 
 TYPES = {"MAX": 1, "MEAN": 1, "QUEST": 2, "DYNAMIC": 2, "FIXED": 3}
 SMALL = {"block_size": 4, "local_windows_len": 8, "initial_len": 4, "chunk_size": 16, "max_seq_len": 512}

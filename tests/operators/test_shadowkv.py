@@ -23,9 +23,9 @@ from tiny_models import ARCHITECTURES, tiny_model
 from transformers import DynamicCache
 
 from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.kv.low_rank_layer import LowRankLayer
+from hetero_kv.families.shadowkv.layer import LowRankLayer
 from hetero_kv.operators import ShadowKVAttention
-from hetero_kv.rules import parse_rules
+from hetero_kv.rules.rule_file import parse_rules
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -15,7 +15,7 @@ from shadowkv_models import (
 from transformers import DynamicCache
 
 from hetero_kv import HeteroCache, eject
-from hetero_kv.kv.checkpoints import undo_on_error
+from hetero_kv.engine.checkpoints import undo_on_error
 from hetero_kv.operators import RetrievalAttention, ShadowKVAttention, SlidingWindowAttention
 
 

@@ -12,8 +12,8 @@ from shadowkv_models import (
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, inject
+from hetero_kv.adapter.bridge import UnsupportedModelError
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.operators.bridge import UnsupportedModelError
 
 
 def test_a_model_whose_rotation_is_unknown_is_refused_by_name(llama, monkeypatch):

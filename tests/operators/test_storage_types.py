@@ -15,8 +15,8 @@ from transformers.cache_utils import DynamicLayer
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.kv import storage
-from hetero_kv.rules import parse_rules
+from hetero_kv.rules.rule_file import parse_rules
+from hetero_kv.store import storage
 
 REPRESENTATIVES = {"MAX": 1, "MEAN": 1, "QUEST": 2, "DYNAMIC": 2, "FIXED": 3}
 RECIPES = ("dense", "ktransformers", "kvretrieval", "quest", "snapkv", "infllm", "streaming")

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.selection.block_scores import select_blocks
-from hetero_kv.selection.budgets import Pyramid, layer_budget
-from hetero_kv.selection.observation import Observation
-from hetero_kv.selection.preselection import block_votes, preselect
-from hetero_kv.selection.state import RetrievalState
+from hetero_kv.families.retrieval.block_scores import select_blocks
+from hetero_kv.families.retrieval.budgets import Pyramid, layer_budget
+from hetero_kv.families.retrieval.observation import Observation
+from hetero_kv.families.retrieval.preselection import block_votes, preselect
+from hetero_kv.families.retrieval.state import RetrievalState
 
 
 def best(scores, count):

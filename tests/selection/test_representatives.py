@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpu_ops.scores import block_scores
-from hetero_kv.selection import representatives
+from hetero_kv.families.retrieval import representatives
 
 
 def random_blocks(blocks=3, kv_heads=2, block_size=8, dim=16, seed=0):

@@ -1,0 +1,240 @@
+"""Everything the operators know of transformers' internals.
+
+Every transformers attention module ends in the same two calls: `past_key_values.update(k, v, layer_idx)` and
+`ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation)`. An attention operator wraps such a module, gives
+it a config of its own whose implementation is `hetero_kv`, and so receives the queries, keys and values of any model
+after projections, norms and rotary embedding.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import reprlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.errors import HeteroKVError
+
+IMPLEMENTATION = "hetero_kv"
+
+
+class UnsupportedModelError(HeteroKVError):
+    """The model does something that an operator cannot compute exactly."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a model's attention module asks its attention function for.
+
+    Attributes:
+        q: [batch, heads, tokens, k_dim].
+        k: [batch, kv_heads, tokens, k_dim], of the new tokens only.
+        v: [batch, kv_heads, tokens, v_dim], of the new tokens only.
+        scale: factor of the scores.
+        softcap: score soft-capping (Gemma 2), or None.
+        sliding_window: the model's own window, keys that a query sees, or None.
+        sink: [heads], learned attention sinks (gpt-oss), or None.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float
+    softcap: float | None
+    sliding_window: int | None
+    sink: torch.Tensor | None
+
+
+Attend = Callable[[AttentionCall], torch.Tensor]
+
+_attend: ContextVar[Attend] = ContextVar("hetero_kv_attend")
+
+# Passed along by some models and by `generate`, without influence on what attention computes.
+_NO_INFLUENCE = frozenset(
+    {
+        "assistant_tokenizer",
+        "cache_position",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "position_embeddings",
+        "position_ids",
+        "tokenizer",
+        "use_cache",
+    }
+)
+
+
+def _attention_function(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function `hetero_kv`: hands the call to the operator that is serving it."""
+    name = type(module).__name__
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{name}: a custom attention mask was passed; hetero_kv computes causal attention")
+    if dropout:
+        raise UnsupportedModelError(f"{name}: attention dropout {dropout} is for training; call model.eval()")
+    if is_causal is False:
+        raise UnsupportedModelError(f"{name}: is_causal=False asks for bidirectional attention, which is not supported")
+    for argument, given in kwargs.items():
+        if argument not in _NO_INFLUENCE and given is not None and given is not False:
+            raise UnsupportedModelError(
+                f"{name}: the attention argument {argument}={_brief(given)} is not known to hetero_kv, and no argument "
+                "is ignored; leave this layer out with `class: default`"
+            )
+    call = AttentionCall(
+        query,
+        key,
+        value,
+        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        softcap or None,
+        sliding_window,
+        s_aux,
+    )
+    return _attend.get()(call).transpose(1, 2).contiguous(), None
+
+
+def _mask_function(
+    batch_size: int,
+    q_length: int,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    **_: Any,
+) -> None:
+    """The mask function `hetero_kv`: no mask is ever built, and what would need one is refused."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise UnsupportedModelError(
+            f"the attention mask hides {int((~attention_mask.bool()).sum())} tokens (padding?); hetero_kv takes "
+            "batches whose prompts have equal length: group prompts by length, or run them one by one"
+        )
+    if use_vmap:
+        raise UnsupportedModelError(
+            "this model adds its own rule to the causal mask (bidirectional image tokens, say), which is not supported"
+        )
+
+
+AttentionInterface.register(IMPLEMENTATION, _attention_function)
+AttentionMaskInterface.register(IMPLEMENTATION, _mask_function)
+
+
+@contextmanager
+def serving(attend: Attend) -> Iterator[None]:
+    """Within this context calls of the attention function `hetero_kv` go to `attend`."""
+    token = _attend.set(attend)
+    try:
+        yield
+    finally:
+        _attend.reset(token)
+
+
+def with_implementation(config: Any) -> Any:
+    """A shallow copy of a transformers config whose attention implementation is `hetero_kv`.
+
+    Only the copy's holder is affected: modules beside it keep the original.
+    """
+    twin = copy.copy(config)
+    twin._attn_implementation_internal = IMPLEMENTATION
+    return twin
+
+
+def text_config(model: Any) -> Any:
+    """The config of the model's decoder."""
+    return model.config.get_text_config(decoder=True)
+
+
+def require_attention_interface(path: str, module: nn.Module) -> None:
+    """Raise UnsupportedModelError unless this attention module goes through transformers' attention interface."""
+    forward = inspect.unwrap(type(module).forward)
+    used = set(forward.__code__.co_names)
+    reason = None
+    if "ALL_ATTENTION_FUNCTIONS" not in used:
+        reason = "its attention does not go through transformers' attention interface (ALL_ATTENTION_FUNCTIONS)"
+    elif "update" not in used:
+        reason = "it does not hand its keys and values to a transformers cache in its forward"
+    elif not isinstance(getattr(module, "layer_idx", None), int):
+        reason = "it has no layer_idx that says which cache layer it uses"
+    elif getattr(module, "is_cross_attention", False):
+        reason = "it is cross-attention"
+    if reason:
+        raise UnsupportedModelError(f"{path} ({type(module).__name__}) cannot be replaced: {reason}")
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module looks like a decoder's attention: it has projections of its own and a cache layer's index."""
+    return isinstance(getattr(module, "layer_idx", None), int) and "attention" in type(module).__name__.lower()
+
+
+def layer_window(module: nn.Module) -> int | None:
+    """The model's own sliding window of an attention module, keys that a query sees; None for full attention.
+
+    Raises UnsupportedModelError for a layer type that is neither (linear, chunked, …).
+    """
+    config: Any = module.config
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return getattr(config, "sliding_window", None)
+    layer_type = types[module.layer_idx]
+    if layer_type == "full_attention":
+        return None
+    if layer_type == "sliding_attention":
+        return config.sliding_window
+    raise UnsupportedModelError(
+        f"layer {module.layer_idx} of {type(module).__name__} has the layer type {layer_type!r}; hetero_kv knows "
+        "full_attention and sliding_attention"
+    )
+
+
+def cache_in(args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> HeteroCache:
+    """The HeteroCache among a forward's arguments, whatever the model calls it.
+
+    Raises HeteroKVError when there is none.
+    """
+    for value in (*kwargs.values(), *args):
+        if isinstance(value, HeteroCache):
+            return value
+    raise HeteroKVError(
+        f"{path} was called without a HeteroCache: pass past_key_values=HeteroCache(model) to model(...) or "
+        "model.generate(...), or hetero_kv.eject(model) first"
+    )
+
+
+def chunk_mask(module: nn.Module, cache: HeteroCache, hidden_states: torch.Tensor, position_ids: Any) -> Any:
+    """The mask that an untouched attention module needs for one chunk, by the rules of its own implementation.
+
+    Args:
+        module: the attention module, with the model's own config.
+        hidden_states: [batch, tokens, hidden] of the chunk.
+    """
+    make = create_causal_mask if layer_window(module) is None else create_sliding_window_causal_mask
+    return make(
+        config=module.config,
+        inputs_embeds=hidden_states,
+        attention_mask=None,
+        past_key_values=cache,
+        position_ids=position_ids,
+        layer_idx=module.layer_idx,
+    )
+
+
+def _brief(value: Any) -> str:
+    return f"tensor{list(value.shape)}" if isinstance(value, torch.Tensor) else reprlib.repr(value)

@@ -1,0 +1,100 @@
+"""Layer-by-layer prefill in chunks: a long prompt costs one layer's KV and one chunk's activations at a time."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero_kv.adapter import bridge, chunking
+from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.settings.engine_settings import EngineSettings
+
+
+class ChunkedDecoderLayer(Operator):
+    """Runs a decoder layer over a prompt chunk by chunk, and its attention's cache through one prefill.
+
+    The model's own forward walks from layer to layer with the hidden states of the whole prompt, so that only one
+    layer's keys and values are on the compute device at a time (KTransformers' layer-wise chunked prefill). From the
+    second layer on the output is written over the input: one buffer of hidden states serves all layers.
+    """
+
+    meaning = "runs a decoder layer over the prompt in chunks of chunk_size, layer by layer"
+    prefills_exactly = True
+    continues_exactly = True
+
+    def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
+        super().__init__(path, wrapped, settings, engine)
+        self.attention_path, self.layer_idx = _attention_of(path, wrapped)
+
+    @classmethod
+    def require_suitable(cls, path: str, module: nn.Module) -> None:
+        """See Operator."""
+        _attention_of(path, module)
+
+    @torch.no_grad()
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped layer's output for [batch, tokens, hidden]; a decoded token goes straight through."""
+        attention = self.wrapped.get_submodule(self.attention_path)
+        replaced = isinstance(attention, AttentionOperator)
+        if hidden_states.dim() != 3:
+            raise bridge.UnsupportedModelError(
+                f"{self.path}: hidden states of shape {list(hidden_states.shape)}; ChunkedDecoderLayer cuts "
+                "[batch, tokens, hidden] into chunks and knows no others"
+            )
+        total = hidden_states.shape[1]
+        cache = bridge.cache_in(args, kwargs, self.path)
+        if total == 1 and replaced and not cache.is_passing:
+            return self.wrapped(hidden_states, *args, **kwargs)
+
+        _refuse_unsliceable(self.path, args, kwargs)
+        layer = cache.layers[self.layer_idx]
+        output = hidden_states if chunking.is_ours(hidden_states) else torch.empty_like(hidden_states)
+        if self.layer_idx == 0:
+            cache.report_progress(0, 0, total)
+        with layer.prefill(total) if replaced else nullcontext():
+            for start in range(0, total, self.engine.chunk_size):
+                chunk = slice(start, min(start + self.engine.chunk_size, total))
+                chunk_kwargs = {name: chunking.sliced(name, value, chunk, total) for name, value in kwargs.items()}
+                if not replaced:
+                    chunk_kwargs["attention_mask"] = bridge.chunk_mask(
+                        attention, cache, hidden_states[:, chunk], chunk_kwargs.get("position_ids")
+                    )
+                result = self.wrapped(hidden_states[:, chunk], *args, **chunk_kwargs)
+                output[:, chunk] = result[0] if isinstance(result, tuple) else result
+                cache.report_progress(self.layer_idx, chunk.stop, total)
+        chunking.mark_ours(output)
+        return (output, *result[1:]) if isinstance(result, tuple) else output
+
+
+def _attention_of(path: str, decoder_layer: nn.Module) -> tuple[str, int]:
+    """Path within a decoder layer of its attention module, and that module's layer index."""
+    found = [
+        (name, module.layer_idx)
+        for name, module in decoder_layer.named_modules()
+        if name and bridge.is_attention(module)
+    ]
+    outermost = [(name, index) for name, index in found if not any(name.startswith(f"{other}.") for other, _ in found)]
+    if len(outermost) != 1:
+        raise bridge.UnsupportedModelError(
+            f"{path} ({type(decoder_layer).__name__}) has {len(outermost)} attention modules with a layer_idx, "
+            "ChunkedDecoderLayer needs exactly one; match decoder layers only"
+        )
+    return outermost[0]
+
+
+def _refuse_unsliceable(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedModelError for an argument that may run along the sequence in a way that is not known."""
+    for name, value in (*((f"positional argument {i + 1}", a) for i, a in enumerate(args)), *kwargs.items()):
+        if isinstance(value, torch.Tensor) and name not in chunking.SEQUENCE_DIM:
+            raise bridge.UnsupportedModelError(
+                f"{path}: the layer is given {name}, a tensor of shape {list(value.shape)}; ChunkedDecoderLayer does "
+                f"not know how to cut it into chunks (it knows {', '.join(chunking.SEQUENCE_DIM)})"
+            )
+        if name.startswith("output_") and value:
+            raise bridge.UnsupportedModelError(
+                f"{path}: {name}={value!r} would be recorded once per chunk; ask for it without a HeteroCache, "
+                "after hetero_kv.eject(model)"
+            )

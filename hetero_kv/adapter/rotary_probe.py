@@ -1,0 +1,79 @@
+"""Finding out how an attention module rotates its keys, from one token under rotations of our making."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero_kv.adapter import bridge, chunking
+from hetero_kv.adapter.rotation import Rotation, found_rotation
+from hetero_kv.engine.cache import HeteroCache
+
+
+def require_constant_rotation(path: str, module: nn.Module, operator: str) -> None:
+    """Raise UnsupportedModelError for a rotary embedding whose frequencies change as a sequence grows."""
+    config: Any = module.config
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
+    changing = sorted(kinds & {"dynamic", "longrope"})
+    if changing:
+        raise bridge.UnsupportedModelError(
+            f"{path}: the model's rotary embedding is of rope_type {changing[0]!r}, whose frequencies change as a "
+            f"sequence grows; {operator} cannot place keys anew under it, take one that keeps positions (tova, h2o)"
+        )
+
+
+def position_embeddings(path: str, module: nn.Module, kwargs: dict[str, Any], use: str) -> tuple[Any, Any]:
+    """The (cos, sin) that an attention module is given.
+
+    Raises UnsupportedModelError where it is given none; `use` says there what they are for, and the remedy.
+    """
+    embeddings = kwargs.get("position_embeddings")
+    if not isinstance(embeddings, tuple | list) or len(embeddings) != 2:
+        raise bridge.UnsupportedModelError(
+            f"{path} ({type(module).__name__}) is given no position_embeddings (cos, sin), by which {use}"
+        )
+    return embeddings[0], embeddings[1]
+
+
+@torch.no_grad()
+def rotation_of(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], use: str) -> Rotation:
+    """How an attention module rotates, from its keys of one token; called with the arguments of its own forward.
+
+    Raises UnsupportedModelError, naming `path`, for a rotation that is not known; `use` as in `position_embeddings`.
+    """
+    cos = kwargs["position_embeddings"][0]
+    first, total = slice(0, 1), cos.shape[1]
+
+    def first_token(name: str, value: Any) -> Any:
+        if isinstance(value, HeteroCache):
+            return None
+        value = chunking.sliced(name, value, first, total)
+        if isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point():
+            # Hidden states of a real token may be anything, zeros included.
+            return torch.randn(1, 1, value.shape[2], generator=torch.Generator().manual_seed(0)).to(value)
+        return value
+
+    probe_args = [first_token("", value) for value in args]
+    probe_kwargs = {name: first_token(name, value) for name, value in kwargs.items()}
+
+    def keys_under(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        received: list[torch.Tensor] = []
+
+        def attend(call: bridge.AttentionCall) -> torch.Tensor:
+            received.append(call.k)
+            return call.v.new_zeros(*call.q.shape[:3], call.v.shape[-1])
+
+        with bridge.serving(attend):
+            module(*probe_args, **{**probe_kwargs, "position_embeddings": (cos, sin)})
+        return received[0]
+
+    rotation = found_rotation(keys_under, cos[:1, :1])
+    if rotation is None:
+        raise bridge.UnsupportedModelError(
+            f"{path} ({type(module).__name__}) rotates its keys in a way that is not known (pairs of channels, in "
+            f"halves or side by side, at one end of a head, are), by which {use}"
+        )
+    return rotation

@@ -1,0 +1,304 @@
+"""A conversation with a model: prefill and decode with streaming, progress, statistics, and turns that go on."""
+
+from __future__ import annotations
+
+import copy
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers.cache_utils import Cache
+
+from hetero_kv.engine.cache import HeteroCache, Progress, forked
+from hetero_kv.engine.checkpoints import undo_on_error
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.families.retrieval.layer import CacheFullError
+from hetero_kv.models.turns import TurnTokens
+
+# getrusage counts kilobytes, except on macOS.
+_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
+FinishReason = Literal["end", "max_new_tokens", "stopped", "full"]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What one turn cost.
+
+    Attributes:
+        prompt_tokens: tokens of this turn that were prefilled.
+        context_tokens: tokens of the conversation after the answer.
+        generated_tokens: tokens of the answer, an end-of-turn token included.
+        time_to_first_token_s: seconds from the question to the first token.
+        prefill_s: seconds until the prompt was processed; the first token comes out of it.
+        decode_s: seconds for the tokens after the first.
+        peak_dram_bytes: the largest resident size of the process so far.
+        peak_vram_bytes: the most GPU memory allocated so far; None without a GPU.
+        kv_bytes: DRAM that the stored keys, values and representatives take.
+        kv_device_bytes: memory that they take where the model computes, beside that: ShadowKV's low-rank keys and exact
+            chunks, and a GPU's copies of Initial and Local; 0 for the untouched model.
+        block_recall: per layer, the share of the full attention mass that the attended blocks covered since the
+            conversation began; None unless `measure_recall` is on, and for layers without retrieval.
+        entries_held: per layer, the entries per kv head that an eviction policy has kept; None without a policy.
+    """
+
+    prompt_tokens: int
+    context_tokens: int
+    generated_tokens: int
+    time_to_first_token_s: float
+    prefill_s: float
+    decode_s: float
+    peak_dram_bytes: int
+    peak_vram_bytes: int | None
+    kv_bytes: int
+    kv_device_bytes: int
+    block_recall: list[float | None] | None = None
+    entries_held: list[int | None] | None = None
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Prompt tokens per second of prefill."""
+        return self.prompt_tokens / self.prefill_s
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens per second after the first; None when there was only one."""
+        return (self.generated_tokens - 1) / self.decode_s if self.generated_tokens > 1 else None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A model's answer.
+
+    Attributes:
+        text: without special tokens.
+        finish_reason: "end" of turn, "max_new_tokens" reached, "stopped" by the user, or the store is "full".
+    """
+
+    text: str
+    finish_reason: FinishReason
+    statistics: Statistics
+
+
+class _StoppedInPrefill(Exception):
+    """Raised between chunks of a prefill that the user stops."""
+
+
+class Conversation:
+    """Questions to a model and its answers; all turns stay stored, none is processed twice.
+
+    Args:
+        model: with rules injected it keeps its KV in a HeteroCache; untouched, in transformers' DynamicCache.
+        max_seq_len: capacity in tokens; None takes the rules' setting.
+        system: the system message; None for the chat template's own.
+        forks: forks that are to have room for `max_seq_len` tokens too; see HeteroCache.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        *,
+        max_seq_len: int | None = None,
+        system: str | None = None,
+        forks: int = 0,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self._turns = TurnTokens(tokenizer, system)
+        self.cache: Cache = self._new_cache(max_seq_len, forks)
+        self._tokens: list[int] = []
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.cache.reset()
+        self._tokens = []
+
+    def fork(self) -> Conversation:
+        """A second conversation that begins with everything said so far and goes its own way.
+
+        Nothing is processed again, and the stored blocks are shared (HeteroCache.fork): one long document, many
+        questions that know nothing of each other.
+
+        Raises HeteroKVError in the middle of an answer.
+        """
+        # The last token of an answer is not stored until the next turn.
+        if self.cache.get_seq_length() > len(self._tokens):
+            raise HeteroKVError("an answer is being generated; fork the conversation before or after, not in between")
+        twin = copy.copy(self)
+        twin.cache, twin._tokens = forked(self.cache), list(self._tokens)
+        return twin
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of the conversation so far."""
+        return len(self._tokens)
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Capacity in tokens; None when the cache has no bound."""
+        return self.cache.max_seq_len if isinstance(self.cache, HeteroCache) else None
+
+    def ask(
+        self,
+        question: str,
+        *,
+        max_new_tokens: int = 512,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        on_text: Callable[[str], None] | None = None,
+        on_progress: Progress | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Answer:
+        """The model's answer to `question` after everything said before.
+
+        Args:
+            temperature: 0 takes the most likely token (greedy).
+            top_p: share of the probability mass that is sampled from.
+            seed: makes sampling repeatable.
+            on_text: called with pieces of the answer as they come.
+            on_progress: called after every prefilled chunk.
+            should_stop: asked after every prefilled chunk and every token. A stop during prefill leaves the
+                conversation as it was; a stop later keeps the part of the answer that was given.
+
+        Raises:
+            CacheFullError: the question does not fit. The conversation is as it was.
+            HeteroKVError: the question is empty.
+        """
+        if not question.strip():
+            raise HeteroKVError("the question is empty; give at least one character")
+        following = self._turns.following(question, self._tokens[-1]) if self._tokens else self._turns.first(question)
+        prompt = [*self._tokens, *following]
+        limit = self._new_tokens_that_fit(len(prompt), max_new_tokens)
+        watch = _Watch(should_stop)
+        if isinstance(self.cache, HeteroCache):
+            self.cache.on_progress = watch.on_progress(on_progress)
+        if seed is not None:
+            torch.manual_seed(seed)
+        stored = self.cache.get_seq_length()
+        input_ids = torch.tensor([prompt], device=self.model.device)
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        try:
+            with undo_on_error(self.cache):
+                output = self.model.generate(
+                    input_ids,
+                    attention_mask=torch.ones_like(input_ids),
+                    past_key_values=self.cache,
+                    max_new_tokens=limit,
+                    stopping_criteria=StoppingCriteriaList([watch]),
+                    streamer=_Streamer(self.tokenizer, on_text) if on_text else None,
+                    **(sampling if temperature else {"do_sample": False}),
+                )
+        except _StoppedInPrefill:
+            return Answer("", "stopped", self._statistics(watch, 0, 0))
+        self._tokens = output[0].tolist()
+        generated = self._tokens[len(prompt) :]
+        if watch.stopped:
+            reason: FinishReason = "stopped"
+        elif generated[-1] in self._end_tokens():
+            reason = "end"
+        else:
+            reason = "max_new_tokens" if limit == max_new_tokens else "full"
+        text = self.tokenizer.decode(generated, skip_special_tokens=True)
+        return Answer(text, reason, self._statistics(watch, len(prompt) - stored, len(generated)))
+
+    def _new_cache(self, max_seq_len: int | None, forks: int) -> Cache:
+        if getattr(self.model, "hetero_kv_injection", None) is not None:
+            return HeteroCache(self.model, max_seq_len, forks=forks, tokenizer=self.tokenizer)
+        return DynamicCache(config=self.model.config.get_text_config(decoder=True))
+
+    def _new_tokens_that_fit(self, prompt_tokens: int, wanted: int) -> int:
+        capacity = self.max_seq_len
+        if not isinstance(self.cache, HeteroCache) or capacity is None:
+            return wanted
+        if prompt_tokens > capacity:
+            raise CacheFullError(
+                f"the conversation would be {prompt_tokens} tokens long and max_seq_len is {capacity}; set max_seq_len "
+                f"to at least {prompt_tokens + wanted}, shorten the question by {prompt_tokens - capacity} "
+                "tokens, or start anew (/reset)"
+            )
+        stored = self.cache.get_seq_length()
+        self.cache.require_room(1, prompt_tokens - stored)
+        room = self.cache.room
+        assert room is not None
+        # The last token of an answer is not stored until the next turn.
+        return min(wanted, stored + room + 1 - prompt_tokens)
+
+    def _end_tokens(self) -> set[int]:
+        ends = self.model.generation_config.eos_token_id
+        return set(ends) if isinstance(ends, list) else {ends}
+
+    def _statistics(self, watch: _Watch, prompt_tokens: int, generated: int) -> Statistics:
+        now = time.perf_counter()
+        first = watch.first_token or now
+        is_ours = isinstance(self.cache, HeteroCache)
+        kv_bytes = self.cache.dram_bytes if is_ours else _tensor_bytes(self.cache)
+        recall = self.cache.block_recall if is_ours else []
+        entries = self.cache.entries_held if is_ours else []
+        return Statistics(
+            prompt_tokens=prompt_tokens,
+            context_tokens=self.context_tokens,
+            generated_tokens=generated,
+            time_to_first_token_s=first - watch.start,
+            prefill_s=first - watch.start,
+            decode_s=(watch.last_token or first) - first,
+            peak_dram_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT,
+            peak_vram_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+            kv_bytes=kv_bytes,
+            kv_device_bytes=self.cache.device_bytes if is_ours else 0,
+            block_recall=recall if any(recall) else None,
+            entries_held=entries if any(entries) else None,
+        )
+
+
+class _Watch(StoppingCriteria):
+    """Times the tokens as they come, and stops generation when it is asked to."""
+
+    def __init__(self, should_stop: Callable[[], bool] | None) -> None:
+        self.start = time.perf_counter()
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.stopped = False
+        self._should_stop = should_stop or (lambda: False)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.last_token = time.perf_counter()
+        self.first_token = self.first_token or self.last_token
+        self.stopped = self._should_stop()
+        return torch.full((input_ids.shape[0],), self.stopped, dtype=torch.bool, device=input_ids.device)
+
+    def on_progress(self, report: Progress | None) -> Progress:
+        """`report`, and an exception that ends the prefill once a stop is wanted."""
+
+        def reported(layers_done: int, layers: int, tokens_done: int, tokens: int) -> None:
+            # A decode step of one token needs no report.
+            if report is not None and tokens > 1:
+                report(layers_done, layers, tokens_done, tokens)
+            if self.first_token is None and self._should_stop():
+                raise _StoppedInPrefill
+
+        return reported
+
+
+class _Streamer(TextStreamer):
+    """Hands on decoded text as soon as it is certain."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """See TextStreamer."""
+        if text:
+            self._on_text(text)
+
+
+def _tensor_bytes(cache: Cache) -> int:
+    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
+    return sum(t.numel() * t.element_size() for t in tensors)

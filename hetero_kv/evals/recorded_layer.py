@@ -1,0 +1,152 @@
+"""What one layer's full-attention prefill of a prompt leaves, kept so that many caches can start from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer
+
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.families.retrieval.layer import PagedLayer, PrefillBuffer
+from hetero_kv.families.retrieval.observation import Observation
+from hetero_kv.families.retrieval.state import RetrievalState
+
+
+@dataclass(frozen=True)
+class RecordedLayer:
+    """One layer's keys and values of a prompt, and its last queries.
+
+    Attributes:
+        keys: [1, kv_heads, held, k_dim] in the model's dtype, as the attention receives them; `held` is `length`, or
+            in a layer with a sliding window of the model's own at most that window less one: the newest.
+        values: [1, kv_heads, held, v_dim].
+        length: tokens of the prompt.
+        observation: the last queries and the log-sum-exp of their attention; None in a sliding-window layer.
+        cached: what the model hands to a transformers cache, where that is not what its attention receives: the
+            latents of multi-head latent attention.
+        rotation: (cos, sin) of all positions, [1, length, width], as the model gives them to its attention; None where
+            it gives none.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    length: int
+    observation: Observation | None = None
+    cached: tuple[torch.Tensor, torch.Tensor] | None = None
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+    # Window -> what it attended to: methods that start from one recording watch windows of the same length.
+    _received: dict[int, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
+
+    def to(self, device: torch.device) -> RecordedLayer:
+        """The same on `device`; nothing is copied where it is there already."""
+        cached = self.cached and (self.cached[0].to(device), self.cached[1].to(device))
+        observation = self.observation and self.observation.to(device)
+        rotation = self.rotation and (self.rotation[0].to(device), self.rotation[1].to(device))
+        keys, values = self.keys.to(device), self.values.to(device)
+        return RecordedLayer(keys, values, self.length, observation, cached, rotation, self._received)
+
+    def show_last_queries(self, observation: Observation) -> None:
+        """Let an empty observation window see the last queries, as if the prompt had just been prefilled.
+
+        Raises HeteroKVError when fewer were recorded than it watches.
+        """
+        recorded = self.observation
+        if recorded is None or recorded.q is None or recorded.lse is None:
+            raise HeteroKVError(
+                "no queries of this layer were recorded: it has a sliding window of the model's own; use "
+                "SlidingWindowAttention there"
+            )
+        if recorded.q.shape[2] < min(observation.window, self.length):
+            raise HeteroKVError(
+                f"observation_len is {observation.window} and the prefill was recorded with its last "
+                f"{recorded.q.shape[2]} queries; record it with observation_len={observation.window}"
+            )
+        _see(observation, recorded)
+        window = observation.window
+        if window not in self._received:
+            self._received[window] = observation.received(self.keys).cpu()
+        observation.known = self._received[window]
+
+    def fill(self, layer: Any) -> None:
+        """Bring one of transformers' own dynamic cache layers, empty, into the state after the prompt."""
+        if not isinstance(layer, DynamicLayer):
+            raise HeteroKVError(
+                f"a cache layer of kind {type(layer).__name__} cannot be filled from a recorded prefill; hetero_kv "
+                "knows transformers' dynamic layers and those of its own operators"
+            )
+        layer.update(*(self.cached or (self.keys, self.values)))
+        if layer.is_sliding:
+            layer.cumulative_length = self.length
+
+
+class RecordingLayer(PagedLayer):
+    """Prefills like a PagedLayer and then keeps a RecordedLayer, in DRAM, instead of storing blocks.
+
+    Attributes:
+        recorded: what was prefilled so far; None before the first prompt.
+    """
+
+    recorded: RecordedLayer | None = None
+    #: (cos, sin) of the prompt's parts in order, as views of what the model made for all layers at once.
+    rotations: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    _updates: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+
+    def note_rotation(self, position_embeddings: Any) -> None:
+        """Keep (cos, sin) of a chunk, [1, tokens, width]; what is of another form is not kept."""
+        if isinstance(position_embeddings, tuple | list) and len(position_embeddings) == 2:
+            self.rotations = (*self.rotations, (position_embeddings[0], position_embeddings[1]))
+
+    @property
+    def stored_length(self) -> int:
+        """See SequenceLayer."""
+        return 0 if self.recorded is None else self.recorded.length
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See SequenceLayer."""
+        self._updates = (*self._updates, (key_states, value_states))
+        return key_states, value_states
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See SequenceLayer."""
+        if self._updates and self._updates[-1][0] is keys and self._updates[-1][1] is values:
+            self._updates = self._updates[:-1]
+        return super().extend(keys, values)
+
+    def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See SequenceLayer."""
+        assert self.recorded is not None
+        keys.copy_(self.recorded.keys)
+        values.copy_(self.recorded.values)
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
+        """Keep the sequence that `buffer` holds."""
+        assert buffer is not None
+        state: RetrievalState = self.state
+        assert state.observation is not None
+        before, observation = self.recorded, Observation(state.observation.window)
+        if before is not None and before.observation is not None:
+            _see(observation, before.observation.to(keys.device))
+        _see(observation, state.observation)
+        if before is not None and before.rotation is not None:
+            self.rotations = (before.rotation, *self.rotations)
+        updates = self._updates
+        if before is not None and before.cached is not None:
+            updates = ((before.cached[0].to(keys.device), before.cached[1].to(keys.device)), *updates)
+        cached = None
+        if updates:
+            latents = [torch.cat(parts, dim=2) for parts in zip(*updates, strict=True)]
+            cached = latents[0], latents[1]
+        recorded = RecordedLayer(buffer.keys, buffer.values, buffer.length, observation, cached)
+        self.recorded, self._updates = recorded.to(torch.device("cpu")), ()
+        state.observation = None
+
+
+def _see(observation: Observation, other: Observation) -> None:
+    """Let `observation` watch the queries that `other` holds."""
+    assert other.q is not None
+    assert other.lse is not None
+    observation.watch(other.q, other.lse, other.scale, other.softcap)

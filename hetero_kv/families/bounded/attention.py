@@ -1,0 +1,194 @@
+"""Bounded attention: a fixed number of entries per layer and kv head, chosen by an eviction policy."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpu_ops.attention import attention_with_lse, chunk_attention
+from gpu_ops.merge import apply_sink
+from hetero_kv.adapter import bridge
+from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.adapter.rotary_probe import position_embeddings, require_constant_rotation, rotation_of
+from hetero_kv.adapter.rotary_table import RotaryTable
+from hetero_kv.adapter.rotation import Rotation
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.families.bounded import eviction
+from hetero_kv.families.bounded.eviction import Attended, BoundedSettings, StridedSettings
+from hetero_kv.families.bounded.layer import BoundedLayer
+from hetero_kv.families.retrieval.state import SharedSelections
+from hetero_kv.families.window.attention import SlidingWindowAttention
+from hetero_kv.settings.engine_settings import EngineSettings
+
+_NAME = "BoundedAttention"
+_logger = logging.getLogger(__name__)
+
+
+class BoundedAttention(AttentionOperator):
+    """Attends to everything that is held and to the new tokens; then the policy drops what is beyond the budget.
+
+    With a budget that covers the sequence the result is full attention, up to rounding.
+    """
+
+    meaning = "keeps a fixed number of entries per kv head, chosen by an eviction policy"
+    settings_class = BoundedSettings
+    chosen_by = "policy"
+
+    settings: BoundedSettings
+
+    def __init__(self, path: str, wrapped: nn.Module, settings: BoundedSettings, engine: EngineSettings) -> None:
+        super().__init__(path, wrapped, settings, engine)
+        registered = eviction.get(settings.policy)
+        if type(settings) is not registered.settings:
+            raise HeteroKVError(
+                f"{path}: policy {settings.policy} has the settings {registered.settings.__name__}, not "
+                f"{type(settings).__name__}"
+            )
+        self.policy = registered.policy(settings, self.layer_idx, self._own_config.num_hidden_layers)
+        self.rotation: Rotation | None = None
+        if self.policy.reindexed:
+            require_constant_rotation(path, wrapped, f"{_NAME} with policy {settings.policy}")
+
+    @classmethod
+    def settings_class_for(cls, kwargs: Mapping[Any, Any]) -> type[BoundedSettings]:
+        """See Operator: the settings of the policy that `kwargs` names."""
+        name = kwargs.get("policy", BoundedSettings.policy)
+        known = {known.casefold(): known for known in eviction.names()}
+        # What is no policy's name is refused as a setting, with its place.
+        return eviction.get(known[str(name).casefold()]).settings if str(name).casefold() in known else BoundedSettings
+
+    @classmethod
+    def operator_for(cls, module: nn.Module) -> type[Operator]:
+        """A layer with a sliding window of the model's own keeps that."""
+        if hasattr(module, "config") and hasattr(module, "layer_idx") and bridge.layer_window(module) is not None:
+            return SlidingWindowAttention
+        return cls
+
+    def new_cache_layer(self, capacity: int, shared: SharedSelections) -> BoundedLayer:
+        """See AttentionOperator; the capacity is the budget's, whatever the sequence's."""
+        return BoundedLayer(self.policy)
+
+    # -- places
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See AttentionOperator; under a policy that re-indexes positions the wrapped module rotates nothing."""
+        if self.policy.reindexed:
+            use = (
+                f"{_NAME} with policy {self.settings.policy} would place keys anew; take a policy that keeps positions "
+                "(tova, h2o)"
+            )
+            cos, sin = position_embeddings(self.path, self.wrapped, kwargs, use)
+            if self.rotation is None:
+                self.rotation = rotation_of(self.path, self.wrapped, args, kwargs, use)
+            self._record(bridge.cache_in(args, kwargs, self.path), self.rotation, cos, sin)
+            kwargs["position_embeddings"] = (torch.ones_like(cos), torch.zeros_like(sin))
+        return super().forward(*args, **kwargs)
+
+    def _record(self, cache: HeteroCache, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Note the rotation of the places that the entries may come to, in one table with other layers.
+
+        A token's place among the entries is never beyond its position, so that what is received suffices.
+        """
+        layer: BoundedLayer = cache.layers[self.layer_idx]
+        if layer.rotary is None:
+            others = (other.rotary for other in cache.layers if isinstance(other, BoundedLayer))
+            same = (table for table in others if table is not None and table.rotation == rotation)
+            layer.rotary = next((table for table in same if table.is_source(cos)), None) or RotaryTable(rotation)
+        most = self.policy.most_entries
+        # Any layer's catalyst may stand behind the entries.
+        if most is not None and len(layer.rotary) >= most and len(layer.rotary) >= most + cache.longest_catalyst:
+            return
+        if not layer.rotary.record(cos, sin, layer.get_seq_length()):
+            raise bridge.UnsupportedModelError(
+                f"{self.path}: the model rotates a position otherwise than before; {_NAME} with policy "
+                f"{self.settings.policy} needs one rotation per position, take one that keeps positions (tova, h2o)"
+            )
+
+    # -- attention
+
+    def prefill_chunk(self, layer: BoundedLayer, call: bridge.AttentionCall) -> torch.Tensor:
+        """See AttentionOperator: exact attention to what is held, and causal attention among the new tokens."""
+        if call.sliding_window is not None:
+            raise bridge.UnsupportedModelError(
+                f"{self.path}: the model asks for a sliding window of {call.sliding_window}; "
+                "use SlidingWindowAttention there"
+            )
+        held = layer.held
+        keys, values = layer.extend(call.k, call.v)
+        q = layer.placed(call.q, held)
+        out, lse = _attention(q, keys, values, held, call.scale, call.softcap)
+        if call.sink is not None:
+            out, lse = apply_sink(out, lse, call.sink)
+        layer.observe(Attended(q, lse, keys, call.scale, call.softcap))
+        return out.to(call.q.dtype)
+
+    def decode_step(self, layer: BoundedLayer, call: bridge.AttentionCall) -> torch.Tensor:
+        """See AttentionOperator."""
+        with layer.prefill(1):
+            return self.prefill_chunk(layer, call)
+
+
+def _attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, held: int, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of new tokens to keys [batch, kv_heads, held + new, dim], the new ones last: out and lse as q is."""
+    batch, heads, new, k_dim = q.shape
+    if new > 1:
+        past, own = slice(0, held), slice(held, held + new)
+        return chunk_attention(
+            q, keys[:, :, past], values[:, :, past], keys[:, :, own], values[:, :, own], scale, softcap
+        )
+    kv_heads = keys.shape[1]
+    out, lse = attention_with_lse(q.reshape(batch, kv_heads, heads // kv_heads, k_dim), keys, values, scale, softcap)
+    return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
+
+
+def settle_policies(operators: Iterable[Operator]) -> None:
+    """Tell every policy its layer's place among the layers of the same settings; warn of places that are too far.
+
+    Raises HeteroKVError for layers of which some need whole prompts and others prompts in strides.
+    """
+    bounded = [operator for operator in operators if isinstance(operator, BoundedAttention)]
+    _require_composable(bounded)
+    groups: dict[BoundedSettings, list[BoundedAttention]] = {}
+    for operator in sorted(bounded, key=lambda operator: operator.layer_idx):
+        groups.setdefault(operator.settings, []).append(operator)
+    for group in groups.values():
+        for rank, operator in enumerate(group):
+            operator.policy.rank, operator.policy.ranks = rank, len(group)
+        _warn_of_far_places(group[0])
+
+
+def _warn_of_far_places(operator: BoundedAttention) -> None:
+    """Log, once, where entries may come to places beyond those that the model was trained for."""
+    most, settings = operator.policy.most_entries, operator.settings
+    trained = getattr(operator._own_config, "max_position_embeddings", None)
+    if operator.policy.reindexed and most is not None and trained and most > trained:
+        _warn(
+            f"policy {settings.policy} may place {most} entries, and the model was trained for {trained} positions: "
+            f"answers may get worse when the budget is full; set a budget"
+            f"{' or a stride' if isinstance(settings, StridedSettings) else ''} that is {most - trained} smaller"
+        )
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    _logger.warning(message)
+
+
+def _require_composable(bounded: Sequence[BoundedAttention]) -> None:
+    strided = [operator for operator in bounded if operator.policy.strided]
+    full = [operator for operator in bounded if not operator.policy.strided]
+    if strided and full:
+        raise HeteroKVError(
+            f"{full[0].path} has policy {full[0].settings.policy}, which needs the whole prompt in one layer at a "
+            f"time, and {strided[0].path} has policy {strided[0].settings.policy}, for which strides of a prompt pass "
+            "through all layers; take policies of one kind in all BoundedAttention layers, and combine either with "
+            "RetrievalAttention"
+        )

@@ -1,0 +1,23 @@
+"""Bounded-memory policies, one file each; every module of this package is imported, so that a new file is enough."""
+
+import importlib
+import pkgutil
+
+from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.registry import RegisteredPolicy, get, names, register
+from hetero_kv.families.bounded.eviction.settings import BoundedSettings, StridedSettings, policy_setting
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = [
+    "Attended",
+    "BoundedSettings",
+    "EvictionPolicy",
+    "RegisteredPolicy",
+    "StridedSettings",
+    "get",
+    "names",
+    "policy_setting",
+    "register",
+]

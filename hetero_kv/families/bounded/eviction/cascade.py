@@ -1,0 +1,78 @@
+"""Cascading KV cache (Willette et al. 2024, arXiv:2406.17808): sub-caches that keep ever fewer of ever older tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hetero_kv.families.bounded.entries import Entries
+from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.registry import register
+from hetero_kv.families.bounded.eviction.settings import StridedSettings, policy_setting
+from hetero_kv.families.bounded.eviction.sub_caches import sub_cache_sizes, survivors
+from hetero_kv.settings.setting import setting
+
+
+@dataclass(frozen=True)
+class CascadeSettings(StridedSettings):
+    """Cascading KV cache: attention sinks, and sub-caches that reach back exponentially."""
+
+    policy: str = policy_setting("cascade")
+    stride: int = setting(
+        4096, "tokens of a prompt that pass through all layers before entries are dropped", unit="tokens", minimum=1
+    )
+    sinks: int = setting(64, "first tokens of the sequence, always kept", unit="tokens", minimum=0)
+    sub_caches: int = setting(
+        4, "parts of the budget behind the sinks; each accepts half of what the one before evicts", minimum=1
+    )
+    gamma: float = setting(0.9999, "decay of the moving average of attention, per token", minimum=0, maximum=1)
+
+    @property
+    def least(self) -> int:
+        """See BoundedSettings."""
+        return self.sinks + self.sub_caches
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Tokens of the sequence that the layer has seen, the same in all rows."""
+
+    tokens: int = 0
+
+    def selected(self, rows: torch.Tensor) -> _Seen:
+        return self
+
+
+@register(
+    "cascade",
+    meaning="attention sinks, and sub-caches of every 1st, 2nd, 4th, … token, the more attended; at positions 0, 1, …",
+    settings=CascadeSettings,
+)
+class Cascade(EvictionPolicy[CascadeSettings]):
+    """What contests a place is ranked by the moving average of its attention, the highest of the group's (section 3.1).
+
+    The tokens in the cache span (window / sub_caches) · (2^sub_caches - 1) of the sequence (equation 4), where the
+    window is the budget without the sinks.
+    """
+
+    strided = True
+    reindexed = True
+
+    def observe(self, entries: Entries, attended: Attended) -> Entries:
+        """See EvictionPolicy."""
+        seen: _Seen = entries.carried.get("seen", _Seen())
+        entries = entries.carrying(seen=_Seen(seen.tokens + attended.tokens))
+        if self.settings.sub_caches == 1:
+            return entries
+        gamma = self.settings.gamma
+        later = torch.arange(attended.tokens - 1, -1, -1, device=attended.q.device, dtype=torch.float64)
+        received = attended.column_sums(weights=((1 - gamma) * gamma**later).float(), group_max=True)
+        return entries.scored(average=entries.score("average") * gamma**attended.tokens + received[:, :, 0])
+
+    def evict(self, entries: Entries, budget: int) -> Entries:
+        """See EvictionPolicy."""
+        sinks, seen = self.settings.sinks, entries.carried["seen"].tokens
+        sizes = sub_cache_sizes(budget - sinks, self.settings.sub_caches)
+        incoming = entries.held - budget
+        return entries.kept(survivors(entries.score("average"), sizes, sinks, seen - sinks - incoming))

@@ -1,0 +1,121 @@
+"""InfiniPot (Kim et al. 2024, arXiv:2410.01518): a pot that is distilled whenever it is full."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from hetero_kv.families.bounded.entries import Entries
+from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.ranking import best
+from hetero_kv.families.bounded.eviction.registry import register
+from hetero_kv.families.bounded.eviction.settings import BoundedSettings, policy_setting
+from hetero_kv.settings.setting import SettingError, setting
+
+#: The catalysts of table 2: for any text (CaP-G), and for a known question (CaP-Q).
+GENERAL = "Summarize the critical points highlighted in this section."
+QUESTION_AWARE = (
+    "Considering the following question, summarize the critical points highlighted in this section. "
+    "Question: {question}"
+)
+
+
+@dataclass(frozen=True)
+class InfiniPotSettings(BoundedSettings):
+    """InfiniPot: a pot of `budget` entries, distilled when it is full."""
+
+    policy: str = policy_setting("infinipot")
+    kept_ratio: float = setting(
+        0.5, "share of the pot that stays when it is full; above 0 and below 1", minimum=0, maximum=1
+    )
+    nuc_ratio: float = setting(0.5, "share of what stays that is the most novel tokens'", minimum=0, maximum=1)
+    catalyst: str = setting(
+        GENERAL, "text whose tokens' attention says what represents the pot; {question} stands for `question`"
+    )
+    question: str = setting(
+        "", "what the context will be asked, where it is known; with the catalyst left as it is, the paper's CaP-Q"
+    )
+
+    @property
+    def least(self) -> int:
+        """See BoundedSettings: something stays, and there is room for more."""
+        return 2
+
+    def validate(self) -> None:
+        """Check settings against each other. Raises SettingError."""
+        super().validate()
+        if not 0 < self.kept_ratio < 1:
+            raise SettingError(
+                "kept_ratio", self.kept_ratio, "it must be above 0 and below 1, so that a full pot gets room (0.5)"
+            )
+        if not self.catalyst.strip():
+            raise SettingError("catalyst", self.catalyst, f"it must have words, such as {GENERAL!r}")
+        has_place = "{question}" in self.catalyst
+        if has_place and not self.question:
+            raise SettingError("question", self.question, "the catalyst has a place for it, {question}; give one")
+        if self.question and not has_place and self.catalyst != GENERAL:
+            raise SettingError(
+                "catalyst", self.catalyst, "it has no place for the question; write {question} where it is to stand"
+            )
+
+    @property
+    def catalyst_text(self) -> str:
+        """The catalyst with the question in its place."""
+        catalyst = QUESTION_AWARE if self.question and self.catalyst == GENERAL else self.catalyst
+        return catalyst.replace("{question}", self.question)
+
+
+@register(
+    "infinipot",
+    meaning="a pot that is distilled when full: what a catalyst prompt attends to, and the most novel tokens",
+    settings=InfiniPotSettings,
+)
+class InfiniPot(EvictionPolicy[InfiniPotSettings]):
+    """Continual context distillation (section 3.2): tokens fill the pot; when it is full a share of it stays.
+
+    Of these the `nuc_ratio` with the highest cross-entropy stay first, the others by the attention of the catalyst's
+    tokens, summed over them and averaged over the group (appendix B). The most novel tokens are the same for all heads,
+    as the paper has it, although heads hold different entries: the most novel of all before are held by every head.
+
+    Places are 0, 1, … among the entries (CR-RoPE, section 3.5).
+    """
+
+    strided = True
+    reindexed = True
+    needs_logits = True
+
+    def stride(self, held: int, budget: int) -> int:
+        """See EvictionPolicy: the room in the pot."""
+        return budget - held
+
+    @property
+    def most_entries(self) -> int | None:
+        """See EvictionPolicy."""
+        return None if isinstance(self.settings.budget, float) else self.settings.budget
+
+    def is_due(self, held: int, budget: int) -> bool:
+        """See EvictionPolicy: when the pot is full, before it overflows."""
+        return held >= budget
+
+    def token_scores(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Novelty under compression, eq. 3 over what the layers held when the token came: cross-entropy in nats."""
+        return cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
+
+    def catalyst_text(self) -> str:
+        """See EvictionPolicy."""
+        return self.settings.catalyst_text
+
+    def observe_catalyst(self, entries: Entries, attended: Attended) -> Entries:
+        """Representative score, eq. 2."""
+        received = attended.column_sums()[..., : entries.held].mean(dim=2)
+        begins = attended.keys.shape[2] - attended.tokens == entries.held
+        return entries.scored(representative=received if begins else entries.score("representative") + received)
+
+    def evict(self, entries: Entries, budget: int) -> Entries:
+        """See EvictionPolicy; section 3.3.3."""
+        stay = min(budget - 1, max(1, int(budget * self.settings.kept_ratio)))
+        novel = best(entries.score("token"), round(stay * self.settings.nuc_ratio))
+        importance = entries.score("representative").scatter(-1, novel, float("inf"))
+        return entries.kept(best(importance, stay))

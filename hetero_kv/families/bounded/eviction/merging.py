@@ -1,0 +1,95 @@
+"""Evicted entries merged into kept ones by the similarity of their keys (D2O, arXiv:2406.13035, section 4.2.2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from hetero_kv.families.bounded.entries import Entries
+from hetero_kv.families.bounded.entry_room import SLACK, EntryRoom
+
+# Pairs of an evicted and a kept entry, over all heads, that are computed with at once.
+_PAIRS_AT_ONCE = 1 << 24
+
+
+def nearest(evicted: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kept key that is most like each evicted one, by cosine (eq. 9).
+
+    Args:
+        evicted: [batch, kv_heads, count, k_dim].
+        kept: [batch, kv_heads, held, k_dim].
+
+    Returns (similarities [batch, kv_heads, count] float32, places among the kept, the same shape, int64).
+    """
+    kept = kept.float()
+    lengths = _lengths(kept).transpose(-1, -2)
+    found = []
+    for tile in _tiles(evicted, kept.shape[2]):
+        keys = evicted[:, :, tile].float()
+        found.append(((keys @ kept.transpose(-1, -2)) / (_lengths(keys) * lengths)).max(dim=-1))
+    similarities, places = zip(*found, strict=True)
+    return torch.cat(similarities, dim=-1), torch.cat(places, dim=-1)
+
+
+def merged(
+    kept: Entries, evicted: Entries, similarities: torch.Tensor, places: torch.Tensor, joins: torch.Tensor
+) -> Entries:
+    """`kept` with the evicted entries that join it, keys and values alike (eq. 11 and 12).
+
+    The kept entry has the weight e = exp(1), as like itself as can be, each that joins it exp(similarity), and the sum
+    is divided by that of the weights. (Eq. 12 as printed gives each that joins the sum of all, with which the weights
+    would add up to more than 1.) Entries that none joins are as they were, to the bit.
+
+    Args:
+        similarities, places: what `nearest` found, [batch, kv_heads, count].
+        joins: [batch, kv_heads, count] bool.
+    """
+    weights = similarities.exp().masked_fill(~joins, 0.0)
+    if evicted.held == 1:
+        return _with_one(kept, evicted, weights, places)
+    shape = kept.positions.shape
+    total = torch.zeros(shape, dtype=torch.float32, device=weights.device)
+    keys, values = (torch.zeros(part.shape, dtype=torch.float32, device=part.device) for part in _parts(kept))
+    for tile in _tiles(evicted.keys, kept.held):
+        # A product with a matrix and no scattered addition, whose order and so rounding is left open on a GPU.
+        spread = weights.new_zeros(*places[:, :, tile].shape, kept.held)
+        spread.scatter_(-1, places[:, :, tile, None], weights[:, :, tile, None])
+        total += spread.sum(dim=2)
+        for target, part in zip((keys, values), _parts(evicted), strict=True):
+            target += spread.transpose(-1, -2) @ part[:, :, tile].float()
+    keys, values = (
+        _blended(old, joined, total[..., None]) for old, joined in zip(_parts(kept), (keys, values), strict=True)
+    )
+    return replace(kept, keys=keys, values=values, room=None)
+
+
+def _with_one(kept: Entries, evicted: Entries, weight: torch.Tensor, place: torch.Tensor) -> Entries:
+    """One step of decoding: of the kept entries only one can change."""
+    changed = kept.stored_in(EntryRoom.around(kept.keys, kept.values, SLACK))
+    for part, new in zip(_parts(changed), _parts(evicted), strict=True):
+        index = place[..., None].expand(-1, -1, -1, part.shape[3])
+        part.scatter_(2, index, _blended(part.gather(2, index), weight[..., None] * new, weight[..., None]))
+    return changed
+
+
+def _blended(old: torch.Tensor, joined: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """`old`, with the weighted sum `joined` of those that join it, whose weights add up to `total`, in its dtype."""
+    blended = (math.e * old.float() + joined) / (math.e + total)
+    return torch.where(total > 0, blended.to(old.dtype), old)
+
+
+def _parts(entries: Entries) -> tuple[torch.Tensor, torch.Tensor]:
+    return entries.keys, entries.values
+
+
+def _lengths(keys: torch.Tensor) -> torch.Tensor:
+    return keys.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+
+
+def _tiles(evicted: torch.Tensor, held: int) -> Iterator[slice]:
+    batch, kv_heads, count, _ = evicted.shape
+    step = max(1, _PAIRS_AT_ONCE // (batch * kv_heads * held))
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))

@@ -1,0 +1,47 @@
+"""PyramidKV (Cai et al. 2024, arXiv:2406.02069): SnapKV's vote, with budgets that fall from layer to layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero_kv.families.bounded.eviction.registry import register
+from hetero_kv.families.bounded.eviction.settings import policy_setting
+from hetero_kv.families.bounded.eviction.snapkv import SnapKVSettings, WindowVote
+from hetero_kv.settings.setting import setting
+
+
+@dataclass(frozen=True)
+class PyramidKVSettings(SnapKVSettings):
+    """PyramidKV: what the prompt's last queries attend to, more of it in lower layers."""
+
+    policy: str = policy_setting("pyramidkv")
+    beta: float = setting(
+        20.0, "steepness: the top layer has 1/beta of the mean budget, without the window; 1: all the same", minimum=1
+    )
+
+
+@register(
+    "pyramidkv",
+    meaning="SnapKV's vote, with budgets that fall linearly from the bottom layer",
+    settings=PyramidKVSettings,
+)
+class PyramidKV(WindowVote[PyramidKVSettings]):
+    """Budgets fall linearly from the bottom layer to the top, and are `budget` in the mean (section 3.2), over the
+    layers that have this policy.
+
+    As the authors' code does it: a prompt that has less than what the bottom layer would keep gets `budget` everywhere.
+    """
+
+    def budget_for(self, prompt_length: int) -> int:
+        """See EvictionPolicy."""
+        budget, window = super().budget_for(prompt_length), self.settings.window
+        mean = budget - window
+        if self.ranks == 1 or prompt_length <= max(budget, 2 * mean - 1):
+            return budget
+        lowest = mean / self.settings.beta
+        highest = 2 * mean - lowest
+        if highest > prompt_length - window:
+            highest = prompt_length - window
+            lowest = 2 * mean - highest
+        # Rounding half to even: the budgets of layers that mirror each other add up to twice the mean.
+        return window + round(highest - (highest - lowest) * self.rank / (self.ranks - 1))

@@ -1,0 +1,53 @@
+"""A uniformly random choice: the control that every policy must beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from hetero_kv.families.bounded.entries import Entries
+from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.ranking import best
+from hetero_kv.families.bounded.eviction.registry import register
+from hetero_kv.families.bounded.eviction.settings import StridedSettings, policy_setting
+from hetero_kv.settings.setting import setting
+
+
+@dataclass(frozen=True)
+class RandomSettings(StridedSettings):
+    """Random entries, as a control."""
+
+    policy: str = policy_setting("random")
+    prefill: Literal["full", "strided"] = setting(
+        "full", "full attention over the prompt before entries are drawn, or in strides"
+    )
+    seed: int = setting(0, "of the draw", minimum=0)
+
+
+@register("random", meaning="a uniformly random choice per kv head: the control", settings=RandomSettings)
+class RandomChoice(EvictionPolicy[RandomSettings]):
+    """Every token draws a number when it comes, the same however the prompt is cut; the highest stay."""
+
+    def __init__(self, settings: RandomSettings, layer_idx: int, num_layers: int) -> None:
+        super().__init__(settings, layer_idx, num_layers)
+        self.strided = settings.prefill == "strided"
+
+    def observe(self, entries: Entries, attended: Attended) -> Entries:
+        """See EvictionPolicy."""
+        return entries.scored(draw=drawn(entries.positions, self.settings.seed, self.layer_idx))
+
+    def evict(self, entries: Entries, budget: int) -> Entries:
+        """See EvictionPolicy."""
+        return entries.kept(best(entries.score("draw"), budget))
+
+
+def drawn(positions: torch.Tensor, seed: int, layer_idx: int) -> torch.Tensor:
+    """Numbers that look uniform, by position, kv head and layer: [batch, kv_heads, held] -> the same shape, int64."""
+    heads = torch.arange(positions.shape[1], device=positions.device)[:, None]
+    mixed = positions * 1_000_003 + heads * 7_919 + layer_idx * 104_729 + seed * 15_485_863
+    # SplitMix64's finaliser; int64 wraps around.
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return mixed ^ (mixed >> 31)

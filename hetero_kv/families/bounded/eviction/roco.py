@@ -1,0 +1,58 @@
+"""RoCo (Ren & Zhu 2024, arXiv:2402.06262): mean attention, and no eviction of what is attended to unevenly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hetero_kv.families.bounded.entries import Entries
+from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.ranking import best, protected
+from hetero_kv.families.bounded.eviction.registry import register
+from hetero_kv.families.bounded.eviction.settings import BoundedSettings, policy_setting
+from hetero_kv.settings.setting import setting
+
+
+@dataclass(frozen=True)
+class RoCoSettings(BoundedSettings):
+    """RoCo: mean attention, unevenly attended entries protected."""
+
+    policy: str = policy_setting("roco")
+    protected_ratio: float = setting(
+        0.3, "share of the budget for the entries whose attention deviates most", minimum=0, maximum=1
+    )
+    recent: int = setting(10, "newest entries, which count as deviating most", unit="entries", minimum=0)
+
+    @property
+    def least(self) -> int:
+        """See BoundedSettings."""
+        return self.recent + 1
+
+
+@register("roco", meaning="the highest mean attention, and what is attended to most unevenly", settings=RoCoSettings)
+class RoCo(EvictionPolicy[RoCoSettings]):
+    """Ranks entries by the mean attention of the queries that saw them; the highest standard deviations are out of its
+    scope. The heads of a group are so many more queries."""
+
+    def observe(self, entries: Entries, attended: Attended) -> Entries:
+        """See EvictionPolicy."""
+        sums, squares = attended.column_sums(), attended.column_sums(squared=True)
+        new, group = attended.tokens, sums.shape[2]
+        places = torch.arange(entries.held, device=sums.device)
+        saw = (entries.held - places).clamp(max=new) * group
+        return entries.scored(
+            received=entries.score("received") + sums.sum(dim=2),
+            squared=entries.score("squared") + squares.sum(dim=2),
+            queries=entries.score("queries") + saw,
+        )
+
+    def evict(self, entries: Entries, budget: int) -> Entries:
+        """See EvictionPolicy."""
+        queries = entries.score("queries")
+        mean = entries.score("received") / queries
+        variance = entries.score("squared") / queries - mean.square()
+        recent = self.settings.recent
+        out_of_scope = max(recent, round(budget * self.settings.protected_ratio))
+        uneven = best(protected(variance, last=recent), out_of_scope)
+        return entries.kept(best(mean.scatter(-1, uneven, float("inf")), budget))

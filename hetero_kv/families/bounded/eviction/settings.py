@@ -1,0 +1,64 @@
+"""The settings that every eviction policy has; each policy's own dataclass inherits one of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from hetero_kv.settings.setting import SettingError, Settings, setting
+
+
+def _policies() -> Iterable[str]:
+    from hetero_kv.families.bounded.eviction import names
+
+    return names()
+
+
+def policy_setting(name: str) -> Any:
+    """The field `policy` of the settings of the policy called `name`."""
+    return setting(name, "which entries stay", choices=_policies)
+
+
+@dataclass(frozen=True)
+class BoundedSettings(Settings):
+    """A fixed number of entries per layer and kv head."""
+
+    policy: str = policy_setting("streaming_llm")
+    budget: int | float = setting(
+        2048,
+        "entries kept per kv head and layer: a whole number is entries, a number up to 1.0 the share of the sequence "
+        "as the last prompt left it",
+        minimum=0,
+    )
+
+    @property
+    def least(self) -> int:
+        """The smallest budget that the policy can work with, entries."""
+        return 1
+
+    def validate(self) -> None:
+        """Check settings against each other. Raises SettingError."""
+        if isinstance(self.budget, float):
+            if not 0 < self.budget <= 1:
+                raise SettingError(
+                    "budget",
+                    self.budget,
+                    "as a share of the sequence it must be above 0 and at most 1.0; entries are a whole number",
+                )
+        elif self.budget < self.least:
+            raise SettingError(
+                "budget",
+                self.budget,
+                f"policy {self.policy} with these settings needs at least {self.least} entries; give at least "
+                f"{self.least}, or a share of the sequence (0.2 is 20 %)",
+            )
+
+
+@dataclass(frozen=True)
+class StridedSettings(BoundedSettings):
+    """A fixed number of entries, and a prompt that comes in strides through all layers."""
+
+    stride: int = setting(
+        1024, "tokens of a prompt that pass through all layers before entries are dropped", unit="tokens", minimum=1
+    )

@@ -1,0 +1,67 @@
+"""SirLLM (Yao et al. 2024, arXiv:2405.12528): what the model did not expect, by the entropy of each token."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from hetero_kv.families.bounded.entries import Entries
+from hetero_kv.families.bounded.eviction.policy import EvictionPolicy
+from hetero_kv.families.bounded.eviction.ranking import best, protected
+from hetero_kv.families.bounded.eviction.registry import register
+from hetero_kv.families.bounded.eviction.settings import StridedSettings, policy_setting
+from hetero_kv.settings.setting import setting
+
+
+@dataclass(frozen=True)
+class SirLLMSettings(StridedSettings):
+    """SirLLM: attention sinks, the least expected tokens and the newest."""
+
+    policy: str = policy_setting("sirllm")
+    sinks: int = setting(4, "first tokens of the sequence, always kept", unit="tokens", minimum=0)
+    recent_ratio: float = setting(0.25, "share of the budget that the newest tokens have", minimum=0, maximum=1)
+    decay_ratio: float = setting(
+        1.0, "factor of the entropy of earlier tokens at every new turn; 1: memory does not fade", minimum=0, maximum=1
+    )
+
+    @property
+    def least(self) -> int:
+        """See BoundedSettings."""
+        return self.sinks + 1
+
+
+@register(
+    "sirllm",
+    meaning="attention sinks, the tokens that the model expected least, and the newest; at positions 0, 1, …",
+    settings=SirLLMSettings,
+)
+class SirLLM(EvictionPolicy[SirLLMSettings]):
+    """Ranks tokens by their entropy -log P(token | those before), for all heads and layers alike (section 3).
+
+    At the beginning of every turn the entropy of what is held is multiplied by the decay ratio, so that memory fades.
+    """
+
+    strided = True
+    reindexed = True
+    needs_logits = True
+
+    def begin_turn(self, entries: Entries) -> Entries:
+        """See EvictionPolicy."""
+        faded = entries.score("token") * self.settings.decay_ratio
+        # The first token's entropy is infinite, and times 0 not a number.
+        return entries.scored(token=faded.nan_to_num(nan=0.0, posinf=math.inf))
+
+    def token_scores(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """See EvictionPolicy: nats."""
+        return cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
+
+    def evict(self, entries: Entries, budget: int) -> Entries:
+        """See EvictionPolicy."""
+        sinks = self.settings.sinks
+        recent = min(round(budget * self.settings.recent_ratio), budget - sinks)
+        # One set for all heads: the entropy is the token's.
+        entropy = entries.score("token")[:, :1]
+        return entries.kept(best(protected(entropy, first=sinks, last=recent), budget))

@@ -1,0 +1,94 @@
+"""SnapKV (Li et al. 2024, arXiv:2404.14469): what the end of the prompt votes for."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch.nn.functional import avg_pool1d
+
+from hetero_kv.families.bounded.entries import Entries
+from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.ranking import best, protected
+from hetero_kv.families.bounded.eviction.registry import register
+from hetero_kv.families.bounded.eviction.settings import BoundedSettings, policy_setting
+from hetero_kv.families.retrieval.observation import Observation
+from hetero_kv.settings.setting import SettingError, setting
+
+
+@dataclass(frozen=True)
+class SnapKVSettings(BoundedSettings):
+    """SnapKV: what the prompt's last queries attend to."""
+
+    policy: str = policy_setting("snapkv")
+    window: int = setting(
+        64, "last queries of the prompt, which vote; as many newest entries are kept", unit="tokens", minimum=1
+    )
+    kernel: int = setting(5, "average pooling of the votes along entries, odd; 1: none", unit="entries", minimum=1)
+
+    @property
+    def least(self) -> int:
+        """See BoundedSettings."""
+        return self.window + 1
+
+    def validate(self) -> None:
+        """Check settings against each other. Raises SettingError."""
+        super().validate()
+        if self.kernel % 2 == 0:
+            raise SettingError("kernel", self.kernel, "it must be odd, so that pooling has a middle")
+
+
+V = TypeVar("V", bound=SnapKVSettings)
+
+
+class WindowVote(EvictionPolicy[V]):
+    """Votes of an observation window: attention of the prompt's last queries, pooled along entries, mean over the
+    group (section 4).
+
+    While answering, an entry has the vote of the prompt; a generated one has the attention that it received while it
+    was among the newest `window`, which are kept: as many queries have voted on it by then.
+    """
+
+    def observe(self, entries: Entries, attended: Attended) -> Entries:
+        """See EvictionPolicy."""
+        window = self.settings.window
+        if attended.tokens > 1 or "window" in entries.carried:
+            observation = copy.copy(entries.carried.get("window") or Observation(window))
+            observation.watch(attended.q, attended.lse, attended.scale, attended.softcap)
+            return entries.carrying(window=observation)
+        votes = entries.score("vote").clone()
+        votes[..., -window:] += attended.column_sums().mean(dim=2)[..., -window:]
+        return entries.scored(vote=votes)
+
+    def prompt_votes(self, entries: Entries) -> torch.Tensor:
+        """The votes of the window that was just observed, pooled where entries may be dropped: [batch, kv_heads, held].
+
+        Those of the window itself are as received.
+        """
+        observation: Observation = entries.carried["window"]
+        assert observation.q is not None
+        group = observation.q.shape[1] // entries.keys.shape[1]
+        votes = observation.received(entries.keys) / group
+        old, kernel = entries.held - observation.q.shape[2], self.settings.kernel
+        if old:
+            votes[..., :old] = avg_pool1d(votes[..., :old], kernel, stride=1, padding=kernel // 2)
+        return votes
+
+    def end_of_prompt(self, entries: Entries) -> Entries:
+        """See EvictionPolicy."""
+        if "window" not in entries.carried:
+            return entries
+        return entries.scored(vote=self.prompt_votes(entries)).carrying(window=None)
+
+    def evict(self, entries: Entries, budget: int) -> Entries:
+        """See EvictionPolicy."""
+        return entries.kept(best(protected(entries.score("vote"), last=self.settings.window), budget))
+
+
+@register(
+    "snapkv", meaning="what the prompt's last queries vote for, and these queries' tokens", settings=SnapKVSettings
+)
+class SnapKV(WindowVote[SnapKVSettings]):
+    """The same budget in every layer."""

@@ -1,0 +1,45 @@
+"""StreamingLLM (Xiao et al. 2023, arXiv:2309.17453): attention sinks and the newest tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hetero_kv.families.bounded.entries import Entries
+from hetero_kv.families.bounded.eviction.policy import EvictionPolicy
+from hetero_kv.families.bounded.eviction.registry import register
+from hetero_kv.families.bounded.eviction.settings import StridedSettings, policy_setting
+from hetero_kv.settings.setting import setting
+
+
+@dataclass(frozen=True)
+class StreamingLLMSettings(StridedSettings):
+    """StreamingLLM: the first tokens and the newest."""
+
+    policy: str = policy_setting("streaming_llm")
+    sinks: int = setting(4, "first tokens of the sequence, always kept", unit="tokens", minimum=0)
+
+    @property
+    def least(self) -> int:
+        """See BoundedSettings."""
+        return self.sinks + 1
+
+
+@register(
+    "streaming_llm",
+    meaning="attention sinks and the newest tokens, at positions 0, 1, …",
+    settings=StreamingLLMSettings,
+)
+class StreamingLLM(EvictionPolicy[StreamingLLMSettings]):
+    """Keeps the first `sinks` and the newest entries; positions are those inside of the cache (section 3.2)."""
+
+    strided = True
+    reindexed = True
+
+    def evict(self, entries: Entries, budget: int) -> Entries:
+        """See EvictionPolicy."""
+        sinks = self.settings.sinks
+        first = torch.arange(sinks, device=entries.keys.device)
+        newest = torch.arange(entries.held - (budget - sinks), entries.held, device=entries.keys.device)
+        return entries.kept(torch.cat([first, newest])[None, None])

@@ -1,0 +1,105 @@
+"""The settings of retrieval attention; their names follow KTransformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from hetero_kv.families.retrieval.budgets import Pyramid
+from hetero_kv.settings.setting import SettingError, Settings, setting
+
+
+def _representative_types() -> Iterable[str]:
+    from hetero_kv.families.retrieval import representatives
+
+    return representatives.names()
+
+
+def _storage_types() -> Iterable[str]:
+    from hetero_kv.store import storage
+
+    return storage.names()
+
+
+@dataclass(frozen=True)
+class RetrievalSettings(Settings):
+    """KTransformers' CPU sparse attention: Initial | Context | Local, of which Context is retrieved by blocks."""
+
+    block_size: int = setting(128, "tokens of a Context block", unit="tokens", minimum=1)
+    initial_len: int = setting(
+        128, "attention sink: the first tokens (in whole blocks), always attended", unit="tokens", minimum=0
+    )
+    local_windows_len: int = setting(4096, "window of the newest tokens, always attended", unit="tokens", minimum=1)
+    second_block_count: int | Literal["all"] | tuple[int, ...] | Pyramid = setting(
+        96,
+        "Context blocks attended at each step; all: full attention",
+        unit="blocks",
+        minimum=0,
+        aliases=("second_select_num",),
+    )
+    preselect_block: bool = setting(
+        False, "restrict the candidates once per turn, by what the end of the prompt attends to"
+    )
+    preselect_block_count: int | tuple[int, ...] | Pyramid = setting(
+        96,
+        "blocks that survive preselection; where second_block_count is no less, all of them are attended to",
+        unit="blocks",
+        minimum=0,
+    )
+    kernel_size: int = setting(
+        5, "average pooling of preselection's votes along tokens, odd; 1: none", unit="tokens", minimum=1
+    )
+    observation_len: int = setting(
+        128, "last queries of the prompt whose attention DYNAMIC and preselection read", unit="tokens", minimum=1
+    )
+    representative_type: str = setting(
+        "DYNAMIC",
+        "what stands for a block when blocks are scored",
+        choices=_representative_types,
+        aliases=("anchor_type",),
+        value_aliases={"BLOCK_MEAN": "MEAN", "BLOCK_MAX": "MAX", "FIXED_ANCHOR": "FIXED"},
+    )
+    representative_num: int = setting(1, "representatives of a block", minimum=1, aliases=("anchor_num",))
+    head_select_mode: Literal["SHARED", "SEPARATE"] = setting(
+        "SHARED", "SHARED: one choice of blocks for all kv heads; SEPARATE: each kv head its own"
+    )
+    group_reduce: Literal["mean", "max"] = setting(
+        "mean", "a kv head's score of a block from those of its group's query heads"
+    )
+    layer_step: int = setting(1, "reselect in every n-th layer, reuse its blocks between", unit="layers", minimum=1)
+    token_step: int = setting(
+        1, "reselect at every n-th generated token, reuse the blocks between", unit="tokens", minimum=1
+    )
+    dense_layer_num: int = setting(0, "first layers that attend to everything", unit="layers", minimum=0)
+    kv_type: str = setting("FP16", "number format of the stored keys and values", choices=_storage_types)
+
+    def validate(self) -> None:
+        """Check settings against each other. Raises SettingError."""
+        from hetero_kv.families.retrieval import representatives
+        from hetero_kv.store import storage
+
+        least, most = representatives.get(self.representative_type).counts
+        if self.representative_num < least or (most is not None and self.representative_num > most):
+            allowed = f"{least} or more" if most is None else f"{least}" if least == most else f"{least} to {most}"
+            raise SettingError(
+                "representative_num",
+                self.representative_num,
+                f"representative_type {self.representative_type} takes {allowed}",
+            )
+        if self.representative_num > self.block_size and most is None:
+            raise SettingError(
+                "representative_num",
+                self.representative_num,
+                f"a block of block_size {self.block_size} has no more keys than that; take fewer, or larger blocks",
+            )
+        if self.kernel_size % 2 == 0:
+            raise SettingError("kernel_size", self.kernel_size, "it must be odd, so that pooling has a middle")
+        multiple = storage.get(self.kv_type).block_multiple
+        if self.block_size % multiple:
+            raise SettingError(
+                "block_size",
+                self.block_size,
+                f"kv_type {self.kv_type} needs a multiple of {multiple}, such as "
+                f"{-(-self.block_size // multiple) * multiple}; or take kv_type FP16",
+            )

@@ -1,0 +1,182 @@
+"""ShadowKV (arXiv:2410.21465): low-rank keys where the model computes, values in DRAM, chunks of both retrieved."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpu_ops.attention import attention_with_lse, chunk_attention
+from gpu_ops.merge import apply_sink, merge_attention
+from hetero_kv.adapter import bridge
+from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.adapter.rotary_probe import position_embeddings, rotation_of
+from hetero_kv.adapter.rotary_table import RotaryTable
+from hetero_kv.adapter.rotation import Rotation
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.sequence_layer import PrefillBuffer
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.evals.recorded_layer import RecordedLayer
+from hetero_kv.families.retrieval.state import SharedSelections
+from hetero_kv.families.shadowkv.landmarks import chosen_chunks
+from hetero_kv.families.shadowkv.layer import LowRankLayer
+from hetero_kv.families.shadowkv.partition import chunk_budget
+from hetero_kv.families.shadowkv.settings import ShadowKVSettings
+from hetero_kv.families.window.attention import SlidingWindowAttention
+from hetero_kv.settings.engine_settings import EngineSettings
+
+_USE = "ShadowKVAttention would undo the rotation of keys; use RetrievalAttention there"
+
+
+class ShadowKVAttention(AttentionOperator):
+    """Prefills exactly, chunk by chunk; decodes over outlier chunks, the chunks chosen by landmarks, and Recent.
+
+    With full rank and a budget that covers the sequence the result is full attention, to the value type's precision.
+    """
+
+    meaning = "keeps keys as low-rank factors where the model computes and values in DRAM, attends to chosen chunks"
+    settings_class = ShadowKVSettings
+    prefills_exactly = True
+
+    settings: ShadowKVSettings
+
+    def __init__(self, path: str, wrapped: nn.Module, settings: ShadowKVSettings, engine: EngineSettings) -> None:
+        super().__init__(path, wrapped, settings, engine)
+        self._require_rank()
+        self.rotation: Rotation | None = None
+
+    @classmethod
+    def operator_for(cls, module: nn.Module) -> type[Operator]:
+        """A layer with a sliding window of the model's own keeps that."""
+        if hasattr(module, "config") and hasattr(module, "layer_idx") and bridge.layer_window(module) is not None:
+            return SlidingWindowAttention
+        return cls
+
+    def _require_rank(self) -> None:
+        shape = KVShape.of_attention(self.wrapped, self._own_config)
+        channels, rank = shape.kv_heads * shape.k_dim, self.settings.rank
+        if rank > channels:
+            raise HeteroKVError(
+                f"{self.path}: rank is {rank}, and the keys of this layer have {shape.kv_heads} kv heads of "
+                f"{shape.k_dim}, {channels} channels together; set rank to at most {channels} (full rank), or to "
+                f"{max(1, round(channels * 160 / 1024))} for the share of the channels that the paper keeps"
+            )
+
+    def new_cache_layer(self, capacity: int, shared: SharedSelections) -> LowRankLayer:
+        """See AttentionOperator."""
+        return LowRankLayer(capacity, self.settings)
+
+    # -- rotation
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See AttentionOperator; notes how the tokens' positions are rotated."""
+        cache = bridge.cache_in(args, kwargs, self.path)
+        embeddings = position_embeddings(self.path, self.wrapped, kwargs, _USE)
+        if self.rotation is None:
+            self.rotation = rotation_of(self.path, self.wrapped, args, kwargs, _USE)
+        self._record(cache, self.rotation, *embeddings)
+        return super().forward(*args, **kwargs)
+
+    def _record(self, cache: HeteroCache, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Note the rotation of the new tokens, in one table with the other layers that are given the same."""
+        layer: LowRankLayer = cache.layers[self.layer_idx]
+        start = layer.get_seq_length()
+        own = layer.factors.rotary
+        if own is not None and own.record(cos, sin, start):
+            return
+        tables = (other.factors.rotary for other in cache.layers if isinstance(other, LowRankLayer))
+        for table in tables:
+            if table is not None and table.rotation == rotation and table.is_source(cos) and table is not own:
+                layer.factors.rotary = table
+                break
+        else:
+            layer.factors.rotary = RotaryTable(rotation) if own is None else own.until(start)
+        layer.factors.rotary.record(cos, sin, start)
+
+    # -- prefill
+
+    def take_over(self, cache: HeteroCache, recorded: RecordedLayer) -> None:
+        """See AttentionOperator."""
+        if recorded.rotation is None:
+            raise HeteroKVError(
+                f"{self.path}: the prefill was recorded without position embeddings, so that the rotation of its keys "
+                "cannot be undone; prefill the prompt under ShadowKVAttention's own rules"
+            )
+        if self.rotation is None:
+            # One token is looked at.
+            hidden = recorded.keys.new_empty(1, 1, self._own_config.hidden_size).expand(1, recorded.length, -1)
+            probed = {"hidden_states": hidden, "position_embeddings": recorded.rotation, "attention_mask": None}
+            self.rotation = rotation_of(self.path, self.wrapped, (), probed, _USE)
+        self._record(cache, self.rotation, *recorded.rotation)
+        layer: LowRankLayer = cache.layers[self.layer_idx]
+        buffer = PrefillBuffer(recorded.keys, recorded.values, past=0, length=recorded.length)
+        layer.append(recorded.keys, recorded.values, buffer)
+
+    def prefill_chunk(self, layer: LowRankLayer, call: bridge.AttentionCall) -> torch.Tensor:
+        """See AttentionOperator."""
+        self._require_full(call)
+        past_k, past_v = layer.extend(call.k, call.v)
+        out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap)
+        return out if call.sink is None else apply_sink(out, lse, call.sink)[0]
+
+    def _require_full(self, call: bridge.AttentionCall) -> None:
+        if call.sliding_window is not None:
+            raise bridge.UnsupportedModelError(
+                f"{self.path}: the model asks for a sliding window of {call.sliding_window}; "
+                "use SlidingWindowAttention there"
+            )
+
+    # -- decode
+
+    def decode_step(self, layer: LowRankLayer, call: bridge.AttentionCall) -> torch.Tensor:
+        """See AttentionOperator."""
+        self._require_full(call)
+        layer.append(call.k, call.v)
+        out, lse = _attention(call, layer.recent_keys.entries, layer.recent_values.entries)
+        recent_lse = lse
+        if layer.context.outliers is not None:
+            residents, chosen = layer.context.outliers.residents, self.chosen(layer, call)
+            hits = residents.hold(chosen, layer.rebuilt, layer.fetched, layer.chunks)
+            layer.state.hits, layer.state.choices = layer.state.hits + hits, layer.state.choices + chosen.numel()
+            if residents.keys.shape[2]:
+                out, lse = merge_attention(out, lse, *_attention(call, residents.keys, residents.values))
+        if self.engine.measure_recall:
+            self._measure_recall(layer, call, lse, recent_lse)
+        return (out if call.sink is None else apply_sink(out, lse, call.sink)[0]).to(call.q.dtype)
+
+    def chosen(self, layer: LowRankLayer, call: bridge.AttentionCall) -> torch.Tensor:
+        """The chunks of the Context that this step attends to beside the outliers: [batch, kv_heads, n] int64."""
+        assert layer.context.outliers is not None
+        outliers = layer.context.outliers.ids
+        budget = chunk_budget(layer.context.prompt_length, layer.chunks, self.settings)
+        count = min(budget, layer.chunks - outliers.shape[2])
+        if count == 0:
+            return outliers[:, :, :0]
+        return chosen_chunks(call.q, layer.landmarks.entries, outliers, count, call.scale, call.softcap)
+
+    def _measure_recall(
+        self, layer: LowRankLayer, call: bridge.AttentionCall, lse: torch.Tensor, recent_lse: torch.Tensor
+    ) -> None:
+        """Note the share of the full attention mass that was attended to, by the keys that the factors give back."""
+        full = recent_lse
+        if layer.context.length:
+            keys, values = (
+                part.new_empty(*part.shape[:2], layer.stored_length, part.shape[3]) for part in (call.k, call.v)
+            )
+            layer.load(keys, values)
+            full = _attention(call, keys, values)[1]
+        layer.state.recall_sum += float(torch.exp(lse.float() - full.float()).mean())
+        layer.state.recall_steps += 1
+
+
+def _attention(
+    call: bridge.AttentionCall, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one query per head to keys and values [batch, kv_heads, tokens, dim]: out as q is, and its lse."""
+    batch, heads, _, k_dim = call.q.shape
+    kv_heads = keys.shape[1]
+    folded = call.q.reshape(batch, kv_heads, heads // kv_heads, k_dim)
+    out, lse = attention_with_lse(folded, keys, values, call.scale, call.softcap)
+    return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)

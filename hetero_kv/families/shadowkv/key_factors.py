@@ -1,0 +1,126 @@
+"""The keys of a sequence's Context as low-rank factors, and their rotation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gpu_ops.rebuild import rebuilt_chunks, rebuilt_range
+from gpu_ops.rotary import unrotate
+from hetero_kv.adapter.rotary_table import RotaryTable
+from hetero_kv.families.shadowkv import factors
+from hetero_kv.store.growing_tensor import GrowingTensor
+
+# Tokens whose float32 keys are held at once while they are factored.
+_TILE = 1024
+
+
+class KeyFactors:
+    """Keys as coefficients in one basis for all kv heads, before rotation; they are rotated as they are read.
+
+    Args:
+        rank: of the basis.
+        slack: tokens that the coefficients' buffer grows by beyond what it must hold.
+
+    Attributes:
+        basis: [batch, kv_heads, rank, k_dim], the leading right singular vectors; None before the first keys.
+        coefficients: [batch, tokens, rank].
+        rotary: the rotation of every position; the operator sets it before tokens come.
+    """
+
+    def __init__(self, rank: int, slack: int) -> None:
+        self.rank = rank
+        self.basis: torch.Tensor | None = None
+        self.coefficients = GrowingTensor(1, slack)
+        self.rotary: RotaryTable | None = None
+
+    def __len__(self) -> int:
+        return len(self.coefficients)
+
+    def factor(self, keys: torch.Tensor) -> None:
+        """Take the best basis for keys [batch, kv_heads, tokens, k_dim] of the first tokens; forget coefficients."""
+        gram = factors.gram_matrix(self._plain_tiles(keys, 0))
+        basis = factors.leading_basis(gram, self.rank).unflatten(2, (keys.shape[1], keys.shape[3]))
+        self.basis = basis.transpose(1, 2).to(keys.dtype).contiguous()
+        self.coefficients = GrowingTensor(1, self.coefficients.slack)
+
+    def append(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the coefficients of the next keys [batch, kv_heads, tokens, k_dim].
+
+        Returns their energy outside of the subspace, and in all: [batch] float64.
+        """
+        start, flat = len(self), self._flat_basis
+        self.coefficients.reserve(keys.new_empty(keys.shape[0], 0, self.rank), keys.shape[2])
+        outside, energy = [], []
+        for plain in self._plain_tiles(keys, start):
+            coefficients = factors.projected(plain, flat).to(keys.dtype)
+            self.coefficients.append(coefficients)
+            outside.append(factors.energy_outside(plain, coefficients, flat))
+            energy.append(factors.energy(plain))
+        return torch.stack(outside).sum(dim=0), torch.stack(energy).sum(dim=0)
+
+    def share_outside(self, keys: torch.Tensor, start: int) -> float:
+        """Share of the energy of keys from position `start` on that is outside of the subspace, of the worst row."""
+        flat = self._flat_basis
+        outside = energy = torch.zeros(len(keys), dtype=torch.float64, device=keys.device)
+        for plain in self._plain_tiles(keys, start):
+            outside = outside + factors.energy_outside(plain, factors.projected(plain, flat), flat)
+            energy = energy + factors.energy(plain)
+        return float((outside / energy).max())
+
+    def keys_between(self, start: int, stop: int) -> torch.Tensor:
+        """The keys of the positions [start, stop), rotated: [batch, kv_heads, stop - start, k_dim]."""
+        assert self.basis is not None
+        assert self.rotary is not None
+        angles = self.rotary.cos, self.rotary.sin, self.rotary.rotation.layout
+        return rebuilt_range(self.coefficients.entries, self.basis, *angles, start, stop)
+
+    def keys_of(self, chunks: torch.Tensor, chunk_size: int) -> torch.Tensor:
+        """Each head's keys of its chunks [batch, kv_heads, n], rotated: [batch, kv_heads, n, chunk_size, k_dim]."""
+        assert self.basis is not None
+        assert self.rotary is not None
+        angles = self.rotary.cos, self.rotary.sin, self.rotary.rotation.layout
+        return rebuilt_chunks(self.coefficients.entries, self.basis, *angles, chunks, chunk_size)
+
+    @property
+    def _flat_basis(self) -> torch.Tensor:
+        """[batch, rank, kv_heads * k_dim] float32."""
+        assert self.basis is not None
+        return self.basis.transpose(1, 2).flatten(2).float()
+
+    def _plain_tiles(self, keys: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
+        """Keys before rotation, all heads together: [batch, tokens, kv_heads * k_dim] float32, tile by tile."""
+        assert self.rotary is not None
+        for offset in range(0, keys.shape[2], _TILE):
+            tile = keys[:, :, offset : offset + _TILE]
+            at = slice(start + offset, start + offset + tile.shape[2])
+            plain = unrotate(tile, self.rotary.cos[at], self.rotary.sin[at], self.rotary.rotation.layout)
+            yield plain.transpose(1, 2).flatten(2)
+
+    def select(self, index: torch.Tensor) -> None:
+        """Let row i be what row `index[i]` was."""
+        self.coefficients.select(index)
+        self.basis = None if self.basis is None else self.basis[index.to(self.basis.device)]
+
+    def checkpoint(self) -> tuple[Any, ...]:
+        """What `restore` needs to come back to the present state."""
+        return self.basis, self.rotary, self.coefficients, self.coefficients.checkpoint()
+
+    def restore(self, checkpoint: tuple[Any, ...]) -> None:
+        """Come back to the state at `checkpoint`."""
+        self.basis, self.rotary, self.coefficients, held = checkpoint
+        self.coefficients.restore(held)
+
+    def fork(self, memo: dict[int, Any]) -> KeyFactors:
+        """A second one with the same keys; `memo` as for copy.deepcopy."""
+        twin = copy.copy(self)
+        twin.coefficients, twin.rotary = self.coefficients.fork(), copy.deepcopy(self.rotary, memo)
+        return twin
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of basis and coefficients, bytes; not of the rotary table, which layers share."""
+        return self.coefficients.nbytes + (0 if self.basis is None else self.basis.numel() * self.basis.element_size())

@@ -1,0 +1,28 @@
+"""How a ShadowKV layer divides a sequence, and how much of it a step attends to."""
+
+from __future__ import annotations
+
+import math
+
+from hetero_kv.families.shadowkv.settings import ShadowKVSettings
+
+
+def context_end(length: int, settings: ShadowKVSettings) -> int:
+    """Where the Context of a sequence of `length` tokens ends: whole chunks, all but the last `local_chunks`."""
+    chunk_size = settings.landmark_chunk_size
+    return max(0, length // chunk_size - settings.local_chunks) * chunk_size
+
+
+def first_context_end(length: int, settings: ShadowKVSettings) -> int:
+    """Where the Context of a first prompt of `length` tokens ends: factors of fewer than `rank` take more than keys."""
+    end = context_end(length, settings)
+    return 0 if end < settings.rank else end
+
+
+def chunk_budget(prompt_length: int, chunks: int, settings: ShadowKVSettings) -> int:
+    """Chunks to choose at each step of an answer, of `chunks`; a share is one of the sequence as the prompt left it."""
+    budget = settings.sparse_budget
+    if isinstance(budget, str) or (isinstance(budget, float) and budget == 1.0):
+        return chunks
+    tokens = budget * prompt_length if isinstance(budget, float) else budget
+    return max(1, math.ceil(tokens / settings.landmark_chunk_size))

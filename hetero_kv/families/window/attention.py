@@ -1,0 +1,62 @@
+"""The model's own sliding-window layers (Gemma, gpt-oss, Mistral 0.1, …), in chunks, with only the window kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gpu_ops.attention import sliding_window_attention
+from gpu_ops.merge import apply_sink
+from hetero_kv.adapter import bridge
+from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.evals.recorded_layer import RecordedLayer
+from hetero_kv.families.retrieval.state import SharedSelections
+from hetero_kv.families.window.layer import WindowLayer
+from hetero_kv.families.window.settings import SlidingWindowSettings
+
+
+class SlidingWindowAttention(AttentionOperator):
+    """Exact attention of a layer whose queries see the last `sliding_window` keys; older keys are dropped."""
+
+    meaning = "the model's own sliding-window attention, exact, with only the window kept"
+    settings_class = SlidingWindowSettings
+    prefills_exactly = True
+    continues_exactly = True
+
+    @classmethod
+    def require_suitable(cls, path: str, module: nn.Module) -> None:
+        """See Operator."""
+        super().require_suitable(path, module)
+        if bridge.layer_window(module) is None:
+            raise bridge.UnsupportedModelError(
+                f"{path} ({type(module).__name__}) has full attention in this model, not a sliding window; "
+                "use RetrievalAttention there"
+            )
+
+    def new_cache_layer(self, capacity: int, shared: SharedSelections) -> WindowLayer:
+        """See AttentionOperator."""
+        window = bridge.layer_window(self.wrapped)
+        assert window is not None
+        return WindowLayer(window)
+
+    def take_over(self, cache: HeteroCache, recorded: RecordedLayer) -> None:
+        """See AttentionOperator."""
+        layer: WindowLayer = cache.layers[self.layer_idx]
+        # Not copied: a window never writes over the tokens that it was given.
+        layer.restore((recorded.keys, recorded.values, 0, recorded.keys.shape[2], recorded.length))
+
+    def prefill_chunk(self, layer: WindowLayer, call: bridge.AttentionCall) -> torch.Tensor:
+        """See AttentionOperator."""
+        if call.sliding_window not in (None, layer.window):
+            raise bridge.UnsupportedModelError(
+                f"{self.path}: the model asks for a window of {call.sliding_window} where its config says "
+                f"{layer.window}"
+            )
+        keys, values = layer.extend(call.k, call.v)
+        out, lse = sliding_window_attention(call.q, keys, values, layer.window, call.scale, call.softcap)
+        return out if call.sink is None else apply_sink(out, lse, call.sink)[0]
+
+    def decode_step(self, layer: WindowLayer, call: bridge.AttentionCall) -> torch.Tensor:
+        """See AttentionOperator."""
+        return self.prefill_chunk(layer, call)

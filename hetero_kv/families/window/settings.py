@@ -1,0 +1,12 @@
+"""The settings of the model's own sliding-window layers: none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero_kv.settings.setting import Settings
+
+
+@dataclass(frozen=True)
+class SlidingWindowSettings(Settings):
+    """No settings: the window is the model's own."""

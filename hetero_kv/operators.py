@@ -1,0 +1,20 @@
+"""What a rule can put into a model, one file per operator."""
+
+from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.chunked_module import ChunkedModule
+from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.families.bounded.attention import BoundedAttention
+from hetero_kv.families.retrieval.attention import RetrievalAttention
+from hetero_kv.families.shadowkv.attention import ShadowKVAttention
+from hetero_kv.families.window.attention import SlidingWindowAttention
+
+__all__ = [
+    "AttentionOperator",
+    "BoundedAttention",
+    "ChunkedDecoderLayer",
+    "ChunkedModule",
+    "Operator",
+    "RetrievalAttention",
+    "ShadowKVAttention",
+    "SlidingWindowAttention",
+]

@@ -1,0 +1,140 @@
+"""How long a context can be: what it takes against what is free, with a reserve.
+
+One function serves `hetero-kv plan`, `max_seq_len: auto`, and the refusal of a `max_seq_len` that does not fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.planning.footprint import BytesPerToken, Footprint, LayerFootprint, Memory, layer_bytes_per_token
+from hetero_kv.planning.free_memory import free_dram, free_gpu
+
+if TYPE_CHECKING:
+    from hetero_kv.rules.injection import Injection
+
+__all__ = [
+    "RESERVE",
+    "BytesPerToken",
+    "Footprint",
+    "LayerFootprint",
+    "Memory",
+    "OutOfMemoryError",
+    "Plan",
+    "free_dram",
+    "free_gpu",
+    "layer_bytes_per_token",
+    "resolve_max_seq_len",
+]
+
+#: Share of the free memory that is left to everything else.
+RESERVE = 0.1
+
+#: No context is longer: what `Plan.largest` is where memory does not grow with the context (windows, bounded layers).
+LONGEST = (1 << 40) - 1
+
+
+class OutOfMemoryError(HeteroKVError):
+    """`max_seq_len` tokens do not fit into the memory that is free. Nothing was allocated."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model's footprint against the memory that is free.
+
+    Attributes:
+        footprint: what a context takes.
+        dram: free DRAM, bytes.
+        gpu: free memory of the GPU, bytes; None where the model computes on the CPU, or nothing is known of the GPU.
+        context_length: what the model was made for, tokens.
+        batch: sequences that are processed together.
+        forks: of the cache, each with room for a context of its own.
+    """
+
+    footprint: Footprint
+    dram: int
+    gpu: int | None
+    context_length: int
+    batch: int = 1
+    forks: int = 0
+
+    @classmethod
+    def of(cls, injection: Injection, batch: int = 1, forks: int = 0) -> Plan:
+        """For a loaded model with its rules, by the memory that is free now."""
+        footprint = Footprint.of(injection)
+        device = str(next(injection.model.parameters()).device)
+        gpu = free_gpu(device) if device.startswith("cuda") else None
+        return cls(footprint, free_dram(), gpu, injection.context_length, batch, forks)
+
+    def memory(self, tokens: int) -> Memory:
+        """What contexts of `tokens` take, term by term."""
+        return self.footprint.memory(tokens, self.batch, self.forks)
+
+    def dram_needed(self, tokens: int) -> int:
+        """DRAM that a context of `tokens` takes, bytes; without a GPU the model computes there too."""
+        memory = self.memory(tokens)
+        return memory.store if self.footprint.on_gpu else memory.store + memory.compute
+
+    def gpu_needed(self, tokens: int) -> int:
+        """Memory of the GPU that a context of `tokens` takes, bytes; 0 without a GPU."""
+        return self.memory(tokens).compute if self.footprint.on_gpu else 0
+
+    def fits_dram(self, tokens: int) -> bool:
+        """Whether a context of `tokens` leaves the reserve of DRAM free."""
+        return self.dram_needed(tokens) <= self.dram * (1 - RESERVE)
+
+    def fits_gpu(self, tokens: int) -> bool:
+        """Whether it leaves the reserve of the GPU's memory free; True where there is none, or nothing is known."""
+        return self.gpu is None or self.gpu_needed(tokens) <= self.gpu * (1 - RESERVE)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a context of `tokens` fits everywhere."""
+        return self.fits_dram(tokens) and self.fits_gpu(tokens)
+
+    def largest(self) -> int:
+        """The most tokens that fit, whatever the model was made for; 0 when nothing does."""
+        fitting, beyond = 0, 1
+        while beyond <= LONGEST and self.fits(beyond):
+            fitting, beyond = beyond, 2 * beyond
+        while beyond - fitting > 1:
+            middle = (fitting + beyond) // 2
+            fitting, beyond = (middle, beyond) if self.fits(middle) else (fitting, middle)
+        return fitting
+
+
+def resolve_max_seq_len(wanted: int | str, plan: Plan) -> int:
+    """The capacity in tokens that `max_seq_len` stands for.
+
+    Args:
+        wanted: tokens, or "auto": the model's context length, or what fits if that is less.
+
+    Raises OutOfMemoryError when it does not fit; the message says how many tokens would.
+    """
+    if wanted != "auto" and plan.fits(int(wanted)):
+        return int(wanted)
+    largest = plan.largest()
+    if wanted == "auto" and largest:
+        return min(plan.context_length, largest)
+    tokens = 1 if wanted == "auto" else int(wanted)
+    remedies = [f"max_seq_len {largest}"] if largest else []
+    batches = [(replace(plan, batch=n), f"a batch of {n}") for n in range(1, plan.batch)]
+    forks = [(replace(plan, forks=n), f"{n} forks") for n in range(plan.forks)]
+    for smaller in (batches, forks):
+        remedies += [text for fewer, text in smaller if fewer.fits(tokens)][-1:]
+    remedy = f"{', or '.join(remedies)} would fit" if remedies else "not even one token fits: take a smaller model"
+    raise OutOfMemoryError(f"max_seq_len is {wanted}: {_lacking(plan, tokens)}; {remedy}")
+
+
+def _lacking(plan: Plan, tokens: int) -> str:
+    """What a context takes and what is free, of DRAM or of the GPU's memory, whichever is short."""
+    needed, free, of = plan.dram_needed(tokens), plan.dram, "DRAM"
+    if plan.fits_dram(tokens) and plan.gpu is not None:
+        needed, free, of = plan.gpu_needed(tokens), plan.gpu, "the GPU's memory"
+    sequences = plan.batch * (1 + plan.forks)
+    what = f"{tokens} tokens" if sequences == 1 else f"{sequences} sequences of {tokens} tokens"
+    return (
+        f"{what} take {needed / 1e9:.2f} GB of {of}, and {free / 1e9:.2f} GB are free "
+        f"({RESERVE:.0%} is kept in reserve)"
+    )

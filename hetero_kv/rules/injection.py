@@ -1,0 +1,280 @@
+"""Putting operators into a loaded model by rules, and taking them out again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicCache
+
+from hetero_kv.adapter import bridge
+from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.guard import driven_whole, guarded
+from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.families.bounded.attention import BoundedAttention, settle_policies
+from hetero_kv.families.retrieval.attention import RetrievalAttention
+from hetero_kv.families.retrieval.state import SharedSelections
+from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
+from hetero_kv.rules.rule_file import Rule, RuleSet, load_rules, nearest_module_paths
+from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.settings.setting import Settings
+
+
+class InjectionError(HeteroKVError):
+    """The rules cannot be applied to this model. The model is as it was."""
+
+
+@dataclass
+class Injection:
+    """What `inject` did to a model.
+
+    Attributes:
+        engine: the engine's settings in force.
+        operators: module path -> operator, in the model's order.
+        rules: module path -> the rule that put its operator there.
+        configs: the modules whose config was replaced by a copy, with the original.
+    """
+
+    model: PreTrainedModel
+    engine: EngineSettings
+    operators: dict[str, Operator] = field(default_factory=dict)
+    rules: dict[str, Rule] = field(default_factory=dict)
+    configs: list[tuple[Any, Any]] = field(default_factory=list)
+
+    def report(self) -> dict[str, tuple[str, Settings | None]]:
+        """Module path -> (operator's name, its settings)."""
+        return {path: (type(operator).__name__, operator.settings) for path, operator in self.operators.items()}
+
+    def attention_operators(self) -> Iterator[AttentionOperator]:
+        """The operators that compute attention, in the model's order."""
+        return (operator for operator in self.operators.values() if isinstance(operator, AttentionOperator))
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that the model was made for."""
+        return getattr(bridge.text_config(self.model), "max_position_embeddings", None) or 1 << 20
+
+    def bytes_per_token(self) -> float:
+        """DRAM per token of one sequence, bytes, over all retrieval layers."""
+        return Footprint.of(self).bytes_per_token.total
+
+    def max_seq_len(self, wanted: int | None = None, batch: int = 1, forks: int = 0) -> int:
+        """The capacity in tokens for `wanted` tokens, or for the settings' `max_seq_len`.
+
+        Args:
+            batch: sequences that are processed together, each with this capacity.
+            forks: of the cache, each with this capacity too.
+
+        Raises OutOfMemoryError when it does not fit into the free memory.
+        """
+        plan = Plan.of(self, batch, forks)
+        return resolve_max_seq_len(self.engine.max_seq_len if wanted is None else wanted, plan)
+
+    def compile_kernels(self) -> None:
+        """Compile the CPU kernels of every layer now, so that the first answer does not wait for them."""
+        config = bridge.text_config(self.model)
+        softcap = getattr(config, "attn_logit_softcapping", None) or 0.0
+        for operator in self.attention_operators():
+            if isinstance(operator, RetrievalAttention):
+                shape = KVShape.of_attention(operator.wrapped, config)
+                group = config.num_attention_heads // shape.kv_heads
+                operator.compile_kernels(shape.kv_heads, group, shape.k_dim, shape.v_dim, softcap)
+
+    def cache_layers(self, capacity: int) -> list[CacheLayerMixin]:
+        """A cache layer per layer of the model: the operators' own, and transformers' where there is no operator.
+
+        `capacity` tokens may fit into memory or not (`max_seq_len`).
+        """
+        layers = list(DynamicCache(config=bridge.text_config(self.model)).layers)
+        shared: SharedSelections = {}
+        for operator in self.attention_operators():
+            layers[operator.layer_idx] = operator.new_cache_layer(capacity, shared)
+        return layers
+
+
+def inject(
+    model: PreTrainedModel,
+    rules: RuleSet | str | Path,
+    *,
+    command_line: Mapping[str, Any] | None = None,
+    settings_file: Mapping[str, Any] | None = None,
+) -> Injection:
+    """Replace the modules that the rules match by operators, in place.
+
+    Args:
+        model: a loaded transformers model, in eval mode.
+        rules: a rule set, or the path or name of a rules file.
+        command_line: settings that win over the rules file, under their own names.
+        settings_file: settings that the rules file wins over.
+
+    Returns what was done; `eject(model)` undoes it exactly.
+
+    Raises:
+        ConfigError: a mistake in the rules file or in a setting.
+        InjectionError: the model is injected already, or a rule matches nothing in it.
+        UnsupportedModelError: an operator cannot compute a matched module exactly; it says why.
+    """
+    if getattr(model, "hetero_kv_injection", None) is not None:
+        raise InjectionError(
+            f"{type(model).__name__} has rules injected already; call hetero_kv.eject(model) before injecting others"
+        )
+    rule_set = rules if isinstance(rules, RuleSet) else load_rules(rules)
+    layers_of_settings = {"command_line": command_line, "settings_file": settings_file}
+    injection = Injection(model, rule_set.engine_settings(**layers_of_settings))
+    plan = _plan(model, rule_set)
+    settings = {
+        path: rule_set.operator_settings(rule, **layers_of_settings)
+        if operator_class is rule.operator
+        else (operator_class.settings_class() if operator_class.settings_class else None)
+        for path, (rule, operator_class) in plan.items()
+    }
+    try:
+        # The deepest modules first, so that every path is still the model's own when its turn comes.
+        for path in sorted(plan, key=lambda path: -path.count(".")):
+            operator = plan[path][1](path, model.get_submodule(path), settings[path], injection.engine)
+            operator.install()
+            model.set_submodule(path, operator)
+            injection.operators[path] = operator
+        settle_policies(injection.operators[path] for path in plan)
+    except BaseException:
+        _take_out(model, injection)
+        raise
+    injection.operators = {path: injection.operators[path] for path in plan}
+    injection.rules = {path: rule for path, (rule, _) in plan.items()}
+    injection.configs = [(holder, holder.config) for holder in _mask_builders(model, injection.operators)]
+    _guard(injection)
+    model.hetero_kv_injection = injection
+    return injection
+
+
+def eject(model: PreTrainedModel) -> None:
+    """Restore a model that `inject` was called on, module by module and config by config.
+
+    Raises InjectionError when it has no rules injected.
+    """
+    injection: Injection | None = getattr(model, "hetero_kv_injection", None)
+    if injection is None:
+        raise InjectionError(f"{type(model).__name__} has no rules injected, there is nothing to eject")
+    _take_out(model, injection)
+    del model.hetero_kv_injection
+
+
+@contextmanager
+def suspended(model: PreTrainedModel) -> Iterator[None]:
+    """Within this context the model is untouched; then the rules that it had injected, if any, are back.
+
+    The operators are the same as before, so that caches made under them go on.
+    """
+    injection: Injection | None = getattr(model, "hetero_kv_injection", None)
+    if injection is None:
+        yield
+        return
+    eject(model)
+    try:
+        yield
+    finally:
+        for path, operator in sorted(injection.operators.items(), key=lambda item: -item[0].count(".")):
+            operator.install()
+            model.set_submodule(path, operator)
+        _guard(injection)
+        model.hetero_kv_injection = injection
+
+
+def _guard(injection: Injection) -> None:
+    """Guard the forward of the modules that build masks, and let them build none."""
+    for holder, config in injection.configs:
+        holder.config = bridge.with_implementation(config)
+        holder.forward = guarded(holder)
+    if _is_driven(injection):
+        injection.model.forward = driven_whole(injection.model)
+
+
+def _is_driven(injection: Injection) -> bool:
+    """Whether the whole model's forward is cut into strides: it has bounded layers, and a head outside of them."""
+    return all(injection.model is not holder for holder, _ in injection.configs) and any(
+        isinstance(operator, BoundedAttention) for operator in injection.operators.values()
+    )
+
+
+def _take_out(model: nn.Module, injection: Injection) -> None:
+    for path, operator in sorted(injection.operators.items(), key=lambda item: item[0].count(".")):
+        model.set_submodule(path, operator.uninstall())
+    for holder, config in injection.configs:
+        holder.config = config
+        # The guard is an attribute of the instance; its class has the model's own.
+        del holder.forward
+    injection.model.__dict__.pop("forward", None)
+
+
+def _plan(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, type[Operator]]]:
+    """Which rule and operator class each replaced module gets. Raises before anything is changed."""
+    modules = {path: module for path, module in model.named_modules() if path}
+    unused = list(rule_set.rules)
+    plan: dict[str, tuple[Rule, type[Operator]]] = {}
+    closed: list[str] = []
+    for path, module in modules.items():
+        matching = [rule for rule in rule_set.rules if rule.matches(path, module)]
+        unused = [rule for rule in unused if rule not in matching]
+        if not matching or any(path.startswith(f"{ancestor}.") for ancestor in closed):
+            continue
+        first = matching[0]
+        if not first.recursive:
+            closed.append(path)
+        if first.operator is None:
+            continue
+        operator_class = first.operator.operator_for(module)
+        operator_class.require_suitable(path, module)
+        plan[path] = (first, operator_class)
+    if unused:
+        rule = unused[0]
+        pattern = rule.match_name.pattern if rule.match_name else None
+        wanted = " and ".join(
+            f"{key} {value!r}" for key, value in (("name", pattern), ("class", rule.match_class)) if value
+        )
+        near = (
+            nearest_module_paths(pattern, list(modules))
+            if pattern
+            else sorted({type(m).__name__ for m in modules.values()})
+        )
+        raise InjectionError(
+            f"{rule.title}: match: {wanted} matches no module of {type(model).__name__}; it has, for example, "
+            f"{', '.join(near[:4] or list(modules)[:4])}"
+        )
+    _require_chunked(modules, plan)
+    return plan
+
+
+def _require_chunked(modules: dict[str, nn.Module], plan: dict[str, tuple[Rule, type[Operator]]]) -> None:
+    """Raise InjectionError for an attention module that is left as it is where nobody would build its mask."""
+    chunked = [path for path, (_, cls) in plan.items() if issubclass(cls, ChunkedDecoderLayer)]
+    replaced = [path for path, (_, cls) in plan.items() if issubclass(cls, AttentionOperator)]
+    if not chunked and not replaced:
+        return
+    for path, module in modules.items():
+        if not bridge.is_attention(module) or any(path == r or path.startswith(f"{r}.") for r in replaced):
+            continue
+        if not any(path.startswith(f"{layer}.") for layer in chunked):
+            raise InjectionError(
+                f"{path} ({type(module).__name__}) is left as it is, but its layer is no ChunkedDecoderLayer, "
+                "so that nobody would build its causal mask; add a rule for the layer, or replace the attention too"
+            )
+
+
+def _mask_builders(model: nn.Module, operators: dict[str, Operator]) -> list[Any]:
+    """The modules that build the attention mask of replaced layers: the nearest transformers model around each."""
+    builders: dict[int, Any] = {}
+    for path in operators:
+        parts = path.split(".")
+        for depth in range(len(parts) - 1, -1, -1):
+            ancestor = model.get_submodule(".".join(parts[:depth]))
+            if isinstance(ancestor, PreTrainedModel):
+                builders[id(ancestor)] = ancestor
+                break
+    return list(builders.values())

@@ -1,0 +1,113 @@
+"""The user's settings file, `~/.hetero_kv/config.yaml`: written on first run, read on every run.
+
+Every setting is written with its default and meaning, the value commented out: an untouched file changes nothing, and
+does not pin the defaults of the version that wrote it. The command line and rules files win over what it sets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hetero_kv.errors import ConfigError
+from hetero_kv.rules.precedence import ALL_LONG_CONTEXT
+from hetero_kv.settings.located_yaml import located, read_yaml
+from hetero_kv.settings.setting import canonical, describe
+
+ENVIRONMENT_VARIABLE = "HETERO_KV_CONFIG"
+
+_logger = logging.getLogger(__name__)
+
+
+def settings_path() -> Path | None:
+    """Where the settings file is: `$HETERO_KV_CONFIG`, else in the home directory; None where there is no home."""
+    path = Path(os.path.expanduser(os.environ.get(ENVIRONMENT_VARIABLE) or "~/.hetero_kv/config.yaml"))
+    return None if path.parts[0] == "~" else path
+
+
+def settings_text() -> str:
+    """The settings file as it is first written: every long-context setting, its default, unit and meaning."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield "# Settings of hetero-kv for long contexts."
+    yield "# To change one, take away the # before its name. Each line shows the default."
+    yield "# The command line and the rules file (--config) win over this file; this file wins over the defaults."
+    yield "long_context:"
+    for cls in ALL_LONG_CONTEXT:
+        yield ""
+        for row in describe(cls):
+            aliases = f" (also: {', '.join(row.aliases)})" if row.aliases else ""
+            unit = f", in {row.unit}" if row.unit else ""
+            yield f"  # {row.doc}{aliases}"
+            yield f"  #   {row.type}{unit}"
+            yield f"  #{row.name}: {row.default}"
+
+
+def ensure_settings_file(path: Path | None = None) -> Path | None:
+    """The settings file, written first if there is none.
+
+    It appears complete or not at all, and one that exists is never touched.
+
+    Returns:
+        Its path; None when it could not be written, which is logged as a warning and is no error.
+    """
+    path = path or settings_path()
+    if path is None:
+        _logger.warning("no settings file: no home directory is known; set %s to a path", ENVIRONMENT_VARIABLE)
+        return None
+    if os.path.lexists(path):
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_atomically(path, settings_text())
+    except OSError as error:
+        _logger.warning(
+            "the settings file %s cannot be written (%s); going on with the defaults, or set %s to another path",
+            path,
+            error.strerror or error,
+            ENVIRONMENT_VARIABLE,
+        )
+        return None
+    return path
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    descriptor, partial = tempfile.mkstemp(prefix=path.name, suffix=".partial", dir=path.parent, text=True)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+def read_settings_file(path: Path | None = None) -> dict[str, Any]:
+    """The settings the file sets, under their own names; {} when there is no file.
+
+    They stand in a `long_context:` block, or at the top level as in the block KTransformers' documentation shows.
+
+    Raises:
+        ConfigError: the file cannot be read, or has a mistake in it; it names file, line and key.
+    """
+    path = path or settings_path()
+    if path is None or not path.exists():
+        return {}
+    source = str(path)
+    document = read_yaml(path)
+    if isinstance(document, Mapping) and "long_context" in document:
+        beside = [key for key in document if key != "long_context"]
+        if beside:
+            raise ConfigError(
+                f"{located(source, document, beside[0])}: {beside[0]!r} stands beside long_context; move it in"
+            )
+        return canonical(ALL_LONG_CONTEXT, document["long_context"], where=f"{source}: long_context")
+    return canonical(ALL_LONG_CONTEXT, document, where=source)

@@ -1,0 +1,38 @@
+"""The settings of the engine, whatever the operators are; their names follow KTransformers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+
+from hetero_kv.settings.setting import Settings, setting
+
+
+@dataclass(frozen=True)
+class EngineSettings(Settings):
+    """What the engine is given, whatever the operators are."""
+
+    chunk_size: int = setting(4096, "prefill chunk", unit="tokens", minimum=1)
+    max_seq_len: int | Literal["auto"] = setting(
+        "auto", "capacity of the KV store; auto: from the DRAM that is free", unit="tokens", minimum=1
+    )
+    threads_num: int | Literal["auto"] = setting(
+        "auto",
+        "CPU threads, as far as the process has CPUs; auto: the physical cores",
+        minimum=1,
+        aliases=("cpu_infer",),
+    )
+
+    measure_recall: bool = setting(
+        False, "measure the share of the full attention mass that the attended blocks cover (slow)"
+    )
+
+    def resolved_threads(self) -> int:
+        """CPU threads to start: `threads_num` or the physical cores, at most the CPUs of the process's affinity."""
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        # Virtual machines and some ARM systems do not tell their physical cores.
+        wanted = (psutil.cpu_count(logical=False) or usable) if self.threads_num == "auto" else self.threads_num
+        return min(wanted, usable)

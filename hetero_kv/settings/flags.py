@@ -1,0 +1,140 @@
+"""Command-line flags: in either spelling (dashes or underscores), and derived from settings classes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from hetero_kv.errors import ConfigError
+from hetero_kv.settings.setting import describe, nearest_spelling
+
+# A value may begin with dashes too ("--- a diff ---"); a flag is one word.
+_FLAG = re.compile(r"(--[A-Za-z][\w-]*)(=.*)?", re.DOTALL)
+_NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
+
+
+class FlagParser(argparse.ArgumentParser):
+    """A parser whose mistakes are errors for the user: `parse` raises, and never ends the program but for `--help`."""
+
+    def __init__(self, prog: str, description: str, epilog: str | None = None) -> None:
+        super().__init__(
+            prog,
+            usage=f"{prog} [flags]",
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=_HelpFormatter,
+        )
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """The flags in `arguments`.
+
+        Raises:
+            ConfigError: an unknown flag (with the nearest spelling), a missing value, or a stray word.
+        """
+        flags, unknown = self.parse_known_args(_with_underscores(arguments))
+        if unknown:
+            self.error(self._unknown(unknown[0]))
+        return flags
+
+    def _unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"{word!r} belongs to no flag; put a text of several words into quotes"
+        flag = word.partition("=")[0]
+        return f"unknown flag {flag!r}{nearest_spelling(flag, self._option_string_actions)}"
+
+    def error(self, message: str) -> Any:
+        """Raise ConfigError with `message`; argparse would print its usage and exit."""
+        raise ConfigError(f"{message}{'' if message.endswith('?') else ';'} {self.prog} --help lists every flag")
+
+    def add_settings(self, title: str, dest: str, cls: type) -> argparse._ArgumentGroup:
+        """A group with a flag for every setting of `cls`, its aliases included; `dest` collects those that are given.
+
+        `dest` of the parsed namespace maps names, as spelled on the command line, to numbers, booleans or texts, as
+        `setting.canonical` takes them; it checks them.
+        """
+        self.set_defaults(**{dest: _NO_SETTINGS})
+        group = self.add_argument_group(title)
+        for row in describe(cls):
+            switch = isinstance(row.default, bool)
+            unit = f", in {row.unit}" if row.unit else ""
+            group.add_argument(
+                *(f"--{name}" for name in (row.name, *row.aliases)),
+                dest=dest,
+                action=_CollectSetting,
+                nargs="?" if switch else None,
+                const="true" if switch else None,
+                default=argparse.SUPPRESS,
+                metavar=(row.unit or row.name.rpartition("_")[2]).upper(),
+                help=f"{row.doc} ({row.type}{unit}; default {row.default})".replace("%", "%%"),
+            )
+        return group
+
+
+class _CollectSetting(argparse.Action):
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        name = (option_string or self.option_strings[0]).lstrip("-")
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest), name: scalar(str(values))})
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Aliases before one value, instead of a value after each: `--model, --model_path MODEL`."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        return f"{', '.join(action.option_strings)} {self._format_args(action, action.dest.upper())}"
+
+
+def _with_underscores(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `--max-seq-len` spelled `--max_seq_len`."""
+    spelled = []
+    for word in arguments:
+        flag = _FLAG.fullmatch(word)
+        spelled.append(f"--{flag[1][2:].replace('-', '_')}{flag[2] or ''}" if flag else word)
+    return spelled
+
+
+def scalar(text: str) -> int | float | bool | str:
+    """A flag's value as the number or boolean that it spells, else as text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.casefold(), text)
+
+
+def add_loading_flags(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the flags that say which model is loaded, and how; `default` says which one it is without them."""
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        "--model_path",
+        metavar="MODEL",
+        help=f"a directory in Hugging Face format, a hub id, a .gguf file, or a named model (default: {default})",
+    )
+    model.add_argument(
+        "--gguf_path",
+        metavar="FILE",
+        help="a .gguf file; with --model, the weights of the model whose configuration and tokenizer are there",
+    )
+    model.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (default auto)")
+    model.add_argument(
+        "--dtype", default="auto", metavar="TYPE", help="auto, float32, bfloat16 or float16 (default auto)"
+    )
+    model.add_argument(
+        "--trust_remote_code", action="store_true", help="run Python code that comes with the model; read it first"
+    )

@@ -1,0 +1,306 @@
+"""What a setting is: a dataclass field that knows its type, range, unit, aliases and meaning.
+
+YAML files, the command line, the settings file and the documentation are all derived from these fields, so a setting
+is written once. A class of settings is a frozen dataclass that inherits `Settings`:
+
+    @dataclass(frozen=True)
+    class WindowSettings(Settings):
+        window: int = setting(4096, "tokens kept", unit="tokens", minimum=1)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from hetero_kv.errors import ConfigError
+from hetero_kv.settings.located_yaml import located
+
+Choices = Collection[str] | Callable[[], Iterable[str]]
+S = TypeVar("S")
+
+
+class SettingError(ConfigError):
+    """A setting whose value cannot be used: `key` is `value`, and `remedy` says what would be right."""
+
+    def __init__(self, key: str, value: object, remedy: str) -> None:
+        super().__init__(f"{key} is {value!r}; {remedy}")
+        self.key, self.value, self.remedy = key, value, remedy
+
+
+@dataclass(frozen=True)
+class _Constraints:
+    doc: str
+    unit: str | None
+    choices: Choices | None
+    minimum: float | None
+    maximum: float | None
+    multiple_of: int | None
+    aliases: tuple[str, ...]
+    value_aliases: Mapping[str, str]
+
+    def allowed(self) -> tuple[str, ...]:
+        return tuple(self.choices() if callable(self.choices) else self.choices or ())
+
+
+def setting(
+    default: Any,
+    doc: str,
+    *,
+    unit: str | None = None,
+    choices: Choices | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    multiple_of: int | None = None,
+    aliases: Sequence[str] = (),
+    value_aliases: Mapping[str, str] | None = None,
+) -> Any:
+    """A dataclass field that is a setting.
+
+    Args:
+        default: the value when nobody gives one; immutable.
+        doc: its meaning, one line.
+        unit: of a number, in the plural ("tokens").
+        choices: the texts allowed, or a function that returns them, called when a value is checked, so that a
+            registry may grow and is imported only when it is needed.
+        minimum, maximum: inclusive, of a number.
+        multiple_of: of a whole number.
+        aliases: other names for the key.
+        value_aliases: other names for values, as written -> as meant.
+    """
+    constraints = _Constraints(
+        doc, unit, choices, minimum, maximum, multiple_of, tuple(aliases), dict(value_aliases or {})
+    )
+    return dataclasses.field(default=default, metadata={"constraints": constraints})
+
+
+class Settings:
+    """Base of the settings dataclasses: every instance, however it was made, holds values that passed their checks.
+
+    Texts that are one of a few choices may be written in any case and are stored as their definition spells them.
+
+    Raises:
+        SettingError: a value of the wrong type or out of range, or values that exclude each other.
+    """
+
+    def __post_init__(self) -> None:
+        for name, entry in _entries(type(self)).items():
+            object.__setattr__(self, name, entry.check(name, getattr(self, name)))
+        self.validate()
+
+    def validate(self) -> None:
+        """Check settings against each other. Raises SettingError."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One setting of a class: its field name, declared type, default and constraints."""
+
+    owner: type
+    name: str
+    annotation: Any
+    default: Any
+    constraints: _Constraints
+
+    def check(self, key: str, value: Any) -> Any:
+        """`value` as it is stored. Raises SettingError, which calls the setting `key`."""
+        meant = _same_text(value, self.constraints.value_aliases)
+        value = self.constraints.value_aliases[meant] if meant is not None else value
+        for alternative in _alternatives(self.annotation):
+            if get_origin(alternative) is Literal:
+                text = _same_text(value, get_args(alternative))
+                if text is not None:
+                    return text
+            elif alternative is str and isinstance(value, str):
+                if self.constraints.choices is None:
+                    return value
+                text = _same_text(value, self.constraints.allowed())
+                if text is not None:
+                    return text
+            elif alternative is bool and isinstance(value, bool):
+                return value
+            elif alternative in (int, float) and _is_number(value, alternative) and self._in_range(value):
+                return alternative(value)
+            elif get_origin(alternative) is tuple and isinstance(value, (list, tuple)):
+                if value and all(_is_number(item, int) and self._in_range(item) for item in value):
+                    return tuple(value)
+            elif hasattr(alternative, "parse"):
+                parsed = alternative.parse(value) if isinstance(value, str) else value
+                if isinstance(parsed, alternative):
+                    return parsed
+        raise SettingError(key, value, f"it must be {self.expected()}{self._hint(value)}")
+
+    def _in_range(self, number: float) -> bool:
+        limits = self.constraints
+        return (
+            (limits.minimum is None or number >= limits.minimum)
+            and (limits.maximum is None or number <= limits.maximum)
+            and (limits.multiple_of is None or number % limits.multiple_of == 0)
+        )
+
+    def expected(self) -> str:
+        """What a value may be, in words: "a whole number of at least 1, or auto"."""
+        return ", or ".join(self._expected_of(alternative) for alternative in _alternatives(self.annotation))
+
+    def _expected_of(self, alternative: Any) -> str:
+        limits = self.constraints
+        if get_origin(alternative) is Literal:
+            return " or ".join(get_args(alternative))
+        if alternative is bool:
+            return "true or false"
+        if get_origin(alternative) is tuple:
+            return "a list of them, one per layer"
+        if hasattr(alternative, "parse"):
+            return alternative.expected
+        if alternative is str:
+            return "text" if limits.choices is None else " or ".join(limits.allowed())
+        words = "a whole number" if alternative is int else "a number"
+        if limits.multiple_of is not None:
+            words += f" that is a multiple of {limits.multiple_of}"
+        if limits.minimum is not None and limits.maximum is not None:
+            return f"{words} from {limits.minimum} to {limits.maximum}"
+        if limits.minimum is not None:
+            return f"{words} of at least {limits.minimum}"
+        return f"{words} of at most {limits.maximum}" if limits.maximum is not None else words
+
+    def _hint(self, value: Any) -> str:
+        if not isinstance(value, str):
+            return ""
+        for alternative in _alternatives(self.annotation):
+            if alternative in (int, float):
+                try:
+                    number = alternative(value.replace("_", "").strip())
+                except ValueError:
+                    continue
+                return f" (this is text: write {number} without quotes)" if self._in_range(number) else ""
+        texts = [text for alternative in _alternatives(self.annotation) for text in self._texts(alternative)]
+        return nearest_spelling(value, texts)
+
+    def _texts(self, alternative: Any) -> tuple[str, ...]:
+        if get_origin(alternative) is Literal:
+            return get_args(alternative)
+        return self.constraints.allowed() if alternative is str else ()
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    # bool is an int to Python, never to a user; nan and inf pass no comparison that means anything.
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return isinstance(value, int) if kind is int else math.isfinite(value)
+
+
+def _same_text(value: Any, texts: Iterable[str]) -> str | None:
+    """The one of `texts` that is `value` but for its case."""
+    if not isinstance(value, str):
+        return None
+    return next((text for text in texts if text.casefold() == value.strip().casefold()), None)
+
+
+def _entries(cls: type) -> dict[str, _Entry]:
+    hints = get_type_hints(cls)
+    return {
+        field.name: _Entry(cls, field.name, hints[field.name], field.default, field.metadata["constraints"])
+        for field in dataclasses.fields(cls)
+        if "constraints" in field.metadata
+    }
+
+
+def nearest_spelling(word: object, spellings: Iterable[str], prefix: str = "; did you mean ") -> str:
+    """`prefix` and the one of `spellings` nearest to `word`, or "" when none is near."""
+    by_case = {spelling.casefold(): spelling for spelling in spellings}
+    near = difflib.get_close_matches(str(word).casefold(), by_case, n=1, cutoff=0.6)
+    return f"{prefix}{by_case[near[0]]}?" if near else ""
+
+
+def canonical(classes: Sequence[type], mapping: Mapping[Any, Any] | None, *, where: str) -> dict[str, Any]:
+    """The settings in `mapping` under their own names, each value checked and as it is stored.
+
+    Args:
+        classes: the settings classes whose fields the mapping may hold.
+        mapping: key (name or alias, dashes and underscores alike) -> value; None is an empty block of YAML.
+        where: the place named in errors, e.g. "rules.yaml: rule 2 (RetrievalAttention): kwargs".
+
+    Raises:
+        ConfigError: not a mapping, an unknown key (with the nearest right spelling), a setting given twice under two
+            names, or a value of the wrong type or out of range.
+    """
+    if mapping is None:
+        return {}
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"{where}: {mapping!r} is not a mapping; write `key: value` pairs")
+    entries: dict[str, _Entry] = {}
+    for cls in classes:
+        for entry in _entries(cls).values():
+            entries.update(dict.fromkeys((entry.name, *entry.constraints.aliases), entry))
+    found: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for key, value in mapping.items():
+        place = located(where, mapping, key)
+        known = entries.get(key.replace("-", "_")) if isinstance(key, str) else None
+        if known is None:
+            raise ConfigError(f"{place}: {_unknown(key, entries)}")
+        if known.name in found:
+            raise ConfigError(
+                f"{place}: {spelled[known.name]!r} and {key!r} are the same setting, {known.name}; keep one of them"
+            )
+        spelled[known.name] = key
+        try:
+            found[known.name] = known.check(key, value)
+        except SettingError as error:
+            raise ConfigError(f"{place}: {error}") from error
+    return found
+
+
+def _unknown(key: object, entries: Mapping[str, object]) -> str:
+    if not entries:
+        return f"unknown setting {key!r}; there are no settings here"
+    near = nearest_spelling(key, entries)
+    return f"unknown setting {key!r}{near}" if near else f"unknown setting {key!r}; known: {', '.join(entries)}"
+
+
+def settings_from_mapping(
+    cls: type[S], mapping: Mapping[Any, Any] | None, *, where: str, defaults: S | None = None
+) -> S:
+    """An instance of the settings class `cls` with the values of `mapping`, for the rest those of `defaults`.
+
+    Args:
+        mapping: key (name or alias) -> value; None is an empty block of YAML.
+        where: the place named in errors.
+        defaults: an instance of `cls`; None for the defaults of the class.
+
+    Raises:
+        ConfigError: what `canonical` refuses, and values that exclude each other.
+    """
+    overrides = canonical((cls,), mapping, where=where)
+    try:
+        # Values that exclude each other are judged once, all together: an override may be what reconciles them.
+        return cls(**overrides) if defaults is None else dataclasses.replace(defaults, **overrides)  # type: ignore[type-var]
+    except SettingError as error:
+        raise ConfigError(f"{located(where, mapping or {})}: {error}") from error
+
+
+class SettingRow(NamedTuple):
+    """One setting as the settings file, `--help` and the documentation show it."""
+
+    name: str
+    type: str
+    default: Any
+    unit: str | None
+    aliases: tuple[str, ...]
+    doc: str
+
+
+def describe(cls: type) -> Iterator[SettingRow]:
+    """The settings of `cls` in the order of its fields; `type` is in words, with the range and the choices."""
+    for entry in _entries(cls).values():
+        limits = entry.constraints
+        yield SettingRow(entry.name, entry.expected(), entry.default, limits.unit, limits.aliases, limits.doc)

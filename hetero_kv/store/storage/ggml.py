@@ -1,0 +1,143 @@
+"""GGML's quantised formats: groups of 32 numbers that share a scale in half precision.
+
+The bytes are those of GGUF files (https://github.com/ggml-org/ggml, docs/gguf.md): a group is the scale, then the
+numbers as integers. Groups run along a vector, so that a token is encoded as it is written.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.store.storage.plain import FP16
+from hetero_kv.store.storage.registry import StorageType, register
+
+if TYPE_CHECKING:
+    import torch
+
+GROUP = 32
+_SCALE_BYTES = 2
+
+
+@dataclass(frozen=True)
+class QuantisedType(StorageType):
+    """A storage type of groups; stored elements are bytes.
+
+    Attributes:
+        group_bytes: of one group, its scale included.
+    """
+
+    group_bytes: int = 0
+
+    @abstractmethod
+    def quantise(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Groups [..., 32] float32 -> scales [..., 1] float16 and integers [..., group_bytes - 2] uint8."""
+
+    @abstractmethod
+    def dequantise(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
+        """Scales [..., 1] float32 and integers [..., group_bytes - 2] uint8 -> groups [..., 32] float32."""
+
+    @property
+    def for_representatives(self) -> StorageType:
+        """Half precision: what decides which blocks are read should not be the coarsest part of the method."""
+        return FP16
+
+    @property
+    def block_multiple(self) -> int:
+        """Makes every head's part of a block, which is read by itself, begin on a cache line of 64 bytes."""
+        return GROUP
+
+    def elements(self, dim: int) -> int:
+        """See StorageType."""
+        if dim % GROUP:
+            raise HeteroKVError(
+                f"kv_type {self.name} stores numbers in groups of {GROUP}, and this model's heads have dimension "
+                f"{dim}; set kv_type to FP16 or BF16"
+            )
+        return dim // GROUP * self.group_bytes
+
+    def encode(self, vectors: torch.Tensor) -> torch.Tensor:
+        """See StorageType."""
+        import torch
+
+        if not vectors.shape[-1]:
+            # A pool may hold values alone.
+            return vectors.to(self.dtype)
+        scales, integers = self.quantise(vectors.float().unflatten(-1, (vectors.shape[-1] // GROUP, GROUP)))
+        return torch.cat([scales.view(torch.uint8), integers], dim=-1).flatten(-2)
+
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        """See StorageType: float32."""
+        import torch
+
+        groups = stored.unflatten(-1, (stored.shape[-1] // self.group_bytes, self.group_bytes))
+        scales = groups[..., :_SCALE_BYTES].contiguous().view(torch.float16)
+        return self.dequantise(scales.float(), groups[..., _SCALE_BYTES:]).flatten(-2)
+
+    def write(self, target: torch.Tensor, vectors: torch.Tensor) -> None:
+        """See StorageType."""
+        # As in StorageType: never from another device right into a pool.
+        target.copy_(self.encode(vectors).to(target.device))
+
+
+def _integers(groups: torch.Tensor, scales: torch.Tensor, least: int, most: int) -> torch.Tensor:
+    """The nearest integers to groups / scales, with the scales as they are stored; 0 where a scale is 0."""
+    import torch
+
+    inverse = torch.where(scales == 0, 0.0, 1.0 / scales.float())
+    return (groups * inverse).round_().clamp_(least, most)
+
+
+class Q8(QuantisedType):
+    """Each number is scale * int8."""
+
+    def quantise(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See QuantisedType."""
+        import torch
+
+        scales = (groups.abs().amax(dim=-1, keepdim=True) / 127).half()
+        return scales, _integers(groups, scales, -127, 127).to(torch.int8).view(torch.uint8)
+
+    def dequantise(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
+        """See QuantisedType."""
+        import torch
+
+        return scales * integers.view(torch.int8)
+
+
+class Q4(QuantisedType):
+    """Each number is scale * (nibble - 8); byte i holds number i in its low and i + 16 in its high nibble."""
+
+    def quantise(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See QuantisedType."""
+        import torch
+
+        # The number of largest size becomes -8, which has no positive counterpart.
+        largest = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))
+        scales = (largest / -8).half()
+        nibbles = (_integers(groups, scales, -8, 7) + 8).to(torch.uint8)
+        return scales, nibbles[..., : GROUP // 2] | nibbles[..., GROUP // 2 :] << 4
+
+    def dequantise(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
+        """See QuantisedType."""
+        import torch
+
+        nibbles = torch.cat([integers & 15, integers >> 4], dim=-1)
+        return scales * (nibbles.to(torch.int8) - 8)
+
+
+# The largest numbers are those of their representatives, which are stored in half precision.
+Q8_0 = register(
+    Q8(
+        "Q8_0", "q8_0", "uint8", 1, "8 bits and a scale for every 32 elements: 1.06 bytes per element",
+        largest=FP16.largest, group_bytes=34,
+    )
+)  # fmt: skip
+Q4_0 = register(
+    Q4(
+        "Q4_0", "q4_0", "uint8", 1, "4 bits and a scale for every 32 elements: 0.56 bytes per element, with some loss",
+        largest=FP16.largest, group_bytes=18,
+    )
+)  # fmt: skip
