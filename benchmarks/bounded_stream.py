@@ -90,7 +90,7 @@ class Subject:
         if spec is None:
             return DynamicCache(config=self.model.config)
         cache = HeteroCache(self.model, on_progress=on_progress, tokenizer=self.tokenizer)
-        if not cache.bounded_layers or not all(layer.policy.strided for layer in cache.bounded_layers):
+        if not cache.driven_layers or not all(layer.policy.strided for layer in cache.driven_layers):
             raise HeteroKVError(f"recipe {spec.name}: its prompts do not pass in strides; take some of {RECIPES}")
         return cache
 
@@ -154,14 +154,14 @@ class Decode:
         self.shares: list[dict[str, float]] = []
         with subject.injected(spec):
             self.cache = subject.cache(spec)
-            filling = held if spec is None else _filling(self.cache.bounded_layers[0], steps)
+            filling = held if spec is None else _filling(self.cache.driven_layers[0], steps)
             subject.fed(subject.random(filling), self.cache, PREFILL_CHUNK)
-        self.held = held if spec is None else max(h for h in self.cache.entries_held if h is not None)
+        self.held = held if spec is None else max(h for h in self.cache.statistics["entries_held"] if h is not None)
 
     def __call__(self) -> float:
         """Seconds per token."""
         token = self.subject.random(1)
-        before = None if self.spec is None else [layer.checkpoint() for layer in self.cache.layers]
+        before = None if self.spec is None else self.cache.snapshot()
         with self.subject.injected(self.spec):
             self.subject.fed(token, self.cache, 1)
             with spent() as parts:
@@ -169,8 +169,7 @@ class Decode:
         if before is None:
             self.cache.crop(-(self.steps + 1))
         else:
-            for layer, checkpoint in zip(self.cache.layers, before, strict=True):
-                layer.restore(checkpoint)
+            self.cache.rollback(before)
         self.shares.append({part: spend / took for part, spend in parts.items()})
         return took / self.steps
 

@@ -45,7 +45,7 @@ class Run:
             else:
                 took = seconds(lambda: self._chunked(cache))
         self.cache = cache
-        self.after_context = [layer.checkpoint() for layer in cache.layers] if self.settings is not None else None
+        self.after_context = cache.snapshot() if self.settings is not None else None
         return self.context.shape[1] / took
 
     def decode(self) -> float:
@@ -57,8 +57,7 @@ class Run:
         if self.after_context is None:
             self.cache.crop(-(DECODED + 1))
         else:
-            for layer, checkpoint in zip(self.cache.layers, self.after_context, strict=True):
-                layer.restore(checkpoint)
+            self.cache.rollback(self.after_context)
         return took / DECODED
 
     def _chunked(self, cache: DynamicCache) -> None:

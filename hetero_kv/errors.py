@@ -7,3 +7,7 @@ class HeteroKVError(ValueError):
 
 class ConfigError(HeteroKVError):
     """A setting, rule or configuration file that cannot be used as written."""
+
+
+class UnsupportedModelError(HeteroKVError):
+    """The model does something that an operator cannot compute exactly."""

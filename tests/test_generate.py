@@ -6,7 +6,7 @@ import pytest
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
 from hetero_kv.chat.conversation import Conversation
-from hetero_kv.families.retrieval.layer import CacheFullError
+from hetero_kv.engine.errors import CacheFullError
 
 pytestmark = pytest.mark.model
 

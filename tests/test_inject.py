@@ -9,7 +9,8 @@ from transformers import DynamicCache
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
 from hetero_kv.adapter.bridge import UnsupportedModelError
-from hetero_kv.families.retrieval.layer import CacheFullError, PagedLayer
+from hetero_kv.engine.errors import CacheFullError
+from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.window.layer import WindowLayer
 from hetero_kv.operators import RetrievalAttention, SlidingWindowAttention
 from hetero_kv.planning.plan import OutOfMemoryError
@@ -72,7 +73,7 @@ def test_a_models_own_sliding_layers_get_the_window_operator():
     injection = inject(gemma, rules())
     kinds = [type(injection.operators[f"model.layers.{i}.self_attn"]) for i in range(3)]
     assert kinds == [SlidingWindowAttention, RetrievalAttention, SlidingWindowAttention]
-    assert [type(layer) for layer in HeteroCache(gemma).layers] == [WindowLayer, PagedLayer, WindowLayer]
+    assert [type(layer) for layer in HeteroCache(gemma).layers] == [WindowLayer, RetrievalLayer, WindowLayer]
 
 
 def test_attributes_of_a_replaced_module_are_passed_on(llama):

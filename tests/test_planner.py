@@ -11,6 +11,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
+from caches import append
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import ARCHITECTURES, tiny_model
@@ -20,7 +21,7 @@ from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.families.retrieval import representatives
 from hetero_kv.families.retrieval.device_window import DeviceWindow
-from hetero_kv.families.retrieval.layer import PagedLayer
+from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.window.layer import WindowLayer
 from hetero_kv.planning.plan import (
     RESERVE,
@@ -94,11 +95,13 @@ def test_every_layer_takes_what_its_pool_takes(model_type):
     cache = HeteroCache(model)
     with torch.no_grad():
         model(torch.randint(2, 90, (1, 13)), past_key_values=cache)
-    paged = [layer for layer in cache.layers if isinstance(layer, PagedLayer)]
+    paged = [layer for layer in cache.layers if isinstance(layer, RetrievalLayer)]
     assert len(paged) == sum(layer.block_size is not None for layer in footprint.layers)
-    assert footprint.memory(13).store == sum(layer.pool.bytes_touched for layer in paged)
+    assert footprint.memory(13).store == sum(layer.bytes_touched for layer in paged)
     for kept, planned in zip(cache.layers, footprint.layers, strict=True):
-        keys, values = (kept.pool.keys, kept.pool.values) if isinstance(kept, PagedLayer) else (kept.keys, kept.values)
+        keys, values = (
+            (kept.pool.keys, kept.pool.values) if isinstance(kept, RetrievalLayer) else (kept.keys, kept.values)
+        )
         assert planned.shape == KVShape(keys.shape[1], keys.shape[3], values.shape[3])
 
 
@@ -124,13 +127,14 @@ def test_bytes_per_token_are_those_of_the_pool(kv_type, representative_type):
     shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     config = AutoConfig.for_model("llama", hidden_size=64, intermediate_size=64, vocab_size=99, **shape)
     injection = inject(AutoModelForCausalLM.from_config(config).eval(), "ktransformers", command_line=overrides)
-    layer = injection.cache_layers(1000)[0]
-    layer.append(torch.randn(1, 2, 96, 64), torch.randn(1, 2, 96, 64))
+    cache = HeteroCache(injection.model, 1000)
+    layer = cache.layers[0]
+    append(cache, torch.randn(1, 2, 96, 64), torch.randn(1, 2, 96, 64))
     footprint = Footprint.of(injection)
     kind = storage.get(kv_type)
     assert footprint.bytes_per_token.keys == footprint.bytes_per_token.values == 2 * 2 * kind.bytes_per_vector(64)
-    assert footprint.memory(96).store == 2 * layer.pool.bytes_touched
-    assert footprint.bytes_per_token.total == 2 * layer.pool.bytes_touched / 96
+    assert footprint.memory(96).store == 2 * layer.bytes_touched
+    assert footprint.bytes_per_token.total == 2 * layer.bytes_touched / 96
 
 
 def resident():

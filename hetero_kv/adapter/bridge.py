@@ -11,11 +11,9 @@ from __future__ import annotations
 import copy
 import inspect
 import reprlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,13 +21,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.errors import HeteroKVError
+from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 
 IMPLEMENTATION = "hetero_kv"
-
-
-class UnsupportedModelError(HeteroKVError):
-    """The model does something that an operator cannot compute exactly."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +48,40 @@ class AttentionCall:
     sliding_window: int | None
     sink: torch.Tensor | None
 
+    def of_rows(self, rows: slice) -> AttentionCall:
+        """The same for some rows of the batch."""
+        parts = self.q[rows], self.k[rows], self.v[rows]
+        return AttentionCall(*parts, self.scale, self.softcap, self.sliding_window, self.sink)
 
-Attend = Callable[[AttentionCall], torch.Tensor]
 
-_attend: ContextVar[Attend] = ContextVar("hetero_kv_attend")
+class Serving(Protocol):
+    """Who computes the attention of a wrapped module."""
+
+    def attend(self, cache: Any, call: AttentionCall) -> torch.Tensor:
+        """[batch, heads, tokens, v_dim]."""
+
+
+class Service:
+    """An attention module's forward that is served by an operator: a context.
+
+    Attributes:
+        calls: of the attention function so far.
+    """
+
+    __slots__ = ("_token", "cache", "calls", "operator")
+
+    def __init__(self, operator: Serving, cache: Any) -> None:
+        self.operator, self.cache, self.calls = operator, cache, 0
+
+    def __enter__(self) -> Service:
+        self._token = _service.set(self)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        _service.reset(self._token)
+
+
+_service: ContextVar[Service] = ContextVar("hetero_kv_service")
 
 # Passed along by some models and by `generate`, without influence on what attention computes.
 _NO_INFLUENCE = frozenset(
@@ -111,7 +135,9 @@ def _attention_function(
         sliding_window,
         s_aux,
     )
-    return _attend.get()(call).transpose(1, 2).contiguous(), None
+    service = _service.get()
+    service.calls += 1
+    return service.operator.attend(service.cache, call).transpose(1, 2).contiguous(), None
 
 
 def _mask_function(
@@ -124,8 +150,8 @@ def _mask_function(
     """The mask function `hetero_kv`: no mask is ever built, and what would need one is refused."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UnsupportedModelError(
-            f"the attention mask hides {int((~attention_mask.bool()).sum())} tokens (padding?); hetero_kv takes "
-            "batches whose prompts have equal length: group prompts by length, or run them one by one"
+            f"the attention mask hides {int((~attention_mask.bool()).sum())} tokens from a module that is called by "
+            "itself; call the model with it, which takes left-padded prompts"
         )
     if use_vmap:
         raise UnsupportedModelError(
@@ -135,16 +161,6 @@ def _mask_function(
 
 AttentionInterface.register(IMPLEMENTATION, _attention_function)
 AttentionMaskInterface.register(IMPLEMENTATION, _mask_function)
-
-
-@contextmanager
-def serving(attend: Attend) -> Iterator[None]:
-    """Within this context calls of the attention function `hetero_kv` go to `attend`."""
-    token = _attend.set(attend)
-    try:
-        yield
-    finally:
-        _attend.reset(token)
 
 
 def with_implementation(config: Any) -> Any:
@@ -209,6 +225,9 @@ def cache_in(args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> Hetero
 
     Raises HeteroKVError when there is none.
     """
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, HeteroCache):
+        return cache
     for value in (*kwargs.values(), *args):
         if isinstance(value, HeteroCache):
             return value

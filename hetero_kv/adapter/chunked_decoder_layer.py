@@ -10,6 +10,7 @@ from torch import nn
 
 from hetero_kv.adapter import bridge, chunking
 from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import EngineSettings
 
 
@@ -27,34 +28,35 @@ class ChunkedDecoderLayer(Operator):
 
     def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
-        self.attention_path, self.layer_idx = _attention_of(path, wrapped)
+        attention_path, self.layer_idx = _attention_of(path, wrapped)
+        # Not as a submodule, which it is already; operators of deeper modules are in their places by now.
+        self.__dict__["attention"] = wrapped.get_submodule(attention_path)
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
         """See Operator."""
         _attention_of(path, module)
 
-    @torch.no_grad()
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The wrapped layer's output for [batch, tokens, hidden]; a decoded token goes straight through."""
-        attention = self.wrapped.get_submodule(self.attention_path)
+        cache = bridge.cache_in(args, kwargs, self.path)
+        steps = cache.steps
+        attention = self.attention
         replaced = isinstance(attention, AttentionOperator)
+        if replaced and steps[0].is_decode:
+            return self.wrapped(hidden_states, *args, **kwargs)
+
         if hidden_states.dim() != 3:
-            raise bridge.UnsupportedModelError(
+            raise UnsupportedModelError(
                 f"{self.path}: hidden states of shape {list(hidden_states.shape)}; ChunkedDecoderLayer cuts "
                 "[batch, tokens, hidden] into chunks and knows no others"
             )
         total = hidden_states.shape[1]
-        cache = bridge.cache_in(args, kwargs, self.path)
-        if total == 1 and replaced and not cache.is_passing:
-            return self.wrapped(hidden_states, *args, **kwargs)
-
         _refuse_unsliceable(self.path, args, kwargs)
-        layer = cache.layers[self.layer_idx]
         output = hidden_states if chunking.is_ours(hidden_states) else torch.empty_like(hidden_states)
         if self.layer_idx == 0:
             cache.report_progress(0, 0, total)
-        with layer.prefill(total) if replaced else nullcontext():
+        with attention.prefill(steps[0]) if isinstance(attention, AttentionOperator) else nullcontext():
             for start in range(0, total, self.engine.chunk_size):
                 chunk = slice(start, min(start + self.engine.chunk_size, total))
                 chunk_kwargs = {name: chunking.sliced(name, value, chunk, total) for name, value in kwargs.items()}
@@ -78,7 +80,7 @@ def _attention_of(path: str, decoder_layer: nn.Module) -> tuple[str, int]:
     ]
     outermost = [(name, index) for name, index in found if not any(name.startswith(f"{other}.") for other, _ in found)]
     if len(outermost) != 1:
-        raise bridge.UnsupportedModelError(
+        raise UnsupportedModelError(
             f"{path} ({type(decoder_layer).__name__}) has {len(outermost)} attention modules with a layer_idx, "
             "ChunkedDecoderLayer needs exactly one; match decoder layers only"
         )
@@ -89,12 +91,12 @@ def _refuse_unsliceable(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Raise UnsupportedModelError for an argument that may run along the sequence in a way that is not known."""
     for name, value in (*((f"positional argument {i + 1}", a) for i, a in enumerate(args)), *kwargs.items()):
         if isinstance(value, torch.Tensor) and name not in chunking.SEQUENCE_DIM:
-            raise bridge.UnsupportedModelError(
+            raise UnsupportedModelError(
                 f"{path}: the layer is given {name}, a tensor of shape {list(value.shape)}; ChunkedDecoderLayer does "
                 f"not know how to cut it into chunks (it knows {', '.join(chunking.SEQUENCE_DIM)})"
             )
         if name.startswith("output_") and value:
-            raise bridge.UnsupportedModelError(
+            raise UnsupportedModelError(
                 f"{path}: {name}={value!r} would be recorded once per chunk; ask for it without a HeteroCache, "
                 "after hetero_kv.eject(model)"
             )

@@ -17,7 +17,6 @@ class ChunkedModule(Operator):
     prefills_exactly = True
     continues_exactly = True
 
-    @torch.no_grad()
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The wrapped module's output for [batch, tokens, hidden]."""
         total = hidden_states.shape[1]

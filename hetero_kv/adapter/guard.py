@@ -1,72 +1,146 @@
 """A model's forward, guarded: what does not fit or cannot be computed is refused before anything is stored, and a
-forward that fails half-way leaves every layer of the cache as it was."""
+forward that fails half-way leaves every layer of the cache as it was.
+
+Rows of one length pass in one forward. Left-padded prompts pass row by row, or run of equal rows by run, each as if it
+had come alone; tokens that are decoded pass together, whatever their rows' lengths.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from hetero_kv.adapter.bridge import UnsupportedModelError
-from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.checkpoints import undo_on_error
-from hetero_kv.engine.strides import call_shape, driven, driving
+import torch
+
+from hetero_kv.adapter.model_call import ModelCall, Signature, joined_rows
+from hetero_kv.adapter.padding import tokens_per_row
+from hetero_kv.adapter.strides import driven
+from hetero_kv.engine.cache import HeteroCache, Span
+from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.undo import undo_on_error
+from hetero_kv.errors import UnsupportedModelError
 
 _RECORDED = ("output_hidden_states", "output_attentions")
 
 
-def guarded(model: Any) -> Callable[..., Any]:
-    """`model.forward` with the guard around it; `model` is the module that walks through the layers.
+def guarded(model: Any, *, has_head: bool) -> Callable[..., Any]:
+    """`model.forward` with the guard around it.
+
+    Args:
+        model: the module that walks through the layers; or, with `has_head`, the whole model around it.
 
     Raises, when called with a HeteroCache:
         CacheFullError: the new tokens do not fit into every layer.
-        UnsupportedModelError: the model's config asks to record what chunks would garble.
+        UnsupportedModelError: the model's config asks to record what chunks would garble, or the attention mask is no
+            left padding.
     """
     forward = model.forward
+    signature = Signature(forward)
 
     @functools.wraps(forward)
     def guarded_forward(*args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
-        cache = _cache_among(given)
-        if cache is None:
+        cache = _cache_among(args, kwargs)
+        if cache is None or cache.steps:
             return forward(*args, **kwargs)
-        drive = driving(cache)
-        if drive is not None and drive.replayed is not None:
-            return drive.replayed
-        for name in _RECORDED:
-            if getattr(model.config, name, False) or kwargs.get(name):
-                raise UnsupportedModelError(
-                    f"{name} would be recorded once per chunk and layer; ask for it without a HeteroCache, after "
-                    "hetero_kv.eject(model)"
-                )
-        if drive is None and cache.bounded_layers:
-            with undo_on_error(cache):
-                return driven(forward, cache, args, kwargs, has_head=False)
-        batch, tokens = call_shape(forward, args, kwargs)
-        cache.require_room(batch=batch, tokens=tokens)
-        with undo_on_error(cache):
-            output = forward(*args, **kwargs)
-        if drive is not None:
-            drive.hidden = output
-        return output
+        if cache.drive is not None:
+            return forward(*args, **kwargs) if has_head else _inner(signature.call(args, kwargs), cache)
+        _refuse_recording(model, kwargs)
+        # Parts of the call come here again, as those of a drive.
+        whole = signature if has_head else reentrant
+        return _outermost(signature.call(args, kwargs), whole, cache, has_head)
 
+    reentrant = Signature(forward)
+    reentrant.forward = guarded_forward
     return guarded_forward
 
 
-def driven_whole(model: Any) -> Callable[..., Any]:
-    """The forward of a whole model with bounded layers, head included: its prompts may pass in strides."""
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def driven_forward(*args: Any, **kwargs: Any) -> Any:
-        cache = _cache_among((*args, *kwargs.values()))
-        if cache is None or not cache.bounded_layers or driving(cache) is not None:
-            return forward(*args, **kwargs)
-        with undo_on_error(cache):
-            return driven(forward, cache, args, kwargs, has_head=True)
-
-    return driven_forward
+def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HeteroCache | None:
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, HeteroCache):
+        return cache
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, HeteroCache)), None)
 
 
-def _cache_among(given: tuple[Any, ...]) -> HeteroCache | None:
-    return next((value for value in given if isinstance(value, HeteroCache)), None)
+def _refuse_recording(model: Any, kwargs: dict[str, Any]) -> None:
+    for name in _RECORDED:
+        if getattr(model.config, name, False) or kwargs.get(name):
+            raise UnsupportedModelError(
+                f"{name} would be recorded once per chunk and layer; ask for it without a HeteroCache, after "
+                "hetero_kv.eject(model)"
+            )
+
+
+def _inner(call: ModelCall, cache: HeteroCache) -> Any:
+    """The walk through the layers with a part of what is driven."""
+    drive = cache.drive
+    if drive.replayed is not None:
+        return drive.replayed
+    rows, tokens = call.shape
+    with cache.forward([Span(drive.cohort, slice(0, rows), slice(0, tokens))]), torch.no_grad():
+        drive.hidden = call.run()
+    return drive.hidden
+
+
+def _outermost(call: ModelCall, parts: Signature, cache: HeteroCache, has_head: bool) -> Any:
+    """The call's tokens through the layers, and into the cache; nothing of them when it fails.
+
+    `parts` is what a part of a driven call runs.
+    """
+    width = call.shape[1]
+    tokens = tokens_per_row(call, cache.columns)
+    spans = cache.spans(tokens, width)
+    driven_layers = [layer for span in spans for layer in span.cohort.family_layers if layer.is_driven]
+    with undo_on_error(cache), torch.no_grad():
+        if len(spans) > 1 and _pass_together(cache, spans):
+            for layer in driven_layers:
+                layer.begin_turn(1)
+            lengths = torch.tensor(cache.lengths, device=_device(call))[:, None]
+            with cache.forward(spans):
+                output = call.with_positions(lengths).run()
+        elif driven_layers:
+            output = _span_by_span(call, parts, cache, spans, has_head)
+        elif len(spans) == 1 and _is_whole(spans[0], call):
+            with cache.forward(spans):
+                output = call.run()
+        else:
+            output = _span_by_span(call, None, cache, spans, has_head)
+        cache.columns = cache.columns.grown(width, tokens)
+    return output
+
+
+def _is_whole(span: Span, call: ModelCall) -> bool:
+    rows, width = call.shape
+    return span.tokens == width and span.rows == slice(0, rows)
+
+
+def _pass_together(cache: HeteroCache, spans: Sequence[Span]) -> bool:
+    """Whether each row has one new token, and every layer takes rows of several lengths in one forward."""
+    return len(spans) == len(cache.cohorts) and all(
+        span.tokens == 1
+        and all(isinstance(layer, FamilyLayer) and not layer.waits_for_others for layer in span.cohort.layers)
+        for span in spans
+    )
+
+
+def _span_by_span(
+    call: ModelCall, parts: Signature | None, cache: HeteroCache, spans: Sequence[Span], has_head: bool
+) -> Any:
+    """The call for one cohort after the other; where `parts` is given, each is driven."""
+    outputs = []
+    for span in spans:
+        own = call if _is_whole(span, call) else call.of_span(span)
+        if parts is not None:
+            outputs.append(driven(ModelCall(parts, own.arguments), cache, span.cohort, has_head=has_head))
+            continue
+        with cache.forward([span]):
+            outputs.append(own.run())
+    if _is_whole(spans[0], call):
+        return outputs[0]
+    return joined_rows(outputs, spans, call)
+
+
+def _device(call: ModelCall) -> torch.device:
+    given = call.arguments.get("inputs_embeds") if call.token_ids is None else call.token_ids
+    assert given is not None
+    return given.device

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers.cache_utils import CacheLayerMixin
 
 from hetero_kv.adapter import bridge
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.errors import HeteroKVError
-from hetero_kv.evals.recorded_layer import RecordedLayer
-from hetero_kv.families.retrieval.state import SharedSelections
+from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.recorded_prompt import RecordedPrompt
+from hetero_kv.engine.step import Step
+from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 from hetero_kv.settings.engine_settings import EngineSettings
 
 
@@ -103,11 +104,11 @@ class AttentionOperator(Operator):
         return self.wrapped
 
     @abstractmethod
-    def new_cache_layer(self, capacity: int, shared: SharedSelections) -> CacheLayerMixin:
-        """An empty cache layer for `capacity` tokens; `shared` is common to the layers of one cache."""
+    def new_cache_layer(self) -> FamilyLayer:
+        """An empty cache layer."""
 
-    def take_over(self, cache: HeteroCache, recorded: RecordedLayer) -> None:
-        """Bring this layer of an empty cache into the state that prefilling the recorded prompt leaves.
+    def take_over(self, layer: Any, step: Step, recorded: RecordedPrompt) -> None:
+        """Bring an empty cache layer into the state that prefilling the recorded prompt, whose step this is, leaves.
 
         Raises HeteroKVError where the operator's prefill is not full attention (`prefills_exactly`), or `recorded`
         lacks what it needs.
@@ -118,38 +119,52 @@ class AttentionOperator(Operator):
         )
 
     @abstractmethod
-    def prefill_chunk(self, layer: Any, call: bridge.AttentionCall) -> torch.Tensor:
+    def prefill_chunk(self, layer: Any, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         """Exact attention of a chunk of the prompt: [batch, heads, tokens, v_dim]."""
 
     @abstractmethod
-    def decode_step(self, layer: Any, call: bridge.AttentionCall) -> torch.Tensor:
+    def decode_step(self, layer: Any, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         """Attention of one new token per row: [batch, heads, 1, v_dim]."""
 
-    @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, its attention computed by this operator over a HeteroCache."""
         cache = bridge.cache_in(args, kwargs, self.path)
-        layer = cache.layers[self.layer_idx]
-        served = []
-
-        def attend(call: bridge.AttentionCall) -> torch.Tensor:
-            served.append(True)
-            return self._attend(layer, call, is_prompt=call.q.shape[2] > 1 or cache.is_passing)
-
-        with bridge.serving(attend):
+        with bridge.Service(self, cache) as service:
             output = self.wrapped(*args, **kwargs)
-        if len(served) != 1:
-            raise bridge.UnsupportedModelError(
-                f"{self.path} ({type(self.wrapped).__name__}) called its attention function {len(served)} times in one "
-                "forward, not once; leave it out with `class: default`"
+        if service.calls != 1:
+            raise UnsupportedModelError(
+                f"{self.path} ({type(self.wrapped).__name__}) called its attention function {service.calls} times in "
+                "one forward, not once; leave it out with `class: default`"
             )
         return output
 
-    def _attend(self, layer: Any, call: bridge.AttentionCall, is_prompt: bool) -> torch.Tensor:
+    def attend(self, cache: HeteroCache, call: bridge.AttentionCall) -> torch.Tensor:
+        """The attention of a call: [batch, heads, tokens, v_dim]. Rows of several lengths come as several steps."""
+        steps = cache.steps
+        if len(steps) == 1:
+            return self._attend(steps[0], call)
+        return torch.cat([self._attend(step, call.of_rows(step.rows)) for step in steps])
+
+    def _attend(self, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
+        layer = step.cohort.layers[self.layer_idx]
+        if step.is_decode:
+            return self.decode_step(layer, step, call)
         if layer.is_prefilling:
-            return self.prefill_chunk(layer, call)
-        if is_prompt:
-            with layer.prefill(call.q.shape[2]):
-                return self.prefill_chunk(layer, call)
-        layer.require_room(1)
-        return self.decode_step(layer, call)
+            return self.prefill_chunk(layer, step, call)
+        with self.prefill(step):
+            return self.prefill_chunk(layer, step, call)
+
+    @contextmanager
+    def prefill(self, step: Step) -> Iterator[None]:
+        """Within this context a prompt passes through the layer in chunks; when it ends well it is stored."""
+        layer = step.cohort.layers[self.layer_idx]
+        layer.begin_prefill(step)
+        try:
+            yield
+            self.end_prefill(layer, step)
+        finally:
+            layer.leave_prefill()
+
+    def end_prefill(self, layer: Any, step: Step) -> None:
+        """A prompt, or a part of one, has passed through the layer."""
+        layer.end_prefill(step)

@@ -10,6 +10,17 @@ from torch import nn
 from hetero_kv.adapter import bridge, chunking
 from hetero_kv.adapter.rotation import Rotation, found_rotation
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.errors import UnsupportedModelError
+
+
+class _Listener:
+    """Takes the keys that an attention function is called with, and attends to nothing."""
+
+    keys: torch.Tensor | None = None
+
+    def attend(self, cache: Any, call: bridge.AttentionCall) -> torch.Tensor:
+        self.keys = call.k
+        return call.v.new_zeros(*call.q.shape[:3], call.v.shape[-1])
 
 
 def require_constant_rotation(path: str, module: nn.Module, operator: str) -> None:
@@ -19,7 +30,7 @@ def require_constant_rotation(path: str, module: nn.Module, operator: str) -> No
     kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
     changing = sorted(kinds & {"dynamic", "longrope"})
     if changing:
-        raise bridge.UnsupportedModelError(
+        raise UnsupportedModelError(
             f"{path}: the model's rotary embedding is of rope_type {changing[0]!r}, whose frequencies change as a "
             f"sequence grows; {operator} cannot place keys anew under it, take one that keeps positions (tova, h2o)"
         )
@@ -32,10 +43,15 @@ def position_embeddings(path: str, module: nn.Module, kwargs: dict[str, Any], us
     """
     embeddings = kwargs.get("position_embeddings")
     if not isinstance(embeddings, tuple | list) or len(embeddings) != 2:
-        raise bridge.UnsupportedModelError(
+        raise UnsupportedModelError(
             f"{path} ({type(module).__name__}) is given no position_embeddings (cos, sin), by which {use}"
         )
     return embeddings[0], embeddings[1]
+
+
+def of_rows(embedding: torch.Tensor, rows: slice) -> torch.Tensor:
+    """The part of cos or sin [batch or 1, tokens, width] for some rows of the batch."""
+    return embedding if embedding.shape[0] == 1 else embedding[rows]
 
 
 @torch.no_grad()
@@ -60,19 +76,15 @@ def rotation_of(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dic
     probe_kwargs = {name: first_token(name, value) for name, value in kwargs.items()}
 
     def keys_under(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        received: list[torch.Tensor] = []
-
-        def attend(call: bridge.AttentionCall) -> torch.Tensor:
-            received.append(call.k)
-            return call.v.new_zeros(*call.q.shape[:3], call.v.shape[-1])
-
-        with bridge.serving(attend):
+        listener = _Listener()
+        with bridge.Service(listener, None):
             module(*probe_args, **{**probe_kwargs, "position_embeddings": (cos, sin)})
-        return received[0]
+        assert listener.keys is not None
+        return listener.keys
 
     rotation = found_rotation(keys_under, cos[:1, :1])
     if rotation is None:
-        raise bridge.UnsupportedModelError(
+        raise UnsupportedModelError(
             f"{path} ({type(module).__name__}) rotates its keys in a way that is not known (pairs of channels, in "
             f"halves or side by side, at one end of a head, are), by which {use}"
         )

@@ -14,10 +14,11 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers.cache_utils import Cache
 
-from hetero_kv.engine.cache import HeteroCache, Progress, forked
-from hetero_kv.engine.checkpoints import undo_on_error
+from hetero_kv.engine.cache import HeteroCache, Progress
+from hetero_kv.engine.errors import CacheFullError
+from hetero_kv.engine.undo import undo_on_error
+from hetero_kv.engine.untouched import forked
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.families.retrieval.layer import CacheFullError
 from hetero_kv.models.turns import TurnTokens
 
 # getrusage counts kilobytes, except on macOS.
@@ -239,8 +240,8 @@ class Conversation:
         first = watch.first_token or now
         is_ours = isinstance(self.cache, HeteroCache)
         kv_bytes = self.cache.dram_bytes if is_ours else _tensor_bytes(self.cache)
-        recall = self.cache.block_recall if is_ours else []
-        entries = self.cache.entries_held if is_ours else []
+        recall = self.cache.statistics.get("block_recall", []) if is_ours else []
+        entries = self.cache.statistics.get("entries_held", []) if is_ours else []
         return Statistics(
             prompt_tokens=prompt_tokens,
             context_tokens=self.context_tokens,

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Rows
 from contextlib import contextmanager
-from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 from transformers import AutoTokenizer
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hetero_kv.engine.operator_layer import OperatorLayer
-from hetero_kv.engine.sequence_layer import PromptPart, SequenceLayer
+from hetero_kv.engine.cohort import Cohort, CohortSnapshot
+from hetero_kv.engine.columns import Columns
+from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.sequence import Sequence
+from hetero_kv.engine.step import PromptPart, Step
+from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.families.bounded.layer import BoundedLayer
-from hetero_kv.families.shadowkv.layer import LowRankLayer
 
 #: Called while a prompt prefills: (layers done, layers in all, tokens of the layer done, tokens of the prompt).
 Progress = Callable[[int, int, int, int], None]
@@ -28,15 +33,44 @@ class CacheMaker(Protocol):
     def max_seq_len(self, wanted: int | None, batch: int, forks: int) -> int:
         """The capacity in tokens of each of `batch` sequences and of theirs in every fork."""
 
-    def cache_layers(self, capacity: int) -> list[CacheLayerMixin]:
-        """One cache layer per layer of the model, for `capacity` tokens."""
+    def cache_layers(self) -> list[CacheLayerMixin]:
+        """One empty cache layer per layer of the model."""
+
+
+@dataclass(frozen=True)
+class CacheSnapshot:
+    """What `HeteroCache.rollback` comes back to."""
+
+    cohorts: tuple[Cohort, ...]
+    states: tuple[CohortSnapshot, ...]
+    columns: Columns
+
+
+@dataclass(frozen=True)
+class Span:
+    """New tokens of a cohort in a call of the model.
+
+    Attributes:
+        rows: of the batch.
+        columns: of the call's tokens.
+    """
+
+    cohort: Cohort
+    rows: slice
+    columns: slice
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of each row."""
+        return self.columns.stop - self.columns.start
 
 
 class HeteroCache(Cache):
-    """The KV cache of one batch of sequences of equal length: `model.generate(**inputs, past_key_values=cache)`.
+    """The KV cache of a batch of sequences: `model.generate(**inputs, past_key_values=cache)`.
 
-    Operator layers keep every token (`PagedLayer`, `LowRankLayer`), a window (`WindowLayer`) or a number of entries
-    (`BoundedLayer`); layers that the rules leave as they are get transformers' own cache layer.
+    Rows of equal length go on together, as a cohort; a batch whose rows have several lengths (left-padded prompts) is
+    several cohorts. What a layer of the model holds of a cohort is its operator's; layers that the rules leave as they
+    are have transformers' own cache layer.
 
     Args:
         model: a model that `inject` was called on.
@@ -45,6 +79,10 @@ class HeteroCache(Cache):
         forks: forks that are to have room to grow to `max_seq_len` too, beside this cache; DRAM is planned for them.
             Without, a cache and its forks share the room that one sequence has.
         tokenizer: for eviction policies that run a text of their own; None takes the one of the model's directory.
+
+    Attributes:
+        cohorts: in the order of the batch's rows.
+        layers: the first cohort's, or those of the cohort that passes through the model.
 
     Raises HeteroKVError when the model is not injected, or `max_seq_len` does not fit into memory. It is planned for
     one sequence; a batch of several is planned when its prompt comes, and then refused, or `auto` made shorter, before
@@ -65,77 +103,68 @@ class HeteroCache(Cache):
             raise HeteroKVError(
                 f"{type(model).__name__} has no rules injected; call hetero_kv.inject(model, rules) before HeteroCache"
             )
-        super().__init__(layers=maker.cache_layers(maker.max_seq_len(max_seq_len, 1, forks)))
+        self._maker, self._wanted, self._forks = maker, max_seq_len, forks
         self.on_progress = on_progress
         self.tokenizer = tokenizer
+        self._tokenized: dict[str, list[int]] = {}
         self._model_name = getattr(getattr(model, "config", None), "_name_or_path", "")
         # Of a prompt that passes in strides: tokens before the present one, behind it, and of the prompt.
-        self._span: tuple[int, int, int] | None = None
-        self._maker, self._wanted, self._forks = maker, max_seq_len, forks
-        # Sequences that the capacity is planned for; the pools are made when the first tokens come.
+        self._stride: tuple[int, int, int] | None = None
+        self._transient = False
+        #: The forward that is cut into parts, if one is (`adapter.strides.Drive`).
+        self.drive: Any = None
+        #: The steps of the forward that is under way, one per cohort that takes part.
+        self.steps: tuple[Step, ...] = ()
+        # Sequences that the capacity is planned for; blocks are had when the first tokens come.
         self._planned_batch = 1
-        for layer in self._sequence_layers:
-            layer.forks = forks
+        self._begin_anew(maker.max_seq_len(max_seq_len, 1, forks))
+        super().__init__(layers=self.layers)
+
+    def _begin_anew(self, capacity: int) -> None:
+        self.cohorts = [Cohort(self._maker.cache_layers(), Store(capacity, self._forks))]
+        self.columns = Columns()
+        self._present(self.cohorts[0])
+
+    def _present(self, cohort: Cohort) -> None:
+        self.layers = cohort.layers
+
+    # -- its rows
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """One per row of the batch."""
+        return [sequence for cohort in self.cohorts for sequence in cohort.sequences]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [sequence.length for sequence in self.sequences]
+
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        """Which of the columns so far hold a token of each row, [rows, columns] int64: the past of the next mask."""
+        return self.columns.mask(len(self.sequences))
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of the batch so far, its padding included: the tokens of its rows where they have equal lengths.
+
+        While a cohort passes through the model: what its layer holds.
+        """
+        return super().get_seq_length(layer_idx) if len(self.steps) == 1 else self.columns.count
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """`max_seq_len`, or -1 where no layer keeps every token."""
+        return -1 if self.max_seq_len is None else self.max_seq_len
 
     @property
     def max_seq_len(self) -> int | None:
-        """Capacity of each sequence, tokens; None when no layer is bounded."""
-        return min((layer.capacity for layer in self._sequence_layers), default=None)
+        """Capacity of each sequence, tokens; None when no layer keeps every token."""
+        return min((cohort.store.capacity for cohort in self.cohorts if cohort.layouts), default=None)
 
     @property
     def room(self) -> int | None:
-        """Tokens that can still be added to each sequence; None when no layer is bounded."""
-        return min((layer.room for layer in self._sequence_layers), default=None)
-
-    @property
-    def _sequence_layers(self) -> list[SequenceLayer]:
-        return [layer for layer in self.layers if isinstance(layer, SequenceLayer)]
-
-    @property
-    def bounded_layers(self) -> list[BoundedLayer]:
-        """The layers that keep a fixed number of entries."""
-        return [layer for layer in self.layers if isinstance(layer, BoundedLayer)]
-
-    @property
-    def entries_held(self) -> list[int | None]:
-        """Per layer, the entries per kv head that a policy has kept; None for layers without a policy."""
-        return [layer.held if isinstance(layer, BoundedLayer) else None for layer in self.layers]
-
-    def tokenized(self, text: str) -> list[int]:
-        """The token ids of `text`, without special tokens. Raises HeteroKVError when there is no tokenizer."""
-        if self.tokenizer is None:
-            try:
-                self.tokenizer = AutoTokenizer.from_pretrained(self._model_name)
-            except (OSError, ValueError) as error:
-                raise HeteroKVError(
-                    f"the eviction policy needs a tokenizer, and there is none in {self._model_name!r} ({error}); give "
-                    "one: HeteroCache(model, tokenizer=tokenizer)"
-                ) from error
-        return self.tokenizer.encode(text, add_special_tokens=False)
-
-    @cached_property
-    def longest_catalyst(self) -> int:
-        """Tokens of the longest text that a policy runs behind the entries; 0 without any. Raises as `tokenized`."""
-        texts = {layer.policy.catalyst_text() for layer in self.bounded_layers}
-        return max((len(self.tokenized(text)) for text in texts if text is not None), default=0)
-
-    @property
-    def block_recall(self) -> list[float | None]:
-        """Per layer, the mean share of the full attention mass that the attended blocks covered.
-
-        None for layers where it was not measured (`measure_recall`).
-        """
-        return [getattr(getattr(layer, "state", None), "recall", None) for layer in self.layers]
-
-    @property
-    def chunk_hit_rate(self) -> list[float | None]:
-        """Per layer, the share of the chosen chunks that were on the compute device already; None without ShadowKV."""
-        return [getattr(getattr(layer, "state", None), "hit_rate", None) for layer in self.layers]
-
-    @property
-    def key_energy_outside(self) -> list[float | None]:
-        """Per layer, the share of the stored keys' energy that their factors leave out; None without ShadowKV."""
-        return [getattr(getattr(layer, "state", None), "energy_outside", None) for layer in self.layers]
+        """Tokens that can still be added to each sequence; None when no layer keeps every token."""
+        return min((room for cohort in self.cohorts if (room := cohort.room) is not None), default=None)
 
     def require_room(self, batch: int, tokens: int) -> None:
         """Raise unless `tokens` more of `batch` sequences can be added to every layer.
@@ -145,26 +174,170 @@ class HeteroCache(Cache):
             OutOfMemoryError: they are the first, and memory has no room for that many sequences of `max_seq_len`.
             HeteroKVError: the cache holds another number of sequences.
         """
-        layers = self._sequence_layers
-        if batch > self._planned_batch and not any(layer.rows for layer in layers):
+        self._open(batch, [tokens] * batch)
+        for cohort in self.cohorts:
+            cohort.require_room(tokens)
+
+    def _open(self, batch: int, tokens: Rows[int]) -> None:
+        """Have `batch` rows: the first ones, or those that are there."""
+        held = len(self.sequences)
+        if held != batch and held and self.columns.count:
+            raise HeteroKVError(
+                f"the cache holds {held} sequences and was given {batch}; use a HeteroCache for "
+                "each batch, or cache.reset() between them"
+            )
+        if held == batch:
+            return
+        if held:
+            self._begin_anew(self.cohorts[0].store.capacity)
+        first = self.cohorts[0]
+        if batch > self._planned_batch and first.layouts:
             capacity = self._maker.max_seq_len(self._wanted, batch, self._forks)
-            self._planned_batch = batch
-            for layer in layers:
-                layer.capacity = capacity
-        for layer in layers:
-            if layer.rows and len(layer.rows) != batch:
+            first.store, self._planned_batch = Store(capacity, self._forks), batch
+        # Before any block is had: a prompt that is too long leaves the cache empty.
+        for count in set(tokens):
+            first.require_room(count)
+        first.store.provide(first.layouts, batch)
+        first.open(batch)
+
+    def spans(self, tokens: Rows[int], width: int) -> list[Span]:
+        """The cohorts and their part of a call of `width` columns, of which the last `tokens` of each row are tokens.
+
+        Rows that had equal lengths and get different ones become cohorts of their own. Rows without a token have no
+        span.
+
+        Raises as `require_room`.
+        """
+        self._open(len(tokens), tokens)
+        if len(self.cohorts) > 1 or len(set(tokens)) > 1:
+            self._split(tokens)
+        spans, row = [], 0
+        for cohort in self.cohorts:
+            rows = slice(row, row + len(cohort.sequences))
+            if tokens[row]:
+                cohort.require_room(tokens[row])
+                spans.append(Span(cohort, rows, slice(width - tokens[row], width)))
+            row = rows.stop
+        return spans
+
+    def _split(self, tokens: Rows[int]) -> None:
+        """Let neighbouring rows of one cohort with equal numbers of new tokens be cohorts."""
+        cohorts, row = [], 0
+        for cohort in self.cohorts:
+            count = len(cohort.sequences)
+            runs = [list(run) for _, run in groupby(range(count), key=lambda index: tokens[row + index])]
+            if len(runs) == 1:
+                cohorts.append(cohort)
+            else:
+                cohorts += [cohort.taken(range(run[0], run[-1] + 1)) for run in runs]
+            row += count
+        self.cohorts = cohorts
+        self._present(cohorts[0])
+
+    # -- a forward
+
+    @contextmanager
+    def forward(self, spans: Rows[Span], *, is_decode: bool | None = None) -> Iterator[tuple[Step, ...]]:
+        """Within this context the tokens of `spans` pass through the model, in one forward.
+
+        Room is reserved in every layer first; when the context ends well the tokens are stored. When it does not, the
+        caller rolls back (`undo_on_error`).
+
+        Raises CacheFullError when they do not fit.
+        """
+        stride = self._stride
+        part = PromptPart() if stride is None else PromptPart(stride[0] == 0, stride[1] == stride[2])
+        if is_decode is None:
+            is_decode = stride is None and spans[0].tokens == 1
+        whole, row = len(spans) > 1, 0
+        steps = []
+        try:
+            for span in spans:
+                rows = span.rows if whole else slice(row, row + len(span.cohort.sequences))
+                step = span.cohort.begin(span.tokens, rows, is_decode=is_decode, part=part, keeps=not self._transient)
+                steps.append(step)
+            self.steps = tuple(steps)
+            self._present(spans[0].cohort)
+            yield self.steps
+            for step in steps:
+                step.cohort.end(step)
+        finally:
+            for step in steps:
+                step.cohort.step = None
+            self.steps = ()
+            self._present(self.cohorts[0])
+
+    @contextmanager
+    def passing(self, start: int, stop: int, total: int) -> Iterator[None]:
+        """Within this context tokens `start` to `stop` of a prompt of `total` pass through all layers."""
+        try:
+            self._stride = (start, stop, total)
+            yield
+        finally:
+            self._stride = None
+
+    @contextmanager
+    def transient(self) -> Iterator[None]:
+        """Within this context tokens attend, nothing of them is stored in any block, and no progress is told."""
+        on_progress, self.on_progress = self.on_progress, None
+        self._transient = True
+        try:
+            yield
+        finally:
+            self.on_progress, self._transient = on_progress, False
+
+    def report_progress(self, layer_idx: int, done: int, total: int) -> None:
+        """Tell `on_progress` that layer `layer_idx` has prefilled `done` of `total` tokens."""
+        if self.on_progress is None:
+            return
+        if self._stride is None:
+            self.on_progress(layer_idx + (done == total), len(self.layers), done, total)
+            return
+        # Strides go through all layers: what is done is a share of the tokens, as if there were one layer.
+        start, stop, whole = self._stride
+        passed = start + (stop - start) * (layer_idx * total + done) // (len(self.layers) * total)
+        self.on_progress(int(passed == whole), 1, passed, whole)
+
+    def tokenized(self, text: str) -> list[int]:
+        """The token ids of `text`, without special tokens. Raises HeteroKVError when there is no tokenizer."""
+        if text in self._tokenized:
+            return self._tokenized[text]
+        if self.tokenizer is None:
+            try:
+                self.tokenizer = AutoTokenizer.from_pretrained(self._model_name)
+            except (OSError, ValueError) as error:
                 raise HeteroKVError(
-                    f"the cache holds {len(layer.rows)} sequences and was given {batch}; use a HeteroCache for "
-                    "each batch, or cache.reset() between them"
-                )
-            layer.require_room(tokens)
+                    f"the eviction policy needs a tokenizer, and there is none in {self._model_name!r} ({error}); give "
+                    "one: HeteroCache(model, tokenizer=tokenizer)"
+                ) from error
+        self._tokenized[text] = self.tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenized[text]
+
+    # -- going back, and going several ways
+
+    def snapshot(self) -> CacheSnapshot:
+        """What `rollback` needs to come back to the present state."""
+        states = tuple(cohort.snapshot() for cohort in self.cohorts)
+        return CacheSnapshot(tuple(self.cohorts), states, self.columns)
+
+    def rollback(self, snapshot: CacheSnapshot) -> None:
+        """Forget what was stored since `snapshot`, and what its queries looked at."""
+        for step in self.steps:
+            step.cohort.step = None
+        self.steps, self.drive, self._stride, self._transient = (), None, None, False
+        self.columns = snapshot.columns
+        self.cohorts = list(snapshot.cohorts)
+        for cohort, state in zip(snapshot.cohorts, snapshot.states, strict=True):
+            cohort.rollback(state)
+        self._present(self.cohorts[0])
 
     def fork(self) -> HeteroCache:
         """A second cache with the same tokens, which goes on by itself: the blocks in DRAM are shared, not copied.
 
         A shared block is copied when one of the two writes to it: the last one, where it is not full, and, where
-        representatives are chosen by attention (DYNAMIC), those of Local. Windows are copied. What was asked in one
-        fork never changes the answers of another. The blocks of a cache that is reset or dropped serve the others.
+        representatives are chosen by attention (DYNAMIC), those that enter the Context. Windows are copied. What was
+        asked in one fork never changes the answers of another. The blocks of a cache that is reset or dropped serve
+        the others.
 
         All forks together have room for `max_seq_len` tokens and `forks` times as many; what does not fit is refused
         with CacheFullError before any layer takes it. After `reset` a cache has a store of its own again, if memory
@@ -172,7 +345,18 @@ class HeteroCache(Cache):
 
         Raises HeteroKVError while a prompt is being prefilled.
         """
-        return forked(self)
+        if self.steps:
+            raise HeteroKVError("a prompt is being prefilled into this cache; fork it before or after, not in between")
+        twin = copy.copy(self)
+        twin.on_progress = None
+        # What was planned is theirs together: each plans anew when it leaves the others by `reset`.
+        self._planned_batch = twin._planned_batch = 0
+        memo: dict[int, Any] = {}
+        twin.cohorts = [cohort.fork(memo) for cohort in self.cohorts]
+        if not self.sequences:
+            twin.cohorts[0].store = Store(self.cohorts[0].store.capacity, self._forks)
+        twin._present(twin.cohorts[0])
+        return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeteroCache:
         # transformers' own way to go on from one prompt several times; a deep copy of the operators would follow.
@@ -180,102 +364,132 @@ class HeteroCache(Cache):
         return twin
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens (transformers passes a negative number).
+        """Forget the last `-tokens_to_remove` columns (transformers passes a negative number).
 
         Raises HeteroKVError when a layer keeps only a window, whose older tokens are gone.
         """
-        kinds = {type(layer).__name__ for layer in self.layers if not isinstance(layer, SequenceLayer | DynamicLayer)}
-        if kinds:
+        for cohort in self.cohorts:
+            cohort.require_croppable()
+        columns = max(0, self.columns.count - abs(tokens_to_remove))
+        removed = self.columns.tokens_after(columns, len(self.sequences))
+        if len(set(removed)) > 1:
+            self._split(removed)
+        row = 0
+        for cohort in self.cohorts:
+            cohort.crop(cohort.length - removed[row])
+            row += len(cohort.sequences)
+        self.columns = self.columns.cut(columns)
+
+    def reset(self) -> None:
+        """Forget every token and give the memory back; blocks that forks hold too stay with them."""
+        for cohort in self.cohorts:
+            for sequence in cohort.sequences:
+                sequence.free()
+        self._begin_anew(self.cohorts[0].store.capacity)
+
+    def select(self, rows: Rows[int] | torch.Tensor) -> None:
+        """Let row i be what row `rows[i]` was: rows leave, are reordered, or, named twice, go two ways.
+
+        Raises HeteroKVError for a row that is not there, or for none.
+        """
+        chosen = [int(row) for row in rows]
+        held = len(self.sequences)
+        if not chosen or not all(0 <= row < held for row in chosen):
+            raise HeteroKVError(f"rows are {chosen}, and the cache holds {held}; give indices from 0 to {held - 1}")
+        if chosen == list(range(held)):
+            return
+        homes = [(cohort, row) for cohort in self.cohorts for row in range(len(cohort.sequences))]
+        runs = groupby((homes[row] for row in chosen), key=lambda home: id(home[0]))
+        cohorts = []
+        for _, run in runs:
+            members = list(run)
+            cohorts.append(members[0][0].selected([row for _, row in members]))
+        self.cohorts = cohorts
+        self.columns = self.columns.select(chosen)
+        self._present(cohorts[0])
+
+    def extend(self, other: HeteroCache) -> None:
+        """Let the rows of `other` join behind; `other` is empty then.
+
+        Where one has more columns, the other's rows are left-padded (`attention_mask`).
+
+        Raises HeteroKVError when the other is of another model or rules, or is this one.
+        """
+        if other is self or other._maker is not self._maker:
             raise HeteroKVError(
-                f"this cache cannot go back (assisted decoding?): it has layers of kind {', '.join(kinds)}"
+                "only another HeteroCache of the same injected model can join; fork() this one to have its rows twice, "
+                "and prefill other models' prompts anew"
             )
-        for layer in self.layers:
-            layer.crop(tokens_to_remove)
+        if not other.sequences:
+            return
+        if not self.sequences:
+            self.cohorts, self.columns = other.cohorts, other.columns
+        else:
+            self.columns = self.columns.joined(len(self.sequences), other.columns, len(other.sequences))
+            self.cohorts = [*self.cohorts, *other.cohorts]
+        self._present(self.cohorts[0])
+        other._begin_anew(other.cohorts[0].store.capacity)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Let row i continue row `beam_idx[i]` (beam search): blocks are shared, not copied."""
+        self.select(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows at `indices` (`select`)."""
+        self.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused: sequences of a HeteroCache are set by its first prompt. Raises HeteroKVError."""
+        """Refused: blocks are planned for the rows of the first prompt. Raises HeteroKVError."""
         raise HeteroKVError("a HeteroCache cannot repeat its sequences; repeat the prompt before generating")
 
-    def batch_select_indices(self, indices: Any) -> None:
-        """Refused: sequences of a HeteroCache are set by its first prompt. Raises HeteroKVError."""
-        raise HeteroKVError("a HeteroCache cannot drop some of its sequences; generate them in batches of their own")
+    # -- what it takes
+
+    @property
+    def _family_layers(self) -> list[FamilyLayer]:
+        return [layer for cohort in self.cohorts for layer in cohort.family_layers]
+
+    @property
+    def driven_layers(self) -> list[Any]:
+        """The layers of the first cohort that need forwards cut and settled around them: bounded ones."""
+        return [layer for layer in self.cohorts[0].family_layers if layer.is_driven]
+
+    @property
+    def statistics(self) -> dict[str, list[float | int | None]]:
+        """What layers have counted, by name, a value for each layer; None where a layer says nothing of that name.
+
+        Of the first cohort's rows.
+        """
+        said = [layer.statistics if isinstance(layer, FamilyLayer) else {} for layer in self.cohorts[0].layers]
+        names = dict.fromkeys(name for each in said for name in each)
+        return {name: [each.get(name) for each in said] for name in names}
+
+    @property
+    def _stores(self) -> dict[int, Store]:
+        return {id(cohort.store): cohort.store for cohort in self.cohorts}
 
     @property
     def dram_bytes(self) -> int:
         """Bytes that the stored tokens take in operator layers, with the blocks of all forks."""
-        return sum(getattr(layer, "dram_bytes", 0) for layer in self.layers)
+        return sum(store.dram_bytes for store in self._stores.values()) + sum(
+            layer.dram_bytes for layer in self._family_layers
+        )
 
     @property
     def device_bytes(self) -> int:
         """Bytes that the stored tokens take where the model computes, beside `dram_bytes`.
 
         ShadowKV's factors, landmarks and exact chunks; rotary tables; on a GPU also the entries of bounded layers, and
-        the copies of Initial and Local.
+        the copies of the attention sink and the recent window.
         """
-        rotary = [layer.factors.rotary for layer in self.layers if isinstance(layer, LowRankLayer)]
-        rotary += [layer.rotary for layer in self.bounded_layers]
-        tables = {id(table): table.nbytes for table in rotary if table is not None}
-        return sum(getattr(layer, "device_bytes", 0) for layer in self.layers) + sum(tables.values())
+        tables = {id(table): table.nbytes for layer in self._family_layers for table in layer.tables_shared_with_others}
+        return sum(layer.device_bytes for layer in self._family_layers) + sum(tables.values())
 
     @property
     def shared_bytes(self) -> int:
         """Bytes of the blocks that this cache holds together with its forks."""
-        return sum(layer.shared_bytes for layer in self._sequence_layers)
-
-    def report_progress(self, layer_idx: int, done: int, total: int) -> None:
-        """Tell `on_progress` that layer `layer_idx` has prefilled `done` of `total` tokens."""
-        if self.on_progress is None:
-            return
-        if self._span is None:
-            self.on_progress(layer_idx + (done == total), len(self.layers), done, total)
-            return
-        # Strides go through all layers: what is done is a share of the tokens, as if there were one layer.
-        start, stop, whole = self._span
-        passed = start + (stop - start) * (layer_idx * total + done) // (len(self.layers) * total)
-        self.on_progress(int(passed == whole), 1, passed, whole)
-
-    @property
-    def is_passing(self) -> bool:
-        """Whether the tokens that pass are a part of a prompt, be it a single one (`passing`)."""
-        return self._span is not None
-
-    @contextmanager
-    def passing(self, start: int, stop: int, total: int) -> Iterator[None]:
-        """Within this context tokens `start` to `stop` of a prompt of `total` pass through all layers."""
-        try:
-            self._span = (start, stop, total)
-            for layer in self._sequence_layers:
-                layer.part = PromptPart(is_first=start == 0, is_last=stop == total)
-            yield
-        finally:
-            self._span = None
-            for layer in self._sequence_layers:
-                layer.part = PromptPart()
-
-
-_AnyCache = TypeVar("_AnyCache", bound=Cache)
-
-
-def forked(cache: _AnyCache) -> _AnyCache:
-    """A second cache with the same tokens, HeteroCache or transformers' own; see HeteroCache.fork."""
-    known = [layer for layer in cache.layers if isinstance(layer, OperatorLayer | DynamicLayer)]
-    lengths = {layer.get_seq_length() for layer in known}
-    if len(lengths) > 1 or any(getattr(layer, "is_prefilling", False) for layer in known):
-        raise HeteroKVError("a prompt is being prefilled into this cache; fork it before or after, not in between")
-    twin = copy.copy(cache)
-    memo: dict[int, Any] = {}
-    twin.layers = [_forked_layer(layer, memo) for layer in cache.layers]
-    if isinstance(cache, HeteroCache) and isinstance(twin, HeteroCache):
-        twin.on_progress = None
-        # What was planned is theirs together: each plans anew when it leaves the others by `reset`.
-        cache._planned_batch = twin._planned_batch = 0
-    return twin
-
-
-def _forked_layer(layer: CacheLayerMixin, memo: dict[int, Any]) -> CacheLayerMixin:
-    if isinstance(layer, OperatorLayer):
-        return layer.fork(memo)
-    # These never write to a tensor that they hold: they grow by concatenation.
-    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-        return copy.copy(layer)
-    return copy.deepcopy(layer, memo)
+        return sum(
+            store.shared_bytes(
+                sequence for cohort in self.cohorts if cohort.store is store for sequence in cohort.sequences
+            )
+            for store in self._stores.values()
+        )

@@ -110,7 +110,8 @@ def force(model: PreTrainedModel, cache: Cache, continuation: Continuation) -> F
         logits = last_logits(model, [token], cache)[0].float().cpu()
         agrees.append(int(logits.argmax()) == int(full.argmax()))
         divergence.append(_divergence(full, logits))
-    recall = cache.block_recall if isinstance(cache, HeteroCache) else [None] * len(cache.layers)
+    counted = cache.statistics if isinstance(cache, HeteroCache) else {}
+    recall = counted.get("block_recall", [None] * len(cache.layers))
     return Fidelity(tuple(agrees), tuple(divergence), tuple(recall))
 
 

@@ -12,6 +12,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.layer import FamilyLayer
 
 
 @dataclass(frozen=True)
@@ -74,18 +75,16 @@ def end_tokens(model: Any) -> frozenset[int]:
 
 def entries_held(cache: Cache) -> float | None:
     """Entries per kv head that eviction policies have kept, the mean over the layers that have one; None without."""
-    layers = cache.entries_held if isinstance(cache, HeteroCache) else []
+    layers = cache.statistics.get("entries_held", []) if isinstance(cache, HeteroCache) else []
     held = [entries for entries in layers if entries is not None]
     return sum(held) / len(held) if held else None
 
 
 def cache_bytes(cache: Cache) -> int:
     """Memory of the stored keys and values and of all that a method keeps to find them, wherever it lies, bytes."""
-    total = cache.device_bytes if isinstance(cache, HeteroCache) else 0
+    total = cache.dram_bytes + cache.device_bytes if isinstance(cache, HeteroCache) else 0
     for layer in cache.layers:
-        if hasattr(layer, "dram_bytes"):
-            total += layer.dram_bytes
-        else:
+        if not isinstance(layer, FamilyLayer):
             tensors = [tensor for tensor in (layer.keys, layer.values) if tensor is not None]
             total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     return total

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
+from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.families.retrieval.layer import PagedLayer, PrefillBuffer
 from hetero_kv.families.retrieval.observation import Observation
-from hetero_kv.families.retrieval.state import RetrievalState
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,17 @@ class RecordedLayer:
             layer.cumulative_length = self.length
 
 
-class RecordingLayer(PagedLayer):
-    """Prefills like a PagedLayer and then keeps a RecordedLayer, in DRAM, instead of storing blocks.
+class RecordingLayer(BufferedLayer):
+    """Prefills as a retrieval layer does and then keeps a RecordedLayer, in DRAM, instead of storing blocks.
 
     Attributes:
         recorded: what was prefilled so far; None before the first prompt.
+        observation: the window of last queries of the prompt that is being prefilled.
+        rotations: (cos, sin) of the prompt's parts in order, as views of what the model made for all layers at once.
     """
 
     recorded: RecordedLayer | None = None
-    #: (cos, sin) of the prompt's parts in order, as views of what the model made for all layers at once.
+    observation: Observation | None = None
     rotations: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     _updates: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
@@ -98,39 +101,33 @@ class RecordingLayer(PagedLayer):
         if isinstance(position_embeddings, tuple | list) and len(position_embeddings) == 2:
             self.rotations = (*self.rotations, (position_embeddings[0], position_embeddings[1]))
 
-    @property
-    def stored_length(self) -> int:
-        """See SequenceLayer."""
-        return 0 if self.recorded is None else self.recorded.length
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See SequenceLayer."""
+        """See FamilyLayer; keeps what a model caches where that is not what its attention receives."""
         self._updates = (*self._updates, (key_states, value_states))
         return key_states, value_states
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See SequenceLayer."""
+        """See BufferedLayer."""
         if self._updates and self._updates[-1][0] is keys and self._updates[-1][1] is values:
             self._updates = self._updates[:-1]
         return super().extend(keys, values)
 
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See SequenceLayer."""
+        """See BufferedLayer."""
         assert self.recorded is not None
         keys.copy_(self.recorded.keys)
         values.copy_(self.recorded.values)
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
+    def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
         """Keep the sequence that `buffer` holds."""
         assert buffer is not None
-        state: RetrievalState = self.state
-        assert state.observation is not None
-        before, observation = self.recorded, Observation(state.observation.window)
+        assert self.observation is not None
+        before, observation = self.recorded, Observation(self.observation.window)
         if before is not None and before.observation is not None:
             _see(observation, before.observation.to(keys.device))
-        _see(observation, state.observation)
+        _see(observation, self.observation)
         if before is not None and before.rotation is not None:
             self.rotations = (before.rotation, *self.rotations)
         updates = self._updates
@@ -141,8 +138,11 @@ class RecordingLayer(PagedLayer):
             latents = [torch.cat(parts, dim=2) for parts in zip(*updates, strict=True)]
             cached = latents[0], latents[1]
         recorded = RecordedLayer(buffer.keys, buffer.values, buffer.length, observation, cached)
-        self.recorded, self._updates = recorded.to(torch.device("cpu")), ()
-        state.observation = None
+        self.recorded, self._updates, self.observation = recorded.to(torch.device("cpu")), (), None
+
+    def select(self, rows: Rows[int]) -> None:
+        """Refused: a recording is of one prompt. Raises HeteroKVError."""
+        raise HeteroKVError("a prefill is recorded of one prompt; its cache has no other rows")
 
 
 def _see(observation: Observation, other: Observation) -> None:

@@ -16,17 +16,20 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from gpu_ops.attention import chunk_attention
+from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import bridge
-from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.engine.cache import HeteroCache, Progress
+from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.recorded_layer import RecordedLayer, RecordingLayer
+from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.settings import RetrievalSettings
-from hetero_kv.families.retrieval.state import RetrievalState, SharedSelections
 from hetero_kv.families.window.layer import WindowLayer
 from hetero_kv.operators import RetrievalAttention
+from hetero_kv.rules import RuleSet, load_rules
 from hetero_kv.rules.injection import Injection, eject, inject, suspended
-from hetero_kv.rules.rule_file import RuleSet, load_rules
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.store import storage
 
@@ -36,19 +39,24 @@ _Rotations = dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]]
 _STORAGE = {torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"}
 
 
-class RecordingAttention(RetrievalAttention):
-    """Prefills as RetrievalAttention does, and keeps what the prefill leaves instead of storing it in blocks."""
+class RecordingAttention(AttentionOperator):
+    """Prefills exactly, chunk by chunk, and keeps what the prefill leaves instead of storing it in blocks."""
 
     meaning = "records a prompt's exact prefill, for many caches to start from"
+    settings_class = RetrievalSettings
+    prefills_exactly = True
+    continues_exactly = True
 
-    def __init__(self, path: str, wrapped: nn.Module, settings: RetrievalSettings, engine: EngineSettings) -> None:
-        super().__init__(path, wrapped, settings, engine)
-        self.keeps_received = True
+    settings: RetrievalSettings
 
-    def new_cache_layer(self, capacity: int, shared: SharedSelections) -> RecordingLayer:
+    @classmethod
+    def operator_for(cls, module: nn.Module) -> type[Operator]:
+        """A layer with a sliding window of the model's own keeps that."""
+        return RetrievalAttention.operator_for(module) if bridge.layer_window(module) is not None else cls
+
+    def new_cache_layer(self) -> RecordingLayer:
         """See AttentionOperator."""
-        kind = storage.get(self.settings.kv_type)
-        return RecordingLayer(capacity, 1, 0, 1, kind, 1, on_stored=self.stored, state=RetrievalState(shared))
+        return RecordingLayer(storage.get(self.settings.kv_type))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See AttentionOperator; keeps how the tokens' positions are rotated, where the model says it."""
@@ -56,10 +64,24 @@ class RecordingAttention(RetrievalAttention):
         layer.note_rotation(kwargs.get("position_embeddings"))
         return super().forward(*args, **kwargs)
 
-    def take_over(self, cache: HeteroCache, recorded: RecordedLayer) -> None:
+    def prefill_chunk(self, layer: RecordingLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         """See AttentionOperator."""
-        layer = cache.layers[self.layer_idx]
-        assert isinstance(layer, RecordingLayer)
+        if layer.observation is None:
+            layer.observation = Observation(self.settings.observation_len)
+        past_k, past_v = layer.extend(call.k, call.v)
+        out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap)
+        if call.sink is not None:
+            out, lse = apply_sink(out, lse, call.sink)
+        layer.observation.watch(call.q, lse, call.scale, call.softcap)
+        return out
+
+    def decode_step(self, layer: RecordingLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
+        """See AttentionOperator: one token more of the prompt."""
+        with self.prefill(step):
+            return self.prefill_chunk(layer, step, call)
+
+    def take_over(self, layer: RecordingLayer, step: Step, recorded: Any) -> None:
+        """See AttentionOperator."""
         layer.recorded = recorded
 
 
@@ -109,7 +131,6 @@ class RecordedPrefill:
                     "model(input_ids, past_key_values=HeteroCache(model))"
                 )
         cache = HeteroCache(model, self.max_seq_len)
-        cache.require_room(batch=1, tokens=self.tokens)
         self._fill(cache, model, injection)
         return cache
 
@@ -118,17 +139,20 @@ class RecordedPrefill:
         self._require_own(model)
         operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
         rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-        for index, recorded in enumerate(self.layers):
-            if index in operators:
-                operator, device = operators[index], _device_of(operators[index])
+        with cache.forward(cache.spans([self.tokens], self.tokens), is_decode=False) as (step,):
+            for index, recorded in enumerate(self.layers):
+                layer = step.cohort.layers[index]
+                if index not in operators:
+                    recorded.fill(layer)
+                    continue
+                device = _device_of(operators[index])
                 moved = recorded.to(device)
                 if recorded.rotation is not None and moved.rotation is not None:
                     # Layers that were given the same have the same on every device.
                     key = id(recorded.rotation[0]), device
                     moved = replace(moved, rotation=rotations.setdefault(key, moved.rotation))
-                operator.take_over(cache, moved)
-            else:
-                recorded.fill(cache.layers[index])
+                operators[index].take_over(layer, step, moved)
+        cache.columns = cache.columns.grown(self.tokens, [self.tokens])
 
     def untouched_cache(self, model: PreTrainedModel) -> DynamicCache:
         """transformers' own cache after the prompt, for the model without rules.
@@ -226,7 +250,7 @@ def _recorded(layer: Any, rotations: _Rotations) -> RecordedLayer:
         assert layer.recorded is not None
         return replace(layer.recorded, rotation=_rotation(layer, rotations))
     if isinstance(layer, WindowLayer):
-        keys, values, _, end, length = layer.checkpoint()
+        keys, values, _, end, length = layer.snapshot()
         assert keys is not None
         assert values is not None
         held = slice(max(0, end - min(length, layer.window - 1)), end)

@@ -18,10 +18,11 @@ from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.bounded.entry_room import SLACK
 from hetero_kv.families.bounded.eviction import EvictionPolicy
 from hetero_kv.families.bounded.layer import BoundedLayer
-from hetero_kv.families.retrieval.layer import PagedLayer
+from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.shadowkv.footprint import LowRankFootprint
 from hetero_kv.families.shadowkv.layer import LowRankLayer
 from hetero_kv.families.window.layer import WindowLayer
+from hetero_kv.store.pool import BlockPool
 
 if TYPE_CHECKING:
     from hetero_kv.rules.injection import Injection
@@ -79,12 +80,13 @@ class LayerFootprint:
     @classmethod
     def of(cls, cache_layer: Any, shape: KVShape) -> LayerFootprint:
         """Of an empty cache layer; a paged one makes its pool here, so give it the capacity of a block."""
-        if isinstance(cache_layer, PagedLayer):
+        if isinstance(cache_layer, RetrievalLayer):
             return cls(
                 shape,
                 layer_bytes_per_token(cache_layer, shape),
-                block_size=cache_layer.block_size,
-                device_window=(cache_layer.initial_blocks + 1) * cache_layer.block_size + cache_layer.local_len,
+                block_size=cache_layer.layout.block_size,
+                device_window=(cache_layer.layout.sink_blocks + 1) * cache_layer.layout.block_size
+                + cache_layer.layout.local_len,
             )
         if isinstance(cache_layer, LowRankLayer):
             keys, values = shape.kv_heads * shape.k_dim, shape.kv_heads * shape.v_dim
@@ -125,15 +127,21 @@ class LayerFootprint:
         return 2 * kept + max(new, 2 * SLACK + placed)
 
 
-def layer_bytes_per_token(layer: PagedLayer, shape: KVShape) -> BytesPerToken:
-    """What a token takes in the DRAM blocks of one layer, which is empty; it makes its pool here."""
-    # The pool says it itself, whatever arrays it has, so that the plan cannot differ from what is allocated.
-    layer.lazy_initialization(
-        torch.empty(1, shape.kv_heads, 0, shape.k_dim), torch.empty(1, shape.kv_heads, 0, shape.v_dim)
+def layer_bytes_per_token(layer: RetrievalLayer, shape: KVShape) -> BytesPerToken:
+    """What a token takes in the DRAM blocks of one layer."""
+    layout, kind = layer.layout, layer.storage
+    key, value = (shape.kv_heads * kind.bytes_per_vector(dim) for dim in (shape.k_dim, shape.v_dim))
+    pool = BlockPool(
+        1,
+        shape.kv_heads,
+        layout.block_size,
+        shape.k_dim,
+        shape.v_dim,
+        kind,
+        layer.representative_num,
+        layout.closes_alone,
     )
-    assert layer.pool is not None
-    key, value = (shape.kv_heads * layer.storage.bytes_per_vector(dim) for dim in (shape.k_dim, shape.v_dim))
-    return BytesPerToken(key, value, layer.pool.bytes_per_block / layer.block_size - key - value)
+    return BytesPerToken(key, value, pool.bytes_per_block / layout.block_size - key - value)
 
 
 @dataclass(frozen=True)
@@ -214,7 +222,7 @@ class Footprint:
         element = (dtype or model.dtype).itemsize
         layers = tuple(
             LayerFootprint.of(cache_layer, KVShape.of_attention(attentions[index], config))
-            for index, cache_layer in enumerate(injection.cache_layers(capacity=1))
+            for index, cache_layer in enumerate(injection.cache_layers())
             if index in attentions
         )
         shapes = [layer.shape for layer in layers] or [KVShape.of(config)]

@@ -14,13 +14,12 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
-from hetero_kv.adapter.guard import driven_whole, guarded
+from hetero_kv.adapter.guard import guarded
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.families.bounded.attention import BoundedAttention, settle_policies
+from hetero_kv.families.bounded.attention import settle_policies
 from hetero_kv.families.retrieval.attention import RetrievalAttention
-from hetero_kv.families.retrieval.state import SharedSelections
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
 from hetero_kv.rules.rule_file import Rule, RuleSet, load_rules, nearest_module_paths
 from hetero_kv.settings.engine_settings import EngineSettings
@@ -87,15 +86,11 @@ class Injection:
                 group = config.num_attention_heads // shape.kv_heads
                 operator.compile_kernels(shape.kv_heads, group, shape.k_dim, shape.v_dim, softcap)
 
-    def cache_layers(self, capacity: int) -> list[CacheLayerMixin]:
-        """A cache layer per layer of the model: the operators' own, and transformers' where there is no operator.
-
-        `capacity` tokens may fit into memory or not (`max_seq_len`).
-        """
+    def cache_layers(self) -> list[CacheLayerMixin]:
+        """An empty cache layer per layer of the model: the operators' own, transformers' where there is none."""
         layers = list(DynamicCache(config=bridge.text_config(self.model)).layers)
-        shared: SharedSelections = {}
         for operator in self.attention_operators():
-            layers[operator.layer_idx] = operator.new_cache_layer(capacity, shared)
+            layers[operator.layer_idx] = operator.new_cache_layer()
         return layers
 
 
@@ -191,16 +186,10 @@ def _guard(injection: Injection) -> None:
     """Guard the forward of the modules that build masks, and let them build none."""
     for holder, config in injection.configs:
         holder.config = bridge.with_implementation(config)
-        holder.forward = guarded(holder)
-    if _is_driven(injection):
-        injection.model.forward = driven_whole(injection.model)
-
-
-def _is_driven(injection: Injection) -> bool:
-    """Whether the whole model's forward is cut into strides: it has bounded layers, and a head outside of them."""
-    return all(injection.model is not holder for holder, _ in injection.configs) and any(
-        isinstance(operator, BoundedAttention) for operator in injection.operators.values()
-    )
+        holder.forward = guarded(holder, has_head=False)
+    # With the head: what fails behind the layers is undone as well, and policies may ask for logits.
+    if all(injection.model is not holder for holder, _ in injection.configs):
+        injection.model.forward = guarded(injection.model, has_head=True)
 
 
 def _take_out(model: nn.Module, injection: Injection) -> None:

@@ -1,32 +1,32 @@
-"""The block pool of one layer: keys, values and representatives in DRAM, in reference-counted blocks."""
+"""The blocks of one layer: keys, values and representatives in DRAM."""
 
 from __future__ import annotations
 
 import math
 import mmap
-from collections import deque
 
 import numpy as np
 import torch
 
 from hetero_kv.store.storage import StorageType
 
+# Blocks converted at once: bounds the temporary copy.
+_BLOCKS_AT_ONCE = 64
+
 
 class BlockPool:
     """Fixed number of blocks of `block_size` tokens, each holding all kv heads of one layer.
 
     One large allocation per array that the operating system backs with memory only as blocks are written,
-    so capacity costs nothing until it is used. Not for several threads at once.
+    so capacity costs nothing until it is used. Which block holds what is the block tables' to know.
 
     Attributes:
         keys: [num_blocks, kv_heads, block_size, storage.elements(k_dim)] in the storage type's dtype, on the CPU.
         values: [num_blocks, kv_heads, block_size, storage.elements(v_dim)], likewise.
         representatives: [num_blocks, kv_heads, representative_num, k_dim] in `storage.for_representatives`.
         key_array, value_array, representative_array: the kernels' views of the same memory.
-        lengths: [num_blocks] int32, tokens written in each block.
-        received: [num_blocks, kv_heads, block_size] float32, the attention that each key received from the queries
-            that an operator watched; None where no operator does.
-        is_shared: whether sequences ever held a block together.
+        accumulated: [num_blocks, kv_heads, block_size] float32, the attention that each key had received from the
+            queries that an operator watched when its block got its representatives; None where no operator does.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class BlockPool:
         v_dim: int,
         storage: StorageType,
         representative_num: int,
-        keep_received: bool = False,
+        accumulates: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -49,82 +49,80 @@ class BlockPool:
         self.representatives, self.representative_array = _untouched(
             (num_blocks, kv_heads, representative_num), k_dim, kind
         )
-        self.lengths = np.zeros(num_blocks, dtype=np.int32)
-        self.received = torch.empty(num_blocks, kv_heads, block_size) if keep_received else None
-        self._references = np.zeros(num_blocks, dtype=np.int32)
-        self.is_shared = False
-        self._freed: list[int] = []
-        self._untouched = 0
-        self._abandoned: deque[np.ndarray] = deque()
+        self.accumulated = torch.empty(num_blocks, kv_heads, block_size) if accumulates else None
 
     @property
     def bytes_per_block(self) -> int:
-        """DRAM that one block takes: keys, values, representatives, and received attention where it is kept."""
-        arrays = (self.keys, self.values, self.representatives, self.received)
-        return sum(array[0].numel() * array.element_size() for array in arrays if array is not None)
+        """DRAM that one block takes: keys, values, representatives, and accumulated attention where it is kept."""
+        return sum(array[0].numel() * array.element_size() for array in self._arrays)
 
     @property
-    def bytes_touched(self) -> int:
-        """DRAM that this pool has ever written to, in bytes."""
-        return self._untouched * self.bytes_per_block
+    def _arrays(self) -> list[torch.Tensor]:
+        arrays = (self.keys, self.values, self.representatives, self.accumulated)
+        return [array for array in arrays if array is not None]
 
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that can still be allocated."""
-        self._reclaim()
-        return len(self._freed) + self.num_blocks - self._untouched
+    def copy(self, source: int, target: int) -> None:
+        """Let block `target` have the contents of block `source`."""
+        for array in self._arrays:
+            array[target].copy_(array[source])
 
-    def references(self, block: int) -> int:
-        """How many sequences hold this block."""
-        self._reclaim()
-        return int(self._references[block])
+    def write(self, ids: np.ndarray, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store tokens of a sequence from position `start` on, in its blocks `ids` [blocks] int32.
 
-    def copies_to_own(self, ids: np.ndarray) -> int:
-        """Blocks to allocate before each of `ids` can be written to alone, as BlockTable.own does.
-
-        An id may stand several times, once for every sequence that wants its own: the last holder needs no copy.
+        Args:
+            keys: [kv_heads, tokens, k_dim], any float dtype, on any device.
+            values: [kv_heads, tokens, v_dim].
         """
-        self._reclaim()
-        blocks, wanted = np.unique(ids, return_counts=True)
-        return int(wanted.sum() - (self._references[blocks] == wanted).sum())
+        tokens, written = keys.shape[1], 0
+        while written < tokens:
+            block, offset = divmod(start + written, self.block_size)
+            new_keys, new_values = keys[:, written:], values[:, written:]
+            if offset == 0 and tokens - written >= self.block_size:
+                written += self._write_full_blocks(ids[block:], new_keys, new_values)
+            else:
+                count = min(self.block_size - offset, tokens - written)
+                self.write_in_block(int(ids[block]), offset, new_keys[:, :count], new_values[:, :count])
+                written += count
 
-    def allocate(self, count: int) -> np.ndarray:
-        """Ids of `count` empty blocks, [count] int32, each held once.
+    def write_in_block(self, block: int, offset: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store tokens [kv_heads, tokens, dim] in one block, from its token `offset` on."""
+        stop = offset + keys.shape[1]
+        self.storage.write(self.keys[block, :, offset:stop], keys)
+        self.storage.write(self.values[block, :, offset:stop], values)
 
-        Raises MemoryError when the pool has fewer left; nothing is allocated then.
+    def read(self, ids: np.ndarray, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the positions [start, stop) of a sequence in blocks `ids`, as the storage decodes them.
+
+        Returns [kv_heads, stop - start, dim] each.
         """
-        if count > self.free_blocks:
-            raise MemoryError(f"the block pool has {self.free_blocks} free blocks of {self.num_blocks}, {count} wanted")
-        reused = [self._freed.pop() for _ in range(min(count, len(self._freed)))]
-        fresh = count - len(reused)
-        ids = np.array([*reused, *range(self._untouched, self._untouched + fresh)], dtype=np.int32)
-        self._untouched += fresh
-        self._references[ids] = 1
-        self.lengths[ids] = 0
-        if self.received is not None:
-            self.received[torch.from_numpy(ids.astype(np.int64))] = 0
-        return ids
+        first = start // self.block_size
+        index = torch.from_numpy(ids[first : -(-stop // self.block_size)].astype(np.int64))
+        skipped = start - first * self.block_size
+        keys, values = (
+            self.storage.decode(array[index].transpose(0, 1).flatten(1, 2)[:, skipped : skipped + stop - start])
+            for array in (self.keys, self.values)
+        )
+        return keys, values
 
-    def retain(self, ids: np.ndarray) -> None:
-        """Let one more sequence hold these blocks."""
-        self.is_shared = True
-        self._references[ids] += 1
+    def gather(self, ids: np.ndarray, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy the first `length` tokens into [kv_heads, length, dim] tensors of any dtype, on any device."""
+        step = _BLOCKS_AT_ONCE * self.block_size
+        for start in range(0, length, step):
+            stop = min(start + step, length)
+            for source, target in zip(self.read(ids, start, stop), (keys, values), strict=True):
+                target[:, start:stop].copy_(source)
 
-    def release(self, ids: np.ndarray) -> None:
-        """Let go of these blocks; those that nobody holds any more are free again."""
-        self._references[ids] -= 1
-        self._freed.extend(int(block) for block in ids[::-1] if self._references[block] == 0)
-
-    def abandon(self, ids: np.ndarray) -> None:
-        """Let go of these blocks before anything is next counted or allocated.
-
-        For a sequence that is garbage-collected, which may happen in the middle of a `release`.
-        """
-        self._abandoned.append(ids)
-
-    def _reclaim(self) -> None:
-        while self._abandoned:
-            self.release(self._abandoned.popleft())
+    def _write_full_blocks(self, ids: np.ndarray, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """Fill whole blocks, `_BLOCKS_AT_ONCE` at most; returns the tokens written."""
+        count = min(keys.shape[1] // self.block_size, _BLOCKS_AT_ONCE)
+        ids = ids[:count]
+        for source, target in ((keys, self.keys), (values, self.values)):
+            blocks = source[:, : count * self.block_size].unflatten(1, (count, self.block_size)).transpose(0, 1)
+            if int(ids[-1]) - int(ids[0]) == count - 1 and np.all(np.diff(ids) == 1):
+                self.storage.write(target[int(ids[0]) : int(ids[0]) + count], blocks)
+            else:
+                target[torch.from_numpy(ids.astype(np.int64))] = self.storage.encode(blocks).cpu()
+        return count * self.block_size
 
 
 def _untouched(shape: tuple[int, ...], dim: int, storage: StorageType) -> tuple[torch.Tensor, np.ndarray]:

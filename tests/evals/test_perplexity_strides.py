@@ -85,7 +85,7 @@ def test_likelihoods_in_strides_are_those_of_plain_calls_of_the_model(loaded, me
     assert result.parts["nll"] == pytest.approx(nll.mean().item(), abs=1e-5)
     assert curve(result)[0] == pytest.approx(nll[0].item(), abs=1e-5)
     assert curve(result)[-1] == pytest.approx(nll[-1].item(), abs=1e-5)
-    assert result.cost.entries_held == statistics.fmean(cache.entries_held)
+    assert result.cost.entries_held == statistics.fmean(cache.statistics["entries_held"])
 
 
 @pytest.mark.parametrize("stride", [STRIDE, 512])

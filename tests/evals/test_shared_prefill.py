@@ -9,8 +9,9 @@ from tiny_models import ARCHITECTURES, tiny_model
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
 from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.evals.shared_prefill import record_prefill, shares_prefill
-from hetero_kv.families.retrieval.layer import CacheFullError, PagedLayer
+from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.rules.rule_file import parse_rules
 
@@ -56,21 +57,22 @@ def differing(actual, expected):
     """Indices of the paged layers that differ: blocks, representatives, received attention, candidates or counters."""
 
     def state_of(layer):
-        row, pool = layer.rows[0], layer.pool
-        context = torch.from_numpy(row.ids[layer.initial_blocks : layer.indexed_blocks].astype(np.int64))
-        arrays = [*row.read(0, row.length), pool.representatives[context]]
-        if pool.received is not None:
-            arrays.append(pool.received[torch.from_numpy(row.ids.astype(np.int64))])
+        ids, pool, cohort = layer.block_ids(0), layer.pool, layer.cohort
+        closed = cohort.closed[layer.layout]
+        context = torch.from_numpy(ids[layer.layout.sink_blocks : closed].astype(np.int64))
+        arrays = [*pool.read(ids, 0, cohort.length), pool.representatives[context]]
+        if pool.accumulated is not None:
+            arrays += [pool.accumulated[context], layer.state.accumulated]
         if layer.state.candidates is not None:
             arrays.append(torch.from_numpy(layer.state.candidates))
-        counters = (layer.indexed_blocks, layer.state.prompt_length, layer.state.decoded, layer.state.preselected_end)
+        counters = (closed, cohort.prompt_length, cohort.length, layer.state.open_start, layer.state.preselected_end)
         return [*arrays, torch.tensor(counters)]
 
     def differs(layer, other):
         return not all(torch.equal(a, b) for a, b in zip(state_of(layer), state_of(other), strict=True))
 
     pairs = enumerate(zip(actual.layers, expected.layers, strict=True))
-    return [index for index, (a, b) in pairs if isinstance(b, PagedLayer) and differs(a, b)]
+    return [index for index, (a, b) in pairs if isinstance(b, RetrievalLayer) and differs(a, b)]
 
 
 _models: dict[str, object] = {}

@@ -6,6 +6,7 @@ import mmap
 
 import pytest
 import torch
+from caches import new_cache, prefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -75,23 +76,21 @@ def test_a_layer_locks_its_values_in_dram_once_for_itself_and_its_forks(monkeypa
     monkeypatch.setattr(low_rank_layer, "runs_triton", lambda tensor: True)
     settings = ShadowKVSettings(rank=8, project_generated=True)
 
-    def filled(layer, tokens):
-        with layer.prefill(tokens):
-            layer.extend(keys[:, :, :tokens], keys[:, :, :tokens])
-
     keys = torch.randn(1, 2, 3000, 16, generator=torch.Generator().manual_seed(0))
-    layer = low_rank_layer.LowRankLayer(8000, settings)
+    cache = new_cache(lambda: low_rank_layer.LowRankLayer(settings), capacity=8000)
+    (layer,) = cache.layers
     layer.factors.rotary = RotaryTable(Rotation(RotaryLayout(0)))
     layer.factors.rotary.record(torch.ones(1, 8000, 1), torch.zeros(1, 8000, 1), 0)
-    filled(layer, 3000)
+    prefill(cache, keys)
     values = layer.pool.values
-    assert driver.holds(values.data_ptr(), layer.pool.bytes_touched)
-    fork = layer.fork({})
-    filled(fork, 2000)
-    assert driver.holds(values.data_ptr(), layer.pool.bytes_touched)
+    assert driver.holds(values.data_ptr(), layer.bytes_touched)
+    fork = cache.fork()
+    prefill(fork, keys[:, :, :2000])
+    assert driver.holds(values.data_ptr(), layer.bytes_touched)
     chunks = torch.tensor([[[0, 7], [370, 1]]])
-    assert torch.equal(fork.fetched(chunks)[0, 1, 0], keys[0, 1, 2960:2968].half().float())
-    layer.reset()
+    assert torch.equal(fork.layers[0].fetched(chunks)[0, 1, 0], keys[0, 1, 2960:2968].half().float())
+    cache.reset()
+    del layer
     assert driver.locked
     del fork
     assert not driver.locked

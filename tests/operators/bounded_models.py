@@ -61,4 +61,4 @@ def relative_error(actual, expected):
 
 
 def positions(cache):
-    return [layer.entries.positions for layer in cache.bounded_layers]
+    return [layer.entries.positions for layer in cache.driven_layers]

@@ -93,6 +93,10 @@ def test_a_catalyst_needs_no_room_in_layers_that_keep_everything(llama, above):
     assert (exact.room, exact.layers[0].held) == (0, 16)
 
 
+def allocator_of(layer):
+    return layer.cohort.store.allocators[layer.layout]
+
+
 def test_a_catalyst_takes_no_blocks_from_forks(llama):
     above = retrieval(second_block_count=2)
     roomy = bounded(llama, above, policy="infinipot", budget=24, catalyst="abcdef", max_seq_len=200)
@@ -105,23 +109,29 @@ def test_a_catalyst_takes_no_blocks_from_forks(llama):
     # The token fills the pot, which is distilled behind it.
     assert logits(llama, twin, tokens(1, 1)).equal(expected[:, -1:])
     assert twin.layers[0].held == 12
-    assert twin.layers[1].pool.free_blocks == 0
+    assert allocator_of(twin.layers[1]).free_blocks == 0
 
 
 @pytest.mark.parametrize("catalyst", ["a", "abcdef"])
 def test_what_a_catalyst_looks_at_leaves_no_trace_in_retrieval_layers(llama, catalyst):
-    above = retrieval(representative_type="DYNAMIC", observation_len=12, second_block_count=2)
+    parts_of_sequence = {"block_size": 4, "initial_len": 4, "local_windows_len": 8}
+    above = retrieval(representative_type="DYNAMIC", observation_len=12, second_block_count=2, **parts_of_sequence)
     parts = tokens(53), *tokens(9, 1).split(1, dim=1), tokens(27, 2), *tokens(4, 3).split(1, dim=1)
     received = []
     for text in (catalyst, "xyzuvw"):
         # All of what stays is chosen by novelty, so that the catalyst chooses nothing.
         cache = bounded(llama, above, policy="infinipot", budget=24, nuc_ratio=1.0, catalyst=text, max_seq_len=200)
         answer = logits(llama, cache, *parts)
-        blocks = [int(block) for block in cache.layers[2].rows[0].ids]
-        received.append((answer, cache.layers[2].pool.received[blocks].transpose(0, 1).flatten(1)[:, :93]))
+        layer = cache.layers[2]
+        closed = [int(block) for block in layer.block_ids(0)[layer.layout.sink_blocks : layer.context_end]]
+        of_closed, of_open = layer.pool.accumulated[closed], layer.state.accumulated
+        assert of_closed.count_nonzero()
+        assert of_open.count_nonzero()
+        received.append((answer, of_closed, of_open))
         eject(llama)
     assert received[0][0].equal(received[1][0])
     assert received[0][1].equal(received[1][1])
+    assert received[0][2].equal(received[1][2])
 
 
 @pytest.mark.parametrize("retrieving", [r"layers\.0\.self_attn$", r"layers\.[13]\.self_attn$"])
@@ -129,7 +139,7 @@ def test_a_pyramid_stands_on_the_layers_that_have_it(retrieving):
     model = tiny_model("llama", num_hidden_layers=7)
     cache = bounded(model, retrieval(retrieving), policy="pyramidkv", budget=30, window=8, beta=4, max_seq_len=400)
     logits(model, cache, tokens(200))
-    held = [layer.held for layer in cache.bounded_layers]
+    held = [layer.held for layer in cache.driven_layers]
     assert sum(held) / len(held) == 30
     assert held == sorted(held, reverse=True)
     assert held[-1] == 8 + round(22 / 4)
@@ -141,7 +151,7 @@ def test_a_pyramid_leaves_the_models_own_sliding_layers_out():
     model = tiny_model("gemma2", num_hidden_layers=6, layer_types=kinds)
     cache = bounded(model, policy="pyramidkv", budget=30, window=8, beta=4)
     logits(model, cache, tokens(200))
-    held = [layer.held for layer in cache.bounded_layers]
+    held = [layer.held for layer in cache.driven_layers]
     assert held == [30 + 16, 30, 30 - 16]
 
 
@@ -152,7 +162,7 @@ def test_pyramids_of_different_settings_are_two():
     )
     cache = bounded(model, lower, policy="pyramidkv", budget=30, window=8, beta=4)
     logits(model, cache, tokens(200))
-    held = [layer.held for layer in cache.bounded_layers]
+    held = [layer.held for layer in cache.driven_layers]
     assert sum(held[:3]) == 3 * 50
     assert sum(held[3:]) == 3 * 30
     assert held[:3] == sorted(held[:3], reverse=True)

@@ -10,7 +10,7 @@ from tiny_models import ARCHITECTURES, tiny_model
 from transformers import DynamicCache
 
 from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.families.retrieval import layer as paged_layer
+from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.rules.rule_file import parse_rules
 
 DECODED = 20
@@ -120,7 +120,7 @@ def test_fp16_storage_is_exact_to_half_precision(architecture):
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_a_window_on_the_compute_device_gives_the_same(architecture, monkeypatch):
-    monkeypatch.setattr(paged_layer, "_needs_window", lambda device: True)
+    monkeypatch.setattr(retrieval_layer, "_needs_window", lambda device: True)
     model = model_of(architecture)
     tokens, decoded = random_tokens(2, 45, seed=3), random_tokens(2, 60, seed=4)
     expected = run(model, DynamicCache(config=model.config), tokens, decoded)
@@ -163,13 +163,13 @@ def test_layers_left_as_they_are_run_in_chunks_with_their_own_cache(architecture
 
 def test_a_prompt_is_stored_once_per_layer_however_many_chunks_it_has(monkeypatch):
     stored = []
-    append = paged_layer.PagedLayer.append
+    store = retrieval_layer.RetrievalLayer.store
 
-    def counted(self, keys, values, buffer=None):
+    def counted(self, step, keys, values, buffer=None):
         stored.append(keys.shape[2])
-        append(self, keys, values, buffer)
+        store(self, step, keys, values, buffer)
 
-    monkeypatch.setattr(paged_layer.PagedLayer, "append", counted)
+    monkeypatch.setattr(retrieval_layer.RetrievalLayer, "store", counted)
     model = model_of("llama")
     inject(model, rules(chunk_size=8, block_size=4, max_seq_len=128))
     try:

@@ -9,8 +9,8 @@ import torch
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, inject
-from hetero_kv.engine.checkpoints import undo_on_error
-from hetero_kv.families.retrieval import layer as paged_layer
+from hetero_kv.engine.undo import undo_on_error
+from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.rules.rule_file import parse_rules
 
 SMALL = {
@@ -109,7 +109,7 @@ def test_forks_that_go_on_by_turns_answer_as_if_each_were_alone(case, forks):
 
 
 def test_forks_with_a_window_on_the_compute_device_answer_as_if_each_were_alone(monkeypatch):
-    monkeypatch.setattr(paged_layer, "_needs_window", lambda device: True)
+    monkeypatch.setattr(retrieval_layer, "_needs_window", lambda device: True)
     model = injected("mean")
     first = prompted(model)
     second = first.fork()

@@ -49,9 +49,10 @@ def recorded(monkeypatch):
     record = []
     selection = RetrievalAttention._selection
 
-    def kept(self, layer, q, context):
-        positions = selection(self, layer, q, context)
-        record.append((self.layer_idx, layer.state.decoded, positions.copy(), q.copy(), layer))
+    def kept(self, layer, step, q, context):
+        positions = selection(self, layer, step, q, context)
+        decoded = step.past - step.cohort.prompt_length
+        record.append((self.layer_idx, decoded, positions.copy(), q.copy(), layer))
         return positions
 
     monkeypatch.setattr(RetrievalAttention, "_selection", kept)
@@ -79,8 +80,8 @@ def test_the_blocks_chosen_while_decoding_are_the_references(
         record.clear()
         logits(llama, cache, token)
         for _, _, positions, q, layer in record:
-            first, end = layer.initial_blocks, layer.context_end
-            ids = layer.rows[0].ids[first:end]
+            first, end = layer.layout.sink_blocks, layer.context_end
+            ids = layer.block_ids(0)[first:end]
             keys, vectors = layer.pool.keys[ids.astype(int)], layer.pool.representatives[ids.astype(int)]
             if representative_type == "QUEST":
                 high, low = (q[0][:, :, None] * part.numpy() for part in _by_head(keys.amax(2), keys.amin(2)))
@@ -101,7 +102,7 @@ def _by_head(*vectors):
 def test_dynamic_representatives_of_generated_blocks_follow_the_attention_of_decoded_queries(llama):
     cache = injected(llama, kv_type="FP32", second_block_count="all", representative_num=1)
     for operator in llama.hetero_kv_injection.attention_operators():
-        operator.keeps_received = True
+        operator.accumulates = True
         operator.budget = 500
     cache = HeteroCache(llama)
     prompt, answer = random_tokens(20), random_tokens(40, 1)
@@ -119,7 +120,7 @@ def test_dynamic_representatives_of_generated_blocks_follow_the_attention_of_dec
             last = (block + 1) * 4 + 8 - 1
             received = by_kv_head[:, block * 4 : last, block * 4 : block * 4 + 4].sum(1)
             best = received.argmax(dim=1)
-            pool_id = int(layer.rows[0].ids[block])
+            pool_id = int(layer.block_ids(0)[block])
             for head in range(2):
                 expected = layer.pool.keys[pool_id, head, best[head]]
                 assert torch.equal(layer.pool.representatives[pool_id, head, 0], expected)

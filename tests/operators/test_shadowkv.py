@@ -38,7 +38,7 @@ def test_full_rank_and_a_covering_budget_are_full_attention_over_two_turns(archi
     assert error < 2e-5
     layers = [layer for layer in cache.layers if isinstance(layer, LowRankLayer)]
     assert layers
-    assert all(layer.context.length >= 144 and layer.state.hit_rate > 0.5 for layer in layers)
+    assert all(layer.context.length >= 144 and layer.counted.hit_rate > 0.5 for layer in layers)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "glm", "smollm3"])
@@ -104,8 +104,8 @@ def recorded(monkeypatch):
     record = []
     decode_step = ShadowKVAttention.decode_step
 
-    def kept(self, layer, call):
-        out = decode_step(self, layer, call)
+    def kept(self, layer, step, call):
+        out = decode_step(self, layer, step, call)
         record.append((self, layer, call, out))
         return out
 
@@ -137,13 +137,14 @@ def test_a_step_attends_to_outliers_chosen_and_recent_tokens_by_the_keys_of_rank
             torch.testing.assert_close(out[:, :, 0], expected.flatten(1, 2), rtol=1e-4, atol=1e-5)
 
 
-def test_outliers_and_recent_tokens_have_exact_keys_and_the_others_the_best_of_their_rank(llama):
+def test_outliers_and_recent_tokens_have_exact_keys_and_the_others_the_best_of_their_rank(llama, monkeypatch):
     prompt, rank = random_tokens(200, 3), 9
     cache = injected(llama, rank=rank)
     logits(llama, cache, prompt)
-    covering = HeteroCache(llama)
-    for layer in covering.layers:
-        layer.settings = layer.settings.__class__(**{**COVERING, "local_chunks": 100})
+    with monkeypatch.context() as patched:
+        for operator in llama.hetero_kv_injection.attention_operators():
+            patched.setattr(operator, "settings", type(operator.settings)(**{**COVERING, "local_chunks": 100}))
+        covering = HeteroCache(llama)
     logits(llama, covering, prompt)
     for layer, exact in zip(cache.layers, covering.layers, strict=True):
         keys, values = torch.empty(1, 2, 200, 16), torch.empty(1, 2, 200, 16)
@@ -176,7 +177,7 @@ def test_a_short_sequence_is_kept_exactly_and_has_no_factors(llama):
     cache = injected(llama, rank=32, sparse_budget=4)
     parts = [random_tokens(38, 1), *random_tokens(30, 2).split(1, dim=1)]
     actual = logits(llama, cache, *parts)
-    assert all(layer.factors.basis is None and layer.state.hit_rate is None for layer in cache.layers)
+    assert all(layer.factors.basis is None and layer.counted.hit_rate is None for layer in cache.layers)
     eject(llama)
     with torch.no_grad():
         assert relative_error(actual, llama(torch.cat(parts, dim=1)).logits) < 1e-5
@@ -199,10 +200,10 @@ def test_a_turn_that_the_subspace_does_not_hold_is_factored_anew_past_the_settin
     for limit in (0.0, 1.0):
         cache = injected(llama, rank=6, refactor_above=limit)
         logits(llama, cache, random_tokens(100))
-        first = [layer.state.energy_outside for layer in cache.layers]
+        first = [layer.counted.energy_outside for layer in cache.layers]
         logits(llama, cache, random_tokens(100, 1))
-        factored.append([layer.state.factored for layer in cache.layers])
-        shares.append([layer.state.energy_outside for layer in cache.layers])
+        factored.append([layer.counted.factored for layer in cache.layers])
+        shares.append([layer.counted.energy_outside for layer in cache.layers])
         assert all(0 < share < 1 for share in first)
         eject(llama)
     assert factored == [[2] * 3, [1] * 3]
@@ -218,7 +219,7 @@ def test_recall_grows_with_the_budget_up_to_one(llama):
         inject(llama, rules, command_line={"measure_recall": True, "max_seq_len": 256})
         cache = HeteroCache(llama)
         logits(llama, cache, random_tokens(150), random_tokens(1, 1))
-        recalls.append(cache.block_recall[0])
+        recalls.append(cache.statistics["block_recall"][0])
         eject(llama)
     assert recalls == sorted(recalls)
     assert recalls[0] < 0.999

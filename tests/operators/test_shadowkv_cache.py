@@ -15,19 +15,19 @@ from shadowkv_models import (
 from transformers import DynamicCache
 
 from hetero_kv import HeteroCache, eject
-from hetero_kv.engine.checkpoints import undo_on_error
+from hetero_kv.engine.undo import undo_on_error
 from hetero_kv.operators import RetrievalAttention, ShadowKVAttention, SlidingWindowAttention
 
 
 def test_statistics_of_a_cache_say_how_its_layers_fare(llama):
     cache = injected(llama, sparse_budget=8, rank=16)
     logits(llama, cache, random_tokens(150), *random_tokens(20, 1).split(1, dim=1))
-    assert all(0 <= rate <= 1 for rate in cache.chunk_hit_rate)
-    assert all(0 < share < 1 for share in cache.key_energy_outside)
+    assert all(0 <= rate <= 1 for rate in cache.statistics["chunk_hit_rate"])
+    assert all(0 < share < 1 for share in cache.statistics["key_energy_outside"])
     again = HeteroCache(llama)
     logits(llama, again, random_tokens(150), *([random_tokens(1, 5)] * 2))
-    assert again.chunk_hit_rate != cache.chunk_hit_rate
-    assert again.block_recall == [None] * 3
+    assert again.statistics["chunk_hit_rate"] != cache.statistics["chunk_hit_rate"]
+    assert again.statistics["block_recall"] == [None] * 3
 
 
 @pytest.mark.parametrize("plus", [False, True])
@@ -49,7 +49,7 @@ def test_going_back_after_a_failure_leaves_no_trace(llama, plus):
     other = HeteroCache(llama)
     logits(llama, other, *start)
     assert cache.get_seq_length() == other.get_seq_length() == 109
-    assert [layer.state.factored for layer in cache.layers] == [layer.state.factored for layer in other.layers]
+    assert [layer.counted.factored for layer in cache.layers] == [layer.counted.factored for layer in other.layers]
     # The same chunks may lie in other slots, which changes the order of sums.
     assert relative_error(logits(llama, cache, *after), logits(llama, other, *after)) < 1e-5
 

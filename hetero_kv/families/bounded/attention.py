@@ -14,15 +14,15 @@ from gpu_ops.attention import attention_with_lse, chunk_attention
 from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.operator import AttentionOperator, Operator
-from hetero_kv.adapter.rotary_probe import position_embeddings, require_constant_rotation, rotation_of
+from hetero_kv.adapter.rotary_probe import of_rows, position_embeddings, require_constant_rotation, rotation_of
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.errors import HeteroKVError
+from hetero_kv.engine.step import Step
+from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 from hetero_kv.families.bounded import eviction
 from hetero_kv.families.bounded.eviction import Attended, BoundedSettings, StridedSettings
 from hetero_kv.families.bounded.layer import BoundedLayer
-from hetero_kv.families.retrieval.state import SharedSelections
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.settings.engine_settings import EngineSettings
 
@@ -70,8 +70,8 @@ class BoundedAttention(AttentionOperator):
             return SlidingWindowAttention
         return cls
 
-    def new_cache_layer(self, capacity: int, shared: SharedSelections) -> BoundedLayer:
-        """See AttentionOperator; the capacity is the budget's, whatever the sequence's."""
+    def new_cache_layer(self) -> BoundedLayer:
+        """See AttentionOperator."""
         return BoundedLayer(self.policy)
 
     # -- places
@@ -86,36 +86,39 @@ class BoundedAttention(AttentionOperator):
             cos, sin = position_embeddings(self.path, self.wrapped, kwargs, use)
             if self.rotation is None:
                 self.rotation = rotation_of(self.path, self.wrapped, args, kwargs, use)
-            self._record(bridge.cache_in(args, kwargs, self.path), self.rotation, cos, sin)
+            cache = bridge.cache_in(args, kwargs, self.path)
+            for step in cache.steps:
+                self._record(cache, step, self.rotation, of_rows(cos, step.rows), of_rows(sin, step.rows))
             kwargs["position_embeddings"] = (torch.ones_like(cos), torch.zeros_like(sin))
         return super().forward(*args, **kwargs)
 
-    def _record(self, cache: HeteroCache, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def _record(self, cache: HeteroCache, step: Step, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Note the rotation of the places that the entries may come to, in one table with other layers.
 
         A token's place among the entries is never beyond its position, so that what is received suffices.
         """
-        layer: BoundedLayer = cache.layers[self.layer_idx]
+        layers = step.cohort.layers
+        layer: BoundedLayer = layers[self.layer_idx]
         if layer.rotary is None:
-            others = (other.rotary for other in cache.layers if isinstance(other, BoundedLayer))
+            others = (other.rotary for other in layers if isinstance(other, BoundedLayer))
             same = (table for table in others if table is not None and table.rotation == rotation)
             layer.rotary = next((table for table in same if table.is_source(cos)), None) or RotaryTable(rotation)
         most = self.policy.most_entries
         # Any layer's catalyst may stand behind the entries.
-        if most is not None and len(layer.rotary) >= most and len(layer.rotary) >= most + cache.longest_catalyst:
+        if most is not None and len(layer.rotary) >= most and len(layer.rotary) >= most + _longest_catalyst(cache):
             return
         if not layer.rotary.record(cos, sin, layer.get_seq_length()):
-            raise bridge.UnsupportedModelError(
+            raise UnsupportedModelError(
                 f"{self.path}: the model rotates a position otherwise than before; {_NAME} with policy "
                 f"{self.settings.policy} needs one rotation per position, take one that keeps positions (tova, h2o)"
             )
 
     # -- attention
 
-    def prefill_chunk(self, layer: BoundedLayer, call: bridge.AttentionCall) -> torch.Tensor:
+    def prefill_chunk(self, layer: BoundedLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         """See AttentionOperator: exact attention to what is held, and causal attention among the new tokens."""
         if call.sliding_window is not None:
-            raise bridge.UnsupportedModelError(
+            raise UnsupportedModelError(
                 f"{self.path}: the model asks for a sliding window of {call.sliding_window}; "
                 "use SlidingWindowAttention there"
             )
@@ -128,10 +131,16 @@ class BoundedAttention(AttentionOperator):
         layer.observe(Attended(q, lse, keys, call.scale, call.softcap))
         return out.to(call.q.dtype)
 
-    def decode_step(self, layer: BoundedLayer, call: bridge.AttentionCall) -> torch.Tensor:
+    def decode_step(self, layer: BoundedLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         """See AttentionOperator."""
-        with layer.prefill(1):
-            return self.prefill_chunk(layer, call)
+        with self.prefill(step):
+            return self.prefill_chunk(layer, step, call)
+
+
+def _longest_catalyst(cache: HeteroCache) -> int:
+    """Tokens of the longest text that a policy runs behind the entries; 0 without any."""
+    texts = {layer.policy.catalyst_text() for layer in cache.driven_layers if isinstance(layer, BoundedLayer)}
+    return max((len(cache.tokenized(text)) for text in texts if text is not None), default=0)
 
 
 def _attention(

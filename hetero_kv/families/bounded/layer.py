@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,14 +12,16 @@ import torch
 
 from gpu_ops.rotary import rotate
 from hetero_kv.adapter.rotary_table import RotaryTable
-from hetero_kv.engine.operator_layer import OperatorLayer
+from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.bounded.entries import Entries, no_entries
 from hetero_kv.families.bounded.entry_room import SLACK
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.settling import settle_together
 
 
-class BoundedLayer(OperatorLayer):
+class BoundedLayer(FamilyLayer):
     """At most `budget` entries per kv head after every forward, of a sequence that may go on for ever.
 
     Entries are replaced and never changed, so that a checkpoint or a fork is a reference to them.
@@ -33,12 +36,15 @@ class BoundedLayer(OperatorLayer):
         rotary: the rotation of positions 0 to the most entries that there were; None where positions are kept.
     """
 
+    is_driven = True
+    settle_together = staticmethod(settle_together)
+    can_crop = False
+
     def __init__(self, policy: EvictionPolicy) -> None:
         super().__init__()
         self.policy = policy
         self.rotary: RotaryTable | None = None
-        self._coming = 0
-        self._prefilling = False
+        self._coming = self._passing = 0
         self._probed = False
         self._without_catalyst: Entries | None = None
         self._forget()
@@ -52,10 +58,6 @@ class BoundedLayer(OperatorLayer):
 
     # -- what transformers asks of a cache layer
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to prepare: the first tokens make the entries."""
-        self.is_initialized = True
-
     def get_seq_length(self) -> int:
         """Tokens of the sequence so far, dropped ones included: the position of the next token."""
         return self.length
@@ -64,18 +66,14 @@ class BoundedLayer(OperatorLayer):
         """(kv_length, kv_offset) of the mask that `query_length` new tokens would need."""
         return self.length + query_length, 0
 
-    def get_max_length(self) -> int:
-        """-1: a sequence may be of any length."""
-        return -1
-
     def reset(self) -> None:
         """Forget every token."""
         self._forget()
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Let row i continue row `beam_idx[i]` (beam search)."""
+    def select(self, rows: Rows[int]) -> None:
+        """See FamilyLayer."""
         if self.entries is not None:
-            self.entries = self.entries.selected(beam_idx)
+            self.entries = self.entries.selected(torch.tensor(rows))
 
     # -- sizes
 
@@ -94,19 +92,7 @@ class BoundedLayer(OperatorLayer):
         """Memory of entries that are elsewhere, bytes."""
         return 0 if self.entries is None else self.entries.nbytes - self.dram_bytes
 
-    def require_room(self, tokens: int) -> None:
-        """A bounded layer has room for any number of tokens."""
-
-    def require_batch(self, batch: int) -> None:
-        """Raise HeteroKVError when the layer holds another number of sequences than `batch`."""
-        rows = batch if self.entries is None else self.entries.keys.shape[0]
-        if rows != batch:
-            raise HeteroKVError(
-                f"the cache holds {rows} sequences and was given {batch}; use a HeteroCache for each batch, or "
-                "cache.reset() between them"
-            )
-
-    def begin(self, tokens: int) -> None:
+    def begin_turn(self, tokens: int) -> None:
         """`tokens` new tokens are about to come, in one stride or several."""
         if tokens > 1 or self.budget is None:
             self.prompt_length = self.length + tokens
@@ -120,25 +106,32 @@ class BoundedLayer(OperatorLayer):
         assert self.budget is not None
         return self.policy.stride(self.held, self.budget)
 
+    @property
+    def waits_for_others(self) -> bool:
+        """See FamilyLayer."""
+        return self.policy.settles_late
+
     # -- new tokens
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether a `prefill` context is open."""
-        return self._prefilling
+        """Whether a prompt is passing through this layer."""
+        return self._passing > 0
 
-    @contextmanager
-    def prefill(self, tokens: int) -> Iterator[None]:
-        """Within this context `tokens` new tokens arrive (`extend`); when it ends well entries are dropped."""
-        self._coming, self._prefilling = tokens, True
-        try:
-            yield
-            if not self.policy.settles_late and not self._probed:
-                self.settle(tokens)
-        finally:
-            self._coming, self._prefilling = 0, False
-            if tokens > 1:
-                self._forget_placed()
+    def begin_prefill(self, step: Step) -> None:
+        """The tokens of `step` are about to arrive (`extend`)."""
+        self._coming = self._passing = step.tokens
+
+    def end_prefill(self, step: Step) -> None:
+        """Drop entries, where that need not wait for the other layers."""
+        if not self.policy.settles_late and not self._probed:
+            self.settle(step.tokens)
+
+    def leave_prefill(self) -> None:
+        """See FamilyLayer."""
+        passed, self._coming, self._passing = self._passing, 0, 0
+        if passed > 1:
+            self._forget_placed()
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add tokens behind the entries.
@@ -240,16 +233,27 @@ class BoundedLayer(OperatorLayer):
 
     # -- going back, and going two ways
 
-    def checkpoint(self) -> tuple[Any, ...]:
-        """What `restore` needs to come back to the present state."""
+    def snapshot(self) -> tuple[Any, ...]:
+        """See FamilyLayer."""
         return self.entries, self.length, self.prompt_length, self.budget
 
-    def restore(self, checkpoint: tuple[Any, ...]) -> None:
-        """Come back to the state at `checkpoint`."""
-        self.entries, self.length, self.prompt_length, self.budget = checkpoint
+    def rollback(self, snapshot: tuple[Any, ...]) -> None:
+        """See FamilyLayer."""
+        self.entries, self.length, self.prompt_length, self.budget = snapshot
+        self._probed, self._without_catalyst = False, None
 
     def fork(self, memo: dict[int, Any]) -> BoundedLayer:
-        """A second layer with the same entries, which both hold until one of them drops some."""
+        """See FamilyLayer; the entries are both layers' until one of them drops some."""
         twin = copy.copy(self)
         twin.rotary = copy.deepcopy(self.rotary, memo)
         return twin
+
+    @property
+    def tables_shared_with_others(self) -> tuple[Any, ...]:
+        """See FamilyLayer: the rotation of every position."""
+        return () if self.rotary is None else (self.rotary,)
+
+    @property
+    def statistics(self) -> dict[str, float | int | None]:
+        """What was counted, by name."""
+        return {"entries_held": self.held}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from gpu_ops.attention import tiled_attention
-from hetero_kv.store.block_table import BlockTable
+from hetero_kv.store.pool import BlockPool
 
 
 class DeviceWindow:
@@ -39,18 +41,28 @@ class DeviceWindow:
         self._length += 1
         self._local_start = local_start
 
-    def load(self, rows: Sequence[BlockTable], local_start: int) -> None:
-        """Take Initial and Local of every row from the pool anew, after a prefill or a step back."""
-        self._length, self._local_start = rows[0].length, local_start
+    def load(self, pool: BlockPool, ids: Sequence[np.ndarray] | np.ndarray, length: int, local_start: int) -> None:
+        """Take both parts of every row from the pool anew, after a prefill or a step back.
+
+        Args:
+            ids: per row, the blocks of its `length` tokens.
+        """
+        self._length, self._local_start = length, local_start
         for positions in (range(min(self.initial, self._length)), range(max(local_start, self.initial), self._length)):
             if not positions:
                 continue
             at = torch.arange(positions.start, positions.stop, device=self.keys.device)
             slots = torch.where(at < self.initial, at, self.initial + (at - self.initial) % self.ring)
-            for index, row in enumerate(rows):
-                keys, values = row.read(positions.start, positions.stop)
+            for index, blocks in enumerate(ids):
+                keys, values = pool.read(blocks, positions.start, positions.stop)
                 self.keys[index, :, slots] = keys.to(self.keys)
                 self.values[index, :, slots] = values.to(self.values)
+
+    def selected(self, rows: list[int]) -> DeviceWindow:
+        """A window of its own with row i what row `rows[i]` was."""
+        twin = copy.copy(self)
+        twin.keys, twin.values = self.keys[rows], self.values[rows]
+        return twin
 
     def attend(self, q: torch.Tensor, scale: float, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of one query per head to Initial and Local.

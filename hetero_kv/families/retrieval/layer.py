@@ -1,241 +1,203 @@
-"""The cache of one layer whose tokens all stay in DRAM, in blocks."""
+"""The cache of a retrieval layer: all tokens stay in DRAM, in blocks."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from hetero_kv.engine.sequence_layer import CacheFullError, PrefillBuffer, SequenceLayer
+from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
+from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval.device_window import DeviceWindow
-from hetero_kv.store.block_table import BlockTable
+from hetero_kv.families.retrieval.layout import RetrievalLayout
+from hetero_kv.families.retrieval.state import RetrievalState
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.storage import StorageType
 
-__all__ = ["CacheFullError", "PagedLayer", "PrefillBuffer"]
 
-
-class PagedLayer(SequenceLayer):
-    """Block tables over one pool, a table per row of the batch; all rows have the same length.
-
-    A sequence is Initial | Context | Local in whole blocks from position 0 on: the first `initial_blocks`, then the
-    Context, then at least the last `local_len` tokens. A block enters the Context when `local_len` tokens follow it.
+class RetrievalLayer(BufferedLayer):
+    """Keys, values and representatives in a pool; what the operator remembers beside them in `state`.
 
     Args:
-        capacity: tokens that a row can hold (`max_seq_len`).
-        block_size: tokens per block.
-        initial_len: tokens of the attention sink, rounded up to whole blocks.
-        local_len: tokens of the end window.
+        layout: how a sequence is divided.
         storage: number format of the pool.
         representative_num: representatives per block and kv head.
-        on_stored: called with this layer when tokens were stored, so that the operator can index new Context blocks;
-            with the buffer of the whole sequence when they were a prompt.
-        keep_received: whether the pool keeps the attention that each key received.
-        state: what the operator remembers beside the tokens; `checkpoint` copies it, `fork` copies it deeply.
 
     Attributes:
-        forks: forks that the pool has blocks for, to grow to `capacity` beside this layer; set before the first token.
-        pool: the blocks; None before the first token.
-        rows: a block table per row of the batch.
-        window: Initial and Local on the compute device; None where that is the CPU, which reads them from the pool.
-        indexed_blocks: blocks from the start of the sequence whose representatives stand in the pool.
+        window: attention sink and recent window on the compute device; None where that is the CPU, which reads them
+            from the pool.
     """
 
-    def __init__(
-        self,
-        capacity: int,
-        block_size: int,
-        initial_len: int,
-        local_len: int,
-        storage: StorageType,
-        representative_num: int,
-        on_stored: Callable[[PagedLayer, PrefillBuffer | None], None],
-        keep_received: bool = False,
-        state: Any = None,
-    ) -> None:
-        super().__init__(capacity, storage)
-        self.block_size = block_size
-        self.initial_blocks = -(-initial_len // block_size)
-        self.local_len = local_len
+    layout: RetrievalLayout
+    state: RetrievalState
+
+    def __init__(self, layout: RetrievalLayout, storage: StorageType, representative_num: int) -> None:
+        super().__init__(storage)
+        self.layout = layout
         self.representative_num = representative_num
-        self.on_stored = on_stored
-        self.keep_received = keep_received
-        self.state = state
-        self._blank_state = copy.copy(state)
+        self.state = self._blank_state()
         self.window: DeviceWindow | None = None
-        self.indexed_blocks = 0
 
-    # -- what transformers asks of a cache layer
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make the pool, once the shapes are known: keys [batch, kv_heads, tokens, k_dim], values likewise."""
-        batch, kv_heads, _, k_dim = key_states.shape
-        per_row = -(-self.capacity // self.block_size)
-        self.pool = BlockPool(
-            batch * per_row * (1 + self.forks),
-            kv_heads,
-            self.block_size,
-            k_dim,
-            value_states.shape[-1],
-            self.storage,
-            self.representative_num,
-            self.keep_received,
-        )
-        self.rows = [BlockTable(self.pool, self.capacity) for _ in range(batch)]
-        if _needs_window(key_states.device):
-            initial = self.initial_blocks * self.block_size
-            self.window = DeviceWindow(initial, self.local_len, self.block_size, key_states, value_states)
-        self.is_initialized = True
-
-    @property
-    def stored_length(self) -> int:
-        """See SequenceLayer."""
-        return self.rows[0].length if self.rows else 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens."""
-        self._truncate(self.get_seq_length() - abs(tokens_to_remove))
+    def _blank_state(self) -> RetrievalState:
+        return RetrievalState(open_start=self.layout.sink_blocks * self.layout.block_size)
 
     def reset(self) -> None:
-        """Forget every token and give the memory back; blocks that forks hold too stay with them."""
-        for row in self.rows:
-            row.free()
-        self.pool, self.rows, self.window, self.indexed_blocks = None, [], None, 0
-        self.state, self.is_initialized = copy.copy(self._blank_state), False
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Let row i continue row `beam_idx[i]` (beam search): the blocks are shared, not copied."""
-        forks = [self.rows[int(source)].fork() for source in beam_idx]
-        for row in self.rows:
-            row.free()
-        self.rows = forks
-        self.state = self.state.reordered(beam_idx) if self.state is not None else None
-        self._reload_window()
+        """Forget what is beside the blocks."""
+        self.state, self.window, self.is_initialized = self._blank_state(), None, False
 
     # -- the parts of the sequence
 
     @property
     def context_blocks(self) -> int:
-        """Blocks of the Context. A function of the length alone."""
-        return max(0, (self.get_seq_length() - self.local_len) // self.block_size - self.initial_blocks)
+        """Blocks of the Context."""
+        return self.layout.context_blocks(self.cohort.length)
 
     @property
     def context_end(self) -> int:
-        """Index of the block at which Local begins."""
-        return min(self.initial_blocks, self.rows[0].num_blocks) + self.context_blocks
+        """Index of the block at which the recent window begins."""
+        return self.layout.context_end(self.cohort.length)
 
     # -- storing tokens
 
-    @property
-    def room(self) -> int:
-        """Tokens that can still be added to every row: up to `capacity`, and what forks have left of the pool."""
-        room = self.capacity - self.get_seq_length()
-        if self.pool is None or not self.pool.is_shared:
-            return room
-        # What is written to: a last block that is not full, and the received attention of blocks that keep it.
-        first = self.rows[0].length // self.block_size
-        if self.keep_received:
-            first = min(first, self._first_open_block)
-        spare = self.pool.free_blocks - self.pool.copies_to_own(self.block_tables[:, first:])
-        if spare < 0:
-            return 0
-        blocks = self.rows[0].num_blocks + spare // len(self.rows)
-        return min(room, blocks * self.block_size - self.get_seq_length())
+    def _made_pool(self, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
+        """The pool, made when the first keys [batch, kv_heads, tokens, k_dim] and values come."""
+        pool = self.pool
+        if pool is None:
+            _, kv_heads, _, k_dim = keys.shape
+            shape = kv_heads, k_dim, values.shape[-1]
+            pool = self.cohort.store.new_pool(
+                self.layer_idx, self.layout, *shape, self.storage, self.representative_num, self.layout.closes_alone
+            )
+        if self.window is None and _needs_window(keys.device):
+            sink = self.layout.sink_blocks * self.layout.block_size
+            self.window = DeviceWindow(sink, self.layout.local_len, self.layout.block_size, keys, values)
+        return pool
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
-        """Store new tokens of every row: keys [batch, kv_heads, tokens, k_dim], values likewise.
-
-        `buffer` holds the whole sequence when the tokens are a prompt.
-        """
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
+    def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
+        """See BufferedLayer."""
+        pool = self._made_pool(keys, values)
         self._require_finite(keys, values)
-        for row, row_keys, row_values in zip(self.rows, keys, values, strict=True):
-            row.append(row_keys, row_values)
-        if self.window is not None and keys.shape[2] == 1:
-            self.window.append(keys, values, self.context_end * self.block_size)
-        else:
-            self._reload_window()
-        self.on_stored(self, buffer)
+        table = step.blocks(self.layout).table
+        for ids, row_keys, row_values in zip(table, keys, values, strict=True):
+            pool.write(ids, step.past, row_keys, row_values)
+        if self.window is not None:
+            self._window_loaded(table, step.length)
 
-    def add_received(self, received: torch.Tensor, start: int) -> None:
-        """Add attention that keys received, [batch, kv_heads, tokens] float32 of the positions from `start` on.
-
-        `start` is the first position of a block. Blocks that have their representatives need it no more, and forks
-        must not see what this cache's queries looked at: so only the other blocks get it, and a shared one is copied.
-        """
-        assert self.pool is not None
-        assert self.pool.received is not None
-        tokens = received.shape[2]
-        padded = torch.nn.functional.pad(received, (0, -tokens % self.block_size))
-        blocks = padded.unflatten(2, (-1, self.block_size)).transpose(1, 2)
-        first = max(start // self.block_size, self._first_open_block)
-        for row, added in zip(self.rows, blocks[:, first - start // self.block_size :], strict=True):
-            row.own(first, first + len(added))
-            ids = torch.from_numpy(row.ids[first : first + len(added)].astype(np.int64))
-            self.pool.received[ids] += added
+    def store_token(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
+        """Store one token of every row: keys [batch, kv_heads, 1, k_dim], values likewise. Returns the pool."""
+        pool = self.pool or self._made_pool(keys, values)
+        self._require_finite(keys, values)
+        block, offset = divmod(step.past, self.layout.block_size)
+        for ids, row_keys, row_values in zip(step.blocks(self.layout).table, keys, values, strict=True):
+            pool.write_in_block(int(ids[block]), offset, row_keys, row_values)
+        if self.window is not None or _needs_window(keys.device):
+            self._made_pool(keys, values)
+            assert self.window is not None
+            self.window.append(keys, values, self.layout.context_end(step.length) * self.layout.block_size)
+        return pool
 
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See SequenceLayer."""
-        for index, row in enumerate(self.rows):
-            row.gather(keys[index], values[index])
+        """See BufferedLayer."""
+        assert self.pool is not None
+        for row in range(len(keys)):
+            self.pool.gather(self.block_ids(row), self.cohort.length, keys[row], values[row])
 
-    @property
-    def _first_open_block(self) -> int:
-        """The first block, from the Context's beginning on, that has no representatives yet."""
-        return min(max(self.indexed_blocks, self.initial_blocks), self.rows[0].num_blocks)
+    # -- attention that keys have received
 
-    # -- going back, and going two ways
+    def accumulate(self, received: torch.Tensor, start: int) -> None:
+        """Add attention that keys received, [batch, kv_heads, tokens] float32 of the positions from `start` on.
 
-    def fork(self, memo: dict[int, Any]) -> PagedLayer:
-        """A second layer with the same tokens, sharing the blocks; `memo` as for copy.deepcopy, one for all layers."""
+        Blocks that are closed have their representatives and need it no more.
+        """
+        first = self.state.open_start
+        new = received[:, :, max(0, first - start) :]
+        offset, old = max(0, start - first), self.state.accumulated
+        width = max(offset + new.shape[2], 0 if old is None else old.shape[2])
+        total = new.new_zeros(*new.shape[:2], width)
+        if old is not None:
+            total[:, :, : old.shape[2]] = old
+        total[:, :, offset : offset + new.shape[2]] += new
+        self.state = replace(self.state, accumulated=total)
+
+    def take_accumulated(self, first: int, end: int) -> torch.Tensor:
+        """The accumulated attention of the open blocks [first, end), which are closing, and note it in the pool.
+
+        `first` is the first open block. Returns [rows, end - first, kv_heads, block_size] float32.
+        """
+        pool, block_size = self.pool, self.layout.block_size
+        assert pool is not None
+        assert pool.accumulated is not None
+        rows, kv_heads, tokens = len(self.cohort.sequences), pool.keys.shape[1], (end - first) * block_size
+        taken = torch.zeros(rows, kv_heads, tokens)
+        old = self.state.accumulated
+        if old is not None:
+            taken[:, :, : min(tokens, old.shape[2])] = old[:, :, :tokens]
+            old = old[:, :, tokens:]
+        self.state = replace(self.state, accumulated=old, open_start=end * block_size)
+        by_block = taken.unflatten(2, (end - first, block_size)).transpose(1, 2)
+        for row, blocks in enumerate(by_block):
+            pool.accumulated[torch.from_numpy(self.block_ids(row)[first:end].astype(np.int64))] = blocks
+        return by_block
+
+    # -- going back, and going several ways
+
+    def crop(self, length: int) -> None:
+        """See FamilyLayer. A block that is cut into is open again, with the attention that its tokens had received."""
+        layout, pool = self.layout, self.pool
+        state, block_size = self.state, layout.block_size
+        closed = min(self.cohort.closed[layout], length // block_size)
+        first, before = max(closed, layout.sink_blocks) * block_size, state.open_start
+        accumulated = state.accumulated
+        if first < before and pool is not None and pool.accumulated is not None:
+            kept = length - first
+            block = first // block_size
+            accumulated = None
+            if kept > 0:
+                ids = [int(self.block_ids(row)[block]) for row in range(len(self.cohort.sequences))]
+                accumulated = pool.accumulated[ids][:, :, :kept].clone()
+        elif accumulated is not None:
+            accumulated = accumulated[:, :, : max(0, length - first)]
+        # The newest of the queries that are not accumulated yet were those of the newest tokens.
+        unseen = state.unseen[: max(0, len(state.unseen) - (self.cohort.length - length))]
+        self.state = replace(state, accumulated=accumulated, open_start=first, unseen=unseen)
+        self._reload_window(length)
+
+    def rollback(self, snapshot: Any) -> None:
+        """See FamilyLayer."""
+        self.state = snapshot
+        self._reload_window(self.cohort.length)
+
+    def fork(self, memo: dict[int, Any]) -> RetrievalLayer:
+        """See FamilyLayer."""
         twin = copy.copy(self)
-        twin.rows = [row.fork() for row in self.rows]
         twin.window = copy.deepcopy(self.window)
-        twin.state, twin._blank_state = copy.deepcopy(self.state, memo), copy.deepcopy(self._blank_state, memo)
         return twin
 
-    def checkpoint(self) -> tuple[Any, ...]:
-        """What `restore` needs to come back to the present state."""
-        if not self.rows:
-            return 0, copy.copy(self.state), self.indexed_blocks, 0, None
-        first = self._first_open_block
-        return self.rows[0].length, copy.copy(self.state), self.indexed_blocks, first, self._received_from(first)
+    def select(self, rows: Rows[int]) -> None:
+        """See FamilyLayer."""
+        self.state = self.state.selected(list(rows))
+        self.window = None if self.window is None else self.window.selected(list(rows))
 
-    def restore(self, checkpoint: tuple[Any, ...]) -> None:
-        """Forget what was stored since `checkpoint`, and what its queries looked at."""
-        length, state, indexed, first, received = checkpoint
-        self.state = copy.copy(state)
-        self._truncate(length)
-        self.indexed_blocks = min(self.indexed_blocks, indexed)
-        if received is not None:
-            assert self.pool is not None
-            assert self.pool.received is not None
-            for row, before in zip(self.rows, received, strict=True):
-                # A block that others hold was copied before anything was added to it.
-                own = [i for i, block in enumerate(row.ids[first:]) if self.pool.references(int(block)) == 1]
-                self.pool.received[row.ids[first:][own].astype(np.int64)] = before[own]
-
-    def _received_from(self, first: int) -> list[torch.Tensor] | None:
-        """A copy of the attention that the blocks from `first` on have received, per row."""
-        if self.pool is None or self.pool.received is None:
-            return None
-        return [self.pool.received[row.ids[first:].astype(np.int64)] for row in self.rows]
-
-    def _truncate(self, length: int) -> None:
-        for row in self.rows:
-            row.truncate(length)
-        self.indexed_blocks = min(self.indexed_blocks, length // self.block_size)
-        self._reload_window()
-
-    def _reload_window(self) -> None:
+    def _reload_window(self, length: int) -> None:
         if self.window is not None:
-            self.window.load(self.rows, self.context_end * self.block_size)
+            ids = [self.block_ids(row) for row in range(len(self.cohort.sequences))]
+            self._window_loaded(ids, length)
+
+    def _window_loaded(self, ids: Rows[np.ndarray] | np.ndarray, length: int) -> None:
+        assert self.window is not None
+        assert self.pool is not None
+        self.window.load(self.pool, ids, length, self.layout.context_end(length) * self.layout.block_size)
+
+    @property
+    def statistics(self) -> dict[str, float | int | None]:
+        """What was counted, by name."""
+        return {"block_recall": self.state.recall}
 
 
 def _needs_window(device: torch.device) -> bool:
-    """Whether attention over Initial and Local runs on another device than the pool's."""
+    """Whether attention over the attention sink and the recent window runs on another device than the pool's."""
     return device.type != "cpu"

@@ -47,6 +47,14 @@ class Observation:
         assert self.lse is not None
         return column_sums(self.q, self.lse, keys, self.scale, self.softcap).sum(dim=2)
 
+    def selected(self, rows: list[int]) -> Observation:
+        """The same window with row i what row `rows[i]` was."""
+        chosen = Observation(self.window)
+        if self.q is not None and self.lse is not None:
+            chosen.q, chosen.lse = self.q[rows], self.lse[rows]
+        chosen.scale, chosen.softcap = self.scale, self.softcap
+        return chosen
+
     def to(self, device: torch.device) -> Observation:
         """The same window on `device`; nothing is copied where it is there already."""
         moved = Observation(self.window)

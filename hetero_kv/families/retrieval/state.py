@@ -1,8 +1,8 @@
-"""What retrieval remembers of a conversation in one layer, beside the tokens."""
+"""What retrieval remembers of a cohort in one layer, beside the tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,29 +13,28 @@ from hetero_kv.families.retrieval.observation import Observation
 SharedSelections = dict[tuple[int, ...], np.ndarray]
 
 
-@dataclass
+@dataclass(frozen=True)
 class RetrievalState:
-    """One layer's selection state.
+    """One layer's selection state; replaced, never changed.
 
     Attributes:
-        shared: selections that layers of one cache hand to each other (`layer_step`, `token_step`).
         observation: the window of last queries of the prompt that is being prefilled; None when nobody needs it.
         candidates: positions in the Context that preselection left, [rows, lists, count]; None for all.
         preselected_end: blocks of the Context when preselection took place; later ones are candidates anyway.
-        unseen: queries decoded since the attention that keys received was last added up, oldest first: each
+        unseen: queries decoded since the attention that keys received was last accumulated, oldest first: each
             q [batch, heads, 1, k_dim] float32 and lse [batch, heads, 1], on the CPU.
-        prompt_length: tokens stored when the last prompt ended.
-        decoded: tokens decoded since.
+        open_start: position of the first token whose block, behind the attention sink, has no representatives yet.
+        accumulated: attention that the keys from `open_start` on have received, [rows, kv_heads, tokens] float32, as
+            far as any was received; None where nothing was.
         recall_sum, recall_steps: sum and number of the measured shares of attention mass.
     """
 
-    shared: SharedSelections = field(default_factory=dict)
     observation: Observation | None = None
     candidates: np.ndarray | None = None
     preselected_end: int = 0
     unseen: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
-    prompt_length: int = 0
-    decoded: int = 0
+    open_start: int = 0
+    accumulated: torch.Tensor | None = None
     recall_sum: float = 0.0
     recall_steps: int = 0
 
@@ -44,14 +43,14 @@ class RetrievalState:
         """Mean share of the full attention mass that the attended blocks covered; None when not measured."""
         return self.recall_sum / self.recall_steps if self.recall_steps else None
 
-    def reordered(self, beam_idx: torch.Tensor) -> RetrievalState:
-        """The state when row i continues row `beam_idx[i]`."""
-        order = beam_idx.cpu()
-        self.shared.clear()
+    def selected(self, rows: list[int]) -> RetrievalState:
+        """The state when row i is what row `rows[i]` was."""
         return replace(
             self,
-            candidates=None if self.candidates is None else self.candidates[order.numpy()],
-            unseen=tuple((q[order], lse[order]) for q, lse in self.unseen),
+            candidates=None if self.candidates is None else self.candidates[rows],
+            unseen=tuple((q[rows], lse[rows]) for q, lse in self.unseen),
+            accumulated=None if self.accumulated is None else self.accumulated[rows],
+            observation=None if self.observation is None else self.observation.selected(rows),
         )
 
     def allowed(self, blocks: int) -> np.ndarray | None:

@@ -12,14 +12,13 @@ from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
-from hetero_kv.adapter.rotary_probe import position_embeddings, rotation_of
+from hetero_kv.adapter.rotary_probe import of_rows, position_embeddings, rotation_of
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
-from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.sequence_layer import PrefillBuffer
-from hetero_kv.errors import HeteroKVError
-from hetero_kv.evals.recorded_layer import RecordedLayer
-from hetero_kv.families.retrieval.state import SharedSelections
+from hetero_kv.engine.buffered_layer import PrefillBuffer
+from hetero_kv.engine.recorded_prompt import RecordedPrompt
+from hetero_kv.engine.step import Step
+from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks
 from hetero_kv.families.shadowkv.layer import LowRankLayer
 from hetero_kv.families.shadowkv.partition import chunk_budget
@@ -64,29 +63,30 @@ class ShadowKVAttention(AttentionOperator):
                 f"{max(1, round(channels * 160 / 1024))} for the share of the channels that the paper keeps"
             )
 
-    def new_cache_layer(self, capacity: int, shared: SharedSelections) -> LowRankLayer:
+    def new_cache_layer(self) -> LowRankLayer:
         """See AttentionOperator."""
-        return LowRankLayer(capacity, self.settings)
+        return LowRankLayer(self.settings)
 
     # -- rotation
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See AttentionOperator; notes how the tokens' positions are rotated."""
-        cache = bridge.cache_in(args, kwargs, self.path)
-        embeddings = position_embeddings(self.path, self.wrapped, kwargs, _USE)
+        cos, sin = position_embeddings(self.path, self.wrapped, kwargs, _USE)
         if self.rotation is None:
             self.rotation = rotation_of(self.path, self.wrapped, args, kwargs, _USE)
-        self._record(cache, self.rotation, *embeddings)
+        for step in bridge.cache_in(args, kwargs, self.path).steps:
+            self._record(step, self.rotation, of_rows(cos, step.rows), of_rows(sin, step.rows))
         return super().forward(*args, **kwargs)
 
-    def _record(self, cache: HeteroCache, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def _record(self, step: Step, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Note the rotation of the new tokens, in one table with the other layers that are given the same."""
-        layer: LowRankLayer = cache.layers[self.layer_idx]
+        layers = step.cohort.layers
+        layer: LowRankLayer = layers[self.layer_idx]
         start = layer.get_seq_length()
         own = layer.factors.rotary
         if own is not None and own.record(cos, sin, start):
             return
-        tables = (other.factors.rotary for other in cache.layers if isinstance(other, LowRankLayer))
+        tables = (other.factors.rotary for other in layers if isinstance(other, LowRankLayer))
         for table in tables:
             if table is not None and table.rotation == rotation and table.is_source(cos) and table is not own:
                 layer.factors.rotary = table
@@ -97,7 +97,7 @@ class ShadowKVAttention(AttentionOperator):
 
     # -- prefill
 
-    def take_over(self, cache: HeteroCache, recorded: RecordedLayer) -> None:
+    def take_over(self, layer: LowRankLayer, step: Step, recorded: RecordedPrompt) -> None:
         """See AttentionOperator."""
         if recorded.rotation is None:
             raise HeteroKVError(
@@ -109,12 +109,11 @@ class ShadowKVAttention(AttentionOperator):
             hidden = recorded.keys.new_empty(1, 1, self._own_config.hidden_size).expand(1, recorded.length, -1)
             probed = {"hidden_states": hidden, "position_embeddings": recorded.rotation, "attention_mask": None}
             self.rotation = rotation_of(self.path, self.wrapped, (), probed, _USE)
-        self._record(cache, self.rotation, *recorded.rotation)
-        layer: LowRankLayer = cache.layers[self.layer_idx]
+        self._record(step, self.rotation, *recorded.rotation)
         buffer = PrefillBuffer(recorded.keys, recorded.values, past=0, length=recorded.length)
-        layer.append(recorded.keys, recorded.values, buffer)
+        layer.store(step, recorded.keys, recorded.values, buffer)
 
-    def prefill_chunk(self, layer: LowRankLayer, call: bridge.AttentionCall) -> torch.Tensor:
+    def prefill_chunk(self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         """See AttentionOperator."""
         self._require_full(call)
         past_k, past_v = layer.extend(call.k, call.v)
@@ -123,23 +122,23 @@ class ShadowKVAttention(AttentionOperator):
 
     def _require_full(self, call: bridge.AttentionCall) -> None:
         if call.sliding_window is not None:
-            raise bridge.UnsupportedModelError(
+            raise UnsupportedModelError(
                 f"{self.path}: the model asks for a sliding window of {call.sliding_window}; "
                 "use SlidingWindowAttention there"
             )
 
     # -- decode
 
-    def decode_step(self, layer: LowRankLayer, call: bridge.AttentionCall) -> torch.Tensor:
+    def decode_step(self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         """See AttentionOperator."""
         self._require_full(call)
-        layer.append(call.k, call.v)
+        layer.store(step, call.k, call.v)
         out, lse = _attention(call, layer.recent_keys.entries, layer.recent_values.entries)
         recent_lse = lse
         if layer.context.outliers is not None:
             residents, chosen = layer.context.outliers.residents, self.chosen(layer, call)
             hits = residents.hold(chosen, layer.rebuilt, layer.fetched, layer.chunks)
-            layer.state.hits, layer.state.choices = layer.state.hits + hits, layer.state.choices + chosen.numel()
+            layer.count(layer.counted.with_choices(hits, chosen.numel()))
             if residents.keys.shape[2]:
                 out, lse = merge_attention(out, lse, *_attention(call, residents.keys, residents.values))
         if self.engine.measure_recall:
@@ -150,7 +149,7 @@ class ShadowKVAttention(AttentionOperator):
         """The chunks of the Context that this step attends to beside the outliers: [batch, kv_heads, n] int64."""
         assert layer.context.outliers is not None
         outliers = layer.context.outliers.ids
-        budget = chunk_budget(layer.context.prompt_length, layer.chunks, self.settings)
+        budget = chunk_budget(layer.cohort.prompt_length, layer.chunks, self.settings)
         count = min(budget, layer.chunks - outliers.shape[2])
         if count == 0:
             return outliers[:, :, :0]
@@ -167,8 +166,7 @@ class ShadowKVAttention(AttentionOperator):
             )
             layer.load(keys, values)
             full = _attention(call, keys, values)[1]
-        layer.state.recall_sum += float(torch.exp(lse.float() - full.float()).mean())
-        layer.state.recall_steps += 1
+        layer.count(layer.counted.with_recall(float(torch.exp(lse.float() - full.float()).mean())))
 
 
 def _attention(

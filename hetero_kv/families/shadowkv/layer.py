@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,17 +13,16 @@ import torch
 from gpu_ops.gather import gathered_rows
 from gpu_ops.kernel_choice import runs_triton
 from gpu_ops.mapped_memory import MappedMemory
-from hetero_kv.engine.sequence_layer import PrefillBuffer, SequenceLayer
+from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
+from hetero_kv.engine.step import Step
 from hetero_kv.families.shadowkv import landmarks
 from hetero_kv.families.shadowkv.key_factors import KeyFactors
+from hetero_kv.families.shadowkv.layout import ContextLayout
 from hetero_kv.families.shadowkv.outlier_chunks import Outliers, with_new_outliers
-from hetero_kv.families.shadowkv.partition import context_end, first_context_end
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import LowRankStatistics
 from hetero_kv.store import storage
-from hetero_kv.store.block_table import BlockTable
 from hetero_kv.store.growing_tensor import GrowingTensor
-from hetero_kv.store.pool import BlockPool
 
 # Tokens that the buffers of generated tokens grow by.
 SLACK = 256
@@ -37,17 +37,15 @@ class _Context:
     Attributes:
         length: tokens, whole chunks.
         outliers: None before the first chunk.
-        prompt_length: tokens stored when the last prompt ended.
         statistics: what was counted.
     """
 
     length: int = 0
     outliers: Outliers | None = None
-    prompt_length: int = 0
     statistics: LowRankStatistics = field(default_factory=LowRankStatistics)
 
 
-class LowRankLayer(SequenceLayer):
+class LowRankLayer(BufferedLayer):
     """A sequence is Context | Recent.
 
     The Context is whole chunks: their keys as low-rank factors, a landmark per chunk and kv head, their values in
@@ -56,21 +54,20 @@ class LowRankLayer(SequenceLayer):
     it would hold `rank` tokens: factors of fewer are larger than the keys.
 
     Args:
-        capacity: tokens that a row can hold (`max_seq_len`).
         settings: of the operator.
     """
 
+    layout: ContextLayout
     storage_setting = "value_type"
 
-    def __init__(self, capacity: int, settings: ShadowKVSettings) -> None:
-        super().__init__(capacity, storage.get(settings.value_type))
+    def __init__(self, settings: ShadowKVSettings) -> None:
+        super().__init__(storage.get(settings.value_type))
         self.settings = settings
         self.chunk_size = settings.landmark_chunk_size
+        self.layout = ContextLayout(self.chunk_size, settings)
         self._forget()
 
     def _forget(self) -> None:
-        self.pool, self.rows = None, []
-        self._mapped: MappedMemory | None = None
         self.context = _Context()
         slack = SLACK if self.settings.project_generated else 0
         self.factors = KeyFactors(self.settings.rank, slack)
@@ -78,141 +75,113 @@ class LowRankLayer(SequenceLayer):
         self.recent_keys, self.recent_values = GrowingTensor(2, SLACK), GrowingTensor(2, SLACK)
         self.is_initialized = False
 
-    # -- what transformers asks of a cache layer
+    def reset(self) -> None:
+        """Forget what is beside the blocks."""
+        self._forget()
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Make the pool, once the shapes are known: keys [batch, kv_heads, tokens, k_dim], values likewise."""
-        batch, kv_heads, _, _ = key_states.shape
-        blocks = batch * -(-self.capacity // self.chunk_size) * (1 + self.forks)
-        # Its vectors of keys have no numbers: keys are elsewhere.
-        self.pool = BlockPool(blocks, kv_heads, self.chunk_size, 0, value_states.shape[-1], self.storage, 0)
-        self.rows = [BlockTable(self.pool, self.capacity) for _ in range(batch)]
-        # Here, so that forks, which have tokens, share it: memory is page-locked once.
-        self._mapped = MappedMemory(self.pool.values) if runs_triton(value_states) else None
-        self.is_initialized = True
+    @property
+    def counted(self) -> LowRankStatistics:
+        """What was counted."""
+        return self.context.statistics
+
+    def count(self, statistics: LowRankStatistics) -> None:
+        """Note what was counted."""
+        self.context = replace(self.context, statistics=statistics)
 
     @property
     def stored_length(self) -> int:
-        """See SequenceLayer."""
+        """Tokens of each sequence that this layer holds."""
         return self.context.length + len(self.recent_keys)
-
-    @property
-    def state(self) -> LowRankStatistics:
-        """What was counted."""
-        return self.context.statistics
 
     @property
     def chunks(self) -> int:
         """Chunks of the Context."""
         return self.context.length // self.chunk_size
 
-    def reset(self) -> None:
-        """Forget every token and give the memory back; blocks that forks hold too stay with them."""
-        for row in self.rows:
-            row.free()
-        self._forget()
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Let row i continue row `beam_idx[i]` (beam search): blocks are shared, factors are copied."""
-        forks = [self.rows[int(source)].fork() for source in beam_idx]
-        for row in self.rows:
-            row.free()
-        self.rows = forks
+    def select(self, rows: Rows[int]) -> None:
+        """See FamilyLayer: blocks are shared, factors are copied."""
+        index = torch.tensor(rows)
         for part in (self.factors, self.landmarks, self.recent_keys, self.recent_values):
-            part.select(beam_idx)
-        if self.context.outliers is not None:
-            self.context = replace(self.context, outliers=self.context.outliers.selected(beam_idx))
+            part.select(index)
+        statistics = self.counted.selected(index)
+        outliers = None if self.context.outliers is None else self.context.outliers.selected(index)
+        self.context = replace(self.context, outliers=outliers, statistics=statistics)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens.
+    def crop(self, length: int) -> None:
+        """See FamilyLayer.
 
         Where that cuts into the Context, the tokens that are Recent then have the keys that the factors give back.
         """
-        length = self.stored_length - abs(tokens_to_remove)
         end = self.context.length
         if length < end:
-            end = min(end, context_end(length, self.settings))
+            end = self.layout.cropped(end, length)
             keys, values = self._between(end, self.context.length)
             self.recent_keys.replace(keys[:, :, : length - end])
             self.recent_values.replace(values[:, :, : length - end])
             self.factors.coefficients.truncate(end)
             self.landmarks.truncate(end // self.chunk_size)
-            for row in self.rows:
-                row.truncate(end)
             assert self.context.outliers is not None
             self.context = replace(
                 self.context, length=end, outliers=self.context.outliers.before(end // self.chunk_size)
             )
-        else:
+        elif self.stored_length:
             self.recent_keys.truncate(length - end)
             self.recent_values.truncate(length - end)
-        self.context = replace(self.context, prompt_length=min(self.context.prompt_length, length))
 
     # -- storing tokens
 
-    @property
-    def room(self) -> int:
-        """Tokens that can still be added to every row: up to `capacity`, and what forks have left of the pool."""
-        room = super().room
-        if self.pool is None or not self.pool.is_shared:
-            return room
-        blocks = self.rows[0].num_blocks + self.pool.free_blocks // len(self.rows)
-        return min(room, blocks * self.chunk_size - self.get_seq_length())
-
-    def append(self, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
-        """See SequenceLayer."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
+    def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
+        """See BufferedLayer."""
+        if self.pool is None:
+            # Its vectors of keys have no numbers: keys are elsewhere.
+            self.cohort.store.new_pool(self.layer_idx, self.layout, keys.shape[1], 0, values.shape[-1], self.storage)
+        assert self.pool is not None
+        mapped = self.cohort.store.mapped
+        # In the store, so that forks share it: memory is page-locked once.
+        if self.layer_idx not in mapped and runs_triton(values):
+            mapped[self.layer_idx] = MappedMemory(self.pool.values)
         self._require_finite(values)
-        if buffer is not None and self.part.is_last:
-            self._append_prompt(buffer)
+        end = step.blocks(self.layout).length
+        if buffer is not None and step.part.is_last:
+            self._store_prompt(step, buffer, end)
             return
         self.recent_keys.append(keys)
         self.recent_values.append(values)
-        if buffer is None and self.settings.project_generated and self.context.length:
-            self._take_in_oldest()
+        count = end - self.context.length
+        if count > 0:
+            self._take_in(step, self.recent_keys.entries[:, :, :count], self.recent_values.entries[:, :, :count])
+            self.recent_keys.drop_first(count)
+            self.recent_values.drop_first(count)
 
-    def _append_prompt(self, buffer: PrefillBuffer) -> None:
+    def _store_prompt(self, step: Step, buffer: PrefillBuffer, end: int) -> None:
         """Let the Context reach to the local chunks; factor the keys where no factors serve them."""
         start = self.context.length
-        end = context_end(buffer.length, self.settings) if start else first_context_end(buffer.length, self.settings)
-        # A step back may have left fewer local chunks.
-        end = max(start, end)
         if end > start:
             new = buffer.keys[:, :, start:end]
             if start == 0 or self.factors.share_outside(new, start) > self.settings.refactor_above:
                 # Of a sequence that goes on, what is factored is what the old factors give back, and the new keys.
                 self._factor(buffer.keys[:, :, :end], start)
-            self._take_in(new, buffer.values[:, :, start:end])
+            self._take_in(step, new, buffer.values[:, :, start:end])
             # A prompt's values at once, not when the first token waits for them.
             self._values_are_mapped()
         self.recent_keys.replace(buffer.keys[:, :, end : buffer.length])
         self.recent_values.replace(buffer.values[:, :, end : buffer.length])
-        self.context = replace(self.context, prompt_length=buffer.length)
 
     def _factor(self, keys: torch.Tensor, start: int) -> None:
         """Find a basis for all of `keys`, and the coefficients of those before `start`."""
         self.factors.factor(keys)
         if start:
             self.factors.append(keys[:, :, :start])
-        self.context = replace(self.context, statistics=self.state.with_factors())
+        self.count(self.counted.with_factors())
         if self.context.outliers is not None:
             self.context.outliers.residents.empty()
 
-    def _take_in_oldest(self) -> None:
-        """Move whole chunks of Recent into the Context, as far as they are no local chunks."""
-        count = context_end(self.stored_length, self.settings) - self.context.length
-        if count <= 0:
-            return
-        self._take_in(self.recent_keys.entries[:, :, :count], self.recent_values.entries[:, :, :count])
-        self.recent_keys.drop_first(count)
-        self.recent_values.drop_first(count)
-
-    def _take_in(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _take_in(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add whole chunks behind the Context, exact keys [batch, kv_heads, tokens, k_dim] and values."""
-        for row, row_keys, row_values in zip(self.rows, keys, values, strict=True):
-            row.append(row_keys[..., :0], row_values)
-        statistics = self.state.with_energy(*self.factors.append(keys))
+        assert self.pool is not None
+        for ids, row_keys, row_values in zip(step.blocks(self.layout).table, keys, values, strict=True):
+            self.pool.write(ids, self.context.length, row_keys[..., :0], row_values)
+        statistics = self.counted.with_energy(*self.factors.append(keys))
         key_chunks, value_chunks = (part.unflatten(2, (-1, self.chunk_size)) for part in (keys, values))
         self.landmarks.append(landmarks.landmarks(key_chunks))
         outliers = with_new_outliers(
@@ -224,7 +193,7 @@ class LowRankLayer(SequenceLayer):
     # -- reading tokens
 
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See SequenceLayer; the Context's keys are as the factors give them back, but for outliers."""
+        """See BufferedLayer; the Context's keys are as the factors give them back, but for outliers."""
         end, step = self.context.length, max(1, _READ_AT_ONCE // self.chunk_size) * self.chunk_size
         for start in range(0, end, step):
             part = slice(start, min(start + step, end))
@@ -243,7 +212,8 @@ class LowRankLayer(SequenceLayer):
         at = at.masked_fill((at < 0) | (at >= count), count)
         exact = self.context.outliers.residents.outlier_keys
         keys.scatter_(2, at[..., None, None].expand_as(exact), exact)
-        values = torch.stack([row.read(start, stop)[1] for row in self.rows])
+        assert self.pool is not None
+        values = torch.stack([self.pool.read(self.block_ids(row), start, stop)[1] for row in range(len(keys))])
         return keys[:, :, :-1].flatten(2, 3), values.to(keys)
 
     def rebuilt(self, chunks: torch.Tensor) -> torch.Tensor:
@@ -256,7 +226,8 @@ class LowRankLayer(SequenceLayer):
         Returns [batch, kv_heads, n, chunk_size, v_dim].
         """
         assert self.pool is not None
-        table = torch.from_numpy(self.block_tables.astype(np.int64))
+        rows = range(len(self.cohort.sequences))
+        table = torch.from_numpy(np.stack([self.block_ids(row) for row in rows]).astype(np.int64))
         blocks = table[torch.arange(len(table))[:, None, None], chunks]
         kv_heads = chunks.shape[1]
         where = (blocks * kv_heads + torch.arange(kv_heads)[:, None]).flatten()
@@ -267,37 +238,32 @@ class LowRankLayer(SequenceLayer):
 
     def _values_are_mapped(self) -> bool:
         """Whether kernels of the compute device can read the stored values where they lie; sees to it if they may."""
-        return self._mapped is not None and self.pool is not None and self._mapped.reach(self.pool.bytes_touched)
+        mapped: MappedMemory | None = self.cohort.store.mapped.get(self.layer_idx)
+        return mapped is not None and mapped.reach(self.bytes_touched)
 
-    # -- going back, and going two ways
+    # -- going back, and going several ways
 
-    def checkpoint(self) -> tuple[Any, ...]:
-        """See SequenceLayer."""
+    def snapshot(self) -> tuple[Any, ...]:
+        """See FamilyLayer."""
         growing = self.landmarks, self.recent_keys, self.recent_values
-        context = replace(self.context, statistics=copy.copy(self.state))
-        return context, self.factors.checkpoint(), [part.checkpoint() for part in growing]
+        return self.context, self.factors.checkpoint(), [part.checkpoint() for part in growing]
 
-    def restore(self, checkpoint: tuple[Any, ...]) -> None:
-        """See SequenceLayer."""
-        context, factors, held = checkpoint
-        self.context = replace(context, statistics=copy.copy(context.statistics))
+    def rollback(self, snapshot: tuple[Any, ...]) -> None:
+        """See FamilyLayer."""
+        self.context, factors, held = snapshot
         self.factors.restore(factors)
         for part, state in zip((self.landmarks, self.recent_keys, self.recent_values), held, strict=True):
             part.restore(state)
-        for row in self.rows:
-            row.truncate(self.context.length)
         if self.context.outliers is not None:
             # Later steps have put other chunks into the slots.
             self.context.outliers.residents.empty()
 
     def fork(self, memo: dict[int, Any]) -> LowRankLayer:
-        """See SequenceLayer; factors and landmarks are shared too, until one of the two grows."""
+        """See FamilyLayer; factors and landmarks are shared too, until one of the two grows."""
         twin = copy.copy(self)
-        twin.rows = [row.fork() for row in self.rows]
         twin.factors, twin.landmarks = self.factors.fork(memo), self.landmarks.fork()
         twin.recent_keys, twin.recent_values = self.recent_keys.fork(), self.recent_values.fork()
-        outliers = copy.deepcopy(self.context.outliers, memo)
-        twin.context = replace(self.context, outliers=outliers, statistics=copy.copy(self.state))
+        twin.context = replace(self.context, outliers=copy.deepcopy(self.context.outliers, memo))
         return twin
 
     @property
@@ -306,3 +272,18 @@ class LowRankLayer(SequenceLayer):
         residents = self.context.outliers.residents.nbytes if self.context.outliers is not None else 0
         growing = self.landmarks, self.recent_keys, self.recent_values
         return self.factors.nbytes + sum(part.nbytes for part in growing) + residents
+
+    @property
+    def tables_shared_with_others(self) -> tuple[Any, ...]:
+        """See FamilyLayer: the rotation of every position."""
+        return () if self.factors.rotary is None else (self.factors.rotary,)
+
+    @property
+    def statistics(self) -> dict[str, float | int | None]:
+        """What was counted, by name."""
+        counted = self.counted
+        return {
+            "block_recall": counted.recall,
+            "chunk_hit_rate": counted.hit_rate,
+            "key_energy_outside": counted.energy_outside,
+        }

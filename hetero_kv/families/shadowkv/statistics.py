@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 
-@dataclass
+@dataclass(frozen=True)
 class LowRankStatistics:
     """Counts since the cache was new or reset.
 
@@ -53,3 +53,18 @@ class LowRankStatistics:
         if self.outside is not None and self.energy is not None:
             outside, energy = self.outside + outside, self.energy + energy
         return replace(self, outside=outside, energy=energy)
+
+    def with_choices(self, hits: int, choices: int) -> LowRankStatistics:
+        """These and a step's choices."""
+        return replace(self, hits=self.hits + hits, choices=self.choices + choices)
+
+    def with_recall(self, covered: float) -> LowRankStatistics:
+        """These and a step's share of attention mass."""
+        return replace(self, recall_sum=self.recall_sum + covered, recall_steps=self.recall_steps + 1)
+
+    def selected(self, rows: torch.Tensor) -> LowRankStatistics:
+        """These, with row i what row `rows[i]` was."""
+        if self.outside is None or self.energy is None:
+            return self
+        rows = rows.to(self.energy.device)
+        return replace(self, outside=self.outside[rows], energy=self.energy[rows])

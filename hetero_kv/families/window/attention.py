@@ -9,9 +9,9 @@ from gpu_ops.attention import sliding_window_attention
 from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.operator import AttentionOperator
-from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.evals.recorded_layer import RecordedLayer
-from hetero_kv.families.retrieval.state import SharedSelections
+from hetero_kv.engine.recorded_prompt import RecordedPrompt
+from hetero_kv.engine.step import Step
+from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.families.window.layer import WindowLayer
 from hetero_kv.families.window.settings import SlidingWindowSettings
 
@@ -29,27 +29,26 @@ class SlidingWindowAttention(AttentionOperator):
         """See Operator."""
         super().require_suitable(path, module)
         if bridge.layer_window(module) is None:
-            raise bridge.UnsupportedModelError(
+            raise UnsupportedModelError(
                 f"{path} ({type(module).__name__}) has full attention in this model, not a sliding window; "
                 "use RetrievalAttention there"
             )
 
-    def new_cache_layer(self, capacity: int, shared: SharedSelections) -> WindowLayer:
+    def new_cache_layer(self) -> WindowLayer:
         """See AttentionOperator."""
         window = bridge.layer_window(self.wrapped)
         assert window is not None
         return WindowLayer(window)
 
-    def take_over(self, cache: HeteroCache, recorded: RecordedLayer) -> None:
+    def take_over(self, layer: WindowLayer, step: Step, recorded: RecordedPrompt) -> None:
         """See AttentionOperator."""
-        layer: WindowLayer = cache.layers[self.layer_idx]
         # Not copied: a window never writes over the tokens that it was given.
-        layer.restore((recorded.keys, recorded.values, 0, recorded.keys.shape[2], recorded.length))
+        layer.rollback((recorded.keys, recorded.values, 0, recorded.keys.shape[2], recorded.length))
 
-    def prefill_chunk(self, layer: WindowLayer, call: bridge.AttentionCall) -> torch.Tensor:
+    def prefill_chunk(self, layer: WindowLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         """See AttentionOperator."""
         if call.sliding_window not in (None, layer.window):
-            raise bridge.UnsupportedModelError(
+            raise UnsupportedModelError(
                 f"{self.path}: the model asks for a window of {call.sliding_window} where its config says "
                 f"{layer.window}"
             )
@@ -57,6 +56,6 @@ class SlidingWindowAttention(AttentionOperator):
         out, lse = sliding_window_attention(call.q, keys, values, layer.window, call.scale, call.softcap)
         return out if call.sink is None else apply_sink(out, lse, call.sink)[0]
 
-    def decode_step(self, layer: WindowLayer, call: bridge.AttentionCall) -> torch.Tensor:
+    def decode_step(self, layer: WindowLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         """See AttentionOperator."""
-        return self.prefill_chunk(layer, call)
+        return self.prefill_chunk(layer, step, call)

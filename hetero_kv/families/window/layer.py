@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence as Rows
 from typing import Any
 
 import torch
 
-from hetero_kv.engine.operator_layer import OperatorLayer
+from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.step import Step
 
-_Checkpoint = tuple[torch.Tensor | None, torch.Tensor | None, int, int, int]
+_Snapshot = tuple[torch.Tensor | None, torch.Tensor | None, int, int, int]
 
 
-class WindowLayer(OperatorLayer):
+class WindowLayer(FamilyLayer):
     """The last `window - 1` keys and values on the compute device, in a buffer with slack.
 
     New tokens are written behind the old ones; when the buffer is full, the window moves into a new one, so that
@@ -25,6 +25,7 @@ class WindowLayer(OperatorLayer):
     """
 
     is_sliding = True
+    can_crop = False
     keys: torch.Tensor | None
     values: torch.Tensor | None
 
@@ -34,10 +35,6 @@ class WindowLayer(OperatorLayer):
         self._start = self._end = 0
         self._length = 0
         self._prefilling = False
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to prepare: the first tokens make the buffer."""
-        self.is_initialized = True
 
     def get_seq_length(self) -> int:
         """Tokens seen by this layer."""
@@ -54,30 +51,26 @@ class WindowLayer(OperatorLayer):
 
     def reset(self) -> None:
         """Forget every token."""
-        self.restore((None, None, 0, 0, 0))
+        self.rollback((None, None, 0, 0, 0))
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Let row i continue row `beam_idx[i]` (beam search)."""
+    def select(self, rows: Rows[int]) -> None:
+        """See FamilyLayer."""
         if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[beam_idx], self.values[beam_idx]
+            self.keys, self.values = self.keys[list(rows)], self.values[list(rows)]
 
-    @contextmanager
-    def prefill(self, tokens: int) -> Iterator[None]:
-        """A prefill of `tokens` tokens in chunks: a window needs no preparation."""
+    def begin_prefill(self, step: Step) -> None:
+        """See FamilyLayer: a window needs no preparation."""
         self._prefilling = True
-        try:
-            yield
-        finally:
-            self._prefilling = False
-            self._shed_slack()
+
+    def leave_prefill(self) -> None:
+        """See FamilyLayer."""
+        self._prefilling = False
+        self._shed_slack()
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether a `prefill` context is open."""
+        """Whether a prompt is passing through this layer."""
         return self._prefilling
-
-    def require_room(self, tokens: int) -> None:
-        """A window has room for any number of tokens."""
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add new tokens and return all that their queries may see.
@@ -130,15 +123,24 @@ class WindowLayer(OperatorLayer):
             buffer[:, :, :held] = old[:, :, start : self._end]
         return buffer
 
-    def checkpoint(self) -> _Checkpoint:
-        """What `restore` needs to come back to the present state."""
+    def snapshot(self) -> _Snapshot:
+        """See FamilyLayer."""
         return self.keys, self.values, self._start, self._end, self._length
 
-    def restore(self, checkpoint: _Checkpoint) -> None:
-        """Forget what was added since `checkpoint`: tokens are only ever written behind those that it holds."""
-        self.keys, self.values, self._start, self._end, self._length = checkpoint
+    def rollback(self, snapshot: _Snapshot) -> None:
+        """See FamilyLayer: tokens are only ever written behind those that it holds."""
+        self.keys, self.values, self._start, self._end, self._length = snapshot
 
     @property
     def dram_bytes(self) -> int:
-        """Bytes of the window's buffer."""
-        return sum(t.numel() * t.element_size() for t in (self.keys, self.values) if t is not None)
+        """Bytes of the window's buffer, where that is in DRAM."""
+        return self._bytes_on(True)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the window's buffer, where that is elsewhere."""
+        return self._bytes_on(False)
+
+    def _bytes_on(self, cpu: bool) -> int:
+        held = [part for part in (self.keys, self.values) if part is not None and (part.device.type == "cpu") == cpu]
+        return sum(part.numel() * part.element_size() for part in held)

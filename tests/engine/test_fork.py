@@ -7,50 +7,29 @@ import gc
 
 import pytest
 import torch
+from caches import CAPACITY, append, forward, new_cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from torch import nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.checkpoints import undo_on_error
+from hetero_kv.engine.errors import CacheFullError
+from hetero_kv.engine.undo import undo_on_error
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.families.retrieval.layer import CacheFullError, PagedLayer
-from hetero_kv.families.retrieval.state import RetrievalState
+from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.window.layer import WindowLayer
 from hetero_kv.store import storage
 
-BATCH, HEADS, K_DIM, V_DIM, BLOCK, CAPACITY = 2, 2, 3, 5, 4, 40
+BATCH, HEADS, K_DIM, V_DIM, BLOCK = 2, 2, 3, 5, 4
 
 
-class Maker:
-    """Stands for an injection: which layers there are, and that everything fits."""
-
-    def __init__(self, *layers):
-        self.layers = layers
-
-    def max_seq_len(self, wanted, batch, forks):
-        return CAPACITY if wanted is None else wanted
-
-    def cache_layers(self, capacity):
-        shared = {}
-        return [layer(capacity, shared) for layer in self.layers]
+def paged(accumulates=False):
+    return RetrievalLayer(RetrievalLayout.of(BLOCK, 4, 8, accumulates), storage.FP32, 1)
 
 
-def paged(capacity, shared, keep_received=False):
-    state = RetrievalState(shared)
-    return PagedLayer(capacity, BLOCK, 4, 8, storage.FP32, 1, lambda layer, buffer: None, keep_received, state)
-
-
-def watched(capacity, shared):
-    return paged(capacity, shared, keep_received=True)
-
-
-def new_cache(*layers, **settings):
-    model = nn.Module()
-    model.hetero_kv_injection = Maker(*layers)
-    return HeteroCache(model, **settings)
+def watched():
+    return paged(accumulates=True)
 
 
 def random_tokens(count, seed=0, batch=BATCH):
@@ -61,19 +40,60 @@ def random_tokens(count, seed=0, batch=BATCH):
     )
 
 
-def append(cache, keys, values):
-    cache.require_room(len(keys), keys.shape[2])
-    for layer in cache.layers:
-        (layer.update if isinstance(layer, DynamicLayer) else layer.append)(keys, values)
+def rows_of(layer):
+    """Per row of the cache, the ids of its blocks in this layer."""
+    return [layer.block_ids(row) for row in range(len(layer.cohort.sequences))]
+
+
+def allocator_of(layer):
+    return layer.cohort.store.allocators[layer.layout]
+
+
+def closing(step, layer):
+    """As the operator does: the blocks that enter the Context take the attention that they have received."""
+    start, end = step.blocks(layer.layout).newly_closed
+    first = max(start, layer.layout.sink_blocks)
+    if first < end:
+        layer.take_accumulated(first, end)
+
+
+def watching_append(cache, keys, values, received=None):
+    """Store tokens; in the watched layer all keys, new ones included, receive attention, then blocks close."""
+    with forward(cache, len(keys), keys.shape[2], is_decode=False) as step:
+        for layer in step.cohort.layers:
+            if isinstance(layer, DynamicLayer):
+                layer.update(keys, values)
+                continue
+            layer.store(step, keys, values)
+            if layer.layout.closes_alone:
+                if received is not None:
+                    layer.accumulate(received, 0)
+                closing(step, layer)
+
+
+def accumulated(layer, row):
+    """What a row's keys have received, [kv_heads, length]: in the pool of closed blocks, else in the state."""
+    length, start = layer.cohort.length, layer.state.open_start
+    found = torch.zeros(HEADS, length)
+    first = layer.layout.sink_blocks * BLOCK
+    if start > first:
+        ids = layer.block_ids(row)[first // BLOCK : start // BLOCK].astype(int)
+        found[:, first:start] = layer.pool.accumulated[ids].transpose(0, 1).flatten(1, 2)
+    if layer.state.accumulated is not None:
+        part = layer.state.accumulated[row]
+        found[:, start : start + part.shape[1]] = part
+    return found
 
 
 def contents(layer):
     if isinstance(layer, DynamicLayer):
         return layer.keys, layer.values
-    keys = torch.empty(len(layer.rows), HEADS, layer.get_seq_length(), K_DIM)
-    values = torch.empty(len(layer.rows), HEADS, layer.get_seq_length(), V_DIM)
-    for index, row in enumerate(layer.rows):
-        row.gather(keys[index], values[index])
+    rows = rows_of(layer)
+    keys = torch.empty(len(rows), HEADS, layer.get_seq_length(), K_DIM)
+    values = torch.empty(len(rows), HEADS, layer.get_seq_length(), V_DIM)
+    for index, ids in enumerate(rows):
+        if len(ids):
+            layer.pool.gather(ids, layer.get_seq_length(), keys[index], values[index])
     return keys, values
 
 
@@ -82,11 +102,11 @@ class ForkedCaches(RuleBasedStateMachine):
 
     @initialize(forks=st.integers(0, 3))
     def begin(self, forks):
-        self.caches = [new_cache(paged, watched, lambda capacity, shared: DynamicLayer(), forks=forks)]
+        self.caches = [new_cache(paged, watched, DynamicLayer, forks=forks)]
         self.expected = [[*random_tokens(0), torch.empty(BATCH, HEADS, 0)]]
         self.forks, self.seed = forks, 0
-        append(self.caches[0], *random_tokens(0))
-        self.pools = [layer.pool for layer in self.caches[0].layers[:2]]
+        self.caches[0].require_room(BATCH, 1)
+        self.pools = [allocator_of(layer) for layer in self.caches[0].layers[:2]]
 
     def present(self, index):
         """One of the caches that still share the first one's pools, and what it should hold."""
@@ -114,15 +134,12 @@ class ForkedCaches(RuleBasedStateMachine):
             with pytest.raises(CacheFullError):
                 append(cache, keys, values)
             return
-        append(cache, keys, values)
-        for layer in cache.layers[:2]:
-            assert all(layer.pool.lengths[row.ids].sum() == row.length for row in layer.rows)
-        # As the operator does: all keys receive attention, then the blocks that entered the Context are closed.
         layer = cache.layers[1]
-        open_from = max(layer.indexed_blocks, layer.initial_blocks) * BLOCK
-        received = torch.rand(BATCH, HEADS, layer.get_seq_length())
-        layer.add_received(received, 0)
-        layer.indexed_blocks = max(layer.indexed_blocks, layer.context_end)
+        open_from = layer.state.open_start
+        received = torch.rand(BATCH, HEADS, layer.get_seq_length() + count)
+        watching_append(cache, keys, values, received)
+        for stored in cache.layers[:2]:
+            assert all(allocator_of(stored).lengths[ids].sum() == cache.get_seq_length() for ids in rows_of(stored))
         expected[:2] = (torch.cat(pair, dim=2) for pair in zip(expected[:2], (keys, values), strict=True))
         expected[2] = torch.cat([expected[2], torch.zeros(BATCH, HEADS, count)], dim=2)
         expected[2][:, :, open_from:] += received[:, :, open_from:]
@@ -135,7 +152,9 @@ class ForkedCaches(RuleBasedStateMachine):
 
         def failing_turn():
             with undo_on_error(cache):
-                append(cache, *self.some_tokens(count))
+                watching_append(
+                    cache, *self.some_tokens(count), torch.rand(BATCH, HEADS, cache.get_seq_length() + count)
+                )
                 raise KeyError
 
         with pytest.raises((KeyError, CacheFullError)):
@@ -172,14 +191,13 @@ class ForkedCaches(RuleBasedStateMachine):
             for layer in cache.layers:
                 if keys.shape[2] or not isinstance(layer, DynamicLayer):
                     assert all(map(torch.equal, contents(layer), (keys, values)))
-            for row, wanted in zip(cache.layers[1].rows, received, strict=True):
-                blocks = cache.layers[1].pool.received[row.ids.astype(int)]
-                torch.testing.assert_close(blocks.transpose(0, 1).flatten(1, 2)[:, : row.length], wanted)
+            for row, wanted in enumerate(received):
+                torch.testing.assert_close(accumulated(cache.layers[1], row), wanted)
 
     @invariant()
     def every_block_is_held_by_exactly_its_sequences(self):
         for index, pool in enumerate(self.pools):
-            holders = [int(b) for cache in self.caches for row in cache.layers[index].rows for b in row.ids]
+            holders = [int(b) for cache in self.caches for ids in rows_of(cache.layers[index]) for b in ids]
             assert all(pool.references(block) == holders.count(block) for block in range(pool.num_blocks))
             assert pool.free_blocks == pool.num_blocks - len(set(holders))
 
@@ -194,9 +212,9 @@ class ForkedCaches(RuleBasedStateMachine):
             others = [other for other in self.caches if other is not cache]
             shared = 0
             for index, pool in enumerate(self.pools):
-                held = {int(b) for row in cache.layers[index].rows for b in row.ids}
-                elsewhere = {int(b) for other in others for row in other.layers[index].rows for b in row.ids}
-                shared += len(held & elsewhere) * pool.bytes_per_block
+                held = {int(b) for ids in rows_of(cache.layers[index]) for b in ids}
+                elsewhere = {int(b) for other in others for ids in rows_of(other.layers[index]) for b in ids}
+                shared += len(held & elsewhere) * sum(layer_pool.bytes_per_block for layer_pool in pool.pools)
             assert cache.shared_bytes == shared
 
 
@@ -222,7 +240,7 @@ def test_planned_forks_grow_to_full_length():
     for index, each in enumerate(caches):
         append(each, *random_tokens(CAPACITY - 3, index))
         assert each.get_seq_length() == CAPACITY
-    assert cache.layers[0].pool.free_blocks == 0
+    assert allocator_of(cache.layers[0]).free_blocks == 0
 
 
 def test_a_turn_that_the_forks_have_left_no_blocks_for_is_refused_before_any_layer_takes_it():
@@ -244,11 +262,11 @@ def test_a_dropped_fork_gives_its_blocks_back_even_in_a_reference_cycle():
     append(cache, *random_tokens(20))
     twin = cache.fork()
     append(twin, *random_tokens(9, 1))
-    taken = cache.layers[0].pool.free_blocks
+    taken = allocator_of(cache.layers[0]).free_blocks
     twin.cycle = twin
     del twin
     gc.collect()
-    assert cache.layers[0].pool.free_blocks > taken
+    assert allocator_of(cache.layers[0]).free_blocks > taken
     assert cache.shared_bytes == 0
 
 
@@ -258,7 +276,7 @@ def test_a_reset_fork_begins_anew_with_a_store_of_its_own():
     twin = cache.fork()
     twin.reset()
     # It is planned by the memory that is free then.
-    cache._maker.max_seq_len = lambda wanted, batch, forks: CAPACITY // 2
+    cache._maker.capacity = CAPACITY // 2
     with pytest.raises(CacheFullError, match=f"max_seq_len is {CAPACITY // 2} tokens"):
         append(twin, *random_tokens(CAPACITY, 1))
     append(twin, *random_tokens(CAPACITY // 2, 1))
@@ -272,19 +290,19 @@ def test_a_fork_of_an_empty_cache_is_an_empty_cache():
     append(cache, *random_tokens(5))
     assert twin.get_seq_length() == 0
     append(twin, *random_tokens(7, batch=1))
-    assert (len(cache.layers[0].rows), len(twin.layers[0].rows)) == (2, 1)
+    assert (len(cache.lengths), len(twin.lengths)) == (2, 1)
 
 
 def test_layers_of_a_fork_share_selections_with_each_other_and_not_with_the_first_cache():
     cache = new_cache(paged, paged)
     append(cache, *random_tokens(20))
-    cache.layers[0].state.shared["key"] = [1]
+    cache.layers[0].cohort.shared["selections"] = {"key": [1]}
     twin = cache.fork()
-    states = [layer.state for layer in twin.layers]
-    assert states[0].shared is states[1].shared
-    assert states[0].shared == {"key": [1]}
-    states[0].shared.clear()
-    assert cache.layers[0].state.shared == {"key": [1]}
+    shared = [layer.cohort.shared for layer in twin.layers]
+    assert shared[0] is shared[1]
+    assert shared[0] == {"selections": {"key": [1]}}
+    shared[0]["selections"].clear()
+    assert cache.layers[0].cohort.shared == {"selections": {"key": [1]}}
 
 
 def test_progress_of_a_fork_is_not_reported_to_the_first_caches_listener():
@@ -302,11 +320,12 @@ def test_a_deep_copy_is_a_fork():
 def test_a_cache_is_not_forked_while_a_prompt_is_prefilled():
     cache = new_cache(paged, paged)
     append(cache, *random_tokens(20))
-    with cache.layers[0].prefill(5), pytest.raises(HeteroKVError, match="a prompt is being prefilled"):
+    with forward(cache, BATCH, 5), pytest.raises(HeteroKVError, match="a prompt is being prefilled"):
         cache.fork()
-    cache.layers[0].append(*random_tokens(5))
-    with pytest.raises(HeteroKVError, match="a prompt is being prefilled"):
-        cache.fork()
+    with forward(cache, BATCH, 5) as step:
+        cache.layers[0].store(step, *random_tokens(5))
+        with pytest.raises(HeteroKVError, match="a prompt is being prefilled"):
+            cache.fork()
 
 
 @given(window=st.integers(1, 9), before=st.integers(0, 20), pieces=st.lists(st.integers(1, 12), max_size=6))
@@ -337,7 +356,7 @@ def test_forked_windows_go_their_own_ways(window, before, pieces):
 
 def test_transformers_own_layers_are_forked_whole():
     def cache_of(*layers):
-        return new_cache(*(lambda capacity, shared, layer=layer: layer for layer in layers))
+        return new_cache(*(lambda layer=layer: layer for layer in layers))
 
     cache = cache_of(DynamicLayer(), DynamicSlidingWindowLayer(8))
     append(cache, *random_tokens(20))

@@ -9,14 +9,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from hetero_kv.store import storage
+from hetero_kv.store.allocator import BlockAllocator
 from hetero_kv.store.block_table import BlockTable
 from hetero_kv.store.pool import BlockPool
 
 KV_HEADS, BLOCK, K_DIM, V_DIM, BLOCKS = 2, 4, 3, 5, 24
 
 
-def new_pool(num_blocks=BLOCKS, kind=storage.FP32):
-    return BlockPool(num_blocks, KV_HEADS, BLOCK, K_DIM, V_DIM, kind, 1)
+def new_allocator(num_blocks=BLOCKS, kind=storage.FP32):
+    """An allocator of one layer's pool."""
+    allocator = BlockAllocator(BLOCK)
+    allocator.provide(num_blocks)
+    allocator.pools.append(BlockPool(num_blocks, KV_HEADS, BLOCK, K_DIM, V_DIM, kind, 1))
+    return allocator
+
+
+def append(table, keys, values):
+    start = table.length
+    table.reserve(start + keys.shape[1])
+    table.allocator.pools[0].write(table.ids, start, keys, values)
 
 
 def random_tokens(count, seed):
@@ -29,50 +40,51 @@ def random_tokens(count, seed):
 
 def contents(table):
     keys, values = torch.empty(KV_HEADS, table.length, K_DIM), torch.empty(KV_HEADS, table.length, V_DIM)
-    table.gather(keys, values)
+    table.allocator.pools[0].gather(table.ids, table.length, keys, values)
     return keys, values
 
 
 @settings(max_examples=60, deadline=None)
 @given(pieces=st.lists(st.integers(1, 19), min_size=1, max_size=8), seed=st.integers(0, 99))
 def test_what_is_appended_in_pieces_is_read_back_whole(pieces, seed):
-    table = BlockTable(new_pool(64), 64 * BLOCK)
+    table = BlockTable(new_allocator(64), 64 * BLOCK)
     keys, values = random_tokens(sum(pieces), seed)
     start = 0
     for piece in pieces:
-        table.append(keys[:, start : start + piece], values[:, start : start + piece])
+        append(table, keys[:, start : start + piece], values[:, start : start + piece])
         start += piece
     for actual, expected in zip(contents(table), (keys, values), strict=True):
         assert torch.equal(actual, expected)
-    lengths = table.pool.lengths[table.ids]
+    lengths = table.allocator.lengths[table.ids]
     assert lengths.sum() == table.length
     assert (lengths[:-1] == BLOCK).all()
 
 
 @given(start=st.integers(0, 30), count=st.integers(0, 30))
 def test_read_returns_the_positions_asked_for(start, count):
-    table = BlockTable(new_pool(), BLOCKS * BLOCK)
+    table = BlockTable(new_allocator(), BLOCKS * BLOCK)
     keys, values = random_tokens(61, seed=0)
-    table.append(keys, values)
-    read_keys, read_values = table.read(start, start + count)
+    append(table, keys, values)
+    read_keys, read_values = table.allocator.pools[0].read(table.ids, start, start + count)
     assert torch.equal(read_keys, keys[:, start : start + count])
     assert torch.equal(read_values, values[:, start : start + count])
 
 
 def test_fp16_storage_rounds_to_half_precision():
-    table = BlockTable(new_pool(kind=storage.FP16), BLOCKS * BLOCK)
+    table = BlockTable(new_allocator(kind=storage.FP16), BLOCKS * BLOCK)
     keys, values = random_tokens(9, seed=0)
-    table.append(keys, values)
+    append(table, keys, values)
     assert torch.equal(contents(table)[0], keys.half().float())
 
 
 def test_a_full_pool_stores_nothing_of_what_does_not_fit():
-    table = BlockTable(new_pool(num_blocks=2), 100)
-    table.append(*random_tokens(6, seed=0))
+    table = BlockTable(new_allocator(num_blocks=2), 100)
+    append(table, *random_tokens(6, seed=0))
     before = contents(table)
     with pytest.raises(MemoryError, match="0 free blocks of 2"):
-        table.append(*random_tokens(3, seed=1))
+        append(table, *random_tokens(3, seed=1))
     assert table.length == 6
+    assert table.allocator.free_blocks == 0
     assert torch.equal(contents(table)[0], before[0])
 
 
@@ -83,28 +95,28 @@ class ForkedSequences(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pool = new_pool()
+        self.allocator = new_allocator()
         self.expected = {}
         self.seed = 0
 
     @rule(target=sequences)
     def begin(self):
-        table = BlockTable(self.pool, BLOCKS * BLOCK)
+        table = BlockTable(self.allocator, BLOCKS * BLOCK)
         self.expected[table] = (torch.empty(KV_HEADS, 0, K_DIM), torch.empty(KV_HEADS, 0, V_DIM))
         return table
 
     @rule(table=sequences, count=st.integers(1, 11))
     def append(self, table, count):
-        if table not in self.expected or self.pool.free_blocks < count // BLOCK + 2:
+        if table not in self.expected or self.allocator.free_blocks < count // BLOCK + 2:
             return
         self.seed += 1
         tokens = random_tokens(count, self.seed)
-        table.append(*tokens)
+        append(table, *tokens)
         self.expected[table] = tuple(
             torch.cat([old, new], 1) for old, new in zip(self.expected[table], tokens, strict=True)
         )
         # What kernels go by; a shared last block may be longer until its table appends.
-        assert self.pool.lengths[table.ids].sum() == table.length
+        assert self.allocator.lengths[table.ids].sum() == table.length
 
     @rule(table=sequences, share=st.floats(0, 1))
     def truncate(self, table, share):
@@ -132,14 +144,14 @@ class ForkedSequences(RuleBasedStateMachine):
     def every_sequence_holds_its_tokens(self):
         for table, expected in self.expected.items():
             assert all(torch.equal(a, e) for a, e in zip(contents(table), expected, strict=True))
-            assert (self.pool.lengths[table.ids[:-1]] == BLOCK).all()
-            assert self.pool.lengths[table.ids].sum() >= table.length
+            assert (self.allocator.lengths[table.ids[:-1]] == BLOCK).all()
+            assert self.allocator.lengths[table.ids].sum() >= table.length
 
     @invariant()
     def every_block_is_held_by_exactly_its_sequences(self):
         holders = [int(block) for table in self.expected for block in table.ids]
-        assert all(self.pool.references(block) == holders.count(block) for block in range(BLOCKS))
-        assert self.pool.free_blocks == BLOCKS - len(set(holders))
+        assert all(self.allocator.references(block) == holders.count(block) for block in range(BLOCKS))
+        assert self.allocator.free_blocks == BLOCKS - len(set(holders))
 
 
 TestForkedSequences = ForkedSequences.TestCase

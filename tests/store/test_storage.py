@@ -11,7 +11,6 @@ from storage_formats import decoded
 
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.store import storage
-from hetero_kv.store.block_table import BlockTable
 from hetero_kv.store.pool import BlockPool
 
 kinds = pytest.mark.parametrize("kind", [storage.get(name) for name in storage.names()], ids=storage.names())
@@ -56,13 +55,12 @@ def test_zeros_and_numbers_too_small_for_the_scale_become_zero(kind):
 def test_what_is_appended_in_pieces_is_read_back_as_the_codec_decodes_it(kind, pieces, seed):
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(2, sum(pieces), 32, generator=generator) for _ in range(2))
-    table = BlockTable(BlockPool(20, 2, 32, 32, 32, kind, 1), 20 * 32)
-    start = 0
+    pool, ids, start = BlockPool(20, 2, 32, 32, 32, kind, 1), np.arange(20, dtype=np.int32)[::-1], 0
     for piece in pieces:
-        table.append(keys[:, start : start + piece], values[:, start : start + piece])
+        pool.write(ids, start, keys[:, start : start + piece], values[:, start : start + piece])
         start += piece
     read = torch.empty_like(keys), torch.empty_like(values)
-    table.gather(*read)
+    pool.gather(ids, start, *read)
     assert torch.equal(read[0], kind.decode(kind.encode(keys)).float())
     assert torch.equal(read[1], kind.decode(kind.encode(values)).float())
 

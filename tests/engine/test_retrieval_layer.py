@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from caches import append, forward, new_cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_kv.families.retrieval import layer as paged_layer
-from hetero_kv.families.retrieval.layer import CacheFullError, PagedLayer
+from hetero_kv.engine.errors import CacheFullError
+from hetero_kv.engine.undo import undo_on_error
+from hetero_kv.families.retrieval import layer as retrieval_layer
+from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.store import storage
 
 
-def new_layer(capacity=200, block_size=4, initial_len=4, local_len=8):
-    return PagedLayer(capacity, block_size, initial_len, local_len, storage.FP32, 1, lambda layer, buffer: None)
+def cache_of(capacity=200, block_size=4, initial_len=4, local_len=8):
+    """A cache of one retrieval layer, and the layer."""
+    layout = RetrievalLayout.of(block_size, initial_len, local_len)
+    cache = new_cache(lambda: RetrievalLayer(layout, storage.FP32, 1), capacity=capacity)
+    return cache, cache.layers[0]
 
 
 def tokens(count, seed=0, batch=1):
@@ -24,10 +31,10 @@ def tokens(count, seed=0, batch=1):
 @given(length=st.integers(1, 150), block=st.integers(1, 9), initial=st.integers(0, 20), local=st.integers(1, 30))
 @settings(max_examples=80, deadline=None)
 def test_initial_context_and_local_partition_the_sequence(length, block, initial, local):
-    layer = new_layer(block_size=block, initial_len=initial, local_len=local)
-    layer.append(*tokens(length))
-    blocks = layer.rows[0].num_blocks
-    initial_end = min(layer.initial_blocks, blocks)
+    cache, layer = cache_of(block_size=block, initial_len=initial, local_len=local)
+    append(cache, *tokens(length))
+    blocks = len(layer.block_ids(0))
+    initial_end = min(layer.layout.sink_blocks, blocks)
     assert initial_end <= layer.context_end <= blocks
     assert layer.context_end == initial_end + layer.context_blocks
     if layer.context_blocks:
@@ -36,39 +43,50 @@ def test_initial_context_and_local_partition_the_sequence(length, block, initial
 
 
 def test_chunks_of_a_prefill_see_everything_before_them_and_are_stored_at_the_end():
-    layer = new_layer()
+    cache, layer = cache_of()
     first, second = tokens(13), tokens(10, seed=1)
-    layer.append(*first)
-    with layer.prefill(10):
+    append(cache, *first)
+    with forward(cache, 1, 10) as step:
+        layer.begin_prefill(step)
         past, _ = layer.extend(second[0][:, :, :6], second[1][:, :, :6])
         assert torch.equal(past, first[0])
         past, past_values = layer.extend(second[0][:, :, 6:], second[1][:, :, 6:])
         assert torch.equal(past, torch.cat([first[0], second[0][:, :, :6]], dim=2))
         assert torch.equal(past_values, torch.cat([first[1], second[1][:, :, :6]], dim=2))
-        assert layer.rows[0].length == 13
-    assert layer.rows[0].length == layer.get_seq_length() == 23
+        assert cache.lengths == [13]
+        assert layer.get_seq_length() == 23
+        layer.end_prefill(step)
+        layer.leave_prefill()
+    assert cache.lengths == [23]
+    assert layer.get_seq_length() == 23
+    keys, values = torch.empty(2, 23, 3), torch.empty(2, 23, 5)
+    layer.pool.gather(layer.block_ids(0), 23, keys, values)
+    assert torch.equal(keys, torch.cat([first[0], second[0]], dim=2)[0])
+    assert torch.equal(values, torch.cat([first[1], second[1]], dim=2)[0])
 
 
 def test_a_prefill_that_fails_stores_nothing():
-    layer = new_layer()
+    cache, _ = cache_of()
 
     def failing_prefill():
-        with layer.prefill(10):
+        with undo_on_error(cache), forward(cache, 1, 10) as step:
+            layer = step.cohort.layers[0]
+            layer.begin_prefill(step)
             layer.extend(*tokens(6))
             raise KeyError
 
     with pytest.raises(KeyError):
         failing_prefill()
-    assert layer.get_seq_length() == 0
-    assert layer.prefill_buffer is None
+    assert cache.get_seq_length() == 0
+    assert cache.layers[0].prefill_buffer is None
 
 
 def test_a_full_store_names_max_seq_len_and_what_would_fit():
-    layer = new_layer(capacity=20)
-    layer.append(*tokens(13))
+    cache, _ = cache_of(capacity=20)
+    append(cache, *tokens(13))
     with pytest.raises(CacheFullError, match=r"max_seq_len is 20 tokens, 13 are stored and 9 more .* at least 22.* 7 "):
-        layer.require_room(9)
-    layer.require_room(7)
+        cache.require_room(1, 9)
+    cache.require_room(1, 7)
 
 
 @settings(max_examples=40, deadline=None)
@@ -81,21 +99,21 @@ def test_a_full_store_names_max_seq_len_and_what_would_fit():
     back=st.integers(0, 20),
 )
 def test_the_device_window_attends_to_exactly_initial_and_local(prompt, decoded, block, initial, local, back):
-    needs_window = paged_layer._needs_window
-    paged_layer._needs_window = lambda device: True
+    needs_window = retrieval_layer._needs_window
+    retrieval_layer._needs_window = lambda device: True
     try:
-        layer = new_layer(block_size=block, initial_len=initial, local_len=local)
+        cache, layer = cache_of(block_size=block, initial_len=initial, local_len=local)
         keys, values = tokens(prompt + decoded, batch=2)
-        layer.append(keys[:, :, :prompt], values[:, :, :prompt])
+        append(cache, keys[:, :, :prompt], values[:, :, :prompt])
         for index in range(prompt, prompt + decoded):
-            layer.append(keys[:, :, index : index + 1], values[:, :, index : index + 1])
+            append(cache, keys[:, :, index : index + 1], values[:, :, index : index + 1], is_decode=True)
         length = max(1, prompt + decoded - back)
-        layer.crop(length - layer.get_seq_length())
+        cache.crop(length - cache.get_seq_length())
     finally:
-        paged_layer._needs_window = needs_window
+        retrieval_layer._needs_window = needs_window
     q = torch.randn(2, 4, 1, 3, generator=torch.Generator().manual_seed(1))
     positions = torch.arange(length)
-    seen = (positions < layer.initial_blocks * block) | (positions >= layer.context_end * block)
+    seen = (positions < layer.layout.sink_blocks * block) | (positions >= layer.context_end * block)
     scores = q.reshape(2, 2, 2, 3) @ keys[:, :, :length][:, :, seen].transpose(-1, -2) * 0.5
     expected = (scores.softmax(-1) @ values[:, :, :length][:, :, seen]).reshape(2, 4, 1, 5)
     out, lse = layer.window.attend(q, 0.5)

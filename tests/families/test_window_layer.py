@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from caches import new_cache, prefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,20 +33,19 @@ def test_new_tokens_are_shown_with_the_window_before_them(window, pieces):
 def test_restore_brings_back_what_the_window_held(before, after):
     layer = WindowLayer(5)
     layer.extend(*tokens(0, before))
-    checkpoint, seen = layer.checkpoint(), before
+    checkpoint, seen = layer.snapshot(), before
     for count in after:
         layer.extend(*tokens(seen, count))
         seen += count
-    layer.restore(checkpoint)
+    layer.rollback(checkpoint)
     keys, _ = layer.extend(*tokens(before, 1))
     assert keys[0, 0, :, 0].tolist() == list(range(max(0, before - 4), before + 1))
 
 
 def test_a_long_prompt_leaves_a_buffer_of_twice_the_window():
-    layer = WindowLayer(8)
-    with layer.prefill(1000):
-        for start in range(0, 1000, 100):
-            layer.extend(*tokens(start, 100))
+    cache = new_cache(lambda: WindowLayer(8))
+    layer = cache.layers[0]
+    prefill(cache, *(tokens(start, 100)[0] for start in range(0, 1000, 100)))
     assert layer.keys.shape[2] <= 16
     keys, _ = layer.extend(*tokens(1000, 1))
     assert keys[0, 0, :, 0].tolist() == list(range(993, 1001))

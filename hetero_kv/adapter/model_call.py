@@ -1,0 +1,168 @@
+"""A call of a transformers model, by the names of its arguments: cut along tokens and rows, and put together."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from hetero_kv.engine.cache import Span
+from hetero_kv.errors import HeteroKVError, UnsupportedModelError
+
+#: Arguments that have a dimension of tokens, and which one it is.
+_TOKEN_DIM = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "cache_position": -1}
+#: Outputs that do: [batch, tokens, width].
+_OUTPUTS = ("logits", "last_hidden_state")
+# A call for other tokens, or other rows, has them of its own.
+_OF_TOKENS = ("inputs_embeds", "position_ids", "cache_position", "attention_mask")
+
+
+class Signature:
+    """A model's forward and the names of its arguments, looked up once."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+        self.names = tuple(inspect.signature(forward).parameters)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:
+        """A call with these arguments."""
+        return ModelCall(self, {**dict(zip(self.names, args, strict=False)), **kwargs} if args else kwargs)
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """A model's forward and its arguments by name."""
+
+    signature: Signature
+    arguments: dict[str, Any]
+
+    @property
+    def token_ids(self) -> torch.Tensor | None:
+        """[rows, tokens], where the model is called with ids and not with embeddings."""
+        return self.arguments.get("input_ids")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, tokens). Raises HeteroKVError when there are none."""
+        given = self.arguments.get("inputs_embeds") if self.token_ids is None else self.token_ids
+        if not isinstance(given, torch.Tensor):
+            raise HeteroKVError("the model was called with a HeteroCache and neither input_ids nor inputs_embeds")
+        return given.shape[0], given.shape[1]
+
+    def run(self) -> Any:
+        """The forward's output."""
+        return self.signature.forward(**self.arguments)
+
+    def part(self, chunk: slice) -> ModelCall:
+        """The call for a part of the tokens, with as many of the logits as the whole call asked for."""
+        total = self.shape[1]
+        cut = dict(self.arguments)
+        for name, value in self.arguments.items():
+            if name in _TOKEN_DIM and isinstance(value, torch.Tensor):
+                dim = _TOKEN_DIM[name] % value.dim()
+                cut[name] = (
+                    value if value.shape[dim] != total else value.narrow(dim, chunk.start, chunk.stop - chunk.start)
+                )
+            elif name == "attention_mask" and isinstance(value, torch.Tensor):
+                cut[name] = value[..., : value.shape[-1] - (total - chunk.stop)]
+            elif name == "logits_to_keep":
+                cut[name] = _logits_of_part(value, chunk, total)
+            elif isinstance(value, torch.Tensor):
+                raise UnsupportedModelError(
+                    f"the model is given {name}, a tensor of shape {list(value.shape)}, and tokens that pass in parts "
+                    f"(strides, or rows of several lengths); {', '.join(_TOKEN_DIM)} and attention_mask are known how "
+                    "to be cut, and no others"
+                )
+        return replace(self, arguments=cut)
+
+    def of_span(self, span: Span) -> ModelCall:
+        """The call for the rows of a span, without their padding."""
+        rows = self.shape[0]
+        part = self.part(span.columns).arguments
+        cut = {
+            name: value[span.rows] if isinstance(value, torch.Tensor) and _has_rows(name, value, rows) else value
+            for name, value in part.items()
+            # Columns of the batch say nothing of a row's positions.
+            if name not in ("attention_mask", "cache_position")
+        }
+        return replace(self, arguments=cut)
+
+    def with_positions(self, positions: torch.Tensor) -> ModelCall:
+        """The call with `position_ids` [rows, tokens], where it has none, and without a mask."""
+        arguments = {name: value for name, value in self.arguments.items() if name != "attention_mask"}
+        if arguments.get("position_ids") is None and "position_ids" in self.signature.names:
+            arguments["position_ids"] = positions
+        return replace(self, arguments=arguments)
+
+    def for_tokens(self, token_ids: torch.Tensor, all_logits: bool) -> ModelCall:
+        """A call for other tokens, behind those that the cache knows."""
+        kept = {name: value for name, value in self.arguments.items() if name not in _OF_TOKENS}
+        kept["input_ids"] = token_ids
+        kept["return_dict"] = True
+        if "logits_to_keep" in self.signature.names:
+            kept["logits_to_keep"] = 0 if all_logits else 1
+        return replace(self, arguments=kept)
+
+
+def _has_rows(name: str, value: torch.Tensor, rows: int) -> bool:
+    return name in _TOKEN_DIM and value.dim() > 1 and value.shape[0] == rows
+
+
+def _logits_of_part(wanted: Any, chunk: slice, total: int) -> Any:
+    """What of a part's logits is among those `wanted`: a number of last tokens (0: all), or indices."""
+    if isinstance(wanted, torch.Tensor):
+        places = torch.where(wanted < 0, wanted + total, wanted)
+        if (places.diff() <= 0).any():
+            raise UnsupportedModelError(
+                f"logits_to_keep is {wanted.tolist()}, and the tokens pass in parts; give rising indices, or a "
+                "number of last tokens"
+            )
+        return places[(places >= chunk.start) & (places < chunk.stop)] - chunk.start
+    if not wanted:
+        return wanted
+    first = max(chunk.start, total - wanted)
+    return torch.arange(first - chunk.start, max(first, chunk.stop) - chunk.start)
+
+
+def _named(output: Any) -> ModelOutput:
+    if not isinstance(output, ModelOutput):
+        raise HeteroKVError(
+            "return_dict=False was asked for, and the tokens passed in parts (strides, or rows of several lengths); "
+            "read the output's names"
+        )
+    return output
+
+
+def joined_tokens(outputs: Sequence[Any]) -> Any:
+    """One output of the parts of a prompt: that of the last, with the tokens of all."""
+    last = _named(outputs[-1])
+    joined = {
+        name: torch.cat([output[name] for output in outputs], dim=1)
+        for name in _OUTPUTS
+        if isinstance(last.get(name), torch.Tensor)
+    }
+    return replace(last, **joined)
+
+
+def joined_rows(outputs: Sequence[Any], spans: Sequence[Span], call: ModelCall) -> Any:
+    """One output of the spans of a call: that of the last, with the tokens of all at their places; zeros elsewhere."""
+    last = _named(outputs[-1])
+    rows, width = call.shape
+    wanted = call.arguments.get("logits_to_keep")
+    kept = {"last_hidden_state": width, "logits": width}
+    if isinstance(wanted, torch.Tensor):
+        kept["logits"] = len(wanted)
+    elif wanted:
+        kept["logits"] = min(width, wanted)
+    joined = {}
+    for name, tokens in kept.items():
+        if not isinstance(last.get(name), torch.Tensor):
+            continue
+        joined[name] = whole = last[name].new_zeros(rows, tokens, last[name].shape[2])
+        for output, span in zip(outputs, spans, strict=True):
+            whole[span.rows, tokens - output[name].shape[1] :] = output[name]
+    return replace(last, **joined)

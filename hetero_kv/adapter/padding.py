@@ -1,0 +1,51 @@
+"""What an attention mask says: how many tokens each row of a call has, behind its padding on the left."""
+
+from __future__ import annotations
+
+import torch
+
+from hetero_kv.adapter.model_call import ModelCall
+from hetero_kv.engine.columns import Columns
+from hetero_kv.errors import UnsupportedModelError
+
+
+def tokens_per_row(call: ModelCall, past: Columns) -> list[int]:
+    """Tokens of each row among the columns of a call.
+
+    Args:
+        past: the columns before.
+
+    Raises UnsupportedModelError for a mask that is no left padding, or contradicts what was passed before.
+    """
+    rows, width = call.shape
+    mask = call.arguments.get("attention_mask")
+    every = [width] * rows
+    # What is no mask of columns is for the attention function to refuse.
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return every
+    if not past.is_ragged and bool(mask.all()):
+        return every
+    if mask.shape != (rows, past.count + width):
+        raise UnsupportedModelError(
+            f"the attention mask has the shape {list(mask.shape)}, and the batch has {rows} rows, {past.count} columns "
+            f"before and {width} new ones; give one of [{rows}, {past.count + width}]"
+        )
+    mask = mask.bool().cpu()
+    before, new = mask[:, : past.count], mask[:, past.count :]
+    different = (before != past.mask(rows).bool()).any(dim=1)
+    if different.any():
+        row = int(different.nonzero()[0])
+        raise UnsupportedModelError(
+            f"the attention mask of row {row} hides other columns of the past than were padding when they came; begin "
+            "it with cache.attention_mask"
+        )
+    counts = new.sum(dim=1)
+    if not torch.equal(new, torch.arange(width) >= width - counts[:, None]):
+        row = int((new != (torch.arange(width) >= width - counts[:, None])).any(dim=1).nonzero()[0])
+        raise UnsupportedModelError(
+            f"the attention mask of row {row} hides tokens that are no padding on the left; hetero_kv computes causal "
+            'attention over left-padded rows: tokenize with padding_side="left"'
+        )
+    if not counts.any():
+        raise UnsupportedModelError("the attention mask hides every token of the call; give at least one")
+    return counts.tolist()

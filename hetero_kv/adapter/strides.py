@@ -1,0 +1,146 @@
+"""A forward in strides, and what cache layers need when a part has passed through all of them.
+
+Layer-outer prefill walks from layer to layer with the whole prompt. Strided policies need the other order (Cascading KV
+cache, arXiv:2406.17808, algorithm 1): a stride passes through all layers, entries are dropped, the next stride comes.
+So a forward with such layers is cut up here, and each part is a forward like any other. Other operators prefill it, be
+it a single token, behind the parts before; what follows a prompt as a whole (RetrievalAttention's look at its last
+queries, ShadowKV's factors) comes with its last part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from hetero_kv.adapter.model_call import ModelCall, joined_tokens
+from hetero_kv.engine import untouched
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.cohort import Cohort
+from hetero_kv.engine.layer import FamilyLayer
+
+
+class Drive:
+    """A forward of one cohort that is cut into parts, and the part that passes or has passed.
+
+    Attributes:
+        cache: the one that it was called with.
+        cohort: whose tokens.
+        has_head: whether it is the whole model's, which gives logits, or that of the module that walks through layers.
+        hidden: what the layers gave last, in the output of the module that walks through them.
+        replayed: a part of it that this module is to give again, to a head that turns it into logits.
+        call: of the part.
+        output: of the part.
+    """
+
+    def __init__(self, cache: HeteroCache, cohort: Cohort, has_head: bool) -> None:
+        self.cache = cache
+        self.cohort = cohort
+        self.has_head = has_head
+        self.hidden: Any = None
+        self.replayed: Any = None
+        self.output: Any = None
+        self.call: ModelCall
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the part."""
+        return self.call.shape[1]
+
+    @property
+    def token_ids(self) -> torch.Tensor | None:
+        """[rows, tokens] of the part; None where the model was called with embeddings."""
+        return self.call.token_ids
+
+    def logits(self, tile: slice) -> torch.Tensor:
+        """Logits [rows, tile, vocab] float32 of tokens that have passed.
+
+        Those of the output where it has them all, as for a decoded token; else the model's head, on what its layers
+        gave.
+        """
+        assert self.token_ids is not None
+        given = self.output.get("logits") if isinstance(self.output, ModelOutput) else None
+        if given is not None and given.shape[1] == self.tokens:
+            return given[:, tile].float()
+        self.replayed = replace(self.hidden, last_hidden_state=self.hidden.last_hidden_state[:, tile])
+        try:
+            return self.call.for_tokens(self.token_ids[:, tile], all_logits=True).run().logits.float()
+        finally:
+            self.replayed = None
+
+    def pass_through(self, token_ids: Sequence[int], lasting: Sequence[FamilyLayer]) -> None:
+        """Let every row's layers see these tokens behind it; in all layers but `lasting` nothing of them remains.
+
+        Layers that keep the whole sequence store nothing: what passes needs no room in them.
+        """
+        assert self.token_ids is not None
+        rows, count = self.token_ids.shape[0], len(token_ids)
+        passed = torch.tensor(token_ids, device=self.token_ids.device).expand(rows, -1)
+        kept = {id(layer) for layer in lasting}
+        others = [(layer, _snapshot(layer)) for layer in self.cohort.layers if id(layer) not in kept]
+        with self.cache.transient(), self.cache.passing(0, count, count):
+            try:
+                self.call.for_tokens(passed, all_logits=False).run()
+            finally:
+                for layer, state in others:
+                    _rollback(layer, state)
+
+
+def _snapshot(layer: Any) -> Any:
+    return layer.snapshot() if isinstance(layer, FamilyLayer) else untouched.snapshot(layer)
+
+
+def _rollback(layer: Any, state: Any) -> None:
+    if isinstance(layer, FamilyLayer):
+        layer.rollback(state)
+    else:
+        untouched.rollback(layer, state)
+
+
+def driven(call: ModelCall, cache: HeteroCache, cohort: Cohort, *, has_head: bool) -> Any:
+    """The output of a call for the rows of one cohort, whose tokens passed in strides.
+
+    `has_head` says whether it gives logits. Raises UnsupportedModelError for an argument that cannot be cut.
+    """
+    layers = [layer for layer in cohort.family_layers if layer.is_driven]
+    total = call.shape[1]
+    for layer in layers:
+        layer.begin_turn(total)
+    drive = Drive(cache, cohort, has_head)
+    cache.drive = drive
+    try:
+        outputs = []
+        start = 0
+        while start < total:
+            stop = min(total, start + _stride(layers, total))
+            whole = stop - start == total
+            drive.call = call if whole else call.part(slice(start, stop))
+            with nullcontext() if whole else cache.passing(start, stop, total):
+                outputs.append(drive.call.run())
+            drive.output = outputs[-1]
+            _settle(drive, layers)
+            start = stop
+        return outputs[0] if len(outputs) == 1 else joined_tokens(outputs)
+    finally:
+        cache.drive = None
+
+
+def _stride(layers: Sequence[FamilyLayer], total: int) -> int:
+    """Tokens that may pass next: what all layers have room for, one at least."""
+    strides = [stride for layer in layers if (stride := layer.stride) is not None]
+    return max(1, min([total, *strides]))
+
+
+@torch.no_grad()
+def _settle(drive: Drive, layers: Sequence[FamilyLayer]) -> None:
+    """Let layers do what had to wait until the part had passed through all of them."""
+    together: dict[Any, list[FamilyLayer]] = {}
+    for layer in layers:
+        if layer.settle_together is not None:
+            together.setdefault(layer.settle_together, []).append(layer)
+    for settle, members in together.items():
+        settle(members, drive)

@@ -1,0 +1,152 @@
+"""A cache layer that takes prompts in chunks: its keys and values stay where the model computes until it is done."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.step import Step
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.store.pool import BlockPool
+from hetero_kv.store.storage import StorageType
+
+
+@dataclass
+class PrefillBuffer:
+    """One layer's keys and values on the compute device, while the layer prefills.
+
+    Attributes:
+        keys: [batch, kv_heads, capacity, k_dim] in the model's dtype.
+        values: [batch, kv_heads, capacity, v_dim] in the model's dtype.
+        past: tokens that were stored before this prefill.
+        length: tokens in the buffer.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    past: int
+    length: int
+
+
+class BufferedLayer(FamilyLayer):
+    """Keeps every token of its sequences, in blocks or elsewhere, and has a buffer of all while a prompt prefills.
+
+    Args:
+        storage: number format of the pool.
+
+    Attributes:
+        prefill_buffer: None but while a prompt prefills.
+    """
+
+    #: The setting that `storage` comes from.
+    storage_setting = "kv_type"
+
+    def __init__(self, storage: StorageType) -> None:
+        super().__init__()
+        self.storage = storage
+        self.prefill_buffer: PrefillBuffer | None = None
+        self._prefilling: Step | None = None
+
+    @property
+    def pool(self) -> BlockPool | None:
+        """The layer's blocks; None before the first tokens."""
+        return self.cohort.store.pools.get(self.layer_idx)
+
+    def get_seq_length(self) -> int:
+        """Tokens of each sequence, those that are being prefilled included."""
+        return self.cohort.length if self.prefill_buffer is None else self.prefill_buffer.length
+
+    def get_max_length(self) -> int:
+        """`max_seq_len`, tokens."""
+        return self.cohort.store.capacity
+
+    def _require_finite(self, *vectors: torch.Tensor) -> None:
+        """Raise HeteroKVError for a number that the storage type would turn into infinity."""
+        if self.storage.largest is None:
+            return
+        # aminmax, because abs would copy a whole prompt's keys.
+        found = max(abs(float(end)) for tensor in vectors for end in torch.aminmax(tensor))
+        if found > self.storage.largest:
+            raise HeteroKVError(
+                f"a key or value of {found:.0f} is beyond {self.storage_setting} {self.storage.name}, which ends at "
+                f"{self.storage.largest:.0f}; set {self.storage_setting} to a type with a wider range, such as FP32"
+            )
+
+    # -- prefill
+
+    @abstractmethod
+    def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
+        """Store the new tokens of a step: keys [batch, kv_heads, tokens, k_dim], values likewise.
+
+        `buffer` holds the whole sequence when the tokens are a prompt.
+        """
+
+    @abstractmethod
+    def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy all stored tokens into [batch, kv_heads, length, dim] tensors, on any device."""
+
+    def begin_prefill(self, step: Step) -> None:
+        """The tokens of `step` are about to arrive in chunks (`extend`)."""
+        self._prefilling = step
+
+    def end_prefill(self, step: Step) -> PrefillBuffer | None:
+        """Store what has arrived. Returns the buffer of the whole sequence; None where nothing is stored."""
+        buffer, self.prefill_buffer = self.prefill_buffer, None
+        if buffer is None or not step.keeps:
+            return None
+        new = slice(buffer.past, buffer.length)
+        self.store(step, buffer.keys[:, :, new], buffer.values[:, :, new], buffer)
+        return buffer
+
+    def leave_prefill(self) -> None:
+        """See FamilyLayer."""
+        self.prefill_buffer = self._prefilling = None
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether a prompt is passing through this layer."""
+        return self._prefilling is not None
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add one chunk to the prefill buffer, which is first filled with what was stored before.
+
+        Args:
+            keys: [batch, kv_heads, tokens, k_dim] of the chunk.
+            values: [batch, kv_heads, tokens, v_dim].
+
+        Returns the keys and values before this chunk, as views: [batch, kv_heads, past, dim].
+        """
+        if self.prefill_buffer is None:
+            self.prefill_buffer = self._loaded_buffer(keys, values)
+        buffer = self.prefill_buffer
+        start, end = buffer.length, buffer.length + keys.shape[2]
+        buffer.keys[:, :, start:end] = keys
+        buffer.values[:, :, start:end] = values
+        buffer.length = end
+        return buffer.keys[:, :, :start], buffer.values[:, :, :start]
+
+    def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:
+        assert self._prefilling is not None
+        past, total = self._prefilling.past, self._prefilling.length
+        new_keys, new_values = (like.new_empty(*like.shape[:2], total, like.shape[3]) for like in (keys, values))
+        if past:
+            self.load(new_keys[:, :, :past], new_values[:, :, :past])
+        return PrefillBuffer(new_keys, new_values, past, past)
+
+    # -- memory
+
+    def block_ids(self, row: int) -> np.ndarray:
+        """Ids of the blocks of a row, [blocks] int32, a view."""
+        assert self.layout is not None
+        return self.cohort.sequences[row].tables[self.layout].ids
+
+    @property
+    def bytes_touched(self) -> int:
+        """DRAM of the blocks of this layer that were ever allocated, by whomever, in bytes."""
+        if self.pool is None or self.layout is None:
+            return 0
+        return self.cohort.store.allocators[self.layout].touched_blocks * self.pool.bytes_per_block

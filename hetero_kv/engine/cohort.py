@@ -1,0 +1,260 @@
+"""A cohort: sequences of equal length that go on together, and what every layer of the model holds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from hetero_kv.engine import untouched
+from hetero_kv.engine.errors import CacheFullError
+from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.sequence import Layout, Sequence
+from hetero_kv.engine.step import PromptPart, Step
+from hetero_kv.engine.store import Store
+from hetero_kv.errors import HeteroKVError
+
+
+@dataclass(frozen=True)
+class CohortSnapshot:
+    """What `Cohort.rollback` comes back to; its size does not grow with the sequences."""
+
+    length: int
+    prompt_length: int
+    stored: dict[Layout, int]
+    closed: dict[Layout, int]
+    layers: tuple[Any, ...]
+
+
+class Cohort:
+    """Rows of a batch that have the same length. A batch whose rows have several lengths is several cohorts.
+
+    Attributes:
+        layers: what each layer of the model holds: a family's layer, or transformers' own.
+        sequences: a row each; none before the first tokens.
+        store: where their blocks are.
+        length: tokens of each sequence.
+        prompt_length: what `length` was when the last prompt ended.
+        closed: by layout, blocks from the beginning on whose contents are final, and what is derived from them made.
+        shared: what layers hand to each other, by names that families choose.
+        step: the one that is under way.
+    """
+
+    def __init__(self, layers: Rows[CacheLayerMixin], store: Store) -> None:
+        self.layers = list(layers)
+        self.store = store
+        self.sequences: list[Sequence] = []
+        self.length = self.prompt_length = 0
+        self.closed: dict[Layout, int] = {}
+        self.shared: dict[Any, Any] = {}
+        self.step: Step | None = None
+        self._bind()
+
+    def _bind(self) -> None:
+        self.family_layers = [layer for layer in self.layers if isinstance(layer, FamilyLayer)]
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, FamilyLayer):
+                layer.bind(self, index)
+        self.layouts = {layer.layout for layer in self.family_layers if layer.layout is not None}
+        self._beginning = [layer for layer in self.family_layers if type(layer).begin is not FamilyLayer.begin]
+
+    def open(self, rows: int) -> None:
+        """Have `rows` empty sequences; the store has been provided for them."""
+        self.sequences = [Sequence({layout: self.store.table(layout) for layout in self.layouts}) for _ in range(rows)]
+        self.closed = dict.fromkeys(self.layouts, 0)
+
+    # -- room
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that can still be added to every row: up to the capacity, and what others have left of the blocks.
+
+        None without a layout, whose layers take any number.
+        """
+        rooms = [self._room(layout) for layout in self.layouts]
+        return min(rooms, default=None)
+
+    def _room(self, layout: Layout) -> int:
+        room = self.store.capacity - self.length
+        if not self.sequences or not self.store.allocators[layout].is_shared:
+            return room
+        allocator = self.store.allocators[layout]
+        tables = [sequence.tables[layout] for sequence in self.sequences]
+        # What is written to: a last block that is not full, and open blocks of which each holder derives its own.
+        first = tables[0].length // layout.block_size
+        if layout.closes_alone:
+            first = min(first, self.closed[layout])
+        ids = np.concatenate([table.ids[first:] for table in tables])
+        spare = allocator.free_blocks - allocator.copies_to_own(ids)
+        if spare < 0:
+            return 0
+        blocks = tables[0].num_blocks + spare // len(tables)
+        return min(room, blocks * layout.block_size - tables[0].length)
+
+    def require_room(self, tokens: int) -> None:
+        """Raise CacheFullError unless `tokens` more fit into every row."""
+        room = self.room
+        if room is not None and tokens > room:
+            raise self._full(tokens, room)
+
+    def _full(self, tokens: int, room: int) -> CacheFullError:
+        shorter = f", or shorten the input to {room} tokens" if room else ""
+        capacity = self.store.capacity
+        if self.length + tokens > capacity:
+            return CacheFullError(
+                f"the cache is full: max_seq_len is {capacity} tokens, {self.length} are stored and {tokens} more were "
+                f"to be added; set max_seq_len to at least {self.length + tokens}{shorter}"
+            )
+        allocator = self.store.allocators[min(self.layouts, key=self._room)]
+        return CacheFullError(
+            f"the blocks that this cache shares with its forks are used up: {tokens} tokens were to be added and the "
+            f"{allocator.free_blocks} blocks that are free of {allocator.num_blocks} have room for {room}; reset or "
+            f"drop a fork, give the first cache more forks (HeteroCache(model, forks={self.store.forks + 1})){shorter}"
+        )
+
+    # -- a step
+
+    def begin(self, tokens: int, rows: slice, *, is_decode: bool, part: PromptPart, keeps: bool) -> Step:
+        """Reserve the blocks of a step, in every layer: the caller ends it, or rolls back.
+
+        Args:
+            rows: where this cohort's stand in the batch.
+
+        Raises CacheFullError when the tokens do not fit; nothing has changed then.
+        """
+        self.step = step = Step(self, rows, tokens, is_decode=is_decode, part=part, keeps=keeps)
+        if keeps:
+            self._reserve(step)
+        for layer in self._beginning:
+            layer.begin(step)
+        return step
+
+    def end(self, step: Step) -> None:
+        """Let the tokens of a step be the sequences'."""
+        if not step.keeps:
+            return
+        for sequence in self.sequences:
+            sequence.length = step.length
+        self.length = step.length
+        if step.part.is_last:
+            for layout in self.layouts:
+                self.closed[layout] = max(self.closed[layout], layout.closed(step.length))
+            if not step.is_decode:
+                self.prompt_length = step.length
+
+    def _reserve(self, step: Step) -> None:
+        """Have blocks for the tokens of a step, and for itself those that it derives something of its own from."""
+        self.require_room(step.tokens)
+        before = {layout: self.sequences[0].tables[layout].length for layout in self.layouts}
+        try:
+            for layout in self.layouts:
+                stored = layout.stored(
+                    before[layout], step.length, is_prompt=not step.is_decode, is_last=step.part.is_last
+                )
+                for sequence in self.sequences:
+                    sequence.tables[layout].reserve(stored)
+                if layout.closes_alone and step.part.is_last:
+                    first, end = self.closed[layout], layout.closed(step.length)
+                    for sequence in self.sequences:
+                        sequence.tables[layout].own(first, end)
+        except BaseException as error:
+            for layout in self.layouts:
+                for sequence in self.sequences:
+                    sequence.tables[layout].truncate(before[layout])
+                self.store.allocators[layout].recount()
+            if isinstance(error, MemoryError):
+                # Rows of other lengths, in the same forward, have taken what was free.
+                raise self._full(step.tokens, 0) from error
+            raise
+
+    # -- going back, and going several ways
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens from position `length` on. Raises HeteroKVError where a layer keeps too little."""
+        self.require_croppable()
+        for layer in self.layers:
+            if isinstance(layer, FamilyLayer):
+                layer.crop(length)
+            else:
+                layer.crop(length - self.length)
+        for sequence in self.sequences:
+            sequence.crop(length)
+        for layout in self.layouts:
+            self.closed[layout] = min(self.closed[layout], length // layout.block_size)
+        self.length, self.prompt_length = length, min(self.prompt_length, length)
+
+    def require_croppable(self) -> None:
+        """Raise HeteroKVError where a layer cannot forget its newest tokens."""
+        stuck = {
+            type(layer).__name__
+            for layer in self.layers
+            if not (layer.can_crop if isinstance(layer, FamilyLayer) else isinstance(layer, DynamicLayer))
+        }
+        if stuck:
+            raise HeteroKVError(
+                f"this cache cannot go back (assisted decoding?): it has layers of kind {', '.join(sorted(stuck))}"
+            )
+
+    def snapshot(self) -> CohortSnapshot:
+        """What `rollback` needs to come back to the present state."""
+        stored = {layout: table.length for layout, table in self.sequences[0].tables.items()} if self.sequences else {}
+        layers = tuple(
+            layer.snapshot() if isinstance(layer, FamilyLayer) else untouched.snapshot(layer) for layer in self.layers
+        )
+        return CohortSnapshot(self.length, self.prompt_length, stored, dict(self.closed), layers)
+
+    def rollback(self, snapshot: CohortSnapshot) -> None:
+        """Forget what was stored since `snapshot`, and what its queries looked at."""
+        for sequence in self.sequences:
+            for layout, table in sequence.tables.items():
+                table.truncate(snapshot.stored.get(layout, 0))
+            sequence.length = snapshot.length
+        self.length, self.prompt_length = snapshot.length, snapshot.prompt_length
+        self.closed = {layout: min(closed, snapshot.closed.get(layout, 0)) for layout, closed in self.closed.items()}
+        self.step = None
+        for layer, state in zip(self.layers, snapshot.layers, strict=True):
+            if isinstance(layer, FamilyLayer):
+                layer.leave_prefill()
+                layer.rollback(state)
+            else:
+                untouched.rollback(layer, state)
+
+    def fork(self, memo: dict[int, Any]) -> Cohort:
+        """A second cohort with the same tokens, in the same blocks; `memo` as for copy.deepcopy, one for a cache."""
+        twin = self._twin([sequence.fork() for sequence in self.sequences], memo)
+        twin.shared = {name: value.copy() for name, value in self.shared.items()}
+        return twin
+
+    def taken(self, rows: range) -> Cohort:
+        """A cohort of some of the rows, with the sequences themselves: this one is only to be rolled back to."""
+        twin = self._twin([self.sequences[row] for row in rows], {})
+        if rows != range(len(self.sequences)):
+            for layer in twin.layers:
+                _select(layer, list(rows))
+        return twin
+
+    def selected(self, rows: Rows[int]) -> Cohort:
+        """A cohort whose row i is what row `rows[i]` was, sharing blocks; this one is not to be used any more."""
+        twin = self._twin([self.sequences[row].fork() for row in rows], {})
+        for layer in twin.layers:
+            _select(layer, rows)
+        return twin
+
+    def _twin(self, sequences: list[Sequence], memo: dict[int, Any]) -> Cohort:
+        layers = [
+            layer.fork(memo) if isinstance(layer, FamilyLayer) else untouched.fork(layer, memo) for layer in self.layers
+        ]
+        twin = Cohort(layers, self.store)
+        twin.sequences, twin.closed = sequences, dict(self.closed)
+        twin.length, twin.prompt_length = self.length, self.prompt_length
+        return twin
+
+
+def _select(layer: CacheLayerMixin, rows: Rows[int]) -> None:
+    if isinstance(layer, FamilyLayer):
+        layer.select(rows)
+    else:
+        untouched.select(layer, rows)

@@ -1,0 +1,65 @@
+"""The columns of a batch: which of them hold a token of each row, and which are padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What has been passed to the model so far, padding included.
+
+    Attributes:
+        count: columns.
+        padding: [rows, count] bool on the CPU, True where a row has a token; None where every row has one everywhere.
+    """
+
+    count: int = 0
+    padding: torch.Tensor | None = None
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether there is padding."""
+        return self.padding is not None
+
+    def mask(self, rows: int) -> torch.Tensor:
+        """[rows, count] int64, 1 where a row has a token."""
+        return self._known(rows).long()
+
+    def grown(self, width: int, tokens: Rows[int]) -> Columns:
+        """With `width` more columns, in the last `tokens[i]` of which row i has a token."""
+        if self.padding is None and all(count == width for count in tokens):
+            return Columns(self.count + width)
+        new = torch.arange(width) >= width - torch.tensor(list(tokens))[:, None]
+        return Columns(self.count + width, torch.cat([self._known(len(tokens)), new], dim=1))
+
+    def tokens_after(self, column: int, rows: int) -> list[int]:
+        """Tokens of each row in the columns from `column` on."""
+        if self.padding is None:
+            return [self.count - column] * rows
+        return self.padding[:, column:].sum(dim=1).tolist()
+
+    def cut(self, count: int) -> Columns:
+        """The first `count` columns."""
+        return _simplified(count, None if self.padding is None else self.padding[:, :count])
+
+    def select(self, rows: Rows[int]) -> Columns:
+        """With row i what row `rows[i]` was."""
+        return _simplified(self.count, None if self.padding is None else self.padding[list(rows)])
+
+    def joined(self, rows: int, other: Columns, other_rows: int) -> Columns:
+        """With the rows of another batch behind; the narrower of the two is padded on the left."""
+        count = max(self.count, other.count)
+        parts = [self._known(rows), other._known(other_rows)]
+        padded = [torch.nn.functional.pad(part, (count - part.shape[1], 0)) for part in parts]
+        return _simplified(count, torch.cat(padded))
+
+    def _known(self, rows: int) -> torch.Tensor:
+        return torch.ones(rows, self.count, dtype=torch.bool) if self.padding is None else self.padding
+
+
+def _simplified(count: int, padding: torch.Tensor | None) -> Columns:
+    return Columns(count, None if padding is None or bool(padding.all()) else padding)

@@ -1,0 +1,171 @@
+"""What a family's cache layer is: what one layer of the model holds of a cohort's sequences."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from hetero_kv.engine.sequence import Layout
+
+if TYPE_CHECKING:
+    from hetero_kv.engine.cohort import Cohort
+    from hetero_kv.engine.step import Step
+
+
+class FamilyLayer(CacheLayerMixin):
+    """One layer's part of a cohort. Its operator stores what the layer's attention receives.
+
+    What is in the blocks of its `layout` and how long the sequences are, the cohort knows; the layer holds the rest. By
+    default that is `state`, an object that is replaced and never changed, so that going back is a reference to it; a
+    layer that holds more overrides `snapshot`, `rollback`, `fork` and `select`.
+
+    Attributes:
+        layer_idx: of the model's layer; set when the cache is made.
+        layout: of its tokens in blocks; None for a layer without.
+        state: see above.
+    """
+
+    is_sliding = False
+    #: Whether it needs the forward cut and settled around it: it says `stride`, and `settle_together` is called.
+    is_driven: ClassVar[bool] = False
+    #: Called with the layers of one cohort that have it, and the part of a forward that has passed through all layers.
+    settle_together: ClassVar[Any] = None
+
+    layer_idx: int
+    layout: Layout | None = None
+    state: Any = None
+
+    _cohort: weakref.ref[Cohort]
+
+    def bind(self, cohort: Cohort, layer_idx: int) -> None:
+        """Be layer `layer_idx` of this cohort."""
+        # Weakly: a cache that is dropped gives its memory back at once.
+        self._cohort, self.layer_idx = weakref.ref(cohort), layer_idx
+
+    @property
+    def cohort(self) -> Cohort:
+        """The sequences."""
+        cohort = self._cohort()
+        assert cohort is not None
+        return cohort
+
+    # -- what transformers asks of a cache layer
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hand the new keys and values on to the operator, which stores what its attention receives."""
+        return key_states, value_states
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to prepare."""
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        """Tokens of each sequence."""
+        return self.cohort.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(kv_length, kv_offset) of the mask that `query_length` new tokens would need."""
+        return self.cohort.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: no bound of its own."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget every token and give the memory back."""
+        self.state, self.is_initialized = None, False
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """See `select`, which the cache calls with the sequences."""
+        self.select(beam_idx.tolist())
+
+    # -- a forward that is driven (`is_driven`)
+
+    def begin_turn(self, tokens: int) -> None:
+        """`tokens` new tokens are about to come, in one stride or several."""
+
+    @property
+    def stride(self) -> int | None:
+        """Tokens that may pass through all layers next; None without strides."""
+        return None
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether `settle_together` has something to do when a decoded token has passed."""
+        return False
+
+    # -- a step
+
+    def begin(self, step: Step) -> None:
+        """New tokens are about to come."""
+
+    def begin_prefill(self, step: Step) -> None:
+        """The tokens of a prompt are about to arrive in chunks."""
+
+    def end_prefill(self, step: Step) -> Any:
+        """All have arrived: store them. What it returns is the operator's to use."""
+
+    def leave_prefill(self) -> None:
+        """The prompt has passed through the layer, or failed to."""
+
+    @property
+    @abstractmethod
+    def is_prefilling(self) -> bool:
+        """Whether a prompt is passing through this layer."""
+
+    # -- going back, and going several ways
+
+    def crop(self, length: int) -> None:
+        """Forget the tokens from position `length` on; the cohort cuts the sequences themselves.
+
+        Raises HeteroKVError where that is impossible; `can_crop` says so before.
+        """
+
+    #: Whether `crop` is possible.
+    can_crop: bool = True
+
+    def snapshot(self) -> Any:
+        """What `rollback` needs to come back to the present state."""
+        return self.state
+
+    def rollback(self, snapshot: Any) -> None:
+        """Come back to the state at `snapshot`; the sequences are as they were then."""
+        self.state = snapshot
+
+    def fork(self, memo: dict[int, Any]) -> FamilyLayer:
+        """A second layer with the same tokens; `memo` as for copy.deepcopy, one for all layers of a cache."""
+        return copy.copy(self)
+
+    @abstractmethod
+    def select(self, rows: Sequence[int]) -> None:
+        """Let row i be what row `rows[i]` was: rows leave, are reordered, or go two ways (beam search)."""
+
+    # -- what it takes and has counted
+
+    @property
+    def dram_bytes(self) -> int:
+        """DRAM beside the blocks, bytes."""
+        return 0
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory where the model computes, beside `dram_bytes`."""
+        return 0
+
+    @property
+    def tables_shared_with_others(self) -> Sequence[Any]:
+        """Objects with `nbytes` that several layers hold, counted once by the cache."""
+        return ()
+
+    @property
+    def statistics(self) -> dict[str, float | int | None]:
+        """What was counted, by name."""
+        return {}

@@ -1,0 +1,85 @@
+"""A step: one forward of rows of equal length, described once and read by every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hetero_kv.engine.sequence import Layout
+
+if TYPE_CHECKING:
+    from hetero_kv.engine.cohort import Cohort
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """Which part of a prompt a forward is, where a policy has prompts pass in strides."""
+
+    is_first: bool = True
+    is_last: bool = True
+
+
+@dataclass(frozen=True)
+class StepBlocks:
+    """The blocks of one layout in a step, those of the new tokens among them.
+
+    Attributes:
+        table: [rows, blocks] int32, ids.
+        length: tokens in blocks when the step is done.
+        newly_closed: blocks [first, end) whose contents become final with this step.
+        lengths: [num_blocks] int32, tokens written in each block of the pools: what kernels go by.
+    """
+
+    table: np.ndarray
+    length: int
+    newly_closed: tuple[int, int]
+    lengths: np.ndarray
+
+
+class Step:
+    """New tokens of a cohort's rows on their way through the layers.
+
+    Attributes:
+        cohort: whose rows.
+        rows: where they stand in the batch.
+        past: tokens that each row had before.
+        tokens: new tokens of each row.
+        is_decode: one token that is generated; else a prompt or a part of one.
+        part: which part of a prompt.
+        keeps: whether the tokens are stored; else they attend and are gone (a catalyst).
+    """
+
+    def __init__(
+        self, cohort: Cohort, rows: slice, tokens: int, *, is_decode: bool, part: PromptPart, keeps: bool
+    ) -> None:
+        self.cohort = cohort
+        self.rows = rows
+        self.past = cohort.length
+        self.tokens = tokens
+        self.is_decode = is_decode
+        self.part = part
+        self.keeps = keeps
+        self._blocks: dict[Layout, StepBlocks] = {}
+
+    @cached_property
+    def length(self) -> int:
+        """Tokens of each row when the step is done."""
+        return self.past + self.tokens
+
+    def blocks(self, layout: Layout) -> StepBlocks:
+        """The blocks of `layout`: made when the first layer asks, the same for all."""
+        found = self._blocks.get(layout)
+        return self._made(layout) if found is None else found
+
+    def _made(self, layout: Layout) -> StepBlocks:
+        cohort = self.cohort
+        tables = [sequence.tables[layout] for sequence in cohort.sequences]
+        ids = tables[0].ids[None] if len(tables) == 1 else np.stack([table.ids for table in tables])
+        closed = cohort.closed[layout]
+        end = max(closed, layout.closed(self.length)) if self.part.is_last and self.keeps else closed
+        blocks = StepBlocks(ids, tables[0].length, (closed, end), tables[0].allocator.lengths)
+        self._blocks[layout] = blocks
+        return blocks

@@ -1,0 +1,91 @@
+"""What the sequences of a cache and of its forks keep in DRAM: a block allocator per layout, a pool per layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from hetero_kv.engine.sequence import Layout, Sequence
+from hetero_kv.store.allocator import BlockAllocator
+from hetero_kv.store.block_table import BlockTable
+from hetero_kv.store.pool import BlockPool
+from hetero_kv.store.storage import StorageType
+
+
+class Store:
+    """Blocks for `rows` sequences of `capacity` tokens each, and for `forks` times as many more.
+
+    Nothing is allocated before the first tokens come (`provide`, then a pool as each layer's shapes are known).
+
+    Attributes:
+        capacity: tokens that a sequence can hold.
+        forks: of the cache, each of which is to have room to grow to `capacity`.
+        rows: sequences that there are blocks for; 0 until `provide`.
+        allocators: by layout.
+        pools: by layer index.
+        mapped: by layer index, what a layer has made of its pool's memory for other devices.
+    """
+
+    def __init__(self, capacity: int, forks: int = 0) -> None:
+        self.capacity = capacity
+        self.forks = forks
+        self.rows = 0
+        self.allocators: dict[Layout, BlockAllocator] = {}
+        self.pools: dict[int, BlockPool] = {}
+        self.mapped: dict[int, Any] = {}
+
+    def provide(self, layouts: set[Layout], rows: int) -> None:
+        """Have blocks of these layouts for `rows` sequences and their planned forks."""
+        self.rows = rows
+        for layout in layouts:
+            allocator = BlockAllocator(layout.block_size)
+            allocator.provide(rows * -(-self.capacity // layout.block_size) * (1 + self.forks))
+            self.allocators[layout] = allocator
+
+    def table(self, layout: Layout) -> BlockTable:
+        """An empty block table."""
+        return BlockTable(self.allocators[layout], self.capacity)
+
+    def new_pool(
+        self,
+        layer_idx: int,
+        layout: Layout,
+        kv_heads: int,
+        k_dim: int,
+        v_dim: int,
+        storage: StorageType,
+        representative_num: int = 0,
+        accumulates: bool = False,
+    ) -> BlockPool:
+        """The pool of a layer, which has none yet, for blocks of `layout`; see BlockPool for the rest."""
+        allocator = self.allocators[layout]
+        pool = BlockPool(
+            allocator.num_blocks, kv_heads, layout.block_size, k_dim, v_dim, storage, representative_num, accumulates
+        )
+        allocator.pools.append(pool)
+        self.pools[layer_idx] = pool
+        return pool
+
+    @property
+    def dram_bytes(self) -> int:
+        """DRAM that the blocks have touched, in every pool, in bytes."""
+        return sum(
+            allocator.touched_blocks * pool.bytes_per_block
+            for allocator in self.allocators.values()
+            for pool in allocator.pools
+        )
+
+    def shared_bytes(self, sequences: Iterable[Sequence]) -> int:
+        """DRAM of the blocks of these sequences that others hold too, in bytes."""
+        total = 0
+        held = list(sequences)
+        for layout, allocator in self.allocators.items():
+            if not allocator.is_shared or not held:
+                continue
+            ids = np.concatenate([sequence.tables[layout].ids for sequence in held])
+            blocks, mine = np.unique(ids, return_counts=True)
+            shared = sum(allocator.references(block) > own for block, own in zip(blocks, mine, strict=True))
+            total += int(shared) * sum(pool.bytes_per_block for pool in allocator.pools)
+        return total

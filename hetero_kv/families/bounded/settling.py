@@ -1,0 +1,86 @@
+"""What bounded layers do when a part of a forward has passed through all of them: score, allocate, ask, drop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.families.bounded.eviction.policy import EvictionPolicy
+
+if TYPE_CHECKING:
+    from hetero_kv.adapter.strides import Drive
+    from hetero_kv.families.bounded.layer import BoundedLayer
+
+# Tokens whose logits are computed at once: a vocabulary is large.
+_LOGITS_AT_ONCE = 256
+
+
+def settle_together(layers: Sequence[BoundedLayer], drive: Drive) -> None:
+    """Let the policies drop entries that had to wait for the last layer."""
+    late = [layer for layer in layers if layer.policy.settles_late]
+    if not late:
+        return
+    for policy, members in _by_policy(late):
+        if policy.needs_logits:
+            _score_tokens(drive, policy, members)
+    for policy, members in _by_policy(late):
+        if policy.allocates and drive.tokens > 1:
+            held = [layer.entries for layer in members if layer.entries is not None]
+            budgets = [layer.policy.budget_for(layer.prompt_length) for layer in members]
+            for layer, budget in zip(members, policy.allocate(held, budgets), strict=True):
+                layer.budget = budget
+        due = [layer for layer in members if layer.is_due]
+        text = policy.catalyst_text()
+        if due and text is not None:
+            with ExitStack() as stack:
+                for layer in due:
+                    stack.enter_context(layer.probing())
+                drive.pass_through(drive.cache.tokenized(text), lasting=due)
+        for layer in members:
+            layer.settle(drive.tokens)
+
+
+def _by_policy(layers: Sequence[BoundedLayer]) -> list[tuple[EvictionPolicy, list[BoundedLayer]]]:
+    """Layers of the same policy with the same settings, together."""
+    groups: dict[Any, list[BoundedLayer]] = {}
+    for layer in layers:
+        groups.setdefault(layer.policy.settings, []).append(layer)
+    return [(members[0].policy, members) for members in groups.values()]
+
+
+def _score_tokens(drive: Drive, policy: EvictionPolicy, layers: Sequence[BoundedLayer]) -> None:
+    """Give the newest tokens the scores that the policy makes of their logits, a tile of tokens at a time."""
+    tokens = drive.token_ids
+    if tokens is None:
+        raise HeteroKVError(
+            f"policy {policy.settings.policy} scores tokens by their logits, and the model was called with "
+            "inputs_embeds; call it with input_ids"
+        )
+    if not drive.has_head:
+        raise HeteroKVError(
+            f"policy {policy.settings.policy} needs the model's logits, and the decoder was called without its head; "
+            "call the whole model: model(input_ids, past_key_values=cache)"
+        )
+    entries = layers[0].entries
+    assert entries is not None
+    before: torch.Tensor | None = entries.carried.get("last_logits")
+    scores = []
+    for start in range(0, tokens.shape[1], _LOGITS_AT_ONCE):
+        tile = slice(start, min(start + _LOGITS_AT_ONCE, tokens.shape[1]))
+        logits = drive.logits(tile)
+        if before is None:
+            first = torch.full((len(tokens), 1), float("inf"), device=logits.device)
+            rest = logits[:, :-1], tokens[:, tile][:, 1:]
+            scores += [first, policy.token_scores(*rest)] if rest[1].shape[1] else [first]
+        else:
+            scores.append(policy.token_scores(torch.cat([before[:, None], logits[:, :-1]], dim=1), tokens[:, tile]))
+        before = logits[:, -1].clone()
+    joined = torch.cat([score.float() for score in scores], dim=1)
+    for layer in layers:
+        layer.score_tokens(joined)
+        assert layer.entries is not None
+        layer.entries = layer.entries.carrying(last_logits=before)
