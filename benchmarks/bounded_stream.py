@@ -156,7 +156,7 @@ class Decode:
             self.cache = subject.cache(spec)
             filling = held if spec is None else _filling(self.cache.bounded_layers[0], steps)
             subject.fed(subject.random(filling), self.cache, PREFILL_CHUNK)
-        self.held = held if spec is None else max(h for h in self.cache.entries_held if h is not None)
+        self.held = held if spec is None else max(h for h in self.cache.statistics["entries_held"] if h is not None)
 
     def __call__(self) -> float:
         """Seconds per token."""

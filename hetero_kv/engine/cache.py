@@ -96,11 +96,6 @@ class HeteroCache(Cache):
         """The layers that keep a fixed number of entries."""
         return [layer for layer in self.layers if isinstance(layer, BoundedLayer)]
 
-    @property
-    def entries_held(self) -> list[int | None]:
-        """Per layer, the entries per kv head that a policy has kept; None for layers without a policy."""
-        return [layer.held if isinstance(layer, BoundedLayer) else None for layer in self.layers]
-
     def tokenized(self, text: str) -> list[int]:
         """The token ids of `text`, without special tokens. Raises HeteroKVError when there is no tokenizer."""
         if self.tokenizer is None:
@@ -120,22 +115,14 @@ class HeteroCache(Cache):
         return max((len(self.tokenized(text)) for text in texts if text is not None), default=0)
 
     @property
-    def block_recall(self) -> list[float | None]:
-        """Per layer, the mean share of the full attention mass that the attended blocks covered.
+    def statistics(self) -> dict[str, list[float | int | None]]:
+        """What the layers have counted: name -> a value per layer, None for layers that say nothing under that name.
 
-        None for layers where it was not measured (`measure_recall`).
+        The names are those that some layer knows; operators say what they mean (`AttentionOperator.statistics`).
         """
-        return [getattr(getattr(layer, "state", None), "recall", None) for layer in self.layers]
-
-    @property
-    def chunk_hit_rate(self) -> list[float | None]:
-        """Per layer, the share of the chosen chunks that were on the compute device already; None without ShadowKV."""
-        return [getattr(getattr(layer, "state", None), "hit_rate", None) for layer in self.layers]
-
-    @property
-    def key_energy_outside(self) -> list[float | None]:
-        """Per layer, the share of the stored keys' energy that their factors leave out; None without ShadowKV."""
-        return [getattr(getattr(layer, "state", None), "energy_outside", None) for layer in self.layers]
+        counted = [layer.statistics if isinstance(layer, OperatorLayer) else {} for layer in self.layers]
+        names = dict.fromkeys(name for of_layer in counted for name in of_layer)
+        return {name: [of_layer.get(name) for of_layer in counted] for name in names}
 
     def require_room(self, batch: int, tokens: int) -> None:
         """Raise unless `tokens` more of `batch` sequences can be added to every layer.

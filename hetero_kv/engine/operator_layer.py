@@ -31,3 +31,10 @@ class OperatorLayer(CacheLayerMixin):
     @abstractmethod
     def fork(self, memo: dict[int, Any]) -> OperatorLayer:
         """A second layer with the same tokens; `memo` as for copy.deepcopy, one for all layers of a cache."""
+
+    # -- what others ask
+
+    @property
+    def statistics(self) -> dict[str, float | int | None]:
+        """What the layer has counted, by name; None under a name that it has no value for yet."""
+        return {}

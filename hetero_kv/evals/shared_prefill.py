@@ -17,10 +17,12 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import Operator
 from hetero_kv.engine.cache import HeteroCache, Progress
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.recorded_layer import RecordedLayer, RecordingLayer
+from hetero_kv.families.retrieval.footprint import PagedFootprint, bytes_per_token
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.retrieval.state import RetrievalState, SharedSelections
 from hetero_kv.families.window.layer import WindowLayer
@@ -49,6 +51,11 @@ class RecordingAttention(RetrievalAttention):
         """See AttentionOperator."""
         kind = storage.get(self.settings.kv_type)
         return RecordingLayer(capacity, 1, 0, 1, kind, 1, on_stored=self.stored, state=RetrievalState(shared))
+
+    def footprint(self, shape: KVShape) -> PagedFootprint:
+        """See AttentionOperator; what is recorded takes what blocks of one token would."""
+        stored = bytes_per_token(shape, storage.get(self.settings.kv_type), 1, 1, keeps_received=False)
+        return PagedFootprint(shape, stored=stored, block_size=1, device_window=0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See AttentionOperator; keeps how the tokens' positions are rotated, where the model says it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +16,8 @@ from hetero_kv.adapter import bridge
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.guard import driven_whole, guarded
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.adapter.operator import AttentionOperator, Operator, SharedByLayers
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.families.bounded.attention import BoundedAttention, settle_policies
-from hetero_kv.families.retrieval.attention import RetrievalAttention
-from hetero_kv.families.retrieval.state import SharedSelections
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
 from hetero_kv.rules.rule_file import Rule, RuleSet, load_rules, nearest_module_paths
 from hetero_kv.settings.engine_settings import EngineSettings
@@ -78,14 +75,13 @@ class Injection:
         return resolve_max_seq_len(self.engine.max_seq_len if wanted is None else wanted, plan)
 
     def compile_kernels(self) -> None:
-        """Compile the CPU kernels of every layer now, so that the first answer does not wait for them."""
+        """Compile the kernels of every layer now, so that the first answer does not wait for them."""
         config = bridge.text_config(self.model)
         softcap = getattr(config, "attn_logit_softcapping", None) or 0.0
         for operator in self.attention_operators():
-            if isinstance(operator, RetrievalAttention):
-                shape = KVShape.of_attention(operator.wrapped, config)
-                group = config.num_attention_heads // shape.kv_heads
-                operator.compile_kernels(shape.kv_heads, group, shape.k_dim, shape.v_dim, softcap)
+            shape = KVShape.of_attention(operator.wrapped, config)
+            group = config.num_attention_heads // shape.kv_heads
+            operator.compile_kernels(shape.kv_heads, group, shape.k_dim, shape.v_dim, softcap)
 
     def cache_layers(self, capacity: int) -> list[CacheLayerMixin]:
         """A cache layer per layer of the model: the operators' own, and transformers' where there is no operator.
@@ -93,7 +89,7 @@ class Injection:
         `capacity` tokens may fit into memory or not (`max_seq_len`).
         """
         layers = list(DynamicCache(config=bridge.text_config(self.model)).layers)
-        shared: SharedSelections = {}
+        shared: SharedByLayers = {}
         for operator in self.attention_operators():
             layers[operator.layer_idx] = operator.new_cache_layer(capacity, shared)
         return layers
@@ -142,7 +138,7 @@ def inject(
             operator.install()
             model.set_submodule(path, operator)
             injection.operators[path] = operator
-        settle_policies(injection.operators[path] for path in plan)
+        _settle([operator for path in plan if isinstance(operator := injection.operators[path], AttentionOperator)])
     except BaseException:
         _take_out(model, injection)
         raise
@@ -187,6 +183,12 @@ def suspended(model: PreTrainedModel) -> Iterator[None]:
         model.hetero_kv_injection = injection
 
 
+def _settle(operators: Sequence[AttentionOperator]) -> None:
+    """Tell every class of `operators` that all of them are in the model."""
+    for operator_class in dict.fromkeys(type(operator) for operator in operators):
+        operator_class.settle(operators)
+
+
 def _guard(injection: Injection) -> None:
     """Guard the forward of the modules that build masks, and let them build none."""
     for holder, config in injection.configs:
@@ -197,9 +199,9 @@ def _guard(injection: Injection) -> None:
 
 
 def _is_driven(injection: Injection) -> bool:
-    """Whether the whole model's forward is cut into strides: it has bounded layers, and a head outside of them."""
+    """Whether the whole model's forward is cut into parts: some operator wants it, and there is a head around them."""
     return all(injection.model is not holder for holder, _ in injection.configs) and any(
-        isinstance(operator, BoundedAttention) for operator in injection.operators.values()
+        operator.passes_in_parts for operator in injection.attention_operators()
     )
 
 

@@ -20,7 +20,7 @@ def test_a_covering_budget_is_full_attention_over_two_turns(llama, policy):
         expected = llama(torch.cat(parts, dim=1)).logits
     cache = bounded(llama, policy=policy, budget=200)
     assert relative_error(logits(llama, cache, *parts), expected) < 1e-5
-    assert cache.entries_held == [95, 95, 95]
+    assert cache.statistics["entries_held"] == [95, 95, 95]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -87,9 +87,9 @@ def test_half_precision_models_agree_to_their_precision():
 def test_a_share_of_the_sequence_grows_with_the_prompts_and_not_with_the_answer(llama, policy):
     cache = bounded(llama, policy=policy, budget=0.25)
     logits(llama, cache, tokens(60), *tokens(20, 1).split(1, dim=1))
-    assert cache.entries_held == [15, 15, 15]
+    assert cache.statistics["entries_held"] == [15, 15, 15]
     logits(llama, cache, tokens(40, 2))
-    assert cache.entries_held == [30, 30, 30]
+    assert cache.statistics["entries_held"] == [30, 30, 30]
     assert cache.get_seq_length() == 120
 
 

@@ -83,12 +83,12 @@ def test_tokens_are_scored_by_the_logits_that_predicted_them(probe, monkeypatch,
 def test_the_least_likely_tokens_stay_and_every_layer_has_its_own_budget(probe, llama):
     cache = probed(llama, budget=20, stride=16)
     logits(llama, cache, tokens(60))
-    assert cache.entries_held == [20, 18, 16]
+    assert cache.statistics["entries_held"] == [20, 18, 16]
     first = [layer.entries.positions[0, 0].tolist() for layer in cache.layers]
     assert all(kept[0] == 0 for kept in first)
     assert set(first[2]) <= set(first[1]) <= set(first[0])
     logits(llama, cache, *tokens(5, 1).split(1, dim=1))
-    assert cache.entries_held == [20, 18, 16]
+    assert cache.statistics["entries_held"] == [20, 18, 16]
 
 
 def test_a_catalyst_is_seen_by_layers_that_are_due_and_leaves_nothing(probe, llama):
@@ -103,7 +103,7 @@ def test_a_catalyst_is_seen_by_layers_that_are_due_and_leaves_nothing(probe, lla
     # The catalyst's three tokens stand behind what is held, and are no entries.
     assert probe.seen == [(0, 32, 35, 35), (1, 32, 35, 35)]
     assert [layer.get_seq_length() for layer in cache.layers] == [32, 32, 32]
-    assert cache.entries_held == [20, 18, None]
+    assert cache.statistics["entries_held"] == [20, 18, None]
     assert all((layer.entries.scores["catalyst"] > 0).all() for layer in cache.bounded_layers)
     total = float(cache.layers[0].entries.scores["catalyst"].sum())
     # Three queries of four heads give at most their whole attention.

@@ -89,5 +89,5 @@ def test_an_answer_of_any_length_holds_no_more_than_the_budget(policy):
     logits(_MODEL, cache, tokens(30))
     for token in tokens(60, 1).split(1, dim=1):
         logits(_MODEL, cache, token)
-        assert sum(cache.entries_held) <= 3 * BUDGET
+        assert sum(cache.statistics["entries_held"]) <= 3 * BUDGET
         assert all(layer.held <= layer.budget for layer in cache.bounded_layers)

@@ -218,7 +218,7 @@ def test_recall_grows_with_the_budget_up_to_one(llama):
         inject(llama, rules, command_line={"measure_recall": True, "max_seq_len": 256})
         cache = HeteroCache(llama)
         logits(llama, cache, random_tokens(150), random_tokens(1, 1))
-        recalls.append(cache.block_recall[0])
+        recalls.append(cache.statistics["block_recall"][0])
         eject(llama)
     assert recalls == sorted(recalls)
     assert recalls[0] < 0.999

@@ -22,12 +22,12 @@ from hetero_kv.operators import RetrievalAttention, ShadowKVAttention, SlidingWi
 def test_statistics_of_a_cache_say_how_its_layers_fare(llama):
     cache = injected(llama, sparse_budget=8, rank=16)
     logits(llama, cache, random_tokens(150), *random_tokens(20, 1).split(1, dim=1))
-    assert all(0 <= rate <= 1 for rate in cache.chunk_hit_rate)
-    assert all(0 < share < 1 for share in cache.key_energy_outside)
+    assert all(0 <= rate <= 1 for rate in cache.statistics["chunk_hit_rate"])
+    assert all(0 < share < 1 for share in cache.statistics["key_energy_outside"])
     again = HeteroCache(llama)
     logits(llama, again, random_tokens(150), *([random_tokens(1, 5)] * 2))
-    assert again.chunk_hit_rate != cache.chunk_hit_rate
-    assert again.block_recall == [None] * 3
+    assert again.statistics["chunk_hit_rate"] != cache.statistics["chunk_hit_rate"]
+    assert again.statistics["block_recall"] == [None] * 3
 
 
 @pytest.mark.parametrize("plus", [False, True])

@@ -12,10 +12,13 @@ import torch
 from gpu_ops.rotary import rotate
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.engine.operator_layer import OperatorLayer
+from hetero_kv.engine.statistics import Statistic, register
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.bounded.entries import Entries, no_entries
 from hetero_kv.families.bounded.entry_room import SLACK
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+
+ENTRIES_HELD = register(Statistic("entries_held", "entries", "entries per kv head that the eviction policy has kept"))
 
 
 class BoundedLayer(OperatorLayer):
@@ -253,3 +256,10 @@ class BoundedLayer(OperatorLayer):
         twin = copy.copy(self)
         twin.rotary = copy.deepcopy(self.rotary, memo)
         return twin
+
+    # -- what others ask
+
+    @property
+    def statistics(self) -> dict[str, float | int | None]:
+        """See OperatorLayer."""
+        return {ENTRIES_HELD.name: self.held}

@@ -6,6 +6,9 @@ in full, the Context through the blocks whose representatives score best against
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numba
 import numpy as np
 import torch
@@ -17,12 +20,15 @@ from gpu_ops.attention import chunk_attention
 from gpu_ops.column_sums import column_sums
 from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.statistics import BLOCK_RECALL
 from hetero_kv.evals.recorded_layer import RecordedLayer
 from hetero_kv.families.retrieval import representatives
 from hetero_kv.families.retrieval.block_scores import select_blocks
 from hetero_kv.families.retrieval.budgets import layer_budget
+from hetero_kv.families.retrieval.footprint import PagedFootprint, bytes_per_token
 from hetero_kv.families.retrieval.layer import PagedLayer, PrefillBuffer
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.preselection import block_votes, preselect
@@ -47,6 +53,7 @@ class RetrievalAttention(AttentionOperator):
     settings_class = RetrievalSettings
     prefills_exactly = True
     continues_exactly = True
+    statistics = (BLOCK_RECALL,)
 
     settings: RetrievalSettings
 
@@ -306,3 +313,50 @@ class RetrievalAttention(AttentionOperator):
         q, ids, counts = np.zeros((1, kv_heads, group, k_dim), np.float32), pool.allocate(1), np.ones((1, 1), np.int32)
         attend_blocks(q, pool.key_array, pool.value_array, ids[None, None], counts, pool.lengths, 1.0, softcap)
         block_scores(q, pool.representative_array, ids[None], counts[0], self.representative_type.score)
+
+    # -- what others ask
+
+    @classmethod
+    def registries(cls) -> Mapping[str, Mapping[str, str]]:
+        """See Operator."""
+        known = {name: representatives.get(name).meaning for name in representatives.names()}
+        return {"Representatives of a block (representative_type)": known}
+
+    def settings_in_layer(self) -> dict[str, Any]:
+        """See Operator."""
+        own: dict[str, Any] = {"second_block_count": "all" if self.budget is None else self.budget}
+        if self.preselected is not None:
+            own["preselect_block_count"] = self.preselected
+        return super().settings_in_layer() | own
+
+    def footprint(self, shape: KVShape) -> PagedFootprint:
+        """See AttentionOperator."""
+        settings, kind = self.settings, storage.get(self.settings.kv_type)
+        # A GPU's copy has room for the block that is about to leave Local.
+        window = self._initial_tokens + settings.block_size + settings.local_windows_len
+        return PagedFootprint(
+            shape,
+            stored=bytes_per_token(shape, kind, settings.block_size, settings.representative_num, self.keeps_received),
+            block_size=settings.block_size,
+            device_window=window,
+        )
+
+    def attended_tokens(self, length: int) -> float:
+        """See AttentionOperator."""
+        settings = self.settings
+        if self.budget is None:
+            return length
+        # A block leaves Local as a whole, when local_windows_len tokens follow it.
+        end = (length - settings.local_windows_len) // settings.block_size * settings.block_size
+        context = max(0, end - self._initial_tokens)
+        return length - context + min(context, self.budget * settings.block_size)
+
+    @property
+    def _initial_tokens(self) -> int:
+        """Tokens of Initial, whole blocks."""
+        return -(-self.settings.initial_len // self.settings.block_size) * self.settings.block_size
+
+    @property
+    def observed_queries(self) -> int:
+        """See AttentionOperator."""
+        return self.settings.observation_len

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hetero_kv.engine.sequence_layer import CacheFullError, PrefillBuffer, SequenceLayer
+from hetero_kv.engine.statistics import BLOCK_RECALL
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.store.block_table import BlockTable
 from hetero_kv.store.pool import BlockPool
@@ -234,6 +235,13 @@ class PagedLayer(SequenceLayer):
     def _reload_window(self) -> None:
         if self.window is not None:
             self.window.load(self.rows, self.context_end * self.block_size)
+
+    # -- what others ask
+
+    @property
+    def statistics(self) -> dict[str, float | int | None]:
+        """See OperatorLayer."""
+        return {BLOCK_RECALL.name: getattr(self.state, "recall", None)}
 
 
 def _needs_window(device: torch.device) -> bool:

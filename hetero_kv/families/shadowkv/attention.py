@@ -17,13 +17,16 @@ from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.sequence_layer import PrefillBuffer
+from hetero_kv.engine.statistics import BLOCK_RECALL
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.recorded_layer import RecordedLayer
 from hetero_kv.families.retrieval.state import SharedSelections
+from hetero_kv.families.shadowkv.footprint import LowRankFootprint
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks
 from hetero_kv.families.shadowkv.layer import LowRankLayer
-from hetero_kv.families.shadowkv.partition import chunk_budget
+from hetero_kv.families.shadowkv.partition import chunk_budget, first_context_end
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
+from hetero_kv.families.shadowkv.statistics import CHUNK_HIT_RATE, KEY_ENERGY_OUTSIDE
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.settings.engine_settings import EngineSettings
 
@@ -39,6 +42,7 @@ class ShadowKVAttention(AttentionOperator):
     meaning = "keeps keys as low-rank factors where the model computes and values in DRAM, attends to chosen chunks"
     settings_class = ShadowKVSettings
     prefills_exactly = True
+    statistics = (BLOCK_RECALL, CHUNK_HIT_RATE, KEY_ENERGY_OUTSIDE)
 
     settings: ShadowKVSettings
 
@@ -169,6 +173,20 @@ class ShadowKVAttention(AttentionOperator):
             full = _attention(call, keys, values)[1]
         layer.state.recall_sum += float(torch.exp(lse.float() - full.float()).mean())
         layer.state.recall_steps += 1
+
+    # -- what others ask
+
+    def footprint(self, shape: KVShape) -> LowRankFootprint:
+        """See AttentionOperator."""
+        return LowRankFootprint.of(shape, self.settings)
+
+    def attended_tokens(self, length: int) -> float:
+        """See AttentionOperator; what is generated comes on top."""
+        settings = self.settings
+        context, chunk = first_context_end(length, settings), settings.landmark_chunk_size
+        chunks = context // chunk
+        outliers = min(settings.outlier_chunks, chunks)
+        return length - context + chunk * (outliers + min(chunks - outliers, chunk_budget(length, chunks, settings)))
 
 
 def _attention(

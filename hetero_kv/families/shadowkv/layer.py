@@ -306,3 +306,10 @@ class LowRankLayer(SequenceLayer):
         residents = self.context.outliers.residents.nbytes if self.context.outliers is not None else 0
         growing = self.landmarks, self.recent_keys, self.recent_values
         return self.factors.nbytes + sum(part.nbytes for part in growing) + residents
+
+    # -- what others ask
+
+    @property
+    def statistics(self) -> dict[str, float | int | None]:
+        """See OperatorLayer."""
+        return self.state.by_name()
