@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 from hetero_kv.adapter import bridge
 from hetero_kv.rules.injection import Injection
 
@@ -11,14 +13,11 @@ def attended_tokens(injection: Injection, length: int) -> float:
 
     Layers without an operator attend to everything, or to the model's own window.
     """
-    layers = bridge.text_config(injection.model).num_hidden_layers
-    attended: list[float] = [length] * layers
+    config = bridge.text_config(injection.model)
+    windows = dict(enumerate(bridge.own_windows(config)))
     operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
-    for module in injection.model.modules():
-        if not bridge.is_attention(module):
-            continue
-        if module.layer_idx in operators:
-            attended[module.layer_idx] = operators[module.layer_idx].attended_tokens(length)
-        elif (window := bridge.layer_window(module)) is not None:
-            attended[module.layer_idx] = min(window, length)
-    return sum(attended) / layers
+    layers = range(config.num_hidden_layers)
+    return fmean(
+        operators[index].attended_tokens(length) if index in operators else min(length, windows.get(index) or length)
+        for index in layers
+    )

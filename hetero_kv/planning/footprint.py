@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicCache
 
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.footprint import (
@@ -166,18 +165,19 @@ class Footprint:
 
 
 def _layers(injection: Injection, config: Any) -> Iterator[LayerFootprint]:
-    """What each layer's operator says, and, where there is none, what transformers' own cache layer keeps."""
+    """What each layer's operator says, and, where there is none, what transformers' own cache keeps."""
     attentions = {module.layer_idx: module for module in injection.model.modules() if bridge.is_attention(module)}
     operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
-    for index, cache_layer in enumerate(DynamicCache(config=config).layers):
+    for index, window in enumerate(bridge.own_windows(config)):
         if index not in attentions:
             continue
         shape = KVShape.of_attention(attentions[index], config)
         if index in operators:
             yield operators[index].footprint(shape)
+        elif window is None:
+            yield UntouchedFootprint(shape)
         else:
-            window: int | None = getattr(cache_layer, "sliding_window", None)
-            yield UntouchedFootprint(shape) if window is None else WindowFootprint(shape, sliding_window=window)
+            yield WindowFootprint(shape, sliding_window=window)
 
 
 def _weight_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:

@@ -28,9 +28,10 @@ from hetero_kv.evals.recorded_layer import RecordedLayer
 from hetero_kv.families.retrieval import representatives
 from hetero_kv.families.retrieval.block_scores import select_blocks
 from hetero_kv.families.retrieval.budgets import layer_budget
-from hetero_kv.families.retrieval.footprint import PagedFootprint, bytes_per_token
+from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.layer import PagedLayer, PrefillBuffer
 from hetero_kv.families.retrieval.observation import Observation
+from hetero_kv.families.retrieval.partition import attended_tokens
 from hetero_kv.families.retrieval.preselection import block_votes, preselect
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.retrieval.state import RetrievalState, SharedSelections
@@ -331,30 +332,11 @@ class RetrievalAttention(AttentionOperator):
 
     def footprint(self, shape: KVShape) -> PagedFootprint:
         """See AttentionOperator."""
-        settings, kind = self.settings, storage.get(self.settings.kv_type)
-        # A GPU's copy has room for the block that is about to leave Local.
-        window = self._initial_tokens + settings.block_size + settings.local_windows_len
-        return PagedFootprint(
-            shape,
-            stored=bytes_per_token(shape, kind, settings.block_size, settings.representative_num, self.keeps_received),
-            block_size=settings.block_size,
-            device_window=window,
-        )
+        return PagedFootprint.of(shape, self.settings, self.keeps_received)
 
     def attended_tokens(self, length: int) -> float:
         """See AttentionOperator."""
-        settings = self.settings
-        if self.budget is None:
-            return length
-        # A block leaves Local as a whole, when local_windows_len tokens follow it.
-        end = (length - settings.local_windows_len) // settings.block_size * settings.block_size
-        context = max(0, end - self._initial_tokens)
-        return length - context + min(context, self.budget * settings.block_size)
-
-    @property
-    def _initial_tokens(self) -> int:
-        """Tokens of Initial, whole blocks."""
-        return -(-self.settings.initial_len // self.settings.block_size) * self.settings.block_size
+        return attended_tokens(length, self.settings, self.budget)
 
     @property
     def observed_queries(self) -> int:

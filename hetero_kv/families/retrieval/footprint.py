@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from hetero_kv.adapter.footprint import BytesPerToken, Demand, LayerFootprint, Share, Term, register
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.families.retrieval.partition import initial_tokens
+from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.store import storage
 from hetero_kv.store.storage import StorageType
 
 WINDOWS = register(Term("windows", "Initial and Local of every layer"))
@@ -17,21 +20,21 @@ _RECEIVED_BYTES = 4
 
 
 def bytes_per_token(
-    shape: KVShape, storage: StorageType, block_size: int, representative_num: int, keeps_received: bool
+    shape: KVShape, kind: StorageType, block_size: int, representative_num: int, keeps_received: bool
 ) -> BytesPerToken:
     """What a token takes in DRAM blocks.
 
     Args:
-        storage: number format of the blocks.
+        kind: number format of the blocks.
         block_size: tokens of a block.
         representative_num: representatives of a block and kv head.
         keeps_received: whether blocks hold the attention that each key received.
     """
-    of_block = representative_num * storage.for_representatives.bytes_per_vector(shape.k_dim)
+    of_block = representative_num * kind.for_representatives.bytes_per_vector(shape.k_dim)
     received = block_size * _RECEIVED_BYTES if keeps_received else 0
     return BytesPerToken(
-        keys=shape.kv_heads * storage.bytes_per_vector(shape.k_dim),
-        values=shape.kv_heads * storage.bytes_per_vector(shape.v_dim),
+        keys=shape.kv_heads * kind.bytes_per_vector(shape.k_dim),
+        values=shape.kv_heads * kind.bytes_per_vector(shape.v_dim),
         representatives=shape.kv_heads * (of_block + received) / block_size,
     )
 
@@ -46,6 +49,18 @@ class PagedFootprint(LayerFootprint):
 
     block_size: int = 1
     device_window: int = 0
+
+    @classmethod
+    def of(cls, shape: KVShape, settings: RetrievalSettings, keeps_received: bool) -> PagedFootprint:
+        """Of a layer under `settings`; `keeps_received` as for `bytes_per_token`."""
+        block_size, kind = settings.block_size, storage.get(settings.kv_type)
+        return cls(
+            shape,
+            stored=bytes_per_token(shape, kind, block_size, settings.representative_num, keeps_received),
+            block_size=block_size,
+            # A GPU's copy has room for the block that is about to leave Local.
+            device_window=initial_tokens(settings) + block_size + settings.local_windows_len,
+        )
 
     @property
     def place(self) -> str:

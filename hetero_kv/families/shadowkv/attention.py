@@ -24,7 +24,7 @@ from hetero_kv.families.retrieval.state import SharedSelections
 from hetero_kv.families.shadowkv.footprint import LowRankFootprint
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks
 from hetero_kv.families.shadowkv.layer import LowRankLayer
-from hetero_kv.families.shadowkv.partition import chunk_budget, first_context_end
+from hetero_kv.families.shadowkv.partition import attended_tokens, chunk_budget
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import CHUNK_HIT_RATE, KEY_ENERGY_OUTSIDE
 from hetero_kv.families.window.attention import SlidingWindowAttention
@@ -182,11 +182,7 @@ class ShadowKVAttention(AttentionOperator):
 
     def attended_tokens(self, length: int) -> float:
         """See AttentionOperator; what is generated comes on top."""
-        settings = self.settings
-        context, chunk = first_context_end(length, settings), settings.landmark_chunk_size
-        chunks = context // chunk
-        outliers = min(settings.outlier_chunks, chunks)
-        return length - context + chunk * (outliers + min(chunks - outliers, chunk_budget(length, chunks, settings)))
+        return attended_tokens(length, self.settings)
 
 
 def _attention(
