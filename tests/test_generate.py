@@ -61,7 +61,7 @@ def test_the_covered_attention_mass_is_reported_when_it_is_measured(smollm2):
     def asked(**settings):
         inject(smollm2.model, "ktransformers", command_line={**SETTINGS, "max_seq_len": 600, **settings})
         try:
-            return conversation(smollm2).ask(TEXT + "When?", max_new_tokens=4).statistics.block_recall
+            return conversation(smollm2).ask(TEXT + "When?", max_new_tokens=4).statistics.of_layers.get("block_recall")
         finally:
             eject(smollm2.model)
 

@@ -14,7 +14,7 @@ from hetero_kv.store import storage
 
 def test_everything_registered_is_listed_with_its_meaning(capsys):
     assert main(["methods", "--json"]) == 0
-    operators, kinds, policies, types = json.loads(capsys.readouterr().out).values()
+    operators, policies, kinds, types = json.loads(capsys.readouterr().out).values()
     assert tuple(kinds) == representatives.names()
     assert tuple(policies) == eviction.names()
     assert tuple(types) == storage.names()

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from tiny_models import ARCHITECTURES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hetero_kv.adapter.footprint import BytesPerToken, WindowFootprint
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.families.retrieval import representatives
 from hetero_kv.families.retrieval.device_window import DeviceWindow
+from hetero_kv.families.retrieval.footprint import PagedFootprint, bytes_per_token
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.window.layer import WindowLayer
 from hetero_kv.planning.plan import (
     RESERVE,
-    BytesPerToken,
     Footprint,
-    LayerFootprint,
     OutOfMemoryError,
     Plan,
     resolve_max_seq_len,
@@ -35,6 +35,7 @@ from hetero_kv.planning.plan import (
 from hetero_kv.rules.injection import inject
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store import storage
+from hetero_kv.store.pool import BlockPool
 
 K = 1024
 INTERNLM_7B = {
@@ -137,6 +138,25 @@ def test_bytes_per_token_are_those_of_the_pool(kv_type, representative_type):
     assert footprint.bytes_per_token.total == 2 * layer.bytes_touched / 96
 
 
+@given(
+    kv_type=st.sampled_from(storage.names()),
+    shape=st.builds(KVShape, st.integers(1, 8), st.sampled_from([32, 64, 192]), st.sampled_from([32, 128])),
+    block_size=st.sampled_from([8, 24, 128]),
+    representative_num=st.integers(0, 5),
+    accumulates=st.booleans(),
+)
+@settings(deadline=None)
+def test_the_footprints_bytes_per_token_are_those_that_a_pool_allocates(
+    kv_type, shape, block_size, representative_num, accumulates
+):
+    kind = storage.get(kv_type)
+    pool = BlockPool(3, shape.kv_heads, block_size, shape.k_dim, shape.v_dim, kind, representative_num, accumulates)
+    planned = bytes_per_token(shape, kind, block_size, representative_num, accumulates)
+    assert planned.total * block_size == pytest.approx(pool.bytes_per_block, rel=1e-12)
+    assert planned.keys * block_size == pool.keys[0].nbytes
+    assert planned.values * block_size == pool.values[0].nbytes
+
+
 def resident():
     """Memory of this process, bytes, without what the C library keeps of freed memory."""
     gc.collect()
@@ -154,14 +174,13 @@ def test_memory_grows_by_what_is_planned_for_the_store():
     injection = inject(AutoModelForCausalLM.from_config(config).eval(), "ktransformers")
     keys, values = torch.randn(1, 8, K, 128), torch.randn(1, 8, K, 128)
     # Scratch memory that the first tokens bring in, and those of the Context, is not the store's.
-    warm = injection.cache_layers(8 * K)[0]
+    warm = HeteroCache(injection.model, 8 * K)
     for _ in range(8):
-        warm.append(keys, values)
-    layers = injection.cache_layers(length)
+        append(warm, keys, values)
+    cache = HeteroCache(injection.model, length)
     before = resident()
-    for layer in layers:
-        for _ in range(length // K):
-            layer.append(keys, values)
+    for _ in range(length // K):
+        append(cache, keys, values)
     growth = resident() - before
     planned = Footprint.of(injection).memory(length).store
     assert planned > 250e6
@@ -181,7 +200,7 @@ def test_sliding_layers_take_what_their_buffers_take(length):
     layer = WindowLayer(16)
     with layer.prefill(length):
         layer.extend(torch.randn(1, 2, length, 8), torch.randn(1, 2, length, 8))
-    planned = LayerFootprint.of(WindowLayer(16), KVShape(2, 8, 8))
+    planned = WindowFootprint(KVShape(2, 8, 8), sliding_window=16)
     footprint = footprint_of([planned], element=4)
     token = 2 * 2 * 8 * 4
     assert layer.dram_bytes <= footprint.memory(length).sliding <= layer.dram_bytes + token
@@ -220,7 +239,7 @@ def footprint_of(layers, element=2, on_gpu=False, weights=0):
     return Footprint(tuple(layers), weights, element, 512, 64, 8, 1000, on_gpu)
 
 
-PAGED = LayerFootprint(KVShape(2, 64, 64), BytesPerToken(256, 256, 4), block_size=128, device_window=1000)
+PAGED = PagedFootprint(KVShape(2, 64, 64), stored=BytesPerToken(256, 256, 4), block_size=128, device_window=1000)
 
 
 @given(

@@ -103,7 +103,7 @@ def _measured(setting: Setting, model: Any, recipe: str, overrides: dict[str, An
         "first_decode_ms": steps[0] * 1e3,
         "dram_bytes": cache.dram_bytes,
         "planned_dram_bytes": planned.store,
-        "chunk_hit_rate": next((rate for rate in cache.statistics["chunk_hit_rate"] if rate is not None), None),
+        "chunk_hit_rate": next((rate for rate in cache.statistics.get("chunk_hit_rate", ()) if rate is not None), None),
     }
     detail = (
         f"prefill {figures['prefill_tokens_per_s']:,.0f} tokens/s, {figures['decode_ms_per_token']:.1f} ms per decoded "

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from hetero_kv.engine.cache import HeteroCache
@@ -218,6 +219,11 @@ def layer_window(module: nn.Module) -> int | None:
         f"layer {module.layer_idx} of {type(module).__name__} has the layer type {layer_type!r}; hetero_kv knows "
         "full_attention and sliding_attention"
     )
+
+
+def own_windows(config: Any) -> list[int | None]:
+    """Per layer, the sliding window that transformers' own cache keeps of it; None where it keeps everything."""
+    return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
 
 
 def cache_in(args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> HeteroCache:

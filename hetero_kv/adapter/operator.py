@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -11,12 +11,16 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.footprint import LayerFootprint
+from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.recorded_prompt import RecordedPrompt
+from hetero_kv.engine.statistics import Statistic
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.settings.setting import describe
 
 
 class Operator(nn.Module):
@@ -55,6 +59,19 @@ class Operator(nn.Module):
         return cls.settings_class
 
     @classmethod
+    def settings_classes(cls) -> Mapping[str, type]:
+        """Every dataclass that `settings_class_for` may return, under what chooses it: "" or "policy: h2o"."""
+        return {} if cls.settings_class is None else {"": cls.settings_class}
+
+    @classmethod
+    def registries(cls) -> Mapping[str, Mapping[str, str]]:
+        """What the settings can name of registered pieces, by kind: name -> meaning.
+
+        A kind is titled with the setting that names it: "Eviction policies of BoundedAttention (policy)".
+        """
+        return {}
+
+    @classmethod
     def operator_for(cls, module: nn.Module) -> type[Operator]:
         """The operator that a rule naming this one gives `module`: itself, or the one that the module's kind needs."""
         return cls
@@ -70,6 +87,12 @@ class Operator(nn.Module):
         """Take back what the operator changed in the wrapped module, and return that."""
         return self.wrapped
 
+    def settings_in_layer(self) -> dict[str, Any]:
+        """The settings as they apply here, in the order of the fields: a budget per layer is this layer's number."""
+        if self.settings is None:
+            return {}
+        return {row.name: getattr(self.settings, row.name) for row in describe(type(self.settings))}
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -82,7 +105,13 @@ class AttentionOperator(Operator):
 
     The wrapped module still makes queries, keys and values and projects the output; between the two it calls the
     attention function `hetero_kv`, which comes to `attend`.
+
+    A family is a subclass of this and the cache layer that it makes. What the planner, `rules`, reports, JSON and the
+    documentation show of it is what the methods under "what others ask" answer; whoever asks knows no family.
     """
+
+    #: What its cache layers count (`OperatorLayer.statistics`).
+    statistics: ClassVar[tuple[Statistic, ...]] = ()
 
     def __init__(self, path: str, wrapped: Any, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
@@ -168,3 +197,34 @@ class AttentionOperator(Operator):
     def end_prefill(self, layer: Any, step: Step) -> None:
         """A prompt, or a part of one, has passed through the layer."""
         layer.end_prefill(step)
+
+    # -- what others ask
+
+    def footprint(self, shape: KVShape) -> LayerFootprint:
+        """What this layer takes in memory, keys and values of `shape`; all of them where the model computes."""
+        return LayerFootprint(shape)
+
+    def attended_tokens(self, length: int) -> float:
+        """Tokens that a decode step attends to behind a prompt of `length` tokens."""
+        return length
+
+    @property
+    def observed_queries(self) -> int:
+        """Last queries of a recorded prompt that `take_over` reads."""
+        return 0
+
+    def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
+        """Compile what decoding needs, before the first token waits for it.
+
+        Args:
+            group: query heads per kv head.
+            k_dim, v_dim: dimensions of a key and of a value.
+            softcap: of the scores; 0 for none.
+        """
+
+    @classmethod
+    def settle(cls, operators: Sequence[AttentionOperator]) -> None:
+        """What is to be done once all operators of a model, `operators`, are in it; asked of each of their classes.
+
+        Raises HeteroKVError for operators that cannot work together; none is put in then.
+        """

@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 
 from hetero_kv.engine.cache import HeteroCache, Progress
 from hetero_kv.engine.errors import CacheFullError
+from hetero_kv.engine.statistics import LayerStatistics
 from hetero_kv.engine.undo import undo_on_error
 from hetero_kv.engine.untouched import forked
 from hetero_kv.errors import HeteroKVError
@@ -43,9 +44,8 @@ class Statistics:
         kv_bytes: DRAM that the stored keys, values and representatives take.
         kv_device_bytes: memory that they take where the model computes, beside that: ShadowKV's low-rank keys and exact
             chunks, and a GPU's copies of Initial and Local; 0 for the untouched model.
-        block_recall: per layer, the share of the full attention mass that the attended blocks covered since the
-            conversation began; None unless `measure_recall` is on, and for layers without retrieval.
-        entries_held: per layer, the entries per kv head that an eviction policy has kept; None without a policy.
+        of_layers: what the layers have counted since the conversation began, name -> a value per layer
+            (`HeteroCache.statistics`); only names under which some layer has a value.
     """
 
     prompt_tokens: int
@@ -58,8 +58,7 @@ class Statistics:
     peak_vram_bytes: int | None
     kv_bytes: int
     kv_device_bytes: int
-    block_recall: list[float | None] | None = None
-    entries_held: list[int | None] | None = None
+    of_layers: LayerStatistics = field(default_factory=dict)
 
     @property
     def prefill_tokens_per_s(self) -> float:
@@ -240,8 +239,7 @@ class Conversation:
         first = watch.first_token or now
         is_ours = isinstance(self.cache, HeteroCache)
         kv_bytes = self.cache.dram_bytes if is_ours else _tensor_bytes(self.cache)
-        recall = self.cache.statistics.get("block_recall", []) if is_ours else []
-        entries = self.cache.statistics.get("entries_held", []) if is_ours else []
+        counted = self.cache.statistics if is_ours else {}
         return Statistics(
             prompt_tokens=prompt_tokens,
             context_tokens=self.context_tokens,
@@ -253,8 +251,7 @@ class Conversation:
             peak_vram_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
             kv_bytes=kv_bytes,
             kv_device_bytes=self.cache.device_bytes if is_ours else 0,
-            block_recall=recall if any(recall) else None,
-            entries_held=entries if any(entries) else None,
+            of_layers={name: layers for name, layers in counted.items() if any(v is not None for v in layers)},
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
+from statistics import fmean
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,6 +13,7 @@ from rich.text import Text
 
 from hetero_kv.chat.conversation import Answer
 from hetero_kv.chat.session import ChatSession
+from hetero_kv.rules.registered import layer_statistics
 
 COMMANDS = {
     "/help": "this list",
@@ -92,16 +94,19 @@ def statistics_table(session: ChatSession, answer: Answer | None) -> RenderableT
         if statistics.peak_vram_bytes is not None:
             table.add_row("peak VRAM", decimal(statistics.peak_vram_bytes))
         table.add_row("keys and values", decimal(statistics.kv_bytes))
-        if statistics.block_recall is not None:
-            measured = [share for share in statistics.block_recall if share is not None]
-            table.add_row(
-                "attention mass covered",
-                f"{sum(measured) / len(measured):.3f} on average, {min(measured):.3f} in the worst layer",
-            )
+        titles = {name: statistic.title for name, statistic in layer_statistics().items()}
+        for name, layers in statistics.of_layers.items():
+            table.add_row(titles.get(name, name), _over_layers([value for value in layers if value is not None]))
     table.add_row("context", f"{session.conversation.context_tokens:,} of {session.capacity:,} tokens")
     for summary in session.operators():
         table.add_row(summary.operator, layer_ranges(summary.layers) + _settings_text(summary.settings))
     return table
+
+
+def _over_layers(values: list[float | int]) -> str:
+    """The values of layers for the eye: "0.953 on average, 0.912 to 0.998 by layer"."""
+    mean, least, most = (f"{value:,.3f}".removesuffix(".000") for value in (fmean(values), min(values), max(values)))
+    return least if least == most else f"{mean} on average, {least} to {most} by layer"
 
 
 def layer_ranges(layers: list[int | str]) -> str:

@@ -7,11 +7,13 @@ from typing import Any
 
 from hetero_kv.chat.conversation import Answer
 from hetero_kv.chat.session import ChatSession
+from hetero_kv.rules.registered import layer_statistics
 
 
 def json_report(session: ChatSession, answer: Answer) -> dict[str, Any]:
     """The answer, what it cost (names and units of `Statistics`), and the settings in force.
 
+    What layers have counted stands beside the rest, a value per layer under its own name; None where no layer has one.
     Speeds are None where there is nothing to measure, as after a prefill that Ctrl-C ended.
     """
     statistics = answer.statistics
@@ -22,7 +24,9 @@ def json_report(session: ChatSession, answer: Answer) -> dict[str, Any]:
         "model": session.loaded.name,
         "mode": session.options.mode,
         "config": session.rules_name,
-        **asdict(statistics),
+        **{name: value for name, value in asdict(statistics).items() if name != "of_layers"},
+        **dict.fromkeys(layer_statistics()),
+        **statistics.of_layers,
         "prefill_tokens_per_s": statistics.prefill_tokens_per_s if has_prefilled else None,
         "decode_tokens_per_s": statistics.decode_tokens_per_s,
         "settings": session.settings_in_force(),

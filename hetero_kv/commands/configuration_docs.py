@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 
+from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.cli import COMMANDS
-from hetero_kv.families.bounded import eviction
-from hetero_kv.operators import BoundedAttention
+from hetero_kv.engine.statistics import Statistic
 from hetero_kv.rules.precedence import ALL_LONG_CONTEXT
 from hetero_kv.rules.registered import operator_classes, registered
 from hetero_kv.settings.engine_settings import EngineSettings
@@ -45,7 +45,7 @@ RULES` what they take in memory.
 
 def configuration_page() -> str:
     """The whole page, Markdown."""
-    parts = [_OPENING, *_settings(), *_registries(), *_flags()]
+    parts = [_OPENING, *_settings(), *_registries(), *_statistics(), *_flags()]
     return "\n".join(parts)
 
 
@@ -56,7 +56,7 @@ def _settings() -> Iterator[str]:
         rows = list(describe(cls))
         if not rows:
             continue
-        taken_by = "the engine" if cls is EngineSettings else ", ".join(f"`{name}`" for name in takers.get(cls, ()))
+        taken_by = "the engine" if cls is EngineSettings else ", ".join(takers.get(cls, ()))
         where = "`long_context:` or a flag" if cls in ALL_LONG_CONTEXT else "the rule's `kwargs:`"
         if cls in takers and cls in ALL_LONG_CONTEXT:
             where = "`long_context:`, the rule's `kwargs:`, or a flag"
@@ -77,13 +77,11 @@ def _settings_classes() -> list[type[Settings]]:
 
 
 def _takers() -> dict[type[Settings], list[str]]:
-    """Settings class -> the operators that take it, eviction policies with what chooses them."""
+    """Settings class -> the operators that take it, each with what chooses it."""
     takers: dict[type[Settings], list[str]] = {}
     for name, operator in operator_classes().items():
-        if operator.settings_class is not None:
-            takers.setdefault(operator.settings_class, []).append(name)
-    for policy in map(eviction.get, eviction.names()):
-        takers.setdefault(policy.settings, []).append(f"{BoundedAttention.__name__}` with `policy: {policy.name}")
+        for choice, cls in operator.settings_classes().items():
+            takers.setdefault(cls, []).append(f"`{name}` with `{choice}`" if choice else f"`{name}`")
     return takers
 
 
@@ -108,6 +106,22 @@ def _registries() -> Iterator[str]:
     for kind, entries in registered().items():
         yield f"### {kind}\n"
         yield from _table(("name", "meaning"), ((f"`{entry.name}`", entry.meaning) for entry in entries))
+
+
+def _statistics() -> Iterator[str]:
+    yield "## What layers count\n"
+    yield (
+        "`/stats` shows it, `--json` has a value per layer under these names, evaluations have means over layers; in "
+        "Python it is `HeteroCache.statistics`.\n"
+    )
+    counting: dict[Statistic, list[str]] = {}
+    for name, cls in operator_classes().items():
+        for statistic in cls.statistics if issubclass(cls, AttentionOperator) else ():
+            counting.setdefault(statistic, []).append(f"`{name}`")
+    yield from _table(
+        ("name", "operators", "meaning"),
+        ((f"`{counted.name}`", ", ".join(names), counted.meaning) for counted, names in counting.items()),
+    )
 
 
 def _flags() -> Iterator[str]:

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from hetero_kv.adapter.footprint import terms
 from hetero_kv.commands.injected import InjectedModel, add_model_flags, add_setting_flags, injected_model
 from hetero_kv.errors import ConfigError
 from hetero_kv.models.precision import resolve_device, resolve_dtype
@@ -22,20 +23,6 @@ from hetero_kv.settings.flags import FlagParser
 LENGTHS = tuple(1024 * thousands for thousands in (4, 8, 16, 32, 64, 128, 256, 512, 1024))
 GPU = "with a GPU"
 CPU = "CPU alone"
-
-_TERMS = {
-    "keys_values": "keys and values, in blocks",
-    "representatives": "representatives of the blocks",
-    "weights": "weights",
-    "low_rank": "low-rank keys, landmarks and exact chunks",
-    "windows": "Initial and Local of every layer",
-    "sliding": "the model's own sliding windows",
-    "untouched": "layers without an operator",
-    "entries": "entries that eviction policies keep",
-    "layer_kv": "one layer's keys and values (prefill)",
-    "hidden": "hidden states and rotary tables (prefill)",
-    "activations": "one chunk's activations (prefill; an estimate)",
-}
 
 
 def add_flags(parser: FlagParser) -> None:
@@ -140,7 +127,7 @@ def _report(subject: InjectedModel, plans: dict[str, Plan], in_force: str, limit
                     "dram": plan.dram_needed(length),
                     "gpu": plan.gpu_needed(length),
                     "fits": _verdict(plan, length),
-                    **asdict(plan.footprint.memory(length)),
+                    **plan.footprint.memory(length).by_name(),
                 }
                 for name, plan in plans.items()
             }
@@ -189,20 +176,8 @@ def _shapes(footprint: Footprint) -> str:
     """The layers by what they keep, e.g. "32 layers in DRAM blocks of 128 tokens: 8 kv heads, keys 128, values 128"."""
     counts: dict[str, int] = {}
     for layer in footprint.layers:
-        if layer.low_rank is not None:
-            place = (
-                f"with keys of rank {layer.low_rank.settings.rank}, values in DRAM blocks of {layer.block_size} tokens"
-            )
-        elif layer.block_size is not None:
-            place = f"in DRAM blocks of {layer.block_size} tokens"
-        elif layer.policy is not None:
-            place = f"with a budget of {layer.policy.settings.budget} entries ({layer.policy.settings.policy})"
-        elif layer.sliding_window is not None:
-            place = f"with a sliding window of {layer.sliding_window} tokens"
-        else:
-            place = "without an operator"
         shape = layer.shape
-        line = f"{place}: {shape.kv_heads} kv heads, keys {shape.k_dim}, values {shape.v_dim}"
+        line = f"{layer.place}: {shape.kv_heads} kv heads, keys {shape.k_dim}, values {shape.v_dim}"
         counts[line] = counts.get(line, 0) + 1
     return "\n".join(f"{count} layers {line}" for line, count in counts.items())
 
@@ -265,9 +240,8 @@ def _breakdown(plan: Plan, name: str, tokens: int) -> Table:
     table.add_column("what")
     table.add_column("where")
     table.add_column("GB", justify="right")
-    for term, meaning in _TERMS.items():
-        size = getattr(memory, term)
-        in_store = term in ("keys_values", "representatives")
-        if size:
-            table.add_row(meaning, "GPU" if plan.footprint.on_gpu and not in_store else "DRAM", f"{size / 1e9:,.2f}")
+    for term in terms():
+        if size := memory.sizes.get(term):
+            place = "GPU" if plan.footprint.on_gpu and not term.in_store else "DRAM"
+            table.add_row(term.meaning, place, f"{size / 1e9:,.2f}")
     return table

@@ -14,7 +14,6 @@ from rich.markup import escape
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.operator import Operator
 from hetero_kv.commands.injected import InjectedModel, add_model_flags, add_setting_flags, injected_model
-from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.rules.injection import Injection
 from hetero_kv.settings.flags import FlagParser
 from hetero_kv.settings.setting import describe
@@ -97,7 +96,7 @@ def _rows(injection: Injection) -> list[Row]:
     rows = []
     for path, module in injection.model.named_modules():
         if isinstance(module, Operator):
-            settings = _settings(module)
+            settings = module.settings_in_layer()
             defaults = {row.name: row.default for row in describe(type(module.settings))} if module.settings else {}
             # What chooses the settings is no default of theirs, though it has one value in each of them.
             changed = frozenset(
@@ -114,18 +113,6 @@ def _row(path: str, operator: str, rule: str | None, settings: dict[str, Any], c
     number = _LAYER.search(path)
     layer = int(number[0]) if number else None
     return Row(layer, layer, _LAYER.sub("*", path, count=1), operator, rule, settings, changed)
-
-
-def _settings(operator: Operator) -> dict[str, Any]:
-    """The operator's settings as they apply in its layer: a budget per layer is that layer's number."""
-    if operator.settings is None:
-        return {}
-    settings = {row.name: getattr(operator.settings, row.name) for row in describe(type(operator.settings))}
-    if isinstance(operator, RetrievalAttention):
-        settings["second_block_count"] = "all" if operator.budget is None else operator.budget
-        if operator.preselected is not None:
-            settings["preselect_block_count"] = operator.preselected
-    return settings
 
 
 def _inside_attention_operator(injection: Injection, path: str) -> bool:

@@ -17,11 +17,10 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import ConfigError
 from hetero_kv.evals.budget import attended_tokens
 from hetero_kv.evals.config_spec import BASELINE, ConfigSpec, settings_in_force
-from hetero_kv.evals.generation import cache_bytes, end_tokens, entries_held, greedy, last_logits
+from hetero_kv.evals.generation import cache_bytes, counted, end_tokens, greedy, last_logits
 from hetero_kv.evals.outcome import Cost, Outcome
 from hetero_kv.evals.sample import Sample
 from hetero_kv.evals.shared_prefill import RecordedPrefill, record_prefill, shares_prefill
-from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.models import LoadedModel
 from hetero_kv.models.turns import TurnTokens
 from hetero_kv.rules.injection import Injection, eject, inject
@@ -213,7 +212,7 @@ class ConfiguredModel:
             decoded / decode_s if decoded else None,
             cache_bytes(ready.cache),
             ready.shared,
-            entries_held(ready.cache),
+            counted(ready.cache),
         )
         return Outcome(method, tuple(predictions), cost)
 
@@ -285,16 +284,12 @@ class ConfiguredModel:
         injection = self._inject(spec)
         try:
             injection.compile_kernels()
-            watched = [
-                operator.settings.observation_len
-                for operator in injection.attention_operators()
-                if isinstance(operator.settings, RetrievalSettings)
-            ]
+            watched = max((operator.observed_queries for operator in injection.attention_operators()), default=0)
             return _Method(
                 spec,
                 shares_prefill(injection),
                 all(operator.continues_exactly for operator in injection.operators.values()),
-                max(watched, default=1),
+                max(1, watched),
                 injection.engine.chunk_size,
                 injection.max_seq_len(),
                 settings_in_force(spec, injection),

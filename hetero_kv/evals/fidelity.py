@@ -10,7 +10,7 @@ import torch
 from hetero_kv.evals.config_spec import BASELINE
 from hetero_kv.evals.configured_model import ConfiguredModel, Prefilled
 from hetero_kv.evals.forced import Continuation, force
-from hetero_kv.evals.generation import cache_bytes, entries_held, greedy
+from hetero_kv.evals.generation import cache_bytes, counted, greedy
 from hetero_kv.evals.logits_task import LogitsTask, LogitsTaskRequest
 from hetero_kv.evals.outcome import Cost, Outcome
 from hetero_kv.evals.sample import Sample, Score
@@ -74,7 +74,7 @@ class Fidelity(LogitsTask):
                     None,
                     cache_bytes(ready.cache),
                     ready.shared,
-                    entries_held(ready.cache),
+                    counted(ready.cache),
                 )
             parts = {"top_1_agreement": found.agreement, "kl_divergence": found.mean_divergence}
             recall = found.mean_recall()

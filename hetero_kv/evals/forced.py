@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.statistics import BLOCK_RECALL
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.generation import last_logits
 from hetero_kv.evals.shared_prefill import RecordedPrefill
@@ -110,8 +111,8 @@ def force(model: PreTrainedModel, cache: Cache, continuation: Continuation) -> F
         logits = last_logits(model, [token], cache)[0].float().cpu()
         agrees.append(int(logits.argmax()) == int(full.argmax()))
         divergence.append(_divergence(full, logits))
-    counted = cache.statistics if isinstance(cache, HeteroCache) else {}
-    recall = counted.get("block_recall", [None] * len(cache.layers))
+    known = cache.statistics if isinstance(cache, HeteroCache) else {}
+    recall = known.get(BLOCK_RECALL.name, [None] * len(cache.layers))
     return Fidelity(tuple(agrees), tuple(divergence), tuple(recall))
 
 

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.statistics import layer_means
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,9 @@ def end_tokens(model: Any) -> frozenset[int]:
     return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
-def entries_held(cache: Cache) -> float | None:
-    """Entries per kv head that eviction policies have kept, the mean over the layers that have one; None without."""
-    layers = cache.statistics.get("entries_held", []) if isinstance(cache, HeteroCache) else []
-    held = [entries for entries in layers if entries is not None]
-    return sum(held) / len(held) if held else None
+def counted(cache: Cache) -> dict[str, float]:
+    """What the layers have counted (`HeteroCache.statistics`), the means over those that have a value."""
+    return layer_means(cache.statistics) if isinstance(cache, HeteroCache) else {}
 
 
 def cache_bytes(cache: Cache) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from hetero_kv.evals.sample import Sample, Score
@@ -23,7 +23,7 @@ class Cost:
         tokens_per_s: tokens decoded, or forced through, per second of `decode_s`.
         kv_bytes: memory of the stored keys, values and representatives at the end.
         shared_prefill: whether the first turn's prefill was computed once for several methods.
-        entries_held: entries per kv head that are held at the end, the mean over bounded layers; None without any.
+        counted: what the method's layers counted, name -> the mean over the layers that have a value at the end.
     """
 
     prompt_tokens: int | None = None
@@ -33,7 +33,24 @@ class Cost:
     tokens_per_s: float | None = None
     kv_bytes: int | None = None
     shared_prefill: bool = False
-    entries_held: float | None = None
+    counted: Mapping[str, float] = field(default_factory=dict)
+
+    def to_plain(self) -> dict[str, Any]:
+        """As a line has it: what layers count stands beside the rest, None under the names that have no value."""
+        # It takes torch, which who only reads results need not wait for.
+        from hetero_kv.rules.registered import layer_statistics
+
+        fixed = {name: value for name, value in asdict(self).items() if name != "counted"}
+        return {**fixed, **dict.fromkeys(layer_statistics()), **self.counted}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Cost:
+        """The cost that `to_plain` gave. Raises TypeError for a value that is no number."""
+        fixed = {f.name: plain[f.name] for f in fields(cls) if f.name != "counted" and f.name in plain}
+        counted = {name: value for name, value in plain.items() if name not in fixed and value is not None}
+        if not all(isinstance(value, int | float) for value in counted.values()):
+            raise TypeError(f"a cost counts {counted}, which are not all numbers")
+        return cls(**fixed, counted=counted)
 
 
 @dataclass(frozen=True)
@@ -101,16 +118,17 @@ class Result:
 
     def to_json(self) -> str:
         """One line of JSON, without the line's end."""
-        return json.dumps(asdict(self), ensure_ascii=False, allow_nan=False)
+        plain = {**asdict(self), "cost": self.cost.to_plain()}
+        return json.dumps(plain, ensure_ascii=False, allow_nan=False)
 
     @classmethod
     def from_json(cls, line: str) -> Result:
         """The result that `to_json` wrote. Raises ValueError or TypeError for anything else."""
-        fields = json.loads(line)
-        fields["predictions"] = tuple(fields["predictions"])
-        fields["expected"] = tuple(tuple(answers) for answers in fields["expected"])
-        fields["cost"] = Cost(**fields["cost"])
-        return cls(**fields)
+        plain = json.loads(line)
+        plain["predictions"] = tuple(plain["predictions"])
+        plain["expected"] = tuple(tuple(answers) for answers in plain["expected"])
+        plain["cost"] = Cost.from_plain(plain["cost"])
+        return cls(**plain)
 
 
 def _asked(sample: Sample) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 from hetero_kv.errors import ConfigError, HeteroKVError
 from hetero_kv.evals.config_spec import BASELINE
 from hetero_kv.evals.configured_model import ConfiguredModel, Prompt
-from hetero_kv.evals.generation import cache_bytes, entries_held
+from hetero_kv.evals.generation import cache_bytes, counted
 from hetero_kv.evals.logits_task import LogitsTask, LogitsTaskRequest
 from hetero_kv.evals.outcome import Cost, Outcome
 from hetero_kv.evals.sample import Sample, Score
@@ -115,7 +115,7 @@ def _read_in_strides(
             steps / seconds if steps else None,
             cache_bytes(ready.cache),
             ready.shared,
-            entries_held(ready.cache),
+            counted(ready.cache),
         )
     return nll, cost
 

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hetero_kv.engine.statistics import Statistic
 from hetero_kv.evals.plots import draw_plots
 from hetero_kv.evals.run_folder import read_settings, write_atomically
+from hetero_kv.evals.summary import COSTS
 
 # Prompt files have lengths of their own; a table has room for some.
 _MOST_LENGTHS = 12
@@ -210,7 +212,10 @@ def _sharing(methods: Mapping[str, Any], costs: Mapping[str, Any]) -> str:
 
 def _cost(costs: Mapping[str, Any], stride: int | None) -> str:
     """The costs; `stride` is that of the perplexity, where it was measured."""
-    has_entries = any(at["entries_held"] is not None for of_method in costs.values() for at in of_method.values())
+    all_costs = [at for of_method in costs.values() for at in of_method.values()]
+    counted = dict.fromkeys(
+        name for at in all_costs for name, value in at.items() if name not in COSTS and value is not None
+    )
     rows = [
         [
             method,
@@ -218,7 +223,7 @@ def _cost(costs: Mapping[str, Any], stride: int | None) -> str:
             _number(at["prefill_s"], ".2f"),
             _number(at["tokens_per_s"], ".1f"),
             _number(None if at["kv_bytes"] is None else at["kv_bytes"] / 1e6, ",.1f"),
-            *([_number(at["entries_held"], ",.0f")] if has_entries else []),
+            *(_counted(at[name]) for name in counted),
         ]
         for method, of_method in costs.items()
         for length, at in of_method.items()
@@ -226,10 +231,24 @@ def _cost(costs: Mapping[str, Any], stride: int | None) -> str:
     note = "Medians over all tasks' samples. A shared prefill's seconds are shown for every method that took it."
     if stride is not None and stride > 1:
         note += f" Perplexity's decoded tokens are fed {stride} at a time."
-    if has_entries:
-        note += " Entries are those that a kv head of a bounded layer holds at the end, the mean over such layers."
-    entries = ["entries"] if has_entries else []
-    return f"{note}\n\n" + _table(["method", "tokens", "prefill s", "decode tokens/s", "KV MB", *entries], rows)
+    known = _known_statistics() if counted else {}
+    titles = [known[name].title if name in known else name for name in counted]
+    if counted:
+        note += " Of what layers count, means over the layers that do, at the end:"
+        note += "".join(f" {known[name].title} — {known[name].meaning};" for name in counted if name in known)
+        note = f"{note.rstrip(':;')}."
+    return f"{note}\n\n" + _table(["method", "tokens", "prefill s", "decode tokens/s", "KV MB", *titles], rows)
+
+
+def _known_statistics() -> Mapping[str, Statistic]:
+    # It takes torch, which a report without them need not wait for.
+    from hetero_kv.rules.registered import layer_statistics
+
+    return layer_statistics()
+
+
+def _counted(value: float | None) -> str:
+    return _number(value, ",.0f" if value is None or value >= 10 else ".3g")
 
 
 def _left_out(summary: Mapping[str, Any]) -> str:

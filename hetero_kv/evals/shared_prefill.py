@@ -19,11 +19,13 @@ from transformers.cache_utils import DynamicCache
 from gpu_ops.attention import chunk_attention
 from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.engine.cache import HeteroCache, Progress
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.recorded_layer import RecordedLayer, RecordingLayer
+from hetero_kv.families.retrieval.footprint import PagedFootprint, bytes_per_token
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.window.layer import WindowLayer
@@ -57,6 +59,11 @@ class RecordingAttention(AttentionOperator):
     def new_cache_layer(self) -> RecordingLayer:
         """See AttentionOperator."""
         return RecordingLayer(storage.get(self.settings.kv_type))
+
+    def footprint(self, shape: KVShape) -> PagedFootprint:
+        """See AttentionOperator; what is recorded takes what blocks of one token would."""
+        stored = bytes_per_token(shape, storage.get(self.settings.kv_type), 1, 1, accumulates=False)
+        return PagedFootprint(shape, stored=stored, block_size=1, device_window=0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See AttentionOperator; keeps how the tokens' positions are rotated, where the model says it."""

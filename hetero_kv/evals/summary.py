@@ -133,11 +133,16 @@ def _mean(values: Iterable[float]) -> float:
 
 def costs(results: Sequence[Result]) -> dict[str, Any]:
     """The content of `costs.json`: per method and length what the machine took, medians over the samples."""
+    # It takes torch, which who only compares runs need not wait for.
+    from hetero_kv.rules.registered import layer_statistics
+
     answered = [result for result in results if result.method is not None]
+    counted = dict.fromkeys((*layer_statistics(), *(name for result in answered for name in result.cost.counted)))
     return {
         method: {
             str(length): {
                 **{name: _median(getattr(result.cost, name) for result in of_length) for name in _COSTS},
+                **{name: _median(result.cost.counted.get(name) for result in of_length) for name in counted},
                 "shared_prefills": sum(result.cost.shared_prefill for result in of_length),
                 "samples": len(of_length),
             }
@@ -147,7 +152,9 @@ def costs(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-_COSTS = ("prompt_tokens", "generated_tokens", "prefill_s", "decode_s", "tokens_per_s", "kv_bytes", "entries_held")
+_COSTS = ("prompt_tokens", "generated_tokens", "prefill_s", "decode_s", "tokens_per_s", "kv_bytes")
+#: What `costs` says beside what layers count.
+COSTS = (*_COSTS, "shared_prefills", "samples")
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -6,182 +6,84 @@ torch's meta device is enough.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.footprint import (
+    BytesPerToken,
+    Demand,
+    LayerFootprint,
+    Share,
+    Term,
+    UntouchedFootprint,
+    WindowFootprint,
+    register,
+    terms,
+)
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.families.bounded.entry_room import SLACK
-from hetero_kv.families.bounded.eviction import EvictionPolicy
-from hetero_kv.families.bounded.layer import BoundedLayer
-from hetero_kv.families.retrieval.layer import RetrievalLayer
-from hetero_kv.families.shadowkv.footprint import LowRankFootprint
-from hetero_kv.families.shadowkv.layer import LowRankLayer
-from hetero_kv.families.window.layer import WindowLayer
-from hetero_kv.store.pool import BlockPool
 
 if TYPE_CHECKING:
     from hetero_kv.rules.injection import Injection
+
+WEIGHTS = register(Term("weights", "weights"))
+LAYER_KV = register(Term("layer_kv", "one layer's keys and values (prefill)"))
+HIDDEN = register(Term("hidden", "hidden states and rotary tables (prefill)"))
+ACTIVATIONS = register(Term("activations", "one chunk's activations (prefill; an estimate)"))
 
 # Token ids and positions, int64 each.
 _ID_BYTES = 16
 
 
 @dataclass(frozen=True)
-class BytesPerToken:
-    """What one token takes in DRAM blocks, bytes.
+class Memory:
+    """What a number of tokens takes, term by term; every registered term is an attribute too, `memory.weights`.
+
+    Beside what the layers say there are these terms: `weights` of the model in its number type, 0 where they are loaded
+    already; `layer_kv`, one layer's keys and values while the prompt prefills; `hidden`, two buffers of hidden states,
+    the rotary tables and the token ids, while the prompt prefills; `activations` of one chunk, an estimate.
 
     Attributes:
-        keys, values: of the token.
-        representatives: its share of what its block is chosen by: the representatives and, for types that need it, the
-            attention that each key received.
+        sizes: term -> bytes; a term that nobody takes anything under may be missing.
     """
 
-    keys: float = 0
-    values: float = 0
-    representatives: float = 0
-
-    def __add__(self, other: BytesPerToken) -> BytesPerToken:
-        return BytesPerToken(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.keys + self.values + self.representatives
-
-
-@dataclass(frozen=True)
-class LayerFootprint:
-    """One layer's cache: DRAM blocks where `block_size` is set, else entries that a policy keeps, else a window, else
-    everything where the model is.
-
-    Attributes:
-        shape: of its keys and values.
-        stored: bytes per token in DRAM blocks.
-        block_size: tokens of a block.
-        device_window: tokens of Initial and Local that a GPU has a copy of.
-        sliding_window: keys that a query sees, in a layer with a sliding window of the model's own.
-        policy: what drops entries, in a bounded layer.
-        low_rank: what a ShadowKV layer takes beside its values in DRAM blocks.
-    """
-
-    shape: KVShape
-    stored: BytesPerToken = field(default_factory=BytesPerToken)
-    block_size: int | None = None
-    device_window: int = 0
-    sliding_window: int | None = None
-    policy: EvictionPolicy | None = None
-    low_rank: LowRankFootprint | None = None
+    sizes: Mapping[Term, int]
 
     @classmethod
-    def of(cls, cache_layer: Any, shape: KVShape) -> LayerFootprint:
-        """Of an empty cache layer; a paged one makes its pool here, so give it the capacity of a block."""
-        if isinstance(cache_layer, RetrievalLayer):
-            return cls(
-                shape,
-                layer_bytes_per_token(cache_layer, shape),
-                block_size=cache_layer.layout.block_size,
-                device_window=(cache_layer.layout.sink_blocks + 1) * cache_layer.layout.block_size
-                + cache_layer.layout.local_len,
-            )
-        if isinstance(cache_layer, LowRankLayer):
-            keys, values = shape.kv_heads * shape.k_dim, shape.kv_heads * shape.v_dim
-            stored = BytesPerToken(values=shape.kv_heads * cache_layer.storage.bytes_per_vector(shape.v_dim))
-            low_rank = LowRankFootprint(cache_layer.settings, keys, values, shape.k_dim)
-            return cls(shape, stored, block_size=cache_layer.chunk_size, low_rank=low_rank)
-        if isinstance(cache_layer, BoundedLayer):
-            return cls(shape, policy=cache_layer.policy)
-        if isinstance(cache_layer, WindowLayer):
-            return cls(shape, sliding_window=cache_layer.window)
-        return cls(shape, sliding_window=getattr(cache_layer, "sliding_window", None))
+    def of(cls, shares: Iterable[Share]) -> Memory:
+        """The sums; of what is common to layers, the largest."""
+        own: dict[Term, int] = {}
+        common: dict[Term, int] = {}
+        for share in shares:
+            if share.common:
+                common[share.term] = max(common.get(share.term, 0), share.size)
+            else:
+                own[share.term] = own.get(share.term, 0) + share.size
+        return cls({term: own.get(term, 0) + common.get(term, 0) for term in own | common})
 
-    def blocks(self, tokens: int) -> int:
-        """Tokens of the whole blocks that `tokens` take; 0 in a layer without blocks."""
-        if self.low_rank is not None:
-            return self.low_rank.context(tokens)
-        return 0 if self.block_size is None else math.ceil(tokens / self.block_size) * self.block_size
+    def by_name(self) -> dict[str, int]:
+        """Every registered term's name -> bytes."""
+        return {term.name: self.sizes.get(term, 0) for term in terms()}
 
-    @property
-    def prefills_whole(self) -> bool:
-        """Whether all keys and values of a prompt are there at once while this layer prefills."""
-        return self.block_size is not None or (self.policy is not None and not self.policy.strided)
-
-    def passing(self, tokens: int) -> int:
-        """Tokens of a prompt of `tokens` that pass through the layer at once."""
-        stride = self.policy.stride(0, self.policy.budget_for(tokens)) if self.policy else None
-        return tokens if stride is None else min(tokens, stride)
-
-    def entries(self, tokens: int) -> int:
-        """Entries that a bounded layer has at most, with those that undoing the present turn would come back to."""
-        if self.policy is None:
-            return 0
-        kept = min(tokens, self.policy.budget_for(tokens))
-        # Full prefill has its prompt in one layer at a time, unless all layers wait for each other.
-        new = self.passing(tokens) if self.policy.strided or self.policy.settles_late else 0
-        # Placed keys, while tokens are decoded and the budget is not full: half of what keys and values take.
-        placed = kept // 2 if self.policy.reindexed else 0
-        return 2 * kept + max(new, 2 * SLACK + placed)
-
-
-def layer_bytes_per_token(layer: RetrievalLayer, shape: KVShape) -> BytesPerToken:
-    """What a token takes in the DRAM blocks of one layer."""
-    layout, kind = layer.layout, layer.storage
-    key, value = (shape.kv_heads * kind.bytes_per_vector(dim) for dim in (shape.k_dim, shape.v_dim))
-    pool = BlockPool(
-        1,
-        shape.kv_heads,
-        layout.block_size,
-        shape.k_dim,
-        shape.v_dim,
-        kind,
-        layer.representative_num,
-        layout.closes_alone,
-    )
-    return BytesPerToken(key, value, pool.bytes_per_block / layout.block_size - key - value)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a number of tokens takes, bytes, term by term.
-
-    Attributes:
-        keys_values, representatives: the store in DRAM blocks, in whole blocks.
-        weights: of the model in its number type; 0 where they are loaded already.
-        low_rank: what ShadowKV layers keep where the model computes: factors, landmarks, chunks, newest tokens.
-        windows: on a GPU, its copy of every retrieval layer's Initial and Local.
-        sliding: what the model's own sliding-window layers keep.
-        untouched: keys and values of layers without an operator.
-        entries: keys and values that eviction policies keep.
-        layer_kv: one layer's keys and values while the prompt prefills.
-        hidden: two buffers of hidden states, the rotary tables and the token ids, while the prompt prefills.
-        activations: of one chunk, an estimate.
-    """
-
-    keys_values: int
-    representatives: int
-    weights: int
-    low_rank: int
-    windows: int
-    sliding: int
-    untouched: int
-    entries: int
-    layer_kv: int
-    hidden: int
-    activations: int
+    def __getattr__(self, name: str) -> int:
+        found = next((term for term in terms() if term.name == name), None)
+        if found is None:
+            raise AttributeError(f"{name!r} is no term of a footprint; known: {', '.join(t.name for t in terms())}")
+        return self.sizes.get(found, 0)
 
     @property
     def store(self) -> int:
         """DRAM of the block store."""
-        return self.keys_values + self.representatives
+        return sum(size for term, size in self.sizes.items() if term.in_store)
 
     @property
     def compute(self) -> int:
         """Memory where the model computes: the GPU's, or more DRAM."""
-        return sum(getattr(self, f.name) for f in fields(self)) - self.store
+        return sum(size for term, size in self.sizes.items() if not term.in_store)
 
 
 @dataclass(frozen=True)
@@ -218,13 +120,8 @@ class Footprint:
         model: Any = injection.model
         config = bridge.text_config(model)
         device = next(model.parameters()).device.type
-        attentions = {m.layer_idx: m for m in model.modules() if bridge.is_attention(m)}
         element = (dtype or model.dtype).itemsize
-        layers = tuple(
-            LayerFootprint.of(cache_layer, KVShape.of_attention(attentions[index], config))
-            for index, cache_layer in enumerate(injection.cache_layers())
-            if index in attentions
-        )
+        layers = tuple(_layers(injection, config))
         shapes = [layer.shape for layer in layers] or [KVShape.of(config)]
         largest = max(shapes, key=lambda shape: shape.bytes_per_token(1))
         return cls(
@@ -251,44 +148,36 @@ class Footprint:
             batch: sequences that are processed together.
             forks: of the cache, each grown to `tokens` with nothing shared.
         """
-        kept = batch * (1 + forks)
-        paged = [layer for layer in self.layers if layer.block_size is not None]
-        elsewhere = [layer for layer in self.layers if layer.block_size is None and layer.policy is None]
         passing = min((layer.passing(tokens) for layer in self.layers), default=tokens)
-        return Memory(
-            keys_values=kept
-            * sum(round(layer.blocks(tokens) * (layer.stored.keys + layer.stored.values)) for layer in paged),
-            representatives=kept * sum(round(layer.blocks(tokens) * layer.stored.representatives) for layer in paged),
-            weights=self.weights,
-            low_rank=self._low_rank(tokens, batch, 1 + forks)
-            + (self._unfactored(tokens, batch) if passing < tokens else 0),
-            windows=kept * sum(self._kv(layer, layer.device_window) for layer in paged) if self.on_gpu else 0,
-            # A window lies in a buffer with slack for as many tokens again.
-            sliding=kept
-            * sum(
-                self._kv(layer, min(tokens, window) + window)
-                for layer in elsewhere
-                if (window := layer.sliding_window) is not None
-            ),
-            untouched=kept * sum(self._kv(layer, tokens) for layer in elsewhere if layer.sliding_window is None),
-            entries=kept * sum(self._kv(layer, layer.entries(tokens)) for layer in self.layers),
-            layer_kv=batch * max((self._kv(layer, tokens) for layer in self.layers if layer.prefills_whole), default=0),
-            hidden=batch * passing * (2 * (self.hidden_size + self.rotary_dim) * self.element + _ID_BYTES),
-            activations=batch * min(passing, self.chunk_size) * self.activations,
+        demand = Demand(tokens, passing, batch, 1 + forks, self.element, self.on_gpu)
+        own = (
+            Share(WEIGHTS, self.weights),
+            Share(HIDDEN, batch * passing * (2 * (self.hidden_size + self.rotary_dim) * self.element + _ID_BYTES)),
+            Share(ACTIVATIONS, batch * min(passing, self.chunk_size) * self.activations),
         )
+        # Layers prefill one after the other.
+        whole = (
+            Share(LAYER_KV, batch * layer.kv_bytes(tokens, demand), common=True)
+            for layer in self.layers
+            if layer.prefills_whole
+        )
+        return Memory.of((*(share for layer in self.layers for share in layer.shares(demand)), *own, *whole))
 
-    def _low_rank(self, tokens: int, batch: int, caches: int) -> int:
-        found = [layer.low_rank for layer in self.layers if layer.low_rank is not None]
-        # One table of rotations serves all layers and rows.
-        rotary = max((layer.rotary(tokens) for layer in found), default=0)
-        return caches * self.element * (batch * sum(layer.numbers(tokens) for layer in found) + rotary)
 
-    def _unfactored(self, tokens: int, batch: int) -> int:
-        """What ShadowKV layers keep as it is until the last stride of a prompt has come."""
-        return batch * sum(self._kv(layer, tokens) for layer in self.layers if layer.low_rank is not None)
-
-    def _kv(self, layer: LayerFootprint, tokens: int) -> int:
-        return tokens * layer.shape.bytes_per_token(self.element)
+def _layers(injection: Injection, config: Any) -> Iterator[LayerFootprint]:
+    """What each layer's operator says, and, where there is none, what transformers' own cache keeps."""
+    attentions = {module.layer_idx: module for module in injection.model.modules() if bridge.is_attention(module)}
+    operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
+    for index, window in enumerate(bridge.own_windows(config)):
+        if index not in attentions:
+            continue
+        shape = KVShape.of_attention(attentions[index], config)
+        if index in operators:
+            yield operators[index].footprint(shape)
+        elif window is None:
+            yield UntouchedFootprint(shape)
+        else:
+            yield WindowFootprint(shape, sliding_window=window)
 
 
 def _weight_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:

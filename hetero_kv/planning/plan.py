@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.planning.footprint import BytesPerToken, Footprint, LayerFootprint, Memory, layer_bytes_per_token
+from hetero_kv.planning.footprint import Footprint, Memory
 from hetero_kv.planning.free_memory import free_dram, free_gpu
 
 if TYPE_CHECKING:
@@ -17,15 +17,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RESERVE",
-    "BytesPerToken",
     "Footprint",
-    "LayerFootprint",
     "Memory",
     "OutOfMemoryError",
     "Plan",
     "free_dram",
     "free_gpu",
-    "layer_bytes_per_token",
     "resolve_max_seq_len",
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +18,6 @@ from hetero_kv.adapter.guard import guarded
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.families.bounded.attention import settle_policies
-from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
 from hetero_kv.rules.rule_file import Rule, RuleSet, load_rules, nearest_module_paths
 from hetero_kv.settings.engine_settings import EngineSettings
@@ -77,14 +75,13 @@ class Injection:
         return resolve_max_seq_len(self.engine.max_seq_len if wanted is None else wanted, plan)
 
     def compile_kernels(self) -> None:
-        """Compile the CPU kernels of every layer now, so that the first answer does not wait for them."""
+        """Compile the kernels of every layer now, so that the first answer does not wait for them."""
         config = bridge.text_config(self.model)
         softcap = getattr(config, "attn_logit_softcapping", None) or 0.0
         for operator in self.attention_operators():
-            if isinstance(operator, RetrievalAttention):
-                shape = KVShape.of_attention(operator.wrapped, config)
-                group = config.num_attention_heads // shape.kv_heads
-                operator.compile_kernels(shape.kv_heads, group, shape.k_dim, shape.v_dim, softcap)
+            shape = KVShape.of_attention(operator.wrapped, config)
+            group = config.num_attention_heads // shape.kv_heads
+            operator.compile_kernels(shape.kv_heads, group, shape.k_dim, shape.v_dim, softcap)
 
     def cache_layers(self) -> list[CacheLayerMixin]:
         """An empty cache layer per layer of the model: the operators' own, transformers' where there is none."""
@@ -137,7 +134,7 @@ def inject(
             operator.install()
             model.set_submodule(path, operator)
             injection.operators[path] = operator
-        settle_policies(injection.operators[path] for path in plan)
+        _settle([operator for path in plan if isinstance(operator := injection.operators[path], AttentionOperator)])
     except BaseException:
         _take_out(model, injection)
         raise
@@ -180,6 +177,12 @@ def suspended(model: PreTrainedModel) -> Iterator[None]:
             model.set_submodule(path, operator)
         _guard(injection)
         model.hetero_kv_injection = injection
+
+
+def _settle(operators: Sequence[AttentionOperator]) -> None:
+    """Tell every class of `operators` that all of them are in the model."""
+    for operator_class in dict.fromkeys(type(operator) for operator in operators):
+        operator_class.settle(operators)
 
 
 def _guard(injection: Injection) -> None:

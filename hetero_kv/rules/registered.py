@@ -1,14 +1,15 @@
-"""Everything that rules can name: operators, representative and storage types, eviction policies, with meanings."""
+"""Everything that rules can name, and what the layers of operators count, with meanings; asked of the operators."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hetero_kv import operators
 from hetero_kv.adapter.operator import Operator
-from hetero_kv.families.bounded import eviction
-from hetero_kv.families.retrieval import representatives
+from hetero_kv.engine import statistics
+from hetero_kv.engine.statistics import Statistic
 from hetero_kv.store import storage
 
 
@@ -36,13 +37,14 @@ def _is_abstract(cls: type) -> bool:
 
 def registered() -> dict[str, list[Entry]]:
     """What is registered, by kind, where each kind is titled with the key that names it."""
-    return {
-        "Operators (class)": [Entry(name, cls.meaning) for name, cls in operator_classes().items()],
-        "Representatives of a block (representative_type)": [
-            Entry(name, representatives.get(name).meaning) for name in representatives.names()
-        ],
-        "Eviction policies of BoundedAttention (policy)": [
-            Entry(name, eviction.get(name).meaning) for name in eviction.names()
-        ],
-        "Storage types (kv_type)": [Entry(name, storage.get(name).meaning) for name in storage.names()],
-    }
+    classes = operator_classes()
+    known = {"Operators (class)": [Entry(name, cls.meaning) for name, cls in classes.items()]}
+    for cls in classes.values():
+        known |= {kind: [Entry(*entry) for entry in pieces.items()] for kind, pieces in cls.registries().items()}
+    return known | {"Storage types (kv_type)": [Entry(name, storage.get(name).meaning) for name in storage.names()]}
+
+
+def layer_statistics() -> Mapping[str, Statistic]:
+    """What the cache layers of some operator count, by name."""
+    # Here, because all operators are imported.
+    return statistics.registered()

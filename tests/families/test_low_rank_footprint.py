@@ -20,7 +20,7 @@ from hetero_kv.adapter.rotation import Rotation
 from hetero_kv.families.shadowkv.footprint import LowRankFootprint
 from hetero_kv.families.shadowkv.layer import LowRankLayer
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
-from hetero_kv.planning.plan import Footprint, LayerFootprint
+from hetero_kv.planning.plan import Footprint
 
 _models: dict[str, torch.nn.Module] = {}
 
@@ -74,7 +74,7 @@ def test_a_prompt_without_factors_is_planned_as_exact_keys():
 
 def test_at_128k_tokens_of_llama_3_1_8b_it_is_the_papers_sum():
     tokens, channels, rank, chunk, chosen, outliers = 131_072, 1024, 160, 8, 256, 48
-    layer = LowRankFootprint(ShadowKVSettings(), channels, channels, 128)
+    layer = LowRankFootprint.of(KVShape(channels // 128, 128, 128), ShadowKVSettings())
     paper = tokens * channels / chunk + 2 * (chosen + outliers) * chunk * channels + tokens * rank + rank * channels
     assert layer.numbers(tokens) == pytest.approx(paper, rel=0.02)
     assert 2 * tokens * channels / layer.numbers(tokens) == pytest.approx(6.2, abs=0.1)
@@ -110,8 +110,8 @@ def test_memory_grows_by_what_is_planned():
     before = resident()
     held = [prefilled(tokens) for _ in range(layers)]
     growth = resident() - before
-    shape = LayerFootprint.of(LowRankLayer(settings), KVShape(heads, dim, dim))
-    planned = layers * (shape.blocks(tokens) * shape.stored.total + shape.low_rank.numbers(tokens) * 4)
+    layer = LowRankFootprint.of(KVShape(heads, dim, dim), settings)
+    planned = layers * (layer.context(tokens) * layer.stored.total + layer.numbers(tokens) * 4)
     # No token has been chosen for yet.
     slots = 128 * 4 * 2 * heads * dim * 4
     taken = sum(cache.dram_bytes + cache.device_bytes - table.nbytes for cache in held)

@@ -13,6 +13,7 @@ from torch import nn
 from gpu_ops.attention import attention_with_lse, chunk_attention
 from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.rotary_probe import of_rows, position_embeddings, require_constant_rotation, rotation_of
 from hetero_kv.adapter.rotary_table import RotaryTable
@@ -22,7 +23,8 @@ from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 from hetero_kv.families.bounded import eviction
 from hetero_kv.families.bounded.eviction import Attended, BoundedSettings, StridedSettings
-from hetero_kv.families.bounded.layer import BoundedLayer
+from hetero_kv.families.bounded.footprint import BoundedFootprint
+from hetero_kv.families.bounded.layer import ENTRIES_HELD, BoundedLayer
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.settings.engine_settings import EngineSettings
 
@@ -39,6 +41,7 @@ class BoundedAttention(AttentionOperator):
     meaning = "keeps a fixed number of entries per kv head, chosen by an eviction policy"
     settings_class = BoundedSettings
     chosen_by = "policy"
+    statistics = (ENTRIES_HELD,)
 
     settings: BoundedSettings
 
@@ -135,6 +138,33 @@ class BoundedAttention(AttentionOperator):
         """See AttentionOperator."""
         with self.prefill(step):
             return self.prefill_chunk(layer, step, call)
+
+    # -- what others ask
+
+    @classmethod
+    def settings_classes(cls) -> Mapping[str, type]:
+        """See Operator."""
+        policies = {f"policy: {name}": eviction.get(name).settings for name in eviction.names()}
+        return {"": BoundedSettings, **policies}
+
+    @classmethod
+    def registries(cls) -> Mapping[str, Mapping[str, str]]:
+        """See Operator."""
+        known = {name: eviction.get(name).meaning for name in eviction.names()}
+        return {f"Eviction policies of {_NAME} (policy)": known}
+
+    @classmethod
+    def settle(cls, operators: Sequence[AttentionOperator]) -> None:
+        """See AttentionOperator."""
+        settle_policies(operators)
+
+    def footprint(self, shape: KVShape) -> BoundedFootprint:
+        """See AttentionOperator."""
+        return BoundedFootprint(shape, policy=self.policy)
+
+    def attended_tokens(self, length: int) -> float:
+        """See AttentionOperator; a layer may hold less, as with a distilled pot."""
+        return min(length, self.policy.budget_for(length))
 
 
 def _longest_catalyst(cache: HeteroCache) -> int:

@@ -13,12 +13,15 @@ import torch
 from gpu_ops.rotary import rotate
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.statistics import Statistic, register
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.bounded.entries import Entries, no_entries
 from hetero_kv.families.bounded.entry_room import SLACK
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
 from hetero_kv.families.bounded.settling import settle_together
+
+ENTRIES_HELD = register(Statistic("entries_held", "entries", "entries per kv head that the eviction policy has kept"))
 
 
 class BoundedLayer(FamilyLayer):
@@ -255,5 +258,5 @@ class BoundedLayer(FamilyLayer):
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        """What was counted, by name."""
-        return {"entries_held": self.held}
+        """See FamilyLayer."""
+        return {ENTRIES_HELD.name: self.held}

@@ -6,7 +6,9 @@ in full, the Context through the blocks whose representatives score best against
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numba
 import numpy as np
@@ -19,14 +21,17 @@ from gpu_ops.attention import chunk_attention
 from gpu_ops.column_sums import column_sums
 from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.recorded_prompt import RecordedPrompt
+from hetero_kv.engine.statistics import BLOCK_RECALL
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.families.retrieval import representatives
 from hetero_kv.families.retrieval.block_scores import select_blocks
 from hetero_kv.families.retrieval.budgets import layer_budget
+from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.observation import Observation
@@ -54,6 +59,7 @@ class RetrievalAttention(AttentionOperator):
     settings_class = RetrievalSettings
     prefills_exactly = True
     continues_exactly = True
+    statistics = (BLOCK_RECALL,)
 
     settings: RetrievalSettings
 
@@ -79,11 +85,8 @@ class RetrievalAttention(AttentionOperator):
 
     def new_cache_layer(self) -> RetrievalLayer:
         """See AttentionOperator."""
-        settings = self.settings
-        layout = RetrievalLayout.of(
-            settings.block_size, settings.initial_len, settings.local_windows_len, closes_alone=self.accumulates
-        )
-        return RetrievalLayer(layout, storage.get(settings.kv_type), settings.representative_num)
+        layout = RetrievalLayout.of_settings(self.settings, closes_alone=self.accumulates)
+        return RetrievalLayer(layout, storage.get(self.settings.kv_type), self.settings.representative_num)
 
     # -- prefill
 
@@ -339,3 +342,31 @@ class RetrievalAttention(AttentionOperator):
         ids = np.zeros((1, 1, 1), np.int32)
         attend_blocks(q, pool.key_array, pool.value_array, ids, one, one[0] * 0, 1.0, softcap)
         block_scores(q, pool.representative_array, ids[0], one[0], self.representative_type.score)
+
+    # -- what others ask
+
+    @classmethod
+    def registries(cls) -> Mapping[str, Mapping[str, str]]:
+        """See Operator."""
+        known = {name: representatives.get(name).meaning for name in representatives.names()}
+        return {"Representatives of a block (representative_type)": known}
+
+    def settings_in_layer(self) -> dict[str, Any]:
+        """See Operator."""
+        own: dict[str, Any] = {"second_block_count": "all" if self.budget is None else self.budget}
+        if self.preselected is not None:
+            own["preselect_block_count"] = self.preselected
+        return super().settings_in_layer() | own
+
+    def footprint(self, shape: KVShape) -> PagedFootprint:
+        """See AttentionOperator."""
+        return PagedFootprint.of(shape, self.settings, self.accumulates)
+
+    def attended_tokens(self, length: int) -> float:
+        """See AttentionOperator."""
+        return RetrievalLayout.of_settings(self.settings).attended_tokens(length, self.budget)
+
+    @property
+    def observed_queries(self) -> int:
+        """See AttentionOperator."""
+        return self.settings.observation_len

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
+from hetero_kv.engine.statistics import BLOCK_RECALL
 from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.layout import RetrievalLayout
@@ -194,8 +195,8 @@ class RetrievalLayer(BufferedLayer):
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        """What was counted, by name."""
-        return {"block_recall": self.state.recall}
+        """See FamilyLayer."""
+        return {BLOCK_RECALL.name: self.state.recall}
 
 
 def _needs_window(device: torch.device) -> bool:

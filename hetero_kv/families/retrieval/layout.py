@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetero_kv.engine.sequence import Layout
+from hetero_kv.families.retrieval.settings import RetrievalSettings
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,11 @@ class RetrievalLayout(Layout):
     closes_alone: bool = False
 
     @classmethod
+    def of_settings(cls, settings: RetrievalSettings, closes_alone: bool = False) -> RetrievalLayout:
+        """As an operator's settings say."""
+        return cls.of(settings.block_size, settings.initial_len, settings.local_windows_len, closes_alone)
+
+    @classmethod
     def of(cls, block_size: int, initial_len: int, local_len: int, closes_alone: bool = False) -> RetrievalLayout:
         """With `initial_len` tokens of the attention sink, rounded up to whole blocks."""
         return cls(block_size, -(-initial_len // block_size), local_len, closes_alone)
@@ -35,6 +41,13 @@ class RetrievalLayout(Layout):
     def context_end(self, length: int) -> int:
         """Index of the block at which the recent window begins."""
         return min(self.sink_blocks, -(-length // self.block_size)) + self.context_blocks(length)
+
+    def attended_tokens(self, length: int, budget: int | None) -> int:
+        """Tokens that a step attends to of `length`, with a budget of so many blocks of the Context; None for all."""
+        if budget is None:
+            return length
+        context = self.context_blocks(length)
+        return length - (context - min(context, budget)) * self.block_size
 
     def closed(self, length: int) -> int:
         """Blocks before the recent window."""

@@ -17,12 +17,15 @@ from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.recorded_prompt import RecordedPrompt
+from hetero_kv.engine.statistics import BLOCK_RECALL
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
+from hetero_kv.families.shadowkv.footprint import LowRankFootprint
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks
 from hetero_kv.families.shadowkv.layer import LowRankLayer
-from hetero_kv.families.shadowkv.partition import chunk_budget
+from hetero_kv.families.shadowkv.partition import attended_tokens, chunk_budget
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
+from hetero_kv.families.shadowkv.statistics import CHUNK_HIT_RATE, KEY_ENERGY_OUTSIDE
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.settings.engine_settings import EngineSettings
 
@@ -38,6 +41,7 @@ class ShadowKVAttention(AttentionOperator):
     meaning = "keeps keys as low-rank factors where the model computes and values in DRAM, attends to chosen chunks"
     settings_class = ShadowKVSettings
     prefills_exactly = True
+    statistics = (BLOCK_RECALL, CHUNK_HIT_RATE, KEY_ENERGY_OUTSIDE)
 
     settings: ShadowKVSettings
 
@@ -167,6 +171,16 @@ class ShadowKVAttention(AttentionOperator):
             layer.load(keys, values)
             full = _attention(call, keys, values)[1]
         layer.count(layer.counted.with_recall(float(torch.exp(lse.float() - full.float()).mean())))
+
+    # -- what others ask
+
+    def footprint(self, shape: KVShape) -> LowRankFootprint:
+        """See AttentionOperator."""
+        return LowRankFootprint.of(shape, self.settings)
+
+    def attended_tokens(self, length: int) -> float:
+        """See AttentionOperator; what is generated comes on top."""
+        return attended_tokens(length, self.settings)
 
 
 def _attention(

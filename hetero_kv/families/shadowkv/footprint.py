@@ -2,54 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hetero_kv.adapter import rotary_table
+from hetero_kv.adapter.footprint import BytesPerToken, Demand, LayerFootprint, Share, Term, register
+from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.shadowkv import layer as low_rank_layer
 from hetero_kv.families.shadowkv.partition import chunk_budget, first_context_end
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
+from hetero_kv.store import storage
+
+LOW_RANK = register(Term("low_rank", "low-rank keys, landmarks and exact chunks"))
 
 
-@dataclass(frozen=True)
-class LowRankFootprint:
-    """Numbers that one sequence takes in one layer where the model computes, when a prompt has been answered to.
-
-    Attributes:
-        settings: of the operator.
-        keys, values: numbers of one token's keys and of its values, all kv heads.
-        k_dim: dimension of a key.
-    """
+@dataclass(frozen=True, kw_only=True)
+class LowRankFootprint(LayerFootprint):
+    """Keys where the model computes, values in DRAM blocks of one chunk; `settings` are the operator's."""
 
     settings: ShadowKVSettings
-    keys: int
-    values: int
-    k_dim: int
+
+    @classmethod
+    def of(cls, shape: KVShape, settings: ShadowKVSettings) -> LowRankFootprint:
+        """Of a layer whose keys and values have that shape."""
+        kind = storage.get(settings.value_type)
+        stored = BytesPerToken(values=shape.kv_heads * kind.bytes_per_vector(shape.v_dim))
+        return cls(shape, stored=stored, block_size=settings.landmark_chunk_size, settings=settings)
+
+    @property
+    def place(self) -> str:
+        """See LayerFootprint."""
+        return f"with keys of rank {self.settings.rank}, values in DRAM blocks of {self.block_size} tokens"
+
+    @property
+    def prefills_whole(self) -> bool:
+        """See LayerFootprint."""
+        return True
+
+    def shares(self, demand: Demand) -> Iterator[Share]:
+        """See LayerFootprint."""
+        yield from self.block_shares(self.context(demand.tokens), demand)
+        yield Share(LOW_RANK, demand.sequences * demand.element * self.numbers(demand.tokens))
+        # One table of rotations serves all layers and rows.
+        yield Share(LOW_RANK, demand.caches * demand.element * self.rotary(demand.tokens), common=True)
+        if demand.passing < demand.tokens:
+            # Until the last stride of a prompt has come, all of it is kept as it is.
+            yield Share(LOW_RANK, demand.batch * self.kv_bytes(demand.tokens, demand))
 
     def context(self, tokens: int) -> int:
         """Tokens of a prompt that have factors, and values in DRAM."""
         return first_context_end(tokens, self.settings)
 
     def numbers(self, tokens: int) -> int:
-        """Factors, landmarks, outliers, slots of chosen chunks, and what is exact, after a prompt of `tokens`.
+        """Numbers where the model computes, of one sequence, when a prompt of `tokens` has been answered to.
 
-        The paper's S·r + r·M + S·M/C + 2(K + O)·C·M (whose last M is missing there) of S tokens, M numbers of a token's
-        keys, chunks of C tokens, K chosen and O outlier chunks; beside them the newest tokens, and the room that
-        buffers have for more.
+        Factors, landmarks, outliers, slots of chosen chunks, and what is exact. The paper's S·r + r·M + S·M/C +
+        2(K + O)·C·M (whose last M is missing there) of S tokens, M numbers of a token's keys, chunks of C tokens, K
+        chosen and O outlier chunks; beside them the newest tokens, and the room that buffers have for more.
         """
         settings, context = self.settings, self.context(tokens)
-        exact = (tokens - context + low_rank_layer.SLACK) * (self.keys + self.values)
+        keys, values = self.shape.kv_heads * self.shape.k_dim, self.shape.kv_heads * self.shape.v_dim
+        exact = (tokens - context + low_rank_layer.SLACK) * (keys + values)
         if context == 0:
             return exact
         chunk_size, chunks = settings.landmark_chunk_size, context // settings.landmark_chunk_size
         slack = low_rank_layer.SLACK if settings.project_generated else 0
         outliers = min(settings.outlier_chunks, chunks)
         chosen = min(chunk_budget(tokens, chunks, settings), chunks - outliers)
-        factors = (context + slack) * settings.rank + settings.rank * self.keys
-        landmarks = (chunks + slack // chunk_size) * self.keys
+        factors = (context + slack) * settings.rank + settings.rank * keys
+        landmarks = (chunks + slack // chunk_size) * keys
         # One more slot takes what a head has rebuilt for nothing.
-        resident = (outliers + chosen + 1) * chunk_size * (self.keys + self.values)
+        resident = (outliers + chosen + 1) * chunk_size * (keys + values)
         return exact + factors + landmarks + resident
 
     def rotary(self, tokens: int) -> int:
         """Numbers of the rotary table, which layers share; of heads that are rotated whole."""
-        return (tokens + rotary_table.SLACK) * self.k_dim
+        return (tokens + rotary_table.SLACK) * self.shape.k_dim

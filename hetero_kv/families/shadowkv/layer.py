@@ -280,10 +280,5 @@ class LowRankLayer(BufferedLayer):
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        """What was counted, by name."""
-        counted = self.counted
-        return {
-            "block_recall": counted.recall,
-            "chunk_hit_rate": counted.hit_rate,
-            "key_energy_outside": counted.energy_outside,
-        }
+        """See FamilyLayer."""
+        return self.counted.by_name()

@@ -26,3 +26,12 @@ def chunk_budget(prompt_length: int, chunks: int, settings: ShadowKVSettings) ->
         return chunks
     tokens = budget * prompt_length if isinstance(budget, float) else budget
     return max(1, math.ceil(tokens / settings.landmark_chunk_size))
+
+
+def attended_tokens(prompt_length: int, settings: ShadowKVSettings) -> int:
+    """Tokens that a step attends to behind a prompt of that length; what is generated comes on top."""
+    context, chunk = first_context_end(prompt_length, settings), settings.landmark_chunk_size
+    chunks = context // chunk
+    outliers = min(settings.outlier_chunks, chunks)
+    chosen = min(chunks - outliers, chunk_budget(prompt_length, chunks, settings))
+    return prompt_length - context + chunk * (outliers + chosen)

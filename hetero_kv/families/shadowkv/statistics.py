@@ -6,6 +6,23 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hetero_kv.engine.statistics import BLOCK_RECALL, Statistic, register
+
+CHUNK_HIT_RATE = register(
+    Statistic(
+        "chunk_hit_rate",
+        "chunk hit rate",
+        "share of the chosen chunks that were where the model computes already, from the step before",
+    )
+)
+KEY_ENERGY_OUTSIDE = register(
+    Statistic(
+        "key_energy_outside",
+        "key energy outside",
+        "share of the keys' energy that their low-rank factors leave out, since they were last factored",
+    )
+)
+
 
 @dataclass(frozen=True)
 class LowRankStatistics:
@@ -43,6 +60,14 @@ class LowRankStatistics:
         if self.outside is None or self.energy is None:
             return None
         return float(self.outside.sum() / self.energy.sum())
+
+    def by_name(self) -> dict[str, float | int | None]:
+        """What they come to, under the names of the statistics."""
+        return {
+            BLOCK_RECALL.name: self.recall,
+            CHUNK_HIT_RATE.name: self.hit_rate,
+            KEY_ENERGY_OUTSIDE.name: self.energy_outside,
+        }
 
     def with_factors(self) -> LowRankStatistics:
         """These, when the keys have been factored anew."""

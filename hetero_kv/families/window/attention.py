@@ -8,6 +8,8 @@ from torch import nn
 from gpu_ops.attention import sliding_window_attention
 from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.footprint import WindowFootprint
+from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.engine.recorded_prompt import RecordedPrompt
 from hetero_kv.engine.step import Step
@@ -36,9 +38,7 @@ class SlidingWindowAttention(AttentionOperator):
 
     def new_cache_layer(self) -> WindowLayer:
         """See AttentionOperator."""
-        window = bridge.layer_window(self.wrapped)
-        assert window is not None
-        return WindowLayer(window)
+        return WindowLayer(self.window)
 
     def take_over(self, layer: WindowLayer, step: Step, recorded: RecordedPrompt) -> None:
         """See AttentionOperator."""
@@ -59,3 +59,20 @@ class SlidingWindowAttention(AttentionOperator):
     def decode_step(self, layer: WindowLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         """See AttentionOperator."""
         return self.prefill_chunk(layer, step, call)
+
+    # -- what others ask
+
+    @property
+    def window(self) -> int:
+        """Keys that a query sees, itself included."""
+        window = bridge.layer_window(self.wrapped)
+        assert window is not None
+        return window
+
+    def footprint(self, shape: KVShape) -> WindowFootprint:
+        """See AttentionOperator."""
+        return WindowFootprint(shape, sliding_window=self.window)
+
+    def attended_tokens(self, length: int) -> float:
+        """See AttentionOperator."""
+        return min(self.window, length)

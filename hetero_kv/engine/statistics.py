@@ -1,0 +1,59 @@
+"""What cache layers count, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from hetero_kv.errors import HeteroKVError
+
+#: Name -> one value per layer of a model; None for a layer that has nothing to say under that name.
+LayerStatistics = Mapping[str, Sequence[float | int | None]]
+
+
+class Statistic(NamedTuple):
+    """A number that the cache layers of an operator know about themselves.
+
+    Attributes:
+        name: in `HeteroCache.statistics` and in JSON.
+        title: as tables are headed.
+        meaning: one line.
+    """
+
+    name: str
+    title: str
+    meaning: str
+
+
+_REGISTRY: dict[str, Statistic] = {}
+
+
+def register(statistic: Statistic) -> Statistic:
+    """Make a statistic known under its name. Raises HeteroKVError for a name that another one has."""
+    if (known := _REGISTRY.setdefault(statistic.name, statistic)) != statistic:
+        raise HeteroKVError(
+            f"the statistic {statistic.name!r} is registered already, as {known.meaning!r}; give "
+            f"{statistic.meaning!r} another name"
+        )
+    return statistic
+
+
+def registered() -> Mapping[str, Statistic]:
+    """What is registered, by name."""
+    return dict(_REGISTRY)
+
+
+#: What families that retrieve have in common, with the engine's setting `measure_recall`.
+BLOCK_RECALL = register(
+    Statistic(
+        "block_recall",
+        "attention mass covered",
+        "share of the full attention mass that the attended blocks covered, the mean over steps (`measure_recall`)",
+    )
+)
+
+
+def layer_means(statistics: LayerStatistics) -> dict[str, float]:
+    """Name -> the mean over the layers that have a value; without the names under which none has."""
+    known = {name: [value for value in layers if value is not None] for name, layers in statistics.items()}
+    return {name: sum(values) / len(values) for name, values in known.items() if values}

@@ -1,0 +1,47 @@
+"""What a bounded layer takes: the entries that its policy keeps, whatever the sequence's length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hetero_kv.adapter.footprint import Demand, LayerFootprint, Share, Term, register
+from hetero_kv.families.bounded.entry_room import SLACK
+from hetero_kv.families.bounded.eviction import EvictionPolicy
+
+ENTRIES = register(Term("entries", "entries that eviction policies keep"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedFootprint(LayerFootprint):
+    """Entries where the model computes; `policy` says how many."""
+
+    policy: EvictionPolicy
+
+    @property
+    def place(self) -> str:
+        """See LayerFootprint."""
+        return f"with a budget of {self.policy.settings.budget} entries ({self.policy.settings.policy})"
+
+    @property
+    def prefills_whole(self) -> bool:
+        """See LayerFootprint."""
+        return not self.policy.strided
+
+    def passing(self, tokens: int) -> int:
+        """See LayerFootprint."""
+        stride = self.policy.stride(0, self.policy.budget_for(tokens))
+        return tokens if stride is None else min(tokens, stride)
+
+    def entries(self, tokens: int) -> int:
+        """Entries that there are at most, with those that undoing the present turn would come back to."""
+        kept = min(tokens, self.policy.budget_for(tokens))
+        # Full prefill has its prompt in one layer at a time, unless all layers wait for each other.
+        new = self.passing(tokens) if self.policy.strided or self.policy.settles_late else 0
+        # Placed keys, while tokens are decoded and the budget is not full: half of what keys and values take.
+        placed = kept // 2 if self.policy.reindexed else 0
+        return 2 * kept + max(new, 2 * SLACK + placed)
+
+    def shares(self, demand: Demand) -> Iterator[Share]:
+        """See LayerFootprint."""
+        yield Share(ENTRIES, demand.sequences * self.kv_bytes(self.entries(demand.tokens), demand))

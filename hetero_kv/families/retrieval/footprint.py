@@ -1,0 +1,80 @@
+"""What a retrieval layer takes: its blocks in DRAM, and on a GPU a copy of Initial and Local."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hetero_kv.adapter.footprint import BytesPerToken, Demand, LayerFootprint, Share, Term, register
+from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.families.retrieval.layout import RetrievalLayout
+from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.store import storage
+from hetero_kv.store.storage import StorageType
+
+WINDOWS = register(Term("windows", "Initial and Local of every layer"))
+
+# The attention that a key received, float32.
+_ACCUMULATED_BYTES = 4
+
+
+def bytes_per_token(
+    shape: KVShape, kind: StorageType, block_size: int, representative_num: int, accumulates: bool
+) -> BytesPerToken:
+    """What a token takes in DRAM blocks.
+
+    Args:
+        kind: number format of the blocks.
+        block_size: tokens of a block.
+        representative_num: representatives of a block and kv head.
+        accumulates: whether blocks hold the attention that each key received.
+    """
+    of_block = representative_num * kind.for_representatives.bytes_per_vector(shape.k_dim)
+    received = block_size * _ACCUMULATED_BYTES if accumulates else 0
+    return BytesPerToken(
+        keys=shape.kv_heads * kind.bytes_per_vector(shape.k_dim),
+        values=shape.kv_heads * kind.bytes_per_vector(shape.v_dim),
+        representatives=shape.kv_heads * (of_block + received) / block_size,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedFootprint(LayerFootprint):
+    """All tokens in DRAM blocks.
+
+    Attributes:
+        device_window: tokens of Initial and Local that a GPU has a copy of.
+    """
+
+    block_size: int = 1
+    device_window: int = 0
+
+    @classmethod
+    def of(cls, shape: KVShape, settings: RetrievalSettings, accumulates: bool) -> PagedFootprint:
+        """Of a layer under `settings`; `accumulates` as for `bytes_per_token`."""
+        block_size, kind = settings.block_size, storage.get(settings.kv_type)
+        layout = RetrievalLayout.of_settings(settings)
+        return cls(
+            shape,
+            stored=bytes_per_token(shape, kind, block_size, settings.representative_num, accumulates),
+            block_size=block_size,
+            # A GPU's copy has room for the block that is about to leave Local.
+            device_window=(layout.sink_blocks + 1) * block_size + layout.local_len,
+        )
+
+    @property
+    def place(self) -> str:
+        """See LayerFootprint."""
+        return f"in DRAM blocks of {self.block_size} tokens"
+
+    @property
+    def prefills_whole(self) -> bool:
+        """See LayerFootprint."""
+        return True
+
+    def shares(self, demand: Demand) -> Iterator[Share]:
+        """See LayerFootprint."""
+        yield from self.block_shares(math.ceil(demand.tokens / self.block_size) * self.block_size, demand)
+        if demand.on_gpu:
+            yield Share(WINDOWS, demand.sequences * self.kv_bytes(self.device_window, demand))
