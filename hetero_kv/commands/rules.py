@@ -13,9 +13,10 @@ from rich.markup import escape
 
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.operator import Operator
-from hetero_kv.commands.injected import InjectedModel, add_model_flags, add_setting_flags, injected_model
+from hetero_kv.commands.injected import InjectedModel, add_model_flags, injected_model
 from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.rules.injection import Injection
+from hetero_kv.rules.setting_flags import add_setting_flags
 from hetero_kv.settings.flags import FlagParser
 from hetero_kv.settings.setting import describe
 
@@ -54,13 +55,18 @@ def add_flags(parser: FlagParser) -> None:
     """Add the command's flags to `parser`."""
     parser.usage = f"{parser.prog} RULES [flags]"
     parser.epilog = (
-        "Settings come from, first wins: these flags, the rules file, ~/.hetero_kv/config.yaml, the defaults shown."
+        "Settings come from, first wins: RULES' own (quest:block_size=32), these flags, the rules file, "
+        "~/.hetero_kv/config.yaml, the defaults shown."
     )
-    parser.add_argument("rules", metavar="RULES", help="rules file, or the name of a packaged one")
+    parser.add_argument(
+        "rules",
+        metavar="RULES",
+        help="rules file, or the name of a packaged one, with settings of its own where wanted: quest:block_size=32",
+    )
     parser.add_argument("--all", action="store_true", help="show every setting, also those that have their default")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with every setting")
     add_model_flags(parser)
-    add_setting_flags(parser)
+    add_setting_flags(parser, lambda flags: [flags.rules])
 
 
 def run(flags: argparse.Namespace) -> int:

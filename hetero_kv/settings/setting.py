@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ class _Constraints:
     multiple_of: int | None
     aliases: tuple[str, ...]
     value_aliases: Mapping[str, str]
+    names_method: str | None
 
     def allowed(self) -> tuple[str, ...]:
         return tuple(self.choices() if callable(self.choices) else self.choices or ())
@@ -59,6 +61,7 @@ def setting(
     multiple_of: int | None = None,
     aliases: Sequence[str] = (),
     value_aliases: Mapping[str, str] | None = None,
+    names_method: str | None = None,
 ) -> Any:
     """A dataclass field that is a setting.
 
@@ -72,9 +75,10 @@ def setting(
         multiple_of: of a whole number.
         aliases: other names for the key.
         value_aliases: other names for values, as written -> as meant.
+        names_method: where the value tells one method from another, how it stands in the words for it ("rank {}").
     """
     constraints = _Constraints(
-        doc, unit, choices, minimum, maximum, multiple_of, tuple(aliases), dict(value_aliases or {})
+        doc, unit, choices, minimum, maximum, multiple_of, tuple(aliases), dict(value_aliases or {}), names_method
     )
     return dataclasses.field(default=default, metadata={"constraints": constraints})
 
@@ -89,7 +93,8 @@ class Settings:
     """
 
     def __post_init__(self) -> None:
-        for name, entry in _entries(type(self)).items():
+        cls: Any = type(self)
+        for name, entry in _entries(cls).items():
             object.__setattr__(self, name, entry.check(name, getattr(self, name)))
         self.validate()
 
@@ -205,7 +210,8 @@ def _same_text(value: Any, texts: Iterable[str]) -> str | None:
     return next((text for text in texts if text.casefold() == value.strip().casefold()), None)
 
 
-def _entries(cls: type) -> dict[str, _Entry]:
+@functools.cache
+def _entries(cls: Any) -> dict[str, _Entry]:
     hints = get_type_hints(cls)
     return {
         field.name: _Entry(cls, field.name, hints[field.name], field.default, field.metadata["constraints"])
@@ -225,7 +231,8 @@ def canonical(classes: Sequence[type], mapping: Mapping[Any, Any] | None, *, whe
     """The settings in `mapping` under their own names, each value checked and as it is stored.
 
     Args:
-        classes: the settings classes whose fields the mapping may hold.
+        classes: the settings classes whose fields the mapping may hold; where several have a setting of one name, a
+            value is right that one of them can take.
         mapping: key (name or alias, dashes and underscores alike) -> value; None is an empty block of YAML.
         where: the place named in errors, e.g. "rules.yaml: rule 2 (RetrievalAttention): kwargs".
 
@@ -237,10 +244,11 @@ def canonical(classes: Sequence[type], mapping: Mapping[Any, Any] | None, *, whe
         return {}
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{where}: {mapping!r} is not a mapping; write `key: value` pairs")
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, list[_Entry]] = {}
     for cls in classes:
         for entry in _entries(cls).values():
-            entries.update(dict.fromkeys((entry.name, *entry.constraints.aliases), entry))
+            for spelling in (entry.name, *entry.constraints.aliases):
+                entries.setdefault(spelling, []).append(entry)
     found: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for key, value in mapping.items():
@@ -248,16 +256,28 @@ def canonical(classes: Sequence[type], mapping: Mapping[Any, Any] | None, *, whe
         known = entries.get(key.replace("-", "_")) if isinstance(key, str) else None
         if known is None:
             raise ConfigError(f"{place}: {_unknown(key, entries)}")
-        if known.name in found:
-            raise ConfigError(
-                f"{place}: {spelled[known.name]!r} and {key!r} are the same setting, {known.name}; keep one of them"
-            )
-        spelled[known.name] = key
+        name = known[0].name
+        if name in found:
+            raise ConfigError(f"{place}: {spelled[name]!r} and {key!r} are the same setting, {name}; keep one of them")
+        spelled[name] = key
         try:
-            found[known.name] = known.check(key, value)
+            found[name] = _checked(known, key, value)
         except SettingError as error:
             raise ConfigError(f"{place}: {error}") from error
     return found
+
+
+def _checked(entries: Sequence[_Entry], key: str, value: Any) -> Any:
+    """`value` as the first of the settings of one name stores it that can take it. Raises SettingError."""
+    refusals: dict[str, SettingError] = {}
+    for entry in entries:
+        try:
+            return entry.check(key, value)
+        except SettingError as error:
+            refusals.setdefault(error.remedy, error)
+    if len(refusals) == 1:
+        raise next(iter(refusals.values()))
+    raise SettingError(key, value, ", or else ".join(refusals))
 
 
 def _unknown(key: object, entries: Mapping[str, object]) -> str:
@@ -304,3 +324,31 @@ def describe(cls: type) -> Iterator[SettingRow]:
     for entry in _entries(cls).values():
         limits = entry.constraints
         yield SettingRow(entry.name, entry.expected(), entry.default, limits.unit, limits.aliases, limits.doc)
+
+
+def setting_names(cls: type) -> frozenset[str]:
+    """The settings of `cls`, under their own names."""
+    return frozenset(_entries(cls))
+
+
+def choices_of(cls: type, name: str) -> tuple[str, ...]:
+    """The texts that the setting `name` of `cls` may be."""
+    return _entries(cls)[name].constraints.allowed()
+
+
+def takes_any_text(classes: Iterable[type], spelling: str) -> bool:
+    """Whether the setting of that name or alias is a free text, in every one of the classes that has it."""
+    entries = [entry for cls in classes for entry in _entries(cls).values()]
+    known = [entry for entry in entries if spelling.replace("-", "_") in (entry.name, *entry.constraints.aliases)]
+    return bool(known) and all(entry.annotation is str and entry.constraints.choices is None for entry in known)
+
+
+def method_words(settings: object) -> str:
+    """What tells a method from others of its operator, e.g. "QUEST, 2 per block, SEPARATE"; "" where nothing does."""
+    cls: Any = type(settings)
+    entries = _entries(cls).values()
+    return ", ".join(
+        entry.constraints.names_method.format(getattr(settings, entry.name))
+        for entry in entries
+        if entry.constraints.names_method is not None
+    )
