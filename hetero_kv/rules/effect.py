@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero_kv.errors import ConfigError
 from hetero_kv.rules.owners import Owner, flat_classes, labels
+from hetero_kv.settings.located_yaml import located
 from hetero_kv.settings.setting import canonical, setting_names
 
 
 def require_effect(
-    settings: Iterable[str], in_place: Sequence[Owner], known: Sequence[Owner], *, where: str, rules: str
+    settings: Mapping[str, Any], in_place: Sequence[Owner], known: Sequence[Owner], *, where: str, rules: str
 ) -> None:
     """Raise ConfigError for the first of `settings` that neither the engine nor an operator in place takes.
 
     Args:
-        settings: under their own names.
+        settings: under their own names; where they were read from YAML the error names the line.
         in_place: the owners of what the rules put in.
         known: every owner there is, to say for which the setting counts.
         where: the place named in the error.
@@ -25,7 +26,8 @@ def require_effect(
     taken = {name for cls in flat_classes(in_place) for name in setting_names(cls)}
     for name in settings:
         if name not in taken:
-            raise ConfigError(f"{where}: {_without_effect(name, in_place, known, rules)}")
+            place = located(where, settings, name)
+            raise ConfigError(f"{place}: {_without_effect(name, in_place, known, rules)}")
 
 
 def _without_effect(name: str, in_place: Sequence[Owner], known: Sequence[Owner], rules: str) -> str:
@@ -47,7 +49,7 @@ def with_effect(
     checked = canonical(flat_classes((*in_place, *known)), mapping, where=where)
     require_effect(checked, in_place, known, where=where, rules=rules)
     # A value that another owner could take is none for those in place.
-    return canonical(flat_classes(in_place), checked, where=where)
+    return canonical(flat_classes(in_place), mapping, where=where)
 
 
 def taken_by(settings: Mapping[str, Any], owners: Sequence[Owner]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ def named_config(word: str) -> NamedConfig:
     """
     file, assignments = _cut(word)
     rules = load_rules(file)
+    rules.require_own_effect()
     where = f"config {word!r}"
     classes = flat_classes(rules.known_owners())
     given: dict[str, Any] = {}

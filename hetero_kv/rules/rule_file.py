@@ -19,7 +19,7 @@ from hetero_kv.errors import ConfigError
 from hetero_kv.rules import recipes
 from hetero_kv.rules.owners import flat_classes, owners_of, registered_owners
 from hetero_kv.rules.rule_set import Rule, RuleFile, RuleSet
-from hetero_kv.settings.located_yaml import located, parse_yaml, read_yaml
+from hetero_kv.settings.located_yaml import LocatedMapping, located, parse_yaml, read_yaml
 from hetero_kv.settings.setting import canonical, nearest_spelling
 
 
@@ -82,10 +82,23 @@ def _rule_set(
     parents = [_load(each, recipes.display(each), chain, loaded) for each in _parents(document, source, path)]
     inherited = [rule for parent in parents for rule in parent.rules]
     owners = registered_owners(rule.operator for rule in (*own, *inherited) if rule.operator)
-    long_context = canonical(flat_classes(owners), document.get("long_context"), where=f"{source}: long_context")
+    long_context = _long_context(document.get("long_context"), flat_classes(owners), f"{source}: long_context")
     extends = dict.fromkeys(file for parent in parents for file in (parent.file, *parent.file.extends))
     file = RuleFile(source, long_context, tuple(extends))
     return RuleSet(path, file, (*(replace(rule, file=file) for rule in own), *inherited))
+
+
+def _long_context(block: Any, classes: tuple[type, ...], where: str) -> dict[str, Any]:
+    """The settings of the block under their own names, with the lines that they stand on."""
+    settings = canonical(classes, block, where=where)
+    if not isinstance(block, LocatedMapping):
+        return settings
+    kept = LocatedMapping(block.line)
+    kept.update(settings)
+    kept.key_lines = {
+        name: block.key_lines[key] for name, key in zip(settings, block, strict=True) if key in block.key_lines
+    }
+    return kept
 
 
 def _parents(document: Mapping[str, Any], source: str, path: Path | None) -> list[Path]:

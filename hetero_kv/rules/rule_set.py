@@ -245,8 +245,16 @@ class RuleSet:
             named |= dict.fromkeys(instead)
         known = self.known_owners()
         require_effect(command_line, list(in_place), known, where=COMMAND_LINE, rules=self.file.name)
+        self._require_effect_of_file([*in_place, *named])
+
+    def require_own_effect(self) -> None:
+        """Raise ConfigError for a setting of the file itself that no operator takes that the rules can put in."""
+        self._require_effect_of_file(self.owners())
+
+    def _require_effect_of_file(self, in_place: Sequence[Owner]) -> None:
         where = f"{self.file.name}: long_context"
-        require_effect(self.file.long_context, [*in_place, *named], known, where=where, rules="the file")
+        known = self.known_owners()
+        require_effect(self.file.long_context, in_place, known, where=where, rules=self.file.name)
 
     def _files(self, settings_file: Mapping[str, Any] | None) -> list[Given]:
         own = Given(f"{self.file.name}: long_context", self.file.long_context)
