@@ -10,7 +10,7 @@ from hetero_kv.cli import COMMANDS
 from hetero_kv.commands.configuration_docs import configuration_page
 from hetero_kv.rules.owners import every_settings_class
 from hetero_kv.rules.registered import operator_classes, registered
-from hetero_kv.settings.setting import describe
+from hetero_kv.settings.description import describe
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 

@@ -15,8 +15,8 @@ from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.rules.owners import every_settings_class
 from hetero_kv.rules.settings_file import ensure_settings_file, read_settings_file, settings_path, settings_text
+from hetero_kv.settings.description import describe
 from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.settings.setting import describe
 
 KTRANSFORMERS_BLOCK = """\
 chunk_size: 4096 # prefill chunk size

@@ -16,9 +16,10 @@ from hetero_kv.cli import COMMANDS
 from hetero_kv.rules.owners import registered_owners
 from hetero_kv.rules.registered import operator_classes, registered
 from hetero_kv.rules.setting_flags import SETTINGS_DEST
+from hetero_kv.settings.description import SettingRow, describe
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.flags import FlagParser
-from hetero_kv.settings.setting import SettingRow, Settings, describe
+from hetero_kv.settings.setting import Settings
 
 _OPENING = """\
 <!-- Written by `make docs` from the settings' dataclasses; do not edit. -->

@@ -18,8 +18,8 @@ from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.rules.injection import Injection
 from hetero_kv.rules.precedence import DEFAULT
 from hetero_kv.rules.setting_flags import add_setting_flags
+from hetero_kv.settings.description import describe, method_words
 from hetero_kv.settings.flags import FlagParser
-from hetero_kv.settings.setting import describe, method_words
 
 UNTOUCHED = "as it is"
 OVERRULED = "overruled in this layer"

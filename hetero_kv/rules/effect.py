@@ -7,8 +7,9 @@ from typing import Any
 
 from hetero_kv.errors import ConfigError
 from hetero_kv.rules.owners import Owner, flat_classes, labels
+from hetero_kv.settings.description import setting_names
 from hetero_kv.settings.located_yaml import located
-from hetero_kv.settings.setting import canonical, setting_names
+from hetero_kv.settings.setting import canonical
 
 
 def require_effect(

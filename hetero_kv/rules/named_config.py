@@ -14,8 +14,8 @@ from hetero_kv.rules.owners import flat_classes
 from hetero_kv.rules.precedence import COMMAND_LINE
 from hetero_kv.rules.rule_file import load_rules
 from hetero_kv.rules.rule_set import RuleSet
+from hetero_kv.settings.description import takes_any_text
 from hetero_kv.settings.flags import scalar
-from hetero_kv.settings.setting import takes_any_text
 
 # A text may hold colons; what begins a setting is a name and an equals sign.
 _BEFORE_SETTING = re.compile(r":(?=[A-Za-z][\w-]*=)")

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from hetero_kv.adapter.operator import Operator
 from hetero_kv.rules.registered import operator_classes
+from hetero_kv.settings.description import choices_of
 from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.settings.setting import Settings, choices_of
+from hetero_kv.settings.setting import Settings
 
 
 class Owner(NamedTuple):

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from hetero_kv.errors import ConfigError
-from hetero_kv.settings.setting import canonical, setting_names, settings_from_mapping
+from hetero_kv.settings.description import setting_names
+from hetero_kv.settings.setting import canonical, settings_from_mapping
 
 COMMAND_LINE = "command line"
 SETTINGS_FILE = "settings file"

@@ -11,8 +11,9 @@ from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.owners import Owner, flat_classes, registered_owners
 from hetero_kv.rules.precedence import COMMAND_LINE
 from hetero_kv.rules.setting_groups import setting_groups
+from hetero_kv.settings.description import takes_any_text
 from hetero_kv.settings.flags import FlagParser
-from hetero_kv.settings.setting import canonical, takes_any_text
+from hetero_kv.settings.setting import canonical
 
 #: Where the parsed flags hold the settings.
 SETTINGS_DEST = "long_context"

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from hetero_kv.rules.owners import Owner, labels
+from hetero_kv.settings.description import SettingRow, describe, setting_names
 from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.settings.setting import SettingRow, Settings, describe, setting_names
+from hetero_kv.settings.setting import Settings
 
 
 class Sense(NamedTuple):

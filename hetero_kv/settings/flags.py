@@ -9,7 +9,8 @@ from types import MappingProxyType
 from typing import Any
 
 from hetero_kv.errors import ConfigError
-from hetero_kv.settings.setting import SettingRow, describe, nearest_spelling, takes_any_text
+from hetero_kv.settings.description import SettingRow, describe, takes_any_text
+from hetero_kv.settings.setting import nearest_spelling
 
 # A value may begin with dashes too ("--- a diff ---"); a flag is one word.
 _FLAG = re.compile(r"(--[A-Za-z][\w-]*)(=.*)?", re.DOTALL)

@@ -15,9 +15,9 @@ import difflib
 import functools
 import math
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hetero_kv.errors import ConfigError
 from hetero_kv.settings.located_yaml import located
@@ -35,7 +35,9 @@ class SettingError(ConfigError):
 
 
 @dataclass(frozen=True)
-class _Constraints:
+class Constraints:
+    """What a field was declared with; see `setting`."""
+
     doc: str
     unit: str | None
     choices: Choices | None
@@ -47,6 +49,7 @@ class _Constraints:
     names_method: str | None
 
     def allowed(self) -> tuple[str, ...]:
+        """The texts that the setting may be; none where any will do."""
         return tuple(self.choices() if callable(self.choices) else self.choices or ())
 
 
@@ -77,7 +80,7 @@ def setting(
         value_aliases: other names for values, as written -> as meant.
         names_method: where the value tells one method from another, how it stands in the words for it ("rank {}").
     """
-    constraints = _Constraints(
+    constraints = Constraints(
         doc, unit, choices, minimum, maximum, multiple_of, tuple(aliases), dict(value_aliases or {}), names_method
     )
     return dataclasses.field(default=default, metadata={"constraints": constraints})
@@ -94,7 +97,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         cls: Any = type(self)
-        for name, entry in _entries(cls).items():
+        for name, entry in entries_of(cls).items():
             object.__setattr__(self, name, entry.check(name, getattr(self, name)))
         self.validate()
 
@@ -103,14 +106,14 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
     """One setting of a class: its field name, declared type, default and constraints."""
 
     owner: type
     name: str
     annotation: Any
     default: Any
-    constraints: _Constraints
+    constraints: Constraints
 
     def check(self, key: str, value: Any) -> Any:
         """`value` as it is stored. Raises SettingError, which calls the setting `key`."""
@@ -211,10 +214,11 @@ def _same_text(value: Any, texts: Iterable[str]) -> str | None:
 
 
 @functools.cache
-def _entries(cls: Any) -> dict[str, _Entry]:
+def entries_of(cls: Any) -> dict[str, Entry]:
+    """The settings of the dataclass `cls` by name, in the order of its fields."""
     hints = get_type_hints(cls)
     return {
-        field.name: _Entry(cls, field.name, hints[field.name], field.default, field.metadata["constraints"])
+        field.name: Entry(cls, field.name, hints[field.name], field.default, field.metadata["constraints"])
         for field in dataclasses.fields(cls)
         if "constraints" in field.metadata
     }
@@ -244,9 +248,9 @@ def canonical(classes: Sequence[type], mapping: Mapping[Any, Any] | None, *, whe
         return {}
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{where}: {mapping!r} is not a mapping; write `key: value` pairs")
-    entries: dict[str, list[_Entry]] = {}
+    entries: dict[str, list[Entry]] = {}
     for cls in classes:
-        for entry in _entries(cls).values():
+        for entry in entries_of(cls).values():
             for spelling in (entry.name, *entry.constraints.aliases):
                 entries.setdefault(spelling, []).append(entry)
     found: dict[str, Any] = {}
@@ -267,7 +271,7 @@ def canonical(classes: Sequence[type], mapping: Mapping[Any, Any] | None, *, whe
     return found
 
 
-def _checked(entries: Sequence[_Entry], key: str, value: Any) -> Any:
+def _checked(entries: Sequence[Entry], key: str, value: Any) -> Any:
     """`value` as the first of the settings of one name stores it that can take it. Raises SettingError."""
     refusals: dict[str, SettingError] = {}
     for entry in entries:
@@ -306,49 +310,3 @@ def settings_from_mapping(
         return cls(**overrides) if defaults is None else dataclasses.replace(defaults, **overrides)  # type: ignore[type-var]
     except SettingError as error:
         raise ConfigError(f"{located(where, mapping or {})}: {error}") from error
-
-
-class SettingRow(NamedTuple):
-    """One setting as the settings file, `--help` and the documentation show it."""
-
-    name: str
-    type: str
-    default: Any
-    unit: str | None
-    aliases: tuple[str, ...]
-    doc: str
-
-
-def describe(cls: type) -> Iterator[SettingRow]:
-    """The settings of `cls` in the order of its fields; `type` is in words, with the range and the choices."""
-    for entry in _entries(cls).values():
-        limits = entry.constraints
-        yield SettingRow(entry.name, entry.expected(), entry.default, limits.unit, limits.aliases, limits.doc)
-
-
-def setting_names(cls: type) -> frozenset[str]:
-    """The settings of `cls`, under their own names."""
-    return frozenset(_entries(cls))
-
-
-def choices_of(cls: type, name: str) -> tuple[str, ...]:
-    """The texts that the setting `name` of `cls` may be."""
-    return _entries(cls)[name].constraints.allowed()
-
-
-def takes_any_text(classes: Iterable[type], spelling: str) -> bool:
-    """Whether the setting of that name or alias is a free text, in every one of the classes that has it."""
-    entries = [entry for cls in classes for entry in _entries(cls).values()]
-    known = [entry for entry in entries if spelling.replace("-", "_") in (entry.name, *entry.constraints.aliases)]
-    return bool(known) and all(entry.annotation is str and entry.constraints.choices is None for entry in known)
-
-
-def method_words(settings: object) -> str:
-    """What tells a method from others of its operator, e.g. "QUEST, 2 per block, SEPARATE"; "" where nothing does."""
-    cls: Any = type(settings)
-    entries = _entries(cls).values()
-    return ", ".join(
-        entry.constraints.names_method.format(getattr(settings, entry.name))
-        for entry in entries
-        if entry.constraints.names_method is not None
-    )

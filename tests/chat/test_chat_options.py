@@ -12,9 +12,10 @@ from hetero_kv.families.bounded.eviction import BoundedSettings
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.rules.owners import every_settings_class
+from hetero_kv.settings.description import describe
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.flags import FlagParser
-from hetero_kv.settings.setting import Settings, describe, setting
+from hetero_kv.settings.setting import Settings, setting
 
 
 def options(*arguments: str) -> ChatOptions:
