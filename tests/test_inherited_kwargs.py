@@ -129,9 +129,18 @@ def test_a_rule_of_another_policy_inherits_what_that_policy_has_and_can_take(lla
 
 
 def test_a_setting_that_the_inherited_policy_lacks_is_an_error_of_the_rule(llama):
-    child = {"extends": "cascade.yaml", "rules": [rule("self_attn$", "BoundedAttention", window=3)]}
-    with pytest.raises(ConfigError, match=r"rules: rule 1: kwargs: window has no effect here: it is a setting of Bou"):
-        inject(llama, parse_rules(child))
+    child = """
+extends: cascade.yaml
+rules:
+  - match: {name: self_attn$}
+    replace: {class: BoundedAttention, kwargs: {window: 3}}
+"""
+    with pytest.raises(ConfigError) as raised:
+        inject(llama, parse_rules(child, "mine.yaml"))
+    assert str(raised.value) == (
+        "mine.yaml: rule 1: kwargs, line 5: window has no effect here: it is a setting of BoundedAttention "
+        "(pyramidkv and snapkv), and the rule puts in BoundedAttention (cascade)"
+    )
 
 
 def test_a_flag_switches_the_policy_and_the_rules_kwargs_that_it_lacks_are_left_out(llama):
@@ -139,6 +148,8 @@ def test_a_flag_switches_the_policy_and_the_rules_kwargs_that_it_lacks_are_left_
     settings = settings_in(injection, 0)
     assert (settings.policy, settings.budget, settings.stride) == ("tova", 99, 4096)
     assert sources_in(injection, 0)["policy"] == "command line"
+    eject(llama)
+    inject(llama, parse_rules("extends: cascade.yaml\nlong_context: {gamma: 0.5}"), command_line={"policy": "tova"})
     eject(llama)
     with pytest.raises(ConfigError, match="command line: gamma has no effect here: it is a setting of Bou"):
         inject(llama, "cascade", command_line={"policy": "tova", "gamma": 0.5})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,14 +82,14 @@ def _rule_set(
     parents = [_load(each, recipes.display(each), chain, loaded) for each in _parents(document, source, path)]
     inherited = [rule for parent in parents for rule in parent.rules]
     owners = registered_owners(rule.operator for rule in (*own, *inherited) if rule.operator)
-    long_context = _long_context(document.get("long_context"), flat_classes(owners), f"{source}: long_context")
+    long_context = _settings(document.get("long_context"), flat_classes(owners), f"{source}: long_context")
     extends = dict.fromkeys(file for parent in parents for file in (parent.file, *parent.file.extends))
     file = RuleFile(source, long_context, tuple(extends))
     return RuleSet(path, file, (*(replace(rule, file=file) for rule in own), *inherited))
 
 
-def _long_context(block: Any, classes: tuple[type, ...], where: str) -> dict[str, Any]:
-    """The settings of the block under their own names, with the lines that they stand on."""
+def _settings(block: Any, classes: Sequence[type], where: str) -> dict[str, Any]:
+    """The settings of a block under their own names, with the lines that they stand on."""
     settings = canonical(classes, block, where=where)
     if not isinstance(block, LocatedMapping):
         return settings
@@ -145,7 +145,7 @@ def _rule(content: Any, source: str) -> Rule:
     rule = Rule(source, _pattern(match, source), match.get("class"), operator, operator_name, recursive=recursive)
     kwargs = replace_with.get("kwargs")
     classes = [owner.settings for owner in owners_of(operator, _choice(operator, kwargs))] if operator else []
-    return replace(rule, kwargs=canonical(classes, kwargs, where=f"{rule.title}: kwargs"))
+    return replace(rule, kwargs=_settings(kwargs, classes, f"{rule.title}: kwargs"))
 
 
 def _choice(operator: type[Operator], kwargs: Any) -> str | None:

@@ -240,9 +240,9 @@ class RuleSet:
         for rule, operator, settings in injected:
             owner = owner_in_place(operator, settings)
             in_place |= {owner: None} if owner else {}
-            # The file speaks of the operator that it names; it is not at fault where a layer's kind needs another.
-            instead = owners_of(rule.operator) if rule.operator not in (None, operator) else ()
-            named |= dict.fromkeys(instead)
+            # The file speaks of what it names; it is not at fault where a layer's kind or a flag puts another in.
+            if rule.operator is not None and (rule.operator is not operator or operator.chosen_by in command_line):
+                named |= dict.fromkeys(owners_of(rule.operator))
         known = self.known_owners()
         require_effect(command_line, list(in_place), known, where=COMMAND_LINE, rules=self.file.name)
         self._require_effect_of_file([*in_place, *named])
