@@ -14,9 +14,11 @@ from hetero_kv.errors import ConfigError, HeteroKVError
 from hetero_kv.families.retrieval import representatives
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.window.settings import SlidingWindowSettings
-from hetero_kv.rules.precedence import ALL_LONG_CONTEXT, merge, split_long_context
+from hetero_kv.rules.owners import every_settings_class
+from hetero_kv.rules.precedence import COMMAND_LINE, DEFAULT, SETTINGS_FILE, Given, in_force
+from hetero_kv.settings.description import describe
 from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.settings.setting import SettingError, Settings, describe, setting, settings_from_mapping
+from hetero_kv.settings.setting import SettingError, Settings, canonical, setting, settings_from_mapping
 from hetero_kv.store import storage
 
 
@@ -227,23 +229,34 @@ def test_every_registered_storage_and_representative_type_is_accepted() -> None:
         assert retrieval(representative_type=name.lower(), representative_num=num).representative_type == name
 
 
-def test_the_flat_block_is_split_by_class() -> None:
-    engine, operator = split_long_context({"chunk_size": 512, "cpu_infer": 10, "second_select_num": 8}, where="here")
-    assert (engine, operator) == ({"chunk_size": 512, "threads_num": 10}, {"second_block_count": 8})
+def test_of_the_flat_block_each_class_has_its_own() -> None:
+    flat = {"chunk_size": 512, "cpu_infer": 10, "second_select_num": 8}
+    given = [Given("here", canonical(every_settings_class(), flat, where="here"))]
+    assert in_force(EngineSettings, given, where="here").settings == EngineSettings(chunk_size=512, threads_num=10)
+    assert in_force(RetrievalSettings, given, where="here").settings == RetrievalSettings(second_block_count=8)
 
 
-def test_no_two_settings_of_the_flat_block_share_a_name_or_alias() -> None:
-    spellings = [name for cls in ALL_LONG_CONTEXT for row in describe(cls) for name in (row.name, *row.aliases)]
-    assert len(spellings) == len(set(spellings))
+def test_no_alias_of_the_flat_block_is_the_name_of_another_setting_and_no_operator_has_one_of_the_engines() -> None:
+    meant: dict[str, set[str]] = {}
+    for cls in every_settings_class():
+        for row in describe(cls):
+            for spelling in (row.name, *row.aliases):
+                meant.setdefault(spelling, set()).add(row.name)
+    assert all(len(names) == 1 for names in meant.values())
+    engine, *operators = every_settings_class()
+    assert not {row.name for row in describe(engine)} & {row.name for cls in operators for row in describe(cls)}
 
 
 def test_the_command_line_wins_over_the_rules_file_and_that_over_the_settings_file() -> None:
-    merged = merge(
-        command_line={"chunk_size": 1},
-        rules_file={"chunk_size": 2, "block_size": 2},
-        settings_file={"chunk_size": 3, "block_size": 3, "initial_len": 3},
-    )
-    assert merged == {"chunk_size": 1, "block_size": 2, "initial_len": 3}
+    given = [
+        Given(COMMAND_LINE, {"block_size": 1}),
+        Given("a.yaml: rule 1", {"block_size": 2, "token_step": 2}),
+        Given(SETTINGS_FILE, {"block_size": 3, "token_step": 3, "initial_len": 3}),
+    ]
+    found = in_force(RetrievalSettings, given, where="here")
+    assert found.settings == RetrievalSettings(block_size=1, token_step=2, initial_len=3)
+    sources = {name: source for name, source in found.sources.items() if source != DEFAULT}
+    assert sources == {"block_size": COMMAND_LINE, "token_step": "a.yaml: rule 1", "initial_len": SETTINGS_FILE}
 
 
 def test_threads_are_the_physical_cores_and_never_more_than_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +272,7 @@ def test_threads_are_the_physical_cores_and_never_more_than_the_affinity(monkeyp
     assert EngineSettings().resolved_threads() == 6
 
 
-@pytest.mark.parametrize("cls", ALL_LONG_CONTEXT)
+@pytest.mark.parametrize("cls", every_settings_class())
 def test_every_setting_describes_itself(cls: type[Settings]) -> None:
     rows = list(describe(cls))
     assert [row.name for row in rows] == [field.name for field in fields(cls)]  # type: ignore[arg-type]

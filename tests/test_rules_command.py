@@ -127,3 +127,58 @@ def test_without_a_rules_file_the_command_says_what_it_needs(capsys):
 
 def test_the_policy_of_bounded_layers_is_shown(rules):
     assert "policy streaming_llm" in rules("streaming_llm")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "method"),
+    [
+        ("quest", "QUEST, 2 per block, SEPARATE"),
+        ("ktransformers", "DYNAMIC, 1 per block, SHARED"),
+        ("shadowkv:rank=16", "rank 16"),
+        ("tova", "policy tova"),
+        ("dense", "DYNAMIC, 1 per block, SHARED"),
+    ],
+)
+def test_every_row_says_its_method_in_words(rules, recipe, method):
+    rows = rules(recipe, "--json")["modules"]
+    assert {row["method"] for row in rows if row["module"].endswith("self_attn")} == {method}
+    assert method in next(line for line in rules(recipe).splitlines() if "Attention " in line)
+
+
+def test_every_value_says_where_it_came_from(rules, tmp_path):
+    (tmp_path / "settings.yaml").write_text("long_context: {layer_step: 2, chunk_size: 99}")
+    (tmp_path / "mine.yaml").write_text(
+        r"""
+extends: quest.yaml
+long_context: {max_seq_len: 640}
+rules:
+  - match: {name: '\.layers\.[4-7]\.self_attn$'}
+    replace: {class: hetero_kv.operators.RetrievalAttention, kwargs: {second_block_count: 5}}
+"""
+    )
+    mine = tmp_path / "mine.yaml"
+    report = rules(mine, "--kv_type", "FP32", "--json")
+    dense, first, own, last = (row for row in report["modules"] if row["module"].endswith("self_attn"))
+    assert [(row["first"], row["last"]) for row in (dense, first, own, last)] == [(0, 1), (2, 3), (4, 7), (8, 11)]
+    assert dense["sources"]["second_block_count"] == "overruled in this layer"
+    expected = {
+        "second_block_count": f"{mine}: rule 1",
+        "representative_type": "injection_rules/quest.yaml: rule 1",
+        "block_size": "injection_rules/quest.yaml: long_context",
+        "kv_type": "command line",
+        "layer_step": "settings file",
+        "token_step": "default",
+    }
+    assert {name: own["sources"][name] for name in expected} == expected
+    assert set(own["sources"]) == set(own["settings"])
+    assert report["engine_sources"] == {
+        "chunk_size": "injection_rules/ktransformers.yaml: long_context",
+        "max_seq_len": f"{mine}: long_context",
+        "threads_num": "default",
+        "measure_recall": "default",
+    }
+    line = next(line for line in rules(mine, "--kv_type", "FP32").splitlines() if line.startswith("  4-7 "))
+    assert "second_block_count 5 [rule 1]" in line
+    assert "representative_num 2, head_select_mode SEPARATE, dense_layer_num 2 [quest.yaml: rule 1]" in line
+    assert "kv_type FP32 [command line]" in line
+    assert "layer_step 2 [settings file]" in line

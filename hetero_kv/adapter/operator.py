@@ -19,8 +19,8 @@ from hetero_kv.engine.recorded_prompt import RecordedPrompt
 from hetero_kv.engine.statistics import Statistic
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
+from hetero_kv.settings.description import describe
 from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.settings.setting import describe
 
 
 class Operator(nn.Module):
@@ -57,11 +57,6 @@ class Operator(nn.Module):
     def settings_class_for(cls, kwargs: Mapping[Any, Any]) -> type | None:
         """The dataclass of a rule's `kwargs`: `settings_class`, or the one that a key of them chooses."""
         return cls.settings_class
-
-    @classmethod
-    def settings_classes(cls) -> Mapping[str, type]:
-        """Every dataclass that `settings_class_for` may return, under what chooses it: "" or "policy: h2o"."""
-        return {} if cls.settings_class is None else {"": cls.settings_class}
 
     @classmethod
     def registries(cls) -> Mapping[str, Mapping[str, str]]:

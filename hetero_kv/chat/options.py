@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hetero_kv.families.retrieval.settings import RetrievalSettings
-from hetero_kv.rules.precedence import split_long_context
-from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.rules.precedence import COMMAND_LINE
+from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
 from hetero_kv.settings.setting import SettingError, Settings, setting, settings_from_mapping
 
 DEFAULT_RULES = "ktransformers"
-_COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True)
@@ -57,8 +55,8 @@ class ChatOptions:
         prompt_file: a text that goes before the question; `-` is standard input.
         model: name or path; None for the default model, or for the GGUF file where that is given.
         gguf_path: the weights, where they are not with the model.
-        rules: path or name of a rules file.
-        long_context: the settings of `config.ALL_LONG_CONTEXT` that were given, under their own names.
+        rules: path or name of a rules file, with settings of its own where wanted.
+        long_context: the settings of engine and operators that were given as flags, under their own names.
         flags_given: those settings as the command line spelled them.
     """
 
@@ -81,8 +79,9 @@ class ChatOptions:
 def add_flags(parser: FlagParser) -> None:
     """Add the chat command's flags to `parser`."""
     parser.epilog = (
-        "Flags may be spelled with dashes or underscores. Settings come from, first wins: these flags, the rules file, "
-        "~/.hetero_kv/config.yaml, the defaults shown. The exit status is 2 for a mistake in these, 130 after Ctrl-C."
+        "Flags may be spelled with dashes or underscores. Settings come from, first wins: --config's own "
+        "(quest:block_size=32), these flags, the rules file, ~/.hetero_kv/config.yaml, the defaults shown. "
+        "The exit status is 2 for a mistake in these, 130 after Ctrl-C."
     )
     asking = parser.add_argument_group("question")
     asking.add_argument("--prompt", metavar="TEXT", help="the question; in a terminal the chat goes on after it")
@@ -102,11 +101,11 @@ def add_flags(parser: FlagParser) -> None:
         dest="rules",
         default=DEFAULT_RULES,
         metavar="FILE",
-        help=f"rules file, or the name of a packaged one (default {DEFAULT_RULES})",
+        help="rules file, or the name of a packaged one, with settings of its own where wanted: quest:block_size=32 "
+        f"(default {DEFAULT_RULES})",
     )
     parser.add_settings("answer", "answer", AnswerSettings)
-    parser.add_settings("engine (wins over the rules file)", "long_context", EngineSettings)
-    parser.add_settings("retrieval operators (wins over the rules file)", "long_context", RetrievalSettings)
+    add_setting_flags(parser, lambda flags: [flags.rules])
 
 
 def chat_options(flags: argparse.Namespace) -> ChatOptions:
@@ -115,9 +114,9 @@ def chat_options(flags: argparse.Namespace) -> ChatOptions:
     Raises:
         ConfigError: a value of the wrong type or out of range, or a setting given under two names.
     """
-    engine, retrieval = split_long_context(flags.long_context, where=_COMMAND_LINE)
     given = {**vars(flags), "flags_given": tuple(flags.long_context)}
-    given["mode"] = settings_from_mapping(ModeSettings, flags.mode, where=_COMMAND_LINE).mode
-    given["answer"] = settings_from_mapping(AnswerSettings, flags.answer, where=_COMMAND_LINE)
-    given["long_context"] = engine | retrieval
+    del given["owners"]
+    given["mode"] = settings_from_mapping(ModeSettings, flags.mode, where=COMMAND_LINE).mode
+    given["answer"] = settings_from_mapping(AnswerSettings, flags.answer, where=COMMAND_LINE)
+    given["long_context"] = settings_of(flags)
     return ChatOptions(**given)

@@ -14,12 +14,11 @@ from hetero_kv.chat.conversation import Conversation
 from hetero_kv.chat.options import ChatOptions
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel, load_model
 from hetero_kv.rules.injection import Injection, inject
-from hetero_kv.rules.precedence import split_long_context
+from hetero_kv.rules.named_config import named_config
+from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, in_force
 from hetero_kv.rules.recipes import display
-from hetero_kv.rules.rule_file import load_rules
 from hetero_kv.rules.settings_file import ensure_settings_file, read_settings_file, settings_path
 from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.settings.setting import settings_from_mapping
 
 _logger = logging.getLogger(__name__)
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
@@ -98,13 +97,15 @@ def open_session(options: ChatOptions) -> ChatSession:
     """
     settings_file = _settings_file()
     rules = None
+    command_line = options.long_context
     if options.mode == "long_context":
-        rules = load_rules(options.rules)
-        engine = rules.engine_settings(command_line=options.long_context, settings_file=settings_file)
+        config = named_config(options.rules)
+        rules, command_line = config.rules, config.command_line(options.long_context)
+        engine = rules.engine_settings(command_line=command_line, settings_file=settings_file)
     else:
         _warn_of_unused(options.flags_given)
-        own, _ = split_long_context(settings_file | options.long_context, where="settings")
-        engine = settings_from_mapping(EngineSettings, own, where="settings")
+        given = [Given(COMMAND_LINE, command_line), Given(SETTINGS_FILE, settings_file)]
+        engine = in_force(EngineSettings, given, where="settings").settings
     # Operators read this number; torch's own matrix products take it from here.
     torch.set_num_threads(engine.resolved_threads())
     model, gguf_path = options.model or DEFAULT_MODEL, options.gguf_path
@@ -119,7 +120,7 @@ def open_session(options: ChatOptions) -> ChatSession:
     )
     injection = None
     if rules is not None:
-        injection = inject(loaded.model, rules, command_line=options.long_context, settings_file=settings_file)
+        injection = inject(loaded.model, rules, command_line=command_line, settings_file=settings_file)
         injection.compile_kernels()
     conversation = Conversation(loaded.model, loaded.tokenizer, system=options.system)
     rules_name = display(rules.path) if rules and rules.path else None

@@ -15,11 +15,13 @@ from pathlib import Path
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.cli import COMMANDS
 from hetero_kv.engine.statistics import Statistic
-from hetero_kv.rules.precedence import ALL_LONG_CONTEXT
+from hetero_kv.rules.owners import registered_owners
 from hetero_kv.rules.registered import operator_classes, registered
+from hetero_kv.rules.setting_flags import SETTINGS_DEST
+from hetero_kv.settings.description import SettingRow, describe
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.flags import FlagParser
-from hetero_kv.settings.setting import SettingRow, Settings, describe
+from hetero_kv.settings.setting import Settings
 
 _OPENING = """\
 <!-- Written by `make docs` from the settings' dataclasses; do not edit. -->
@@ -27,13 +29,25 @@ _OPENING = """\
 # Configuration
 
 A setting has the same name everywhere: in the `long_context:` block of a rules file, in a rule's `kwargs:`, in
-`~/.hetero_kv/config.yaml`, and as a flag. Which one wins, highest first:
+`~/.hetero_kv/config.yaml`, as a flag, and behind the rules' name. Which one wins, highest first:
 
-1. the command line: `--name VALUE`, in either spelling (`--max_seq_len`, `--max-seq-len`)
-2. the rules file (`--config`): a rule's `kwargs:` before any `long_context:`, a file's own before those of the files
-   it `extends`
-3. `~/.hetero_kv/config.yaml` (elsewhere with the environment variable `HETERO_KV_CONFIG`)
-4. the defaults below
+1. what the rules are named with: `--config quest:block_size=32:kv_type=FP32`
+2. the command line: `--name VALUE`, in either spelling (`--max_seq_len`, `--max-seq-len`); a list is `1,2,3` or
+   `[1, 2, 3]`
+3. the rules file (`--config`): a rule's `kwargs:`, and those that it starts from, before any `long_context:`, a file's
+   own before those of the files it `extends`
+4. `~/.hetero_kv/config.yaml` (elsewhere with the environment variable `HETERO_KV_CONFIG`)
+5. the defaults below
+
+A rule of a file that extends another starts from the kwargs that the other's rules, first match first, give the same
+module with the same operator class: one that sets `second_block_count` for four layers changes nothing else in them. A
+rule of `BoundedAttention` that names another policy starts from what that policy has of them.
+
+A flag or key counts for every operator that has the setting. One that nothing in the model takes is an error which says
+for what it counts, unless it comes from a file that is extended, or from `~/.hetero_kv/config.yaml`, which is for all
+rules. A flag `--policy` changes the policy that rules name; kwargs of these rules that the other policy lacks are left
+out. Where a command has a flag of the same name (`chat --seed`, `eval --stride`), the setting stands behind the name of
+the rules: `--config random:seed=1`. Settings of your own operators are flags too, where the rules name these.
 
 Aliases are names that other programs use, KTransformers first of all; they work wherever the name does. A mistake is an
 error that names the file, the line, the key and the nearest right spelling.
@@ -51,37 +65,35 @@ def configuration_page() -> str:
 
 def _settings() -> Iterator[str]:
     yield "## Settings\n"
+    operators = operator_classes()
     takers = _takers()
-    for cls in _settings_classes():
+    for cls, taken_by in takers.items():
         rows = list(describe(cls))
         if not rows:
             continue
-        taken_by = "the engine" if cls is EngineSettings else ", ".join(takers.get(cls, ()))
-        where = "`long_context:` or a flag" if cls in ALL_LONG_CONTEXT else "the rule's `kwargs:`"
-        if cls in takers and cls in ALL_LONG_CONTEXT:
-            where = "`long_context:`, the rule's `kwargs:`, or a flag"
+        where = (
+            "`long_context:` or a flag" if cls is EngineSettings else "`long_context:`, the rule's `kwargs:`, or a flag"
+        )
         yield f"### {_title(cls)}\n"
-        yield f"Taken by {taken_by}. Set in {where}.\n"
+        yield f"Taken by {', '.join(taken_by)}. Set in {where}.\n"
         spellings = {f.name: f.metadata["constraints"].value_aliases for f in fields(cls) if f.metadata}  # type: ignore[arg-type]
         yield from _table(
             ("setting", "value", "default", "unit", "aliases", "meaning"),
             (_setting_cells(row, spellings[row.name]) for row in rows),
         )
-    bare = [name for name, cls in operator_classes().items() if not _has_settings(cls.settings_class)]
+    bare = [name for name, operator in operators.items() if not _has_settings(operator.settings_class)]
     yield f"Without settings: {', '.join(f'`{name}`' for name in bare)}.\n"
 
 
-def _settings_classes() -> list[type[Settings]]:
-    """Those of the `long_context:` block, then those that only some operator takes; each once."""
-    return list(dict.fromkeys((*ALL_LONG_CONTEXT, *_takers())))
-
-
 def _takers() -> dict[type[Settings], list[str]]:
-    """Settings class -> the operators that take it, each with what chooses it."""
-    takers: dict[type[Settings], list[str]] = {}
-    for name, operator in operator_classes().items():
-        for choice, cls in operator.settings_classes().items():
-            takers.setdefault(cls, []).append(f"`{name}` with `{choice}`" if choice else f"`{name}`")
+    """Settings class -> what takes it: the engine, the operators, and their choices with what chooses them."""
+    takers: dict[type[Settings], list[str]] = {EngineSettings: ["the engine"]}
+    for owner in registered_owners():
+        takers.setdefault(owner.base, [])
+        words = f"`{owner.operator}`" + (f" with `{owner.chosen_by}: {owner.choice}`" if owner.choice else "")
+        takers.setdefault(owner.settings, []).append(words)
+        if owner.choice and not takers[owner.base]:
+            takers[owner.base].append(f"`{owner.operator}`")
     return takers
 
 
@@ -127,13 +139,12 @@ def _statistics() -> Iterator[str]:
 def _flags() -> Iterator[str]:
     yield "## Commands\n"
     yield "Every setting above is a flag too, of the commands that run or plan with rules; these are the other flags.\n"
-    names = {f"--{name}" for cls in ALL_LONG_CONTEXT for row in describe(cls) for name in (row.name, *row.aliases)}
     for name, command in COMMANDS.items():
         parser = FlagParser(f"hetero-kv {name}", command.summary)
         importlib.import_module(command.module).add_flags(parser)
         yield f"### {name}\n"
         yield f"{command.summary}\n"
-        own = [action for action in parser._actions if not (names | {"--help"}) & set(action.option_strings)]
+        own = [action for action in parser._actions if action.dest not in (SETTINGS_DEST, "help")]
         yield from _table(("flag", "meaning"), ((_flag(action), action.help or "") for action in own))
 
 

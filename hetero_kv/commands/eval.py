@@ -16,19 +16,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hetero_kv.commands.injected import add_setting_flags
 from hetero_kv.errors import ConfigError
 from hetero_kv.evals import Comparison, ConfiguredModel, Run, RunOptions, compare, config_specs
 from hetero_kv.evals import run as run_evaluation
+from hetero_kv.evals.config_spec import config_words, require_effect_somewhere
 from hetero_kv.evals.options import DEFAULT_DEPTHS, DEFAULT_LENGTHS, parse_depth, parse_length, parse_list
 from hetero_kv.evals.runner import wanted_tasks
 from hetero_kv.evals.tasks import registry
 from hetero_kv.models import DEFAULT_MODEL, load_model
-from hetero_kv.rules.precedence import ALL_LONG_CONTEXT, split_long_context
+from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, in_force
+from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
 from hetero_kv.rules.settings_file import read_settings_file
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
-from hetero_kv.settings.setting import canonical, settings_from_mapping
 
 _logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def add_flags(parser: FlagParser) -> None:
         "policy's own stride is cascade:stride=N",
     )
     add_loading_flags(parser, default=DEFAULT_MODEL)
-    add_setting_flags(parser)
+    add_setting_flags(parser, lambda flags: config_words(flags.configs))
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -145,14 +145,15 @@ def run(flags: argparse.Namespace) -> int:
     tasks = parse_list(flags.task, str, "task") if flags.task else ()
     if not wanted_tasks(tasks) and not options.data:
         raise ConfigError(f"neither task nor data is given; tasks: {', '.join(registry.names())}")
-    configs = config_specs(parse_list(flags.configs, str, "config") if flags.configs else ())
+    configs = config_specs(config_words(flags.configs))
     if not configs and flags.no_baseline:
         raise ConfigError("there is nothing to run: give a config, or leave out --no_baseline")
-    settings = canonical(ALL_LONG_CONTEXT, flags.long_context, where="command line")
+    settings = settings_of(flags)
+    require_effect_somewhere(settings, configs)
     settings_file = read_settings_file()
-    engine, _ = split_long_context({**settings_file, **settings}, where="settings")
+    given = [Given(COMMAND_LINE, settings), Given(SETTINGS_FILE, settings_file)]
     # Operators read this number; torch's own matrix products take it from here.
-    torch.set_num_threads(settings_from_mapping(EngineSettings, engine, where="settings").resolved_threads())
+    torch.set_num_threads(in_force(EngineSettings, given, where="settings").settings.resolved_threads())
     loaded = load_model(
         flags.model or flags.gguf_path or DEFAULT_MODEL,
         gguf_path=flags.gguf_path if flags.model else None,

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hetero_kv.models import DEFAULT_MODEL
 from hetero_kv.models.weightless import weightless_model
 from hetero_kv.rules.injection import Injection, inject
+from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.recipes import display
-from hetero_kv.rules.rule_file import load_rules
+from hetero_kv.rules.setting_flags import settings_of
 from hetero_kv.rules.settings_file import read_settings_file
 from hetero_kv.settings.flags import FlagParser
-from hetero_kv.settings.setting import canonical
 
 
 class InjectedModel(NamedTuple):
@@ -44,25 +44,15 @@ def add_model_flags(parser: FlagParser) -> argparse._ArgumentGroup:
     return group
 
 
-def add_setting_flags(parser: FlagParser) -> None:
-    """Add a flag for every long-context setting."""
-    from hetero_kv.rules.precedence import ALL_LONG_CONTEXT
-
-    for cls, title in zip(ALL_LONG_CONTEXT, ("engine", "retrieval operators"), strict=True):
-        parser.add_settings(f"{title} (wins over the rules file)", "long_context", cls)
-
-
 def injected_model(flags: argparse.Namespace) -> InjectedModel:
-    """The model of `flags.model`, with the rules `flags.rules` and the settings given as flags.
+    """The model of `flags.model`, with the rules `flags.rules` and the settings given with them and as flags.
 
     Raises:
         HeteroKVError: a mistake in the flags, the settings file or the rules, a model that cannot be found, or rules
             that do not fit it.
     """
-    from hetero_kv.rules.precedence import ALL_LONG_CONTEXT
-
-    command_line: dict[str, Any] = canonical(ALL_LONG_CONTEXT, flags.long_context, where="command line")
-    rules = load_rules(flags.rules)
+    config = named_config(flags.rules)
+    rules, command_line = config.rules, config.command_line(settings_of(flags))
     name, gguf_path = flags.model or flags.gguf_path or DEFAULT_MODEL, flags.gguf_path if flags.model else None
     weightless = weightless_model(name, gguf_path=gguf_path, trust_remote_code=flags.trust_remote_code)
     injection = inject(weightless.model, rules, command_line=command_line, settings_file=read_settings_file())

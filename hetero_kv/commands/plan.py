@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from hetero_kv.adapter.footprint import terms
-from hetero_kv.commands.injected import InjectedModel, add_model_flags, add_setting_flags, injected_model
+from hetero_kv.commands.injected import InjectedModel, add_model_flags, injected_model
 from hetero_kv.errors import ConfigError
 from hetero_kv.models.precision import resolve_device, resolve_dtype
 from hetero_kv.planning.free_memory import Limit, dram_limits, free_gpu
 from hetero_kv.planning.plan import LONGEST, RESERVE, Footprint, Plan, resolve_max_seq_len
+from hetero_kv.rules.setting_flags import add_setting_flags
 from hetero_kv.settings.flags import FlagParser
 
 LENGTHS = tuple(1024 * thousands for thousands in (4, 8, 16, 32, 64, 128, 256, 512, 1024))
@@ -29,7 +30,8 @@ def add_flags(parser: FlagParser) -> None:
     """Add the command's flags to `parser`."""
     parser.epilog = (
         "GB are 10^9 bytes, 4K tokens are 4,096. The exit status is 2 when max_seq_len does not fit. Settings come "
-        "from, first wins: these flags, the rules file, ~/.hetero_kv/config.yaml, the defaults shown."
+        "from, first wins: --config's own (quest:block_size=32), these flags, the rules file, "
+        "~/.hetero_kv/config.yaml, the defaults shown."
     )
     model = add_model_flags(parser)
     model.add_argument("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (default auto)")
@@ -42,13 +44,14 @@ def add_flags(parser: FlagParser) -> None:
         dest="rules",
         default="ktransformers",
         metavar="FILE",
-        help="rules file, or the name of a packaged one (default ktransformers)",
+        help="rules file, or the name of a packaged one, with settings of its own where wanted: quest:block_size=32 "
+        "(default ktransformers)",
     )
     machine = parser.add_argument_group("machine (instead of what is free on this one)")
     machine.add_argument("--dram", metavar="GB", help="plan for this much free DRAM, GB")
     machine.add_argument("--gpu_memory", metavar="GB", help="plan for a GPU with this much free memory, GB")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_setting_flags(parser)
+    add_setting_flags(parser, lambda flags: [flags.rules])
 
 
 def run(flags: argparse.Namespace) -> int:

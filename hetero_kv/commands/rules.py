@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -13,12 +13,15 @@ from rich.markup import escape
 
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.operator import Operator
-from hetero_kv.commands.injected import InjectedModel, add_model_flags, add_setting_flags, injected_model
+from hetero_kv.commands.injected import InjectedModel, add_model_flags, injected_model
 from hetero_kv.rules.injection import Injection
+from hetero_kv.rules.precedence import DEFAULT
+from hetero_kv.rules.setting_flags import add_setting_flags
+from hetero_kv.settings.description import describe, method_words
 from hetero_kv.settings.flags import FlagParser
-from hetero_kv.settings.setting import describe
 
 UNTOUCHED = "as it is"
+OVERRULED = "overruled in this layer"
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -30,18 +33,23 @@ class Row:
         first, last: layer numbers; None for a module that is in no layer.
         module: its path, `*` for the layer's number.
         operator: what it becomes; `UNTOUCHED` for an attention module that no rule replaces.
+        method: what tells the operator's method from its others, in words: "QUEST, 2 per block, SEPARATE".
         rule: the rule that says so, as its file calls it; None where none does.
         settings: in force in these layers, budgets as each layer has them; empty where the operator has none.
         changed: the names of those that are not the defaults.
+        sources: who gave each of them: a rule, the `long_context:` of a file, the command line, the settings file,
+            "default", or `OVERRULED` by another setting, as `dense_layer_num` overrules `second_block_count`.
     """
 
     first: int | None
     last: int | None
     module: str
     operator: str
+    method: str
     rule: str | None
     settings: dict[str, Any]
     changed: frozenset[str]
+    sources: dict[str, str] = field(default_factory=dict)
 
     def continues(self, other: Row) -> bool:
         """Whether this is the row of the next layer, and the same as `other`."""
@@ -53,13 +61,18 @@ def add_flags(parser: FlagParser) -> None:
     """Add the command's flags to `parser`."""
     parser.usage = f"{parser.prog} RULES [flags]"
     parser.epilog = (
-        "Settings come from, first wins: these flags, the rules file, ~/.hetero_kv/config.yaml, the defaults shown."
+        "Settings come from, first wins: RULES' own (quest:block_size=32), these flags, the rules file, "
+        "~/.hetero_kv/config.yaml, the defaults shown."
     )
-    parser.add_argument("rules", metavar="RULES", help="rules file, or the name of a packaged one")
+    parser.add_argument(
+        "rules",
+        metavar="RULES",
+        help="rules file, or the name of a packaged one, with settings of its own where wanted: quest:block_size=32",
+    )
     parser.add_argument("--all", action="store_true", help="show every setting, also those that have their default")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with every setting")
     add_model_flags(parser)
-    add_setting_flags(parser)
+    add_setting_flags(parser, lambda flags: [flags.rules])
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -103,16 +116,32 @@ def _rows(injection: Injection) -> list[Row]:
                 name for name, value in settings.items() if value != defaults.get(name) or name == module.chosen_by
             )
             rule = injection.rules[module.path].source
-            rows.append(_row(module.path, type(module).__name__, rule, settings, changed))
+            sources = _sources(module, settings, injection.sources[module.path])
+            method = method_words(module.settings) if module.settings else ""
+            number, place = _place(module.path)
+            operator = type(module).__name__
+            rows.append(Row(number, number, place, operator, method, rule, settings, changed, sources))
         elif bridge.is_attention(module) and not _inside_attention_operator(injection, path):
-            rows.append(_row(_own_path(path), UNTOUCHED, None, {}, frozenset()))
+            number, place = _place(_own_path(path))
+            rows.append(Row(number, number, place, UNTOUCHED, "", None, {}, frozenset()))
     return rows
 
 
-def _row(path: str, operator: str, rule: str | None, settings: dict[str, Any], changed: frozenset[str]) -> Row:
+def _sources(operator: Operator, settings: dict[str, Any], given: dict[str, str]) -> dict[str, str]:
+    """Who gave each value as it applies in the operator's layer."""
+    sources = {name: given.get(name, DEFAULT) for name in settings}
+    for name, value in settings.items():
+        own = getattr(operator.settings, name, value)
+        # Of a list or a pyramid the layer's number is a part; where one number became another, something overruled it.
+        if isinstance(own, int) and value != own:
+            sources[name] = OVERRULED
+    return sources
+
+
+def _place(path: str) -> tuple[int | None, str]:
+    """A module's layer, None for one that is in no layer, and its path with `*` for that number."""
     number = _LAYER.search(path)
-    layer = int(number[0]) if number else None
-    return Row(layer, layer, _LAYER.sub("*", path, count=1), operator, rule, settings, changed)
+    return int(number[0]) if number else None, _LAYER.sub("*", path, count=1)
 
 
 def _inside_attention_operator(injection: Injection, path: str) -> bool:
@@ -130,6 +159,7 @@ def _report(subject: InjectedModel, rows: list[Row]) -> dict[str, Any]:
         "model": subject.name,
         "config": subject.rules,
         "engine": asdict(subject.injection.engine),
+        "engine_sources": subject.injection.sources[""],
         "modules": [{**asdict(row), "changed": sorted(row.changed)} for row in rows],
     }
 
@@ -140,20 +170,19 @@ def _print(console: Console, subject: InjectedModel, rows: list[Row], *, show_al
     engine = subject.injection.engine
     defaults = {row.name: row.default for row in describe(type(engine))}
     changed = frozenset(name for name, default in defaults.items() if getattr(engine, name) != default)
-    console.print(
-        f"[bold]engine[/bold]: {_written(asdict(engine), changed, show_all)}", highlight=False, soft_wrap=True
-    )
+    settings = _written(asdict(engine), changed, show_all, subject.injection.sources[""], subject.rules)
+    console.print(f"[bold]engine[/bold]: {settings}", highlight=False, soft_wrap=True)
     width = max(len(row.operator) for row in rows)
     module = None
     for row in rows:
         if row.module != module:
             module = row.module
             console.print(f"[bold]{module}[/bold]", highlight=False)
-        settings = _written(row.settings, row.changed, show_all)
-        line = f"  {_layers(row):7}  {row.operator:{width}}  {settings}"
-        console.print(
-            f"{line.rstrip()}  [dim]({escape(_rule(row, subject.rules))})[/dim]", highlight=False, soft_wrap=True
-        )
+        settings = _written(row.settings, row.changed, show_all, row.sources, subject.rules)
+        words = ": ".join(filter(None, (escape(row.method), settings)))
+        line = f"  {_layers(row):7}  {row.operator:{width}}  {words}"
+        rule = "no operator" if row.rule is None else _short(row.rule, subject.rules)
+        console.print(f"{line.rstrip()}  [dim]({escape(rule)})[/dim]", highlight=False, soft_wrap=True)
     if not show_all:
         console.print("Settings that are not shown have their defaults; --all shows them.", style="dim")
 
@@ -164,18 +193,23 @@ def _layers(row: Row) -> str:
     return str(row.first) if row.first == row.last else f"{row.first}-{row.last}"
 
 
-def _rule(row: Row, rules: str) -> str:
-    """The rule, e.g. "rule 2"; one of a file that the rules file extends, e.g. "quest.yaml: rule 2"."""
-    if row.rule is None:
-        return "no operator"
-    return row.rule.removeprefix(f"{rules}: ").rpartition("/")[2]
+def _short(source: str, rules: str) -> str:
+    """A source, e.g. "rule 2"; one in a file that the rules file extends, e.g. "quest.yaml: rule 2"."""
+    return source.removeprefix(f"{rules}: ").rpartition("/")[2]
 
 
-def _written(settings: dict[str, Any], changed: frozenset[str], show_all: bool) -> str:
-    """`name value, …`, in bold where it is not the default."""
-    shown = {name: escape(f"{name} {_value(value)}") for name, value in settings.items() if show_all or name in changed}
-    words = [f"[bold]{text}[/bold]" if show_all and name in changed else text for name, text in shown.items()]
-    return ", ".join(words) or ("defaults" if settings else "")
+def _written(
+    settings: dict[str, Any], changed: frozenset[str], show_all: bool, sources: dict[str, str], rules: str
+) -> str:
+    """`name value, … [source]; …` by source, in bold where it is not the default."""
+    by_source: dict[str, list[str]] = {}
+    for name, value in settings.items():
+        if show_all or name in changed:
+            text = escape(f"{name} {_value(value)}")
+            words = f"[bold]{text}[/bold]" if show_all and name in changed else text
+            by_source.setdefault(sources[name], []).append(words)
+    parts = [", ".join(words) + escape(f" [{_short(source, rules)}]") for source, words in by_source.items()]
+    return "; ".join(parts) or ("defaults" if settings else "")
 
 
 def _value(value: Any) -> str:

@@ -1,35 +1,39 @@
-"""What `--config` names: rules files, each with settings of its own where wanted: `quest:second_block_count=64`."""
+"""The methods of a run: what `--config` names, and which of the run's settings each of them takes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from hetero_kv.errors import ConfigError
+from hetero_kv.evals.options import parse_list
+from hetero_kv.rules.effect import require_effect, taken_by
 from hetero_kv.rules.injection import Injection
-from hetero_kv.rules.precedence import ALL_LONG_CONTEXT
+from hetero_kv.rules.named_config import NamedConfig, named_config
+from hetero_kv.rules.owners import registered_owners
+from hetero_kv.rules.precedence import COMMAND_LINE
 from hetero_kv.rules.recipes import display
-from hetero_kv.rules.rule_file import RuleSet, load_rules
-from hetero_kv.settings.flags import scalar
-from hetero_kv.settings.setting import canonical
 
 BASELINE = "full"
 
 
-@dataclass(frozen=True)
-class ConfigSpec:
-    """A method: rules, and settings that win over them.
+#: A method: what `--config` names, and what results and tables call it.
+ConfigSpec = NamedConfig
 
-    Attributes:
-        name: what results and tables call it.
-        settings: under their own names.
+
+def config_words(text: str | None) -> tuple[str, ...]:
+    """The methods that a list written with commas names; a number behind a setting's value goes on with its list.
+
+    Raises ConfigError for an empty item.
     """
-
-    name: str
-    rules: RuleSet
-    settings: dict[str, Any]
+    words: list[str] = []
+    for word in parse_list(text, str, "config") if text else ():
+        if words and "=" in words[-1] and word.isdecimal():
+            words[-1] += f",{word}"
+        else:
+            words.append(word)
+    return tuple(words)
 
 
 def config_specs(words: Sequence[str]) -> list[ConfigSpec]:
@@ -38,19 +42,33 @@ def config_specs(words: Sequence[str]) -> list[ConfigSpec]:
     A method is called as its file is, without folder and suffix, and with its settings.
 
     Raises:
-        ConfigError: a file that is not there or has mistakes, an unknown setting or value, or two methods of one name.
+        ConfigError: a file that is not there or has mistakes, an unknown setting or value, one that the method does not
+            take, or two methods of one name.
     """
     specs: dict[str, ConfigSpec] = {}
     for word in words:
-        file, *assignments = word.split(":")
-        name = ":".join((Path(file).stem, *assignments))
-        if name == BASELINE:
+        spec = named_config(word)
+        if spec.name == BASELINE:
             raise ConfigError(f"config {word!r}: {BASELINE!r} is what the untouched model is called; rename the file")
-        if name in specs:
-            raise ConfigError(f"config {word!r}: there are two methods called {name!r}; keep one, or rename its file")
-        rules = load_rules(file)
-        specs[name] = ConfigSpec(name, rules, _settings(assignments, rules, f"config {word!r}"))
+        if spec.name in specs:
+            raise ConfigError(
+                f"config {word!r}: there are two methods called {spec.name!r}; keep one, or rename its file"
+            )
+        specs[spec.name] = spec
     return list(specs.values())
+
+
+def require_effect_somewhere(settings: Mapping[str, Any], specs: Sequence[ConfigSpec]) -> None:
+    """Raise ConfigError for one of the `settings` given for all methods that none of them takes."""
+    known = registered_owners(rule.operator for spec in specs for rule in spec.rules.rules if rule.operator)
+    in_place = [owner for spec in specs for owner in spec.rules.owners({**settings, **spec.settings})]
+    rules = ", ".join(spec.rules.file.name for spec in specs) or "the untouched model"
+    require_effect(settings, list(dict.fromkeys(in_place)), known, where=COMMAND_LINE, rules=rules)
+
+
+def settings_for(spec: ConfigSpec, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What wins over a method's rules: of the `settings` for all methods those that it takes, and its own over them."""
+    return taken_by(settings, spec.rules.owners({**settings, **spec.settings})) | spec.settings
 
 
 def settings_in_force(spec: ConfigSpec, injection: Injection) -> dict[str, Any]:
@@ -67,14 +85,3 @@ def settings_in_force(spec: ConfigSpec, injection: Injection) -> dict[str, Any]:
     del engine["threads_num"]
     rules = display(spec.rules.path) if spec.rules.path else "rules"
     return {"rules": rules, "engine": engine, "operators": operators}
-
-
-def _settings(assignments: Sequence[str], rules: RuleSet, where: str) -> dict[str, Any]:
-    mapping = {}
-    for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        if not equals:
-            raise ConfigError(f"{where}: {assignment!r} is no setting; write FILE:setting=value")
-        mapping[key] = scalar(value)
-    used = (rule.operator.settings_class_for(rule.kwargs) for rule in rules.rules if rule.operator)
-    return canonical((*ALL_LONG_CONTEXT, *(cls for cls in used if cls)), mapping, where=where)

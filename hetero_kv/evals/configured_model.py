@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import ConfigError
 from hetero_kv.evals.budget import attended_tokens
-from hetero_kv.evals.config_spec import BASELINE, ConfigSpec, settings_in_force
+from hetero_kv.evals.config_spec import BASELINE, ConfigSpec, settings_for, settings_in_force
 from hetero_kv.evals.generation import cache_bytes, counted, end_tokens, greedy, last_logits
 from hetero_kv.evals.outcome import Cost, Outcome
 from hetero_kv.evals.sample import Sample
@@ -80,7 +80,8 @@ class ConfiguredModel:
             transformers alone.
         share_baseline: let the untouched model start from the recorded prefill too, which saves a prefill per sample;
             its attention is the same up to rounding.
-        settings: win over every rules file's, but not over what a config was given for itself.
+        settings: win over every rules file's whose operators take them, but not over what a config was given for
+            itself.
         settings_file: every config wins over these.
 
     Raises:
@@ -276,7 +277,7 @@ class ConfiguredModel:
     # -- rules
 
     def _inject(self, spec: ConfigSpec, measure_recall: bool = False) -> Injection:
-        wins = {**self._overrides, **spec.settings, **({"measure_recall": True} if measure_recall else {})}
+        wins = settings_for(spec, self._overrides) | ({"measure_recall": True} if measure_recall else {})
         return inject(self.loaded.model, spec.rules, command_line=wins, settings_file=self._settings_file)
 
     def _prepared(self, spec: ConfigSpec) -> _Method:

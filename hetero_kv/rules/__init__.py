@@ -1,5 +1,6 @@
 """Rules: which module of a model becomes which operator; read from YAML, checked, and put into a loaded model."""
 
-from hetero_kv.rules.rule_file import Rule, RuleSet, load_rules, nearest_module_paths, parse_rules
+from hetero_kv.rules.rule_file import load_rules, nearest_module_paths, parse_rules
+from hetero_kv.rules.rule_set import Rule, RuleSet
 
 __all__ = ["Rule", "RuleSet", "load_rules", "nearest_module_paths", "parse_rules"]

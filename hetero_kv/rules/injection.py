@@ -19,7 +19,8 @@ from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
-from hetero_kv.rules.rule_file import Rule, RuleSet, load_rules, nearest_module_paths
+from hetero_kv.rules.rule_file import load_rules, nearest_module_paths
+from hetero_kv.rules.rule_set import Rule, RuleSet
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.setting import Settings
 
@@ -36,6 +37,7 @@ class Injection:
         engine: the engine's settings in force.
         operators: module path -> operator, in the model's order.
         rules: module path -> the rule that put its operator there.
+        sources: module path -> the source of each of its operator's settings; "" -> of the engine's.
         configs: the modules whose config was replaced by a copy, with the original.
     """
 
@@ -43,6 +45,7 @@ class Injection:
     engine: EngineSettings
     operators: dict[str, Operator] = field(default_factory=dict)
     rules: dict[str, Rule] = field(default_factory=dict)
+    sources: dict[str, dict[str, str]] = field(default_factory=dict)
     configs: list[tuple[Any, Any]] = field(default_factory=list)
 
     def report(self) -> dict[str, tuple[str, Settings | None]]:
@@ -109,7 +112,7 @@ def inject(
     Returns what was done; `eject(model)` undoes it exactly.
 
     Raises:
-        ConfigError: a mistake in the rules file or in a setting.
+        ConfigError: a mistake in the rules file or in a setting, or one that no operator put in takes.
         InjectionError: the model is injected already, or a rule matches nothing in it.
         UnsupportedModelError: an operator cannot compute a matched module exactly; it says why.
     """
@@ -118,19 +121,22 @@ def inject(
             f"{type(model).__name__} has rules injected already; call hetero_kv.eject(model) before injecting others"
         )
     rule_set = rules if isinstance(rules, RuleSet) else load_rules(rules)
-    layers_of_settings = {"command_line": command_line, "settings_file": settings_file}
-    injection = Injection(model, rule_set.engine_settings(**layers_of_settings))
+    given = {"command_line": command_line, "settings_file": settings_file}
+    engine = rule_set.engine_in_force(**given)
     plan = _plan(model, rule_set)
     settings = {
-        path: rule_set.operator_settings(rule, **layers_of_settings)
-        if operator_class is rule.operator
-        else (operator_class.settings_class() if operator_class.settings_class else None)
+        path: rule_set.module_in_force(rule, operator_class, path, model.get_submodule(path), **given)
         for path, (rule, operator_class) in plan.items()
     }
+    rule_set.require_effect(
+        command_line or {}, ((rule, cls, settings[path].settings) for path, (rule, cls) in plan.items())
+    )
+    injection = Injection(model, engine.settings)
+    injection.sources = {"": engine.sources, **{path: settings[path].sources for path in plan}}
     try:
         # The deepest modules first, so that every path is still the model's own when its turn comes.
         for path in sorted(plan, key=lambda path: -path.count(".")):
-            operator = plan[path][1](path, model.get_submodule(path), settings[path], injection.engine)
+            operator = plan[path][1](path, model.get_submodule(path), settings[path].settings, injection.engine)
             operator.install()
             model.set_submodule(path, operator)
             injection.operators[path] = operator

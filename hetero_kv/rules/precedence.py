@@ -1,37 +1,74 @@
-"""Which settings win: command line, rules file, settings file, the defaults of the fields (see `merge`)."""
+"""Which value of a setting is in force, and who gave it: the one place that knows the order of the sources.
+
+Highest first: the command line, a rule's kwargs, those of the rules that it starts from, the `long_context:` of the
+rules file, those of the files that it extends, the settings file, the default of the field.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from hetero_kv.families.retrieval.settings import RetrievalSettings
-from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.settings.setting import Settings, canonical, describe
+from hetero_kv.errors import ConfigError
+from hetero_kv.settings.description import setting_names
+from hetero_kv.settings.setting import canonical, settings_from_mapping
 
-ALL_LONG_CONTEXT: tuple[type[Settings], ...] = (EngineSettings, RetrievalSettings)
-"""The classes whose fields the flat `long_context:` block of rules files and of the settings file may hold."""
+COMMAND_LINE = "command line"
+SETTINGS_FILE = "settings file"
+DEFAULT = "default"
+
+S = TypeVar("S")
 
 
-def split_long_context(mapping: Mapping[Any, Any] | None, *, where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A `long_context:` block as overrides of EngineSettings and of RetrievalSettings, under the fields' own names.
+@dataclass(frozen=True)
+class Given:
+    """What one source gives.
+
+    Attributes:
+        source: the source as messages call it: "command line", "mine.yaml: rule 2", "quest.yaml: long_context".
+        settings: under their own names.
+        is_meant: whether they were meant for the operator in question; of others, values that it cannot take are left
+            out.
+    """
+
+    source: str
+    settings: Mapping[str, Any]
+    is_meant: bool = True
+
+
+@dataclass(frozen=True)
+class InForce(Generic[S]):
+    """Settings in force.
+
+    Attributes:
+        sources: setting -> the source of its value, `DEFAULT` where none gives it.
+    """
+
+    settings: S
+    sources: dict[str, str]
+
+
+def value_of(name: str, given: Sequence[Given]) -> Any:
+    """The value of one setting by precedence, of sources with the highest first; None where none gives it."""
+    return next((one.settings[name] for one in given if name in one.settings), None)
+
+
+def in_force(cls: type[S], given: Sequence[Given], *, where: str) -> InForce[S]:
+    """The settings `cls` by precedence, of sources with the highest first; keys that `cls` lacks are not looked at.
 
     Raises:
-        ConfigError: what `canonical` refuses, calling the place `where`.
+        ConfigError: a value that the class cannot take, with its source, or values that exclude each other, at `where`.
     """
-    overrides = canonical(ALL_LONG_CONTEXT, mapping, where=where)
-    engine, retrieval = ({row.name for row in describe(cls)} for cls in ALL_LONG_CONTEXT)
-    return (
-        {name: value for name, value in overrides.items() if name in engine},
-        {name: value for name, value in overrides.items() if name in retrieval},
-    )
-
-
-def merge(
-    *,
-    command_line: Mapping[str, Any] | None = None,
-    rules_file: Mapping[str, Any] | None = None,
-    settings_file: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The overrides in force, by precedence; each mapping holds settings under their own names (see `canonical`)."""
-    return {**(settings_file or {}), **(rules_file or {}), **(command_line or {})}
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(setting_names(cls), DEFAULT)
+    for one in given:
+        for name in (name for name in one.settings if name in sources and name not in values):
+            try:
+                values |= canonical((cls,), {name: one.settings[name]}, where=one.source)
+            except ConfigError:
+                if one.is_meant:
+                    raise
+                continue
+            sources[name] = one.source
+    return InForce(settings_from_mapping(cls, values, where=where), sources)

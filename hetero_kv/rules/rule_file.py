@@ -1,4 +1,4 @@
-"""Rules: which module of a model becomes which operator, read from YAML and checked before any model is touched.
+"""Reading rules: YAML, with what it extends, checked before any model is touched.
 
 After KTransformers' rule files: a rule matches modules by name and class, the first rule that matches a module wins.
 """
@@ -8,117 +8,19 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
-import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from hetero_kv import operators
 from hetero_kv.adapter.operator import Operator
 from hetero_kv.errors import ConfigError
 from hetero_kv.rules import recipes
-from hetero_kv.rules.precedence import ALL_LONG_CONTEXT, merge
-from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.settings.located_yaml import located, parse_yaml, read_yaml
-from hetero_kv.settings.setting import Settings, canonical, describe, nearest_spelling, settings_from_mapping
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One rule of a file.
-
-    Attributes:
-        source: where it stands, e.g. "injection_rules/quest.yaml: rule 3".
-        match_name: searched in a module's path; None matches every path.
-        match_class: class of the module, dotted or bare; None matches every class.
-        operator: the operator class to put in; None leaves the module as it is.
-        operator_name: the operator as the file spells it ("default" for none).
-        kwargs: the operator's settings under their own names, checked.
-        recursive: False keeps all later matching out of the module's children.
-    """
-
-    source: str
-    match_name: re.Pattern[str] | None
-    match_class: str | None
-    operator: type[Operator] | None
-    operator_name: str
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    recursive: bool = True
-
-    @property
-    def title(self) -> str:
-        """The rule as errors and reports call it, e.g. "injection_rules/quest.yaml: rule 3 (RetrievalAttention)"."""
-        return f"{self.source} ({self.operator_name.rpartition('.')[2]})"
-
-    def matches(self, path: str, module: nn.Module) -> bool:
-        """Whether `module`, at `path` in its model, is one this rule speaks of. A subclass counts as its class."""
-        if self.match_name is not None and self.match_name.search(path) is None:
-            return False
-        return self.match_class is None or _is_instance(module, self.match_class)
-
-
-def _is_instance(module: nn.Module, class_name: str) -> bool:
-    package, _, name = class_name.rpartition(".")
-    # A class is often spelled by the package that re-exports it (torch.nn.Linear). Its instances exist, so that
-    # package is imported already, and matching need not import anything.
-    exported = getattr(sys.modules.get(package), name, None)
-    return any(
-        cls is exported or (cls.__name__ == name and package in ("", cls.__module__)) for cls in type(module).__mro__
-    )
-
-
-@dataclass(frozen=True)
-class RuleSet:
-    """Everything a rule file says, with what it extends.
-
-    Attributes:
-        path: the file; None for rules that came from text or Python objects.
-        long_context: overrides of the classes in ALL_LONG_CONTEXT under their own names; a child's win.
-        rules: in the order they are tried: a file's own before those of the files it extends.
-    """
-
-    path: Path | None
-    long_context: dict[str, Any]
-    rules: tuple[Rule, ...]
-
-    def engine_settings(
-        self, *, command_line: Mapping[str, Any] | None = None, settings_file: Mapping[str, Any] | None = None
-    ) -> EngineSettings:
-        """The engine's settings in force (see `config.merge`). Raises ConfigError."""
-        merged = merge(command_line=command_line, rules_file=self.long_context, settings_file=settings_file)
-        return settings_from_mapping(EngineSettings, _of_class(EngineSettings, merged), where=self._name())
-
-    def operator_settings(
-        self,
-        rule: Rule,
-        *,
-        command_line: Mapping[str, Any] | None = None,
-        settings_file: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """The settings in force for a rule's operator, an instance of its `settings_class`; None where it has none.
-
-        A rule's kwargs are part of the rules file and win over its `long_context`.
-
-        Raises:
-            ConfigError: the merged settings exclude each other.
-        """
-        settings_class = rule.operator.settings_class_for(rule.kwargs) if rule.operator else None
-        if settings_class is None:
-            return None
-        rules_file = {**self.long_context, **rule.kwargs}
-        merged = merge(command_line=command_line, rules_file=rules_file, settings_file=settings_file)
-        return settings_from_mapping(settings_class, _of_class(settings_class, merged), where=rule.title)
-
-    def _name(self) -> str:
-        return recipes.display(self.path) if self.path else "rules"
-
-
-def _of_class(cls: type[Settings], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    names = {row.name for row in describe(cls)}
-    return {name: value for name, value in overrides.items() if name in names}
+from hetero_kv.rules.owners import flat_classes, owners_of, registered_owners
+from hetero_kv.rules.rule_set import Rule, RuleFile, RuleSet
+from hetero_kv.settings.located_yaml import LocatedMapping, located, parse_yaml, read_yaml
+from hetero_kv.settings.setting import canonical, nearest_spelling
 
 
 def load_rules(path: str | Path) -> RuleSet:
@@ -133,7 +35,7 @@ def load_rules(path: str | Path) -> RuleSet:
         raise ConfigError(
             f"there is no rules file {str(path)!r}{near}; give a path, or a recipe: {', '.join(recipes.names())}"
         )
-    return _with_rules(_load(found, recipes.display(found), chain=(), loaded=set()), recipes.display(found))
+    return _with_rules(_load(found, recipes.display(found), chain=(), loaded={}), recipes.display(found))
 
 
 def parse_rules(text_or_object: str | Mapping[str, Any] | list[Any], source: str = "rules") -> RuleSet:
@@ -146,7 +48,7 @@ def parse_rules(text_or_object: str | Mapping[str, Any] | list[Any], source: str
         ConfigError: as `load_rules`.
     """
     document = parse_yaml(text_or_object, source) if isinstance(text_or_object, str) else text_or_object
-    return _with_rules(_rule_set(document, source, None, chain=(), loaded=set()), source)
+    return _with_rules(_rule_set(document, source, None, chain=(), loaded={}), source)
 
 
 def _with_rules(rule_set: RuleSet, source: str) -> RuleSet:
@@ -155,31 +57,48 @@ def _with_rules(rule_set: RuleSet, source: str) -> RuleSet:
     return rule_set
 
 
-def _load(path: Path, source: str, chain: tuple[Path, ...], loaded: set[Path]) -> RuleSet:
+def _load(path: Path, source: str, chain: tuple[Path, ...], loaded: dict[Path, RuleFile]) -> RuleSet:
     path = path.resolve()
     if path in chain:
         links = " -> ".join(recipes.display(link) for link in (*chain[chain.index(path) :], path))
         raise ConfigError(f"{recipes.display(chain[-1])}: extends: circular: {links}; take one of these out")
     if path in loaded:
-        return RuleSet(path, {}, ())
-    loaded.add(path)
-    return _rule_set(read_yaml(path, source), source, path, (*chain, path), loaded)
+        return RuleSet(path, loaded[path], ())
+    found = _rule_set(read_yaml(path, source), source, path, (*chain, path), loaded)
+    loaded[path] = found.file
+    return found
 
 
-def _rule_set(document: Any, source: str, path: Path | None, chain: tuple[Path, ...], loaded: set[Path]) -> RuleSet:
+def _rule_set(
+    document: Any, source: str, path: Path | None, chain: tuple[Path, ...], loaded: dict[Path, RuleFile]
+) -> RuleSet:
     if isinstance(document, list):
         document = {"rules": document}
     document = _mapping(document, source, ("extends", "long_context", "rules"), "the file")
-    long_context = canonical(ALL_LONG_CONTEXT, document.get("long_context"), where=f"{source}: long_context")
     listed = document.get("rules") or []
     if not isinstance(listed, list):
         raise ConfigError(f"{located(source, document, 'rules')}: rules is {listed!r}; it must be a list of rules")
-    rules = [_rule(content, f"{source}: rule {number}") for number, content in enumerate(listed, start=1)]
-    for parent_path in _parents(document, source, path):
-        parent = _load(parent_path, recipes.display(parent_path), chain, loaded)
-        long_context = {**parent.long_context, **long_context}
-        rules += parent.rules
-    return RuleSet(path, long_context, tuple(rules))
+    own = [_rule(content, f"{source}: rule {number}") for number, content in enumerate(listed, start=1)]
+    parents = [_load(each, recipes.display(each), chain, loaded) for each in _parents(document, source, path)]
+    inherited = [rule for parent in parents for rule in parent.rules]
+    owners = registered_owners(rule.operator for rule in (*own, *inherited) if rule.operator)
+    long_context = _settings(document.get("long_context"), flat_classes(owners), f"{source}: long_context")
+    extends = dict.fromkeys(file for parent in parents for file in (parent.file, *parent.file.extends))
+    file = RuleFile(source, long_context, tuple(extends))
+    return RuleSet(path, file, (*(replace(rule, file=file) for rule in own), *inherited))
+
+
+def _settings(block: Any, classes: Sequence[type], where: str) -> dict[str, Any]:
+    """The settings of a block under their own names, with the lines that they stand on."""
+    settings = canonical(classes, block, where=where)
+    if not isinstance(block, LocatedMapping):
+        return settings
+    kept = LocatedMapping(block.line)
+    kept.update(settings)
+    kept.key_lines = {
+        name: block.key_lines[key] for name, key in zip(settings, block, strict=True) if key in block.key_lines
+    }
+    return kept
 
 
 def _parents(document: Mapping[str, Any], source: str, path: Path | None) -> list[Path]:
@@ -225,9 +144,14 @@ def _rule(content: Any, source: str) -> Rule:
     operator = None if operator_name == "default" else _operator(operator_name, where)
     rule = Rule(source, _pattern(match, source), match.get("class"), operator, operator_name, recursive=recursive)
     kwargs = replace_with.get("kwargs")
-    settings_class = operator.settings_class_for(kwargs if isinstance(kwargs, Mapping) else {}) if operator else None
-    classes = (settings_class,) if settings_class else ()
-    return replace(rule, kwargs=canonical(classes, kwargs, where=f"{rule.title}: kwargs"))
+    classes = [owner.settings for owner in owners_of(operator, _choice(operator, kwargs))] if operator else []
+    return replace(rule, kwargs=_settings(kwargs, classes, f"{rule.title}: kwargs"))
+
+
+def _choice(operator: type[Operator], kwargs: Any) -> str | None:
+    """What `kwargs` choose among the operator's settings, if they do."""
+    chosen = kwargs.get(operator.chosen_by) if isinstance(kwargs, Mapping) and operator.chosen_by else None
+    return chosen if isinstance(chosen, str) else None
 
 
 def _pattern(match: Mapping[str, str], source: str) -> re.Pattern[str] | None:

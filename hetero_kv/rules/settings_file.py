@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hetero_kv.errors import ConfigError
-from hetero_kv.rules.precedence import ALL_LONG_CONTEXT
+from hetero_kv.rules.owners import every_settings_class, labels, registered_owners
+from hetero_kv.rules.setting_groups import default_words, setting_groups
 from hetero_kv.settings.located_yaml import located, read_yaml
-from hetero_kv.settings.setting import canonical, describe
+from hetero_kv.settings.setting import canonical
 
 ENVIRONMENT_VARIABLE = "HETERO_KV_CONFIG"
 
@@ -31,7 +32,8 @@ def settings_path() -> Path | None:
 
 
 def settings_text() -> str:
-    """The settings file as it is first written: every long-context setting, its default, unit and meaning."""
+    """The settings file as it is first written: every setting of the engine and of every operator, its default, unit
+    and meaning."""
     return "\n".join(_lines()) + "\n"
 
 
@@ -39,15 +41,28 @@ def _lines() -> Iterator[str]:
     yield "# Settings of hetero-kv for long contexts."
     yield "# To change one, take away the # before its name. Each line shows the default."
     yield "# The command line and the rules file (--config) win over this file; this file wins over the defaults."
+    yield "# Each counts for the operators that take it, whichever rules are in use, and for no others."
     yield "long_context:"
-    for cls in ALL_LONG_CONTEXT:
+    owners = registered_owners()
+    for title, settings in setting_groups(owners):
         yield ""
-        for row in describe(cls):
-            aliases = f" (also: {', '.join(row.aliases)})" if row.aliases else ""
-            unit = f", in {row.unit}" if row.unit else ""
-            yield f"  # {row.doc}{aliases}"
-            yield f"  #   {row.type}{unit}"
-            yield f"  #{row.name}: {row.default}"
+        yield f"  # --- {title} ---"
+        for setting in settings:
+            yield ""
+            for sense in setting.senses:
+                unit = f", in {sense.row.unit}" if sense.row.unit else ""
+                aliases = f" (also: {', '.join(sense.row.aliases)})" if sense.row.aliases else ""
+                several = len(setting.senses) > 1 or setting.elsewhere
+                yield f"  # {sense.row.doc}{aliases}{f' [{labels(sense.owners, owners)}]' if several else ''}"
+                yield f"  #   {sense.row.type}{unit}"
+                if len(sense.defaults) > 1:
+                    yield f"  #   default {default_words(sense)}"
+            yield f"  #{setting.row.name}: {_written(setting.row.default)}"
+
+
+def _written(default: Any) -> str:
+    """A default as YAML has it."""
+    return str(default) if default != "" else "''"
 
 
 def ensure_settings_file(path: Path | None = None) -> Path | None:
@@ -109,5 +124,5 @@ def read_settings_file(path: Path | None = None) -> dict[str, Any]:
             raise ConfigError(
                 f"{located(source, document, beside[0])}: {beside[0]!r} stands beside long_context; move it in"
             )
-        return canonical(ALL_LONG_CONTEXT, document["long_context"], where=f"{source}: long_context")
-    return canonical(ALL_LONG_CONTEXT, document, where=source)
+        return canonical(every_settings_class(), document["long_context"], where=f"{source}: long_context")
+    return canonical(every_settings_class(), document, where=source)

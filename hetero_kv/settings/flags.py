@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from hetero_kv.errors import ConfigError
-from hetero_kv.settings.setting import describe, nearest_spelling
+from hetero_kv.settings.description import SettingRow, describe, takes_any_text
+from hetero_kv.settings.setting import nearest_spelling
 
 # A value may begin with dashes too ("--- a diff ---"); a flag is one word.
 _FLAG = re.compile(r"(--[A-Za-z][\w-]*)(=.*)?", re.DOTALL)
+_LIST = re.compile(r"\[\s*\d+(?:\s*,\s*\d+)*\s*\]|\d+(?:\s*,\s*\d+)+")
 _NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser whose mistakes are errors for the user: `parse` raises, and never ends the program but for `--help`."""
+    """A parser whose mistakes are errors for the user: `parse` raises, and never ends the program but for `--help`.
+
+    Attributes:
+        learn: called with the flags that are known when others are not; adds what it can find out about, and says
+            whether it did.
+    """
 
     def __init__(self, prog: str, description: str, epilog: str | None = None) -> None:
         super().__init__(
@@ -28,6 +35,7 @@ class FlagParser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=_HelpFormatter,
         )
+        self.learn: Callable[[argparse.Namespace], bool] | None = None
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """The flags in `arguments`.
@@ -35,7 +43,10 @@ class FlagParser(argparse.ArgumentParser):
         Raises:
             ConfigError: an unknown flag (with the nearest spelling), a missing value, or a stray word.
         """
-        flags, unknown = self.parse_known_args(_with_underscores(arguments))
+        words = _with_underscores(arguments)
+        flags, unknown = self.parse_known_args(words)
+        if unknown and self.learn is not None and self.learn(flags):
+            flags, unknown = self.parse_known_args(words)
         if unknown:
             self.error(self._unknown(unknown[0]))
         return flags
@@ -53,25 +64,43 @@ class FlagParser(argparse.ArgumentParser):
     def add_settings(self, title: str, dest: str, cls: type) -> argparse._ArgumentGroup:
         """A group with a flag for every setting of `cls`, its aliases included; `dest` collects those that are given.
 
-        `dest` of the parsed namespace maps names, as spelled on the command line, to numbers, booleans or texts, as
-        `setting.canonical` takes them; it checks them.
+        `dest` of the parsed namespace maps names, as spelled on the command line, to numbers, booleans, lists or texts,
+        as `setting.canonical` takes them; it checks them.
         """
-        self.set_defaults(**{dest: _NO_SETTINGS})
         group = self.add_argument_group(title)
         for row in describe(cls):
-            switch = isinstance(row.default, bool)
             unit = f", in {row.unit}" if row.unit else ""
+            meaning = f"{row.doc} ({row.type}{unit}; default {row.default})"
+            self.add_setting(group, dest, row, meaning, is_text=takes_any_text((cls,), row.name))
+        return group
+
+    def add_setting(
+        self, group: argparse._ArgumentGroup, dest: str, row: SettingRow, meaning: str, *, is_text: bool
+    ) -> None:
+        """A flag for one setting, as `add_settings` adds it; `is_text` keeps what is given from being read as a number.
+
+        A name that is a flag already stays what it is.
+        """
+        if dest not in self._defaults:
+            self.set_defaults(**{dest: _NO_SETTINGS})
+        switch = isinstance(row.default, bool)
+        names = [f"--{name}" for name in (row.name, *row.aliases) if not self.has(f"--{name}")]
+        if names:
             group.add_argument(
-                *(f"--{name}" for name in (row.name, *row.aliases)),
+                *names,
                 dest=dest,
                 action=_CollectSetting,
+                type=str if is_text else scalar,
                 nargs="?" if switch else None,
-                const="true" if switch else None,
+                const=True if switch else None,
                 default=argparse.SUPPRESS,
                 metavar=(row.unit or row.name.rpartition("_")[2]).upper(),
-                help=f"{row.doc} ({row.type}{unit}; default {row.default})".replace("%", "%%"),
+                help=meaning.replace("%", "%%"),
             )
-        return group
+
+    def has(self, flag: str) -> bool:
+        """Whether `flag` is one of the parser's."""
+        return flag in self._option_string_actions
 
 
 class _CollectSetting(argparse.Action):
@@ -79,11 +108,11 @@ class _CollectSetting(argparse.Action):
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
+        values: Any,
         option_string: str | None = None,
     ) -> None:
         name = (option_string or self.option_strings[0]).lstrip("-")
-        setattr(namespace, self.dest, {**getattr(namespace, self.dest), name: scalar(str(values))})
+        setattr(namespace, self.dest, {**getattr(namespace, self.dest), name: values})
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -107,8 +136,10 @@ def _with_underscores(arguments: Sequence[str]) -> list[str]:
     return spelled
 
 
-def scalar(text: str) -> int | float | bool | str:
-    """A flag's value as the number or boolean that it spells, else as text."""
+def scalar(text: str) -> int | float | bool | str | list[int]:
+    """A flag's value as the number, boolean or list of numbers that it spells (1,2,3 or [1, 2, 3]), else as text."""
+    if _LIST.fullmatch(text.strip()):
+        return [int(number) for number in re.findall(r"\d+", text)]
     for kind in (int, float):
         try:
             return kind(text)

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hetero_kv.errors import ConfigError
 from hetero_kv.settings.located_yaml import located
@@ -34,7 +35,9 @@ class SettingError(ConfigError):
 
 
 @dataclass(frozen=True)
-class _Constraints:
+class Constraints:
+    """What a field was declared with; see `setting`."""
+
     doc: str
     unit: str | None
     choices: Choices | None
@@ -43,8 +46,10 @@ class _Constraints:
     multiple_of: int | None
     aliases: tuple[str, ...]
     value_aliases: Mapping[str, str]
+    names_method: str | None
 
     def allowed(self) -> tuple[str, ...]:
+        """The texts that the setting may be; none where any will do."""
         return tuple(self.choices() if callable(self.choices) else self.choices or ())
 
 
@@ -59,6 +64,7 @@ def setting(
     multiple_of: int | None = None,
     aliases: Sequence[str] = (),
     value_aliases: Mapping[str, str] | None = None,
+    names_method: str | None = None,
 ) -> Any:
     """A dataclass field that is a setting.
 
@@ -72,9 +78,10 @@ def setting(
         multiple_of: of a whole number.
         aliases: other names for the key.
         value_aliases: other names for values, as written -> as meant.
+        names_method: where the value tells one method from another, how it stands in the words for it ("rank {}").
     """
-    constraints = _Constraints(
-        doc, unit, choices, minimum, maximum, multiple_of, tuple(aliases), dict(value_aliases or {})
+    constraints = Constraints(
+        doc, unit, choices, minimum, maximum, multiple_of, tuple(aliases), dict(value_aliases or {}), names_method
     )
     return dataclasses.field(default=default, metadata={"constraints": constraints})
 
@@ -89,7 +96,8 @@ class Settings:
     """
 
     def __post_init__(self) -> None:
-        for name, entry in _entries(type(self)).items():
+        cls: Any = type(self)
+        for name, entry in entries_of(cls).items():
             object.__setattr__(self, name, entry.check(name, getattr(self, name)))
         self.validate()
 
@@ -98,14 +106,14 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
     """One setting of a class: its field name, declared type, default and constraints."""
 
     owner: type
     name: str
     annotation: Any
     default: Any
-    constraints: _Constraints
+    constraints: Constraints
 
     def check(self, key: str, value: Any) -> Any:
         """`value` as it is stored. Raises SettingError, which calls the setting `key`."""
@@ -205,10 +213,12 @@ def _same_text(value: Any, texts: Iterable[str]) -> str | None:
     return next((text for text in texts if text.casefold() == value.strip().casefold()), None)
 
 
-def _entries(cls: type) -> dict[str, _Entry]:
+@functools.cache
+def entries_of(cls: Any) -> dict[str, Entry]:
+    """The settings of the dataclass `cls` by name, in the order of its fields."""
     hints = get_type_hints(cls)
     return {
-        field.name: _Entry(cls, field.name, hints[field.name], field.default, field.metadata["constraints"])
+        field.name: Entry(cls, field.name, hints[field.name], field.default, field.metadata["constraints"])
         for field in dataclasses.fields(cls)
         if "constraints" in field.metadata
     }
@@ -225,7 +235,8 @@ def canonical(classes: Sequence[type], mapping: Mapping[Any, Any] | None, *, whe
     """The settings in `mapping` under their own names, each value checked and as it is stored.
 
     Args:
-        classes: the settings classes whose fields the mapping may hold.
+        classes: the settings classes whose fields the mapping may hold; where several have a setting of one name, a
+            value is right that one of them can take.
         mapping: key (name or alias, dashes and underscores alike) -> value; None is an empty block of YAML.
         where: the place named in errors, e.g. "rules.yaml: rule 2 (RetrievalAttention): kwargs".
 
@@ -237,10 +248,11 @@ def canonical(classes: Sequence[type], mapping: Mapping[Any, Any] | None, *, whe
         return {}
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{where}: {mapping!r} is not a mapping; write `key: value` pairs")
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, list[Entry]] = {}
     for cls in classes:
-        for entry in _entries(cls).values():
-            entries.update(dict.fromkeys((entry.name, *entry.constraints.aliases), entry))
+        for entry in entries_of(cls).values():
+            for spelling in (entry.name, *entry.constraints.aliases):
+                entries.setdefault(spelling, []).append(entry)
     found: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for key, value in mapping.items():
@@ -248,16 +260,28 @@ def canonical(classes: Sequence[type], mapping: Mapping[Any, Any] | None, *, whe
         known = entries.get(key.replace("-", "_")) if isinstance(key, str) else None
         if known is None:
             raise ConfigError(f"{place}: {_unknown(key, entries)}")
-        if known.name in found:
-            raise ConfigError(
-                f"{place}: {spelled[known.name]!r} and {key!r} are the same setting, {known.name}; keep one of them"
-            )
-        spelled[known.name] = key
+        name = known[0].name
+        if name in found:
+            raise ConfigError(f"{place}: {spelled[name]!r} and {key!r} are the same setting, {name}; keep one of them")
+        spelled[name] = key
         try:
-            found[known.name] = known.check(key, value)
+            found[name] = _checked(known, key, value)
         except SettingError as error:
             raise ConfigError(f"{place}: {error}") from error
     return found
+
+
+def _checked(entries: Sequence[Entry], key: str, value: Any) -> Any:
+    """`value` as the first of the settings of one name stores it that can take it. Raises SettingError."""
+    refusals: dict[str, SettingError] = {}
+    for entry in entries:
+        try:
+            return entry.check(key, value)
+        except SettingError as error:
+            refusals.setdefault(error.remedy, error)
+    if len(refusals) == 1:
+        raise next(iter(refusals.values()))
+    raise SettingError(key, value, ", or else ".join(refusals))
 
 
 def _unknown(key: object, entries: Mapping[str, object]) -> str:
@@ -286,21 +310,3 @@ def settings_from_mapping(
         return cls(**overrides) if defaults is None else dataclasses.replace(defaults, **overrides)  # type: ignore[type-var]
     except SettingError as error:
         raise ConfigError(f"{located(where, mapping or {})}: {error}") from error
-
-
-class SettingRow(NamedTuple):
-    """One setting as the settings file, `--help` and the documentation show it."""
-
-    name: str
-    type: str
-    default: Any
-    unit: str | None
-    aliases: tuple[str, ...]
-    doc: str
-
-
-def describe(cls: type) -> Iterator[SettingRow]:
-    """The settings of `cls` in the order of its fields; `type` is in words, with the range and the choices."""
-    for entry in _entries(cls).values():
-        limits = entry.constraints
-        yield SettingRow(entry.name, entry.expected(), entry.default, limits.unit, limits.aliases, limits.doc)

@@ -8,9 +8,14 @@ import pytest
 
 from hetero_kv.chat.options import ChatOptions, add_flags, chat_options
 from hetero_kv.errors import ConfigError
-from hetero_kv.rules.precedence import ALL_LONG_CONTEXT
+from hetero_kv.families.bounded.eviction import BoundedSettings
+from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.families.shadowkv.settings import ShadowKVSettings
+from hetero_kv.rules.owners import every_settings_class
+from hetero_kv.settings.description import describe
+from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.flags import FlagParser
-from hetero_kv.settings.setting import Settings, describe, setting
+from hetero_kv.settings.setting import Settings, setting
 
 
 def options(*arguments: str) -> ChatOptions:
@@ -33,7 +38,12 @@ def test_without_flags_nothing_is_overridden_and_answers_are_greedy():
     assert (given.answer.temperature, given.answer.max_new_tokens, given.answer.torch_seed) == (0.0, 512, None)
 
 
-@pytest.mark.parametrize("row", [row for cls in ALL_LONG_CONTEXT for row in describe(cls)], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row",
+    # `--seed` is the answer's.
+    [row for cls in every_settings_class() for row in describe(cls) if row.name != "seed"],
+    ids=lambda row: row.name,
+)
 def test_every_long_context_setting_is_a_flag_under_its_name_and_its_aliases(row):
     for name in (row.name, *row.aliases):
         assert options(f"--{name}", str(row.default)).long_context == {row.name: row.default}
@@ -130,7 +140,12 @@ def test_help_shows_meaning_range_unit_and_default_of_every_setting(capsys: pyte
         options("--help")
     assert ended.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for cls in ALL_LONG_CONTEXT:
+    for cls in every_settings_class():
         for row in describe(cls):
+            if row.name == "seed":
+                continue
             assert ", ".join(f"--{name}" for name in (row.name, *row.aliases)) in text
+            assert f"{row.doc} ({row.type}{f', in {row.unit}' if row.unit else ''}; default " in text
+    for cls in (EngineSettings, RetrievalSettings, ShadowKVSettings, BoundedSettings):
+        for row in describe(cls):
             assert f"{row.doc} ({row.type}{f', in {row.unit}' if row.unit else ''}; default {row.default})" in text

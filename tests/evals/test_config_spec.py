@@ -27,7 +27,18 @@ def test_a_method_takes_the_settings_of_its_own_operators(word, name, value):
     eject(model)
 
 
-@pytest.mark.parametrize("word", ["quest:rank=8", "tova:rank=8", "shadowkv:policy=tova"])
-def test_a_setting_of_another_operator_is_refused_by_name(word):
-    with pytest.raises(ConfigError, match=f"unknown setting '{word.split(':')[1].split('=')[0]}'"):
+@pytest.mark.parametrize(
+    ("word", "taker"),
+    [
+        ("quest:rank=8", "ShadowKVAttention"),
+        ("tova:rank=8", "ShadowKVAttention"),
+        ("shadowkv:policy=tova", "BoundedAttention"),
+        ("infinipot:second_block_count=3", "RetrievalAttention"),
+        ("tova:window=3", r"BoundedAttention \(pyramidkv and snapkv\)"),
+    ],
+)
+def test_a_setting_of_another_operator_is_refused_by_name_with_what_it_is_for(word, taker):
+    recipe, setting = word.split("=")[0].split(":")
+    message = f"'{word}': {setting} has no effect here: it is a setting of {taker}, and injection_rules/{recipe}.yaml"
+    with pytest.raises(ConfigError, match=message):
         config_specs([word])

@@ -12,6 +12,7 @@ from tiny_evaluation import SPARSE, tiny_loaded
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
 from hetero_kv.evals import ConfiguredModel, RunOptions, config_specs, run
 from hetero_kv.evals import perplexity as module
+from hetero_kv.evals.config_spec import settings_for
 from hetero_kv.evals.outcome import Result
 
 LENGTH, PREFILL, STRIDE, BUDGET = 130, 60, 16, 30
@@ -63,7 +64,7 @@ def curve(result):
 def reference(loaded, config, stride):
     """The likelihoods and the cache of plain calls of the model: the prefill, then `stride` tokens a call."""
     (spec,) = config_specs([config])
-    inject(loaded.model, spec.rules, command_line={**SPARSE, **spec.settings})
+    inject(loaded.model, spec.rules, command_line=settings_for(spec, SPARSE))
     try:
         ids = loaded.tokenizer(TEXT, return_tensors="pt")["input_ids"]
         cache = HeteroCache(loaded.model, LENGTH, tokenizer=loaded.tokenizer)

@@ -36,7 +36,9 @@ def bounded(model, *rules, chunk_size=16, max_seq_len="auto", **kwargs):
     """The model with this policy in every layer that `rules` leave, and a new cache."""
     kwargs = {**SMALL.get(kwargs.get("policy"), {}), **kwargs}
     everywhere = bounded_in(r"(self_attn|attention)$", **kwargs)
-    long_context = {"chunk_size": chunk_size, "max_seq_len": max_seq_len, "block_size": 4, "local_windows_len": 8}
+    long_context = {"chunk_size": chunk_size, "max_seq_len": max_seq_len}
+    if any(rule["replace"]["class"].endswith("RetrievalAttention") for rule in rules):
+        long_context |= {"block_size": 4, "local_windows_len": 8}
     inject(model, parse_rules({"rules": [*rules, CHUNKED, everywhere], "long_context": long_context}))
     return HeteroCache(model, tokenizer=Letters())
 

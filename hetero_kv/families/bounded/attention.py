@@ -142,12 +142,6 @@ class BoundedAttention(AttentionOperator):
     # -- what others ask
 
     @classmethod
-    def settings_classes(cls) -> Mapping[str, type]:
-        """See Operator."""
-        policies = {f"policy: {name}": eviction.get(name).settings for name in eviction.names()}
-        return {"": BoundedSettings, **policies}
-
-    @classmethod
     def registries(cls) -> Mapping[str, Mapping[str, str]]:
         """See Operator."""
         known = {name: eviction.get(name).meaning for name in eviction.names()}

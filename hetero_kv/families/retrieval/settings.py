@@ -59,10 +59,15 @@ class RetrievalSettings(Settings):
         choices=_representative_types,
         aliases=("anchor_type",),
         value_aliases={"BLOCK_MEAN": "MEAN", "BLOCK_MAX": "MAX", "FIXED_ANCHOR": "FIXED"},
+        names_method="{}",
     )
-    representative_num: int = setting(1, "representatives of a block", minimum=1, aliases=("anchor_num",))
+    representative_num: int = setting(
+        1, "representatives of a block", minimum=1, aliases=("anchor_num",), names_method="{} per block"
+    )
     head_select_mode: Literal["SHARED", "SEPARATE"] = setting(
-        "SHARED", "SHARED: one choice of blocks for all kv heads; SEPARATE: each kv head its own"
+        "SHARED",
+        "SHARED: one choice of blocks for all kv heads; SEPARATE: each kv head its own",
+        names_method="{}",
     )
     group_reduce: Literal["mean", "max"] = setting(
         "mean", "a kv head's score of a block from those of its group's query heads"

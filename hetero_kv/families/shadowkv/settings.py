@@ -20,7 +20,10 @@ class ShadowKVSettings(Settings):
     """ShadowKV: low-rank keys where the model computes, values in DRAM, of which chunks are retrieved."""
 
     rank: int = setting(
-        160, "rank of the keys of all kv heads together, before rotation; at most kv heads times head dim", minimum=1
+        160,
+        "rank of the keys of all kv heads together, before rotation; at most kv heads times head dim",
+        minimum=1,
+        names_method="rank {}",
     )
     landmark_chunk_size: int = setting(
         8, "tokens that are chosen together, by the mean of their keys", unit="tokens", minimum=1

@@ -17,7 +17,7 @@ def _policies() -> Iterable[str]:
 
 def policy_setting(name: str) -> Any:
     """The field `policy` of the settings of the policy called `name`."""
-    return setting(name, "which entries stay", choices=_policies)
+    return setting(name, "which entries stay", choices=_policies, names_method="policy {}")
 
 
 @dataclass(frozen=True)

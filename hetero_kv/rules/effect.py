@@ -1,0 +1,59 @@
+"""Settings that are given and that nothing takes: an error which says for what they count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hetero_kv.errors import ConfigError
+from hetero_kv.rules.owners import Owner, flat_classes, labels
+from hetero_kv.settings.description import setting_names
+from hetero_kv.settings.located_yaml import located
+from hetero_kv.settings.setting import canonical
+
+
+def require_effect(
+    settings: Mapping[str, Any], in_place: Sequence[Owner], known: Sequence[Owner], *, where: str, rules: str
+) -> None:
+    """Raise ConfigError for the first of `settings` that neither the engine nor an operator in place takes.
+
+    Args:
+        settings: under their own names; where they were read from YAML the error names the line.
+        in_place: the owners of what the rules put in.
+        known: every owner there is, to say for which the setting counts.
+        where: the place named in the error.
+        rules: the rules as messages call them.
+    """
+    taken = {name for cls in flat_classes(in_place) for name in setting_names(cls)}
+    for name in settings:
+        if name not in taken:
+            place = located(where, settings, name)
+            raise ConfigError(f"{place}: {_without_effect(name, in_place, known, rules)}")
+
+
+def _without_effect(name: str, in_place: Sequence[Owner], known: Sequence[Owner], rules: str) -> str:
+    takers = [owner for owner in known if name in setting_names(owner.settings)]
+    with_settings = [owner for owner in in_place if setting_names(owner.settings)]
+    instead = f"puts in {labels(with_settings, known)}" if with_settings else "puts in no operator that has settings"
+    meaning = f"it is a setting of {labels(takers, known)}, and" if takers else "no operator has such a setting;"
+    return f"{name} has no effect here: {meaning} {rules} {instead}"
+
+
+def with_effect(
+    mapping: Mapping[Any, Any] | None, in_place: Sequence[Owner], known: Sequence[Owner], *, where: str, rules: str
+) -> dict[str, Any]:
+    """The settings in `mapping` under their own names, checked as those take them that are in place.
+
+    Raises:
+        ConfigError: what `canonical` refuses, and a setting that nothing in place takes (see `require_effect`).
+    """
+    checked = canonical(flat_classes((*in_place, *known)), mapping, where=where)
+    require_effect(checked, in_place, known, where=where, rules=rules)
+    # A value that another owner could take is none for those in place.
+    return canonical(flat_classes(in_place), mapping, where=where)
+
+
+def taken_by(settings: Mapping[str, Any], owners: Sequence[Owner]) -> dict[str, Any]:
+    """Those of `settings` that the engine or one of the owners takes."""
+    names = {name for cls in flat_classes(owners) for name in setting_names(cls)}
+    return {name: value for name, value in settings.items() if name in names}

@@ -1,0 +1,76 @@
+"""What a command's `--config` names: a rules file, with settings of its own where wanted: `quest:block_size=32`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero_kv.errors import ConfigError
+from hetero_kv.rules import recipes
+from hetero_kv.rules.owners import flat_classes
+from hetero_kv.rules.precedence import COMMAND_LINE
+from hetero_kv.rules.rule_file import load_rules
+from hetero_kv.rules.rule_set import RuleSet
+from hetero_kv.settings.description import takes_any_text
+from hetero_kv.settings.flags import scalar
+
+# A text may hold colons; what begins a setting is a name and an equals sign.
+_BEFORE_SETTING = re.compile(r":(?=[A-Za-z][\w-]*=)")
+
+
+@dataclass(frozen=True)
+class NamedConfig:
+    """Rules, and settings that win over them.
+
+    Attributes:
+        name: the file without folder and suffix, and its settings as they were written.
+        settings: under their own names.
+    """
+
+    name: str
+    rules: RuleSet
+    settings: dict[str, Any]
+
+    def command_line(self, flags: Mapping[Any, Any]) -> dict[str, Any]:
+        """All that wins over the rules: `flags`, and over them the settings that were given with the name.
+
+        Raises:
+            ConfigError: an unknown setting, a wrong value, or one that no operator of the rules takes.
+        """
+        return self.rules.with_effect(flags, where=COMMAND_LINE, beside=self.settings) | self.settings
+
+
+def named_config(word: str) -> NamedConfig:
+    """What `word` names: `FILE` or `FILE:setting=value:setting=value`.
+
+    Raises:
+        ConfigError: a file that is not there or has mistakes, an unknown setting or value, or one that no operator of
+            the rules takes.
+    """
+    file, assignments = _cut(word)
+    rules = load_rules(file)
+    rules.require_own_effect()
+    where = f"config {word!r}"
+    classes = flat_classes(rules.known_owners())
+    given: dict[str, Any] = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"{where}: {assignment!r} is no setting; write FILE:setting=value")
+        given[key] = value if takes_any_text(classes, key) else scalar(value)
+    name = ":".join((Path(file).stem, *assignments))
+    return NamedConfig(name, rules, rules.with_effect(given, where=where))
+
+
+def _cut(word: str) -> tuple[str, list[str]]:
+    """The file that `word` names, and the settings behind it."""
+    if recipes.find(word, Path()) is not None:
+        return word, []
+    named, *assignments = _BEFORE_SETTING.split(word)
+    if recipes.find(named, Path()) is not None:
+        return named, assignments
+    file, *stray = named.split(":")
+    return file, [*stray, *assignments]

@@ -1,0 +1,54 @@
+"""What settings say of themselves: names, types in words, choices, and the words for a method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from hetero_kv.settings.setting import entries_of
+
+
+class SettingRow(NamedTuple):
+    """One setting as the settings file, `--help` and the documentation show it."""
+
+    name: str
+    type: str
+    default: Any
+    unit: str | None
+    aliases: tuple[str, ...]
+    doc: str
+
+
+def describe(cls: type) -> Iterator[SettingRow]:
+    """The settings of `cls` in the order of its fields; `type` is in words, with the range and the choices."""
+    for entry in entries_of(cls).values():
+        limits = entry.constraints
+        yield SettingRow(entry.name, entry.expected(), entry.default, limits.unit, limits.aliases, limits.doc)
+
+
+def setting_names(cls: type) -> frozenset[str]:
+    """The settings of `cls`, under their own names."""
+    return frozenset(entries_of(cls))
+
+
+def choices_of(cls: type, name: str) -> tuple[str, ...]:
+    """The texts that the setting `name` of `cls` may be."""
+    return entries_of(cls)[name].constraints.allowed()
+
+
+def takes_any_text(classes: Iterable[type], spelling: str) -> bool:
+    """Whether the setting of that name or alias is a free text, in every one of the classes that has it."""
+    entries = [entry for cls in classes for entry in entries_of(cls).values()]
+    known = [entry for entry in entries if spelling.replace("-", "_") in (entry.name, *entry.constraints.aliases)]
+    return bool(known) and all(entry.annotation is str and entry.constraints.choices is None for entry in known)
+
+
+def method_words(settings: object) -> str:
+    """What tells a method from others of its operator, e.g. "QUEST, 2 per block, SEPARATE"; "" where nothing does."""
+    cls: Any = type(settings)
+    entries = entries_of(cls).values()
+    return ", ".join(
+        entry.constraints.names_method.format(getattr(settings, entry.name))
+        for entry in entries
+        if entry.constraints.names_method is not None
+    )
