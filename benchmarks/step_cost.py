@@ -1,6 +1,6 @@
 """What a decoded token costs beside the model and the kernels, against another commit in the same run.
 
-    python -m benchmarks.step_cost [--against HEAD] [--recipes ktransformers,quest] [--rounds 14] [--calls]
+    python -m benchmarks.step_cost [--against HEAD] [--recipes ktransformers,quest] [--rounds 12] [--calls]
         [--json FILE]
 
 A random Llama of 24 layers and tiny dimensions, float32, decodes behind a prompt of 600 tokens. Its tensors are so
@@ -15,10 +15,10 @@ Host time of a token = T(model) - T(kernels) - T(untouched model), each the CPU 
   stores nothing, decoding a token after each of those. That is what the model's own modules cost.
 
 Calls of torch and numpy count as ours: at this size they are what calling them costs. The goal is half of the other
-commit's host time. A second way to it that shares nothing with the first but the clock: `sys.setprofile` gives every
-moment to the innermost frame of ours, kernel, or module of the model that asked for it; what the profiler costs is
-taken out, the same for each event. It is the noisier of the two, and need not equal the first: here the model's modules
-are those of the injected model, and what lies between them (transformers' cache and interfaces) is the model's too.
+commit's host time. A second way to it, by `cProfile`: a function of ours owns the time in it and in what it calls, up
+to the next function of ours, a kernel or a function of the model; what the profiler costs is taken out by the number
+of calls, which may leave a small function below zero. It is the noisier of the two, and need not equal the first: what
+lies between the model's modules (transformers' cache and interfaces) is the model's here, whoever made it necessary.
 
 Frames: Python frames of ours that are entered in one decoded token, a generator's as often as it is resumed, divided by
 the layers. The token is the median one of a block's length, within which one token fills a block. `other` frames are
@@ -44,6 +44,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.step_cost_profile import KERNELS, MODEL
+
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("step_cost_worker.py")
 LAYERS = 24
@@ -52,8 +54,8 @@ PROMPT = 600
 BLOCK = 16
 #: Bursts under the profiler, whose medians are printed.
 PROFILES = 3
-#: What the profiler gives to nobody of ours; see `step_cost_worker.py`.
-NOT_OURS = ("(model)", "(kernels)")
+#: What the profiler gives to nobody of ours; see `step_cost_profile.py`.
+NOT_OURS = (MODEL, KERNELS)
 RATIO_GOAL = 0.5
 FRAMES_GOAL = 25
 BEFORE, NOW = "before", "now"
@@ -82,7 +84,7 @@ class Worker:
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(WORKER), str(tree), str(layers)],
             cwd=tree,
-            env={**os.environ, **one_thread, "PYTHONPATH": str(tree)},
+            env={**os.environ, **one_thread, "PYTHONPATH": f"{tree}{os.pathsep}{WORKER.parent}"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -255,7 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", default="HEAD", help="the commit to compare this working tree with")
     parser.add_argument("--recipes", default=",".join(RECIPES), type=lambda text: text.split(","))
-    parser.add_argument("--rounds", default=14, type=int, help=f"bursts of {BLOCK} tokens per tree")
+    parser.add_argument("--rounds", default=12, type=int, help=f"bursts of {BLOCK} tokens per tree")
     parser.add_argument("--calls", action="store_true", help="our functions one by one, the dearest first")
     parser.add_argument("--json", metavar="FILE", type=Path)
     arguments = parser.parse_args()
