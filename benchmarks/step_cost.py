@@ -163,10 +163,14 @@ def _medians(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def ratio(before: Sequence[float], now: Sequence[float]) -> dict[str, float]:
-    """The ratio of the medians, now by before, and the quartiles of the ratios of what was measured side by side."""
+    """Quartiles of now / before, over what was measured side by side.
+
+    Where a neighbour takes the machine for a while, the ratio of the medians (`of_medians`) tells when it did.
+    """
     beside = [after / earlier for earlier, after in zip(before, now, strict=True)]
-    lower, _, upper = statistics.quantiles(beside, n=4) if len(beside) > 1 else beside * 3
-    return {"median": statistics.median(now) / statistics.median(before), "lower": lower, "upper": upper}
+    lower, median, upper = statistics.quantiles(beside, n=4) if len(beside) > 1 else beside * 3
+    of_medians = statistics.median(now) / statistics.median(before)
+    return {"median": median, "lower": lower, "upper": upper, "of_medians": of_medians}
 
 
 def frames_per_layer(frames: Mapping[str, Any], key: str = "per_token", layers: int = LAYERS) -> float:

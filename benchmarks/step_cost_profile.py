@@ -64,6 +64,7 @@ class Attribution:
     def __init__(self, folders: tuple[str, ...], kernels: Any) -> None:
         self._folders, self._kernels = folders, kernels
         self.profile = cProfile.Profile(clock)
+        self._compiled: set[Any] = set()
         self._call_seconds = profiler_seconds_per_call()
 
     def seconds(self, plain: float) -> Counter[str]:
@@ -73,6 +74,9 @@ class Attribution:
         the caller and half in the called.
         """
         entries = self.profile.getstats()
+        # Numba shows the source of a compiled function to a profiler, as if Python had called it.
+        called = (entry.calls or () for entry in entries if entry.code is self._kernels)
+        self._compiled = {call.code for calls in called for call in calls if not isinstance(call.code, str)}
         callers: dict[Any, dict[Any, Any]] = {}
         for entry in entries:
             for call in entry.calls or ():
@@ -111,10 +115,10 @@ class Attribution:
 
     def _anchor(self, code: Any) -> str | None:
         file = getattr(code, "co_filename", "")
+        if code is self._kernels or code in self._compiled:
+            return KERNELS
         if file.startswith(self._folders):
             return f"{Path(file).stem}: {code.co_qualname}"
-        if code is self._kernels:
-            return KERNELS
         if file.endswith("torch/utils/_contextlib.py"):
             return "torch: no_grad as a decorator"
         return MODEL if "/transformers/models/" in file else None
