@@ -22,7 +22,6 @@ JOINING = prompt(75, 20), prompt(12, 21)
 HALF = 15
 MODELS: dict[str, object] = {}
 
-GREEDY = {"do_sample": False, "pad_token_id": 5}
 SMALLER = {"block_size": 4, "initial_len": 4, "local_windows_len": 8, "second_block_count": 3, "observation_len": 12}
 CHUNKED = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
 
@@ -243,6 +242,14 @@ def test_forks_of_a_ragged_batch_go_their_own_ways(recipe, model_of):
             assert_same_but_for_rounding(logits, alone(model, new_cache(model), (start, 2, turn, 4)))
 
 
+def generated(model, token_ids, cache, mask=None, **kwargs):
+    """What `model.generate` answers, greedily, or by beams where `kwargs` ask for them."""
+    mask = torch.ones_like(token_ids) if mask is None else mask
+    return model.generate(
+        token_ids, attention_mask=mask, past_key_values=cache, do_sample=False, pad_token_id=5, **kwargs
+    )
+
+
 FAMILIES = {
     "retrieval": ("llama", "ktransformers"),
     "preselection": ("llama", "kvretrieval"),
@@ -262,32 +269,32 @@ def test_generate_answers_a_padded_batch_as_it_answers_each_alone_in_two_turns(f
     model = model_of(architecture)
     cache = injected(model, small_recipe(recipe))
     token_ids, mask = padded(PROMPTS[:4])
-    first = model.generate(token_ids, attention_mask=mask, past_key_values=cache, max_new_tokens=12, **GREEDY)
+    first = generated(model, token_ids, cache, mask, max_new_tokens=12)
     # The last token of an answer is not stored yet: it comes with the second turn, and padding before it.
     stored = cache.get_seq_length()
     turns, turn_mask = padded([torch.cat([row[stored:], turn]) for row, turn in zip(first, TURNS, strict=False)])
     again = torch.cat([first[:, :stored], turns], dim=1)
     again_mask = torch.cat([cache.attention_mask, turn_mask], dim=1)
-    second = model.generate(again, attention_mask=again_mask, past_key_values=cache, max_new_tokens=8, **GREEDY)
+    second = generated(model, again, cache, again_mask, max_new_tokens=8)
     for row, (start, turn) in enumerate(zip(PROMPTS[:4], TURNS, strict=False)):
         own = new_cache(model)
-        answer = model.generate(start[None], past_key_values=own, max_new_tokens=12, **GREEDY)
+        answer = generated(model, start[None], own, max_new_tokens=12)
         assert first[row, -12:].tolist() == answer[0, -12:].tolist()
         answer = torch.cat([answer, turn[None]], dim=1)
-        expected = model.generate(answer, past_key_values=own, max_new_tokens=8, **GREEDY)
+        expected = generated(model, answer, own, max_new_tokens=8)
         assert second[row, -8:].tolist() == expected[0, -8:].tolist()
 
 
 @pytest.mark.parametrize("recipe", ["ktransformers", "shadowkv_plus", "tova"])
 def test_beams_of_a_padded_batch_are_those_of_each_prompt_alone(recipe, model_of):
     model = model_of()
-    beams = {"max_new_tokens": 10, "num_beams": 3, "num_return_sequences": 3, **GREEDY}
+    beams = {"max_new_tokens": 10, "num_beams": 3, "num_return_sequences": 3}
     token_ids, mask = padded(PROMPTS[1:3])
     cache = injected(model, small_recipe(recipe))
-    found = model.generate(token_ids, attention_mask=mask, past_key_values=cache, **beams)
+    found = generated(model, token_ids, cache, mask, **beams)
     assert cache.lengths == [*[LENGTHS[1] + 9] * 3, *[LENGTHS[2] + 9] * 3]
     for row, start in enumerate(PROMPTS[1:3]):
-        expected = model.generate(start[None], past_key_values=new_cache(model), **beams)
+        expected = generated(model, start[None], new_cache(model), **beams)
         assert found[3 * row : 3 * row + 3, -10:].tolist() == expected[:, -10:].tolist()
 
 
@@ -317,13 +324,13 @@ def test_embeddings_of_a_padded_batch_are_taken(model_of):
 
 # What is asked for, what it is called in the refusal, and the mask [2, 8] of a first turn.
 REFUSED_AT_FIRST = {
-    "padding on the right": (r"(?i)right|left", [[1, 1, 1, 1, 1, 1, 0, 0], [1] * 8]),
-    "holes": (r"(?i)hole|middle|inside|between|within", [[1, 1, 0, 1, 1, 1, 1, 1], [1] * 8]),
-    "holes behind padding": (r"(?i)hole|middle|inside|between|within", [[0, 0, 1, 1, 0, 0, 1, 1], [1] * 8]),
-    "too few columns": (r"(?i)column|long|cover|shape|wide", [[1] * 7, [1] * 7]),
-    "too many columns": (r"(?i)column|long|cover|shape|wide", [[1] * 9, [1] * 9]),
-    "another number of rows": (r"(?i)row|sequence|shape", [[1] * 8] * 3),
-    "four dimensions": (r"(?i)\b4|four|dim|shape", [[[[True] * 8] * 8]] * 2),
+    "padding on the right": (r"(right|left)", [[1, 1, 1, 1, 1, 1, 0, 0], [1] * 8]),
+    "holes": (r"(hole|middle|inside|between|within)", [[1, 1, 0, 1, 1, 1, 1, 1], [1] * 8]),
+    "holes behind padding": (r"(hole|middle|inside|between|within)", [[0, 0, 1, 1, 0, 0, 1, 1], [1] * 8]),
+    "too few columns": (r"(column|long|cover|shape|wide)", [[1] * 7, [1] * 7]),
+    "too many columns": (r"(column|long|cover|shape|wide)", [[1] * 9, [1] * 9]),
+    "another number of rows": (r"(row|sequence|shape)", [[1] * 8] * 3),
+    "four dimensions": (r"(\b4|four|dim|shape)", [[[[True] * 8] * 8]] * 2),
 }
 
 
@@ -341,11 +348,11 @@ def test_masks_that_are_no_padding_on_the_left_are_refused_and_nothing_is_stored
 
 # What is stored: [[0, 0, 1, 1], [1, 1, 1, 1]]; three columns come.
 REFUSED_LATER = {
-    "the past is another": (r"(?i)stored|past|hold|cache", [[0, 1, 1, 1, 1, 1, 1], [1] * 7]),
-    "the past is hidden": (r"(?i)stored|past|hold|cache", [[0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1]]),
-    "the past is left out": (r"(?i)column|long|cover|shape|wide", [[0, 1, 1], [1, 1, 1]]),
-    "padding on the right": (r"(?i)right|left", [[0, 0, 1, 1, 1, 1, 0], [1] * 7]),
-    "holes": (r"(?i)hole|middle|inside|between|within", [[0, 0, 1, 1, 1, 0, 1], [1] * 7]),
+    "the past is another": (r"(stored|past|hold|cache)", [[0, 1, 1, 1, 1, 1, 1], [1] * 7]),
+    "the past is hidden": (r"(stored|past|hold|cache)", [[0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1]]),
+    "the past is left out": (r"(column|long|cover|shape|wide)", [[0, 1, 1], [1, 1, 1]]),
+    "padding on the right": (r"(right|left)", [[0, 0, 1, 1, 1, 1, 0], [1] * 7]),
+    "holes": (r"(hole|middle|inside|between|within)", [[0, 0, 1, 1, 1, 0, 1], [1] * 7]),
 }
 
 
