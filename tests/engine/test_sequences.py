@@ -1,0 +1,296 @@
+"""Random lives of sequences: caches grow, go back, fork, lose rows and take each other's, and leave no block behind."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from ragged_rows import padded, together
+from tiny_models import tiny_model
+
+from hetero_kv import HeteroCache, inject
+from hetero_kv.engine.sequence_layer import CacheFullError
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.rules.rule_file import parse_rules
+
+BLOCK, CAPACITY, MOST_CACHES, MOST_ROWS = 4, 48, 5, 6
+_SHAPE = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16, "head_dim": 16}
+_RULES = {
+    "rules": [
+        {
+            "match": {"name": r"layers\.0\.self_attn$"},
+            "replace": {"class": "RetrievalAttention", "kwargs": {"representative_type": "DYNAMIC"}},
+        },
+        {
+            "match": {"name": r"layers\.1\.self_attn$"},
+            "replace": {
+                "class": "RetrievalAttention",
+                "kwargs": {"representative_type": "QUEST", "representative_num": 2},
+            },
+        },
+        {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
+    ],
+    "long_context": {
+        "block_size": BLOCK,
+        "initial_len": 4,
+        "local_windows_len": 6,
+        # Blocks are chosen, and there are no more than that.
+        "second_block_count": CAPACITY,
+        "observation_len": 4,
+        "kv_type": "FP32",
+        "chunk_size": 5,
+        "max_seq_len": CAPACITY,
+        "threads_num": 1,
+    },
+}
+UNTOUCHED = tiny_model("llama", **_SHAPE)
+INJECTED = tiny_model("llama", **_SHAPE)
+inject(INJECTED, parse_rules(_RULES))
+
+
+@dataclass(eq=False)
+class Held:
+    """A cache and what it should hold: of every row the token of each column, None where it is padded."""
+
+    cache: HeteroCache
+    rows: list[list[int | None]] = field(default_factory=list)
+
+    def tokens(self, row):
+        return [token for token in self.rows[row] if token is not None]
+
+    def pad(self, columns):
+        self.rows = [[*[None] * (columns - len(row)), *row] for row in self.rows]
+
+
+class LivesOfSequences(RuleBasedStateMachine):
+    """Several caches of one model, beside the lists of tokens that they should hold."""
+
+    caches = st.integers(0, MOST_CACHES - 1)
+
+    @initialize()
+    def begin(self):
+        torch.set_num_threads(1)
+        # What is there already stays there: looking for garbage need not look at it.
+        gc.freeze()
+        self.held: list[Held] = []
+        self.chance = torch.Generator().manual_seed(0)
+        self.prompt([3, 10])
+
+    def teardown(self):
+        gc.unfreeze()
+
+    def present(self, index):
+        return self.held[index % len(self.held)]
+
+    def some_tokens(self, count):
+        return torch.randint(2, 97, (count,), generator=self.chance)
+
+    def say(self, held, parts, with_mask=True):
+        """A part more for each row: its logits are the untouched model's, or it does not fit and nothing changes."""
+        cache, most = held.cache, max(map(len, parts))
+        if most > cache.room:
+            try:
+                found = together(INJECTED, cache, parts, with_mask)
+            except CacheFullError:
+                return
+        else:
+            found = together(INJECTED, cache, parts, with_mask)
+        token_ids, mask = padded(parts)
+        new = [
+            [int(token) if here else None for token, here in zip(*row, strict=True)]
+            for row in zip(token_ids, mask, strict=True)
+        ]
+        held.rows = [old + more for old, more in zip(held.rows or [[]] * len(parts), new, strict=True)]
+        for row, logits in enumerate(found):
+            with torch.no_grad():
+                expected = UNTOUCHED(torch.tensor([held.tokens(row)])).logits[0]
+            torch.testing.assert_close(logits, expected[-len(logits) :], rtol=1e-4, atol=1e-4)
+
+    @precondition(lambda self: len(self.held) < MOST_CACHES)
+    @rule(counts=st.lists(st.integers(1, 20), min_size=1, max_size=3))
+    def prompt(self, counts):
+        self.held.append(Held(HeteroCache(INJECTED)))
+        self.say(self.held[-1], [self.some_tokens(count) for count in counts])
+
+    @rule(
+        index=caches, counts=st.lists(st.integers(1, 9), min_size=MOST_ROWS, max_size=MOST_ROWS), rows=st.integers(1, 3)
+    )
+    def append(self, index, counts, rows):
+        held = self.present(index)
+        self.say(held, [self.some_tokens(count) for count in counts[: len(held.rows) or rows]])
+
+    @rule(index=caches, with_mask=st.booleans())
+    def decode(self, index, with_mask):
+        held = self.present(index)
+        if held.rows:
+            self.say(held, [self.some_tokens(1) for _ in held.rows], with_mask)
+
+    @rule(index=caches, columns=st.integers(1, 12))
+    def crop(self, index, columns):
+        held = self.present(index)
+        # What is left of a row may be nothing but padding; what is left of all of them is a token.
+        kept = [row[:-columns] for row in held.rows]
+        if any(token is not None for row in kept for token in row):
+            held.cache.crop(-columns)
+            held.rows = kept
+
+    @precondition(lambda self: len(self.held) < MOST_CACHES)
+    @rule(index=caches)
+    def fork(self, index):
+        held = self.present(index)
+        self.held.append(Held(held.cache.fork(), [list(row) for row in held.rows]))
+
+    @precondition(lambda self: len(self.held) > 1)
+    @rule(index=caches, forget=st.sampled_from(["reset", "drop"]))
+    def leave(self, index, forget):
+        held = self.present(index)
+        if forget == "reset":
+            held.cache.reset()
+            held.rows = []
+        else:
+            self.held.remove(held)
+            del held
+            gc.collect()
+
+    @rule(index=caches, rows=st.lists(st.integers(0, MOST_ROWS - 1), min_size=1, max_size=MOST_ROWS))
+    def select(self, index, rows):
+        held = self.present(index)
+        if held.rows:
+            rows = [row % len(held.rows) for row in rows]
+            held.cache.select(rows)
+            held.rows = [list(held.rows[row]) for row in rows]
+
+    @rule(index=caches, beams=st.lists(st.integers(0, MOST_ROWS - 1), min_size=MOST_ROWS, max_size=MOST_ROWS))
+    def reorder(self, index, beams):
+        held = self.present(index)
+        if held.rows:
+            beams = [beam % len(held.rows) for beam in beams[: len(held.rows)]]
+            held.cache.reorder_cache(torch.tensor(beams))
+            held.rows = [list(held.rows[beam]) for beam in beams]
+
+    @rule(index=caches, other=caches)
+    def extend(self, index, other):
+        held, joining = self.present(index), self.present(other)
+        if held is joining or not joining.rows or len(held.rows) + len(joining.rows) > MOST_ROWS:
+            return
+        try:
+            held.cache.extend(joining.cache)
+        except CacheFullError:
+            return
+        columns = max(len(held.rows[0]) if held.rows else 0, len(joining.rows[0]))
+        held.pad(columns)
+        joining.pad(columns)
+        held.rows += joining.rows
+        joining.rows = []
+
+    @invariant()
+    def every_cache_tells_what_it_holds(self):
+        for held in self.held:
+            lengths = [len(held.tokens(row)) for row in range(len(held.rows))]
+            assert held.cache.lengths == lengths
+            assert [sequence.length for sequence in held.cache.sequences] == lengths
+            assert held.cache.get_seq_length() == (len(held.rows[0]) if held.rows else 0)
+            if held.rows:
+                mask = [[int(token is not None) for token in row] for row in held.rows]
+                assert held.cache.attention_mask.tolist() == mask
+
+    def tables(self):
+        """(layout, tokens, table) of every sequence of every cache."""
+        for held in self.held:
+            for row, sequence in enumerate(held.cache.sequences):
+                for layout, table in sequence.tables.items():
+                    yield layout, held.tokens(row), table
+
+    @invariant()
+    def every_block_is_held_by_exactly_its_sequences(self):
+        allocators, holders = {}, {}
+        for _, tokens, table in self.tables():
+            blocks = table.ids.tolist()
+            assert len(blocks) == len(set(blocks)) == -(-len(tokens) // BLOCK)
+            allocators[id(table.allocator)] = table.allocator
+            holders.setdefault(id(table.allocator), Counter()).update(blocks)
+        for key, allocator in allocators.items():
+            found = {block: allocator.references(block) for block in range(allocator.num_blocks)}
+            assert found == {block: holders[key][block] for block in found}
+            assert allocator.free_blocks == allocator.num_blocks - len(holders[key])
+
+    @invariant()
+    def sequences_that_share_a_block_have_the_same_tokens_up_to_its_end(self):
+        first_holder = {}
+        for layout, tokens, table in self.tables():
+            for place, block in enumerate(table.ids.tolist()):
+                there, others = first_holder.setdefault((layout, id(table.allocator), block), (place, tokens))
+                shared = min((place + 1) * BLOCK, len(tokens), len(others))
+                assert place == there
+                assert tokens[:shared] == others[:shared]
+
+
+TestLivesOfSequences = LivesOfSequences.TestCase
+TestLivesOfSequences.settings = settings(max_examples=45, stateful_step_count=30, deadline=None, derandomize=True)
+
+
+def prompted(*counts):
+    """A cache of rows of so many tokens."""
+    generator = torch.Generator().manual_seed(1)
+    cache = HeteroCache(INJECTED)
+    together(INJECTED, cache, [torch.randint(2, 97, (count,), generator=generator) for count in counts])
+    return cache
+
+
+def blocks(cache):
+    """The blocks that each row holds, in each layout."""
+    return [[table.ids.tolist() for table in sequence.tables.values()] for sequence in cache.sequences]
+
+
+def allocators(cache):
+    return {id(table.allocator): table.allocator for row in cache.sequences for table in row.tables.values()}.values()
+
+
+def test_a_row_takes_the_blocks_of_its_tokens_and_none_for_padding():
+    assert [[len(ids) for ids in row] for row in blocks(prompted(3, 21))] == [
+        [-(-count // BLOCK)] * len(blocks(prompted(3, 21))[0]) for count in (3, 21)
+    ]
+
+
+def test_repeated_rows_share_all_their_blocks_until_they_grow():
+    cache = prompted(3, 21)
+    free = [allocator.free_blocks for allocator in allocators(cache)]
+    cache.select([1, 1, 0])
+    assert blocks(cache)[0] == blocks(cache)[1]
+    assert [allocator.free_blocks for allocator in allocators(cache)] == free
+    together(INJECTED, cache, [torch.tensor([7])] * 3)
+    # The last block of 21 tokens was shared and not full: one of the rows writes to a copy.
+    assert all(first[-1] != second[-1] for first, second in zip(*blocks(cache)[:2], strict=True))
+    assert all(first[0] == second[0] for first, second in zip(*blocks(cache)[:2], strict=True))
+
+
+def test_rows_that_leave_give_their_blocks_back():
+    cache = prompted(3, 21)
+    free = [allocator.free_blocks for allocator in allocators(cache)]
+    cache.select([0])
+    assert [allocator.free_blocks for allocator in allocators(cache)] == [before + 6 for before in free]
+
+
+def test_rows_that_join_from_a_fork_are_shared_and_those_of_another_store_are_not():
+    cache = prompted(9, 5)
+    twin = cache.fork()
+    cache.extend(twin)
+    assert cache.lengths == [9, 5, 9, 5]
+    assert blocks(cache)[:2] == blocks(cache)[2:]
+    cache.extend(prompted(9, 5))
+    assert cache.lengths == [9, 5] * 3
+    assert all(not set(mine) & set(theirs) for mine, theirs in zip(blocks(cache)[0], blocks(cache)[4], strict=True))
+
+
+@pytest.mark.parametrize("wrong", [[2], [0, 5]])
+def test_rows_that_are_not_there_cannot_be_selected(wrong):
+    cache = prompted(3, 21)
+    with pytest.raises((IndexError, HeteroKVError), match=r"row"):
+        cache.select(wrong)
+    assert cache.lengths == [3, 21]

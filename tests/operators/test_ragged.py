@@ -1,0 +1,371 @@
+"""Rows of a batch that have lengths of their own: each is computed as if it had come alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ragged_rows import Batch, alone, assert_same_but_for_rounding, padded, prompt, together
+from small_recipes import ENGINE, RECIPES, injected, new_cache, small_recipe
+from tiny_models import tiny_model
+
+from hetero_kv import eject
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.rules.rule_file import parse_rules
+
+LENGTHS = (3, 40, 129, 333, 700)
+PROMPTS = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+SHORTER = [each[:length] for each, length in zip(PROMPTS, (2, 40, 129, 61, 200), strict=True)]
+TURNS = [prompt(length, 10 + seed) for seed, length in enumerate((21, 1, 9, 33, 4))]
+#: The row that leaves half-way, and what joins in its place.
+LEAVING = 2
+JOINING = prompt(75, 20), prompt(12, 21)
+HALF = 15
+MODELS: dict[str, object] = {}
+
+SMALLER = {"block_size": 4, "initial_len": 4, "local_windows_len": 8, "second_block_count": 3, "observation_len": 12}
+CHUNKED = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Many small steps: threads would wait for each other longer than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def model_of():
+    """The tiny model of an architecture, the same for all tests, without rules before and after each."""
+
+    def made(architecture="llama"):
+        if architecture not in MODELS:
+            MODELS[architecture] = tiny_model(architecture, max_position_embeddings=1024)
+        return MODELS[architecture]
+
+    yield made
+    for model in MODELS.values():
+        if getattr(model, "hetero_kv_injection", None) is not None:
+            eject(model)
+
+
+def operator_in(pattern, name, **kwargs):
+    return {"match": {"name": pattern}, "replace": {"class": name, "kwargs": kwargs}}
+
+
+def assert_rows_are_what_they_are_alone(model, rules, prompts=PROMPTS):
+    """Five prompts, an answer in whose middle one row leaves and another joins, a second turn, and its answer."""
+    lengths = [len(each) for each in prompts]
+    batch = Batch(model, injected(model, rules), prompts)
+    assert batch.cache.lengths == lengths
+    assert batch.cache.get_seq_length() == max(lengths)
+    batch.answer(HALF)
+    left = batch.logits[LEAVING]
+    batch.select([4, 0, 1, 3])
+    batch.extend(Batch(model, new_cache(model), JOINING[:1]))
+    assert batch.cache.lengths == [*(lengths[row] + HALF for row in (4, 0, 1, 3)), len(JOINING[0])]
+    assert batch.cache.get_seq_length() == max(lengths) + HALF
+    batch.answer(HALF)
+    batch.say([*(TURNS[row] for row in (4, 0, 1, 3)), JOINING[1]])
+    batch.answer(4)
+
+    for row, logits in zip((4, 0, 1, 3), batch.logits, strict=False):
+        script = prompts[row], HALF, HALF, TURNS[row], 4
+        assert_same_but_for_rounding(logits, alone(model, new_cache(model), script), f"{lengths[row]} tokens")
+    assert_same_but_for_rounding(left, alone(model, new_cache(model), (prompts[LEAVING], HALF)), "the one that left")
+    joined = JOINING[0], HALF, JOINING[1], 4
+    assert_same_but_for_rounding(batch.logits[-1], alone(model, new_cache(model), joined), "the one that joined")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_of_their_own_lengths_are_what_they_are_alone(recipe, model_of):
+    assert_rows_are_what_they_are_alone(model_of(), small_recipe(recipe))
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "dense"])
+def test_small_recipes_leave_tokens_out_so_that_choosing_others_would_show(recipe, model_of):
+    model, long = model_of(), [PROMPTS[-1], *prompt(20, 30).split(1)]
+    with torch.no_grad():
+        full = model(torch.cat(long)[None]).logits[0]
+    sparse = alone(model, injected(model, small_recipe(recipe)), long)
+    assert (sparse - full)[-20:].abs().amax(dim=-1).min() > 0.01 * full.abs().max()
+
+
+# Windows of the model's own; learned sinks besides; experts, which are given the rows' tokens in another order; and a
+# rotation of some of the channels.
+@pytest.mark.parametrize(
+    ("architecture", "recipe"),
+    [
+        ("gemma2", "ktransformers"),
+        ("gemma3_text", "ktransformers"),
+        ("gemma3_text", "tova"),
+        ("gpt_oss", "quest"),
+        ("gpt_oss", "h2o"),
+        ("qwen3_moe", "ktransformers"),
+        ("glm", "shadowkv"),
+        ("glm", "streaming_llm"),
+    ],
+)
+def test_rows_of_every_kind_of_model_are_what_they_are_alone(architecture, recipe, model_of):
+    assert_rows_are_what_they_are_alone(model_of(architecture), small_recipe(recipe), SHORTER)
+
+
+MIXED = {
+    "a layer left alone": [
+        operator_in(r"layers\.1\.self_attn$", "default"),
+        operator_in(r"self_attn$", "RetrievalAttention", representative_type="DYNAMIC"),
+    ],
+    "retrieval above entries": [
+        operator_in(r"layers\.0\.self_attn$", "BoundedAttention", policy="tova", budget=40, stride=16),
+        operator_in(r"self_attn$", "RetrievalAttention", representative_type="QUEST", representative_num=2),
+    ],
+    "layouts of their own": [
+        operator_in(r"layers\.0\.self_attn$", "RetrievalAttention", block_size=8),
+        operator_in(
+            r"layers\.1\.self_attn$",
+            "ShadowKVAttention",
+            rank=8,
+            landmark_chunk_size=4,
+            outlier_chunks=3,
+            local_chunks=2,
+            sparse_budget=16,
+            value_type="FP32",
+        ),
+        operator_in(r"self_attn$", "BoundedAttention", policy="h2o", budget=40),
+    ],
+    "a catalyst below preselection": [
+        operator_in(r"layers\.0\.self_attn$", "BoundedAttention", policy="infinipot", budget=40, catalyst="abcdef"),
+        operator_in(r"self_attn$", "RetrievalAttention", preselect_block=True, preselect_block_count=6),
+    ],
+    "selections that are reused": [
+        operator_in(r"self_attn$", "RetrievalAttention", representative_type="MEAN", layer_step=2, token_step=3),
+    ],
+}
+
+
+@pytest.mark.parametrize("rules", MIXED.values(), ids=MIXED)
+def test_rows_are_what_they_are_alone_where_layers_have_different_methods(rules, model_of):
+    rules = parse_rules({"rules": [*rules, CHUNKED], "long_context": {**ENGINE, **SMALLER}})
+    assert_rows_are_what_they_are_alone(model_of(), rules, SHORTER)
+
+
+def test_longer_rows_may_join_shorter_ones(model_of):
+    model = model_of()
+    short, long = [prompt(9, 1), prompt(30, 2)], [prompt(200, 3), prompt(2, 4)]
+    batch = Batch(model, injected(model, small_recipe("ktransformers")), short)
+    batch.answer(3)
+    other = Batch(model, new_cache(model), long)
+    batch.extend(other)
+    assert batch.cache.lengths == [12, 33, 200, 2]
+    assert batch.cache.get_seq_length() == 200
+    assert batch.cache.attention_mask.sum(dim=1).tolist() == [12, 33, 200, 2]
+    # The narrower rows are padded on the left: what they hold ends where the longest ends.
+    assert batch.cache.attention_mask[:, -2:].all()
+    assert other.cache.get_seq_length() == 0
+    assert other.cache.lengths == []
+    batch.answer(10)
+    scripts = [*((each, 13) for each in short), *((each, 10) for each in long)]
+    for logits, script in zip(batch.logits, scripts, strict=True):
+        assert_same_but_for_rounding(logits, alone(model, new_cache(model), script), f"{len(script[0])} tokens")
+
+
+def test_the_emptied_cache_takes_new_rows(model_of):
+    model = model_of()
+    batch = Batch(model, injected(model, small_recipe("ktransformers")), PROMPTS[:2])
+    other = Batch(model, new_cache(model), PROMPTS[2:3])
+    batch.extend(other)
+    anew = Batch(model, other.cache, PROMPTS[1:3])
+    anew.answer(3)
+    for logits, row in zip(anew.logits, PROMPTS[1:3], strict=True):
+        assert_same_but_for_rounding(logits, alone(model, new_cache(model), (row, 3)))
+
+
+@pytest.mark.parametrize("recipe", ["ktransformers", "shadowkv_plus", "tova"])
+def test_a_row_that_is_repeated_goes_several_ways(recipe, model_of):
+    model = model_of()
+    batch = Batch(model, injected(model, small_recipe(recipe)), PROMPTS[:3])
+    batch.answer(3)
+    batch.select([2, 0, 2])
+    turns = TURNS[0], TURNS[1], TURNS[3]
+    batch.say(turns)
+    batch.answer(5)
+    for logits, row, turn in zip(batch.logits, (2, 0, 2), turns, strict=True):
+        assert_same_but_for_rounding(logits, alone(model, new_cache(model), (PROMPTS[row], 3, turn, 5)))
+
+
+# Of a smaller rank, factors would remember what was cropped.
+OF_FULL_RANK = {
+    "rank": 32,
+    "landmark_chunk_size": 4,
+    "sparse_budget": "all",
+    "value_type": "FP32",
+}
+CROPPED = {
+    "retrieval": [operator_in(r"self_attn$", "RetrievalAttention", **SMALLER)],
+    "shadowkv": [operator_in(r"self_attn$", "ShadowKVAttention", **OF_FULL_RANK)],
+}
+
+
+@pytest.mark.parametrize("rules", CROPPED.values(), ids=CROPPED)
+def test_columns_that_are_cropped_are_forgotten_by_the_rows_that_had_tokens_there(rules, model_of):
+    model = model_of()
+    rules = parse_rules({"rules": [*rules, CHUNKED], "long_context": ENGINE})
+    batch = Batch(model, injected(model, rules), PROMPTS[:3])
+    batch.say([prompt(6, 40), prompt(1, 41), prompt(3, 42)])
+    batch.cache.crop(-4)
+    assert batch.cache.lengths == [LENGTHS[0] + 2, LENGTHS[1], LENGTHS[2]]
+    assert batch.cache.get_seq_length() == LENGTHS[2] + 2
+    batch.say(TURNS[:3])
+    kept = [torch.cat([PROMPTS[0], prompt(6, 40)[:2]]), *PROMPTS[1:3]]
+    for logits, parts in zip(batch.logits, zip(kept, TURNS[:3], strict=True), strict=True):
+        turn = len(parts[1])
+        expected = alone(model, new_cache(model), parts)
+        assert_same_but_for_rounding(logits[-turn:], expected[-turn:])
+
+
+@pytest.mark.parametrize("recipe", ["ktransformers", "shadowkv_plus", "h2o"])
+def test_forks_of_a_ragged_batch_go_their_own_ways(recipe, model_of):
+    model = model_of()
+    first = Batch(model, injected(model, small_recipe(recipe)), PROMPTS[:3])
+    first.answer(2)
+    second = Batch.__new__(Batch)
+    second.model, second.cache, second.logits = model, first.cache.fork(), first.logits
+    assert second.cache.lengths == first.cache.lengths
+    ways = TURNS[:3], TURNS[2:]
+    first.say(ways[0])
+    second.say(ways[1])
+    first.answer(4)
+    second.answer(4)
+    for batch, turns in zip((first, second), ways, strict=True):
+        for logits, start, turn in zip(batch.logits, PROMPTS, turns, strict=False):
+            assert_same_but_for_rounding(logits, alone(model, new_cache(model), (start, 2, turn, 4)))
+
+
+def generated(model, token_ids, cache, mask=None, **kwargs):
+    """What `model.generate` answers, greedily, or by beams where `kwargs` ask for them."""
+    mask = torch.ones_like(token_ids) if mask is None else mask
+    return model.generate(
+        token_ids, attention_mask=mask, past_key_values=cache, do_sample=False, pad_token_id=5, **kwargs
+    )
+
+
+FAMILIES = {
+    "retrieval": ("llama", "ktransformers"),
+    "preselection": ("llama", "kvretrieval"),
+    "quest": ("llama", "quest"),
+    "shadowkv": ("llama", "shadowkv"),
+    "shadowkv plus": ("llama", "shadowkv_plus"),
+    "entries": ("llama", "h2o"),
+    "entries in strides": ("llama", "streaming_llm"),
+    "a catalyst": ("llama", "infinipot"),
+    "windows": ("gemma3_text", "ktransformers"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_answers_a_padded_batch_as_it_answers_each_alone_in_two_turns(family, model_of):
+    architecture, recipe = FAMILIES[family]
+    model = model_of(architecture)
+    cache = injected(model, small_recipe(recipe))
+    token_ids, mask = padded(PROMPTS[:4])
+    first = generated(model, token_ids, cache, mask, max_new_tokens=12)
+    # The last token of an answer is not stored yet: it comes with the second turn, and padding before it.
+    stored = cache.get_seq_length()
+    turns, turn_mask = padded([torch.cat([row[stored:], turn]) for row, turn in zip(first, TURNS, strict=False)])
+    again = torch.cat([first[:, :stored], turns], dim=1)
+    again_mask = torch.cat([cache.attention_mask, turn_mask], dim=1)
+    second = generated(model, again, cache, again_mask, max_new_tokens=8)
+    for row, (start, turn) in enumerate(zip(PROMPTS[:4], TURNS, strict=False)):
+        own = new_cache(model)
+        answer = generated(model, start[None], own, max_new_tokens=12)
+        assert first[row, -12:].tolist() == answer[0, -12:].tolist()
+        answer = torch.cat([answer, turn[None]], dim=1)
+        expected = generated(model, answer, own, max_new_tokens=8)
+        assert second[row, -8:].tolist() == expected[0, -8:].tolist()
+
+
+@pytest.mark.parametrize("recipe", ["ktransformers", "shadowkv_plus", "tova"])
+def test_beams_of_a_padded_batch_are_those_of_each_prompt_alone(recipe, model_of):
+    model = model_of()
+    beams = {"max_new_tokens": 10, "num_beams": 3, "num_return_sequences": 3}
+    token_ids, mask = padded(PROMPTS[1:3])
+    cache = injected(model, small_recipe(recipe))
+    found = generated(model, token_ids, cache, mask, **beams)
+    assert cache.lengths == [*[LENGTHS[1] + 9] * 3, *[LENGTHS[2] + 9] * 3]
+    for row, start in enumerate(PROMPTS[1:3]):
+        expected = generated(model, start[None], new_cache(model), **beams)
+        assert found[3 * row : 3 * row + 3, -10:].tolist() == expected[:, -10:].tolist()
+
+
+def test_positions_that_are_given_are_taken(model_of):
+    model = model_of()
+    token_ids, mask = padded(PROMPTS[:3])
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    answers = []
+    for given in ({}, {"position_ids": positions}):
+        cache = injected(model, small_recipe("ktransformers"))
+        with torch.no_grad():
+            answers.append(model(token_ids, attention_mask=mask, past_key_values=cache, **given).logits)
+        eject(model)
+    assert answers[0][mask.bool()].equal(answers[1][mask.bool()])
+
+
+def test_embeddings_of_a_padded_batch_are_taken(model_of):
+    model = model_of()
+    token_ids, mask = padded(PROMPTS[:3])
+    cache = injected(model, small_recipe("tova"))
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings()(token_ids)
+        logits = model(inputs_embeds=embeddings, attention_mask=mask, past_key_values=cache).logits
+    for row, start in zip(logits, PROMPTS, strict=False):
+        assert_same_but_for_rounding(row[-len(start) :], alone(model, new_cache(model), (start,)))
+
+
+# What is asked for, what it is called in the refusal, and the mask [2, 8] of a first turn.
+REFUSED_AT_FIRST = {
+    "padding on the right": (r"(right|left)", [[1, 1, 1, 1, 1, 1, 0, 0], [1] * 8]),
+    "holes": (r"(hole|middle|inside|between|within)", [[1, 1, 0, 1, 1, 1, 1, 1], [1] * 8]),
+    "holes behind padding": (r"(hole|middle|inside|between|within)", [[0, 0, 1, 1, 0, 0, 1, 1], [1] * 8]),
+    "too few columns": (r"(column|long|cover|shape|wide)", [[1] * 7, [1] * 7]),
+    "too many columns": (r"(column|long|cover|shape|wide)", [[1] * 9, [1] * 9]),
+    "another number of rows": (r"(row|sequence|shape)", [[1] * 8] * 3),
+    "four dimensions": (r"(\b4|four|dim|shape)", [[[[True] * 8] * 8]] * 2),
+}
+
+
+@pytest.mark.parametrize("recipe", ["ktransformers", "tova"])
+@pytest.mark.parametrize("case", REFUSED_AT_FIRST)
+def test_masks_that_are_no_padding_on_the_left_are_refused_and_nothing_is_stored(case, recipe, model_of):
+    named, mask = REFUSED_AT_FIRST[case]
+    model = model_of()
+    cache = injected(model, small_recipe(recipe))
+    with pytest.raises(HeteroKVError, match=r"(?is)mask.*" + named), torch.no_grad():
+        model(torch.stack([prompt(8, 1)] * 2), attention_mask=torch.tensor(mask), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    assert_same_but_for_rounding(together(model, cache, PROMPTS[:2])[1], alone(model, new_cache(model), (PROMPTS[1],)))
+
+
+# What is stored: [[0, 0, 1, 1], [1, 1, 1, 1]]; three columns come.
+REFUSED_LATER = {
+    "the past is another": (r"(stored|past|hold|cache)", [[0, 1, 1, 1, 1, 1, 1], [1] * 7]),
+    "the past is hidden": (r"(stored|past|hold|cache)", [[0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1]]),
+    "the past is left out": (r"(column|long|cover|shape|wide)", [[0, 1, 1], [1, 1, 1]]),
+    "padding on the right": (r"(right|left)", [[0, 0, 1, 1, 1, 1, 0], [1] * 7]),
+    "holes": (r"(hole|middle|inside|between|within)", [[0, 0, 1, 1, 1, 0, 1], [1] * 7]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_LATER)
+def test_masks_that_contradict_what_is_stored_are_refused_and_nothing_changes(case, model_of):
+    named, mask = REFUSED_LATER[case]
+    model = model_of()
+    rows, more = [prompt(2, 1), prompt(4, 2)], [prompt(2, 3), prompt(3, 4)]
+    batch = Batch(model, injected(model, small_recipe("ktransformers")), rows)
+    with pytest.raises(HeteroKVError, match=r"(?is)mask.*" + named), torch.no_grad():
+        model(torch.stack([prompt(3, 5)] * 2), attention_mask=torch.tensor(mask), past_key_values=batch.cache)
+    assert batch.cache.lengths == [2, 4]
+    assert batch.cache.attention_mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
+    batch.say(more)
+    for logits, parts in zip(batch.logits, zip(rows, more, strict=True), strict=True):
+        assert_same_but_for_rounding(logits, alone(model, new_cache(model), parts))

@@ -1,0 +1,82 @@
+"""The packaged recipes, with settings that make a difference to a tiny model and a few hundred tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from hetero_kv import HeteroCache, inject
+from hetero_kv.rules.rule_file import Rule, RuleSet, parse_rules
+
+#: Every recipe that ships with the package, so that a new one is tested by itself.
+RECIPES = sorted(path.stem for path in Path(str(resources.files("injection_rules"))).glob("*.yaml"))
+
+#: At most this much of a setting that a recipe gives; what it gives in words ("all") stays.
+SMALL = {
+    "block_size": 8,
+    "initial_len": 8,
+    "local_windows_len": 16,
+    "second_block_count": 3,
+    "preselect_block_count": 6,
+    "observation_len": 12,
+    "dense_layer_num": 1,
+    "rank": 8,
+    "landmark_chunk_size": 4,
+    "outlier_chunks": 3,
+    "local_chunks": 2,
+    "budget": 40,
+    "stride": 16,
+    "sinks": 4,
+    "window": 8,
+    "recent": 4,
+    "gamma": 0.9,
+}
+#: Whatever a recipe gives: numbers are stored as they are computed, and prompts have several chunks.
+ENGINE = {"chunk_size": 64, "max_seq_len": 1024, "threads_num": 1, "kv_type": "FP32"}
+#: Settings that a recipe may leave to their defaults, which are for long contexts.
+_ASSUMED = ("observation_len",)
+
+
+class Letters:
+    """A tokenizer of one token per letter, for policies that run a text of their own."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [(ord(letter) - 90) % 97 for letter in text]
+
+
+def small(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, none of them larger than in SMALL."""
+    return {
+        name: min(value, SMALL[name]) if name in SMALL and isinstance(value, int | float) else value
+        for name, value in settings.items()
+    }
+
+
+def _as_computed(rule: Rule) -> dict[str, str]:
+    settings = rule.operator.settings_class_for(rule.kwargs) if rule.operator else None
+    return {name: "FP32" for name in ("kv_type", "value_type") if hasattr(settings, name)}
+
+
+def small_recipe(name: str, **long_context: Any) -> RuleSet:
+    """A packaged recipe, scaled down, with these engine settings besides."""
+    rules = parse_rules({"extends": f"{name}.yaml"})
+    assumed = {setting: SMALL[setting] for setting in _ASSUMED}
+    return replace(
+        rules,
+        long_context={**assumed, **small(rules.long_context), **ENGINE, **long_context},
+        rules=tuple(replace(rule, kwargs={**small(rule.kwargs), **_as_computed(rule)}) for rule in rules.rules),
+    )
+
+
+def injected(model: Any, rules: RuleSet, **kwargs: Any) -> HeteroCache:
+    """The model with these rules in it, and a new cache."""
+    inject(model, rules)
+    return new_cache(model, **kwargs)
+
+
+def new_cache(model: Any, **kwargs: Any) -> HeteroCache:
+    """A new cache of a model with rules in it, with a tokenizer."""
+    return HeteroCache(model, tokenizer=Letters(), **kwargs)
