@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hetero_kv import HeteroCache, inject
-from hetero_kv.rules.rule_file import Rule, RuleSet, parse_rules
+from hetero_kv.rules.rule_file import parse_rules
+from hetero_kv.rules.rule_set import Rule, RuleFile, RuleSet
 
 #: Every recipe that ships with the package, so that a new one is tested by itself.
 RECIPES = sorted(path.stem for path in Path(str(resources.files("injection_rules"))).glob("*.yaml"))
@@ -64,11 +65,17 @@ def small_recipe(name: str, **long_context: Any) -> RuleSet:
     """A packaged recipe, scaled down, with these engine settings besides."""
     rules = parse_rules({"extends": f"{name}.yaml"})
     assumed = {setting: SMALL[setting] for setting in _ASSUMED}
+    settings = {**assumed, **small(rules.long_context), **ENGINE, **long_context}
     return replace(
-        rules,
-        long_context={**assumed, **small(rules.long_context), **ENGINE, **long_context},
+        with_settings(rules, settings),
         rules=tuple(replace(rule, kwargs={**small(rule.kwargs), **_as_computed(rule)}) for rule in rules.rules),
     )
+
+
+def with_settings(rules: RuleSet, settings: Mapping[str, Any]) -> RuleSet:
+    """The rules with these settings instead of their `long_context:`, whichever families they are of."""
+    # In a file that is extended, so that settings of families that the rules do not name are no mistake.
+    return replace(rules, file=RuleFile(rules.file.name, extends=(RuleFile("settings", settings),)))
 
 
 def injected(model: Any, rules: RuleSet, **kwargs: Any) -> HeteroCache:

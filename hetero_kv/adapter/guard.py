@@ -48,7 +48,8 @@ def guarded(model: Any, *, has_head: bool) -> Callable[..., Any]:
         _refuse_recording(model, kwargs)
         # Parts of the call come here again, as those of a drive.
         whole = signature if has_head else reentrant
-        return _outermost(signature.call(args, kwargs), whole, cache, has_head)
+        with undo_on_error(cache), torch.no_grad():
+            return _outermost(signature.call(args, kwargs), whole, cache, has_head)
 
     reentrant = Signature(forward)
     reentrant.forward = guarded_forward
@@ -91,21 +92,20 @@ def _outermost(call: ModelCall, parts: Signature, cache: HeteroCache, has_head: 
     tokens = tokens_per_row(call, cache.columns)
     spans = cache.spans(tokens, width)
     driven_layers = [layer for span in spans for layer in span.cohort.family_layers if layer.is_driven]
-    with undo_on_error(cache), torch.no_grad():
-        if len(spans) > 1 and _pass_together(cache, spans):
-            for layer in driven_layers:
-                layer.begin_turn(1)
-            lengths = torch.tensor(cache.lengths, device=_device(call))[:, None]
-            with cache.forward(spans):
-                output = call.with_positions(lengths).run()
-        elif driven_layers:
-            output = _span_by_span(call, parts, cache, spans, has_head)
-        elif len(spans) == 1 and _is_whole(spans[0], call):
-            with cache.forward(spans):
-                output = call.run()
-        else:
-            output = _span_by_span(call, None, cache, spans, has_head)
-        cache.columns = cache.columns.grown(width, tokens)
+    if len(spans) > 1 and _pass_together(cache, spans):
+        for layer in driven_layers:
+            layer.begin_turn(1)
+        lengths = torch.tensor(cache.lengths, device=_device(call))[:, None]
+        with cache.forward(spans):
+            output = call.with_positions(lengths).run()
+    elif driven_layers:
+        output = _span_by_span(call, parts, cache, spans, has_head)
+    elif _is_whole(spans[0], call) and not cache.columns.is_ragged:
+        with cache.forward(spans):
+            output = call.run()
+    else:
+        output = _span_by_span(call, None, cache, spans, has_head)
+    cache.columns = cache.columns.grown(width, tokens)
     return output
 
 
@@ -129,7 +129,7 @@ def _span_by_span(
     """The call for one cohort after the other; where `parts` is given, each is driven."""
     outputs = []
     for span in spans:
-        own = call if _is_whole(span, call) else call.of_span(span)
+        own = call if _is_whole(span, call) and not cache.columns.is_ragged else call.of_span(span)
         if parts is not None:
             outputs.append(driven(ModelCall(parts, own.arguments), cache, span.cohort, has_head=has_head))
             continue

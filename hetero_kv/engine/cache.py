@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from hetero_kv.engine.cohort import Cohort, CohortSnapshot
 from hetero_kv.engine.columns import Columns
 from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.room import require_room, room
 from hetero_kv.engine.sequence import Sequence
 from hetero_kv.engine.step import PromptPart, Step
 from hetero_kv.engine.store import Store
@@ -164,7 +165,7 @@ class HeteroCache(Cache):
     @property
     def room(self) -> int | None:
         """Tokens that can still be added to each sequence; None when no layer keeps every token."""
-        return min((room for cohort in self.cohorts if (room := cohort.room) is not None), default=None)
+        return room(self.cohorts)
 
     def require_room(self, batch: int, tokens: int) -> None:
         """Raise unless `tokens` more of `batch` sequences can be added to every layer.
@@ -174,12 +175,11 @@ class HeteroCache(Cache):
             OutOfMemoryError: they are the first, and memory has no room for that many sequences of `max_seq_len`.
             HeteroKVError: the cache holds another number of sequences.
         """
-        self._open(batch, [tokens] * batch)
-        for cohort in self.cohorts:
-            cohort.require_room(tokens)
+        self._open(batch, tokens)
+        require_room([(cohort, tokens) for cohort in self.cohorts])
 
-    def _open(self, batch: int, tokens: Rows[int]) -> None:
-        """Have `batch` rows: the first ones, or those that are there."""
+    def _open(self, batch: int, most: int) -> None:
+        """Have `batch` rows: the first ones, for at most `most` tokens, or those that are there."""
         held = len(self.sequences)
         if held != batch and held and self.columns.count:
             raise HeteroKVError(
@@ -195,8 +195,7 @@ class HeteroCache(Cache):
             capacity = self._maker.max_seq_len(self._wanted, batch, self._forks)
             first.store, self._planned_batch = Store(capacity, self._forks), batch
         # Before any block is had: a prompt that is too long leaves the cache empty.
-        for count in set(tokens):
-            first.require_room(count)
+        require_room([(first, most)])
         first.store.provide(first.layouts, batch)
         first.open(batch)
 
@@ -208,16 +207,16 @@ class HeteroCache(Cache):
 
         Raises as `require_room`.
         """
-        self._open(len(tokens), tokens)
+        self._open(len(tokens), max(tokens))
         if len(self.cohorts) > 1 or len(set(tokens)) > 1:
             self._split(tokens)
         spans, row = [], 0
         for cohort in self.cohorts:
             rows = slice(row, row + len(cohort.sequences))
             if tokens[row]:
-                cohort.require_room(tokens[row])
                 spans.append(Span(cohort, rows, slice(width - tokens[row], width)))
             row = rows.stop
+        require_room([(span.cohort, span.tokens) for span in spans])
         return spans
 
     def _split(self, tokens: Rows[int]) -> None:

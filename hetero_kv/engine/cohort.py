@@ -6,11 +6,9 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from hetero_kv.engine import untouched
-from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.sequence import Layout, Sequence
 from hetero_kv.engine.step import PromptPart, Step
@@ -66,55 +64,6 @@ class Cohort:
         self.sequences = [Sequence({layout: self.store.table(layout) for layout in self.layouts}) for _ in range(rows)]
         self.closed = dict.fromkeys(self.layouts, 0)
 
-    # -- room
-
-    @property
-    def room(self) -> int | None:
-        """Tokens that can still be added to every row: up to the capacity, and what others have left of the blocks.
-
-        None without a layout, whose layers take any number.
-        """
-        rooms = [self._room(layout) for layout in self.layouts]
-        return min(rooms, default=None)
-
-    def _room(self, layout: Layout) -> int:
-        room = self.store.capacity - self.length
-        if not self.sequences or not self.store.allocators[layout].is_shared:
-            return room
-        allocator = self.store.allocators[layout]
-        tables = [sequence.tables[layout] for sequence in self.sequences]
-        # What is written to: a last block that is not full, and open blocks of which each holder derives its own.
-        first = tables[0].length // layout.block_size
-        if layout.closes_alone:
-            first = min(first, self.closed[layout])
-        ids = np.concatenate([table.ids[first:] for table in tables])
-        spare = allocator.free_blocks - allocator.copies_to_own(ids)
-        if spare < 0:
-            return 0
-        blocks = tables[0].num_blocks + spare // len(tables)
-        return min(room, blocks * layout.block_size - tables[0].length)
-
-    def require_room(self, tokens: int) -> None:
-        """Raise CacheFullError unless `tokens` more fit into every row."""
-        room = self.room
-        if room is not None and tokens > room:
-            raise self._full(tokens, room)
-
-    def _full(self, tokens: int, room: int) -> CacheFullError:
-        shorter = f", or shorten the input to {room} tokens" if room else ""
-        capacity = self.store.capacity
-        if self.length + tokens > capacity:
-            return CacheFullError(
-                f"the cache is full: max_seq_len is {capacity} tokens, {self.length} are stored and {tokens} more were "
-                f"to be added; set max_seq_len to at least {self.length + tokens}{shorter}"
-            )
-        allocator = self.store.allocators[min(self.layouts, key=self._room)]
-        return CacheFullError(
-            f"the blocks that this cache shares with its forks are used up: {tokens} tokens were to be added and the "
-            f"{allocator.free_blocks} blocks that are free of {allocator.num_blocks} have room for {room}; reset or "
-            f"drop a fork, give the first cache more forks (HeteroCache(model, forks={self.store.forks + 1})){shorter}"
-        )
-
     # -- a step
 
     def begin(self, tokens: int, rows: slice, *, is_decode: bool, part: PromptPart, keeps: bool) -> Step:
@@ -123,7 +72,7 @@ class Cohort:
         Args:
             rows: where this cohort's stand in the batch.
 
-        Raises CacheFullError when the tokens do not fit; nothing has changed then.
+        Raises MemoryError when too few blocks are free, which `room.require_room` tells before; nothing has changed.
         """
         self.step = step = Step(self, rows, tokens, is_decode=is_decode, part=part, keeps=keeps)
         if keeps:
@@ -147,7 +96,6 @@ class Cohort:
 
     def _reserve(self, step: Step) -> None:
         """Have blocks for the tokens of a step, and for itself those that it derives something of its own from."""
-        self.require_room(step.tokens)
         before = {layout: self.sequences[0].tables[layout].length for layout in self.layouts}
         try:
             for layout in self.layouts:
@@ -160,14 +108,11 @@ class Cohort:
                     first, end = self.closed[layout], layout.closed(step.length)
                     for sequence in self.sequences:
                         sequence.tables[layout].own(first, end)
-        except BaseException as error:
+        except BaseException:
             for layout in self.layouts:
                 for sequence in self.sequences:
                     sequence.tables[layout].truncate(before[layout])
                 self.store.allocators[layout].recount()
-            if isinstance(error, MemoryError):
-                # Rows of other lengths, in the same forward, have taken what was free.
-                raise self._full(step.tokens, 0) from error
             raise
 
     # -- going back, and going several ways

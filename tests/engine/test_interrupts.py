@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from interrupted_forwards import Moments
-from small_recipes import ENGINE, injected, new_cache, small_recipe
+from small_recipes import ENGINE, injected, new_cache, small_recipe, with_settings
 from tiny_models import tiny_model
 
 from hetero_kv.rules.rule_file import parse_rules
@@ -31,7 +31,7 @@ def operator_in(pattern, name, **kwargs):
 
 def mixed(*rules):
     chunked = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
-    return parse_rules({"rules": [*rules, chunked], "long_context": {**ENGINE, **FEW}})
+    return with_settings(parse_rules({"rules": [*rules, chunked]}), {**ENGINE, **FEW})
 
 
 SHADOWKV = {"rank": 8, "landmark_chunk_size": 4, "outlier_chunks": 3, "local_chunks": 2, "sparse_budget": 16}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ragged_rows import Batch, alone, assert_same_but_for_rounding, padded, prompt, together
-from small_recipes import ENGINE, RECIPES, injected, new_cache, small_recipe
+from small_recipes import ENGINE, RECIPES, injected, new_cache, small_recipe, with_settings
 from tiny_models import tiny_model
 
 from hetero_kv import eject
@@ -146,7 +146,7 @@ MIXED = {
 
 @pytest.mark.parametrize("rules", MIXED.values(), ids=MIXED)
 def test_rows_are_what_they_are_alone_where_layers_have_different_methods(rules, model_of):
-    rules = parse_rules({"rules": [*rules, CHUNKED], "long_context": {**ENGINE, **SMALLER}})
+    rules = with_settings(parse_rules({"rules": [*rules, CHUNKED]}), {**ENGINE, **SMALLER})
     assert_rows_are_what_they_are_alone(model_of(), rules, SHORTER)
 
 
@@ -210,7 +210,7 @@ CROPPED = {
 @pytest.mark.parametrize("rules", CROPPED.values(), ids=CROPPED)
 def test_columns_that_are_cropped_are_forgotten_by_the_rows_that_had_tokens_there(rules, model_of):
     model = model_of()
-    rules = parse_rules({"rules": [*rules, CHUNKED], "long_context": ENGINE})
+    rules = with_settings(parse_rules({"rules": [*rules, CHUNKED]}), ENGINE)
     batch = Batch(model, injected(model, rules), PROMPTS[:3])
     batch.say([prompt(6, 40), prompt(1, 41), prompt(3, 42)])
     batch.cache.crop(-4)

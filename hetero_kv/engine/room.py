@@ -1,0 +1,103 @@
+"""How many more tokens fit: up to the capacity, and into the blocks that other sequences have left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+import numpy as np
+
+from hetero_kv.engine.cohort import Cohort
+from hetero_kv.engine.errors import CacheFullError
+from hetero_kv.engine.sequence import Layout
+from hetero_kv.engine.store import Store
+
+
+def room(cohorts: Rows[Cohort]) -> int | None:
+    """Tokens that can still be added to every row of these cohorts; None where no layer keeps every token."""
+    stored = [cohort for cohort in cohorts if cohort.layouts]
+    if not stored:
+        return None
+    most = min(cohort.store.capacity - cohort.length for cohort in stored)
+    for store, layout, sharing in _sharing(stored):
+        most = min(most, _fitting(store, layout, sharing, most))
+    return most
+
+
+def require_room(wanted: Rows[tuple[Cohort, int]]) -> None:
+    """Raise CacheFullError unless the tokens that each cohort is to have more, in every row, fit all together."""
+    stored = [(cohort, tokens) for cohort, tokens in wanted if cohort.layouts]
+    for cohort, tokens in stored:
+        if cohort.length + tokens > cohort.store.capacity:
+            raise _beyond_capacity(cohort, tokens, room([cohort]) or 0)
+    tokens_of = {id(cohort): tokens for cohort, tokens in stored}
+    for store, layout, sharing in _sharing([cohort for cohort, _ in stored]):
+        more = [tokens_of[id(cohort)] for cohort in sharing]
+        if _needed(layout, sharing, more) > _spare(store, layout, sharing):
+            raise used_up(store, layout, max(more), room(sharing) or 0)
+
+
+def _beyond_capacity(cohort: Cohort, tokens: int, left: int) -> CacheFullError:
+    return CacheFullError(
+        f"the cache is full: max_seq_len is {cohort.store.capacity} tokens, {cohort.length} are stored and {tokens} "
+        f"more were to be added; set max_seq_len to at least {cohort.length + tokens}{_shorter(left)}"
+    )
+
+
+def used_up(store: Store, layout: Layout, tokens: int, left: int) -> CacheFullError:
+    """The error for `tokens` that find no free blocks, where there is room for `left`."""
+    allocator = store.allocators[layout]
+    return CacheFullError(
+        f"the blocks that this cache shares with its forks are used up: {tokens} tokens were to be added and the "
+        f"{allocator.free_blocks} blocks that are free of {allocator.num_blocks} have room for {left}; reset or "
+        f"drop a fork, give the first cache more forks (HeteroCache(model, forks={store.forks + 1})){_shorter(left)}"
+    )
+
+
+def _shorter(left: int) -> str:
+    return f", or shorten the input to {left} tokens" if left else ""
+
+
+def _sharing(cohorts: Rows[Cohort]) -> list[tuple[Store, Layout, list[Cohort]]]:
+    """The layouts whose blocks may run out before the capacity does, with the cohorts that take from them."""
+    stores = {id(cohort.store): cohort.store for cohort in cohorts if cohort.sequences}
+    return [
+        (store, layout, [cohort for cohort in cohorts if cohort.store is store])
+        for store in stores.values()
+        for layout, allocator in store.allocators.items()
+        if allocator.is_shared
+    ]
+
+
+def _needed(layout: Layout, cohorts: Rows[Cohort], tokens: Rows[int]) -> int:
+    """Blocks that so many tokens more in every row of each cohort begin."""
+    return sum(
+        len(cohort.sequences)
+        * max(0, -(-(cohort.length + more) // layout.block_size) - cohort.sequences[0].tables[layout].num_blocks)
+        for cohort, more in zip(cohorts, tokens, strict=True)
+    )
+
+
+def _spare(store: Store, layout: Layout, cohorts: Rows[Cohort]) -> int:
+    """Blocks that are free for new tokens, when these cohorts have copies of all that they are to write to."""
+    written = []
+    for cohort in cohorts:
+        # A last block that is not full, and open blocks of which each holder derives something of its own.
+        first = cohort.sequences[0].tables[layout].length // layout.block_size
+        if layout.closes_alone:
+            first = min(first, cohort.closed[layout])
+        written += [sequence.tables[layout].ids[first:] for sequence in cohort.sequences]
+    allocator = store.allocators[layout]
+    return allocator.free_blocks - allocator.copies_to_own(np.concatenate(written))
+
+
+def _fitting(store: Store, layout: Layout, cohorts: Rows[Cohort], most: int) -> int:
+    """Tokens, at most `most`, that every row of these cohorts can have more of."""
+    spare = _spare(store, layout, cohorts)
+    if spare < 0:
+        return 0
+    fitting, beyond = 0, most + 1
+    while beyond - fitting > 1:
+        middle = (fitting + beyond) // 2
+        fits = _needed(layout, cohorts, [middle] * len(cohorts)) <= spare
+        fitting, beyond = (middle, beyond) if fits else (fitting, middle)
+    return fitting
