@@ -23,13 +23,13 @@ def tokens_per_row(call: ModelCall, past: Columns) -> list[int]:
     # What is no mask of columns is for the attention function to refuse.
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         return every
-    if not past.is_ragged and bool(mask.all()):
-        return every
     if mask.shape != (rows, past.count + width):
         raise UnsupportedModelError(
             f"the attention mask has the shape {list(mask.shape)}, and the batch has {rows} rows, {past.count} columns "
             f"before and {width} new ones; give one of [{rows}, {past.count + width}]"
         )
+    if not past.is_ragged and bool(mask.all()):
+        return every
     mask = mask.bool().cpu()
     before, new = mask[:, : past.count], mask[:, past.count :]
     different = (before != past.mask(rows).bool()).any(dim=1)
@@ -40,11 +40,13 @@ def tokens_per_row(call: ModelCall, past: Columns) -> list[int]:
             "it with cache.attention_mask"
         )
     counts = new.sum(dim=1)
-    if not torch.equal(new, torch.arange(width) >= width - counts[:, None]):
-        row = int((new != (torch.arange(width) >= width - counts[:, None])).any(dim=1).nonzero()[0])
+    expected = torch.arange(width) >= width - counts[:, None]
+    if not torch.equal(new, expected):
+        row = int((new != expected).any(dim=1).nonzero()[0])
+        where = "in the middle of others" if new[row, -1] else "on the right"
         raise UnsupportedModelError(
-            f"the attention mask of row {row} hides tokens that are no padding on the left; hetero_kv computes causal "
-            'attention over left-padded rows: tokenize with padding_side="left"'
+            f"the attention mask of row {row} hides columns {where}; hetero_kv computes causal attention over rows that "
+            'are padded on the left: tokenize with padding_side="left"'
         )
     if not counts.any():
         raise UnsupportedModelError("the attention mask hides every token of the call; give at least one")

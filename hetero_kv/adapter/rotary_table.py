@@ -41,6 +41,11 @@ class RotaryTable:
         Raises HeteroKVError when the rows of a batch are at different positions.
         """
         stop = start + cos.shape[1]
+        # An interrupt may have come between the two.
+        whole = min(len(self._cos), len(self._sin))
+        for table in (self._cos, self._sin):
+            if len(table) > whole:
+                table.truncate(whole)
         if not self.is_source(cos):
             if cos.shape[0] > 1 and not torch.equal(cos, cos[:1].expand_as(cos)):
                 raise HeteroKVError(

@@ -100,11 +100,13 @@ class ResidentChunks:
 
     def _set_slots(self, slots: int, outlier_keys: torch.Tensor, outlier_values: torch.Tensor) -> None:
         """New buffers: outliers, empty slots, and one more that surplus work goes into."""
-        self.ids = torch.full((*outlier_keys.shape[:2], slots), _EMPTY)
-        self._keys, self._values = (
+        ids = torch.full((*outlier_keys.shape[:2], slots), _EMPTY)
+        keys, values = (
             torch.cat([part, part.new_zeros(*part.shape[:2], slots + 1, *part.shape[3:])], dim=2)
             for part in (outlier_keys, outlier_values)
         )
+        # All at once: an interrupt in between would leave ids of slots that are not there.
+        self.ids, self._keys, self._values = ids, keys, values
 
 
 def _members(ids: torch.Tensor, chunks: int) -> torch.Tensor:
