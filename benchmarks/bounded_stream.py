@@ -44,10 +44,11 @@ from transformers import DynamicCache
 
 from benchmarks.timing import interleaved_medians, seconds
 from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.engine import strides as driver
+from hetero_kv.adapter.strides import Drive
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.config_spec import ConfigSpec, config_specs
 from hetero_kv.evals.options import parse_length
+from hetero_kv.families.bounded import settling
 from hetero_kv.families.bounded.layer import BoundedLayer
 from hetero_kv.models import load_model
 
@@ -56,10 +57,10 @@ UNTOUCHED = "untouched"
 PREFILL_CHUNK = 1024
 #: part -> the functions whose time it is.
 PARTS: dict[str, list[tuple[Any, str]]] = {
-    "update": [(BoundedLayer, "begin"), (BoundedLayer, "extend"), (BoundedLayer, "settle")],
+    "update": [(BoundedLayer, "begin_turn"), (BoundedLayer, "extend"), (BoundedLayer, "settle")],
     "scores": [(BoundedLayer, "observe")],
-    "logits": [(driver, "_score_tokens")],
-    "catalyst": [(driver, "_run_catalyst")],
+    "logits": [(settling, "_score_tokens")],
+    "catalyst": [(Drive, "pass_through")],
 }
 
 
