@@ -9,13 +9,13 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
-from numba import from_dtype, njit, prange, types
+from numba import from_dtype, get_num_threads, njit, prange, set_num_threads, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_exp2, row_max, row_softcap
 from cpu_ops.simd import accumulate_rows, prefetch, query_tiles, score_tile, token_tile
 from cpu_ops.storage import STORAGE_TYPES, storage_of
-from cpu_ops.threads import kernel_threads
+from cpu_ops.threads import one_kernel_at_a_time, use_threads
 from cpu_ops.work_division import BAD_COUNT, BAD_ID, list_starts, merge_edges
 
 _VALUE_TILE = 8
@@ -62,11 +62,17 @@ def attend_blocks(
     if out.shape != (rows, kv_heads, group, v_dim) or lse.shape != (rows, kv_heads, group):
         raise ValueError(f"out {out.shape} and lse {lse.shape} should be {(rows, kv_heads, group)} + ({v_dim},) and ()")
     arrays = (q, keys.view(kernel_dtype), values.view(kernel_dtype), block_ids, block_counts, block_lengths)
-    with kernel_threads(threads) as used:
+    # As `kernel_threads`, without its frames: this is called for every layer of every token.
+    with one_kernel_at_a_time:
+        before = get_num_threads()
+        used = before if threads is None or threads == before else use_threads(threads)
         try:
             status = kernel(*arrays, scale, softcap, used, out, lse)
         except TypeError as error:
             raise TypeError(_wrong_array(q, keys, values, block_ids, block_counts, block_lengths, out, lse)) from error
+        finally:
+            if used != before:
+                set_num_threads(before)
     if status < 0:
         raise IndexError(_outside_pool(status, keys, block_ids, block_counts, block_lengths))
     return out, lse

@@ -4,12 +4,12 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
-from numba import from_dtype, njit, prange, types
+from numba import from_dtype, get_num_threads, njit, prange, set_num_threads, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.simd import query_tiles, score_tile
 from cpu_ops.storage import STORAGE_TYPES, storage_of
-from cpu_ops.threads import kernel_threads
+from cpu_ops.threads import one_kernel_at_a_time, use_threads
 
 MODES = ("dot", "quest")
 
@@ -41,7 +41,10 @@ def block_scores(
         out = np.empty(shape, np.float32)
     elif out.shape != shape:
         raise ValueError(f"out {out.shape} must be {shape}")
-    with kernel_threads(threads) as used:
+    # As `kernel_threads`, without its frames: this is called for every layer of every token.
+    with one_kernel_at_a_time:
+        before = get_num_threads()
+        used = before if threads is None or threads == before else use_threads(threads)
         try:
             status = kernel(q, representatives.view(kernel_dtype), block_ids, block_counts, used, out)
         except TypeError as error:
@@ -50,6 +53,9 @@ def block_scores(
                 f"{block_counts.dtype}, out {out.dtype}: expected writeable C-contiguous arrays, q and out float32, "
                 "ids and counts int32"
             ) from error
+        finally:
+            if used != before:
+                set_num_threads(before)
     if status < 0:
         raise IndexError(
             f"block_ids must lie in 0..{representatives.shape[0] - 1} and block_counts in 0..{block_ids.shape[1]}"

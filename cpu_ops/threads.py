@@ -15,8 +15,20 @@ import numba
 if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
     numba.config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 
-# A kernel uses every core it is given, so two at once gain nothing; and not every layer survives two callers.
-_one_kernel_at_a_time = threading.Lock()
+#: A kernel uses every core it is given, so two at once gain nothing; and not every layer survives two callers.
+one_kernel_at_a_time = threading.Lock()
+
+
+def use_threads(threads: int) -> int:
+    """Let kernels use `threads` threads from now on; returns the number. For who holds `one_kernel_at_a_time`.
+
+    Raises ValueError when it is not between 1 and the number of threads Numba started with.
+    """
+    most = numba.config.NUMBA_NUM_THREADS
+    if not 1 <= threads <= most:
+        raise ValueError(f"threads is {threads}; this process can use 1 to {most} (NUMBA_NUM_THREADS)")
+    numba.set_num_threads(threads)
+    return threads
 
 
 @contextmanager
@@ -25,16 +37,11 @@ def kernel_threads(threads: int | None) -> Iterator[int]:
 
     Raises ValueError when `threads` is not between 1 and the number of threads Numba started with.
     """
-    with _one_kernel_at_a_time:
+    with one_kernel_at_a_time:
         before = numba.get_num_threads()
-        if threads is None or threads == before:
-            yield before
-            return
-        most = numba.config.NUMBA_NUM_THREADS
-        if not 1 <= threads <= most:
-            raise ValueError(f"threads is {threads}; this process can use 1 to {most} (NUMBA_NUM_THREADS)")
-        numba.set_num_threads(threads)
+        used = before if threads is None or threads == before else use_threads(threads)
         try:
-            yield threads
+            yield used
         finally:
-            numba.set_num_threads(before)
+            if used != before:
+                numba.set_num_threads(before)

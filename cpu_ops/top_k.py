@@ -21,12 +21,13 @@ def top_k_blocks(scores: np.ndarray, counts: np.ndarray, k: int) -> tuple[np.nda
         raise ValueError(f"counts range over {counts.min()}..{counts.max()}; lists hold 0..{scores.shape[1]} scores")
     indices = np.full((scores.shape[0], k), -1, np.int32)
     taken = np.minimum(counts, k).astype(np.int32)
-    _select(np.ascontiguousarray(scores, np.float32), np.ascontiguousarray(counts, np.int32), taken, indices)
+    select(np.ascontiguousarray(scores, np.float32), np.ascontiguousarray(counts, np.int32), taken, indices)
     return indices, taken
 
 
 @njit(cache=True, nogil=True)
-def _select(scores, counts, taken, indices):
+def select(scores, counts, taken, indices):
+    """Write the positions of the `taken[i]` highest of the first `counts[i]` scores of list i to `indices[i]`."""
     for row in range(scores.shape[0]):
         count, wanted = counts[row], taken[row]
         if wanted == 0:

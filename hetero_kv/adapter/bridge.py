@@ -62,27 +62,21 @@ class Serving(Protocol):
         """[batch, heads, tokens, v_dim]."""
 
 
+@dataclass(slots=True)
 class Service:
-    """An attention module's forward that is served by an operator: a context.
+    """An attention module's forward that is served by an operator.
 
     Attributes:
         calls: of the attention function so far.
     """
 
-    __slots__ = ("_token", "cache", "calls", "operator")
-
-    def __init__(self, operator: Serving, cache: Any) -> None:
-        self.operator, self.cache, self.calls = operator, cache, 0
-
-    def __enter__(self) -> Service:
-        self._token = _service.set(self)
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        _service.reset(self._token)
+    operator: Serving
+    cache: Any
+    calls: int = 0
 
 
-_service: ContextVar[Service] = ContextVar("hetero_kv_service")
+#: Who serves the attention function at this moment.
+SERVING: ContextVar[Service] = ContextVar("hetero_kv_serving")
 
 # Passed along by some models and by `generate`, without influence on what attention computes.
 _NO_INFLUENCE = frozenset(
@@ -136,7 +130,7 @@ def _attention_function(
         sliding_window,
         s_aux,
     )
-    service = _service.get()
+    service = SERVING.get()
     service.calls += 1
     return service.operator.attend(service.cache, call).transpose(1, 2).contiguous(), None
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from hetero_kv.adapter import bridge, chunking
 from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import EngineSettings
 
@@ -30,7 +31,8 @@ class ChunkedDecoderLayer(Operator):
         super().__init__(path, wrapped, settings, engine)
         attention_path, self.layer_idx = _attention_of(path, wrapped)
         # Not as a submodule, which it is already; operators of deeper modules are in their places by now.
-        self.__dict__["attention"] = wrapped.get_submodule(attention_path)
+        self.__dict__["attention"] = attention = wrapped.get_submodule(attention_path)
+        self._is_replaced = isinstance(attention, AttentionOperator)
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
@@ -39,10 +41,12 @@ class ChunkedDecoderLayer(Operator):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The wrapped layer's output for [batch, tokens, hidden]; a decoded token goes straight through."""
-        cache = bridge.cache_in(args, kwargs, self.path)
+        cache = kwargs.get("past_key_values")
+        if type(cache) is not HeteroCache:
+            cache = bridge.cache_in(args, kwargs, self.path)
         steps = cache.steps
         attention = self.attention
-        replaced = isinstance(attention, AttentionOperator)
+        replaced = self._is_replaced
         if replaced and steps[0].is_decode:
             return self.wrapped(hidden_states, *args, **kwargs)
 

@@ -49,6 +49,8 @@ class Operator(nn.Module):
         super().__init__()
         self.path = path
         self.wrapped = wrapped
+        # A submodule is looked up in two places before it is found, and this one for every layer and token.
+        self.__dict__["wrapped"] = wrapped
         self.settings = settings
         self.engine = engine
         self.training = wrapped.training
@@ -152,9 +154,15 @@ class AttentionOperator(Operator):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, its attention computed by this operator over a HeteroCache."""
-        cache = bridge.cache_in(args, kwargs, self.path)
-        with bridge.Service(self, cache) as service:
+        cache = kwargs.get("past_key_values")
+        if type(cache) is not HeteroCache:
+            cache = bridge.cache_in(args, kwargs, self.path)
+        service = bridge.Service(self, cache)
+        token = bridge.SERVING.set(service)
+        try:
             output = self.wrapped(*args, **kwargs)
+        finally:
+            bridge.SERVING.reset(token)
         if service.calls != 1:
             raise UnsupportedModelError(
                 f"{self.path} ({type(self.wrapped).__name__}) called its attention function {service.calls} times in "
@@ -165,11 +173,10 @@ class AttentionOperator(Operator):
     def attend(self, cache: HeteroCache, call: bridge.AttentionCall) -> torch.Tensor:
         """The attention of a call: [batch, heads, tokens, v_dim]. Rows of several lengths come as several steps."""
         steps = cache.steps
-        if len(steps) == 1:
-            return self._attend(steps[0], call)
-        return torch.cat([self._attend(step, call.of_rows(step.rows)) for step in steps])
-
-    def _attend(self, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
+        if len(steps) > 1:
+            parts = ((step, call.of_rows(step.rows)) for step in steps)
+            return torch.cat([self.decode_step(step.cohort.layers[self.layer_idx], step, part) for step, part in parts])
+        step = steps[0]
         layer = step.cohort.layers[self.layer_idx]
         if step.is_decode:
             return self.decode_step(layer, step, call)

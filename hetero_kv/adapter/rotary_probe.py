@@ -77,8 +77,11 @@ def rotation_of(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dic
 
     def keys_under(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         listener = _Listener()
-        with bridge.Service(listener, None):
+        token = bridge.SERVING.set(bridge.Service(listener, None))
+        try:
             module(*probe_args, **{**probe_kwargs, "position_embeddings": (cos, sin)})
+        finally:
+            bridge.SERVING.reset(token)
         assert listener.keys is not None
         return listener.keys
 

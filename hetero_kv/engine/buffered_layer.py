@@ -39,6 +39,7 @@ class BufferedLayer(FamilyLayer):
         storage: number format of the pool.
 
     Attributes:
+        pool: the layer's blocks; None before it has tokens.
         prefill_buffer: None but while a prompt prefills.
     """
 
@@ -48,13 +49,9 @@ class BufferedLayer(FamilyLayer):
     def __init__(self, storage: StorageType) -> None:
         super().__init__()
         self.storage = storage
+        self.pool: BlockPool | None = None
         self.prefill_buffer: PrefillBuffer | None = None
         self._prefilling: Step | None = None
-
-    @property
-    def pool(self) -> BlockPool | None:
-        """The layer's blocks; None before the first tokens."""
-        return self.cohort.store.pools.get(self.layer_idx)
 
     def get_seq_length(self) -> int:
         """Tokens of each sequence, those that are being prefilled included."""
@@ -71,10 +68,13 @@ class BufferedLayer(FamilyLayer):
         # aminmax, because abs would copy a whole prompt's keys.
         found = max(abs(float(end)) for tensor in vectors for end in torch.aminmax(tensor))
         if found > self.storage.largest:
-            raise HeteroKVError(
-                f"a key or value of {found:.0f} is beyond {self.storage_setting} {self.storage.name}, which ends at "
-                f"{self.storage.largest:.0f}; set {self.storage_setting} to a type with a wider range, such as FP32"
-            )
+            raise self._too_large(found)
+
+    def _too_large(self, found: float) -> HeteroKVError:
+        return HeteroKVError(
+            f"a key or value of {found:.0f} is beyond {self.storage_setting} {self.storage.name}, which ends at "
+            f"{self.storage.largest:.0f}; set {self.storage_setting} to a type with a wider range, such as FP32"
+        )
 
     # -- prefill
 

@@ -53,10 +53,13 @@ class Cohort:
 
     def _bind(self) -> None:
         self.family_layers = [layer for layer in self.layers if isinstance(layer, FamilyLayer)]
+        self.layouts: dict[Layout, Layout] = {}
         for index, layer in enumerate(self.layers):
             if isinstance(layer, FamilyLayer):
                 layer.bind(self, index)
-        self.layouts = {layer.layout for layer in self.family_layers if layer.layout is not None}
+                if layer.layout is not None:
+                    # Equal layouts are one object, whose identity a step goes by.
+                    layer.layout = self.layouts.setdefault(layer.layout, layer.layout)
         self._beginning = [layer for layer in self.family_layers if type(layer).begin is not FamilyLayer.begin]
 
     def open(self, rows: int) -> None:
@@ -146,10 +149,10 @@ class Cohort:
     def snapshot(self) -> CohortSnapshot:
         """What `rollback` needs to come back to the present state."""
         stored = {layout: table.length for layout, table in self.sequences[0].tables.items()} if self.sequences else {}
-        layers = tuple(
+        layers = [
             layer.snapshot() if isinstance(layer, FamilyLayer) else untouched.snapshot(layer) for layer in self.layers
-        )
-        return CohortSnapshot(self.length, self.prompt_length, stored, dict(self.closed), layers)
+        ]
+        return CohortSnapshot(self.length, self.prompt_length, stored, dict(self.closed), tuple(layers))
 
     def rollback(self, snapshot: CohortSnapshot) -> None:
         """Forget what was stored since `snapshot`, and what its queries looked at."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,12 +28,14 @@ class StepBlocks:
     Attributes:
         table: [rows, blocks] int32, ids.
         length: tokens in blocks when the step is done.
+        closed: what `layout.closed` says of the sequences when the step is done.
         newly_closed: blocks [first, end) whose contents become final with this step.
         lengths: [num_blocks] int32, tokens written in each block of the pools: what kernels go by.
     """
 
     table: np.ndarray
     length: int
+    closed: int
     newly_closed: tuple[int, int]
     lengths: np.ndarray
 
@@ -47,6 +48,7 @@ class Step:
         rows: where they stand in the batch.
         past: tokens that each row had before.
         tokens: new tokens of each row.
+        length: tokens of each row when the step is done.
         is_decode: one token that is generated; else a prompt or a part of one.
         part: which part of a prompt.
         keeps: whether the tokens are stored; else they attend and are gone (a catalyst).
@@ -59,27 +61,23 @@ class Step:
         self.rows = rows
         self.past = cohort.length
         self.tokens = tokens
+        self.length = self.past + tokens
         self.is_decode = is_decode
         self.part = part
         self.keeps = keeps
-        self._blocks: dict[Layout, StepBlocks] = {}
-
-    @cached_property
-    def length(self) -> int:
-        """Tokens of each row when the step is done."""
-        return self.past + self.tokens
+        #: What `blocks` has made, by the layout's identity: a lookup that costs no hash of a layout's fields.
+        self.made: dict[int, StepBlocks] = {}
 
     def blocks(self, layout: Layout) -> StepBlocks:
         """The blocks of `layout`: made when the first layer asks, the same for all."""
-        found = self._blocks.get(layout)
-        return self._made(layout) if found is None else found
-
-    def _made(self, layout: Layout) -> StepBlocks:
+        found = self.made.get(id(layout))
+        if found is not None:
+            return found
         cohort = self.cohort
         tables = [sequence.tables[layout] for sequence in cohort.sequences]
         ids = tables[0].ids[None] if len(tables) == 1 else np.stack([table.ids for table in tables])
-        closed = cohort.closed[layout]
-        end = max(closed, layout.closed(self.length)) if self.part.is_last and self.keeps else closed
-        blocks = StepBlocks(ids, tables[0].length, (closed, end), tables[0].allocator.lengths)
-        self._blocks[layout] = blocks
+        before, closed = cohort.closed[layout], layout.closed(self.length)
+        end = max(before, closed) if self.part.is_last and self.keeps else before
+        blocks = StepBlocks(ids, tables[0].length, closed, (before, end), tables[0].allocator.lengths)
+        self.made[id(layout)] = blocks
         return blocks

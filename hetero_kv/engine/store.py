@@ -36,7 +36,7 @@ class Store:
         self.pools: dict[int, BlockPool] = {}
         self.mapped: dict[int, Any] = {}
 
-    def provide(self, layouts: set[Layout], rows: int) -> None:
+    def provide(self, layouts: Iterable[Layout], rows: int) -> None:
         """Have blocks of these layouts for `rows` sequences and their planned forks."""
         self.rows = rows
         for layout in layouts:
@@ -48,7 +48,7 @@ class Store:
         """An empty block table."""
         return BlockTable(self.allocators[layout], self.capacity)
 
-    def new_pool(
+    def pool(
         self,
         layer_idx: int,
         layout: Layout,
@@ -59,7 +59,9 @@ class Store:
         representative_num: int = 0,
         accumulates: bool = False,
     ) -> BlockPool:
-        """The pool of a layer, which has none yet, for blocks of `layout`; see BlockPool for the rest."""
+        """The pool of a layer for blocks of `layout`, made when it is first asked for; see BlockPool for the rest."""
+        if layer_idx in self.pools:
+            return self.pools[layer_idx]
         allocator = self.allocators[layout]
         pool = BlockPool(
             allocator.num_blocks, kv_heads, layout.block_size, k_dim, v_dim, storage, representative_num, accumulates

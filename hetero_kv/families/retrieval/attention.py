@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from cpu_ops.attention import attend_blocks
+from cpu_ops.chosen_blocks import attended_ids, best_blocks
 from cpu_ops.scores import block_scores
 from gpu_ops.attention import chunk_attention
 from gpu_ops.column_sums import column_sums
@@ -38,6 +39,7 @@ from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.preselection import block_votes, preselect
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.retrieval.state import SharedSelections
+from hetero_kv.families.retrieval.unseen import NONE_UNSEEN
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.store import storage
@@ -182,44 +184,57 @@ class RetrievalAttention(AttentionOperator):
         """See AttentionOperator."""
         if call.sliding_window is not None:
             self._refuse_window(call.sliding_window)
-        pool = layer.store_token(step, call.k, call.v)
-        blocks = step.blocks(layer.layout)
+        blocks, pool = layer.store_token(step, call.k, call.v), layer.pool
+        assert pool is not None
         if blocks.newly_closed[0] != blocks.newly_closed[1]:
             self._close_blocks(layer, step)
         batch, heads, _, k_dim = call.q.shape
         kv_heads = call.k.shape[1]
-        q = call.q.reshape(batch, kv_heads, heads // kv_heads, k_dim).float().cpu().contiguous().numpy()
-        ids = self.attended_blocks(layer, step, q, with_window=layer.window is None)
-        partial, partial_lse = self._attend_to(pool, blocks, call, q, ids)
+        q = call.q.reshape(batch, kv_heads, heads // kv_heads, k_dim).to("cpu", torch.float32).contiguous().numpy()
+        ids = self.attended_blocks(layer, step, blocks, q, with_window=layer.window is None)
+        partial, lse = self._over_blocks(pool, blocks, call, q, ids)
         out = torch.from_numpy(partial).view(batch, heads, 1, -1)
-        if layer.window is None and call.sink is None and not self._watches_decoding:
-            return out.to(call.q.dtype)
-        out, lse = out.to(call.q.device), torch.from_numpy(partial_lse).view(batch, heads, 1).to(call.q.device)
-        if layer.window is not None:
-            out, lse = merge_attention(out, lse, *layer.window.attend(call.q, call.scale, call.softcap))
-        if self.engine.measure_recall:
-            self._measure_recall(layer, step, call, q, lse)
-        if call.sink is not None:
-            out, lse = apply_sink(out, lse, call.sink)
+        if layer.window is not None or call.sink is not None or self.engine.measure_recall:
+            out, lse = self._completed(layer, step, call, q, out, lse)
         if self.accumulates:
-            self._watch(layer, step, call, torch.from_numpy(q).view(batch, heads, 1, k_dim), lse.cpu())
+            layer.scale, layer.softcap = call.scale, call.softcap
+            layer.unseen = layer.unseen.grown(q.reshape(batch, heads, k_dim), lse.reshape(batch, heads))
+            # In batches of a block's length, which costs a step little and holds few queries.
+            if layer.unseen.count >= layer.layout.block_size:
+                self._accumulate_unseen(layer, step.length)
         return out.to(call.q.dtype)
 
-    @property
-    def _watches_decoding(self) -> bool:
-        return self.accumulates or self.engine.measure_recall
+    def _over_blocks(
+        self, pool: BlockPool, blocks: StepBlocks, call: bridge.AttentionCall, q: np.ndarray, ids: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Attention over blocks `ids` [rows, lists, blocks]: out [rows, kv_heads, group, v_dim] and lse."""
+        counts = np.full(ids.shape[:2], ids.shape[2], dtype=np.int32)
+        arrays = q, pool.key_array, pool.value_array, ids, counts, blocks.lengths
+        return attend_blocks(*arrays, call.scale, call.softcap or 0.0, threads=self.threads)
 
-    def _watch(
-        self, layer: RetrievalLayer, step: Step, call: bridge.AttentionCall, q: torch.Tensor, lse: torch.Tensor
-    ) -> None:
-        """Remember a decoded query [batch, heads, 1, k_dim], until what it looked at is accumulated."""
-        self._scale, self._softcap = call.scale, call.softcap
-        layer.state = replace(layer.state, unseen=(*layer.state.unseen, (q, lse)))
-        # In batches of a block's length, which costs a step little and holds few queries.
-        if len(layer.state.unseen) >= layer.layout.block_size:
-            self._accumulate_unseen(layer, step.length)
+    def _completed(
+        self,
+        layer: RetrievalLayer,
+        step: Step,
+        call: bridge.AttentionCall,
+        q: np.ndarray,
+        out: torch.Tensor,
+        lse: np.ndarray,
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """Attention over the blocks, out [batch, heads, 1, v_dim] and lse, with the window's and the learned sink."""
+        whole = torch.from_numpy(lse).view(out.shape[:3]).to(call.q.device)
+        out = out.to(call.q.device)
+        if layer.window is not None:
+            out, whole = merge_attention(out, whole, *layer.window.attend(call.q, call.scale, call.softcap))
+        if self.engine.measure_recall:
+            self._measure_recall(layer, step, call, q, whole)
+        if call.sink is not None:
+            out, whole = apply_sink(out, whole, call.sink)
+        return out, whole.cpu().numpy()
 
-    def attended_blocks(self, layer: RetrievalLayer, step: Step, q: np.ndarray, with_window: bool) -> np.ndarray:
+    def attended_blocks(
+        self, layer: RetrievalLayer, step: Step, blocks: StepBlocks, q: np.ndarray, with_window: bool
+    ) -> np.ndarray:
         """The blocks that this step attends to.
 
         Args:
@@ -229,24 +244,17 @@ class RetrievalAttention(AttentionOperator):
         Returns ids [rows, lists, blocks] int32: one list per row when the kv heads choose together (or everything is
         attended to), else one per kv head.
         """
-        layout = layer.layout
-        end, table = layout.context_end(step.length), step.blocks(layout).table
-        first = min(layout.sink_blocks, end)
+        end, table = blocks.closed, blocks.table
+        first = min(layer.layout.sink_blocks, end)
         if self.budget is None or self.budget >= end - first:
             return table[:, None] if with_window else np.ascontiguousarray(table[:, None, first:end])
         if self.budget == 0:
-            chosen = np.ascontiguousarray(table[:, None, :0])
+            positions = np.empty((len(table), 1, 0), dtype=np.int32)
         else:
             positions = self._selection(layer, step, q, table[:, first:end])
-            chosen = np.take_along_axis(table[:, None, first:end], positions, axis=2)
-        if not with_window:
-            return chosen
-        rows, lists, count = chosen.shape
-        ids = np.empty((rows, lists, first + count + table.shape[1] - end), dtype=np.int32)
-        ids[:, :, :first] = table[:, None, :first]
-        ids[:, :, first : first + count] = chosen
-        ids[:, :, first + count :] = table[:, None, end:]
-        return ids
+        if with_window:
+            return attended_ids(table, positions, first, end)
+        return np.take_along_axis(table[:, None, first:end], positions, axis=2)
 
     def _selection(self, layer: RetrievalLayer, step: Step, q: np.ndarray, context: np.ndarray) -> np.ndarray:
         """Positions in the Context [rows, lists, count] of this step: reused where the schedule says so, else chosen.
@@ -275,7 +283,7 @@ class RetrievalAttention(AttentionOperator):
         pool = layer.pool
         assert pool is not None
         assert self.budget is not None
-        allowed = layer.state.allowed(context.shape[1])
+        allowed = None if layer.state.candidates is None else layer.state.allowed(context.shape[1])
         if allowed is not None and allowed.shape[2] <= self.budget:
             return allowed
         scores = block_scores(
@@ -286,48 +294,32 @@ class RetrievalAttention(AttentionOperator):
             self.representative_type.score,
             threads=self.threads,
         )
+        if allowed is None:
+            return best_blocks(scores, self.budget, self.shared, self.settings.group_reduce == "max")
         return select_blocks(scores, self.budget, self.shared, self.settings.group_reduce, allowed)
-
-    def _attend_to(
-        self, pool: BlockPool, blocks: StepBlocks, call: bridge.AttentionCall, q: np.ndarray, ids: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The kernel over blocks `ids` [rows, lists, blocks]: out [rows, kv_heads, group, v_dim] and lse."""
-        counts = np.full(ids.shape[:2], ids.shape[2], dtype=np.int32)
-        return attend_blocks(
-            q,
-            pool.key_array,
-            pool.value_array,
-            ids,
-            counts,
-            blocks.lengths,
-            call.scale,
-            call.softcap or 0.0,
-            threads=self.threads,
-        )
 
     def _accumulate_unseen(self, layer: RetrievalLayer, length: int) -> None:
         """Add the attention of queries decoded so far to the generated tokens, by which they are represented.
 
         `length` is the number of tokens that the last of these queries saw.
         """
-        unseen = layer.state.unseen
-        if not unseen:
+        if not layer.unseen.count:
             return
-        q, lse = (torch.cat(parts, dim=2) for parts in zip(*unseen, strict=True))
-        layer.state = replace(layer.state, unseen=())
+        q, lse = (torch.from_numpy(part) for part in layer.unseen.stacked())
+        layer.unseen = NONE_UNSEEN
         cohort, layout, pool = layer.cohort, layer.layout, layer.pool
         assert pool is not None
         start = max(cohort.closed[layout], cohort.prompt_length // layout.block_size) * layout.block_size
         keys = torch.stack([pool.read(layer.block_ids(row), start, length)[0] for row in range(len(q))])
-        layer.accumulate(column_sums(q, lse, keys, self._scale, self._softcap).sum(dim=2), start)
+        layer.accumulate(column_sums(q, lse, keys, layer.scale, layer.softcap).sum(dim=2), start)
 
     def _measure_recall(
         self, layer: RetrievalLayer, step: Step, call: bridge.AttentionCall, q: np.ndarray, lse: torch.Tensor
     ) -> None:
         """Add the share of the full attention mass that this step covered, the mean over rows and heads."""
-        assert layer.pool is not None
         blocks = step.blocks(layer.layout)
-        _, full = self._attend_to(layer.pool, blocks, call, q, np.ascontiguousarray(blocks.table[:, None]))
+        assert layer.pool is not None
+        _, full = self._over_blocks(layer.pool, blocks, call, q, np.ascontiguousarray(blocks.table[:, None]))
         covered = torch.exp(lse.cpu().flatten() - torch.from_numpy(full).flatten())
         state = layer.state
         layer.state = replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from cpu_ops.chosen_blocks import best_blocks
 from cpu_ops.top_k import top_k_blocks
 
 
@@ -24,14 +25,14 @@ def select_blocks(
 
     Returns [rows, 1, count] int32 when shared, else [rows, kv_heads, count].
     """
+    if allowed is None:
+        return best_blocks(np.ascontiguousarray(scores), count, shared, group_reduce == "max")
     per_head = scores.mean(axis=2) if group_reduce == "mean" else scores.max(axis=2)
     if shared:
         per_head = per_head.sum(axis=1, keepdims=True)
-    if allowed is not None:
-        masked = np.full_like(per_head, -np.inf)
-        np.put_along_axis(masked, allowed, np.take_along_axis(per_head, allowed, axis=2), axis=2)
-        per_head = masked
-    rows, lists, blocks = per_head.shape
-    flat = np.ascontiguousarray(per_head.reshape(rows * lists, blocks))
+    masked = np.full_like(per_head, -np.inf)
+    np.put_along_axis(masked, allowed, np.take_along_axis(per_head, allowed, axis=2), axis=2)
+    rows, lists, blocks = masked.shape
+    flat = np.ascontiguousarray(masked.reshape(rows * lists, blocks))
     positions, _ = top_k_blocks(flat, np.full(rows * lists, blocks, dtype=np.int32), count)
     return positions.reshape(rows, lists, count)

@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from cpu_ops.token_store import store_token, stores
 from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
 from hetero_kv.engine.statistics import BLOCK_RECALL
-from hetero_kv.engine.step import Step
+from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.state import RetrievalState
+from hetero_kv.families.retrieval.unseen import NONE_UNSEEN
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.storage import StorageType
 
@@ -35,6 +37,7 @@ class RetrievalLayer(BufferedLayer):
 
     layout: RetrievalLayout
     state: RetrievalState
+    softcap: float | None
 
     def __init__(self, layout: RetrievalLayout, storage: StorageType, representative_num: int) -> None:
         super().__init__(storage)
@@ -42,13 +45,18 @@ class RetrievalLayer(BufferedLayer):
         self.representative_num = representative_num
         self.state = self._blank_state()
         self.window: DeviceWindow | None = None
+        #: Queries that were decoded since the attention that keys receive was last accumulated.
+        self.unseen = NONE_UNSEEN
+        self.scale, self.softcap = 1.0, None
+        self._is_prepared = self._stores_natively = False
 
     def _blank_state(self) -> RetrievalState:
         return RetrievalState(open_start=self.layout.sink_blocks * self.layout.block_size)
 
     def reset(self) -> None:
         """Forget what is beside the blocks."""
-        self.state, self.window, self.is_initialized = self._blank_state(), None, False
+        self.state, self.unseen, self.window, self.pool = self._blank_state(), NONE_UNSEEN, None, None
+        self.is_initialized = self._is_prepared = False
 
     # -- the parts of the sequence
 
@@ -64,23 +72,22 @@ class RetrievalLayer(BufferedLayer):
 
     # -- storing tokens
 
-    def _made_pool(self, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
-        """The pool, made when the first keys [batch, kv_heads, tokens, k_dim] and values come."""
-        pool = self.pool
-        if pool is None:
-            _, kv_heads, _, k_dim = keys.shape
-            shape = kv_heads, k_dim, values.shape[-1]
-            pool = self.cohort.store.new_pool(
-                self.layer_idx, self.layout, *shape, self.storage, self.representative_num, self.layout.closes_alone
-            )
+    def _prepare(self, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
+        """Have a pool, and a window where one is needed, for keys [batch, kv_heads, tokens, k_dim] and values."""
+        _, kv_heads, _, k_dim = keys.shape
+        shape, layout = (kv_heads, k_dim, values.shape[-1]), self.layout
+        pool = self.pool = self.cohort.store.pool(
+            self.layer_idx, layout, *shape, self.storage, self.representative_num, layout.closes_alone
+        )
         if self.window is None and _needs_window(keys.device):
             sink = self.layout.sink_blocks * self.layout.block_size
             self.window = DeviceWindow(sink, self.layout.local_len, self.layout.block_size, keys, values)
+        self._is_prepared, self._stores_natively = True, stores(pool.key_array.dtype)
         return pool
 
     def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
         """See BufferedLayer."""
-        pool = self._made_pool(keys, values)
+        pool = self._prepare(keys, values)
         self._require_finite(keys, values)
         table = step.blocks(self.layout).table
         for ids, row_keys, row_values in zip(table, keys, values, strict=True):
@@ -88,18 +95,27 @@ class RetrievalLayer(BufferedLayer):
         if self.window is not None:
             self._window_loaded(table, step.length)
 
-    def store_token(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
-        """Store one token of every row: keys [batch, kv_heads, 1, k_dim], values likewise. Returns the pool."""
-        pool = self.pool or self._made_pool(keys, values)
-        self._require_finite(keys, values)
-        block, offset = divmod(step.past, self.layout.block_size)
-        for ids, row_keys, row_values in zip(step.blocks(self.layout).table, keys, values, strict=True):
-            pool.write_in_block(int(ids[block]), offset, row_keys, row_values)
-        if self.window is not None or _needs_window(keys.device):
-            self._made_pool(keys, values)
-            assert self.window is not None
-            self.window.append(keys, values, self.layout.context_end(step.length) * self.layout.block_size)
-        return pool
+    def store_token(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> StepBlocks:
+        """Store one token of every row, keys [batch, kv_heads, 1, k_dim] and values; returns the step's blocks."""
+        if not self._is_prepared:
+            self._prepare(keys, values)
+        pool, layout = self.pool, self.layout
+        blocks = step.made.get(id(layout)) or step.blocks(layout)
+        assert pool is not None
+        if self._stores_natively:
+            new_keys = keys.squeeze(2).to("cpu", torch.float32).contiguous().numpy()
+            new_values = values.squeeze(2).to("cpu", torch.float32).contiguous().numpy()
+            largest = store_token(new_keys, new_values, pool.key_array, pool.value_array, blocks.table, step.past)
+            if self.storage.largest is not None and not largest <= self.storage.largest:
+                raise self._too_large(largest)
+        else:
+            self._require_finite(keys, values)
+            block, offset = divmod(step.past, layout.block_size)
+            for ids, row_keys, row_values in zip(blocks.table, keys, values, strict=True):
+                pool.write_in_block(int(ids[block]), offset, row_keys, row_values)
+        if self.window is not None:
+            self.window.append(keys, values, blocks.closed * layout.block_size)
+        return blocks
 
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """See BufferedLayer."""
@@ -163,13 +179,17 @@ class RetrievalLayer(BufferedLayer):
         elif accumulated is not None:
             accumulated = accumulated[:, :, : max(0, length - first)]
         # The newest of the queries that are not accumulated yet were those of the newest tokens.
-        unseen = state.unseen[: max(0, len(state.unseen) - (self.cohort.length - length))]
-        self.state = replace(state, accumulated=accumulated, open_start=first, unseen=unseen)
+        self.unseen = self.unseen.first(max(0, self.unseen.count - (self.cohort.length - length)))
+        self.state = replace(state, accumulated=accumulated, open_start=first)
         self._reload_window(length)
+
+    def snapshot(self) -> Any:
+        """See FamilyLayer."""
+        return self.state, self.unseen
 
     def rollback(self, snapshot: Any) -> None:
         """See FamilyLayer."""
-        self.state = snapshot
+        self.state, self.unseen = snapshot
         self._reload_window(self.cohort.length)
 
     def fork(self, memo: dict[int, Any]) -> RetrievalLayer:
@@ -180,7 +200,7 @@ class RetrievalLayer(BufferedLayer):
 
     def select(self, rows: Rows[int]) -> None:
         """See FamilyLayer."""
-        self.state = self.state.selected(list(rows))
+        self.state, self.unseen = self.state.selected(list(rows)), self.unseen.selected(list(rows))
         self.window = None if self.window is None else self.window.selected(list(rows))
 
     def _reload_window(self, length: int) -> None:

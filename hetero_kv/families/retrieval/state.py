@@ -21,8 +21,6 @@ class RetrievalState:
         observation: the window of last queries of the prompt that is being prefilled; None when nobody needs it.
         candidates: positions in the Context that preselection left, [rows, lists, count]; None for all.
         preselected_end: blocks of the Context when preselection took place; later ones are candidates anyway.
-        unseen: queries decoded since the attention that keys received was last accumulated, oldest first: each
-            q [batch, heads, 1, k_dim] float32 and lse [batch, heads, 1], on the CPU.
         open_start: position of the first token whose block, behind the attention sink, has no representatives yet.
         accumulated: attention that the keys from `open_start` on have received, [rows, kv_heads, tokens] float32, as
             far as any was received; None where nothing was.
@@ -32,7 +30,6 @@ class RetrievalState:
     observation: Observation | None = None
     candidates: np.ndarray | None = None
     preselected_end: int = 0
-    unseen: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     open_start: int = 0
     accumulated: torch.Tensor | None = None
     recall_sum: float = 0.0
@@ -48,7 +45,6 @@ class RetrievalState:
         return replace(
             self,
             candidates=None if self.candidates is None else self.candidates[rows],
-            unseen=tuple((q[rows], lse[rows]) for q, lse in self.unseen),
             accumulated=None if self.accumulated is None else self.accumulated[rows],
             observation=None if self.observation is None else self.observation.selected(rows),
         )

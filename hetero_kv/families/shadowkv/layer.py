@@ -68,6 +68,7 @@ class LowRankLayer(BufferedLayer):
         self._forget()
 
     def _forget(self) -> None:
+        self.pool = None
         self.context = _Context()
         slack = SLACK if self.settings.project_generated else 0
         self.factors = KeyFactors(self.settings.rank, slack)
@@ -133,9 +134,9 @@ class LowRankLayer(BufferedLayer):
     def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
         """See BufferedLayer."""
         if self.pool is None:
+            kv_heads, v_dim = keys.shape[1], values.shape[-1]
             # Its vectors of keys have no numbers: keys are elsewhere.
-            self.cohort.store.new_pool(self.layer_idx, self.layout, keys.shape[1], 0, values.shape[-1], self.storage)
-        assert self.pool is not None
+            self.pool = self.cohort.store.pool(self.layer_idx, self.layout, kv_heads, 0, v_dim, self.storage)
         mapped = self.cohort.store.mapped
         # In the store, so that forks share it: memory is page-locked once.
         if self.layer_idx not in mapped and runs_triton(values):

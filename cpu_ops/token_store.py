@@ -1,0 +1,138 @@
+"""Storing one token per sequence in the blocks where kernels read it, encoded on the way."""
+
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import from_dtype, njit, types
+from numba.extending import intrinsic
+
+from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.storage import STORAGE_TYPES, storage_of
+
+
+@intrinsic
+def _half_bits(typingctx, value):
+    """The IEEE binary16 nearest to a float32, as its bits; ties go to even."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), codegen
+
+
+@intrinsic
+def _bits(typingctx, value):
+    """The bits of a float32."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), codegen
+
+
+@njit
+def _as_float32(value):
+    return value
+
+
+@njit
+def _as_float16(value):
+    return _half_bits(value)
+
+
+@njit
+def _as_bfloat16(value):
+    bits = np.uint32(_bits(value))
+    if np.isnan(value):
+        return np.uint16(0x7FC0)
+    rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return np.uint16((bits + rounding) >> np.uint32(16))
+
+
+_ENCODERS = {"float32": _as_float32, "float16": _as_float16, "bfloat16": _as_bfloat16}
+
+
+def stores(dtype: np.dtype) -> bool:
+    """Whether `store_token` writes blocks of this dtype."""
+    return storage_of(dtype).name in _ENCODERS
+
+
+def store_token(
+    new_keys: np.ndarray,
+    new_values: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    table: np.ndarray,
+    position: int,
+) -> float:
+    """Write a token of every row into its block.
+
+    new_keys: [rows, kv_heads, k_dim] float32, new_values: [rows, kv_heads, v_dim] float32. keys: [num_blocks, kv_heads,
+    block_size, k_dim], values: [num_blocks, kv_heads, block_size, v_dim], of one of the storage types that `stores`
+    knows. table: [rows, blocks] int32, the ids of every row's blocks in order; position: the token's in its sequence.
+
+    Returns the largest magnitude among the numbers, infinity or NaN where there are such. Raises ValueError or
+    TypeError for arrays that do not fit together, IndexError for a place that is not there.
+    """
+    kernel, dtype = _plan(new_keys.shape, new_values.shape, keys.shape, values.shape, table.shape[:1], keys.dtype)
+    largest = kernel(new_keys, new_values, keys.view(dtype), values.view(dtype), table, position)
+    if largest < 0:
+        raise IndexError(f"position {position} must lie in the blocks of table, which are 0..{keys.shape[0] - 1}")
+    return largest
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    new_keys: tuple[int, ...], new_values: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...],
+    rows: tuple[int, ...], dtype: np.dtype,
+) -> tuple[Any, np.dtype]:  # fmt: skip
+    fitting = new_keys[1:] == (keys[1], keys[3]) and new_values[1:] == (values[1], values[3])
+    if not fitting or not new_keys[:1] == new_values[:1] == rows or keys[:3] != values[:3]:
+        raise ValueError(
+            f"new_keys {new_keys}, new_values {new_values} and a table of {rows} rows do not fit keys {keys} and "
+            f"values {values}"
+        )
+    storage = storage_of(dtype)
+    return _kernel(storage.name), storage.kernel_dtype
+
+
+@cache
+def _kernel(storage: str) -> Any:
+    encode = _ENCODERS[storage]
+    real3 = types.Array(types.float32, 3, "C")
+    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
+    code_version = CODE_VERSION
+
+    @njit(
+        types.float32(real3, real3, pool, pool, types.Array(types.int32, 2, "C"), types.int64), cache=True, nogil=True
+    )
+    def store(new_keys, new_values, keys, values, table, position):
+        rows, kv_heads, k_dim = new_keys.shape
+        v_dim = new_values.shape[2]
+        largest = np.float32(0 * code_version)
+        index, offset = position // keys.shape[2], position % keys.shape[2]
+        if index < 0 or index >= table.shape[1]:
+            return np.float32(-1)
+        for row in range(rows):
+            if table[row, index] < 0 or table[row, index] >= keys.shape[0]:
+                return np.float32(-1)
+        for row in range(rows):
+            block = table[row, index]
+            for head in range(kv_heads):
+                for d in range(k_dim):
+                    value = new_keys[row, head, d]
+                    size = abs(value)
+                    if size > largest or np.isnan(size):
+                        largest = size
+                    keys[block, head, offset, d] = encode(value)
+                for d in range(v_dim):
+                    value = new_values[row, head, d]
+                    size = abs(value)
+                    if size > largest or np.isnan(size):
+                        largest = size
+                    values[block, head, offset, d] = encode(value)
+        return largest
+
+    return store

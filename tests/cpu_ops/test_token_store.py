@@ -1,0 +1,76 @@
+"""Tokens that a kernel stores are what torch's conversion stores; bad places are refused."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpu_ops.token_store import store_token, stores
+from hetero_kv.store import storage
+from hetero_kv.store.pool import BlockPool
+
+BLOCKS, KV_HEADS, BLOCK, K_DIM, V_DIM = 6, 2, 4, 16, 8
+NATIVE = [storage.FP32, storage.FP16, storage.BF16]
+
+
+def new_pool(kind):
+    return BlockPool(BLOCKS, KV_HEADS, BLOCK, K_DIM, V_DIM, kind, 1)
+
+
+def numbers(*shape, seed, spread):
+    """Numbers of many sizes, some of them halfway between two of the storage type."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(shape, generator=generator) * 10 ** torch.empty(shape).uniform_(-8, spread, generator=generator)
+    coarse = torch.randint(0, 3, shape, generator=generator)
+    return torch.where(coarse == 0, drawn, torch.where(coarse == 1, drawn.half().float(), drawn.bfloat16().float()))
+
+
+@pytest.mark.parametrize("kind", NATIVE, ids=lambda kind: kind.name)
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), rows=st.integers(1, 3), position=st.integers(0, 2 * BLOCK - 1))
+def test_a_stored_token_is_torchs_conversion_to_the_bit(kind, seed, rows, position):
+    pool = new_pool(kind)
+    keys = numbers(rows, KV_HEADS, K_DIM, seed=seed, spread=4)
+    values = numbers(rows, KV_HEADS, V_DIM, seed=seed + 1, spread=4)
+    table = np.random.default_rng(seed).permutation(BLOCKS).astype(np.int32).reshape(3, 2)[:rows].copy()
+    largest = store_token(keys.numpy(), values.numpy(), pool.key_array, pool.value_array, table, position)
+    blocks, offset = table[:, position // BLOCK].tolist(), position % BLOCK
+    assert torch.equal(pool.keys[blocks][:, :, offset], kind.encode(keys))
+    assert torch.equal(pool.values[blocks][:, :, offset], kind.encode(values))
+    assert largest == max(keys.abs().max(), values.abs().max())
+
+
+@pytest.mark.parametrize("kind", NATIVE, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("odd", [float("inf"), float("-inf"), float("nan")])
+def test_numbers_that_are_none_are_told(kind, odd):
+    pool = new_pool(kind)
+    keys, values = torch.zeros(1, KV_HEADS, K_DIM), torch.ones(1, KV_HEADS, V_DIM)
+    keys[0, 1, 3] = odd
+    table = np.zeros((1, 1), np.int32)
+    largest = store_token(keys.numpy(), values.numpy(), pool.key_array, pool.value_array, table, 0)
+    assert not largest <= 65504
+    stored = pool.keys[0, 1, 0, 3].float()
+    assert stored.isnan() if odd != odd else stored == odd
+
+
+@pytest.mark.parametrize(("table", "position"), [([[0]], 4), ([[0]], -1), ([[6]], 0), ([[-1]], 3)])
+def test_a_place_that_is_not_there_is_refused_and_nothing_is_written(table, position):
+    pool = new_pool(storage.FP32)
+    pool.keys.zero_()
+    keys, values = np.ones((1, KV_HEADS, K_DIM), np.float32), np.ones((1, KV_HEADS, V_DIM), np.float32)
+    with pytest.raises(IndexError, match=rf"position {position} must lie in the blocks of table"):
+        store_token(keys, values, pool.key_array, pool.value_array, np.array(table, np.int32), position)
+    assert not pool.keys.any()
+
+
+def test_arrays_that_do_not_fit_together_are_refused():
+    pool = new_pool(storage.FP32)
+    keys, values = np.ones((1, KV_HEADS, K_DIM + 1), np.float32), np.ones((1, KV_HEADS, V_DIM), np.float32)
+    with pytest.raises(ValueError, match="do not fit keys"):
+        store_token(keys, values, pool.key_array, pool.value_array, np.zeros((1, 1), np.int32), 0)
+
+
+def test_types_of_groups_are_not_stored_natively():
+    assert [stores(storage.get(name).kernel_dtype) for name in ("FP32",)] == [True]
+    assert not stores(BlockPool(1, 1, 32, 32, 32, storage.Q8_0, 1).key_array.dtype)
