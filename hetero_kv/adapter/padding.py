@@ -45,8 +45,8 @@ def tokens_per_row(call: ModelCall, past: Columns) -> list[int]:
         row = int((new != expected).any(dim=1).nonzero()[0])
         where = "in the middle of others" if new[row, -1] else "on the right"
         raise UnsupportedModelError(
-            f"the attention mask of row {row} hides columns {where}; hetero_kv computes causal attention over rows that "
-            'are padded on the left: tokenize with padding_side="left"'
+            f"the attention mask of row {row} hides columns {where}; hetero_kv computes causal attention over rows "
+            'that are padded on the left: tokenize with padding_side="left"'
         )
     if not counts.any():
         raise UnsupportedModelError("the attention mask hides every token of the call; give at least one")
