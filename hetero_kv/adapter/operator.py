@@ -107,7 +107,7 @@ class AttentionOperator(Operator):
     documentation show of it is what the methods under "what others ask" answer; whoever asks knows no family.
     """
 
-    #: What its cache layers count (`OperatorLayer.statistics`).
+    #: What its cache layers count (`FamilyLayer.statistics`).
     statistics: ClassVar[tuple[Statistic, ...]] = ()
 
     def __init__(self, path: str, wrapped: Any, settings: Any, engine: EngineSettings) -> None:

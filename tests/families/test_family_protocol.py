@@ -289,14 +289,7 @@ def test_operators_that_cannot_work_together_leave_the_model_as_it_was(llama):
 
 
 GENERIC_ROOMS = ("adapter", "chat", "commands", "engine", "evals", "planning", "rules")
-KNOW_A_FAMILY = {
-    "chat/options.py",
-    "engine/cache.py",
-    "engine/strides.py",
-    "evals/recorded_layer.py",
-    "evals/shared_prefill.py",
-    "rules/precedence.py",
-}
+KNOW_A_FAMILY = {"evals/recorded_layer.py", "evals/shared_prefill.py"}
 
 
 def families_named_in(path):

@@ -1,0 +1,113 @@
+"""What the pages say of the source is true of it: files that they name, quotations, and the order of the rooms."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.engine.layer import FamilyLayer
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/architecture.md", "docs/adding_a_method.md", "docs/methods.md")
+#: Where a page's short paths may begin: `engine/step.py` is `hetero_kv/engine/step.py`.
+BEGINNINGS = (ROOT, ROOT / "hetero_kv", ROOT / "injection_rules")
+#: Files that the pages let their reader write.
+THE_READERS_OWN = {"my_rules.yaml", "my_notes.txt"}
+
+#: The rooms from the ground up. What stands in one line may not import each other, nor what stands further down.
+FLOORS = (
+    ("cpu_ops", "gpu_ops", "hetero_kv.errors"),
+    ("hetero_kv.settings", "hetero_kv.store", "hetero_kv.models"),
+    ("hetero_kv.engine",),
+    ("hetero_kv.adapter",),
+    ("hetero_kv.families",),
+    ("hetero_kv.operators",),
+    ("hetero_kv.planning",),
+    ("hetero_kv.rules",),
+    ("hetero_kv.cli", "hetero_kv.evals"),
+    ("hetero_kv.chat", "hetero_kv.commands"),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def named_files(page: str) -> set[str]:
+    """What looks like a file or a folder in a page's words in code style, and what it links to."""
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+    quoted = " ".join(re.findall(r"`([^`\n]+)`", text))
+    named = re.findall(r"[\w./-]*\w\.(?:py|yaml|md|svg)\b|[\w./-]+/(?=\s|$)", quoted)
+    return {*named, *re.findall(r"\]\(([\w./-]+)[)#]", text)} - THE_READERS_OWN
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_that_a_page_names_exists(page):
+    beginnings = (*BEGINNINGS, (ROOT / page).parent)
+    missing = [name for name in named_files(page) if not any((start / name).exists() for start in beginnings)]
+    assert missing == []
+
+
+def unindented(text: str) -> str:
+    """The lines of a text, without indentation and blank lines, which a quotation may have otherwise."""
+    return "\n".join(stripped for line in text.splitlines() if (stripped := line.strip()))
+
+
+def test_the_walk_through_quotes_the_example_and_its_rules():
+    page = (ROOT / "docs" / "adding_a_method.md").read_text(encoding="utf-8")
+    for language, name in (("python", "dilated_attention.py"), ("yaml", "dilated.yaml")):
+        source = (ROOT / "docs" / "examples" / name).read_text(encoding="utf-8")
+        quoted = re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
+        assert quoted
+        for block in quoted:
+            assert unindented(block) in unindented(source), block
+
+
+def test_what_the_architecture_says_that_a_family_answers_is_what_it_can_answer():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## What a family answers")[2]
+    for heading, cls in (("asked of the operator", AttentionOperator), ("asked of the cache layer", FamilyLayer)):
+        table = page.partition(f"| {heading} |")[2].partition("\n\n")[0]
+        names = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)", row.split("|")[1])]
+        assert len(names) > 10
+        assert [name for name in names if not hasattr(cls, name)] == []
+
+
+def room_of(module: str) -> str | None:
+    """The room that a module belongs to; None for what is not ours."""
+    parts = module.split(".")
+    return next((room for room in (".".join(parts[:2]), parts[0]) if room in FLOOR), None)
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules that a source file imports when it runs: not for the type checker alone."""
+    for_types = set()
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING":
+            for_types |= {id(inner) for inner in ast.walk(node)}
+        elif id(node) in for_types:
+            continue
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_imports_run_downwards():
+    upwards = set()
+    for package in ("cpu_ops", "gpu_ops", "hetero_kv"):
+        for path in (ROOT / package).rglob("*.py"):
+            own = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+            for module in imported(path):
+                other = room_of(module)
+                if own and other and own != other and FLOOR[other] >= FLOOR[own]:
+                    upwards.add((path.relative_to(ROOT).as_posix(), module))
+    assert upwards == set()
+
+
+def test_every_room_has_a_floor():
+    folders = {f"hetero_kv.{path.parent.name}" for path in (ROOT / "hetero_kv").glob("*/__init__.py")}
+    files = {f"hetero_kv.{path.stem}" for path in (ROOT / "hetero_kv").glob("*.py")} - {"hetero_kv.__init__"}
+    assert {*FLOOR} - {"cpu_ops", "gpu_ops"} == folders | files
