@@ -150,11 +150,11 @@ def test_an_injected_model_needs_a_hetero_cache(llama):
         llama(PROMPT, use_cache=False)
 
 
-def test_padded_batches_are_refused(llama):
+def test_batches_that_are_padded_on_the_right_are_refused(llama):
     inject(llama, rules())
     mask = torch.ones_like(PROMPT)
-    mask[0, :3] = 0
-    with pytest.raises(UnsupportedModelError, match=r"hides 3 tokens .* equal length"):
+    mask[0, -3:] = 0
+    with pytest.raises(UnsupportedModelError, match=r"row 0 hides columns on the right.* padding_side=\"left\""):
         llama(PROMPT, attention_mask=mask, past_key_values=HeteroCache(llama))
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
-from caches import append
+from caches import append, forward, new_cache, prefill
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import ARCHITECTURES, tiny_model
@@ -174,13 +174,21 @@ def test_memory_grows_by_what_is_planned_for_the_store():
     injection = inject(AutoModelForCausalLM.from_config(config).eval(), "ktransformers")
     keys, values = torch.randn(1, 8, K, 128), torch.randn(1, 8, K, 128)
     # Scratch memory that the first tokens bring in, and those of the Context, is not the store's.
+
+    def stored(cache):
+        """Tokens in every layer, and the representatives of blocks that they close."""
+        with forward(cache, 1, K) as step:
+            for operator, layer in zip(injection.attention_operators(), step.cohort.layers, strict=True):
+                layer.store(step, keys, values)
+                operator._close_blocks(layer, step)
+
     warm = HeteroCache(injection.model, 8 * K)
     for _ in range(8):
-        append(warm, keys, values)
+        stored(warm)
     cache = HeteroCache(injection.model, length)
     before = resident()
     for _ in range(length // K):
-        append(cache, keys, values)
+        stored(cache)
     growth = resident() - before
     planned = Footprint.of(injection).memory(length).store
     assert planned > 250e6
@@ -197,9 +205,9 @@ def test_the_window_on_a_gpu_is_what_is_planned():
 
 @pytest.mark.parametrize("length", [5, 16, 17, 100])
 def test_sliding_layers_take_what_their_buffers_take(length):
-    layer = WindowLayer(16)
-    with layer.prefill(length):
-        layer.extend(torch.randn(1, 2, length, 8), torch.randn(1, 2, length, 8))
+    cache = new_cache(lambda: WindowLayer(16))
+    layer = cache.layers[0]
+    prefill(cache, torch.randn(1, 2, length, 8))
     planned = WindowFootprint(KVShape(2, 8, 8), sliding_window=16)
     footprint = footprint_of([planned], element=4)
     token = 2 * 2 * 8 * 4

@@ -10,6 +10,9 @@ from benchmarks.gpu_checks.setting import HALF, Result, Setting
 from gpu_ops.rotary import RotaryLayout
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
+from hetero_kv.engine.cohort import Cohort
+from hetero_kv.engine.step import PromptPart
+from hetero_kv.engine.store import Store
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks
 from hetero_kv.families.shadowkv.layer import LowRankLayer
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
@@ -48,13 +51,20 @@ def check(setting: Setting) -> Iterator[Result]:
         # A common direction, without which every chunk would be an outlier.
         keys = (torch.randn(1, heads, tokens, dim, generator=generator) + 1).to(setting.device, dtype)
         q = torch.randn(heads, group, dim, generator=generator).to(setting.device, dtype)
-        layer = LowRankLayer(tokens, settings)
+        layer, store = LowRankLayer(settings), Store(tokens)
+        cohort = Cohort([layer], store)
+        store.provide(cohort.layouts, 1)
+        cohort.open(1)
         layer.factors.rotary = RotaryTable(Rotation(RotaryLayout(dim // 2)))
         angles = torch.arange(tokens)[:, None] / 100.0 ** (torch.arange(dim // 2) / (dim // 2))
         layer.factors.rotary.record(*(part[None].to(setting.device, dtype) for part in (angles.cos(), angles.sin())), 0)
-        with layer.prefill(tokens):
-            for chunk in keys.split(tokens // 3, dim=2):
-                layer.extend(chunk, chunk)
+        step = cohort.begin(tokens, slice(0, 1), is_decode=False, part=PromptPart(), keeps=True)
+        layer.begin_prefill(step)
+        for chunk in keys.split(tokens // 3, dim=2):
+            layer.extend(chunk, chunk)
+        layer.end_prefill(step)
+        layer.leave_prefill()
+        cohort.end(step)
         assert layer.context.outliers is not None
         ids, scale = layer.context.outliers.ids[0], dim**-0.5
         means, cosines, scores = reference(keys[0, :, : layer.context.length], q, size, scale)

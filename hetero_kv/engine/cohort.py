@@ -60,7 +60,6 @@ class Cohort:
                 if layer.layout is not None:
                     # Equal layouts are one object, whose identity a step goes by.
                     layer.layout = self.layouts.setdefault(layer.layout, layer.layout)
-        self._beginning = [layer for layer in self.family_layers if type(layer).begin is not FamilyLayer.begin]
 
     def open(self, rows: int) -> None:
         """Have `rows` empty sequences; the store has been provided for them."""
@@ -80,8 +79,6 @@ class Cohort:
         self.step = step = Step(self, rows, tokens, is_decode=is_decode, part=part, keeps=keeps)
         if keeps:
             self._reserve(step)
-        for layer in self._beginning:
-            layer.begin(step)
         return step
 
     def end(self, step: Step) -> None:

@@ -104,9 +104,6 @@ class FamilyLayer(CacheLayerMixin):
 
     # -- a step
 
-    def begin(self, step: Step) -> None:
-        """New tokens are about to come."""
-
     def begin_prefill(self, step: Step) -> None:
         """The tokens of a prompt are about to arrive in chunks."""
 

@@ -46,17 +46,18 @@ class BlockTable:
         held, needed = self.num_blocks, -(-length // block_size)
         if length == self.length:
             return
-        open_blocks = self.ids[held - 1 :] if self.length % block_size else self.ids[:0]
-        wanted = needed - held + allocator.copies_to_own(open_blocks)
+        is_open = allocator.is_shared and self.length % block_size
+        wanted = needed - held + (allocator.copies_to_own(self.ids[held - 1 :]) if is_open else 0)
         if wanted > allocator.free_blocks:
             raise MemoryError(
                 f"the block pool has {allocator.free_blocks} free blocks of {allocator.num_blocks}, {wanted} wanted"
             )
-        if len(open_blocks):
+        if is_open:
             self.own(held - 1, held)
         if needed > len(self._ids):
             self._ids = np.concatenate([self._ids, np.empty(needed - len(self._ids), dtype=np.int32)])
-        self._ids[held:needed] = allocator.allocate(needed - held)
+        if needed > held:
+            self._ids[held:needed] = allocator.allocate(needed - held)
         first = self.length // block_size
         self.length = length
         allocator.lengths[self._ids[first : needed - 1]] = block_size

@@ -35,8 +35,9 @@ def test_every_frame_of_ours_has_a_name_and_is_within_a_layer_or_outside(with_it
     assert len(frames["per_token"]) == BLOCK
     assert sum(frames["per_token"]) == sum(frames["calls"].values()) * BLOCK
     assert all(0 < outside < ours for ours, outside in zip(frames["per_token"], frames["outside_layers"], strict=True))
-    # Both layers of `quest` are dense here, in which every token does the same but one, which fills a block.
-    assert len(set(frames["per_token"])) == 2
+    # Both layers of `quest` are dense here, in which every token does the same but those at the edges of a block.
+    usual = max(frames["per_token"], key=frames["per_token"].count)
+    assert sum(count != usual for count in frames["per_token"]) <= 2
     assert any(name.endswith("attend_blocks") for name in frames["calls"])
 
 

@@ -51,9 +51,9 @@ def received(monkeypatch):
     calls = {}
     prefill_chunk = BoundedAttention.prefill_chunk
 
-    def kept(self, layer, call):
+    def kept(self, layer, step, call):
         calls.setdefault(self.layer_idx, []).append((call.q[0], call.k[0], call.v[0]))
-        return prefill_chunk(self, layer, call)
+        return prefill_chunk(self, layer, step, call)
 
     monkeypatch.setattr(BoundedAttention, "prefill_chunk", kept)
     return calls

@@ -85,9 +85,9 @@ def test_with_a_threshold_above_1_entries_stay_as_they_came_and_are_those_of_d2o
     came = {}
     prefill_chunk = BoundedAttention.prefill_chunk
 
-    def kept(self, layer, call):
+    def kept(self, layer, step, call):
         came.setdefault(self.layer_idx, []).append((call.k[0], call.v[0]))
-        return prefill_chunk(self, layer, call)
+        return prefill_chunk(self, layer, step, call)
 
     monkeypatch.setattr(BoundedAttention, "prefill_chunk", kept)
     model = tiny_model("llama")
