@@ -24,10 +24,10 @@ from benchmarks.quality_prompts import KINDS, Prompt, Request, shared_beginning
 from hetero_kv import eject, inject
 from hetero_kv.evals.budget import attended_tokens
 from hetero_kv.evals.config_spec import ConfigSpec, config_specs
-from hetero_kv.evals.forced import Continuation, force, full_attention_continuation
 from hetero_kv.evals.generation import end_tokens, greedy
 from hetero_kv.evals.haystack import Haystack
 from hetero_kv.evals.shared_prefill import RecordedPrefill, record_prefill
+from hetero_kv.evals.teacher_forcing import Continuation, force, full_attention_continuation
 from hetero_kv.models import load_model
 from hetero_kv.models.named import DEFAULT_MODEL
 

@@ -22,7 +22,7 @@ class ChunkedModule(Operator):
         total = hidden_states.shape[1]
         if total <= self.engine.chunk_size:
             return self.wrapped(hidden_states, *args, **kwargs)
-        output = hidden_states if chunking.taken_over(hidden_states) else torch.empty_like(hidden_states)
+        output = hidden_states if chunking.claimed(hidden_states) else torch.empty_like(hidden_states)
         for start in range(0, total, self.engine.chunk_size):
             chunk = slice(start, start + self.engine.chunk_size)
             output[:, chunk] = self.wrapped(hidden_states[:, chunk], *args, **kwargs)

@@ -25,7 +25,7 @@ def mark_ours(hidden_states: torch.Tensor) -> None:
     hidden_states.hetero_kv_buffer = True  # type: ignore[attr-defined]
 
 
-def taken_over(hidden_states: torch.Tensor) -> bool:
+def claimed(hidden_states: torch.Tensor) -> bool:
     """Whether this tensor came from `mark_ours`; from now on it is the caller's."""
     ours = is_ours(hidden_states)
     hidden_states.hetero_kv_buffer = False  # type: ignore[attr-defined]

@@ -67,7 +67,7 @@ class RecordedLayer:
         _see(observation, recorded)
         window = observation.window
         if window not in self._received:
-            self._received[window] = observation.received(self.keys).cpu()
+            self._received[window] = observation.accumulated_attention(self.keys).cpu()
         observation.known = self._received[window]
 
     def fill(self, layer: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,9 +26,7 @@ from hetero_kv.adapter.footprint import (
     terms,
 )
 from hetero_kv.adapter.kv_shape import KVShape
-
-if TYPE_CHECKING:
-    from hetero_kv.rules.injection import Injection
+from hetero_kv.planning.planned import Planned
 
 WEIGHTS = register(Term("weights", "weights"))
 LAYER_KV = register(Term("layer_kv", "one layer's keys and values (prefill)"))
@@ -110,7 +108,7 @@ class Footprint:
     on_gpu: bool
 
     @classmethod
-    def of(cls, injection: Injection, *, dtype: torch.dtype | None = None, on_gpu: bool | None = None) -> Footprint:
+    def of(cls, injection: Planned, *, dtype: torch.dtype | None = None, on_gpu: bool | None = None) -> Footprint:
         """Of an injected model, loaded or on the meta device.
 
         Args:
@@ -164,7 +162,7 @@ class Footprint:
         return Memory.of((*(share for layer in self.layers for share in layer.shares(demand)), *own, *whole))
 
 
-def _layers(injection: Injection, config: Any) -> Iterator[LayerFootprint]:
+def _layers(injection: Planned, config: Any) -> Iterator[LayerFootprint]:
     """What each layer's operator says, and, where there is none, what transformers' own cache keeps."""
     attentions = {module.layer_idx: module for module in injection.model.modules() if bridge.is_attention(module)}
     operators = {operator.layer_idx: operator for operator in injection.attention_operators()}

@@ -6,14 +6,11 @@ One function serves `hetero-kv plan`, `max_seq_len: auto`, and the refusal of a 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.planning.footprint import Footprint, Memory
 from hetero_kv.planning.free_memory import free_dram, free_gpu
-
-if TYPE_CHECKING:
-    from hetero_kv.rules.injection import Injection
+from hetero_kv.planning.planned import Planned
 
 __all__ = [
     "RESERVE",
@@ -58,7 +55,7 @@ class Plan:
     forks: int = 0
 
     @classmethod
-    def of(cls, injection: Injection, batch: int = 1, forks: int = 0) -> Plan:
+    def of(cls, injection: Planned, batch: int = 1, forks: int = 0) -> Plan:
         """For a loaded model with its rules, by the memory that is free now."""
         footprint = Footprint.of(injection)
         device = str(next(injection.model.parameters()).device)

@@ -8,8 +8,8 @@ from tiny_evaluation import SPARSE, tiny_loaded
 
 from hetero_kv import eject, inject
 from hetero_kv.evals import ConfiguredModel, RunOptions, config_specs, run
-from hetero_kv.evals.forced import force, full_attention_continuation
 from hetero_kv.evals.shared_prefill import record_prefill
+from hetero_kv.evals.teacher_forcing import force, full_attention_continuation
 
 QUESTION = "".join(f"Fact {n}: {n * 37 % 101} is the number of {chr(65 + n % 26)}. " for n in range(12))
 

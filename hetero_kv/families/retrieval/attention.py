@@ -150,7 +150,7 @@ class RetrievalAttention(AttentionOperator):
         layer.state = replace(layer.state, candidates=None, observation=None)
         if observation is None:
             return
-        received = observation.received(buffer.keys[:, :, : buffer.length]).cpu()
+        received = observation.accumulated_attention(buffer.keys[:, :, : buffer.length]).cpu()
         layout = layer.layout
         first, blocks = layout.sink_blocks, layout.context_blocks(step.length)
         if self.preselected is not None and blocks > self.preselected:

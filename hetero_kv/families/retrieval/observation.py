@@ -14,7 +14,7 @@ class Observation:
         q: [batch, heads, n, k_dim], n up to `window`; None before the first chunk.
         lse: [batch, heads, n] float32, over everything a query sees.
         scale, softcap: of the scores, as the attention was called with.
-        known: what `received` returns for the whole sequence, where it has been computed already; a chunk more, and it
+        known: what `accumulated_attention` returns for the whole sequence, where it has been computed already; a chunk more, and it
             is not known any longer.
     """
 
@@ -35,7 +35,7 @@ class Observation:
         self.q, self.lse = q[:, :, -self.window :].clone(), lse[:, :, -self.window :].clone()
         self.scale, self.softcap, self.known = scale, softcap, None
 
-    def received(self, keys: torch.Tensor) -> torch.Tensor:
+    def accumulated_attention(self, keys: torch.Tensor) -> torch.Tensor:
         """Attention that each key of the sequence received from the window: [batch, kv_heads, length] float32.
 
         Args:

@@ -70,7 +70,7 @@ class WindowVote(EvictionPolicy[V]):
         observation: Observation = entries.carried["window"]
         assert observation.q is not None
         group = observation.q.shape[1] // entries.keys.shape[1]
-        votes = observation.received(entries.keys) / group
+        votes = observation.accumulated_attention(entries.keys) / group
         old, kernel = entries.held - observation.q.shape[2], self.settings.kernel
         if old:
             votes[..., :old] = avg_pool1d(votes[..., :old], kernel, stride=1, padding=kernel // 2)

@@ -1,4 +1,4 @@
-"""Fidelity to full attention: the untouched model's greedy continuation is forced through a method, step by step.
+"""Fidelity to full attention by teacher forcing: the untouched model's greedy continuation, step by step.
 
 Every step compares the next-token distributions of the two models after the same tokens, so that one early difference
 does not make all later ones incomparable.

@@ -7,9 +7,9 @@ import torch
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroKVError, eject, inject
-from hetero_kv.evals.forced import Continuation, Fidelity, force, full_attention_continuation
 from hetero_kv.evals.generation import greedy
 from hetero_kv.evals.shared_prefill import record_prefill
+from hetero_kv.evals.teacher_forcing import Continuation, Fidelity, force, full_attention_continuation
 
 SMALL = {"block_size": 4, "initial_len": 4, "local_windows_len": 8, "max_seq_len": 256, "kv_type": "FP32"}
 PROMPT = torch.randint(2, 97, (1, 90), generator=torch.Generator().manual_seed(0))

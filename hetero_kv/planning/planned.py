@@ -1,0 +1,28 @@
+"""What a plan needs to know of a model with rules in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.settings.engine_settings import EngineSettings
+
+
+class Planned(Protocol):
+    """A model, loaded or on the meta device, and the operators that rules have put into it."""
+
+    @property
+    def model(self) -> Any:
+        """The transformers model."""
+
+    @property
+    def engine(self) -> EngineSettings:
+        """The engine's settings in force."""
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that the model was made for."""
+
+    def attention_operators(self) -> Iterator[AttentionOperator]:
+        """The operators that compute attention, in the model's order."""
