@@ -16,7 +16,8 @@ import torch
 from hetero_kv.adapter.model_call import ModelCall, Signature, joined_rows
 from hetero_kv.adapter.padding import tokens_per_row
 from hetero_kv.adapter.strides import driven
-from hetero_kv.engine.cache import HeteroCache, Span
+from hetero_kv.engine.batch import Span
+from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.undo import undo_on_error
 from hetero_kv.errors import UnsupportedModelError

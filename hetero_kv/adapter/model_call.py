@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from hetero_kv.engine.cache import Span
+from hetero_kv.engine.batch import Span
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 
 #: Arguments that have a dimension of tokens, and which one it is.

@@ -6,20 +6,16 @@ import copy
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoTokenizer
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from hetero_kv.engine.cohort import Cohort, CohortSnapshot
-from hetero_kv.engine.columns import Columns
+from hetero_kv.engine.batch import Batch, BatchSnapshot, CacheMaker, Span
+from hetero_kv.engine.cohort import Cohort
 from hetero_kv.engine.layer import FamilyLayer
-from hetero_kv.engine.room import require_room, room
-from hetero_kv.engine.sequence import Sequence
 from hetero_kv.engine.step import PromptPart, Step
 from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError
@@ -28,45 +24,7 @@ from hetero_kv.errors import HeteroKVError
 Progress = Callable[[int, int, int, int], None]
 
 
-class CacheMaker(Protocol):
-    """What `inject` leaves on a model: it knows which layer needs which cache, and what fits into memory."""
-
-    def max_seq_len(self, wanted: int | None, batch: int, forks: int) -> int:
-        """The capacity in tokens of each of `batch` sequences and of theirs in every fork."""
-
-    def cache_layers(self) -> list[CacheLayerMixin]:
-        """One empty cache layer per layer of the model."""
-
-
-@dataclass(frozen=True)
-class CacheSnapshot:
-    """What `HeteroCache.rollback` comes back to."""
-
-    cohorts: tuple[Cohort, ...]
-    states: tuple[CohortSnapshot, ...]
-    columns: Columns
-
-
-@dataclass(frozen=True)
-class Span:
-    """New tokens of a cohort in a call of the model.
-
-    Attributes:
-        rows: of the batch.
-        columns: of the call's tokens.
-    """
-
-    cohort: Cohort
-    rows: slice
-    columns: slice
-
-    @property
-    def tokens(self) -> int:
-        """New tokens of each row."""
-        return self.columns.stop - self.columns.start
-
-
-class HeteroCache(Cache):
+class HeteroCache(Batch, Cache):
     """The KV cache of a batch of sequences: `model.generate(**inputs, past_key_values=cache)`.
 
     Rows of equal length go on together, as a cohort; a batch whose rows have several lengths (left-padded prompts) is
@@ -104,7 +62,6 @@ class HeteroCache(Cache):
             raise HeteroKVError(
                 f"{type(model).__name__} has no rules injected; call hetero_kv.inject(model, rules) before HeteroCache"
             )
-        self._maker, self._wanted, self._forks = maker, max_seq_len, forks
         self.on_progress = on_progress
         self.tokenizer = tokenizer
         self._tokenized: dict[str, list[int]] = {}
@@ -116,122 +73,23 @@ class HeteroCache(Cache):
         self.drive: Any = None
         #: The steps of the forward that is under way, one per cohort that takes part.
         self.steps: tuple[Step, ...] = ()
-        # Sequences that the capacity is planned for; blocks are had when the first tokens come.
-        self._planned_batch = 1
-        self._begin_anew(maker.max_seq_len(max_seq_len, 1, forks))
-        super().__init__(layers=self.layers)
-
-    def _begin_anew(self, capacity: int) -> None:
-        self.cohorts = [Cohort(self._maker.cache_layers(), Store(capacity, self._forks))]
-        self.columns = Columns()
-        self._present(self.cohorts[0])
+        Batch.__init__(self, maker, max_seq_len, forks)
+        Cache.__init__(self, layers=self.layers)
 
     def _present(self, cohort: Cohort) -> None:
+        """See Batch."""
         self.layers = cohort.layers
-
-    # -- its rows
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        """One per row of the batch."""
-        return [sequence for cohort in self.cohorts for sequence in cohort.sequences]
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each row."""
-        return [sequence.length for sequence in self.sequences]
-
-    @property
-    def attention_mask(self) -> torch.Tensor:
-        """Which of the columns so far hold a token of each row, [rows, columns] int64: the past of the next mask."""
-        return self.columns.mask(len(self.sequences))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the batch so far, its padding included: the tokens of its rows where they have equal lengths.
 
         While a cohort passes through the model: what its layer holds.
         """
-        return super().get_seq_length(layer_idx) if len(self.steps) == 1 else self.columns.count
+        return Cache.get_seq_length(self, layer_idx) if len(self.steps) == 1 else self.columns.count
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """`max_seq_len`, or -1 where no layer keeps every token."""
         return -1 if self.max_seq_len is None else self.max_seq_len
-
-    @property
-    def max_seq_len(self) -> int | None:
-        """Capacity of each sequence, tokens; None when no layer keeps every token."""
-        return min((cohort.store.capacity for cohort in self.cohorts if cohort.layouts), default=None)
-
-    @property
-    def room(self) -> int | None:
-        """Tokens that can still be added to each sequence; None when no layer keeps every token."""
-        return room(self.cohorts)
-
-    def require_room(self, batch: int, tokens: int) -> None:
-        """Raise unless `tokens` more of `batch` sequences can be added to every layer.
-
-        Raises:
-            CacheFullError: they do not fit.
-            OutOfMemoryError: they are the first, and memory has no room for that many sequences of `max_seq_len`.
-            HeteroKVError: the cache holds another number of sequences.
-        """
-        self._open(batch, tokens)
-        require_room([(cohort, tokens) for cohort in self.cohorts])
-
-    def _open(self, batch: int, most: int) -> None:
-        """Have `batch` rows: the first ones, for at most `most` tokens, or those that are there."""
-        held = len(self.sequences)
-        if held != batch and held and self.columns.count:
-            raise HeteroKVError(
-                f"the cache holds {held} sequences and was given {batch}; use a HeteroCache for "
-                "each batch, or cache.reset() between them"
-            )
-        if held == batch:
-            return
-        if held:
-            self._begin_anew(self.cohorts[0].store.capacity)
-        first = self.cohorts[0]
-        if batch > self._planned_batch and first.layouts:
-            capacity = self._maker.max_seq_len(self._wanted, batch, self._forks)
-            first.store, self._planned_batch = Store(capacity, self._forks), batch
-        # Before any block is had: a prompt that is too long leaves the cache empty.
-        require_room([(first, most)])
-        first.store.provide(first.layouts, batch)
-        first.open(batch)
-
-    def spans(self, tokens: Rows[int], width: int) -> list[Span]:
-        """The cohorts and their part of a call of `width` columns, of which the last `tokens` of each row are tokens.
-
-        Rows that had equal lengths and get different ones become cohorts of their own. Rows without a token have no
-        span.
-
-        Raises as `require_room`.
-        """
-        self._open(len(tokens), max(tokens))
-        if len(self.cohorts) > 1 or len(set(tokens)) > 1:
-            self._split(tokens)
-        spans, row = [], 0
-        for cohort in self.cohorts:
-            rows = slice(row, row + len(cohort.sequences))
-            if tokens[row]:
-                spans.append(Span(cohort, rows, slice(width - tokens[row], width)))
-            row = rows.stop
-        require_room([(span.cohort, span.tokens) for span in spans])
-        return spans
-
-    def _split(self, tokens: Rows[int]) -> None:
-        """Let neighbouring rows of one cohort with equal numbers of new tokens be cohorts."""
-        cohorts, row = [], 0
-        for cohort in self.cohorts:
-            count = len(cohort.sequences)
-            runs = [list(run) for _, run in groupby(range(count), key=lambda index: tokens[row + index])]
-            if len(runs) == 1:
-                cohorts.append(cohort)
-            else:
-                cohorts += [cohort.taken(range(run[0], run[-1] + 1)) for run in runs]
-            row += count
-        self.cohorts = cohorts
-        self._present(cohorts[0])
 
     # -- a forward
 
@@ -314,21 +172,12 @@ class HeteroCache(Cache):
 
     # -- going back, and going several ways
 
-    def snapshot(self) -> CacheSnapshot:
-        """What `rollback` needs to come back to the present state."""
-        states = tuple(cohort.snapshot() for cohort in self.cohorts)
-        return CacheSnapshot(tuple(self.cohorts), states, self.columns)
-
-    def rollback(self, snapshot: CacheSnapshot) -> None:
-        """Forget what was stored since `snapshot`, and what its queries looked at."""
+    def rollback(self, snapshot: BatchSnapshot) -> None:
+        """See Batch; the forward that was under way is over."""
         for step in self.steps:
             step.cohort.step = None
         self.steps, self.drive, self._stride, self._transient = (), None, None, False
-        self.columns = snapshot.columns
-        self.cohorts = list(snapshot.cohorts)
-        for cohort, state in zip(snapshot.cohorts, snapshot.states, strict=True):
-            cohort.rollback(state)
-        self._present(self.cohorts[0])
+        super().rollback(snapshot)
 
     def fork(self) -> HeteroCache:
         """A second cache with the same tokens, which goes on by itself: the blocks in DRAM are shared, not copied.
@@ -351,10 +200,9 @@ class HeteroCache(Cache):
         # What was planned is theirs together: each plans anew when it leaves the others by `reset`.
         self._planned_batch = twin._planned_batch = 0
         memo: dict[int, Any] = {}
-        twin.cohorts = [cohort.fork(memo) for cohort in self.cohorts]
+        twin._have([cohort.fork(memo) for cohort in self.cohorts])
         if not self.sequences:
             twin.cohorts[0].store = Store(self.cohorts[0].store.capacity, self._forks)
-        twin._present(twin.cohorts[0])
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeteroCache:
@@ -385,49 +233,6 @@ class HeteroCache(Cache):
             for sequence in cohort.sequences:
                 sequence.free()
         self._begin_anew(self.cohorts[0].store.capacity)
-
-    def select(self, rows: Rows[int] | torch.Tensor) -> None:
-        """Let row i be what row `rows[i]` was: rows leave, are reordered, or, named twice, go two ways.
-
-        Raises HeteroKVError for a row that is not there, or for none.
-        """
-        chosen = [int(row) for row in rows]
-        held = len(self.sequences)
-        if not chosen or not all(0 <= row < held for row in chosen):
-            raise HeteroKVError(f"rows are {chosen}, and the cache holds {held}; give indices from 0 to {held - 1}")
-        if chosen == list(range(held)):
-            return
-        homes = [(cohort, row) for cohort in self.cohorts for row in range(len(cohort.sequences))]
-        runs = groupby((homes[row] for row in chosen), key=lambda home: id(home[0]))
-        cohorts = []
-        for _, run in runs:
-            members = list(run)
-            cohorts.append(members[0][0].selected([row for _, row in members]))
-        self.cohorts = cohorts
-        self.columns = self.columns.select(chosen)
-        self._present(cohorts[0])
-
-    def extend(self, other: HeteroCache) -> None:
-        """Let the rows of `other` join behind; `other` is empty then.
-
-        Where one has more columns, the other's rows are left-padded (`attention_mask`).
-
-        Raises HeteroKVError when the other is of another model or rules, or is this one.
-        """
-        if other is self or other._maker is not self._maker:
-            raise HeteroKVError(
-                "only another HeteroCache of the same injected model can join; fork() this one to have its rows twice, "
-                "and prefill other models' prompts anew"
-            )
-        if not other.sequences:
-            return
-        if not self.sequences:
-            self.cohorts, self.columns = other.cohorts, other.columns
-        else:
-            self.columns = self.columns.joined(len(self.sequences), other.columns, len(other.sequences))
-            self.cohorts = [*self.cohorts, *other.cohorts]
-        self._present(self.cohorts[0])
-        other._begin_anew(other.cohorts[0].store.capacity)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let row i continue row `beam_idx[i]` (beam search): blocks are shared, not copied."""

@@ -14,8 +14,8 @@ class Observation:
         q: [batch, heads, n, k_dim], n up to `window`; None before the first chunk.
         lse: [batch, heads, n] float32, over everything a query sees.
         scale, softcap: of the scores, as the attention was called with.
-        known: what `accumulated_attention` returns for the whole sequence, where it has been computed already; a chunk more, and it
-            is not known any longer.
+        known: what `accumulated_attention` returns for the whole sequence, where it has been computed already; a chunk
+            more, and it is not known any longer.
     """
 
     def __init__(self, window: int) -> None:

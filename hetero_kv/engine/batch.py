@@ -1,0 +1,238 @@
+"""The rows of a batch: cohorts of rows of one length, and the columns that they have come in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol, Self
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from hetero_kv.engine.cohort import Cohort, CohortSnapshot
+from hetero_kv.engine.columns import Columns
+from hetero_kv.engine.room import require_room, room
+from hetero_kv.engine.sequence import Sequence
+from hetero_kv.engine.store import Store
+from hetero_kv.errors import HeteroKVError
+
+
+class CacheMaker(Protocol):
+    """What `inject` leaves on a model: it knows which layer needs which cache, and what fits into memory."""
+
+    def max_seq_len(self, wanted: int | None, batch: int, forks: int) -> int:
+        """The capacity in tokens of each of `batch` sequences and of theirs in every fork."""
+
+    def cache_layers(self) -> list[CacheLayerMixin]:
+        """One empty cache layer per layer of the model."""
+
+
+@dataclass(frozen=True)
+class BatchSnapshot:
+    """What `Batch.rollback` comes back to."""
+
+    cohorts: tuple[Cohort, ...]
+    states: tuple[CohortSnapshot, ...]
+    columns: Columns
+
+
+@dataclass(frozen=True)
+class Span:
+    """New tokens of a cohort in a call of the model.
+
+    Attributes:
+        rows: of the batch.
+        columns: of the call's tokens.
+    """
+
+    cohort: Cohort
+    rows: slice
+    columns: slice
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of each row."""
+        return self.columns.stop - self.columns.start
+
+
+class Batch:
+    """Sequences that pass through a model together, as cohorts of those of one length.
+
+    Args:
+        maker: makes the layers of a cohort, and plans their memory.
+        max_seq_len: capacity of each sequence, tokens; None takes the rules' `max_seq_len`.
+        forks: that are to have room to grow to `max_seq_len` too.
+
+    Attributes:
+        cohorts: in the order of the rows.
+        columns: so far, and which are padding.
+
+    Raises OutOfMemoryError when `max_seq_len` does not fit into memory. It is planned for one sequence, and for a batch
+    when its first tokens come.
+    """
+
+    def __init__(self, maker: CacheMaker, max_seq_len: int | None, forks: int) -> None:
+        self._maker, self._wanted, self._forks = maker, max_seq_len, forks
+        # Sequences that the capacity is planned for; blocks are had when the first tokens come.
+        self._planned_batch = 1
+        self._begin_anew(maker.max_seq_len(max_seq_len, 1, forks))
+
+    def _begin_anew(self, capacity: int) -> None:
+        self._have([Cohort(self._maker.cache_layers(), Store(capacity, self._forks))])
+        self.columns = Columns()
+
+    def _have(self, cohorts: Rows[Cohort]) -> None:
+        self.cohorts = list(cohorts)
+        self._present(self.cohorts[0])
+
+    def _present(self, cohort: Cohort) -> None:
+        """What follows when this cohort is the first, or passes through the model."""
+
+    # -- rows
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """One per row of the batch."""
+        return [sequence for cohort in self.cohorts for sequence in cohort.sequences]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [sequence.length for sequence in self.sequences]
+
+    @property
+    def attention_mask(self) -> torch.Tensor:
+        """Which of the columns so far hold a token of each row, [rows, columns] int64: the past of the next mask."""
+        return self.columns.mask(len(self.sequences))
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Capacity of each sequence, tokens; None when no layer keeps every token."""
+        return min((cohort.store.capacity for cohort in self.cohorts if cohort.layouts), default=None)
+
+    @property
+    def room(self) -> int | None:
+        """Tokens that can still be added to each sequence; None when no layer keeps every token."""
+        return room(self.cohorts)
+
+    def require_room(self, batch: int, tokens: int) -> None:
+        """Raise unless `tokens` more of `batch` sequences can be added to every layer.
+
+        Raises:
+            CacheFullError: they do not fit.
+            OutOfMemoryError: they are the first, and memory has no room for that many sequences of `max_seq_len`.
+            HeteroKVError: the cache holds another number of sequences.
+        """
+        self._open(batch, tokens)
+        require_room([(cohort, tokens) for cohort in self.cohorts])
+
+    def _open(self, batch: int, most: int) -> None:
+        """Have `batch` rows: the first ones, for at most `most` tokens, or those that are there."""
+        held = len(self.sequences)
+        if held != batch and held and self.columns.count:
+            raise HeteroKVError(
+                f"the cache holds {held} sequences and was given {batch}; use a HeteroCache for "
+                "each batch, or cache.reset() between them"
+            )
+        if held == batch:
+            return
+        if held:
+            self._begin_anew(self.cohorts[0].store.capacity)
+        first = self.cohorts[0]
+        if batch > self._planned_batch and first.layouts:
+            capacity = self._maker.max_seq_len(self._wanted, batch, self._forks)
+            first.store, self._planned_batch = Store(capacity, self._forks), batch
+        # Before any block is had: a prompt that is too long leaves the cache empty.
+        require_room([(first, most)])
+        first.store.provide(first.layouts, batch)
+        first.open(batch)
+
+    def spans(self, tokens: Rows[int], width: int) -> list[Span]:
+        """The cohorts and their part of a call of `width` columns, of which the last `tokens` of each row are tokens.
+
+        Rows that had equal lengths and get different ones become cohorts of their own. Rows without a token have no
+        span.
+
+        Raises as `require_room`.
+        """
+        self._open(len(tokens), max(tokens))
+        if len(self.cohorts) > 1 or len(set(tokens)) > 1:
+            self._split(tokens)
+        spans, row = [], 0
+        for cohort in self.cohorts:
+            rows = slice(row, row + len(cohort.sequences))
+            if tokens[row]:
+                spans.append(Span(cohort, rows, slice(width - tokens[row], width)))
+            row = rows.stop
+        require_room([(span.cohort, span.tokens) for span in spans])
+        return spans
+
+    def _split(self, tokens: Rows[int]) -> None:
+        """Let neighbouring rows of one cohort with equal numbers of new tokens be cohorts."""
+        cohorts, row = [], 0
+        for cohort in self.cohorts:
+            count = len(cohort.sequences)
+            runs = [list(run) for _, run in groupby(range(count), key=lambda index: tokens[row + index])]
+            if len(runs) == 1:
+                cohorts.append(cohort)
+            else:
+                cohorts += [cohort.taken(range(run[0], run[-1] + 1)) for run in runs]
+            row += count
+        self._have(cohorts)
+
+    # -- going back, and rows that come and go
+
+    def snapshot(self) -> BatchSnapshot:
+        """What `rollback` needs to come back to the present state."""
+        states = tuple(cohort.snapshot() for cohort in self.cohorts)
+        return BatchSnapshot(tuple(self.cohorts), states, self.columns)
+
+    def rollback(self, snapshot: BatchSnapshot) -> None:
+        """Forget what was stored since `snapshot`, and what its queries looked at."""
+        self.columns = snapshot.columns
+        self._have(snapshot.cohorts)
+        for cohort, state in zip(snapshot.cohorts, snapshot.states, strict=True):
+            cohort.rollback(state)
+
+    def select(self, rows: Rows[int] | torch.Tensor) -> None:
+        """Let row i be what row `rows[i]` was: rows leave, are reordered, or, named twice, go two ways.
+
+        Raises HeteroKVError for a row that is not there, or for none.
+        """
+        chosen = [int(row) for row in rows]
+        held = len(self.sequences)
+        if not chosen or not all(0 <= row < held for row in chosen):
+            raise HeteroKVError(f"rows are {chosen}, and the cache holds {held}; give indices from 0 to {held - 1}")
+        if chosen == list(range(held)):
+            return
+        homes = [(cohort, row) for cohort in self.cohorts for row in range(len(cohort.sequences))]
+        runs = groupby((homes[row] for row in chosen), key=lambda home: id(home[0]))
+        cohorts = []
+        for _, run in runs:
+            members = list(run)
+            cohorts.append(members[0][0].selected([row for _, row in members]))
+        self._have(cohorts)
+        self.columns = self.columns.select(chosen)
+
+    def extend(self, other: Self) -> None:
+        """Let the rows of `other` join behind; `other` is empty then.
+
+        Where one has more columns, the other's rows are left-padded (`attention_mask`).
+
+        Raises HeteroKVError when the other is of another model or rules, or is this one.
+        """
+        if other is self or other._maker is not self._maker:
+            raise HeteroKVError(
+                "only another HeteroCache of the same injected model can join; fork() this one to have its rows twice, "
+                "and prefill other models' prompts anew"
+            )
+        if not other.sequences:
+            return
+        if not self.sequences:
+            self._have(other.cohorts)
+            self.columns = other.columns
+        else:
+            self.columns = self.columns.joined(len(self.sequences), other.columns, len(other.sequences))
+            self._have([*self.cohorts, *other.cohorts])
+        other._begin_anew(other.cohorts[0].store.capacity)
