@@ -27,7 +27,7 @@ Q4_0 = np.dtype([("scale", "<f2"), ("values", "u1", (16,))])
 
 
 @dataclass(frozen=True)
-class StorageType:
+class NumberFormat:
     """One number format of a block pool.
 
     name: the name settings use. dtype: numpy dtype of one group of values in the pool. group: how many values that
@@ -45,15 +45,15 @@ class StorageType:
         return values // self.group * (self.dtype.itemsize // self.kernel_dtype.itemsize)
 
 
-STORAGE_TYPES: dict[str, StorageType] = {}
-_BY_DTYPE: dict[np.dtype, StorageType] = {}
+STORAGE_TYPES: dict[str, NumberFormat] = {}
+_BY_DTYPE: dict[np.dtype, NumberFormat] = {}
 
 
 def register_storage(name: str, dtype: Any, kernel_dtype: Any, group: int = 1) -> Callable[[Decode], Decode]:
     """Register the decorated function as the decoder of storage type `name`."""
 
     def register(decode: Decode) -> Decode:
-        storage = StorageType(name, np.dtype(dtype), group, np.dtype(kernel_dtype), decode)
+        storage = NumberFormat(name, np.dtype(dtype), group, np.dtype(kernel_dtype), decode)
         STORAGE_TYPES[name] = storage
         _BY_DTYPE[storage.dtype] = storage
         return decode
@@ -61,7 +61,7 @@ def register_storage(name: str, dtype: Any, kernel_dtype: Any, group: int = 1) -
     return register
 
 
-def storage_of(dtype: np.dtype) -> StorageType:
+def storage_of(dtype: np.dtype) -> NumberFormat:
     """The storage type of a pool of this dtype.
 
     Raises TypeError when no storage type of that dtype is registered.

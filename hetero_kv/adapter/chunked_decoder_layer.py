@@ -36,7 +36,6 @@ class ChunkedDecoderLayer(Operator):
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
-        """See Operator."""
         _attention_of(path, module)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -166,7 +166,6 @@ class UntouchedFootprint(LayerFootprint):
 
     @property
     def place(self) -> str:
-        """See LayerFootprint."""
         return "without an operator"
 
 
@@ -182,11 +181,9 @@ class WindowFootprint(LayerFootprint):
 
     @property
     def place(self) -> str:
-        """See LayerFootprint."""
         return f"with a sliding window of {self.sliding_window} tokens"
 
     def shares(self, demand: Demand) -> Iterator[Share]:
-        """See LayerFootprint."""
         # A window lies in a buffer with slack for as many tokens again.
         held = min(demand.tokens, self.sliding_window) + self.sliding_window
         yield Share(SLIDING, demand.sequences * self.kv_bytes(held, demand))

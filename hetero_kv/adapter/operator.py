@@ -117,15 +117,12 @@ class AttentionOperator(Operator):
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
-        """See Operator."""
         bridge.require_attention_interface(path, module)
 
     def install(self) -> None:
-        """See Operator."""
         self.wrapped.config = bridge.with_implementation(self._own_config)
 
     def uninstall(self) -> nn.Module:
-        """See Operator."""
         self.wrapped.config = self._own_config
         return self.wrapped
 

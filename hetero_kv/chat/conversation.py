@@ -292,7 +292,6 @@ class _Streamer(TextStreamer):
         self._on_text = on_text
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """See TextStreamer."""
         if text:
             self._on_text(text)
 

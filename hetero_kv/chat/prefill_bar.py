@@ -63,7 +63,6 @@ class PrefillBar(Progress):
         self.update(self._task, completed=completed, total=layers * tokens, layers=layers, layers_done=layers_done)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """See Progress."""
         # Progress renders itself once before it has a task.
         waited = max((task.elapsed or 0 for task in self.tasks), default=0)
         if self._prompt_tokens <= LONG_PROMPT_TOKENS and waited <= LONG_WAIT_S:

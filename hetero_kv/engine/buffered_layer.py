@@ -103,7 +103,6 @@ class BufferedLayer(FamilyLayer):
         return buffer
 
     def leave_prefill(self) -> None:
-        """See FamilyLayer."""
         self.prefill_buffer = self._prefilling = None
 
     @property

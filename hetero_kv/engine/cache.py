@@ -77,7 +77,6 @@ class HeteroCache(Batch, Cache):
         Cache.__init__(self, layers=self.layers)
 
     def _present(self, cohort: Cohort) -> None:
-        """See Batch."""
         self.layers = cohort.layers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

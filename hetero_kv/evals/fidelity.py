@@ -31,7 +31,6 @@ class Fidelity(LogitsTask):
     meaning = "agreement with the untouched model on its own continuation of your texts: top-1, KL, block recall"
 
     def samples(self, request: LogitsTaskRequest) -> Iterator[Sample]:
-        """See LogitsTask."""
         if request.prompt_files:
             texts = [(file.name, len(request.encode(file.text)), file.text) for file in request.prompt_files]
         else:
@@ -49,7 +48,6 @@ class Fidelity(LogitsTask):
             )
 
     def measure(self, sample: Sample, model: ConfiguredModel, methods: Sequence[str]) -> Iterator[Outcome]:
-        """See LogitsTask."""
         prompt = model.prompt(sample)
         with model.prefilled(BASELINE, prompt) as ready:
             continuation, cost = _continuation(model, sample, ready)

@@ -52,7 +52,6 @@ class Perplexity(LogitsTask):
     meaning = "negative log-likelihood of a text's tokens, fed one by one or in strides, against their position"
 
     def samples(self, request: LogitsTaskRequest) -> Iterator[Sample]:
-        """See LogitsTask."""
         for called, length, text in text_windows(self.name, request):
             if length < 4:
                 raise HeteroKVError(f"task {self.name!r}: a length of {length} tokens is too short; give 4 or more")
@@ -79,7 +78,6 @@ class Perplexity(LogitsTask):
             )
 
     def measure(self, sample: Sample, model: ConfiguredModel, methods: Sequence[str]) -> Iterator[Outcome]:
-        """See LogitsTask."""
         tokens = model.prompt(sample).tokens
         start = sample.metadata["prefill_tokens"]
         beginning = Prompt(tokens[:start], len(tokens))

@@ -109,13 +109,11 @@ class RecordingLayer(BufferedLayer):
         return key_states, value_states
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See BufferedLayer."""
         if self._updates and self._updates[-1][0] is keys and self._updates[-1][1] is values:
             self._updates = self._updates[:-1]
         return super().extend(keys, values)
 
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See BufferedLayer."""
         assert self.recorded is not None
         keys.copy_(self.recorded.keys)
         values.copy_(self.recorded.values)

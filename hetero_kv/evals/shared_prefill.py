@@ -57,7 +57,6 @@ class RecordingAttention(AttentionOperator):
         return RetrievalAttention.operator_for(module) if bridge.layer_window(module) is not None else cls
 
     def new_cache_layer(self) -> RecordingLayer:
-        """See AttentionOperator."""
         return RecordingLayer(storage.get(self.settings.kv_type))
 
     def footprint(self, shape: KVShape) -> PagedFootprint:
@@ -72,7 +71,6 @@ class RecordingAttention(AttentionOperator):
         return super().forward(*args, **kwargs)
 
     def prefill_chunk(self, layer: RecordingLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        """See AttentionOperator."""
         if layer.observation is None:
             layer.observation = Observation(self.settings.observation_len)
         past_k, past_v = layer.extend(call.k, call.v)
@@ -88,7 +86,6 @@ class RecordingAttention(AttentionOperator):
             return self.prefill_chunk(layer, step, call)
 
     def take_over(self, layer: RecordingLayer, step: Step, recorded: Any) -> None:
-        """See AttentionOperator."""
         layer.recorded = recorded
 
 

@@ -61,11 +61,9 @@ class CallableSubject:
         self._attended = attended
 
     def described(self) -> dict[str, Any]:
-        """See Subject."""
         return {self.methods[0]: self._settings}
 
     def attended(self, method: str, length: int) -> float | None:
-        """See Subject."""
         return None if self._attended is None else self._attended(length)
 
     def refusal(self, sample: Sample) -> str | None:

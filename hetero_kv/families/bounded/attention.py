@@ -74,7 +74,6 @@ class BoundedAttention(AttentionOperator):
         return cls
 
     def new_cache_layer(self) -> BoundedLayer:
-        """See AttentionOperator."""
         return BoundedLayer(self.policy)
 
     # -- places
@@ -135,7 +134,6 @@ class BoundedAttention(AttentionOperator):
         return out.to(call.q.dtype)
 
     def decode_step(self, layer: BoundedLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        """See AttentionOperator."""
         with self.prefill(step):
             return self.prefill_chunk(layer, step, call)
 
@@ -143,17 +141,14 @@ class BoundedAttention(AttentionOperator):
 
     @classmethod
     def registries(cls) -> Mapping[str, Mapping[str, str]]:
-        """See Operator."""
         known = {name: eviction.get(name).meaning for name in eviction.names()}
         return {f"Eviction policies of {_NAME} (policy)": known}
 
     @classmethod
     def settle(cls, operators: Sequence[AttentionOperator]) -> None:
-        """See AttentionOperator."""
         settle_policies(operators)
 
     def footprint(self, shape: KVShape) -> BoundedFootprint:
-        """See AttentionOperator."""
         return BoundedFootprint(shape, policy=self.policy)
 
     def attended_tokens(self, length: int) -> float:

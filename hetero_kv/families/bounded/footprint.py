@@ -20,16 +20,13 @@ class BoundedFootprint(LayerFootprint):
 
     @property
     def place(self) -> str:
-        """See LayerFootprint."""
         return f"with a budget of {self.policy.settings.budget} entries ({self.policy.settings.policy})"
 
     @property
     def prefills_whole(self) -> bool:
-        """See LayerFootprint."""
         return not self.policy.strided
 
     def passing(self, tokens: int) -> int:
-        """See LayerFootprint."""
         stride = self.policy.stride(0, self.policy.budget_for(tokens))
         return tokens if stride is None else min(tokens, stride)
 
@@ -43,5 +40,4 @@ class BoundedFootprint(LayerFootprint):
         return 2 * kept + max(new, 2 * SLACK + placed)
 
     def shares(self, demand: Demand) -> Iterator[Share]:
-        """See LayerFootprint."""
         yield Share(ENTRIES, demand.sequences * self.kv_bytes(self.entries(demand.tokens), demand))

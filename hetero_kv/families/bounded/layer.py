@@ -74,7 +74,6 @@ class BoundedLayer(FamilyLayer):
         self._forget()
 
     def select(self, rows: Rows[int]) -> None:
-        """See FamilyLayer."""
         if self.entries is not None:
             self.entries = self.entries.selected(torch.tensor(rows))
 
@@ -111,7 +110,6 @@ class BoundedLayer(FamilyLayer):
 
     @property
     def waits_for_others(self) -> bool:
-        """See FamilyLayer."""
         return self.policy.settles_late
 
     # -- new tokens
@@ -131,7 +129,6 @@ class BoundedLayer(FamilyLayer):
             self.settle(step.tokens)
 
     def leave_prefill(self) -> None:
-        """See FamilyLayer."""
         passed, self._coming, self._passing = self._passing, 0, 0
         if passed > 1:
             self._forget_placed()
@@ -237,11 +234,9 @@ class BoundedLayer(FamilyLayer):
     # -- going back, and going two ways
 
     def snapshot(self) -> tuple[Any, ...]:
-        """See FamilyLayer."""
         return self.entries, self.length, self.prompt_length, self.budget
 
     def rollback(self, snapshot: tuple[Any, ...]) -> None:
-        """See FamilyLayer."""
         self.entries, self.length, self.prompt_length, self.budget = snapshot
         self._probed, self._without_catalyst = False, None
 
@@ -258,5 +253,4 @@ class BoundedLayer(FamilyLayer):
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        """See FamilyLayer."""
         return {ENTRIES_HELD.name: self.held}

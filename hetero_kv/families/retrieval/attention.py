@@ -86,14 +86,12 @@ class RetrievalAttention(AttentionOperator):
         return cls
 
     def new_cache_layer(self) -> RetrievalLayer:
-        """See AttentionOperator."""
         layout = RetrievalLayout.of_settings(self.settings, closes_alone=self.accumulates)
         return RetrievalLayer(layout, storage.get(self.settings.kv_type), self.settings.representative_num)
 
     # -- prefill
 
     def prefill_chunk(self, layer: RetrievalLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        """See AttentionOperator."""
         if call.sliding_window is not None:
             self._refuse_window(call.sliding_window)
         if layer.prefill_buffer is None:
@@ -109,7 +107,6 @@ class RetrievalAttention(AttentionOperator):
         return out
 
     def take_over(self, layer: RetrievalLayer, step: Step, recorded: RecordedPrompt) -> None:
-        """See AttentionOperator."""
         observation = self._new_observation()
         if observation is not None:
             recorded.show_last_queries(observation)
@@ -128,7 +125,6 @@ class RetrievalAttention(AttentionOperator):
         )
 
     def end_prefill(self, layer: RetrievalLayer, step: Step) -> None:
-        """See AttentionOperator."""
         buffer = layer.end_prefill(step)
         if buffer is not None:
             self.end_of_prompt(layer, step, buffer)
@@ -181,7 +177,6 @@ class RetrievalAttention(AttentionOperator):
     # -- decode
 
     def decode_step(self, layer: RetrievalLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        """See AttentionOperator."""
         if call.sliding_window is not None:
             self._refuse_window(call.sliding_window)
         blocks, pool = layer.store_token(step, call.k, call.v), layer.pool
@@ -339,26 +334,21 @@ class RetrievalAttention(AttentionOperator):
 
     @classmethod
     def registries(cls) -> Mapping[str, Mapping[str, str]]:
-        """See Operator."""
         known = {name: representatives.get(name).meaning for name in representatives.names()}
         return {"Representatives of a block (representative_type)": known}
 
     def settings_in_layer(self) -> dict[str, Any]:
-        """See Operator."""
         own: dict[str, Any] = {"second_block_count": "all" if self.budget is None else self.budget}
         if self.preselected is not None:
             own["preselect_block_count"] = self.preselected
         return super().settings_in_layer() | own
 
     def footprint(self, shape: KVShape) -> PagedFootprint:
-        """See AttentionOperator."""
         return PagedFootprint.of(shape, self.settings, self.accumulates)
 
     def attended_tokens(self, length: int) -> float:
-        """See AttentionOperator."""
         return RetrievalLayout.of_settings(self.settings).attended_tokens(length, self.budget)
 
     @property
     def observed_queries(self) -> int:
-        """See AttentionOperator."""
         return self.settings.observation_len

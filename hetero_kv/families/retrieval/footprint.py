@@ -65,16 +65,13 @@ class PagedFootprint(LayerFootprint):
 
     @property
     def place(self) -> str:
-        """See LayerFootprint."""
         return f"in DRAM blocks of {self.block_size} tokens"
 
     @property
     def prefills_whole(self) -> bool:
-        """See LayerFootprint."""
         return True
 
     def shares(self, demand: Demand) -> Iterator[Share]:
-        """See LayerFootprint."""
         yield from self.block_shares(math.ceil(demand.tokens / self.block_size) * self.block_size, demand)
         if demand.on_gpu:
             yield Share(WINDOWS, demand.sequences * self.kv_bytes(self.device_window, demand))

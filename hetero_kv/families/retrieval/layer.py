@@ -86,7 +86,6 @@ class RetrievalLayer(BufferedLayer):
         return pool
 
     def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
-        """See BufferedLayer."""
         pool = self._prepare(keys, values)
         self._require_finite(keys, values)
         table = step.blocks(self.layout).table
@@ -118,7 +117,6 @@ class RetrievalLayer(BufferedLayer):
         return blocks
 
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See BufferedLayer."""
         assert self.pool is not None
         for row in range(len(keys)):
             self.pool.gather(self.block_ids(row), self.cohort.length, keys[row], values[row])
@@ -184,22 +182,18 @@ class RetrievalLayer(BufferedLayer):
         self._reload_window(length)
 
     def snapshot(self) -> Any:
-        """See FamilyLayer."""
         return self.state, self.unseen
 
     def rollback(self, snapshot: Any) -> None:
-        """See FamilyLayer."""
         self.state, self.unseen = snapshot
         self._reload_window(self.cohort.length)
 
     def fork(self, memo: dict[int, Any]) -> RetrievalLayer:
-        """See FamilyLayer."""
         twin = copy.copy(self)
         twin.window = copy.deepcopy(self.window)
         return twin
 
     def select(self, rows: Rows[int]) -> None:
-        """See FamilyLayer."""
         self.state, self.unseen = self.state.selected(list(rows)), self.unseen.selected(list(rows))
         self.window = None if self.window is None else self.window.selected(list(rows))
 
@@ -215,7 +209,6 @@ class RetrievalLayer(BufferedLayer):
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        """See FamilyLayer."""
         return {BLOCK_RECALL.name: self.state.recall}
 
 

@@ -68,7 +68,6 @@ class ShadowKVAttention(AttentionOperator):
             )
 
     def new_cache_layer(self) -> LowRankLayer:
-        """See AttentionOperator."""
         return LowRankLayer(self.settings)
 
     # -- rotation
@@ -102,7 +101,6 @@ class ShadowKVAttention(AttentionOperator):
     # -- prefill
 
     def take_over(self, layer: LowRankLayer, step: Step, recorded: RecordedPrompt) -> None:
-        """See AttentionOperator."""
         if recorded.rotation is None:
             raise HeteroKVError(
                 f"{self.path}: the prefill was recorded without position embeddings, so that the rotation of its keys "
@@ -118,7 +116,6 @@ class ShadowKVAttention(AttentionOperator):
         layer.store(step, recorded.keys, recorded.values, buffer)
 
     def prefill_chunk(self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        """See AttentionOperator."""
         self._require_full(call)
         past_k, past_v = layer.extend(call.k, call.v)
         out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap)
@@ -134,7 +131,6 @@ class ShadowKVAttention(AttentionOperator):
     # -- decode
 
     def decode_step(self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        """See AttentionOperator."""
         self._require_full(call)
         layer.store(step, call.k, call.v)
         out, lse = _attention(call, layer.recent_keys.entries, layer.recent_values.entries)
@@ -175,7 +171,6 @@ class ShadowKVAttention(AttentionOperator):
     # -- what others ask
 
     def footprint(self, shape: KVShape) -> LowRankFootprint:
-        """See AttentionOperator."""
         return LowRankFootprint.of(shape, self.settings)
 
     def attended_tokens(self, length: int) -> float:

@@ -31,16 +31,13 @@ class LowRankFootprint(LayerFootprint):
 
     @property
     def place(self) -> str:
-        """See LayerFootprint."""
         return f"with keys of rank {self.settings.rank}, values in DRAM blocks of {self.block_size} tokens"
 
     @property
     def prefills_whole(self) -> bool:
-        """See LayerFootprint."""
         return True
 
     def shares(self, demand: Demand) -> Iterator[Share]:
-        """See LayerFootprint."""
         yield from self.block_shares(self.context(demand.tokens), demand)
         yield Share(LOW_RANK, demand.sequences * demand.element * self.numbers(demand.tokens))
         # One table of rotations serves all layers and rows.

@@ -132,7 +132,6 @@ class LowRankLayer(BufferedLayer):
     # -- storing tokens
 
     def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
-        """See BufferedLayer."""
         if self.pool is None:
             kv_heads, v_dim = keys.shape[1], values.shape[-1]
             # Its vectors of keys have no numbers: keys are elsewhere.
@@ -245,12 +244,10 @@ class LowRankLayer(BufferedLayer):
     # -- going back, and going several ways
 
     def snapshot(self) -> tuple[Any, ...]:
-        """See FamilyLayer."""
         growing = self.landmarks, self.recent_keys, self.recent_values
         return self.context, self.factors.checkpoint(), [part.checkpoint() for part in growing]
 
     def rollback(self, snapshot: tuple[Any, ...]) -> None:
-        """See FamilyLayer."""
         self.context, factors, held = snapshot
         self.factors.restore(factors)
         for part, state in zip((self.landmarks, self.recent_keys, self.recent_values), held, strict=True):
@@ -281,5 +278,4 @@ class LowRankLayer(BufferedLayer):
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        """See FamilyLayer."""
         return self.counted.by_name()

@@ -31,5 +31,4 @@ class ContextLayout(Layout):
         return max(before, end)
 
     def cropped(self, before: int, length: int) -> int:
-        """See Layout."""
         return before if length >= before else min(before, context_end(length, self.settings))

@@ -28,7 +28,6 @@ class SlidingWindowAttention(AttentionOperator):
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
-        """See Operator."""
         super().require_suitable(path, module)
         if bridge.layer_window(module) is None:
             raise UnsupportedModelError(
@@ -37,16 +36,13 @@ class SlidingWindowAttention(AttentionOperator):
             )
 
     def new_cache_layer(self) -> WindowLayer:
-        """See AttentionOperator."""
         return WindowLayer(self.window)
 
     def take_over(self, layer: WindowLayer, step: Step, recorded: RecordedPrompt) -> None:
-        """See AttentionOperator."""
         # Not copied: a window never writes over the tokens that it was given.
         layer.rollback((recorded.keys, recorded.values, 0, recorded.keys.shape[2], recorded.length))
 
     def prefill_chunk(self, layer: WindowLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        """See AttentionOperator."""
         if call.sliding_window not in (None, layer.window):
             raise UnsupportedModelError(
                 f"{self.path}: the model asks for a window of {call.sliding_window} where its config says "
@@ -57,7 +53,6 @@ class SlidingWindowAttention(AttentionOperator):
         return out if call.sink is None else apply_sink(out, lse, call.sink)[0]
 
     def decode_step(self, layer: WindowLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        """See AttentionOperator."""
         return self.prefill_chunk(layer, step, call)
 
     # -- what others ask
@@ -70,9 +65,7 @@ class SlidingWindowAttention(AttentionOperator):
         return window
 
     def footprint(self, shape: KVShape) -> WindowFootprint:
-        """See AttentionOperator."""
         return WindowFootprint(shape, sliding_window=self.window)
 
     def attended_tokens(self, length: int) -> float:
-        """See AttentionOperator."""
         return min(self.window, length)

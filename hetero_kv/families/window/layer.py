@@ -54,7 +54,6 @@ class WindowLayer(FamilyLayer):
         self.rollback((None, None, 0, 0, 0))
 
     def select(self, rows: Rows[int]) -> None:
-        """See FamilyLayer."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = self.keys[list(rows)], self.values[list(rows)]
 
@@ -63,7 +62,6 @@ class WindowLayer(FamilyLayer):
         self._prefilling = True
 
     def leave_prefill(self) -> None:
-        """See FamilyLayer."""
         self._prefilling = False
         self._shed_slack()
 
@@ -124,7 +122,6 @@ class WindowLayer(FamilyLayer):
         return buffer
 
     def snapshot(self) -> _Snapshot:
-        """See FamilyLayer."""
         return self.keys, self.values, self._start, self._end, self._length
 
     def rollback(self, snapshot: _Snapshot) -> None:

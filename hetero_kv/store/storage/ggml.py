@@ -50,7 +50,6 @@ class QuantisedType(StorageType):
         return GROUP
 
     def elements(self, dim: int) -> int:
-        """See StorageType."""
         if dim % GROUP:
             raise HeteroKVError(
                 f"kv_type {self.name} stores numbers in groups of {GROUP}, and this model's heads have dimension "
@@ -59,7 +58,6 @@ class QuantisedType(StorageType):
         return dim // GROUP * self.group_bytes
 
     def encode(self, vectors: torch.Tensor) -> torch.Tensor:
-        """See StorageType."""
         import torch
 
         if not vectors.shape[-1]:
@@ -77,7 +75,6 @@ class QuantisedType(StorageType):
         return self.dequantise(scales.float(), groups[..., _SCALE_BYTES:]).flatten(-2)
 
     def write(self, target: torch.Tensor, vectors: torch.Tensor) -> None:
-        """See StorageType."""
         # As in StorageType: never from another device right into a pool.
         target.copy_(self.encode(vectors).to(target.device))
 
@@ -94,14 +91,12 @@ class Q8(QuantisedType):
     """Each number is scale * int8."""
 
     def quantise(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See QuantisedType."""
         import torch
 
         scales = (groups.abs().amax(dim=-1, keepdim=True) / 127).half()
         return scales, _integers(groups, scales, -127, 127).to(torch.int8).view(torch.uint8)
 
     def dequantise(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
-        """See QuantisedType."""
         import torch
 
         return scales * integers.view(torch.int8)
@@ -111,7 +106,6 @@ class Q4(QuantisedType):
     """Each number is scale * (nibble - 8); byte i holds number i in its low and i + 16 in its high nibble."""
 
     def quantise(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See QuantisedType."""
         import torch
 
         # The number of largest size becomes -8, which has no positive counterpart.
@@ -121,7 +115,6 @@ class Q4(QuantisedType):
         return scales, nibbles[..., : GROUP // 2] | nibbles[..., GROUP // 2 :] << 4
 
     def dequantise(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
-        """See QuantisedType."""
         import torch
 
         nibbles = torch.cat([integers & 15, integers >> 4], dim=-1)

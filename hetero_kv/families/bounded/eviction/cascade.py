@@ -30,7 +30,6 @@ class CascadeSettings(StridedSettings):
 
     @property
     def least(self) -> int:
-        """See BoundedSettings."""
         return self.sinks + self.sub_caches
 
 
@@ -60,7 +59,6 @@ class Cascade(EvictionPolicy[CascadeSettings]):
     reindexed = True
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
-        """See EvictionPolicy."""
         seen: _Seen = entries.carried.get("seen", _Seen())
         entries = entries.carrying(seen=_Seen(seen.tokens + attended.tokens))
         if self.settings.sub_caches == 1:
@@ -71,7 +69,6 @@ class Cascade(EvictionPolicy[CascadeSettings]):
         return entries.scored(average=entries.score("average") * gamma**attended.tokens + received[:, :, 0])
 
     def evict(self, entries: Entries, budget: int) -> Entries:
-        """See EvictionPolicy."""
         sinks, seen = self.settings.sinks, entries.carried["seen"].tokens
         sizes = sub_cache_sizes(budget - sinks, self.settings.sub_caches)
         incoming = entries.held - budget

@@ -42,7 +42,6 @@ class D2OSettings(BoundedSettings):
 
     @property
     def least(self) -> int:
-        """See BoundedSettings."""
         return self.sinks + 1
 
 
@@ -60,7 +59,6 @@ class D2O(EvictionPolicy[D2OSettings]):
     allocates = True
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
-        """See EvictionPolicy."""
         return entries.scored(received=entries.score("received") + attended.column_sums().mean(dim=2))
 
     def allocate(self, layers: Sequence[Entries], budgets: Sequence[int]) -> Sequence[int]:
@@ -80,7 +78,6 @@ class D2O(EvictionPolicy[D2OSettings]):
         return shared_out(sum(budgets), variances.tolist(), self.settings.least, [entries.held for entries in layers])
 
     def end_of_prompt(self, entries: Entries) -> Entries:
-        """See EvictionPolicy."""
         return entries.carrying(threshold=None)
 
     def evict(self, entries: Entries, budget: int) -> Entries:

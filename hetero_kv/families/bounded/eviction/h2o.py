@@ -25,10 +25,8 @@ class H2O(EvictionPolicy[H2OSettings]):
     """Ranks entries by the attention received from all queries so far, summed over the group's heads (algorithm 1)."""
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
-        """See EvictionPolicy."""
         return entries.scored(received=entries.score("received") + attended.column_sums().sum(dim=2))
 
     def evict(self, entries: Entries, budget: int) -> Entries:
-        """See EvictionPolicy."""
         recent = round(budget * self.settings.recent_ratio)
         return entries.kept(best(protected(entries.score("received"), last=recent), budget))

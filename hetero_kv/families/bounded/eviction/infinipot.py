@@ -92,7 +92,6 @@ class InfiniPot(EvictionPolicy[InfiniPotSettings]):
 
     @property
     def most_entries(self) -> int | None:
-        """See EvictionPolicy."""
         return None if isinstance(self.settings.budget, float) else self.settings.budget
 
     def is_due(self, held: int, budget: int) -> bool:
@@ -104,7 +103,6 @@ class InfiniPot(EvictionPolicy[InfiniPotSettings]):
         return cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
 
     def catalyst_text(self) -> str:
-        """See EvictionPolicy."""
         return self.settings.catalyst_text
 
     def observe_catalyst(self, entries: Entries, attended: Attended) -> Entries:

@@ -33,7 +33,6 @@ class PyramidKV(WindowVote[PyramidKVSettings]):
     """
 
     def budget_for(self, prompt_length: int) -> int:
-        """See EvictionPolicy."""
         budget, window = super().budget_for(prompt_length), self.settings.window
         mean = budget - window
         if self.ranks == 1 or prompt_length <= max(budget, 2 * mean - 1):

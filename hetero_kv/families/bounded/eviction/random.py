@@ -35,11 +35,9 @@ class RandomChoice(EvictionPolicy[RandomSettings]):
         self.strided = settings.prefill == "strided"
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
-        """See EvictionPolicy."""
         return entries.scored(draw=drawn(entries.positions, self.settings.seed, self.layer_idx))
 
     def evict(self, entries: Entries, budget: int) -> Entries:
-        """See EvictionPolicy."""
         return entries.kept(best(entries.score("draw"), budget))
 
 

@@ -26,7 +26,6 @@ class RoCoSettings(BoundedSettings):
 
     @property
     def least(self) -> int:
-        """See BoundedSettings."""
         return self.recent + 1
 
 
@@ -36,7 +35,6 @@ class RoCo(EvictionPolicy[RoCoSettings]):
     scope. The heads of a group are so many more queries."""
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
-        """See EvictionPolicy."""
         sums, squares = attended.column_sums(), attended.column_sums(squared=True)
         new, group = attended.tokens, sums.shape[2]
         places = torch.arange(entries.held, device=sums.device)
@@ -48,7 +46,6 @@ class RoCo(EvictionPolicy[RoCoSettings]):
         )
 
     def evict(self, entries: Entries, budget: int) -> Entries:
-        """See EvictionPolicy."""
         queries = entries.score("queries")
         mean = entries.score("received") / queries
         variance = entries.score("squared") / queries - mean.square()

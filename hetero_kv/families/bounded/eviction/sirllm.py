@@ -29,7 +29,6 @@ class SirLLMSettings(StridedSettings):
 
     @property
     def least(self) -> int:
-        """See BoundedSettings."""
         return self.sinks + 1
 
 
@@ -49,7 +48,6 @@ class SirLLM(EvictionPolicy[SirLLMSettings]):
     needs_logits = True
 
     def begin_turn(self, entries: Entries) -> Entries:
-        """See EvictionPolicy."""
         faded = entries.score("token") * self.settings.decay_ratio
         # The first token's entropy is infinite, and times 0 not a number.
         return entries.scored(token=faded.nan_to_num(nan=0.0, posinf=math.inf))
@@ -59,7 +57,6 @@ class SirLLM(EvictionPolicy[SirLLMSettings]):
         return cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
 
     def evict(self, entries: Entries, budget: int) -> Entries:
-        """See EvictionPolicy."""
         sinks = self.settings.sinks
         recent = min(round(budget * self.settings.recent_ratio), budget - sinks)
         # One set for all heads: the entropy is the token's.

@@ -30,7 +30,6 @@ class SnapKVSettings(BoundedSettings):
 
     @property
     def least(self) -> int:
-        """See BoundedSettings."""
         return self.window + 1
 
     def validate(self) -> None:
@@ -52,7 +51,6 @@ class WindowVote(EvictionPolicy[V]):
     """
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
-        """See EvictionPolicy."""
         window = self.settings.window
         if attended.tokens > 1 or "window" in entries.carried:
             observation = copy.copy(entries.carried.get("window") or Observation(window))
@@ -77,13 +75,11 @@ class WindowVote(EvictionPolicy[V]):
         return votes
 
     def end_of_prompt(self, entries: Entries) -> Entries:
-        """See EvictionPolicy."""
         if "window" not in entries.carried:
             return entries
         return entries.scored(vote=self.prompt_votes(entries)).carrying(window=None)
 
     def evict(self, entries: Entries, budget: int) -> Entries:
-        """See EvictionPolicy."""
         return entries.kept(best(protected(entries.score("vote"), last=self.settings.window), budget))
 
 

@@ -22,7 +22,6 @@ class StreamingLLMSettings(StridedSettings):
 
     @property
     def least(self) -> int:
-        """See BoundedSettings."""
         return self.sinks + 1
 
 
@@ -38,7 +37,6 @@ class StreamingLLM(EvictionPolicy[StreamingLLMSettings]):
     reindexed = True
 
     def evict(self, entries: Entries, budget: int) -> Entries:
-        """See EvictionPolicy."""
         sinks = self.settings.sinks
         first = torch.arange(sinks, device=entries.keys.device)
         newest = torch.arange(entries.held - (budget - sinks), entries.held, device=entries.keys.device)

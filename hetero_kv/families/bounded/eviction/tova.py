@@ -25,10 +25,8 @@ class Tova(EvictionPolicy[TovaSettings]):
     strided = True
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
-        """See EvictionPolicy."""
         shared = attended.column_sums(last=1).mean(dim=(1, 2))
         return entries.scored(last=shared[:, None].expand(entries.positions.shape))
 
     def evict(self, entries: Entries, budget: int) -> Entries:
-        """See EvictionPolicy."""
         return entries.kept(best(entries.score("last")[:, :1], budget))
