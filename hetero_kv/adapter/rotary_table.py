@@ -41,11 +41,6 @@ class RotaryTable:
         Raises HeteroKVError when the rows of a batch are at different positions.
         """
         stop = start + cos.shape[1]
-        # An interrupt may have come between the two.
-        whole = min(len(self._cos), len(self._sin))
-        for table in (self._cos, self._sin):
-            if len(table) > whole:
-                table.truncate(whole)
         if not self.is_source(cos):
             if cos.shape[0] > 1 and not torch.equal(cos, cos[:1].expand_as(cos)):
                 raise HeteroKVError(
@@ -55,6 +50,11 @@ class RotaryTable:
             self._source, self._recorded = cos, start
         if stop <= self._recorded:
             return True
+        # An interrupt may have come between the two.
+        whole = min(len(self._cos), len(self._sin))
+        for table in (self._cos, self._sin):
+            if len(table) > whole:
+                table.truncate(whole)
         new = [self.rotation.angles(part[0]) for part in (cos, sin)]
         known = min(stop, len(self)) - start
         for table, rows in zip((self._cos, self._sin), new, strict=True):
