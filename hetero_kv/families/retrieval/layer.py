@@ -105,7 +105,7 @@ class RetrievalLayer(BufferedLayer):
             new_keys = keys.squeeze(2).to("cpu", torch.float32).contiguous().numpy()
             new_values = values.squeeze(2).to("cpu", torch.float32).contiguous().numpy()
             largest = store_token(new_keys, new_values, pool.key_array, pool.value_array, blocks.table, step.past)
-            if self.storage.largest is not None and not largest <= self.storage.largest:
+            if self.storage.largest is not None and largest > self.storage.largest:
                 raise self._too_large(largest)
         else:
             self._require_finite(keys, values)
