@@ -1,0 +1,137 @@
+"""Products of few rows of activations with quantised weights that stay packed.
+
+Activations are quantised to int8 in groups of 32, as llama.cpp does, once for all matrices that share them; the rest is
+`cpu_ops.weight_dots`. Every row of a result is the same whatever rows are computed beside it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.extending import intrinsic
+
+from cpu_ops.activations import quantise_rows
+from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.threads import kernel_threads
+from cpu_ops.weight_blocks import pack
+from cpu_ops.weight_dots import dots_address, rows_per_pass
+from cpu_ops.weight_formats import GROUP, TILE, WeightFormat, format_named
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A quantised matrix [rows, columns], packed (`cpu_ops.weight_blocks.pack`).
+
+    data: [format.packed_bytes(rows, columns)] uint8.
+    """
+
+    data: np.ndarray
+    name: str
+    rows: int
+    columns: int
+
+    @classmethod
+    def of_blocks(cls, blocks: np.ndarray, name: str, columns: int, threads: int | None = None) -> "PackedMatrix":
+        """Pack GGML's blocks [rows, bytes of a row] of format `name`. Raises as `pack`."""
+        return cls(pack(blocks, name, columns, threads), name, len(blocks), columns)
+
+    @property
+    def layout(self) -> WeightFormat:
+        """How it lies in memory."""
+        return format_named(self.name)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of sixteen rows, the last one filled up."""
+        return -(-self.rows // TILE)
+
+    @cached_property
+    def call(self) -> tuple[int, int, int, int]:
+        """(address of the data, number of tiles, address of the kernel for one row, address of that for several).
+
+        Fixed by the instruction set in use when it is first asked for, which compiles them.
+        """
+        several = dots_address(self.name, rows_per_pass())
+        return self.data.ctypes.data, self.tiles, dots_address(self.name, 1), several
+
+
+def multiply(x: np.ndarray, matrices: Sequence[PackedMatrix], threads: int | None = None) -> list[np.ndarray]:
+    """x @ matrix.T for every matrix.
+
+    x: [rows, columns] float32. matrices: all of `columns` columns. threads: how many to use (None: Numba's setting).
+
+    Returns [rows, matrix.rows] float32 for each (views of one array, rows strided).
+    Raises ValueError where x and a matrix do not fit together, TypeError where x is not float32.
+    """
+    if x.ndim != 2 or any(matrix.columns != x.shape[1] for matrix in matrices):
+        raise ValueError(f"x {x.shape} must be [rows, columns] with columns {[m.columns for m in matrices]}")
+    if x.dtype != np.float32:
+        raise TypeError(f"x is {x.dtype}; give float32")
+    widths = [matrix.tiles * TILE for matrix in matrices]
+    out = np.empty((len(x), sum(widths)), np.float32)
+    starts = np.concatenate(([0], np.cumsum(widths)))
+    table = np.array([(*matrix.call, start) for matrix, start in zip(matrices, starts, strict=False)], np.int64)
+    with kernel_threads(threads) as used:
+        _multiplier()(np.ascontiguousarray(x), table, out, rows_per_pass(), used)
+    return [out[:, start : start + matrix.rows] for matrix, start in zip(matrices, starts, strict=False)]
+
+
+@intrinsic
+def call_dots(typingctx, address, weights, x, x_scales, x_sums, out, out_stride, columns, first_tile, end_tile):
+    """Call the function at `address` (`cpu_ops.weight_dots.dots_address`)."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        # As Numba's own C callbacks are declared.
+        function = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 9)
+        builder.call(builder.inttoptr(arguments[0], function.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.none(*[types.int64] * 10), codegen
+
+
+@njit(nogil=True, inline="always")
+def multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, out, out_column, part, parts):
+    """The share `part` of `parts` of one matrix's tiles, for all rows: out [rows, width] float32 from `out_column` on.
+
+    codes, scales, sums: of the activations (`cpu_ops.activations.quantise_rows`). weights, tiles, one, several: as
+    `PackedMatrix.call` gives them.
+    """
+    rows, columns = codes.shape
+    first, end = tiles * part // parts, tiles * (part + 1) // parts
+    stride = out.shape[1] * 4
+    row = 0
+    while row < rows:
+        count = per_pass if rows - row >= per_pass else 1
+        call_dots(
+            several if count > 1 else one, weights, codes.ctypes.data + row * columns,
+            scales.ctypes.data + row * (columns // GROUP) * 4, sums.ctypes.data + row * (columns // 16) * 4,
+            out.ctypes.data + row * stride + out_column * 4, stride, columns, first, end,
+        )  # fmt: skip
+        row += count
+
+
+@cache
+def _multiplier() -> Any:
+    code_version = CODE_VERSION
+
+    @njit(
+        types.void(types.Array(types.float32, 2, "C"), types.Array(types.int64, 2, "C"),
+                   types.Array(types.float32, 2, "C"), types.int64, types.int64),
+        parallel=True, cache=True, nogil=True,
+    )  # fmt: skip
+    def multiply_all(x, table, out, per_pass, threads):
+        rows, columns = x.shape
+        codes = np.empty((rows, columns), np.int8)
+        scales = np.empty((rows, columns // GROUP), np.float32)
+        sums = np.empty((rows, columns // 16 + 0 * code_version), np.int32)
+        quantise_rows(x, codes, scales, sums)
+        for thread in prange(threads):
+            for index in range(table.shape[0]):
+                weights, tiles, one, several, column = table[index]
+                multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, out, column, thread, threads)
+
+    return multiply_all

@@ -1,0 +1,296 @@
+"""A decoder layer's work on one token per row beside its attention: norms, projections, rotation, MLP, residuals.
+
+`attention_inputs` is the half before attention, `attention_output` the half behind it. Each is one call with as few
+divisions among threads as its products allow, and quantises what several products share once. For layers of the form
+that Llama has: RMSNorm, projections with or without bias, per-head norms of queries and keys or none, rotation of both
+halves, a gated MLP. Products are `cpu_ops.quantised_linear`'s, everything between them is float32.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.extending import intrinsic, overload
+
+from cpu_ops.activations import quantise_rows
+from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.exponential import LOG2_E, exp2, tanh
+from cpu_ops.quantised_linear import multiply_part
+from cpu_ops.weight_formats import GROUP, TILE
+
+SILU, GELU_TANH = 0, 1
+"""Activations of the gate."""
+_REASSOCIATED = {"contract", "nsz", "reassoc"}
+
+
+@intrinsic
+def _bfloat16_to_float(typingctx, bits):
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        wide = builder.shl(builder.zext(arguments[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+        return builder.bitcast(wide, ir.FloatType())
+
+    return types.float32(types.uint16), codegen
+
+
+@intrinsic
+def _float_to_bfloat16(typingctx, number):
+    """To nearest even; NaN stays NaN."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        word = ir.IntType(32)
+        bits = builder.bitcast(arguments[0], word)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
+        is_nan = builder.fcmp_unordered("uno", arguments[0], arguments[0])
+        chosen = builder.select(is_nan, ir.Constant(word, 0x7FC00000), rounded)
+        return builder.trunc(builder.lshr(chosen, ir.Constant(word, 16)), ir.IntType(16))
+
+    return types.uint16(types.float32), codegen
+
+
+def _number(value: Any) -> Any:
+    """A float32 of what an array of float32 or of bfloat16's bits holds."""
+    raise NotImplementedError("for kernels")
+
+
+@overload(_number, inline="always")
+def _number_overload(value):
+    if isinstance(value, types.Float):
+        return lambda value: value
+    return lambda value: _bfloat16_to_float(value)
+
+
+def _store(array: Any, row: int, column: int, value: Any) -> None:
+    """array[row, column] = value, rounded to bfloat16 where the array holds its bits."""
+    raise NotImplementedError("for kernels")
+
+
+@overload(_store, inline="always")
+def _store_overload(array, row, column, value):
+    if isinstance(array.dtype, types.Float):
+
+        def store(array, row, column, value):
+            array[row, column] = value
+
+    else:
+
+        def store(array, row, column, value):
+            array[row, column] = _float_to_bfloat16(value)
+
+    return store
+
+
+@njit(nogil=True, fastmath=_REASSOCIATED)
+def _normed(x, weight, epsilon, out):
+    """RMSNorm of each row: x / sqrt(mean(x^2) + epsilon) * weight."""
+    for row in range(x.shape[0]):
+        total = np.float32(0)
+        for i in range(x.shape[1]):
+            total += x[row, i] * x[row, i]
+        factor = np.float32(1) / np.sqrt(total / np.float32(x.shape[1]) + epsilon)
+        for i in range(x.shape[1]):
+            out[row, i] = x[row, i] * factor * weight[i]
+
+
+@njit(nogil=True)
+def _widened(x, out):
+    for row in range(x.shape[0]):
+        for i in range(x.shape[1]):
+            out[row, i] = _number(x[row, i])
+
+
+@njit(nogil=True, fastmath=_REASSOCIATED)
+def _normed_heads(x, first, heads, dim, weight, epsilon):
+    """RMSNorm of each head of x[:, first : first + heads * dim], in place."""
+    for row in range(x.shape[0]):
+        for head in range(heads):
+            at = first + head * dim
+            total = np.float32(0)
+            for i in range(dim):
+                total += x[row, at + i] * x[row, at + i]
+            factor = np.float32(1) / np.sqrt(total / np.float32(dim) + epsilon)
+            for i in range(dim):
+                x[row, at + i] = x[row, at + i] * factor * weight[i]
+
+
+@njit(nogil=True)
+def _rotated(x, first, heads, dim, cos, sin, out):
+    """x * cos + rotate_half(x) * sin for each head, to out [rows, heads * dim]."""
+    half = dim // 2
+    for row in range(x.shape[0]):
+        for head in range(heads):
+            at, to = first + head * dim, head * dim
+            for i in range(half):
+                low, high = x[row, at + i], x[row, at + half + i]
+                _store(out, row, to + i, low * _number(cos[row, i]) - high * _number(sin[row, i]))
+                _store(out, row, to + half + i, high * _number(cos[row, half + i]) + low * _number(sin[row, half + i]))
+
+
+@njit(nogil=True)
+def _gated(gate, up, kind):
+    if kind == GELU_TANH:
+        inner = np.float32(0.7978845608028654) * (gate + np.float32(0.044715) * gate * gate * gate)
+        return np.float32(0.5) * gate * (np.float32(1) + tanh(inner)) * up
+    # exp2 takes no more than 127; there the gate is as good as closed.
+    return gate / (np.float32(1) + exp2(min(-gate * LOG2_E, np.float32(126)))) * up
+
+
+@cache
+def attention_inputs() -> Any:
+    """The kernel that makes queries, keys and values of one token per row, compiled for the argument types it is given.
+
+    (hidden, norm, epsilon, projections, bias, query_norm, key_norm, head_epsilon, cos, sin, q, k, v, per_pass, threads)
+
+    hidden: [rows, width], float32 or the bits of bfloat16, as q [rows, heads * dim], k [rows, kv_heads * dim], v [rows,
+    kv_heads * v_dim], which are written. norm: [width] float32, with its epsilon. projections: [3, 4] int64,
+    `PackedMatrix.call` of q, k and v. bias: [all outputs] float32, or none (length 0). query_norm, key_norm: [dim]
+    float32, or none. cos, sin: [rows, dim], of the tokens' positions. per_pass: `weight_dots.rows_per_pass()`.
+    """
+    code_version = CODE_VERSION
+
+    @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
+    def inputs(
+        hidden,
+        norm,
+        epsilon,
+        projections,
+        bias,
+        query_norm,
+        key_norm,
+        head_epsilon,
+        cos,
+        sin,
+        q,
+        k,
+        v,
+        per_pass,
+        threads,
+    ):
+        rows, width = hidden.shape
+        dim = cos.shape[1]
+        x = np.empty((rows, width), np.float32)
+        _widened(hidden, x)
+        _normed(x, norm, epsilon, x)
+        codes = np.empty((rows, width), np.int8)
+        scales = np.empty((rows, width // GROUP), np.float32)
+        sums = np.empty((rows, width // 16), np.int32)
+        quantise_rows(x, codes, scales, sums)
+        first_k = projections[0, 1] * TILE
+        first_v = first_k + projections[1, 1] * TILE
+        out = np.empty((rows, first_v + projections[2, 1] * TILE), np.float32)
+        for thread in prange(threads):
+            column = 0 * code_version
+            for index in range(3):
+                weights, tiles, one, several = projections[index]
+                multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, out, column, thread, threads)
+                column += tiles * TILE
+        if bias.size:
+            for row in range(rows):
+                for i in range(q.shape[1]):
+                    out[row, i] += bias[i]
+                for i in range(k.shape[1]):
+                    out[row, first_k + i] += bias[q.shape[1] + i]
+                for i in range(v.shape[1]):
+                    out[row, first_v + i] += bias[q.shape[1] + k.shape[1] + i]
+        heads, kv_heads = q.shape[1] // dim, k.shape[1] // dim
+        if query_norm.size:
+            _normed_heads(out, 0, heads, dim, query_norm, head_epsilon)
+            _normed_heads(out, first_k, kv_heads, dim, key_norm, head_epsilon)
+        _rotated(out, 0, heads, dim, cos, sin, q)
+        _rotated(out, first_k, kv_heads, dim, cos, sin, k)
+        for row in range(rows):
+            for i in range(v.shape[1]):
+                _store(v, row, i, out[row, first_v + i])
+
+    return inputs
+
+
+@cache
+def attention_output() -> Any:
+    """The kernel of what a layer gives on: hidden + the projection of `attended`, and behind that the MLP.
+
+    (hidden, attended, norm, epsilon, matrices, kind, out, per_pass, threads)
+
+    hidden, out: [rows, width], attended: [rows, heads * v_dim], float32 or the bits of bfloat16. norm: [width] float32,
+    the MLP's. matrices: [4, 4] int64, `PackedMatrix.call` of the output, gate, up and down projections; the gate's and
+    up's tiles are full. kind: of the gate, SILU or GELU_TANH.
+    """
+    code_version = CODE_VERSION
+
+    @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
+    def output(hidden, attended, norm, epsilon, matrices, kind, out, per_pass, threads):
+        rows, width = hidden.shape
+        x = np.empty((rows, width), np.float32)
+        _widened(hidden, x)
+        inner = matrices[1, 1] * TILE
+        joined = attended.shape[1]
+        wide = max(width, joined, inner)
+        codes = np.empty((rows, joined), np.int8)
+        scales = np.empty((rows, wide // GROUP), np.float32)
+        sums = np.empty((rows, wide // 16), np.int32)
+        numbers = np.empty((rows, joined), np.float32)
+        _widened(attended, numbers)
+        quantise_rows(numbers, codes, scales, sums)
+        projected = np.empty((rows, matrices[0, 1] * TILE), np.float32)
+        for thread in prange(threads):
+            weights, tiles, one, several = matrices[0]
+            multiply_part(
+                weights,
+                tiles,
+                one,
+                several,
+                per_pass,
+                codes,
+                scales,
+                sums,
+                projected,
+                0 * code_version,
+                thread,
+                threads,
+            )
+        for row in range(rows):
+            for i in range(width):
+                x[row, i] += projected[row, i]
+        normed = np.empty((rows, width), np.float32)
+        _normed(x, norm, epsilon, normed)
+        narrow = np.empty((rows, width), np.int8)
+        quantise_rows(normed, narrow, scales, sums)
+        gate_up = np.empty((rows, 2 * inner), np.float32)
+        for thread in prange(threads):
+            for index in range(2):
+                weights, tiles, one, several = matrices[1 + index]
+                multiply_part(
+                    weights,
+                    tiles,
+                    one,
+                    several,
+                    per_pass,
+                    narrow,
+                    scales,
+                    sums,
+                    gate_up,
+                    index * inner,
+                    thread,
+                    threads,
+                )
+            # Both parts end at the same tiles.
+            tiles = matrices[1, 1]
+            for row in range(rows):
+                for i in range(tiles * thread // threads * TILE, tiles * (thread + 1) // threads * TILE):
+                    gate_up[row, i] = _gated(gate_up[row, i], gate_up[row, inner + i], kind)
+        gated = np.empty((rows, inner), np.float32)
+        for row in range(rows):
+            gated[row] = gate_up[row, :inner]
+        wide_codes = np.empty((rows, inner), np.int8)
+        quantise_rows(gated, wide_codes, scales, sums)
+        down = np.empty((rows, matrices[3, 1] * TILE), np.float32)
+        for thread in prange(threads):
+            weights, tiles, one, several = matrices[3]
+            multiply_part(weights, tiles, one, several, per_pass, wide_codes, scales, sums, down, 0, thread, threads)
+        for row in range(rows):
+            for i in range(width):
+                _store(out, row, i, x[row, i] + down[row, i])
+
+    return output

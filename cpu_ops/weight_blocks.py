@@ -1,0 +1,234 @@
+"""Reading the blocks of GGML's quantised formats, and laying them out in tiles (`cpu_ops.weight_formats`).
+
+A reader takes one block of a row, bytes as in the file, writes the unsigned codes of its columns (Q8_0: the bytes of
+the signed ones), for formats of two levels its integer scales and minimums, and returns the bits of the block's float16
+scale and minimum.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit, prange, types
+
+from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.threads import kernel_threads
+from cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
+
+_READERS: dict[str, Any] = {}
+
+
+def _reads(name: str) -> Callable[[Any], Any]:
+    def register(function: Any) -> Any:
+        _READERS[name] = njit(function, inline="always")
+        return _READERS[name]
+
+    return register
+
+
+@njit(inline="always")
+def _half(block, at):
+    return np.uint16(block[at]) | (np.uint16(block[at + 1]) << np.uint16(8))
+
+
+@njit(inline="always")
+def _nibbles(block, at, codes):
+    for i in range(16):
+        codes[i] = block[at + i] & 15
+        codes[i + 16] = block[at + i] >> 4
+
+
+@njit(inline="always")
+def _fifth_bits(block, at, codes):
+    for i in range(32):
+        codes[i] |= ((block[at + i // 8] >> (i % 8)) & 1) << 4
+
+
+@_reads("Q4_0")
+def _q4_0(block, codes, scales, minimums):
+    _nibbles(block, 2, codes)
+    return _half(block, 0), np.uint16(0)
+
+
+@_reads("Q4_1")
+def _q4_1(block, codes, scales, minimums):
+    _nibbles(block, 4, codes)
+    return _half(block, 0), _half(block, 2)
+
+
+@_reads("Q5_0")
+def _q5_0(block, codes, scales, minimums):
+    _nibbles(block, 6, codes)
+    _fifth_bits(block, 2, codes)
+    return _half(block, 0), np.uint16(0)
+
+
+@_reads("Q5_1")
+def _q5_1(block, codes, scales, minimums):
+    _nibbles(block, 8, codes)
+    _fifth_bits(block, 4, codes)
+    return _half(block, 0), _half(block, 2)
+
+
+@_reads("Q8_0")
+def _q8_0(block, codes, scales, minimums):
+    for i in range(32):
+        codes[i] = block[2 + i]
+    return _half(block, 0), np.uint16(0)
+
+
+@_reads("Q2_K")
+def _q2_k(block, codes, scales, minimums):
+    for i in range(16):
+        scales[i] = block[i] & 15
+        minimums[i] = block[i] >> 4
+    for i in range(256):
+        codes[i] = (block[16 + i // 128 * 32 + i % 32] >> (i // 32 % 4 * 2)) & 3
+    return _half(block, 80), _half(block, 82)
+
+
+@_reads("Q3_K")
+def _q3_k(block, codes, scales, minimums):
+    for i in range(16):
+        low = (block[96 + i % 8] >> (i // 8 * 4)) & 15
+        high = (block[104 + i % 4] >> (i // 4 * 2)) & 3
+        scales[i] = np.uint8((low | (high << 4)) - 32)
+    for i in range(256):
+        low = (block[32 + i // 128 * 32 + i % 32] >> (i // 32 % 4 * 2)) & 3
+        codes[i] = low | (((block[i % 32] >> (i // 32)) & 1) << 2)
+    return _half(block, 108), np.uint16(0)
+
+
+@njit(inline="always")
+def _six_bit_scales(block, at, scales, minimums):
+    for i in range(4):
+        scales[i] = block[at + i] & 63
+        minimums[i] = block[at + 4 + i] & 63
+        scales[i + 4] = (block[at + 8 + i] & 15) | ((block[at + i] >> 6) << 4)
+        minimums[i + 4] = (block[at + 8 + i] >> 4) | ((block[at + 4 + i] >> 6) << 4)
+
+
+@_reads("Q4_K")
+def _q4_k(block, codes, scales, minimums):
+    _six_bit_scales(block, 4, scales, minimums)
+    for i in range(256):
+        codes[i] = (block[16 + i // 64 * 32 + i % 32] >> (i // 32 % 2 * 4)) & 15
+    return _half(block, 0), _half(block, 2)
+
+
+@_reads("Q5_K")
+def _q5_k(block, codes, scales, minimums):
+    _six_bit_scales(block, 4, scales, minimums)
+    for i in range(256):
+        low = (block[48 + i // 64 * 32 + i % 32] >> (i // 32 % 2 * 4)) & 15
+        codes[i] = low | (((block[16 + i % 32] >> (i // 32)) & 1) << 4)
+    return _half(block, 0), _half(block, 2)
+
+
+@_reads("Q6_K")
+def _q6_k(block, codes, scales, minimums):
+    for i in range(16):
+        scales[i] = block[192 + i]
+    for i in range(256):
+        half, quarter = i // 128, i // 32 % 4
+        low = (block[half * 64 + quarter % 2 * 32 + i % 32] >> (quarter // 2 * 4)) & 15
+        high = (block[128 + half * 32 + i % 32] >> (quarter * 2)) & 3
+        codes[i] = low | (high << 4)
+    return _half(block, 208), np.uint16(0)
+
+
+def pack(blocks: np.ndarray, name: str, columns: int, threads: int | None = None) -> np.ndarray:
+    """Lay out a quantised matrix in tiles.
+
+    blocks: [rows, bytes of a row] uint8, GGML's blocks of format `name` as they lie in a file; columns: of the matrix.
+    threads: how many to use (None: Numba's setting).
+
+    Returns the packed bytes [format_named(name).packed_bytes(rows, columns)] uint8. Rows that fill the last tile are 0.
+    Raises ValueError for a format that is not packed or blocks that are not those of so many columns.
+    """
+    layout = FORMATS.get(name)
+    if layout is None:
+        raise ValueError(f"weight format {name!r} is not one of {', '.join(FORMATS)}")
+    if (
+        columns % layout.columns
+        or blocks.ndim != 2
+        or blocks.shape[1] != columns // layout.columns * layout.block_bytes
+    ):
+        raise ValueError(
+            f"blocks {blocks.shape} are not rows of {columns} columns in {name}, whose blocks hold {layout.columns} "
+            f"columns in {layout.block_bytes} bytes"
+        )
+    packed = np.empty(layout.packed_bytes(len(blocks), columns), np.uint8)
+    with kernel_threads(threads) as used:
+        _packer(name)(np.ascontiguousarray(blocks), columns // layout.columns, packed, used)
+    return packed
+
+
+@cache
+def _packer(name: str) -> Any:
+    layout: WeightFormat = FORMATS[name]
+    read = _READERS[name]
+    block_bytes, record, head = layout.block_bytes, layout.record_bytes, layout.head_bytes
+    groups, group_bytes, scale_bytes, low_bytes = (
+        layout.groups,
+        layout.group_bytes,
+        layout.scale_bytes,
+        layout.low_bytes,
+    )
+    low_bits, high_bits, per_group = layout.low_bits, layout.high_bits, layout.scales
+    two_levels, has_minimum = layout.two_levels, layout.has_minimum
+    # Vectors that share a byte of the low plane, and of the high one.
+    low_share, high_share = 8 // low_bits, VECTORS // max(high_bits, 1)
+    low_step, high_step = VECTORS // low_share, VECTORS // high_share
+    low_mask = 2**low_bits - 1
+    code_version = CODE_VERSION
+
+    @njit(inline="always")
+    def put_half(packed, at, bits):
+        packed[at] = bits & 255
+        packed[at + 1] = bits >> 8
+
+    @njit(
+        types.void(types.Array(types.uint8, 2, "C", readonly=True), types.int64, types.Array(types.uint8, 1, "C"),
+                   types.int64),
+        parallel=True, cache=True, nogil=True, error_model="numpy",
+    )  # fmt: skip
+    def pack_tiles(blocks, row_blocks, packed, threads):
+        rows = blocks.shape[0]
+        tiles = (rows + TILE - 1) // TILE
+        for thread in prange(threads):
+            codes = np.zeros(groups * GROUP, np.uint8)
+            scales = np.zeros(16, np.uint8)
+            minimums = np.zeros(16 + 0 * code_version, np.uint8)
+            for tile in range(tiles * thread // threads, tiles * (thread + 1) // threads):
+                for index in range(row_blocks):
+                    start = (tile * row_blocks + index) * record
+                    packed[start : start + record] = 0
+                    for lane in range(min(TILE, rows - tile * TILE)):
+                        block = blocks[tile * TILE + lane, index * block_bytes : (index + 1) * block_bytes]
+                        scale, minimum = read(block, codes, scales, minimums)
+                        first = start if two_levels else start + head
+                        put_half(packed, first + 2 * lane, scale)
+                        if has_minimum:
+                            put_half(packed, first + 2 * TILE + 2 * lane, minimum)
+                        for group in range(groups):
+                            at = start + head + group * group_bytes
+                            if two_levels:
+                                for part in range(per_group):
+                                    packed[at + part * TILE + lane] = scales[group * per_group + part]
+                                    if has_minimum:
+                                        packed[at + (per_group + part) * TILE + lane] = minimums[
+                                            group * per_group + part
+                                        ]
+                            at += scale_bytes
+                            for k in range(GROUP):
+                                code = codes[group * GROUP + k]
+                                vector, byte = k // 4, lane * 4 + k % 4
+                                low = (code & low_mask) << (low_bits * (vector // low_step))
+                                packed[at + vector % low_step * 64 + byte] |= low
+                                if high_bits:
+                                    high = (code >> low_bits) << (high_bits * (vector // high_step))
+                                    packed[at + low_bytes + vector % high_step * 64 + byte] |= high
+
+    return pack_tiles

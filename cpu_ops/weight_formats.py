@@ -1,0 +1,108 @@
+"""How weights lie in memory for products with few rows: GGML's quantised blocks, rearranged for wide vectors.
+
+Sixteen rows of a matrix are a tile. Within a tile the codes of 32 columns are a group of eight vectors of 64 bytes:
+vector j holds columns 4j to 4j + 3 of all sixteen rows, so that one int8 dot product instruction adds four columns for
+every row at once, and a group's scales are one vector. Codes of fewer than eight bits lie in planes: the low 4 (or 2)
+bits of several vectors in one, the high bits apart. The bits are the file's; nothing is rounded.
+
+Every format is `weight = scale * (code - zero) + minimum`, with a scale for each 16 or 32 columns. Formats of 256
+columns to a block (K-quants) have scales of two levels, a float16 times an integer, and their minimum likewise.
+
+Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
+"""
+
+from dataclasses import dataclass
+
+TILE = 16
+"""Rows of a tile."""
+GROUP = 32
+"""Columns of a group: activations are quantised with one scale for each."""
+VECTORS = 8
+"""Vectors of codes per group and tile."""
+_VECTOR_BYTES = 64
+_LANE_HALVES = 2 * TILE
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """One format of quantised weights.
+
+    name: GGML's. block_bytes: of one block of a row in a file. low_bits: in the low plane, 2, 4 or 8 (then signed).
+    high_bits: in the high plane, 0 to 2. zero: what a code of 0 stands for is -zero scales. groups: of 32 columns in a
+    block, 1 or 8. scales: per group, 1 or 2. has_minimum: whether a minimum is added, and subtracted where there are
+    two levels. signed_scales: whether the second level's integers are.
+    """
+
+    name: str
+    block_bytes: int
+    low_bits: int
+    high_bits: int = 0
+    zero: int = 0
+    groups: int = 1
+    scales: int = 1
+    has_minimum: bool = False
+    signed_scales: bool = False
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether a scale is a float16 of the block times an integer of the group."""
+        return self.groups > 1
+
+    @property
+    def columns(self) -> int:
+        """Columns of a block."""
+        return GROUP * self.groups
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of a tile's block before its groups: the first level of scales and minimums."""
+        return _LANE_HALVES * (1 + self.has_minimum) if self.two_levels else 0
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a group before its codes: scales, then minimums."""
+        return (self.scales * TILE if self.two_levels else _LANE_HALVES) * (1 + self.has_minimum)
+
+    @property
+    def low_bytes(self) -> int:
+        """Bytes of a group's low plane."""
+        return _VECTOR_BYTES * self.low_bits
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of a group: scales and planes."""
+        return self.scale_bytes + self.low_bytes + _VECTOR_BYTES * self.high_bits
+
+    @property
+    def record_bytes(self) -> int:
+        """Bytes of a block of sixteen rows."""
+        return self.head_bytes + self.groups * self.group_bytes
+
+    def packed_bytes(self, rows: int, columns: int) -> int:
+        """Bytes of a packed matrix of `rows` x `columns`; rows are filled up to whole tiles."""
+        return -(-rows // TILE) * (columns // self.columns) * self.record_bytes
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        WeightFormat("Q4_0", 18, 4, zero=8),
+        WeightFormat("Q4_1", 20, 4, has_minimum=True),
+        WeightFormat("Q5_0", 22, 4, 1, zero=16),
+        WeightFormat("Q5_1", 24, 4, 1, has_minimum=True),
+        WeightFormat("Q8_0", 34, 8),
+        WeightFormat("Q2_K", 84, 2, groups=8, scales=2, has_minimum=True),
+        WeightFormat("Q3_K", 110, 2, 1, zero=4, groups=8, scales=2, signed_scales=True),
+        WeightFormat("Q4_K", 144, 4, groups=8, has_minimum=True),
+        WeightFormat("Q5_K", 176, 4, 1, groups=8, has_minimum=True),
+        WeightFormat("Q6_K", 210, 4, 2, zero=32, groups=8, scales=2, signed_scales=True),
+    )
+}
+"""By GGML's names."""
+
+
+def format_named(name: str) -> WeightFormat:
+    """The format of this name. Raises ValueError for one that is not packed."""
+    if name not in FORMATS:
+        raise ValueError(f"weight format {name!r} is not one of {', '.join(FORMATS)}")
+    return FORMATS[name]

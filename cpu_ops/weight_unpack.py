@@ -1,0 +1,193 @@
+"""Packed weights as numbers again: whole tiles for products with many rows, single rows for an embedding."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.quantised_linear import PackedMatrix
+from cpu_ops.threads import kernel_threads
+from cpu_ops.weight_dots import group_scales, unpacked_codes
+from cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS
+
+_NUMBERS = {np.dtype(np.float32): "float32", np.dtype(np.uint16): "bfloat16", np.dtype(np.float16): "float16"}
+_I64, _POINTER = ir.IntType(64), ir.IntType(8).as_pointer()
+_FLOATS, _INTS = ir.VectorType(ir.FloatType(), TILE), ir.VectorType(ir.IntType(32), TILE)
+
+
+def unpack_tiles(matrix: PackedMatrix, out: np.ndarray, first_tile: int = 0, threads: int | None = None) -> None:
+    """Write rows of a packed matrix, transposed, from tile `first_tile` on: out[k, r] = matrix[16 * first_tile + r, k].
+
+    out: [columns, rows] float32, float16, or uint16 for the bits of bfloat16 (rounded to nearest even), rows a multiple
+    of 16; the last tile's rows beyond the matrix are 0. Numbers are GGML's, bit by bit in float32.
+
+    Raises ValueError where out does not fit the matrix, TypeError for another dtype.
+    """
+    number = _NUMBERS.get(out.dtype)
+    if number is None:
+        raise TypeError(f"out is {out.dtype}; give float32, float16, or uint16 for bfloat16")
+    tiles = out.shape[1] // TILE
+    fits = out.shape[0] == matrix.columns and out.shape[1] % TILE == 0 and first_tile + tiles <= matrix.tiles
+    if not fits or not out.flags.c_contiguous:
+        raise ValueError(f"out {out.shape} from tile {first_tile} on does not fit [{matrix.rows}, {matrix.columns}]")
+    with kernel_threads(threads) as used:
+        _unpacker(matrix.name, number)(
+            matrix.data.ctypes.data, out.ctypes.data, first_tile, tiles, matrix.columns, used
+        )
+
+
+@intrinsic(prefer_literal=True)
+def _unpack_tile(typingctx, name, number, weights, out, out_stride, columns):
+    """One tile at address `weights` as numbers at address `out`, sixteen for each column; out_stride in bytes."""
+    layout, kind = FORMATS[name.literal_value], number.literal_value
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        weights, out, stride, columns = arguments[2:]
+        int_ = lambda value: ir.Constant(_I64, value)  # noqa: E731
+        element: ir.Type = {"float32": ir.FloatType(), "float16": ir.HalfType()}.get(kind, ir.IntType(16))
+        signed = layout.low_bits == 8
+        zero = ir.Constant(_INTS, [layout.zero] * TILE)
+        first, base = builder.inttoptr(weights, _POINTER), builder.inttoptr(out, _POINTER)
+        with cgutils.for_range(builder, builder.udiv(columns, int_(layout.columns))) as blocks:
+            block = builder.gep(first, [builder.mul(blocks.index, int_(layout.record_bytes))])
+            with cgutils.for_range(builder, int_(layout.groups)) as groups:
+                place = builder.add(builder.mul(groups.index, int_(layout.group_bytes)), int_(layout.head_bytes))
+                group = builder.gep(block, [place])
+                index = builder.add(builder.mul(blocks.index, int_(layout.groups)), groups.index)
+                scales, minimums = group_scales(builder, layout, block, group)
+                for vector, codes in enumerate(unpacked_codes(builder, layout, group)):
+                    part = vector * layout.scales // VECTORS
+                    lanes = builder.bitcast(codes, _INTS)
+                    for byte in range(4):
+                        left = ir.Constant(_INTS, [24 - 8 * byte] * TILE)
+                        right = ir.Constant(_INTS, [24] * TILE)
+                        moved = builder.shl(lanes, left)
+                        code = builder.ashr(moved, right) if signed else builder.lshr(moved, right)
+                        if layout.zero:
+                            code = builder.sub(code, zero)
+                        values = builder.fmul(builder.sitofp(code, _FLOATS), scales[part])
+                        if minimums:
+                            values = builder.fadd(values, minimums[part])
+                        column = builder.add(builder.mul(index, int_(GROUP)), int_(4 * vector + byte))
+                        target = builder.gep(base, [builder.mul(column, stride)])
+                        target = builder.bitcast(target, ir.VectorType(element, TILE).as_pointer())
+                        builder.store(_as(builder, values, kind), target, align=2)
+        return context.get_dummy_value()
+
+    return types.none(name, number, *[types.int64] * 4), codegen
+
+
+def _as(builder: ir.IRBuilder, values: ir.Value, kind: str) -> ir.Value:
+    if kind == "float32":
+        return values
+    if kind == "float16":
+        return builder.fptrunc(values, ir.VectorType(ir.HalfType(), TILE))
+    bits = builder.bitcast(values, _INTS)
+
+    def every(value: int) -> ir.Constant:
+        return ir.Constant(_INTS, [value] * TILE)
+
+    odd = builder.and_(builder.lshr(bits, every(16)), every(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, every(0x7FFF))), every(16))
+    return builder.trunc(rounded, ir.VectorType(ir.IntType(16), TILE))
+
+
+@cache
+def _unpacker(name: str, number: str) -> Any:
+    layout = FORMATS[name]
+    record, block_columns = layout.record_bytes, layout.columns
+    size = 4 if number == "float32" else 2
+    code_version = CODE_VERSION
+
+    @njit(types.void(*[types.int64] * 6), parallel=True, cache=True, nogil=True)
+    def unpack(weights, out, first_tile, tiles, columns, threads):
+        tile_bytes = columns // block_columns * record
+        stride = tiles * TILE * size + 0 * code_version
+        for thread in prange(threads):
+            for tile in range(tiles * thread // threads, tiles * (thread + 1) // threads):
+                source = weights + (first_tile + tile) * tile_bytes
+                _unpack_tile(name, number, source, out + tile * TILE * size, stride, columns)
+
+    return unpack
+
+
+def read_rows(matrix: PackedMatrix, rows: np.ndarray, threads: int | None = None) -> np.ndarray:
+    """Some rows of a packed matrix as numbers.
+
+    rows: [n] int64. Returns [n, columns] float32, GGML's numbers bit by bit.
+    Raises IndexError for a row that is not there.
+    """
+    if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < matrix.rows:
+        raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of a matrix that has {matrix.rows}")
+    out = np.empty((len(rows), matrix.columns), np.float32)
+    with kernel_threads(threads) as used:
+        _row_reader(matrix.name)(matrix.data, np.ascontiguousarray(rows, np.int64), out, used)
+    return out
+
+
+@intrinsic
+def _half_to_float(typingctx, bits):
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), codegen
+
+
+@cache
+def _row_reader(name: str) -> Any:
+    layout = FORMATS[name]
+    record, head, groups, group_bytes = layout.record_bytes, layout.head_bytes, layout.groups, layout.group_bytes
+    block_columns, scale_bytes, low_bytes = layout.columns, layout.scale_bytes, layout.low_bytes
+    low_bits, high_bits, parts, zero = layout.low_bits, layout.high_bits, layout.scales, layout.zero
+    two_levels, has_minimum, signed_scales = layout.two_levels, layout.has_minimum, layout.signed_scales
+    low_step, high_step = VECTORS * low_bits // 8, max(high_bits, 1)
+    low_mask, high_mask = 2**low_bits - 1, 2**high_bits - 1
+    code_version = CODE_VERSION
+
+    @njit(inline="always")
+    def half(data, at):
+        return _half_to_float(np.uint16(data[at]) | (np.uint16(data[at + 1]) << np.uint16(8)))
+
+    @njit(
+        types.void(types.Array(types.uint8, 1, "C"), types.Array(types.int64, 1, "C"),
+                   types.Array(types.float32, 2, "C"), types.int64),
+        parallel=True, cache=True, nogil=True,
+    )  # fmt: skip
+    def read(data, rows, out, threads):
+        columns = out.shape[1]
+        blocks = columns // block_columns + 0 * code_version
+        for thread in prange(threads):
+            for n in range(len(rows) * thread // threads, len(rows) * (thread + 1) // threads):
+                tile, lane = rows[n] // TILE, rows[n] % TILE
+                for group in range(columns // GROUP):
+                    start = (tile * blocks + group // groups) * record
+                    at = start + head + group % groups * group_bytes
+                    for k in range(GROUP):
+                        vector, byte = k // 4, lane * 4 + k % 4
+                        code = data[at + scale_bytes + vector % low_step * 64 + byte]
+                        code = (code >> (low_bits * (vector // low_step))) & low_mask
+                        if high_bits:
+                            high = data[at + scale_bytes + low_bytes + vector % high_step * 64 + byte]
+                            code |= ((high >> (high_bits * (vector // high_step))) & high_mask) << low_bits
+                        number = np.float32(np.int8(code)) if low_bits == 8 else np.float32(np.int64(code) - zero)
+                        part = k * parts // GROUP
+                        minimum = np.float32(0)
+                        if two_levels:
+                            integer = data[at + part * TILE + lane]
+                            factor = np.float32(np.int8(integer)) if signed_scales else np.float32(integer)
+                            scale = half(data, start + 2 * lane) * factor
+                            if has_minimum:
+                                integer = data[at + (parts + part) * TILE + lane]
+                                minimum = -half(data, start + 2 * TILE + 2 * lane) * np.float32(integer)
+                        else:
+                            scale = half(data, at + 2 * lane)
+                            if has_minimum:
+                                minimum = half(data, at + 2 * TILE + 2 * lane)
+                        out[n, group * GROUP + k] = scale * number + minimum
+
+    return read

@@ -1,0 +1,177 @@
+"""Products with packed weights are products with the numbers that the gguf package makes of the same blocks."""
+
+import threading
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpu_ops.activations import quantise_rows
+from cpu_ops.cpu_features import available, forced_isa
+from cpu_ops.quantised_linear import PackedMatrix, multiply
+from cpu_ops.weight_formats import FORMATS, format_named
+from cpu_ops.weight_unpack import read_rows, unpack_tiles
+from tests.quantised_blocks import dequantised, random_blocks
+
+
+def quantised_activations(x):
+    """(codes, scales, sums) of x, and the numbers that they stand for."""
+    rows, columns = x.shape
+    codes = np.empty((rows, columns), np.int8)
+    scales, sums = np.empty((rows, columns // 32), np.float32), np.empty((rows, columns // 16), np.int32)
+    quantise_rows(x, codes, scales, sums)
+    return codes, scales, sums, (codes.reshape(rows, -1, 32) * scales[..., None]).reshape(rows, columns)
+
+
+def activations(rows, columns, seed=0):
+    return np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
+
+
+def require_products(out, x, numbers):
+    """That out is x, as int8 codes, times numbers, to float32's rounding of the sums."""
+    exact = quantised_activations(x)[3].astype(np.float64)
+    wanted = exact @ numbers.T.astype(np.float64)
+    sizes = np.abs(exact) @ np.abs(numbers.T.astype(np.float64))
+    assert (np.abs(out - wanted) <= 1e-5 * sizes + 1e-30).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_described_as_ggml_has_it(name):
+    assert gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]] == (FORMATS[name].columns, FORMATS[name].block_bytes)
+
+
+@pytest.mark.parametrize("isa", available())
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_with_codes_are_products_with_the_numbers(name, isa):
+    with forced_isa(isa):
+        for rows, outputs, blocks, threads in ((1, 40, 3, 1), (7, 16, 1, 2), (4, 1, 2, 2)):
+            columns = blocks * FORMATS[name].columns
+            packed = random_blocks(name, outputs, columns, seed=rows)
+            x = activations(rows, columns, seed=outputs)
+            out = multiply(x, [PackedMatrix.of_blocks(packed, name, columns)], threads)[0]
+            require_products(out, x, dequantised(packed, name))
+
+
+@pytest.mark.parametrize("name", ["Q5_0", "Q8_0", "Q4_K"])
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(1, 33), outputs=st.integers(1, 70), blocks=st.integers(1, 6), seed=st.integers(0, 9999),
+    threads=st.integers(1, 4), split=st.integers(1, 3),
+)  # fmt: skip
+def test_products_of_any_shape(name, rows, outputs, blocks, seed, threads, split):
+    columns = blocks * FORMATS[name].columns
+    packed = [random_blocks(name, outputs + part, columns, seed + part) for part in range(split)]
+    matrices = [PackedMatrix.of_blocks(each, name, columns) for each in packed]
+    x = activations(rows, columns, seed)
+    for out, each in zip(multiply(x, matrices, min(threads, 2)), packed, strict=True):
+        require_products(out, x, dequantised(each, name))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_is_the_same_whatever_rows_are_beside_it(name):
+    columns = 2 * FORMATS[name].columns
+    matrix = PackedMatrix.of_blocks(random_blocks(name, 50, columns), name, columns)
+    x = activations(6, columns)
+    together = multiply(x, [matrix])[0]
+    for row in range(6):
+        assert (multiply(x[row : row + 1], [matrix])[0] == together[row]).all()
+
+
+def test_extreme_codes_do_not_overflow():
+    """The largest codes of either sign against the largest activations of either sign, on every instruction set."""
+    for name in FORMATS:
+        layout = FORMATS[name]
+        columns = 2 * layout.columns
+        for fill in (0, 0x7F, 0x80, 0xFF):
+            packed = random_blocks(name, 16, columns)
+            scales = random_blocks(name, 16, columns, seed=1)
+            codes = np.full_like(packed, fill)
+            # Scales stay finite: only bytes that differ between two seeds by chance alone are codes.
+            codes_only = packed.reshape(16, 2, -1).copy()
+            codes_only[..., 4:] = codes.reshape(16, 2, -1)[..., 4:]
+            if name in ("Q2_K", "Q3_K", "Q6_K"):
+                codes_only[..., -4:] = scales.reshape(16, 2, -1)[..., -4:]
+            blocks = codes_only.reshape(16, -1)
+            numbers = dequantised(blocks, name)
+            for sign in (1, -1):
+                x = np.full((1, columns), sign, np.float32)
+                for isa in available():
+                    with forced_isa(isa):
+                        out = multiply(x, [PackedMatrix.of_blocks(blocks, name, columns)])[0]
+                    require_products(out, x, numbers)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_unpacked_numbers_are_ggufs_to_the_bit(name):
+    columns = 2 * FORMATS[name].columns
+    blocks = random_blocks(name, 50, columns)
+    numbers, matrix = dequantised(blocks, name), PackedMatrix.of_blocks(blocks, name, columns)
+    rows = np.array([49, 3, 3, 0])
+    assert (read_rows(matrix, rows) == numbers[rows]).all()
+    numbers_of = {np.float32: torch.float32, np.uint16: torch.bfloat16, np.float16: torch.float16}
+    for dtype, number in numbers_of.items() if name in ("Q5_1", "Q6_K") else [(np.uint16, torch.bfloat16)]:
+        out = np.empty((columns, 48), dtype)
+        unpack_tiles(matrix, out, first_tile=1)
+        wanted = torch.from_numpy(numbers[16:]).to(number)
+        view = torch.from_numpy(out).view(number) if dtype is np.uint16 else torch.from_numpy(out)
+        assert torch.equal(view[:, :34].T, wanted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 9999), exponent=st.integers(-30, 30), zeros=st.booleans())
+def test_activations_are_within_half_a_step_of_their_codes(seed, exponent, zeros):
+    x = activations(3, 96, seed) * np.float32(2.0**exponent)
+    if zeros:
+        x[1, 32:64] = 0
+    codes, scales, sums, numbers = quantised_activations(x)
+    assert (np.abs(numbers - x) <= 0.5001 * np.repeat(scales, 32, axis=1)).all()
+    assert (sums == codes.reshape(3, -1, 16).sum(2)).all()
+    assert (np.abs(codes.astype(int)) <= 127).all()
+
+
+@pytest.mark.parametrize("odd", [np.inf, -np.inf, np.nan])
+def test_an_activation_that_is_no_number_is_not_lost(odd):
+    x = activations(2, 64)
+    x[1, 40] = odd
+    out = multiply(x, [PackedMatrix.of_blocks(random_blocks("Q8_0", 16, 64), "Q8_0", 64)])[0]
+    assert np.isfinite(out[0]).all()
+    assert not np.isfinite(out[1]).any()
+
+
+def test_several_python_threads_multiply_at_once():
+    blocks = random_blocks("Q5_0", 200, 256)
+    matrix, x = PackedMatrix.of_blocks(blocks, "Q5_0", 256), activations(3, 256)
+    wanted = multiply(x, [matrix])[0].copy()
+    wrong = []
+
+    def work():
+        wrong.extend(1 for _ in range(30) if not (multiply(x, [matrix])[0] == wanted).all())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_what_does_not_fit_is_refused():
+    matrix = PackedMatrix.of_blocks(random_blocks("Q8_0", 20, 64), "Q8_0", 64)
+    with pytest.raises(ValueError, match="must be"):
+        multiply(activations(1, 96), [matrix])
+    with pytest.raises(TypeError, match="float64"):
+        multiply(activations(1, 64).astype(np.float64), [matrix])
+    with pytest.raises(ValueError, match="Q9_9"):
+        format_named("Q9_9")
+    with pytest.raises(ValueError, match="not rows of 100 columns"):
+        PackedMatrix.of_blocks(random_blocks("Q8_0", 20, 64), "Q8_0", 100)
+    with pytest.raises(IndexError, match="20"):
+        read_rows(matrix, np.array([20]))
+    with pytest.raises(ValueError, match="does not fit"):
+        unpack_tiles(matrix, np.empty((64, 48), np.float32))
+    with pytest.raises(TypeError, match="float64"):
+        unpack_tiles(matrix, np.empty((64, 16), np.float64))

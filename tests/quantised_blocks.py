@@ -1,0 +1,28 @@
+"""Random GGML blocks with finite scales, for tests of what reads them."""
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType
+
+from cpu_ops.weight_formats import FORMATS
+
+#: Where the float16 scales and minimums of a block lie.
+_HALVES = {
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
+}  # fmt: skip
+
+
+def random_blocks(name, rows, columns, seed=0):
+    """Every bit random but those of the scales, which are small: [rows, bytes of a row] uint8."""
+    layout, generator = FORMATS[name], np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (rows, columns // layout.columns, layout.block_bytes), np.uint8)
+    for at in _HALVES[name]:
+        scales = generator.uniform(-0.01, 0.01, blocks.shape[:2]).astype(np.float16)
+        blocks[..., at : at + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def dequantised(blocks, name):
+    """The numbers, by the gguf package."""
+    return gguf.dequantize(blocks, GGMLQuantizationType[name])
