@@ -12,11 +12,21 @@ if TYPE_CHECKING:
     from hetero_kv.chat.conversation import Conversation
     from hetero_kv.engine.cache import HeteroCache
     from hetero_kv.errors import HeteroKVError
-    from hetero_kv.models import load_model
+    from hetero_kv.models import load_model, open_model
     from hetero_kv.rules.injection import Injection, eject, inject
     from hetero_kv.rules.rule_file import load_rules
 
-__all__ = ["Conversation", "HeteroCache", "HeteroKVError", "Injection", "eject", "inject", "load_model", "load_rules"]
+__all__ = [
+    "Conversation",
+    "HeteroCache",
+    "HeteroKVError",
+    "Injection",
+    "eject",
+    "inject",
+    "load_model",
+    "load_rules",
+    "open_model",
+]
 
 _HOME = {
     "Conversation": "chat.conversation",
@@ -27,6 +37,7 @@ _HOME = {
     "inject": "rules.injection",
     "load_model": "models",
     "load_rules": "rules",
+    "open_model": "models",
 }
 
 

@@ -3,6 +3,7 @@
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.chunked_module import ChunkedModule
 from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.adapter.quantized_module import QuantizedEmbedding, QuantizedLinear
 from hetero_kv.families.bounded.attention import BoundedAttention
 from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.families.shadowkv.attention import ShadowKVAttention
@@ -14,6 +15,8 @@ __all__ = [
     "ChunkedDecoderLayer",
     "ChunkedModule",
     "Operator",
+    "QuantizedEmbedding",
+    "QuantizedLinear",
     "RetrievalAttention",
     "ShadowKVAttention",
     "SlidingWindowAttention",

@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 import inspect
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -77,6 +79,17 @@ class Service:
 
 #: Who serves the attention function at this moment.
 SERVING: ContextVar[Service] = ContextVar("hetero_kv_serving")
+
+
+@contextmanager
+def served_by(operator: Serving) -> Iterator[None]:
+    """Within this context `operator` serves the attention function, whatever module calls it."""
+    token = SERVING.set(Service(operator, None))
+    try:
+        yield
+    finally:
+        SERVING.reset(token)
+
 
 # Passed along by some models and by `generate`, without influence on what attention computes.
 _NO_INFLUENCE = frozenset(

@@ -10,9 +10,12 @@ from torch import nn
 
 from hetero_kv.adapter import bridge, chunking
 from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.adapter.token_layer import TokenLayer
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import EngineSettings
+
+_UNTRIED = object()
 
 
 class ChunkedDecoderLayer(Operator):
@@ -33,6 +36,8 @@ class ChunkedDecoderLayer(Operator):
         # Not as a submodule, which it is already; operators of deeper modules are in their places by now.
         self.__dict__["attention"] = attention = wrapped.get_submodule(attention_path)
         self._is_replaced = isinstance(attention, AttentionOperator)
+        # Tried before the first token: weights come after rules.
+        self._native: Any = _UNTRIED
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
@@ -47,6 +52,10 @@ class ChunkedDecoderLayer(Operator):
         attention = self.attention
         replaced = self._is_replaced
         if replaced and steps[0].is_decode:
+            if self._native is _UNTRIED:
+                self._native = TokenLayer.of(self.wrapped, attention)
+            if self._native is not None and not args and self._native.fits(hidden_states, kwargs):
+                return self._native(hidden_states, cache, kwargs)
             return self.wrapped(hidden_states, *args, **kwargs)
 
         if hidden_states.dim() != 3:

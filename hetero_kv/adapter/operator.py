@@ -77,6 +77,11 @@ class Operator(nn.Module):
     def require_suitable(cls, path: str, module: nn.Module) -> None:
         """Raise UnsupportedModelError, naming `path` and the reason, unless the operator can replace `module`."""
 
+    @classmethod
+    def is_wanted(cls, module: nn.Module, settings: Any) -> bool:
+        """Whether the operator has anything to do in the place of `module` under these settings."""
+        return True
+
     def install(self) -> None:
         """Change in the wrapped module what the operator needs changed, once it is sure to take its place."""
 

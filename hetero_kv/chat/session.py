@@ -12,7 +12,7 @@ import torch
 
 from hetero_kv.chat.conversation import Conversation
 from hetero_kv.chat.options import ChatOptions
-from hetero_kv.models import DEFAULT_MODEL, LoadedModel, load_model
+from hetero_kv.models import DEFAULT_MODEL, LoadedModel, open_model
 from hetero_kv.rules.injection import Injection, inject
 from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, in_force
@@ -111,7 +111,7 @@ def open_session(options: ChatOptions) -> ChatSession:
     model, gguf_path = options.model or DEFAULT_MODEL, options.gguf_path
     if options.model is None and gguf_path is not None:
         model, gguf_path = gguf_path, None
-    loaded = load_model(
+    opened = open_model(
         model,
         gguf_path=gguf_path,
         dtype=options.dtype,
@@ -120,7 +120,9 @@ def open_session(options: ChatOptions) -> ChatSession:
     )
     injection = None
     if rules is not None:
-        injection = inject(loaded.model, rules, command_line=command_line, settings_file=settings_file)
+        injection = inject(opened.model, rules, command_line=command_line, settings_file=settings_file)
+    loaded = opened.load()
+    if injection is not None:
         injection.compile_kernels()
     conversation = Conversation(loaded.model, loaded.tokenizer, system=options.system)
     rules_name = display(rules.path) if rules and rules.path else None

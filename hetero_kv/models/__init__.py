@@ -2,7 +2,7 @@
 
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.fetching import cache_home, fetch
-from hetero_kv.models.loading import LoadedModel, load_model, model_config
+from hetero_kv.models.loading import LoadedModel, OpenedModel, load_model, model_config, open_model
 from hetero_kv.models.named import DEFAULT_MODEL, NAMED_MODELS, ModelFile, NamedModel
 from hetero_kv.models.progress import ProgressReport
 
@@ -13,9 +13,11 @@ __all__ = [
     "ModelError",
     "ModelFile",
     "NamedModel",
+    "OpenedModel",
     "ProgressReport",
     "cache_home",
     "fetch",
     "load_model",
     "model_config",
+    "open_model",
 ]

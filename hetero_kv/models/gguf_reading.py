@@ -78,6 +78,13 @@ def _tensor(blob: np.ndarray, info: TensorInfo) -> _Tensor:
     return _Tensor(info.name, info.quantization, data, info.nbytes)
 
 
+def tensor_data(file: GGUFFile) -> Iterator[tuple[TensorInfo, np.ndarray]]:
+    """Each tensor with its data as `gguf.dequantize` takes it, a view of the mapped file, in the file's order."""
+    blob = np.asarray(np.memmap(file.path, mode="r"))
+    for info in sorted(file.tensors, key=lambda info: info.offset):
+        yield info, _tensor(blob, info).data
+
+
 @contextmanager
 def one_reading(file: GGUFFile, report: ProgressReport) -> Iterator[None]:
     """While this lasts, transformers reads `file` from the header given here and reports the bytes it has unpacked."""

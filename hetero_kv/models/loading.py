@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import init_empty_weights
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -19,6 +20,7 @@ from hetero_kv.models.end_of_turn import end_of_turn_ids
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf_file import GGUFFile
 from hetero_kv.models.gguf_reading import one_reading
+from hetero_kv.models.gguf_weights import WeightMap, load_weights
 from hetero_kv.models.locating import Location, locate
 from hetero_kv.models.named import DEFAULT_MODEL
 from hetero_kv.models.precision import resolve_device, resolve_dtype
@@ -27,6 +29,32 @@ from hetero_kv.models.progress import ProgressReport, reporting
 # Tensors and metadata of a rotary embedding that transformers does not read from a GGUF file.
 ROPE_TENSORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A causal language model that stands there without its weights, for rules to be put in before they come.
+
+    Attributes:
+        model: in eval mode; parameters are on the meta device, buffers where the model will compute. A model that
+            cannot be put together so is loaded already.
+        tokenizer, name, context_length: as of `LoadedModel`.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    context_length: int
+    load_weights: Callable[[], None]
+
+    def load(self) -> LoadedModel:
+        """Load the weights into what stands there now: a module with a method `load_blocks` takes quantised blocks.
+
+        Raises:
+            ModelError: the file does not hold this model's weights.
+        """
+        self.load_weights()
+        return LoadedModel(self.model, self.tokenizer, self.name, self.context_length)
 
 
 @dataclass(frozen=True)
@@ -66,23 +94,76 @@ def load_model(
     Raises:
         ModelError: the model cannot be found, fetched or loaded as asked.
     """
+    asked = (name_or_path, gguf_path, dtype, device, trust_remote_code, progress)
+    return _opened(*asked, without_weights=False).load()
+
+
+def open_model(
+    name_or_path: str | os.PathLike[str] = DEFAULT_MODEL,
+    *,
+    gguf_path: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    progress: ProgressReport | None = None,
+) -> OpenedModel:
+    """A model that rules can be put into before its weights are loaded, so that nothing is unpacked which an operator
+    keeps packed. The arguments are those of `load_model`.
+
+    On a CPU the weights of a GGUF file wait; other models are loaded at once.
+
+    Raises:
+        ModelError: the model cannot be found, fetched or built as asked.
+    """
+    asked = (name_or_path, gguf_path, dtype, device, trust_remote_code, progress)
+    return _opened(*asked, without_weights=True)
+
+
+def _opened(
+    name_or_path: str | os.PathLike[str],
+    gguf_path: str | os.PathLike[str] | None,
+    dtype: str | torch.dtype,
+    device: str,
+    trust_remote_code: bool,
+    progress: ProgressReport | None,
+    without_weights: bool,
+) -> OpenedModel:
     on_device = resolve_device(device)
     number_type = resolve_dtype(dtype, on_device)
     location = locate(name_or_path, gguf_path, progress)
+    weights: WeightMap | None = None
     with _reading(location, progress) as gguf, _refusals(location):
         config = _config(location, gguf, trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(**_origin(location), trust_remote_code=trust_remote_code)
-        model = _model(location, gguf, config, number_type, trust_remote_code)
+        if without_weights and gguf is not None and on_device.type == "cpu":
+            model = _weightless(config, number_type, trust_remote_code)
+            weights = WeightMap.of(model, gguf)
+        if weights is None:
+            model = _model(location, gguf, config, number_type, trust_remote_code).to(on_device)
         _complete_generation_config(model, tokenizer, location, gguf)
-        model = model.to(on_device).eval()
+        model = model.eval()
     embeddings = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > embeddings:
         raise ModelError(
             f"the tokenizer of {location.pretrained!r} has {len(tokenizer):,} tokens and the weights have "
             f"{embeddings:,}; give the configuration that belongs to {str(location.gguf or location.pretrained)!r}"
         )
+
+    def load() -> None:
+        if weights is not None and gguf is not None:
+            with _refusals(location), reporting(location.name, progress) as report:
+                load_weights(model, gguf, weights, number_type, report)
+
     limit = location.context_length or getattr(config.get_text_config(), "max_position_embeddings", None)
-    return LoadedModel(model, tokenizer, location.name, int(limit or tokenizer.model_max_length))
+    return OpenedModel(model, tokenizer, location.name, int(limit or tokenizer.model_max_length), load)
+
+
+def _weightless(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    """The model with its buffers and without memory for its parameters."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    model.tie_weights()  # every parameter above was made anew
+    return model
 
 
 def model_config(

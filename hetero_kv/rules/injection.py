@@ -131,6 +131,11 @@ def inject(
     rule_set.require_effect(
         command_line or {}, ((rule, cls, settings[path].settings) for path, (rule, cls) in plan.items())
     )
+    plan = {
+        path: (rule, cls)
+        for path, (rule, cls) in plan.items()
+        if cls.is_wanted(model.get_submodule(path), settings[path].settings)
+    }
     injection = Injection(model, engine.settings)
     injection.sources = {"": engine.sources, **{path: settings[path].sources for path in plan}}
     try:

@@ -1,0 +1,167 @@
+"""Operators that keep a module's weights quantised: what a GGUF file holds stays as it is stored."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from torch import nn
+from torch.nn import functional
+
+from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.weight_settings import AS_STORED, AUTO, BF16, FP32, QUANTISED, WeightSettings
+from hetero_kv.errors import UnsupportedModelError
+from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.weights.quantised_weight import QuantisedWeight, packable
+
+_logger = logging.getLogger(__name__)
+_DTYPES = {FP32: torch.float32, BF16: torch.bfloat16}
+
+
+class QuantizedModule(Operator):
+    """A module with one weight matrix, which it keeps quantised where the settings say so.
+
+    Attributes:
+        quantised: the matrix; None while the wrapped module has it, as numbers.
+    """
+
+    settings_class = WeightSettings
+    prefills_exactly = True
+    continues_exactly = True
+    #: The kinds of module that it can stand for; a subclass of theirs computes something else.
+    replaces: type[nn.Module]
+    wrapped: Any
+
+    def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
+        super().__init__(path, wrapped, settings, engine)
+        self.dtype: torch.dtype = self.wrapped.weight.dtype
+        self.quantised: QuantisedWeight | None = None
+        self.register_buffer("packed", None, persistent=False)
+
+    @classmethod
+    def require_suitable(cls, path: str, module: nn.Module) -> None:
+        if not isinstance(module, cls.replaces):
+            raise UnsupportedModelError(
+                f"{path} ({type(module).__name__}) is no torch.nn.{cls.replaces.__name__}; leave it out with "
+                "`class: default`"
+            )
+
+    @classmethod
+    def is_wanted(cls, module: Any, settings: Any) -> bool:
+        """Whether there is anything to do: weights that are loaded as numbers stay so unless another type is asked."""
+        if settings.weights in (AUTO, AS_STORED):
+            return bool(module.weight.is_meta)
+        return _DTYPES.get(settings.weights) is not module.weight.dtype
+
+    def install(self) -> None:
+        if self.quantised is not None:
+            self._keep(self.quantised)
+        elif not self.wrapped.weight.is_meta:
+            self._take_numbers(self.wrapped.weight.detach())
+
+    def uninstall(self) -> nn.Module:
+        if self.quantised is not None:
+            self._give(self.quantised.unpacked(self.dtype))
+        elif self.wrapped.weight.dtype is not self.dtype:
+            self._give(self.wrapped.weight.detach().to(self.dtype))
+        return self.wrapped
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights as numbers, for a model that reads them itself; unpacked anew at every use."""
+        return self.wrapped.weight if self.quantised is None else self.quantised.unpacked(self.dtype)
+
+    def load_blocks(self, blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> None:
+        """Take the weights from a GGUF file.
+
+        Args:
+            blocks: [rows, bytes of a row] uint8, the file's blocks.
+            kind: their type.
+            shape: [rows, columns].
+        """
+        wanted = self.settings.weights
+        if packable(kind.name, shape[1]) and (wanted in (AUTO, AS_STORED) or QUANTISED.get(wanted) == kind.name):
+            self._keep(QuantisedWeight.of_blocks(blocks, kind.name, shape[1]))
+            return
+        numbers = torch.from_numpy(gguf.dequantize(blocks, kind)).reshape(shape)
+        if wanted in (AUTO, AS_STORED) and kind in gguf.GGML_QUANT_SIZES and gguf.GGML_QUANT_SIZES[kind][0] > 1:
+            _logger.warning("%s: there are no kernels for %s; its weights are kept as Q8_0", self.path, kind.name)
+            wanted = "q8_0"
+        self._take_numbers(numbers, wanted)
+
+    def share(self, other: QuantizedModule) -> bool:
+        """Take the weights of `other`, which are tied to these; False where it has none to share."""
+        if other.quantised is None:
+            return False
+        self._keep(other.quantised)
+        return True
+
+    def _take_numbers(self, numbers: torch.Tensor, wanted: str | None = None) -> None:
+        wanted = wanted or self.settings.weights
+        if wanted in QUANTISED:
+            if packable(QUANTISED[wanted], numbers.shape[1]):
+                self._keep(QuantisedWeight.of_numbers(numbers, QUANTISED[wanted]))
+                return
+            _logger.warning(
+                "%s: rows of %d weights are no whole blocks of %s; they are kept as numbers",
+                self.path, numbers.shape[1], QUANTISED[wanted],
+            )  # fmt: skip
+        self._give(numbers.to(_DTYPES.get(wanted, self.dtype)))
+
+    def _keep(self, quantised: QuantisedWeight) -> None:
+        self.quantised, self.packed = quantised, quantised.data
+        # A model asks its parameters for their device and dtype: an empty one answers.
+        self._give(torch.empty(0, dtype=self.dtype))
+
+    def _give(self, numbers: torch.Tensor) -> None:
+        self.wrapped.weight = nn.Parameter(numbers, requires_grad=False)
+
+
+class QuantizedLinear(QuantizedModule):
+    """A linear layer over quantised weights.
+
+    Few rows (a decoded token, a batch, a short question) are multiplied with the codes, activations quantised to int8
+    in groups of 32; for longer prompts the weights are unpacked, piece by piece, and multiplied in the model's dtype.
+    """
+
+    meaning = "a linear layer whose weights stay quantised as their file holds them, or are quantised"
+    replaces = nn.Linear
+
+    @classmethod
+    def is_wanted(cls, module: nn.Module, settings: Any) -> bool:
+        """See `QuantizedModule`; a subclass that computes something else keeps its weights as numbers."""
+        return type(module).forward is nn.Linear.forward and super().is_wanted(module, settings)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] -> [..., out_features], in x's dtype."""
+        quantised = self.quantised
+        bias = self.wrapped.bias
+        if quantised is None:
+            weight = self.wrapped.weight
+            y = functional.linear(x.to(weight.dtype), weight).to(x.dtype)
+        else:
+            y = quantised.multiply(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        return y if bias is None else y + bias
+
+
+class QuantizedEmbedding(QuantizedModule):
+    """An embedding over quantised weights: a token's row is unpacked when it is looked up."""
+
+    meaning = "an embedding whose weights stay quantised as their file holds them, or are quantised"
+    replaces = nn.Embedding
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Token ids of any shape -> [..., embedding_dim], in the model's dtype."""
+        if self.quantised is None:
+            return self.wrapped(ids).to(self.dtype)
+        rows = self.quantised.rows(ids.reshape(-1)).to(self.dtype)
+        if type(self.wrapped).forward is not nn.Embedding.forward:
+            # A subclass does something with its rows (Gemma scales them): let it, these rows being all that it has.
+            self._give(rows)
+            rows = self.wrapped(torch.arange(len(rows)))
+            self._give(rows[:0])
+        return rows.view(*ids.shape, -1)

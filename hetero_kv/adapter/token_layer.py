@@ -1,0 +1,232 @@
+"""A decoder layer's decoded token in two native calls, where the layer has a form that is known.
+
+A layer of Llama's form (RMSNorm, quantised projections, rotation of both halves, gated MLP) costs a token some fifty
+small torch calls around its attention. Where all its weights are quantised, `cpu_ops.token_layer` computes the same in
+two calls. That it is the same is not believed but tried: before its first token the path and the wrapped layer are
+given the same random input, and the path is used only where they agree.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cpu_ops.threads import kernel_threads
+from cpu_ops.token_layer import GELU_TANH, SILU, attention_inputs, attention_output
+from cpu_ops.weight_dots import rows_per_pass
+from cpu_ops.weight_formats import GROUP, TILE
+from hetero_kv.adapter import bridge
+from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.adapter.quantized_module import QuantizedLinear
+from hetero_kv.weights.quantised_weight import FEW_ROWS
+
+_logger = logging.getLogger(__name__)
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_HEAD_NORMS = ("q_norm", "k_norm")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+_GATES: dict[str, int] = {"SiLUActivation": SILU, "SiLU": SILU, "GELUTanh": GELU_TANH, "PytorchGELUTanh": GELU_TANH}
+#: Largest relative difference (of norms) from the wrapped layer, by the model's dtype: what rounding to it, and int8
+#: activations that it lets fall to the other side, may make.
+_TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 3e-2}
+_TRIED_ROWS, _TRIED_POSITION = 2, 7
+
+
+class TokenLayer:
+    """The native path of one decoder layer.
+
+    Args:
+        layer: the decoder layer, its attention replaced by `operator`.
+
+    Use `of`, which knows whether a layer has the form.
+    """
+
+    def __init__(self, layer: Any, operator: AttentionOperator) -> None:
+        attention: Any = operator.wrapped
+        mlp = layer.mlp
+        self.operator = operator
+        self.dim: int = attention.head_dim
+        projections = [getattr(attention, name) for name in _PROJECTIONS]
+        self.widths = [projection.out_features for projection in projections[:3]]
+        self._matrices = [matrix.quantised for matrix in (*projections, *(getattr(mlp, name) for name in _MLP))]
+        table = np.array([matrix.kernels for matrix in self._matrices], dtype=np.int64)
+        self._inputs, self._outputs = table[:3].copy(), table[3:].copy()
+        biases = [projection.bias for projection in projections[:3]]
+        self._bias = _float32(torch.cat(biases)) if biases[0] is not None else _NONE
+        self._norm, self._epsilon = _norm_of(layer.input_layernorm)
+        self._mlp_norm, self._mlp_epsilon = _norm_of(layer.post_attention_layernorm)
+        self._query_norm, self._head_epsilon = _norm_of(getattr(attention, "q_norm", None))
+        self._key_norm, _ = _norm_of(getattr(attention, "k_norm", None))
+        self._gate = _GATES[type(mlp.act_fn).__name__]
+        self._per_pass = rows_per_pass()
+        self.call_settings: tuple[float, float | None, int | None, Any] = (0.0, None, None, None)
+
+    @classmethod
+    def of(cls, layer: Any, operator: Any) -> TokenLayer | None:
+        """The path of a decoder layer; None where the layer has another form, or the path gives something else."""
+        if not _has_form(layer, operator):
+            return None
+        path = cls(layer, operator)
+        difference = path.difference_from(layer)
+        dtype = layer.input_layernorm.weight.dtype
+        if not difference <= _TOLERANCE[dtype]:
+            _logger.warning(
+                "%s: the native path of a token differs from the layer by %.2g of its size, so that it is not used",
+                operator.path, difference,
+            )  # fmt: skip
+            return None
+        return path
+
+    def fits(self, hidden_states: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
+        """Whether these tokens, one per row, can take the path."""
+        embeddings = kwargs.get("position_embeddings")
+        return (
+            hidden_states.dim() == 3
+            and hidden_states.shape[1] == 1
+            and len(hidden_states) <= FEW_ROWS
+            and isinstance(embeddings, tuple)
+            and embeddings[0].shape[-1] == self.dim
+            and kwargs.get("attention_mask") is None
+        )
+
+    def __call__(self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """The layer's output for [rows, 1, width]."""
+        q, k, v = self.queries_keys_values(hidden_states, kwargs["position_embeddings"])
+        attended = self.operator.attend(cache, bridge.AttentionCall(q, k, v, *self.call_settings))
+        return self.output(hidden_states, attended)
+
+    def queries_keys_values(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[rows, heads, 1, dim] each, as the attention function is given them."""
+        rows = len(hidden_states)
+        cos, sin = (_array(part.expand(rows, 1, self.dim)) for part in position_embeddings)
+        parts = [torch.empty((rows, width), dtype=hidden_states.dtype) for width in self.widths]
+        with kernel_threads(torch.get_num_threads()) as threads:
+            attention_inputs()(
+                _array(hidden_states), self._norm, self._epsilon, self._inputs, self._bias, self._query_norm,
+                self._key_norm, self._head_epsilon, cos, sin, *map(_array, parts), self._per_pass, threads,
+            )  # fmt: skip
+        q, k, v = (part.view(rows, -1, 1, self.dim) for part in parts)
+        return q, k, v
+
+    def output(self, hidden_states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The layer's output of its input [rows, 1, width] and its attention's [rows, heads, 1, v_dim]."""
+        out = torch.empty_like(hidden_states)
+        with kernel_threads(torch.get_num_threads()) as threads:
+            attention_output()(
+                _array(hidden_states), _array(attended), self._mlp_norm, self._mlp_epsilon, self._outputs, self._gate,
+                _array(out), self._per_pass, threads,
+            )  # fmt: skip
+        return out
+
+    @torch.no_grad()
+    def difference_from(self, layer: Any) -> float:
+        """The largest relative difference, of norms, from what the layer computes of random input."""
+        dtype = layer.input_layernorm.weight.dtype
+        generator = torch.Generator().manual_seed(self.operator.layer_idx)
+        hidden = torch.randn(_TRIED_ROWS, 1, self._norm.size, generator=generator).to(dtype)
+        angles = torch.arange(_TRIED_ROWS)[:, None, None] + _TRIED_POSITION * torch.logspace(0, -3, self.dim // 2)
+        angles = torch.cat([angles, angles], -1)
+        embeddings = angles.cos().to(dtype), angles.sin().to(dtype)
+        attended = torch.randn(_TRIED_ROWS, self.widths[0] // self.dim, 1, self.dim, generator=generator).to(dtype)
+        trial = _Trial(attended)
+        layer.self_attn = self.operator.wrapped
+        try:
+            with bridge.served_by(trial):
+                wanted = layer.forward(
+                    hidden, position_embeddings=embeddings, attention_mask=None, past_key_values=trial, use_cache=True
+                )
+        finally:
+            layer.self_attn = self.operator
+        wanted = wanted[0] if isinstance(wanted, tuple) else wanted
+        call = trial.call
+        if call is None or call.sink is not None:
+            return float("inf")
+        self.call_settings = (call.scale, call.softcap, call.sliding_window, None)
+        mine = (*self.queries_keys_values(hidden, embeddings), self.output(hidden, attended))
+        return max(_difference(a, b) for a, b in zip(mine, (call.q, call.k, call.v, wanted), strict=True))
+
+
+@dataclass
+class _Trial:
+    """Stands for the operator and for the cache while a layer is tried: notes what the attention function is given."""
+
+    attended: torch.Tensor
+    call: bridge.AttentionCall | None = None
+
+    def attend(self, cache: Any, call: bridge.AttentionCall) -> torch.Tensor:
+        self.call = call
+        return self.attended
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return keys, values
+
+
+_NONE = np.empty(0, np.float32)
+
+
+def _has_form(layer: Any, operator: Any) -> bool:
+    """Whether a decoder layer is made of the parts that the native path computes, all its weights quantised."""
+    if not isinstance(operator, AttentionOperator) or type(operator).forward is not AttentionOperator.forward:
+        return False
+    attention = operator.wrapped
+    if {name for name, _ in layer.named_children()} != {
+        "input_layernorm", "self_attn", "post_attention_layernorm", "mlp",
+    }:  # fmt: skip
+        return False
+    parts = {name for name, _ in attention.named_children()}
+    if (
+        not set(_PROJECTIONS) <= parts <= {*_PROJECTIONS, *_HEAD_NORMS, "rotary_emb"}
+        or len(parts & {*_HEAD_NORMS}) == 1
+    ):
+        return False
+    if {name for name, _ in layer.mlp.named_children()} != {*_MLP, "act_fn"}:
+        return False
+    matrices = [getattr(attention, name) for name in _PROJECTIONS] + [getattr(layer.mlp, name) for name in _MLP]
+    if not all(isinstance(matrix, QuantizedLinear) and matrix.quantised is not None for matrix in matrices):
+        return False
+    biases = [matrix.bias is not None for matrix in matrices]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attention, name) for name in _HEAD_NORMS if name in parts]
+    return (
+        len(set(biases[:3])) == 1
+        and not any(biases[3:])
+        and layer.input_layernorm.weight.dtype in _TOLERANCE
+        and all(_norm_of(norm)[0].size for norm in norms)
+        and type(layer.mlp.act_fn).__name__ in _GATES
+        and isinstance(getattr(attention, "head_dim", None), int)
+        and all(matrix.in_features % GROUP == 0 for matrix in matrices)
+        and matrices[4].out_features == matrices[5].out_features == matrices[6].in_features
+        and matrices[6].in_features % TILE == 0
+    )
+
+
+def _norm_of(norm: Any) -> tuple[np.ndarray, np.float32]:
+    """Weight and epsilon of an RMSNorm; an empty weight for what is none."""
+    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if norm is None or not isinstance(epsilon, float) or [name for name, _ in norm.named_parameters()] != ["weight"]:
+        return _NONE, np.float32(0)
+    return _float32(norm.weight), np.float32(epsilon)
+
+
+def _float32(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().to(torch.float32).contiguous().numpy()
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """[rows, all else] as float32, or the bits of bfloat16."""
+    flat = tensor.detach().reshape(len(tensor), -1)
+    return flat.numpy() if flat.dtype is torch.float32 else flat.view(torch.uint16).numpy()
+
+
+def _difference(mine: torch.Tensor, wanted: torch.Tensor) -> float:
+    mine, wanted = mine.float().flatten(), wanted.float().flatten()
+    if mine.shape != wanted.shape or not torch.isfinite(mine).all():
+        return float("inf")
+    return float((mine - wanted).norm() / wanted.norm().clamp_min(1e-30))

@@ -1,0 +1,24 @@
+"""How the weights of a matrix are kept in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hetero_kv.settings.setting import Settings, setting
+
+AUTO, AS_STORED, FP32, BF16, Q8_0, Q4_0 = CHOICES = ("auto", "as_stored", "fp32", "bf16", "q8_0", "q4_0")
+#: What weights are quantised to, by the setting's word: GGML's name.
+QUANTISED = {Q8_0: "Q8_0", Q4_0: "Q4_0"}
+
+
+@dataclass(frozen=True)
+class WeightSettings(Settings):
+    """The settings of QuantizedLinear and QuantizedEmbedding."""
+
+    weights: str = setting(
+        AUTO,
+        "how weights are kept in memory: auto and as_stored keep a GGUF file's quantised blocks as they are, where the "
+        "model computes on the CPU, and leave other weights in the model's dtype; fp32 and bf16 unpack them; q8_0 and "
+        "q4_0 quantise what has another type",
+        choices=CHOICES,
+    )

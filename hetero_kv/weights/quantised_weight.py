@@ -1,0 +1,131 @@
+"""A weight matrix that stays quantised in memory, in the layout of the CPU's kernels."""
+
+from __future__ import annotations
+
+import threading
+from functools import cached_property
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+
+from cpu_ops.quantised_linear import PackedMatrix, multiply
+from cpu_ops.weight_formats import FORMATS, TILE
+from cpu_ops.weight_unpack import read_rows, unpack_tiles
+from hetero_kv.errors import HeteroKVError
+
+FEW_ROWS = 32
+"""Most rows of activations that are multiplied with codes; longer prompts unpack the weights, piece by piece."""
+_PIECE_BYTES = 8 << 20
+"""Of weights that are unpacked at a time: small enough to stay in a shared cache until they are multiplied."""
+_STEP_ROWS = 4096
+_VIEWS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.uint16}
+
+
+class _Scratch(threading.local):
+    """Room for unpacked pieces, one per thread, used again by every matrix."""
+
+    room: torch.Tensor | None = None
+
+    def of(self, columns: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        needed = columns * rows * dtype.itemsize
+        if self.room is None or self.room.numel() < needed:
+            self.room = torch.empty(needed, dtype=torch.uint8)
+        return self.room[:needed].view(dtype).view(columns, rows)
+
+
+_SCRATCH = _Scratch()
+
+
+def packable(name: str, columns: int) -> bool:
+    """Whether there are kernels for GGML's format `name`, and its blocks divide rows of `columns` weights."""
+    return name in FORMATS and columns % FORMATS[name].columns == 0
+
+
+class QuantisedWeight:
+    """A matrix [rows, columns] of quantised weights.
+
+    Attributes:
+        data: the packed bytes, a uint8 tensor.
+    """
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        self.matrix = matrix
+        self.data = torch.from_numpy(matrix.data)
+
+    @classmethod
+    def of_blocks(cls, blocks: np.ndarray, name: str, columns: int) -> QuantisedWeight:
+        """Pack GGML's blocks [rows, bytes of a row] uint8 of format `name`."""
+        return cls(PackedMatrix.of_blocks(blocks, name, columns, torch.get_num_threads()))
+
+    @classmethod
+    def of_numbers(cls, weight: torch.Tensor, name: str) -> QuantisedWeight:
+        """Quantise weight [rows, columns] to GGML's format `name`, some rows at a time.
+
+        Raises HeteroKVError for numbers that are not finite.
+        """
+        rows, columns = weight.shape
+        blocks = []
+        for start in range(0, rows, _STEP_ROWS):
+            numbers = weight[start : start + _STEP_ROWS].detach().to("cpu", torch.float32).numpy()
+            if not np.isfinite(numbers).all():
+                raise HeteroKVError(
+                    f"a weight of {list(weight.shape)} holds numbers that are not finite; check its file"
+                )
+            blocks.append(gguf.quantize(numbers, GGMLQuantizationType[name]))
+        return cls.of_blocks(np.concatenate(blocks), name, columns)
+
+    @property
+    def name(self) -> str:
+        """GGML's name of the format."""
+        return self.matrix.name
+
+    @property
+    def shape(self) -> torch.Size:
+        """[rows, columns]."""
+        return torch.Size((self.matrix.rows, self.matrix.columns))
+
+    @cached_property
+    def kernels(self) -> tuple[int, int, int, int]:
+        """What a fused kernel calls; see `PackedMatrix.call`."""
+        return self.matrix.call
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, columns] @ weight.T, in x's dtype. Activations of few rows are quantised to int8."""
+        if len(x) > FEW_ROWS:
+            return self._multiply_unpacked(x)
+        out = multiply(x.detach().float().contiguous().numpy(), (self.matrix,), torch.get_num_threads())[0]
+        return torch.from_numpy(out).to(x.dtype)
+
+    def _multiply_unpacked(self, x: torch.Tensor) -> torch.Tensor:
+        rows, columns = self.shape
+        out = torch.empty((len(x), rows), dtype=x.dtype)
+        piece = max(_PIECE_BYTES // (columns * x.dtype.itemsize) // TILE, 1)
+        for tile in range(0, self.matrix.tiles, piece):
+            part = self._unpacked(tile, min(piece, self.matrix.tiles - tile), x.dtype)
+            start = tile * TILE
+            end = min(start + part.shape[1], rows)
+            torch.matmul(x, part[:, : end - start], out=out[:, start:end])
+        return out
+
+    def _unpacked(self, first_tile: int, tiles: int, dtype: torch.dtype) -> torch.Tensor:
+        """Rows of `tiles` tiles, transposed: [columns, rows], in room that the next call writes over."""
+        room = _SCRATCH.of(self.matrix.columns, tiles * TILE, dtype)
+        bits = room.view(torch.uint16) if dtype is torch.bfloat16 else room
+        unpack_tiles(self.matrix, bits.numpy().view(_VIEWS[dtype]), first_tile, torch.get_num_threads())
+        return room
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` [n] as float32 [n, columns]."""
+        return torch.from_numpy(read_rows(self.matrix, ids.to("cpu", torch.int64).numpy(), torch.get_num_threads()))
+
+    def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix as numbers [rows, columns]."""
+        out = torch.empty(self.shape, dtype=dtype)
+        piece = max(_PIECE_BYTES // (self.matrix.columns * dtype.itemsize) // TILE, 1)
+        for tile in range(0, self.matrix.tiles, piece):
+            part = self._unpacked(tile, min(piece, self.matrix.tiles - tile), dtype).T
+            rows = out[tile * TILE : tile * TILE + len(part)]
+            rows.copy_(part[: len(rows)])
+        return out
