@@ -33,17 +33,20 @@ def _bits(typingctx, value):
 
 
 @njit
-def _as_float32(value):
+def as_float32(value):
+    """A float32 as it is."""
     return value
 
 
 @njit
-def _as_float16(value):
+def as_float16(value):
+    """The bits of a float32 as binary16."""
     return _half_bits(value)
 
 
 @njit
-def _as_bfloat16(value):
+def as_bfloat16(value):
+    """The bits of a float32 as bfloat16; ties go to even."""
     bits = np.uint32(_bits(value))
     if np.isnan(value):
         return np.uint16(0x7FC0)
@@ -51,7 +54,7 @@ def _as_bfloat16(value):
     return np.uint16((bits + rounding) >> np.uint32(16))
 
 
-_ENCODERS = {"float32": _as_float32, "float16": _as_float16, "bfloat16": _as_bfloat16}
+_ENCODERS = {"float32": as_float32, "float16": as_float16, "bfloat16": as_bfloat16}
 
 
 def stores(dtype: np.dtype) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numba
+import numpy as np
 import torch
 from torch import nn
 
@@ -20,6 +22,7 @@ from hetero_kv.engine.recorded_prompt import RecordedPrompt
 from hetero_kv.engine.statistics import BLOCK_RECALL
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
+from hetero_kv.families.shadowkv import cpu_decode
 from hetero_kv.families.shadowkv.footprint import LowRankFootprint
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks
 from hetero_kv.families.shadowkv.layer import LowRankLayer
@@ -28,7 +31,9 @@ from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import CHUNK_HIT_RATE, KEY_ENERGY_OUTSIDE
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.store import storage
 
+_NONE_CHOSEN = np.empty((0, 0, 0), np.int64)
 _USE = "ShadowKVAttention would undo the rotation of keys; use RetrievalAttention there"
 
 
@@ -49,6 +54,7 @@ class ShadowKVAttention(AttentionOperator):
         super().__init__(path, wrapped, settings, engine)
         self._require_rank()
         self.rotation: Rotation | None = None
+        self.threads = min(engine.resolved_threads(), numba.config.NUMBA_NUM_THREADS)
 
     @classmethod
     def operator_for(cls, module: nn.Module) -> type[Operator]:
@@ -131,35 +137,70 @@ class ShadowKVAttention(AttentionOperator):
     # -- decode
 
     def decode_step(self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        self._require_full(call)
+        if call.sliding_window is not None:
+            self._require_full(call)
         layer.store(step, call.k, call.v)
-        out, lse = _attention(call, layer.recent_keys.entries, layer.recent_values.entries)
-        recent_lse = lse
+        decoded = self._decoded_by_kernels if cpu_decode.serves(layer, call) else self._decoded_in_torch
+        out, lse = decoded(layer, step, call)
+        if self.engine.measure_recall:
+            self._measure_recall(layer, call, lse)
+        return (out if call.sink is None else apply_sink(out, lse, call.sink)[0]).to(call.q.dtype)
+
+    def _decoded_by_kernels(
+        self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of a step, out [batch, heads, 1, v_dim] and lse, where `cpu_decode` serves."""
+        q = cpu_decode.queries(call)
         if layer.context.outliers is not None:
-            residents, chosen = layer.context.outliers.residents, self.chosen(layer, call)
+            count = self._count(layer, layer.context.outliers.ids)
+            chosen = cpu_decode.chosen(layer, call, q, count, self.threads) if count else _NONE_CHOSEN
+            hits = cpu_decode.held(layer, step, chosen, self.threads)
+            layer.count(layer.counted.with_choices(hits, chosen.size))
+        return cpu_decode.attention(layer, call, q, self.threads)
+
+    def _decoded_in_torch(
+        self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `_decoded_by_kernels`, on any device."""
+        out, lse = _attention(call, layer.recent_keys.entries, layer.recent_values.entries)
+        if layer.context.outliers is not None:
+            residents, chosen = layer.context.outliers.residents, self._chosen_in_torch(layer, call)
             hits = residents.hold(chosen, layer.rebuilt, layer.fetched, layer.chunks)
             layer.count(layer.counted.with_choices(hits, chosen.numel()))
             if residents.keys.shape[2]:
                 out, lse = merge_attention(out, lse, *_attention(call, residents.keys, residents.values))
-        if self.engine.measure_recall:
-            self._measure_recall(layer, call, lse, recent_lse)
-        return (out if call.sink is None else apply_sink(out, lse, call.sink)[0]).to(call.q.dtype)
+        return out, lse
 
     def chosen(self, layer: LowRankLayer, call: bridge.AttentionCall) -> torch.Tensor:
         """The chunks of the Context that this step attends to beside the outliers: [batch, kv_heads, n] int64."""
         assert layer.context.outliers is not None
+        count = self._count(layer, layer.context.outliers.ids)
+        if count and cpu_decode.serves(layer, call):
+            return torch.from_numpy(cpu_decode.chosen(layer, call, cpu_decode.queries(call), count, self.threads))
+        return self._chosen_in_torch(layer, call)
+
+    def _chosen_in_torch(self, layer: LowRankLayer, call: bridge.AttentionCall) -> torch.Tensor:
+        assert layer.context.outliers is not None
         outliers = layer.context.outliers.ids
-        budget = chunk_budget(layer.cohort.prompt_length, layer.chunks, self.settings)
-        count = min(budget, layer.chunks - outliers.shape[2])
+        count = self._count(layer, outliers)
         if count == 0:
             return outliers[:, :, :0]
         return chosen_chunks(call.q, layer.landmarks.entries, outliers, count, call.scale, call.softcap)
 
-    def _measure_recall(
-        self, layer: LowRankLayer, call: bridge.AttentionCall, lse: torch.Tensor, recent_lse: torch.Tensor
-    ) -> None:
+    def _count(self, layer: LowRankLayer, outliers: torch.Tensor) -> int:
+        """Chunks to choose beside the outliers [batch, kv_heads, n]."""
+        chunks = layer.chunks
+        return min(chunk_budget(layer.cohort.prompt_length, chunks, self.settings), chunks - outliers.shape[2])
+
+    def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
+        weight = next(self.wrapped.parameters())
+        if weight.device.type == "cpu":
+            stored = storage.get(self.settings.value_type).kernel
+            cpu_decode.compile_kernels(weight.dtype, stored, group, k_dim, v_dim)
+
+    def _measure_recall(self, layer: LowRankLayer, call: bridge.AttentionCall, lse: torch.Tensor) -> None:
         """Note the share of the full attention mass that was attended to, by the keys that the factors give back."""
-        full = recent_lse
+        full = lse
         if layer.context.length:
             keys, values = (
                 part.new_empty(*part.shape[:2], layer.stored_length, part.shape[3]) for part in (call.k, call.v)

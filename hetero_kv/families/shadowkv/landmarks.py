@@ -54,8 +54,9 @@ def chosen_chunks(
     batch, heads, tokens, dim = q.shape
     kv_heads = landmark.shape[1]
     # The group's queries are just more queries of the kv head.
-    folded = q.reshape(batch, kv_heads, heads // kv_heads * tokens, dim)
-    scores = (folded @ landmark.transpose(2, 3)).float() * scale
+    # Scaled before the product, which is beyond half precision for keys that attention itself takes.
+    folded = (q.float() * scale).to(landmark.dtype).reshape(batch, kv_heads, heads // kv_heads * tokens, dim)
+    scores = (folded @ landmark.transpose(2, 3)).float()
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     left_out = outliers[:, :, None].expand(-1, -1, scores.shape[2], -1)

@@ -87,7 +87,7 @@ class LowRankLayer(BufferedLayer):
 
     def count(self, statistics: LowRankStatistics) -> None:
         """Note what was counted."""
-        self.context = replace(self.context, statistics=statistics)
+        self.context = _Context(self.context.length, self.context.outliers, statistics)
 
     @property
     def stored_length(self) -> int:
@@ -136,12 +136,13 @@ class LowRankLayer(BufferedLayer):
             kv_heads, v_dim = keys.shape[1], values.shape[-1]
             # Its vectors of keys have no numbers: keys are elsewhere.
             self.pool = self.cohort.store.pool(self.layer_idx, self.layout, kv_heads, 0, v_dim, self.storage)
-        mapped = self.cohort.store.mapped
         # In the store, so that forks share it: memory is page-locked once.
-        if self.layer_idx not in mapped and runs_triton(values):
-            mapped[self.layer_idx] = MappedMemory(self.pool.values)
-        self._require_finite(values)
-        end = step.blocks(self.layout).length
+        if values.is_cuda and self.layer_idx not in self.cohort.store.mapped and runs_triton(values):
+            self.cohort.store.mapped[self.layer_idx] = MappedMemory(self.pool.values)
+        largest = self.storage.largest
+        if not step.is_decode or (largest is not None and float(values.abs().max()) > largest):
+            self._require_finite(values)
+        end = (step.made.get(id(self.layout)) or step.blocks(self.layout)).length
         if buffer is not None and step.part.is_last:
             self._store_prompt(step, buffer, end)
             return

@@ -58,6 +58,21 @@ class ResidentChunks:
         return self._values[:, :, :-1].flatten(2, 3)
 
     @property
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of outliers, slots and a last chunk that is none: [batch, kv_heads, n, chunk_size, dim]."""
+        return self._keys, self._values
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of outliers and slots."""
+        return (self._keys.shape[2] - 1) * self._keys.shape[3]
+
+    def provide(self, slots: int) -> None:
+        """Have that many slots; they are empty where there were others."""
+        if slots != self.ids.shape[2]:
+            self._set_slots(slots, self.outlier_keys, self.outlier_values)
+
+    @property
     def nbytes(self) -> int:
         """Memory of outliers and slots, bytes."""
         return sum(t.numel() * t.element_size() for t in (self._keys, self._values))
@@ -75,8 +90,7 @@ class ResidentChunks:
         """
         device = self._keys.device
         wanted = chosen.cpu()
-        if wanted.shape[2] != self.ids.shape[2]:
-            self._set_slots(wanted.shape[2], self.outlier_keys, self.outlier_values)
+        self.provide(wanted.shape[2])
         is_hit = _members(self.ids, chunks).gather(2, wanted)
         missing = (~is_hit).sum(dim=2)
         most = int(missing.max()) if missing.numel() else 0

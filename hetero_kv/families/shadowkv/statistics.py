@@ -81,7 +81,9 @@ class LowRankStatistics:
 
     def with_choices(self, hits: int, choices: int) -> LowRankStatistics:
         """These and a step's choices."""
-        return replace(self, hits=self.hits + hits, choices=self.choices + choices)
+        # Not `replace`, which looks at every field: this is called for every layer of every token.
+        rest = self.outside, self.energy, self.factored, self.recall_sum, self.recall_steps
+        return LowRankStatistics(self.hits + hits, self.choices + choices, *rest)
 
     def with_recall(self, covered: float) -> LowRankStatistics:
         """These and a step's share of attention mass."""

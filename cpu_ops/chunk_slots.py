@@ -1,0 +1,243 @@
+"""Slots that hold chosen chunks: those that were chosen before stay, the others are rebuilt and fetched.
+
+Keys come from their low-rank factors and are rotated, values from blocks in DRAM (ShadowKV, arXiv:2410.21465,
+algorithm 2).
+"""
+
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import from_dtype, njit, prange, types
+
+from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.kernel_call import on_threads
+from cpu_ops.simd import QUERY_TILE, accumulate_rows
+from cpu_ops.storage import STORAGE_TYPES, storage_of
+from cpu_ops.token_store import as_bfloat16, as_float16, stores
+
+
+class KeyFactorArrays(NamedTuple):
+    """What keys are rebuilt from.
+
+    Attributes:
+        coefficients: [rows, tokens, rank], of the keys of all heads before rotation; at least the chunks' tokens.
+        basis: [rows, kv_heads, rank, k_dim].
+        cos, sin: [positions, pairs], of at least the chunks' positions.
+        pairs, offset, interleaved: as in `gpu_ops.rotary.RotaryLayout`.
+    """
+
+    coefficients: np.ndarray
+    basis: np.ndarray
+    cos: np.ndarray
+    sin: np.ndarray
+    pairs: int
+    offset: int
+    interleaved: bool
+
+
+def hold_chunks(
+    chosen: np.ndarray,
+    ids: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    factors: KeyFactorArrays,
+    table: np.ndarray,
+    stored: np.ndarray,
+    chunks: int,
+    threads: int | None = None,
+) -> int:
+    """Let slots hold the chosen chunks, each in any slot; what changes is written in place.
+
+    chosen: [rows, kv_heads, n] int64, without repetition in a head. ids: [rows, kv_heads, n] int64, the chunk in each
+    slot, -1 for none. keys: [rows, kv_heads, at least n, chunk_size, k_dim], values: […, v_dim], of one type of single
+    numbers, as are the factors; the slots are those behind the first `keys.shape[2] - 1 - n`, and the last one is none.
+    table: [rows, blocks] int32, the block of every chunk. stored: [num_blocks, kv_heads, chunk_size, v_dim] values of
+    a storage type (last dimension in records for those that store values in groups). chunks: ids are below this.
+    threads: how many to use (None: Numba's setting).
+
+    Returns how many of the chosen were there, over all heads. Raises ValueError or TypeError for arrays that do not fit
+    together, IndexError for chunks or blocks that are not there; nothing is written then.
+    """
+    coefficients, basis, cos, sin, pairs, offset, interleaved = factors
+    kernel, dtype, stored_dtype = _plan(
+        chosen.shape, ids.shape, keys.shape, values.shape, coefficients.shape, basis.shape, cos.shape, sin.shape,
+        table.shape[:1], stored.shape, keys.dtype, stored.dtype, pairs, offset,
+    )  # fmt: skip
+    own = (each.view(dtype) for each in (keys, values, coefficients, basis, cos, sin))
+    # Of each pair the first channel is `offset + pair * step`, the second `second` channels further.
+    step, second = (2, 1) if interleaved else (1, pairs)
+    arrays = (chosen, ids, *own, table, stored.view(stored_dtype))
+    hits = on_threads(threads, kernel, *arrays, chunks, offset, step, second)
+    if hits < 0:
+        raise IndexError(
+            f"chosen chunks and slots must be below {chunks} and have blocks (0..{len(stored) - 1}), coefficients "
+            f"({coefficients.shape[1]} tokens) and rotations ({len(cos)} positions)"
+        )
+    return hits
+
+
+def compile_for(k_dim: int, kind: str, storage: str) -> None:
+    """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first token needs it."""
+    _kernel(kind, storage, k_dim)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    chosen: tuple[int, ...], ids: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...],
+    coefficients: tuple[int, ...], basis: tuple[int, ...], cos: tuple[int, ...], sin: tuple[int, ...],
+    rows: tuple[int, ...], stored: tuple[int, ...], dtype: np.dtype, stored_dtype: np.dtype,
+    pairs: int, offset: int,
+) -> tuple[Any, np.dtype, np.dtype]:  # fmt: skip
+    storage, kind = storage_of(stored_dtype), storage_of(dtype)
+    k_dim, v_dim = keys[-1], values[-1]
+    fitting = (
+        len(chosen) == 3 and len(keys) == 5 and len(coefficients) == 3 and stores(dtype)
+        and chosen == ids and keys[:2] == chosen[:2] and keys[2] > chosen[2] and values[:4] == keys[:4]
+        and basis == (*chosen[:2], coefficients[2], k_dim) and coefficients[:1] == rows == chosen[:1]
+        and cos == sin and cos[1:] == (pairs,) and offset >= 0 and offset + 2 * pairs <= k_dim
+        and stored[1:3] == (chosen[1], keys[3]) and stored[3] * storage.group == v_dim
+    )  # fmt: skip
+    if not fitting:
+        raise ValueError(
+            f"chosen {chosen}, ids {ids}, keys {keys}, values {values}, coefficients {coefficients}, basis {basis}, "
+            f"cos {cos}, sin {sin} ({pairs} pairs from channel {offset}), a table of {rows} rows and stored values "
+            f"{stored} do not fit together"
+        )
+    return _kernel(kind.name, storage.name, k_dim), kind.kernel_dtype, storage.kernel_dtype
+
+
+@njit
+def _divided(chosen, ids, chunks, free):
+    """Find what is missing: (hits, the list and the chunk of each miss); `free` gets the slots for a list's misses."""
+    lists, count = chosen.shape
+    is_slot = np.zeros(chunks, np.uint8)
+    of_list, missing = np.empty(lists * count, np.int64), np.empty(lists * count, np.int64)
+    misses = 0
+    for index in range(lists):
+        is_slot[:] = 0
+        for slot in range(count):
+            if ids[index, slot] >= chunks:
+                return -1, of_list, missing
+            if ids[index, slot] >= 0:
+                is_slot[ids[index, slot]] = 1
+        first = misses
+        for each in range(count):
+            chunk = chosen[index, each]
+            if chunk < 0 or chunk >= chunks:
+                return -1, of_list, missing
+            if is_slot[chunk]:
+                is_slot[chunk] = 2
+            else:
+                of_list[misses], missing[misses] = index, chunk
+                misses += 1
+        place = first
+        for slot in range(count):
+            if place < misses and (ids[index, slot] < 0 or is_slot[ids[index, slot]] != 2):
+                free[place] = slot
+                place += 1
+        if place < misses:
+            return -1, of_list, missing
+    return lists * count - misses, of_list, missing
+
+
+@njit
+def _put(rows, target, is_float32, is_float16):
+    """Write rows [n, dim] float32 as numbers of the target's type."""
+    for t in range(rows.shape[0]):
+        for d in range(rows.shape[1]):
+            if is_float32:
+                target[t, d] = rows[t, d]
+            elif is_float16:
+                target[t, d] = as_float16(rows[t, d])
+            else:
+                target[t, d] = as_bfloat16(rows[t, d])
+
+
+@cache
+def _kernel(kind: str, storage: str, k_dim: int) -> Any:
+    run, group_units = STORAGE_TYPES[storage].group, STORAGE_TYPES[storage].units(STORAGE_TYPES[storage].group)
+    # Single numbers are widened in runs of these, then one by one; groups one by one.
+    many, stored_many = 32, max(32, run)
+    is_float32, is_float16 = kind == "float32", kind == "float16"
+    code_version = CODE_VERSION
+
+    number = from_dtype(STORAGE_TYPES[kind].kernel_dtype)
+    five, four, three, two = (types.Array(number, dims, "C") for dims in (5, 4, 3, 2))
+    int3, table_type = types.Array(types.int64, 3, "C"), types.Array(types.int32, 2, "C")
+    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
+    integers = (types.int64,) * 5
+    signature = types.int64(int3, int3, five, five, three, four, two, two, table_type, pool, *integers)
+
+    @njit(signature, parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def hold(
+        chosen, ids, keys, values, coefficients, basis, cos, sin, table, stored, chunks, offset, step, second, threads
+    ):  # fmt: skip
+        rows, kv_heads, count = chosen.shape
+        chunk_size, v_dim = values.shape[3:]
+        rank, pairs = coefficients.shape[2], cos.shape[1]
+        lists, first_slot = rows * kv_heads, keys.shape[2] - 1 - count
+        if chunks * chunk_size > min(coefficients.shape[1], cos.shape[0]) or chunks > table.shape[1]:
+            return np.int64(-1)
+        free = np.empty(lists * count, np.int64)
+        flat_ids = ids.reshape(lists, count)
+        hits, of_list, missing = _divided(chosen.reshape(lists, count), flat_ids, chunks, free)
+        if hits < 0:
+            return np.int64(-1)
+        misses = lists * count - hits
+        for miss in range(misses):
+            block = table[of_list[miss] // kv_heads, missing[miss]]
+            if block < 0 or block >= stored.shape[0]:
+                return np.int64(-1)
+        for thread in prange(threads):
+            one = np.ones(1, np.float32)
+            factors, rebuilt = np.empty((chunk_size, rank), np.float32), np.empty((chunk_size, k_dim), np.float32)
+            fetched = np.empty((chunk_size, v_dim), np.float32)
+            cosines, sines = np.empty((chunk_size, pairs), np.float32), np.empty((chunk_size, pairs), np.float32)
+            for miss in range(misses * thread // threads, misses * (thread + 1) // threads):
+                row, head = of_list[miss] // kv_heads, of_list[miss] % kv_heads
+                start, slot = missing[miss] * chunk_size, first_slot + free[miss]
+                factors[:], rebuilt[:], fetched[:], cosines[:], sines[:] = 0, 0, 0, 0, 0
+                # Adding stored numbers, once, to zeros widens them.
+                at, whole = (row * coefficients.shape[1] + start) * rank, chunk_size * rank // many * many
+                for i in range(0, whole, many):
+                    accumulate_rows(kind, many, 1, one, 0, 1, coefficients, at + i, 1, factors, i, basis, 0, 0)
+                for i in range(whole, chunk_size * rank):
+                    accumulate_rows(kind, 1, 1, one, 0, 1, coefficients, at + i, 1, factors, i, basis, 0, 0)
+                at, whole = start * pairs, chunk_size * pairs // many * many
+                for i in range(0, whole, many):
+                    accumulate_rows(kind, many, 1, one, 0, 1, cos, at + i, 1, cosines, i, basis, 0, 0)
+                    accumulate_rows(kind, many, 1, one, 0, 1, sin, at + i, 1, sines, i, basis, 0, 0)
+                for i in range(whole, chunk_size * pairs):
+                    accumulate_rows(kind, 1, 1, one, 0, 1, cos, at + i, 1, cosines, i, basis, 0, 0)
+                    accumulate_rows(kind, 1, 1, one, 0, 1, sin, at + i, 1, sines, i, basis, 0, 0)
+                at = (np.int64(table[row, missing[miss]]) * kv_heads + head) * (chunk_size * stored.shape[3])
+                whole = chunk_size * v_dim // stored_many * stored_many
+                for i in range(0, whole, stored_many):
+                    s_at = at + i // run * group_units
+                    accumulate_rows(storage, stored_many, 1, one, 0, 1, stored, s_at, 1, fetched, i, basis, 0, 0)
+                for i in range(whole, chunk_size * v_dim):
+                    accumulate_rows(storage, 1, 1, one, 0, 1, stored, at + i, 1, fetched, i, basis, 0, 0)
+                at, whole = of_list[miss] * (rank * k_dim), chunk_size // QUERY_TILE * QUERY_TILE
+                for t in range(0, whole, QUERY_TILE):
+                    accumulate_rows(
+                        kind, k_dim, QUERY_TILE, factors, t * rank, rank, basis, at, rank, rebuilt, t * k_dim,
+                        basis, 0, 0,
+                    )  # fmt: skip
+                for t in range(whole, chunk_size):
+                    accumulate_rows(
+                        kind, k_dim, 1, factors, t * rank, rank, basis, at, rank, rebuilt, t * k_dim, basis, 0, 0
+                    )
+                for t in range(chunk_size):
+                    for pair in range(pairs):
+                        d = offset + pair * step
+                        a, b = rebuilt[t, d], rebuilt[t, d + second]
+                        rebuilt[t, d] = a * cosines[t, pair] - b * sines[t, pair]
+                        rebuilt[t, d + second] = b * cosines[t, pair] + a * sines[t, pair]
+                _put(rebuilt, keys[row, head, slot], is_float32, is_float16)
+                _put(fetched, values[row, head, slot], is_float32, is_float16)
+        for miss in range(misses):
+            flat_ids[of_list[miss], free[miss]] = missing[miss]
+        return np.int64(hits + 0 * code_version)
+
+    return hold

@@ -1,0 +1,24 @@
+"""One call of a kernel that divides its work among threads."""
+
+from typing import Any
+
+from numba import get_num_threads, set_num_threads
+
+from cpu_ops.threads import one_kernel_at_a_time, use_threads
+
+
+def on_threads(threads: int | None, kernel: Any, *arguments: Any) -> Any:
+    """What `kernel(*arguments, threads)` returns, called while no other kernel runs.
+
+    threads: how many to use (None: as many as Numba is set to). As `kernel_threads`, in one frame: kernels are called
+    for every layer of every token. Raises ValueError for a number of threads that there are not, TypeError for
+    arguments that are not of the kernel's types.
+    """
+    with one_kernel_at_a_time:
+        before = get_num_threads()
+        used = before if threads is None or threads == before else use_threads(threads)
+        try:
+            return kernel(*arguments, used)
+        finally:
+            if used != before:
+                set_num_threads(before)

@@ -1,0 +1,150 @@
+"""Choosing chunks by their landmarks (ShadowKV, arXiv:2410.21465, algorithm 2)."""
+
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+from numba import from_dtype, njit, prange, types
+
+from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.exponential import LOG2_E, exp2, row_max, row_softcap
+from cpu_ops.kernel_call import on_threads
+from cpu_ops.simd import query_tiles, score_tile, token_tile
+from cpu_ops.storage import STORAGE_TYPES, storage_of
+from cpu_ops.top_k import select
+
+_AT_ONCE = 64
+"""Landmarks that a thread scores before it looks for more."""
+
+
+def best_chunks(
+    q: np.ndarray,
+    landmarks: np.ndarray,
+    outliers: np.ndarray,
+    chunks: int,
+    count: int,
+    scale: float,
+    softcap: float = 0.0,
+    threads: int | None = None,
+) -> np.ndarray:
+    """The chunks whose landmarks take most of the softmax of one of their kv head's queries.
+
+    q: [rows, kv_heads, group, dim] float32. landmarks: [rows, kv_heads, capacity, dim] of a storage type of single
+    numbers, one for each of the first `chunks`. outliers: [rows, kv_heads, n] int64, chunks that have no part in the
+    softmax and are not chosen. count: chunks to choose, 1 to chunks - n. scale, softcap: as in
+    `cpu_ops.attention.attend_blocks`. threads: how many to use (None: Numba's setting).
+
+    Returns [rows, kv_heads, count] int64, ascending; of equal shares the lower chunk's comes first. Shares are compared
+    as logarithms: none underflows. Raises ValueError or TypeError for arrays that do not fit together, IndexError for
+    an outlier that is no chunk.
+    """
+    kernel, kernel_dtype = _plan(q.shape, landmarks.shape, outliers.shape, landmarks.dtype)
+    if not (0 <= chunks <= landmarks.shape[2] and 1 <= count <= chunks - outliers.shape[2]):
+        raise ValueError(f"{count} of {chunks} chunks beside {outliers.shape[2]} outliers, landmarks {landmarks.shape}")
+    out = np.empty((*q.shape[:2], count), np.int64)
+    if not on_threads(threads, kernel, q, landmarks.view(kernel_dtype), outliers, chunks, scale, softcap, out):
+        raise IndexError(f"outliers range over {outliers.min()}..{outliers.max()}; chunks are 0..{chunks - 1}")
+    return out
+
+
+def compile_for(group: int, dim: int, storage: str) -> None:
+    """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first token needs it."""
+    _kernel(storage, group, dim)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    q: tuple[int, ...], landmarks: tuple[int, ...], outliers: tuple[int, ...], dtype: np.dtype
+) -> tuple[Any, np.dtype]:
+    storage = storage_of(dtype)
+    fitting = len(q) == len(landmarks) == 4 and len(outliers) == 3 and storage.group == 1
+    if not (fitting and q[:2] == landmarks[:2] == outliers[:2] and q[3] == landmarks[3] and min(q[2:]) > 0):
+        raise ValueError(f"q {q}, landmarks {landmarks} ({storage.name}) and outliers {outliers} do not fit together")
+    return _kernel(storage.name, q[2], q[3]), storage.kernel_dtype
+
+
+@njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+def _log2_total(scores, row, count, most):
+    """log2 of the sum of 2 ** score over scores[row, :count], of which `most` is the largest."""
+    total = np.float32(0)
+    for t in range(count):
+        total += exp2(scores[row, t] - most)
+    return most + np.log2(total)
+
+
+@cache
+def _kernel(storage: str, group: int, dim: int) -> Any:
+    full_tiles, tile_queries, rest_queries = query_tiles(group)
+    full_queries = full_tiles * tile_queries
+    tile_chunks = token_tile(tile_queries, _AT_ONCE)
+    code_version = CODE_VERSION
+
+    real4, int3 = types.Array(types.float32, 4, "C"), types.Array(types.int64, 3, "C")
+    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
+    signature = types.int64(real4, pool, int3, types.int64, types.float64, types.float64, int3, types.int64)
+
+    @njit(signature, parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def choose(q, landmarks, outliers, chunks, scale, softcap, out, threads):
+        rows, kv_heads = q.shape[:2]
+        lists, count, left_out = rows * kv_heads, out.shape[2], outliers.shape[2]
+        for index in range(lists):
+            for each in range(left_out):
+                outlier = outliers[index // kv_heads, index % kv_heads, each]
+                if outlier < 0 or outlier >= chunks:
+                    return np.int64(0)
+        factor = np.float32(scale / softcap if softcap > 0 else scale * LOG2_E)
+        scaled_q = q * factor
+        scores = np.empty((lists * group, chunks), np.float32)
+        parts = (chunks + _AT_ONCE - 1) // _AT_ONCE
+        total = lists * parts
+        for thread in prange(threads):
+            for item in range(total * thread // threads, total * (thread + 1) // threads):
+                index, first = item // parts, item % parts * _AT_ONCE
+                stop = min(first + _AT_ONCE, chunks)
+                whole = stop - (stop - first) % tile_chunks
+                q_at, s_at = index * (group * dim), index * (group * chunks)
+                l_at = index * (landmarks.shape[2] * dim)
+                for c in range(first, whole, tile_chunks):
+                    for g in range(0, full_queries, tile_queries):
+                        score_tile(
+                            "dot", storage, dim, tile_queries, tile_chunks, scaled_q, q_at + g * dim,
+                            landmarks, l_at + c * dim, scores, s_at + g * chunks + c, chunks,
+                        )  # fmt: skip
+                    if rest_queries > 0:
+                        score_tile(
+                            "dot", storage, dim, rest_queries, tile_chunks, scaled_q, q_at + full_queries * dim,
+                            landmarks, l_at + c * dim, scores, s_at + full_queries * chunks + c, chunks,
+                        )  # fmt: skip
+                for c in range(whole, stop):
+                    for g in range(group):
+                        score_tile(
+                            "dot", storage, dim, 1, 1, scaled_q, q_at + g * dim,
+                            landmarks, l_at + c * dim, scores, s_at + g * chunks + c, chunks,
+                        )  # fmt: skip
+        for thread in prange(threads):
+            best = np.empty((1, chunks), np.float32)
+            indices = np.empty((1, count), np.int32)
+            for index in range(lists * thread // threads, lists * (thread + 1) // threads):
+                row, head = index // kv_heads, index % kv_heads
+                best[:] = -np.inf
+                for g in range(group):
+                    each = index * group + g
+                    if softcap > 0:
+                        row_softcap(scores, each, chunks, np.float32(softcap) * LOG2_E)
+                    for place in range(left_out):
+                        scores[each, outliers[row, head, place]] = -np.inf
+                    most = row_max(scores, each, chunks)
+                    log_total = _log2_total(scores, each, chunks, most) if most > -np.inf else np.float32(0)
+                    for c in range(chunks):
+                        share = scores[each, c] - log_total
+                        if share > best[0, c]:
+                            best[0, c] = share
+                # Below any share, those that have underflowed to -inf included.
+                for place in range(left_out):
+                    best[0, outliers[row, head, place]] = np.nan
+                select(best, np.full(1, chunks, np.int32), np.full(1, count, np.int32), indices)
+                for place in range(count):
+                    out[row, head, place] = indices[0, place]
+        return np.int64(1 + 0 * code_version)
+
+    return choose

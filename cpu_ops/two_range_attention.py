@@ -1,0 +1,200 @@
+"""Attention of one query position to two ranges of tokens, each one piece of memory per head.
+
+The online softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithm 1) over tiles of tokens, which are
+divided among threads across rows, heads and ranges alike; what several threads computed of one head is merged by its
+log-sum-exp.
+"""
+
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import from_dtype, njit, prange, types
+
+from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_exp2, row_max, row_softcap
+from cpu_ops.kernel_call import on_threads
+from cpu_ops.simd import accumulate_rows, query_tiles, score_tile, token_tile
+from cpu_ops.storage import STORAGE_TYPES, storage_of
+from cpu_ops.work_division import merge_edges
+
+_TILE = 64
+"""Tokens whose scores are held at once."""
+
+
+class TokenRange(NamedTuple):
+    """Tokens that follow each other.
+
+    Attributes:
+        keys: [rows, kv_heads, capacity, k_dim] of a storage type of single numbers.
+        values: [rows, kv_heads, capacity, v_dim], likewise.
+        start: the first of the tokens.
+        length: how many there are.
+    """
+
+    keys: np.ndarray
+    values: np.ndarray
+    start: int
+    length: int
+
+
+def attend_ranges(
+    q: np.ndarray,
+    first: TokenRange,
+    second: TokenRange,
+    scale: float,
+    softcap: float = 0.0,
+    threads: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax attention of one query position per row to the tokens of both ranges.
+
+    q: [rows, kv_heads, group, k_dim] float32, the query heads of each kv head together. first, second: of one type and,
+    but for their capacities, one shape. scale, softcap: as in `cpu_ops.attention.attend_blocks`. threads: how many to
+    use (None: Numba's setting).
+
+    Returns out [rows, kv_heads, group, v_dim] float32 and lse [rows, kv_heads, group] float32, the natural logarithm of
+    the sum of exp(score); 0 and -inf where there is no token. Raises ValueError or TypeError for arrays that do not fit
+    together, IndexError for tokens beyond a range's capacity.
+    """
+    (keys_a, values_a, start_a, count_a), (keys_b, values_b, start_b, count_b) = first, second
+    kernel, dtype = _plan(q.shape, keys_a.shape, values_a.shape, keys_b.shape, values_b.shape, keys_a.dtype)
+    if not (
+        0 <= start_a <= start_a + count_a <= keys_a.shape[2] and 0 <= start_b <= start_b + count_b <= keys_b.shape[2]
+    ):
+        raise IndexError(
+            f"{count_a} tokens from {start_a} of {keys_a.shape[2]} and {count_b} from {start_b} of {keys_b.shape[2]}"
+        )
+    out, lse = np.empty((*q.shape[:3], values_a.shape[3]), np.float32), np.empty(q.shape[:3], np.float32)
+    arrays = (each.view(dtype) for each in (keys_a, values_a, keys_b, values_b))
+    on_threads(threads, kernel, q, *arrays, start_a, count_a, start_b, count_b, scale, softcap, out, lse)
+    return out, lse
+
+
+def compile_for(group: int, k_dim: int, v_dim: int, storage: str) -> None:
+    """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first token needs it."""
+    _kernel(storage, group, k_dim, v_dim)
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    q: tuple[int, ...], keys_a: tuple[int, ...], values_a: tuple[int, ...], keys_b: tuple[int, ...],
+    values_b: tuple[int, ...], dtype: np.dtype,
+) -> tuple[Any, np.dtype]:  # fmt: skip
+    storage = storage_of(dtype)
+    fitting = len(q) == len(keys_a) == len(values_a) == 4 and storage.group == 1 and min(q[2:]) > 0
+    for keys, values in ((keys_a, values_a), (keys_b, values_b)):
+        fitting = fitting and keys == (*q[:2], keys[2], q[3]) and values == (*keys[:3], values_a[3])
+    if not fitting or values_a[3] < 1:
+        raise ValueError(
+            f"q {q}, keys {keys_a} and {keys_b}, values {values_a} and {values_b} ({storage.name}) do not fit together"
+        )
+    return _kernel(storage.name, q[2], q[3], values_a[3]), storage.kernel_dtype
+
+
+@cache
+def _kernel(storage: str, group: int, k_dim: int, v_dim: int) -> Any:
+    full_tiles, tile_queries, rest_queries = query_tiles(group)
+    full_queries = full_tiles * tile_queries
+    tile_tokens = token_tile(tile_queries, _TILE)
+    code_version = CODE_VERSION
+
+    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
+    real4, real3 = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
+    places, factors = (types.int64,) * 4, (types.float64,) * 2
+    signature = types.int64(real4, pool, pool, pool, pool, *places, *factors, real4, real3, types.int64)
+
+    @njit(signature, parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def attend(
+        q, keys_a, values_a, keys_b, values_b, start_a, count_a, start_b, count_b, scale, softcap, out, lse, threads
+    ):  # fmt: skip
+        kv_heads = q.shape[1]
+        lists = q.shape[0] * kv_heads
+        tiles_a, tiles_b = (count_a + _TILE - 1) // _TILE, (count_b + _TILE - 1) // _TILE
+        tiles = tiles_a + tiles_b
+        if tiles == 0:
+            out[:], lse[:] = 0, -np.inf
+            return code_version
+        total = lists * tiles
+        factor = np.float32(scale / softcap if softcap > 0 else scale * LOG2_E)
+        edges = np.full(2 * threads, -1, np.int64)
+        edge_sums = np.empty((2 * threads, group, v_dim), np.float32)
+        edge_most = np.empty((2 * threads, group), np.float32)
+        edge_total = np.empty((2 * threads, group), np.float32)
+        for thread in prange(threads):
+            first, last = total * thread // threads, total * (thread + 1) // threads
+            scaled_q = np.empty((group, k_dim), np.float32)
+            scores = np.empty((group, _TILE), np.float32)
+            sums = np.empty((group, v_dim), np.float32)
+            most = np.empty(group, np.float32)
+            totals = np.empty(group, np.float32)
+            for item in range(first, last):
+                index, tile = item // tiles, item % tiles
+                row, head = index // kv_heads, index % kv_heads
+                if tile == 0 or item == first:
+                    most[:], totals[:], sums[:] = -np.inf, 0, 0
+                    for g in range(group):
+                        for d in range(k_dim):
+                            scaled_q[g, d] = q[row, head, g, d] * factor
+                in_b = tile >= tiles_a
+                keys, values = keys_b if in_b else keys_a, values_b if in_b else values_a
+                begin = (tile - tiles_a) * _TILE if in_b else tile * _TILE
+                count = min(_TILE, (count_b if in_b else count_a) - begin)
+                token = index * keys.shape[2] + begin + (start_b if in_b else start_a)
+                k_at, v_at = token * k_dim, token * v_dim
+                whole = count - count % tile_tokens
+                for t in range(0, whole, tile_tokens):
+                    for g in range(0, full_queries, tile_queries):
+                        score_tile(
+                            "dot", storage, k_dim, tile_queries, tile_tokens, scaled_q, g * k_dim,
+                            keys, k_at + t * k_dim, scores, g * _TILE + t, _TILE,
+                        )  # fmt: skip
+                    if rest_queries > 0:
+                        score_tile(
+                            "dot", storage, k_dim, rest_queries, tile_tokens, scaled_q, full_queries * k_dim,
+                            keys, k_at + t * k_dim, scores, full_queries * _TILE + t, _TILE,
+                        )  # fmt: skip
+                for t in range(whole, count):
+                    for g in range(group):
+                        score_tile(
+                            "dot", storage, k_dim, 1, 1, scaled_q, g * k_dim,
+                            keys, k_at + t * k_dim, scores, g * _TILE + t, _TILE,
+                        )  # fmt: skip
+                for g in range(group):
+                    if softcap > 0:
+                        row_softcap(scores, g, count, np.float32(softcap) * LOG2_E)
+                    tile_most = row_max(scores, g, count)
+                    if tile_most > most[g]:
+                        rescale = exp2(most[g] - tile_most)
+                        most[g] = tile_most
+                        totals[g] *= rescale
+                        for d in range(v_dim):
+                            sums[g, d] *= rescale
+                    totals[g] += row_exp2(scores, g, count, most[g])
+                for g in range(0, full_queries, tile_queries):
+                    accumulate_rows(
+                        storage, v_dim, tile_queries, scores, g * _TILE, _TILE, values, v_at, count, sums, g * v_dim,
+                        keys, 0, 0,
+                    )  # fmt: skip
+                if rest_queries > 0:
+                    accumulate_rows(
+                        storage, v_dim, rest_queries, scores, full_queries * _TILE, _TILE, values, v_at, count,
+                        sums, full_queries * v_dim, keys, 0, 0,
+                    )  # fmt: skip
+                if tile < tiles - 1 and item < last - 1:
+                    continue
+                if index * tiles >= first and (index + 1) * tiles <= last:
+                    for g in range(group):
+                        lse[row, head, g] = (most[g] + np.log2(totals[g])) * LN_2
+                        for d in range(v_dim):
+                            out[row, head, g, d] = sums[g, d] / totals[g]
+                else:
+                    edge = 2 * thread + (0 if index * tiles < first else 1)
+                    edges[edge] = index
+                    for g in range(group):
+                        edge_most[edge, g], edge_total[edge, g] = most[g], totals[g]
+                        for d in range(v_dim):
+                            edge_sums[edge, g, d] = sums[g, d]
+        merge_edges(edges, edge_sums, edge_most, edge_total, out, lse)
+        return code_version
+
+    return attend
