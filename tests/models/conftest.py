@@ -33,9 +33,10 @@ def tiny_directory(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def write_tiny_gguf(tiny_directory):
-    """Write the tiny model as a GGUF file: `change(writer)` may add metadata, `without` names tensors to leave out."""
+    """Write the tiny model as a GGUF file: `change(writer)` may add metadata, `without` names tensors to leave out,
+    `kind` is what matrices are quantised to."""
 
-    def write(path, change=lambda writer: None, without=()):
+    def write(path, change=lambda writer: None, without=(), kind=None):
         model = Qwen2ForCausalLM.from_pretrained(tiny_directory)
         writer = gguf.GGUFWriter(path, "qwen2")
         writer.add_context_length(512)
@@ -57,8 +58,12 @@ def write_tiny_gguf(tiny_directory):
         for name, tensor in model.state_dict().items():
             for theirs, ours in GGUF_NAMES.items():
                 name = name.replace(theirs, ours)
-            if name not in without:
+            if name in without:
+                continue
+            if kind is None or tensor.dim() == 1:
                 writer.add_tensor(name, tensor.numpy())
+            else:
+                writer.add_tensor(name, gguf.quantize(tensor.numpy(), kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

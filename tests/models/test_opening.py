@@ -1,0 +1,140 @@
+"""A model is opened without its weights, rules are put in, then the weights come: nothing is unpacked in between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from hetero_kv import HeteroCache, HeteroKVError, eject, inject, load_model, open_model
+from hetero_kv.adapter.quantized_module import QuantizedEmbedding, QuantizedLinear
+
+SMALL = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32"}
+IDS = torch.tensor([[5, 9, 77, 31, 200, 8]])
+
+
+@pytest.fixture(scope="session")
+def quantised_file(write_tiny_gguf, tmp_path_factory):
+    """The tiny model in one of GGML's types."""
+    folder = tmp_path_factory.mktemp("quantised")
+    return lambda kind: write_tiny_gguf(folder / f"{kind}.gguf", kind=GGMLQuantizationType[kind])
+
+
+def quantised(model):
+    return {
+        path: module.quantised.name
+        for path, module in model.named_modules()
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding) and module.quantised is not None
+    }
+
+
+def logits_of(model, ids):
+    return model(ids, past_key_values=HeteroCache(model, 256)).logits
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_matrices_stay_as_the_file_stores_them(quantised_file, kind):
+    path = quantised_file(kind)
+    opened = open_model(path, dtype="float32")
+    assert all(parameter.is_meta for parameter in opened.model.parameters())
+    inject(opened.model, "dense", command_line=SMALL)
+    model = opened.load().model
+    assert len(quantised(model)) == 2 * 7 + 2
+    assert set(quantised(model).values()) == {kind}
+    unpacked = load_model(path, dtype="float32").model
+    long = IDS.repeat(1, 10)
+    # A long prompt multiplies the same numbers; a short one quantises its activations.
+    torch.testing.assert_close(logits_of(model, long), unpacked(long).logits, rtol=1e-4, atol=1e-4)
+    short, wanted = logits_of(model, IDS), unpacked(IDS).logits
+    assert 0 < (short - wanted).norm() / wanted.norm() < 0.02
+
+
+def test_a_model_opened_without_rules_for_weights_is_a_loaded_one(quantised_file):
+    path = quantised_file("Q8_0")
+    opened = open_model(path, dtype="float32").load().model
+    assert torch.equal(opened(IDS).logits, load_model(path, dtype="float32").model(IDS).logits)
+
+
+def test_eject_gives_the_modules_back_with_their_numbers(quantised_file):
+    path = quantised_file("Q5_0")
+    opened = open_model(path, dtype="float32")
+    inject(opened.model, "quest", command_line=SMALL)
+    model = opened.load().model
+    eject(model)
+    wanted = load_model(path, dtype="float32").model
+    assert model.state_dict().keys() == wanted.state_dict().keys()
+    for name, numbers in wanted.state_dict().items():
+        assert torch.equal(model.state_dict()[name], numbers), name
+
+
+def test_a_type_without_kernels_is_kept_as_q8_0_and_said(quantised_file, caplog, monkeypatch):
+    path = quantised_file("Q5_1")
+    monkeypatch.delitem(__import__("cpu_ops.weight_formats", fromlist=["FORMATS"]).FORMATS, "Q5_1")
+    opened = open_model(path, dtype="float32")
+    inject(opened.model, "dense", command_line=SMALL)
+    model = opened.load().model
+    assert set(quantised(model).values()) == {"Q8_0"}
+    assert "no kernels for Q5_1" in caplog.text
+    wanted = load_model(path, dtype="float32").model(IDS.repeat(1, 10)).logits
+    assert (logits_of(model, IDS.repeat(1, 10)) - wanted).norm() / wanted.norm() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("asked", "kinds", "dtype"),
+    [
+        ("q4_0", {"Q4_0"}, None),
+        ("q8_0", {"Q8_0"}, None),
+        ("fp32", set(), torch.float32),
+        ("bf16", set(), torch.bfloat16),
+    ],
+)
+def test_weights_are_what_is_asked_for(quantised_file, tiny_directory, asked, kinds, dtype):
+    for source in (quantised_file("Q8_0"), tiny_directory):
+        opened = open_model(source, dtype="float32")
+        inject(opened.model, "dense", command_line={**SMALL, "weights": asked})
+        model = opened.load().model
+        assert set(quantised(model).values()) == kinds
+        if dtype is not None:
+            assert model.model.layers[0].mlp.gate_proj.weight.dtype is dtype
+        wanted = load_model(source, dtype="float32").model(IDS).logits
+        assert (logits_of(model, IDS) - wanted).norm() / wanted.norm() < 0.2
+
+
+def test_numbers_stay_numbers_where_nothing_else_is_asked(tiny_directory):
+    model = load_model(tiny_directory, dtype="float32").model
+    inject(model, "dense", command_line=SMALL)
+    assert not any(isinstance(module, QuantizedLinear | QuantizedEmbedding) for module in model.modules())
+
+
+def test_an_unknown_kind_of_weights_is_refused(tiny_directory):
+    model = load_model(tiny_directory, dtype="float32").model
+    with pytest.raises(HeteroKVError, match="q8_0"):
+        inject(model, "dense", command_line={**SMALL, "weights": "q8"})
+
+
+def test_weights_that_are_missing_are_named(write_tiny_gguf, tmp_path):
+    path = write_tiny_gguf(tmp_path / "cut.gguf", without=("blk.1.ffn_up.weight",))
+    with pytest.raises(HeteroKVError, match=r"layers\.1\.mlp\.up_proj"):
+        open_model(path, dtype="float32").load()
+
+
+@pytest.mark.model
+def test_the_small_real_model_is_as_large_as_its_file(tmp_path):
+    opened = open_model("smollm2-135m-instruct", dtype="float32")
+    inject(opened.model, "dense", command_line={"max_seq_len": 256})
+    model = opened.load().model
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
+    assert sum(tensor.nbytes for tensor in tensors) < 1.05 * 98_362_432
+    # The head is the embedding.
+    assert model.lm_head.quantised is model.model.embed_tokens.quantised
+    unpacked = load_model("smollm2-135m-instruct", dtype="float32").model
+    prompt = opened.tokenizer("The capital of France is", return_tensors="pt").input_ids
+    answer = unpacked.generate(prompt, max_new_tokens=12, do_sample=False)
+    cache = HeteroCache(model, 256)
+    # Token by token, as it is decoded: activations are quantised.
+    mine = torch.cat([model(token[None, None], past_key_values=cache).logits for token in answer[0]], dim=1)
+    wanted = unpacked(answer).logits
+    divergence = torch.nn.functional.kl_div(
+        mine.log_softmax(-1), wanted.log_softmax(-1), log_target=True, reduction="none"
+    )
+    assert divergence.sum(-1).mean() < 0.01
