@@ -70,6 +70,13 @@ class Cohort:
         self.sequences = [Sequence({layout: self.store.table(layout) for layout in self.layouts}) for _ in range(rows)]
         self.closed = dict.fromkeys(self.layouts, 0)
 
+    @property
+    def statistics(self) -> dict[str, list[float | int | None]]:
+        """What the layers have counted, by name, a value for each layer; None where a layer does not know the name."""
+        said = [layer.statistics if isinstance(layer, FamilyLayer) else {} for layer in self.layers]
+        names = dict.fromkeys(name for each in said for name in each)
+        return {name: [each.get(name) for each in said] for name in names}
+
     # -- a step
 
     def begin(self, tokens: int, rows: slice, *, is_decode: bool, part: PromptPart, keeps: bool) -> Step:

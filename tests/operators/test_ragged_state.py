@@ -1,4 +1,4 @@
-"""What rows of a batch take with them beside their tokens: selections, and positions along several axes."""
+"""What rows of a batch take with them beside their tokens: selections, positions along several axes, statistics."""
 
 from __future__ import annotations
 
@@ -127,3 +127,33 @@ def test_positions_along_several_axes_are_cut_by_rows(recipe, rows):
                 expected.append(model(token, position_ids=at[..., -1:] + 1 + i, past_key_values=own).logits[0])
             found = torch.cat([first[row, -len(tokens) :], *(logits[row] for logits in later)])
             assert_same_but_for_rounding(found, torch.cat(expected), f"row {row}")
+
+
+@pytest.mark.parametrize("recipe", ["ktransformers", "shadowkv_plus"])
+def test_statistics_are_means_over_the_rows_of_all_cohorts(recipe, llama):
+    groups = [[prompt(60, 1), prompt(60, 2)], [prompt(120, 3)], [prompt(3, 4)]]
+    rules = small_recipe(recipe, measure_recall=True)
+    together = Batch(llama, injected(llama, rules), [each for group in groups for each in group])
+    together.answer(3)
+    apart = [Batch(llama, new_cache(llama), group) for group in groups]
+    for group in apart:
+        group.answer(3)
+    found = together.cache.statistics
+    assert "block_recall" in found
+    for name, layers in found.items():
+        for layer, value in enumerate(layers):
+            said = [(len(group.cache.lengths), group.cache.statistics[name][layer]) for group in apart]
+            said = [(rows, each) for rows, each in said if each is not None]
+            if said:
+                expected = sum(rows * each for rows, each in said) / sum(rows for rows, _ in said)
+                assert value == pytest.approx(expected, abs=1e-4), (name, layer)
+            else:
+                assert value is None, (name, layer)
+
+
+def test_entries_of_all_cohorts_are_spoken_of(llama):
+    prompts = [prompt(10, 1), prompt(30, 2), prompt(30, 3)]
+    batch = Batch(llama, injected(llama, small_recipe("h2o")), prompts)
+    assert batch.cache.statistics["entries_held"] == pytest.approx([70 / 3] * 3)
+    held = [layer.held for layer in batch.cache.driven_layers]
+    assert held == [10] * 3 + [30] * 3
