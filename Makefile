@@ -6,6 +6,8 @@ READY  := $(VENV)/.installed
 TESTED := $(VENV)/.installed-for-tests
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CONFIG ?= injection_rules/ktransformers.yaml
+# Processes that run tests side by side, a core and 2 GB each; 0 runs them in one.
+WORKERS ?= 2
 
 .PHONY: chat test test-slow lint format docs bench gpu-check clean
 
@@ -13,7 +15,7 @@ chat: $(READY)  ## install, fetch the default model, open the chat in long-conte
 	$(BIN)/python local_chat.py --mode long_context --config $(CONFIG) $(ARGS)
 
 test: $(TESTED)  ## the whole suite
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: $(TESTED)  ## the checks that take minutes, on the default model
 	$(BIN)/python -m pytest -m slow $(ARGS)

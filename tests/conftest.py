@@ -2,7 +2,34 @@
 
 from __future__ import annotations
 
+import os
+
+import psutil
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_core_for_each_worker():
+    """Where tests run side by side, torch has one thread, and `threads_num: auto` is one.
+
+    Threads of one process would wait for the other's. A kernel's own tests give it as many as there are.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    import numba
+    import torch
+
+    import cpu_ops.threads  # noqa: F401
+
+    # Starts Numba's threads, which have torch use as many.
+    numba.get_num_threads()
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(psutil, "cpu_count", lambda logical=True: 1)
+        # For the processes that tests start.
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
 
 
 @pytest.fixture(scope="session")

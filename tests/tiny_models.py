@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
 
 _BASE = {
     "vocab_size": 97,
@@ -74,7 +81,20 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: object) -> PreTraine
     """A random model of this architecture in eval mode, three layers, a few thousand weights, float32."""
     config = tiny_config(model_type, **overrides)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation)
+    return _randomized(AutoModelForCausalLM.from_config(config, attn_implementation=config._attn_implementation))
+
+
+def tiny_multi_axis_model(seed: int = 0) -> PreTrainedModel:
+    """A random model whose positions run along three axes, [3, batch, tokens]: the language part of Qwen2-VL."""
+    text = {name: value for name, value in _BASE.items() if name != "attn_implementation"}
+    rotation = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    vision = {"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 64}
+    config = Qwen2VLConfig(text_config={**text, "rope_parameters": rotation}, vision_config=vision)
+    torch.manual_seed(seed)
+    return _randomized(Qwen2VLForConditionalGeneration(config))
+
+
+def _randomized(model: PreTrainedModel) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         # Large weights make attention peaked, so that a wrong key shows in the output.
         torch.nn.init.normal_(parameter, std=1.0 if "sinks" in name else 0.2)

@@ -84,7 +84,7 @@ class ModelCall:
         rows = self.shape[0]
         part = self.part(span.columns).arguments
         cut = {
-            name: value[span.rows] if isinstance(value, torch.Tensor) and _has_rows(name, value, rows) else value
+            name: _of_rows(name, value, span.rows, rows)
             for name, value in part.items()
             # Columns of the batch say nothing of a row's positions.
             if name not in ("attention_mask", "cache_position")
@@ -108,8 +108,13 @@ class ModelCall:
         return replace(self, arguments=kept)
 
 
-def _has_rows(name: str, value: torch.Tensor, rows: int) -> bool:
-    return name in _TOKEN_DIM and value.dim() > 1 and value.shape[0] == rows
+def _of_rows(name: str, value: Any, wanted: slice, rows: int) -> Any:
+    """The part of an argument that belongs to some of a call's rows; one that has them not is for all."""
+    if name not in _TOKEN_DIM or not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return value
+    # Positions along several axes are [axes, rows, tokens].
+    dim = value.dim() - 2 if name == "position_ids" else 0
+    return value if value.shape[dim] != rows else value.narrow(dim, wanted.start, wanted.stop - wanted.start)
 
 
 def _logits_of_part(wanted: Any, chunk: slice, total: int) -> Any:

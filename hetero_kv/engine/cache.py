@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from hetero_kv.engine.batch import Batch, BatchSnapshot, CacheMaker, Span
 from hetero_kv.engine.cohort import Cohort
 from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.statistics import row_means
 from hetero_kv.engine.step import PromptPart, Step
 from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError
@@ -253,18 +254,16 @@ class HeteroCache(Batch, Cache):
 
     @property
     def driven_layers(self) -> list[Any]:
-        """The layers of the first cohort that need forwards cut and settled around them: bounded ones."""
-        return [layer for layer in self.cohorts[0].family_layers if layer.is_driven]
+        """The layers that need forwards cut and settled around them, bounded ones: of one cohort after the other."""
+        return [layer for layer in self._family_layers if layer.is_driven]
 
     @property
     def statistics(self) -> dict[str, list[float | int | None]]:
         """What layers have counted, by name, a value for each layer; None where a layer says nothing of that name.
 
-        Of the first cohort's rows.
+        The mean over the rows; of rows of several lengths, over those of which a layer says something.
         """
-        said = [layer.statistics if isinstance(layer, FamilyLayer) else {} for layer in self.cohorts[0].layers]
-        names = dict.fromkeys(name for each in said for name in each)
-        return {name: [each.get(name) for each in said] for name in names}
+        return row_means([(len(cohort.sequences), cohort.statistics) for cohort in self.cohorts])
 
     @property
     def _stores(self) -> dict[int, Store]:

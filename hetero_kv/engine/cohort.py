@@ -15,6 +15,9 @@ from hetero_kv.engine.step import PromptPart, Step
 from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError
 
+#: What layers hand to each other: by a name that a family chooses, arrays by keys of its own, [rows, ...] each.
+Shared = dict[Any, dict[Any, Any]]
+
 
 @dataclass(frozen=True)
 class CohortSnapshot:
@@ -24,6 +27,7 @@ class CohortSnapshot:
     prompt_length: int
     stored: dict[Layout, int]
     closed: dict[Layout, int]
+    shared: Shared
     layers: tuple[Any, ...]
 
 
@@ -37,7 +41,7 @@ class Cohort:
         length: tokens of each sequence.
         prompt_length: what `length` was when the last prompt ended.
         closed: by layout, blocks from the beginning on whose contents are final, and what is derived from them made.
-        shared: what layers hand to each other, by names that families choose.
+        shared: what layers hand to each other. An array is replaced and never changed.
         step: the one that is under way.
     """
 
@@ -47,7 +51,7 @@ class Cohort:
         self.sequences: list[Sequence] = []
         self.length = self.prompt_length = 0
         self.closed: dict[Layout, int] = {}
-        self.shared: dict[Any, Any] = {}
+        self.shared: Shared = {}
         self.step: Step | None = None
         self._bind()
 
@@ -65,6 +69,13 @@ class Cohort:
         """Have `rows` empty sequences; the store has been provided for them."""
         self.sequences = [Sequence({layout: self.store.table(layout) for layout in self.layouts}) for _ in range(rows)]
         self.closed = dict.fromkeys(self.layouts, 0)
+
+    @property
+    def statistics(self) -> dict[str, list[float | int | None]]:
+        """What the layers have counted, by name, a value for each layer; None where a layer does not know the name."""
+        said = [layer.statistics if isinstance(layer, FamilyLayer) else {} for layer in self.layers]
+        names = dict.fromkeys(name for each in said for name in each)
+        return {name: [each.get(name) for each in said] for name in names}
 
     # -- a step
 
@@ -129,6 +140,9 @@ class Cohort:
             sequence.crop(length)
         for layout in self.layouts:
             self.closed[layout] = min(self.closed[layout], length // layout.block_size)
+        if length < self.length:
+            # It may speak of tokens that are gone.
+            self.shared = {}
         self.length, self.prompt_length = length, min(self.prompt_length, length)
 
     def require_croppable(self) -> None:
@@ -149,7 +163,9 @@ class Cohort:
         layers = [
             layer.snapshot() if isinstance(layer, FamilyLayer) else untouched.snapshot(layer) for layer in self.layers
         ]
-        return CohortSnapshot(self.length, self.prompt_length, stored, dict(self.closed), tuple(layers))
+        return CohortSnapshot(
+            self.length, self.prompt_length, stored, dict(self.closed), _copy(self.shared), tuple(layers)
+        )
 
     def rollback(self, snapshot: CohortSnapshot) -> None:
         """Forget what was stored since `snapshot`, and what its queries looked at."""
@@ -159,6 +175,7 @@ class Cohort:
             sequence.length = snapshot.length
         self.length, self.prompt_length = snapshot.length, snapshot.prompt_length
         self.closed = {layout: min(closed, snapshot.closed.get(layout, 0)) for layout, closed in self.closed.items()}
+        self.shared = _copy(snapshot.shared)
         self.step = None
         for layer, state in zip(self.layers, snapshot.layers, strict=True):
             if isinstance(layer, FamilyLayer):
@@ -169,23 +186,19 @@ class Cohort:
 
     def fork(self, memo: dict[int, Any]) -> Cohort:
         """A second cohort with the same tokens, in the same blocks; `memo` as for copy.deepcopy, one for a cache."""
-        twin = self._twin([sequence.fork() for sequence in self.sequences], memo)
-        twin.shared = {name: value.copy() for name, value in self.shared.items()}
-        return twin
+        return self._twin([sequence.fork() for sequence in self.sequences], memo)
 
     def taken(self, rows: range) -> Cohort:
         """A cohort of some of the rows, with the sequences themselves: this one is only to be rolled back to."""
         twin = self._twin([self.sequences[row] for row in rows], {})
         if rows != range(len(self.sequences)):
-            for layer in twin.layers:
-                _select(layer, list(rows))
+            twin._select(list(rows))
         return twin
 
     def selected(self, rows: Rows[int]) -> Cohort:
         """A cohort whose row i is what row `rows[i]` was, sharing blocks; this one is not to be used any more."""
         twin = self._twin([self.sequences[row].fork() for row in rows], {})
-        for layer in twin.layers:
-            _select(layer, rows)
+        twin._select(rows)
         return twin
 
     def _twin(self, sequences: list[Sequence], memo: dict[int, Any]) -> Cohort:
@@ -195,11 +208,20 @@ class Cohort:
         twin = Cohort(layers, self.store)
         twin.sequences, twin.closed = sequences, dict(self.closed)
         twin.length, twin.prompt_length = self.length, self.prompt_length
+        twin.shared = _copy(self.shared)
         return twin
 
+    def _select(self, rows: Rows[int]) -> None:
+        """Let what is held beside the sequences be that of these rows."""
+        for layer in self.layers:
+            if isinstance(layer, FamilyLayer):
+                layer.select(rows)
+            else:
+                untouched.select(layer, rows)
+        self.shared = {
+            name: {key: value[list(rows)] for key, value in values.items()} for name, values in self.shared.items()
+        }
 
-def _select(layer: CacheLayerMixin, rows: Rows[int]) -> None:
-    if isinstance(layer, FamilyLayer):
-        layer.select(rows)
-    else:
-        untouched.select(layer, rows)
+
+def _copy(shared: Shared) -> Shared:
+    return {name: dict(values) for name, values in shared.items()}

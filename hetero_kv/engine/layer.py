@@ -164,5 +164,5 @@ class FamilyLayer(CacheLayerMixin):
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        """What was counted, by name."""
+        """What was counted, by name: of a row, the mean over the cohort's."""
         return {}

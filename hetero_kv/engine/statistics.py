@@ -53,6 +53,26 @@ BLOCK_RECALL = register(
 )
 
 
+def row_means(counted: Sequence[tuple[int, LayerStatistics]]) -> dict[str, list[float | int | None]]:
+    """The means over rows of what layers have counted, from groups of rows: their number, and their means.
+
+    Rows of which a layer says nothing are left out; None where that is all.
+    """
+    if len(counted) == 1:
+        return {name: list(layers) for name, layers in counted[0][1].items()}
+    names = dict.fromkeys(name for _, statistics in counted for name in statistics)
+    return {name: _row_means([(rows, said[name]) for rows, said in counted if name in said]) for name in names}
+
+
+def _row_means(groups: Sequence[tuple[int, Sequence[float | int | None]]]) -> list[float | int | None]:
+    means: list[float | int | None] = []
+    for layer in zip(*(values for _, values in groups), strict=True):
+        said = [(rows, value) for (rows, _), value in zip(groups, layer, strict=True) if value is not None]
+        rows = sum(count for count, _ in said)
+        means.append(sum(count * value for count, value in said) / rows if said else None)
+    return means
+
+
 def layer_means(statistics: LayerStatistics) -> dict[str, float]:
     """Name -> the mean over the layers that have a value; without the names under which none has."""
     known = {name: [value for value in layers if value is not None] for name, layers in statistics.items()}

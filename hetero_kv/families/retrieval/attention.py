@@ -265,8 +265,8 @@ class RetrievalAttention(AttentionOperator):
         decoded = step.past - step.cohort.prompt_length
         due = decoded % settings.token_step == 0 and self.layer_idx % settings.layer_step == 0
         last = selections.get(key)
-        # None where the group's first layer attends to everything; too long after a step back.
-        if due or last is None or last[:, :, -1].max() >= context.shape[1]:
+        # None where the group's first layer attends to everything, or tokens were cropped.
+        if due or last is None:
             selections[key] = last = self._best(layer, q, context)
         return last
 

@@ -1,0 +1,35 @@
+"""`hetero-kv` before any command: its help and its errors come at once, without what takes seconds to import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+ASKING = """
+import json, sys
+from hetero_kv.cli import main
+status = main(json.loads(sys.argv[1]))
+print(json.dumps([status, sorted({"torch", "transformers", "numba"} & set(sys.modules))]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        ([], 2, "usage: hetero-kv COMMAND"),
+        (["--help"], 0, "usage: hetero-kv COMMAND"),
+        (["help"], 0, "lists the flags of a command"),
+        (["--version"], 0, "hetero-kv "),
+        (["plam", "--model", "x"], 2, "hetero-kv has no command 'plam'; did you mean plan?"),
+        (["--model", "x"], 2, "hetero-kv has no command '--model'; known: chat, eval, plan, rules, methods"),
+    ],
+)
+def test_what_needs_no_command_imports_no_torch(arguments, status, said):
+    asked = subprocess.run([sys.executable, "-c", ASKING, json.dumps(arguments)], capture_output=True, text=True)
+    assert asked.returncode == 0, asked.stderr
+    *_, last = asked.stdout.splitlines()
+    assert json.loads(last) == [status, []]
+    assert said in asked.stdout + asked.stderr
