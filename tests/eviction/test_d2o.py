@@ -169,7 +169,7 @@ def test_layers_share_the_budget_by_the_variances_of_the_dense_attention(receive
 def entries_that_received(*sums):
     received = torch.tensor(sums)[None, None]
     empty = torch.zeros(*received.shape, 1)
-    return Entries(empty, empty, torch.zeros(received.shape, dtype=torch.int64), {"received": received})
+    return Entries.of(empty, empty, torch.zeros(received.shape, dtype=torch.int64), {"received": received})
 
 
 def test_variances_as_they_are_leave_the_budget_to_the_layer_that_varies_least():
@@ -254,7 +254,7 @@ def test_a_later_prompt_begins_a_new_threshold():
 def random_entries(count, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(2, 3, count, dim, generator=generator).to(dtype) for dim in (8, 6))
-    return Entries(keys, values, torch.arange(count).expand(2, 3, count))
+    return Entries.of(keys, values, torch.arange(count).expand(2, 3, count))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -91,7 +91,7 @@ class BoundedAttention(AttentionOperator):
             cache = bridge.cache_in(args, kwargs, self.path)
             for step in cache.steps:
                 self._record(cache, step, self.rotation, of_rows(cos, step.rows), of_rows(sin, step.rows))
-            kwargs["position_embeddings"] = (torch.ones_like(cos), torch.zeros_like(sin))
+            kwargs["position_embeddings"] = _identity(cos.shape, cos.dtype, cos.device)
         return super().forward(*args, **kwargs)
 
     def _record(self, cache: HeteroCache, step: Step, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -101,19 +101,22 @@ class BoundedAttention(AttentionOperator):
         """
         layers = step.cohort.layers
         layer: BoundedLayer = layers[self.layer_idx]
+        if layer.rotary is not None and layer.rotary.is_known(cos, layer.length):
+            return
         if layer.rotary is None:
             others = (other.rotary for other in layers if isinstance(other, BoundedLayer))
             same = (table for table in others if table is not None and table.rotation == rotation)
             layer.rotary = next((table for table in same if table.is_source(cos)), None) or RotaryTable(rotation)
         most = self.policy.most_entries
         # Any layer's catalyst may stand behind the entries.
-        if most is not None and len(layer.rotary) >= most and len(layer.rotary) >= most + _longest_catalyst(cache):
-            return
-        if not layer.rotary.record(cos, sin, layer.get_seq_length()):
+        known = len(layer.rotary)
+        is_full = most is not None and known >= most and known >= most + _longest_catalyst(cache)
+        if not is_full and not layer.rotary.record(cos, sin, layer.get_seq_length()):
             raise UnsupportedModelError(
                 f"{self.path}: the model rotates a position otherwise than before; {_NAME} with policy "
                 f"{self.settings.policy} needs one rotation per position, take one that keeps positions (tova, h2o)"
             )
+        layer.rotary.know(cos, layer.length)
 
     # -- attention
 
@@ -130,12 +133,18 @@ class BoundedAttention(AttentionOperator):
         out, lse = _attention(q, keys, values, held, call.scale, call.softcap)
         if call.sink is not None:
             out, lse = apply_sink(out, lse, call.sink)
-        layer.observe(Attended(q, lse, keys, call.scale, call.softcap))
+        layer.observe(Attended(q, lse, keys, call.scale, call.softcap, layer.key_array))
         return out.to(call.q.dtype)
 
     def decode_step(self, layer: BoundedLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        with self.prefill(step):
-            return self.prefill_chunk(layer, step, call)
+        # As `prefill`, without a context manager's frames.
+        layer.begin_prefill(step)
+        try:
+            out = self.prefill_chunk(layer, step, call)
+            self.end_prefill(layer, step)
+            return out
+        finally:
+            layer.leave_prefill()
 
     # -- what others ask
 
@@ -154,6 +163,13 @@ class BoundedAttention(AttentionOperator):
     def attended_tokens(self, length: int) -> float:
         """See AttentionOperator; a layer may hold less, as with a distilled pot."""
         return min(length, self.policy.budget_for(length))
+
+
+@functools.lru_cache(maxsize=16)
+def _identity(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of no rotation, which take no memory."""
+    one, zero = torch.ones((), dtype=dtype, device=device), torch.zeros((), dtype=dtype, device=device)
+    return one.expand(shape), zero.expand(shape)
 
 
 def _longest_catalyst(cache: HeteroCache) -> int:

@@ -8,8 +8,10 @@ from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
+from cpu_ops.rotary import rotate_rows
 from gpu_ops.rotary import rotate
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.engine.layer import FamilyLayer
@@ -17,7 +19,7 @@ from hetero_kv.engine.statistics import Statistic, register
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.bounded.entries import Entries, no_entries
-from hetero_kv.families.bounded.entry_room import SLACK
+from hetero_kv.families.bounded.entry_room import SLACK, kernel_threads
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
 from hetero_kv.families.bounded.settling import settle_together
 
@@ -149,25 +151,49 @@ class BoundedLayer(FamilyLayer):
         roomy = entries.with_room(new, max(self._coming - new, SLACK if self._coming == 1 else 0))
         if roomy is not entries:
             self._forget_placed()
-        self.entries = roomy.grown(keys, values, self.length)
+        self.entries = grown = roomy.grown(keys, values, self.length)
         self.length += new
         self._coming -= new
-        return self._placed_keys(self.entries, held), self.entries.values
+        return self._placed_keys(grown, held), grown.values
 
     def _placed_keys(self, entries: Entries, held: int) -> torch.Tensor:
         """The keys as they are attended to, of which those before `held` may have been before: a view."""
         room = entries.room
-        if self.rotary is None or room is None:
+        if self.rotary is None:
             return entries.keys
         if room.placed is None:
             room.placed, held = torch.empty_like(room.keys), 0
-        room.placed[:, :, held : entries.held] = self.placed(entries.keys[:, :, held:], held)
+        if self.rotary.arrays is not None and room.keys.dtype == torch.float32:
+            assert room.arrays is not None
+            self._rotate(room.arrays[0], room.placed, (held, entries.held), held)
+        else:
+            room.placed[:, :, held : entries.held] = self.placed(entries.keys[:, :, held:], held)
         return room.placed[:, :, : entries.held]
+
+    @property
+    def key_array(self) -> np.ndarray | None:
+        """[batch, kv_heads, capacity, k_dim], the beginning of which are the keys that `extend` gave; None where they
+        are not float32, or not on the CPU."""
+        room = self.entries.room if self.entries is not None else None
+        if room is None or room.arrays is None or room.keys.dtype != torch.float32:
+            return None
+        if self.rotary is None:
+            return room.arrays[0]
+        return None if room.placed is None else room.placed.numpy()
+
+    def _rotate(self, vectors: np.ndarray, rotated: torch.Tensor, entries: tuple[int, int], start: int) -> None:
+        """Write the vectors at `entries` to `rotated`, as they are at the places from `start` on."""
+        table = self.rotary
+        assert table is not None
+        assert table.arrays is not None
+        layout = table.rotation.layout
+        channels = layout.offset, layout.interleaved
+        rotate_rows(vectors, rotated.numpy(), entries, *table.arrays, start, channels, kernel_threads())
 
     def _forget_placed(self) -> None:
         """Give back the memory of the placed keys, which all layers would have at once, in what undoing comes back to
         too. Tokens that are decoded while the budget is not full find them again."""
-        if self.entries is not None and self.entries.room is not None:
+        if self.entries is not None:
             self.entries.room.placed = None
 
     def placed(self, vectors: torch.Tensor, start: int) -> torch.Tensor:
@@ -177,6 +203,10 @@ class BoundedLayer(FamilyLayer):
         """
         if self.rotary is None:
             return vectors
+        if vectors.shape[2] == 1 and vectors.dtype == torch.float32 and self.rotary.arrays is not None:
+            placed = torch.empty(vectors.shape)
+            self._rotate(vectors.numpy(), placed, (0, 1), start)
+            return placed
         places = slice(start, start + vectors.shape[2])
         cos, sin = self.rotary.cos[places], self.rotary.sin[places]
         return rotate(vectors, cos, sin, self.rotary.rotation.layout).to(vectors.dtype)

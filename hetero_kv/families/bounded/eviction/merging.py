@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
 from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.entry_room import SLACK, EntryRoom
+from hetero_kv.families.bounded.entry_room import SLACK
 
 # Pairs of an evicted and a kept entry, over all heads, that are computed with at once.
 _PAIRS_AT_ONCE = 1 << 24
@@ -63,12 +62,12 @@ def merged(
     keys, values = (
         _blended(old, joined, total[..., None]) for old, joined in zip(_parts(kept), (keys, values), strict=True)
     )
-    return replace(kept, keys=keys, values=values, room=None)
+    return kept.with_vectors(keys, values)
 
 
 def _with_one(kept: Entries, evicted: Entries, weight: torch.Tensor, place: torch.Tensor) -> Entries:
     """One step of decoding: of the kept entries only one can change."""
-    changed = kept.stored_in(EntryRoom.around(kept.keys, kept.values, SLACK))
+    changed = kept.moved(SLACK)
     for part, new in zip(_parts(changed), _parts(evicted), strict=True):
         index = place[..., None].expand(-1, -1, -1, part.shape[3])
         part.scatter_(2, index, _blended(part.gather(2, index), weight[..., None] * new, weight[..., None]))

@@ -14,7 +14,7 @@ stores tokens, computes attention and positions, and cuts prompts; the policy is
    entries each may keep.
 5. When a prompt (of one chunk or more, or a stride of it) has passed through the layer: `end_of_prompt`.
 6. When `is_due` (there are more entries than the budget): `evict` returns those that stay (`Entries.kept`), which may
-   be changed: `dataclasses.replace(entries, keys=…, values=…, room=None)`.
+   be changed: `entries.with_vectors(keys, values)`.
 
 Strided prefill cuts a prompt into strides that each pass through 1-6 in all layers; full prefill takes the whole prompt
 as one. A policy has no state of its own: what it remembers is in the entries, so that undoing a turn, forks and beams
@@ -40,10 +40,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 
+from cpu_ops.cached_entries import received_attention
 from gpu_ops.column_sums import column_sums
 from hetero_kv.families.bounded.entries import Entries
+from hetero_kv.families.bounded.entry_room import kernel_threads
 from hetero_kv.families.bounded.eviction.settings import BoundedSettings, StridedSettings
 
 S = TypeVar("S", bound=BoundedSettings)
@@ -58,6 +61,8 @@ class Attended:
         lse: [batch, kv_heads * group, n] float32, the log-sum-exp of each query's scores, a learned sink included.
         keys: [batch, kv_heads, length, k_dim], at their places; the last n are the queries' own tokens.
         scale, softcap: of the scores.
+        key_array: [batch, kv_heads, capacity, k_dim] float32, of which `keys` are the beginning; None where kernels do
+            not reach them.
     """
 
     q: torch.Tensor
@@ -65,6 +70,7 @@ class Attended:
     keys: torch.Tensor
     scale: float
     softcap: float | None
+    key_array: np.ndarray | None = None
 
     @property
     def tokens(self) -> int:
@@ -88,6 +94,13 @@ class Attended:
 
         Returns [batch, kv_heads, group or 1 with group_max, length] float32.
         """
+        if self.key_array is not None and self.tokens == 1 and self.q.dtype == torch.float32:
+            received = self._received(self.key_array)
+            if group_max:
+                received = received.amax(dim=2, keepdim=True)
+            if squared:
+                received = received.square_()
+            return received if weights is None else received * weights[-1]
         first = 0 if last is None else max(0, self.tokens - last)
         return column_sums(
             self.q[:, :, first:],
@@ -99,6 +112,15 @@ class Attended:
             squared,
             group_max,
         )
+
+    def _received(self, array: np.ndarray) -> torch.Tensor:
+        """`column_sums` of one query, by a kernel."""
+        batch, heads, _, dim = self.q.shape
+        kv_heads, length = self.keys.shape[1], self.keys.shape[2]
+        q, lse = self.q.numpy(), self.lse.numpy()
+        shape = batch, kv_heads, heads // kv_heads
+        arrays = q.reshape(*shape, dim), lse.reshape(shape), array, length
+        return torch.from_numpy(received_attention(*arrays, self.scale, self.softcap or 0.0, kernel_threads()))
 
 
 class EvictionPolicy(ABC, Generic[S]):
