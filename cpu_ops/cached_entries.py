@@ -203,3 +203,18 @@ def _received(parallel: bool) -> Any:
         return code_version
 
     return attend
+
+
+@cache
+def compile_for(dtype: np.dtype) -> None:
+    """Compile the kernels for keys and values of `dtype` (int16 for numbers of 16 bits), or load them from Numba's
+    on-disk cache, before the first token needs them."""
+    vectors, positions = np.zeros((1, 1, 2, 1), dtype), np.zeros((1, 1, 2), np.int64)
+    append_token(vectors[:, :, :1], vectors[:, :, :1], vectors, vectors, positions, 0, 0)
+    scores = np.zeros((1, 1, 2), np.float32)
+    index = all_but_lowest(scores)
+    gather_numbers(scores, index)
+    for parallel in (False, True):
+        _gather(parallel)(vectors, vectors, positions, index, vectors, vectors, positions, 1)
+        if dtype == np.float32:
+            _received(parallel)(vectors[:, :, :1], vectors[:, :, :1, 0], vectors, 1.0, 0.0, vectors[:, :, :1], 1)

@@ -88,3 +88,11 @@ def _kernel(parallel: bool) -> Any:
         return code_version
 
     return rotate
+
+
+@cache
+def compile_kernels() -> None:
+    """Compile the kernels, or load them from Numba's on-disk cache, before the first token needs them."""
+    vectors, angles = np.zeros((1, 1, 1, 2), np.float32), np.zeros((1, 1), np.float32)
+    for parallel in (False, True):
+        _kernel(parallel)(vectors, vectors, 0, 1, angles, angles, 0, 0, False, 1)

@@ -132,3 +132,19 @@ def test_positions_without_angles_and_entries_that_are_not_there_are_refused(whe
         rotate_rows(vectors, vectors.copy(), where, angles, angles, position, (0, False))
     with pytest.raises(ValueError, match="do not fit together"):
         rotate_rows(vectors, vectors.copy(), (0, 1), angles, angles, 0, (1, False))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int16])
+def test_what_was_compiled_before_is_what_a_token_runs(dtype):
+    cached_entries.compile_for(np.dtype(dtype))
+    rotary.compile_kernels()
+    kernels = [append_token, cached_entries._gather(False), gather_numbers, all_but_lowest, rotary._kernel(False)]
+    before = [len(kernel.signatures) for kernel in kernels]
+    keys, values, positions = entries(dtype)
+    append_token(keys[:, :, :1].copy(), values[:, :, :1].copy(), keys, values, positions, 7, 7)
+    index = all_but_lowest(np.zeros((ROWS, HEADS, 9), np.float32))
+    gather_entries((keys, values, positions), index, (keys.copy(), values.copy(), positions.copy()))
+    gather_numbers(np.zeros((ROWS, HEADS, 9), np.float32), index)
+    angles, vectors = random(4, 4).numpy(), random(1, 2, 3, 8).numpy()
+    rotate_rows(vectors, vectors.copy(), (0, 3), angles, angles, 0, (0, False))
+    assert [len(kernel.signatures) for kernel in kernels] == before

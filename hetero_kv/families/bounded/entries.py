@@ -1,4 +1,4 @@
-"""What a bounded layer holds: some of the keys and values of a sequence, and what is known of each."""
+"""What a bounded layer caches: some of the keys and values of a sequence, and what is known of each."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Entries:
 
     Attributes:
         room: the memory that these entries are the beginning of.
-        held: entries per kv head.
-        scores: name -> [batch, kv_heads, held or fewer], a policy's numbers per entry; `score` gives newer entries 0.
+        num_entries: per kv head.
+        scores: name -> [batch, kv_heads, cached or fewer], a policy's numbers per entry; `score` gives newer entries 0.
         carried: name -> what a policy remembers of the layer besides; tensors have the batch as their first dimension,
             everything else has `selected(rows)` where beams are reordered.
     """
 
     room: EntryRoom
-    held: int
+    num_entries: int
     scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
     carried: Mapping[str, Any] = field(default_factory=dict)
 
@@ -39,50 +39,50 @@ class Entries:
         scores: Mapping[str, torch.Tensor] | None = None,
         carried: Mapping[str, Any] | None = None,
     ) -> Entries:
-        """Entries with these tensors, [batch, kv_heads, held, dim] and [batch, kv_heads, held], and no room behind."""
+        """Entries [batch, kv_heads, cached, dim] at positions [batch, kv_heads, cached], and no room behind them."""
         parts = keys.contiguous(), values.contiguous(), positions.contiguous()
         return cls(EntryRoom(*parts, keys.shape[2]), keys.shape[2], scores or {}, carried or {})
 
     @cached_property
     def keys(self) -> torch.Tensor:
-        """[batch, kv_heads, held, k_dim]; as received, or before rotation where a policy re-indexes positions."""
-        return self.room.keys[:, :, : self.held]
+        """[batch, kv_heads, cached, k_dim]; as received, or before rotation where a policy re-indexes positions."""
+        return self.room.keys[:, :, : self.num_entries]
 
     @cached_property
     def values(self) -> torch.Tensor:
-        """[batch, kv_heads, held, v_dim]."""
-        return self.room.values[:, :, : self.held]
+        """[batch, kv_heads, cached, v_dim]."""
+        return self.room.values[:, :, : self.num_entries]
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """[batch, kv_heads, held] int64, of the tokens in their sequence."""
-        return self.room.positions[:, :, : self.held]
+        """[batch, kv_heads, cached] int64, of the tokens in their sequence."""
+        return self.room.positions[:, :, : self.num_entries]
 
     def score(self, name: str) -> torch.Tensor:
-        """[batch, kv_heads, held]; zeros where nothing was noted under this name yet."""
+        """[batch, kv_heads, cached]; zeros where nothing was noted under this name yet."""
         known = self.scores.get(name)
         if known is None:
-            return torch.zeros(*self.room.positions.shape[:2], self.held, device=self.room.keys.device)
-        newer = self.held - known.shape[2]
+            return torch.zeros(*self.room.positions.shape[:2], self.num_entries, device=self.room.keys.device)
+        newer = self.num_entries - known.shape[2]
         return torch.nn.functional.pad(known, (0, newer)) if newer > 0 else known
 
     def scored(self, **scores: torch.Tensor) -> Entries:
-        """The same entries with these scores, each [batch, kv_heads, held]."""
-        return Entries(self.room, self.held, {**self.scores, **scores}, self.carried)
+        """The same entries with these scores, each [batch, kv_heads, cached]."""
+        return Entries(self.room, self.num_entries, {**self.scores, **scores}, self.carried)
 
     def without_score(self, name: str) -> Entries:
         """The same entries without the scores of this name."""
         scores = {other: score for other, score in self.scores.items() if other != name}
-        return Entries(self.room, self.held, scores, self.carried)
+        return Entries(self.room, self.num_entries, scores, self.carried)
 
     def carrying(self, **carried: Any) -> Entries:
         """The same entries, remembering these too; None forgets."""
         merged = {**self.carried, **carried}
         known = {name: value for name, value in merged.items() if value is not None}
-        return Entries(self.room, self.held, self.scores, known)
+        return Entries(self.room, self.num_entries, self.scores, known)
 
     def with_vectors(self, keys: torch.Tensor, values: torch.Tensor) -> Entries:
-        """The same entries with other keys and values, [batch, kv_heads, held, dim]."""
+        """The same entries with other keys and values, [batch, kv_heads, cached, dim]."""
         return Entries.of(keys, values, self.positions, self.scores, self.carried)
 
     def kept(self, index: torch.Tensor) -> Entries:
@@ -94,16 +94,16 @@ class Entries:
 
     def with_room(self, tokens: int, spare: int = 0) -> Entries:
         """The same entries where `tokens` more can be written behind them: here, or moved, with `spare` besides."""
-        return self if self.room.is_free_behind(self.held, tokens) else self.moved(tokens + spare)
+        return self if self.room.is_free_behind(self.num_entries, tokens) else self.moved(tokens + spare)
 
     def moved(self, tokens: int) -> Entries:
         """The same entries in memory of their own, with room for `tokens` behind them."""
-        return Entries(self.room.moved(self.held, tokens), self.held, self.scores, self.carried)
+        return Entries(self.room.moved(self.num_entries, tokens), self.num_entries, self.scores, self.carried)
 
     def grown(self, keys: torch.Tensor, values: torch.Tensor, first_position: int) -> Entries:
         """With the entries of new tokens behind, [batch, kv_heads, new, dim], for which there is room."""
         self.room.append(keys, values, first_position)
-        return Entries(self.room, self.held + keys.shape[2], self.scores, self.carried)
+        return Entries(self.room, self.num_entries + keys.shape[2], self.scores, self.carried)
 
     def selected(self, rows: torch.Tensor) -> Entries:
         """Row i is what row `rows[i]` was (beam search)."""

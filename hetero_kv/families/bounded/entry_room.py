@@ -24,7 +24,8 @@ class EntryRoom:
     Attributes:
         keys, values: [batch, kv_heads, capacity, dim], contiguous.
         positions: [batch, kv_heads, capacity] int64, contiguous.
-        placed: the keys rotated to their places, where a policy re-indexes positions and they have been attended to.
+        rotated_keys: the keys rotated to their positions within the cache, where a policy re-indexes these and they
+            have been attended to.
         taken: entries that were written.
         arrays: keys, values and positions as kernels take them, 16-bit numbers as their bits; None where kernels do
             not reach.
@@ -32,7 +33,7 @@ class EntryRoom:
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, taken: int) -> None:
         self.keys, self.values, self.positions, self.taken = keys, values, positions, taken
-        self.placed: torch.Tensor | None = None
+        self.rotated_keys: torch.Tensor | None = None
         self.arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
         if keys.device.type == "cpu":
             self.arrays = _bits(keys), _bits(values), positions.numpy()
@@ -48,11 +49,11 @@ class EntryRoom:
             taken,
         )
 
-    def moved(self, held: int, tokens: int) -> EntryRoom:
-        """A copy of the first `held` entries, with room for `tokens` behind them."""
-        twin = EntryRoom.empty(self, held + tokens, held)
+    def moved(self, cached: int, tokens: int) -> EntryRoom:
+        """A copy of the first `cached` entries, with room for `tokens` behind them."""
+        twin = EntryRoom.empty(self, cached + tokens, cached)
         for new, old in ((twin.keys, self.keys), (twin.values, self.values), (twin.positions, self.positions)):
-            new[:, :, :held] = old[:, :, :held]
+            new[:, :, :cached] = old[:, :, :cached]
         return twin
 
     def gathered(self, index: torch.Tensor) -> EntryRoom:
@@ -66,9 +67,9 @@ class EntryRoom:
         padded = torch.nn.functional.pad(index.expand(*self.positions.shape[:2], -1), (0, SLACK))
         return EntryRoom(_rows(self.keys, padded), _rows(self.values, padded), self.positions.gather(2, padded), count)
 
-    def is_free_behind(self, held: int, tokens: int) -> bool:
-        """Whether the first `held` entries are all that lies here, and `tokens` more have room behind them."""
-        return held == self.taken <= self.positions.shape[2] - tokens
+    def is_free_behind(self, cached: int, tokens: int) -> bool:
+        """Whether the first `cached` entries are all that lies here, and `tokens` more have room behind them."""
+        return cached == self.taken <= self.positions.shape[2] - tokens
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, position: int) -> None:
         """Write tokens [batch, kv_heads, n, dim] behind the others, the first of them at `position` of its sequence."""
@@ -76,15 +77,15 @@ class EntryRoom:
         if new == 1 and self.arrays is not None:
             append_token(_bits(keys), _bits(values), *self.arrays, self.taken, position)
         else:
-            places = slice(self.taken, self.taken + new)
-            self.keys[:, :, places], self.values[:, :, places] = keys, values
-            self.positions[:, :, places] = torch.arange(position, position + new, device=keys.device)
+            behind = slice(self.taken, self.taken + new)
+            self.keys[:, :, behind], self.values[:, :, behind] = keys, values
+            self.positions[:, :, behind] = torch.arange(position, position + new, device=keys.device)
         self.taken += new
 
     @property
     def nbytes(self) -> int:
         """Memory, bytes, with what is not taken yet."""
-        parts = [self.keys, self.values, self.positions, *([] if self.placed is None else [self.placed])]
+        parts = [self.keys, self.values, self.positions, *([] if self.rotated_keys is None else [self.rotated_keys])]
         return sum(part.numel() * part.element_size() for part in parts)
 
 

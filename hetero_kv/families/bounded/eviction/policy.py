@@ -3,7 +3,7 @@
 A policy is one file in this package: a dataclass of settings, and a class with the decorator `register`. The operator
 stores tokens, computes attention and positions, and cuts prompts; the policy is asked at these points:
 
-0. When a prompt comes behind what is held: `begin_turn`.
+0. When a prompt comes behind cached entries: `begin_turn`.
 1. After the attention of every chunk, or of one decoded token: `observe` gets the entries, the new ones last, and what
    the chunk's queries attended to. It returns the entries with new scores (`Entries.scored`) or memories (`carrying`).
 2. With `needs_logits`, once the chunk has passed through all layers: `token_scores` turns logits into one number per
@@ -57,9 +57,9 @@ class Attended:
     """What a chunk's queries attended to in one layer.
 
     Attributes:
-        q: [batch, kv_heads * group, n, k_dim], at the places that the attention was computed at.
+        q: [batch, kv_heads * group, n, k_dim], as the attention took them.
         lse: [batch, kv_heads * group, n] float32, the log-sum-exp of each query's scores, a learned sink included.
-        keys: [batch, kv_heads, length, k_dim], at their places; the last n are the queries' own tokens.
+        keys: [batch, kv_heads, length, k_dim], as the attention took them; the last n are the queries' own tokens.
         scale, softcap: of the scores.
         key_array: [batch, kv_heads, capacity, k_dim] float32, of which `keys` are the beginning; None where kernels do
             not reach them.
@@ -132,13 +132,13 @@ class EvictionPolicy(ABC, Generic[S]):
         num_layers: of the model.
 
     Attributes:
-        rank, ranks: the layer's place among the layers of the same settings, and how many these are; where nobody says
+        rank, ranks: the layer's rank among the layers of the same settings, and how many these are; where nobody says
             so, the model's. A model may have other operators in some layers.
     """
 
     #: Whether prompts are cut into strides; else a prompt is prefilled with full attention and compressed then.
     strided: bool = False
-    #: Whether keys are kept before rotation, and rotated to their places 0, 1, … among the entries when attended to.
+    #: Whether keys are kept before rotation, and rotated to positions 0, 1, … within the cache when attended to.
     reindexed: bool = False
     #: Whether `token_scores` is to be asked.
     needs_logits: bool = False
@@ -160,8 +160,8 @@ class EvictionPolicy(ABC, Generic[S]):
             return max(self.settings.least, math.ceil(budget * prompt_length))
         return budget
 
-    def stride(self, held: int, budget: int) -> int | None:
-        """Tokens that may pass through all layers next, when `held` entries are held; None without strides."""
+    def stride(self, cached: int, budget: int) -> int | None:
+        """Tokens that may pass through all layers next, when there are `cached` entries; None without strides."""
         if not self.strided:
             return None
         assert isinstance(self.settings, StridedSettings)
@@ -176,9 +176,9 @@ class EvictionPolicy(ABC, Generic[S]):
         assert isinstance(self.settings, StridedSettings)
         return budget + self.settings.stride
 
-    def is_due(self, held: int, budget: int) -> bool:
+    def is_due(self, cached: int, budget: int) -> bool:
         """Whether entries are to be dropped now."""
-        return held > budget
+        return cached > budget
 
     # -- what it sees
 
@@ -230,6 +230,6 @@ class EvictionPolicy(ABC, Generic[S]):
         """The entries that stay, at most `budget`, in order. Asked when `is_due`."""
 
     @property
-    def settles_late(self) -> bool:
+    def evicts_after_all_layers(self) -> bool:
         """Whether it must wait until a chunk has passed through all layers before entries are dropped."""
         return self.needs_logits or self.allocates or self.catalyst_text() is not None

@@ -38,12 +38,14 @@ class StreamingLLM(EvictionPolicy[StreamingLLMSettings]):
     reindexed = True
 
     def evict(self, entries: Entries, budget: int) -> Entries:
-        return entries.kept(_sinks_and_newest(self.settings.sinks, budget, entries.held, entries.room.keys.device))
+        return entries.kept(
+            _sinks_and_newest(self.settings.sinks, budget, entries.num_entries, entries.room.keys.device)
+        )
 
 
 @functools.lru_cache(maxsize=16)
-def _sinks_and_newest(sinks: int, budget: int, held: int, device: torch.device) -> torch.Tensor:
-    """Their places [1, 1, budget] among the entries: the same for all layers, and for every token while decoding."""
+def _sinks_and_newest(sinks: int, budget: int, cached: int, device: torch.device) -> torch.Tensor:
+    """Their indices [1, 1, budget]: the same for all layers, and for every token while decoding."""
     first = torch.arange(sinks, device=device)
-    newest = torch.arange(held - (budget - sinks), held, device=device)
+    newest = torch.arange(cached - (budget - sinks), cached, device=device)
     return torch.cat([first, newest])[None, None]
