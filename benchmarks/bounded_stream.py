@@ -13,8 +13,8 @@ does, its text nothing.
 
 Shares of that time, and of a decoded token's when the budget is full, that are not the model's own work:
 
-- update: `BoundedLayer.begin`, `extend` (new keys and values behind the entries, keys rotated to their places) and
-  `settle` (the policy's choice of what stays, and taking it).
+- update: `BoundedLayer.begin`, `extend` (new keys and values behind the entries, keys rotated to their positions in the
+  cache) and `evict_if_due` (the policy's choice of what stays, and taking it).
 - scores: `BoundedLayer.observe` (the policy's column sums of the attention, computed a second time for them).
 - logits: scoring tokens by their logits (`infinipot`, `sirllm`): for a prompt the head a second time, and entropies.
 - catalyst: `infinipot`'s runs of its catalyst, a forward of the model, with all that happens in it.
@@ -44,11 +44,11 @@ from transformers import DynamicCache
 
 from benchmarks.timing import interleaved_medians, seconds
 from hetero_kv import HeteroCache, eject, inject
-from hetero_kv.adapter.strides import Drive
+from hetero_kv.adapter.strides import StridedForward
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.config_spec import ConfigSpec, config_specs
 from hetero_kv.evals.options import parse_length
-from hetero_kv.families.bounded import settling
+from hetero_kv.families.bounded import joint_eviction
 from hetero_kv.families.bounded.layer import BoundedLayer
 from hetero_kv.models import load_model
 
@@ -57,10 +57,10 @@ UNTOUCHED = "untouched"
 PREFILL_CHUNK = 1024
 #: part -> the functions whose time it is.
 PARTS: dict[str, list[tuple[Any, str]]] = {
-    "update": [(BoundedLayer, "begin_turn"), (BoundedLayer, "extend"), (BoundedLayer, "settle")],
+    "update": [(BoundedLayer, "begin_turn"), (BoundedLayer, "extend"), (BoundedLayer, "evict_if_due")],
     "scores": [(BoundedLayer, "observe")],
-    "logits": [(settling, "_score_tokens")],
-    "catalyst": [(Drive, "pass_through")],
+    "logits": [(joint_eviction, "_score_tokens")],
+    "catalyst": [(StridedForward, "run_transient")],
 }
 
 
@@ -91,7 +91,7 @@ class Subject:
         if spec is None:
             return DynamicCache(config=self.model.config)
         cache = HeteroCache(self.model, on_progress=on_progress, tokenizer=self.tokenizer)
-        if not cache.driven_layers or not all(layer.policy.strided for layer in cache.driven_layers):
+        if not cache.strided_layers or not all(layer.policy.strided for layer in cache.strided_layers):
             raise HeteroKVError(f"recipe {spec.name}: its prompts do not pass in strides; take some of {RECIPES}")
         return cache
 
@@ -155,9 +155,9 @@ class Decode:
         self.shares: list[dict[str, float]] = []
         with subject.injected(spec):
             self.cache = subject.cache(spec)
-            filling = held if spec is None else _filling(self.cache.driven_layers[0], steps)
+            filling = held if spec is None else _filling(self.cache.strided_layers[0], steps)
             subject.fed(subject.random(filling), self.cache, PREFILL_CHUNK)
-        self.held = held if spec is None else max(h for h in self.cache.statistics["entries_held"] if h is not None)
+        self.held = held if spec is None else max(h for h in self.cache.statistics["cached_entries"] if h is not None)
 
     def __call__(self) -> float:
         """Seconds per token."""

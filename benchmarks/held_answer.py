@@ -78,7 +78,7 @@ def main() -> None:
     print(f"key {key}, mentions at {digits[:, 0].tolist()} of {len(prompt.tokens)} tokens")
     for method in methods:
         with model.prefilled(method, prompt) as ready:
-            layers = [layer.entries.positions[0] for layer in ready.cache.driven_layers]
+            layers = [layer.entries.positions[0] for layer in ready.cache.strided_layers]
             found = torch.cat([held(positions, digits) for positions in layers])
         each = ", ".join(f"{share:.2f}" for share in found.float().mean(0).flatten().tolist())
         whole, share = float(found.all(-1).any(-1).float().mean()), float(found.float().mean())

@@ -168,7 +168,7 @@ def compare(
         ]
         rows.append(
             {"method": case[0], "budget": case[1], "recipe": words[case], "tokens": len(prompt), **row(layers)}
-            | {"shares": [layer.shares for layer in layers], "held_by_layer": [layer.held for layer in layers]}
+            | {"shares": [layer.shares for layer in layers], "held_by_layer": [layer.num_entries for layer in layers]}
         )
         print(_line(rows[-1]), flush=True)
     return rows

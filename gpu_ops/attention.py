@@ -12,6 +12,8 @@ from gpu_ops.merge import merge_attention
 
 _TILE = 256
 _KEY_TILE = 4096
+# Looked up once: a decoded token calls it in every layer.
+_CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def tiled_attention(
@@ -91,18 +93,19 @@ def attention_with_lse(
         return tiled_attention(q, k, v, scale, softcap, mask, causal)
     # Flash kernels want equal head dims, on CUDA multiples of 8.
     v_dim, dim = v.shape[-1], -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
-    q, k, v = (_padded(t, dim) for t in (q, k, v))
+    if not q.shape[-1] == v_dim == dim:
+        q, k, v = (_padded(t, dim) for t in (q, k, v))
     aten = torch.ops.aten
     if q.device.type == "cpu":
         bias = None
         if mask is not None:
             bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+        out, lse = _CPU_FLASH(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
     elif mask is None and dim <= 256 and _has_cuda_flash(q):
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
     else:
         out, lse = tiled_attention(q, k, v, scale, None, mask, causal)
-    return out[..., :v_dim], lse[..., : q.shape[2]]
+    return out if v_dim == dim else out[..., :v_dim], lse[..., : q.shape[2]]
 
 
 def _has_cuda_flash(q: torch.Tensor) -> bool:

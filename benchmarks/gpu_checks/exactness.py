@@ -53,7 +53,7 @@ def variants(full_rank: int) -> dict[str, tuple[str, list[dict[str, Any]], str]]
     found["ShadowKVAttention, generated keys projected"] = (
         "llama", _with("ShadowKVAttention", **shadowkv, project_generated=True), "FP16"
     )  # fmt: skip
-    # One that compresses whole prompts, one that drops after every stride, and one that places keys anew besides.
+    # One that compresses whole prompts, one that drops after every stride, and one that re-indexes positions besides.
     for policy in ("h2o", "tova", "streaming_llm"):
         strided = {} if policy == "h2o" else {"stride": 64}
         found[f"BoundedAttention, {policy}"] = (

@@ -199,7 +199,7 @@ class DilatedAttention(AttentionOperator):
         layer.thin(step.length)
         return out
 
-    def take_over(self, layer: DilatedLayer, step: Step, recorded: RecordedPrompt) -> None:
+    def load_prefill(self, layer: DilatedLayer, step: Step, recorded: RecordedPrompt) -> None:
         """See AttentionOperator."""
         layer.state = Kept.nothing(recorded.keys, recorded.values).grown(recorded.keys, recorded.values)
         layer.thin(step.length)

@@ -89,7 +89,7 @@ class Demand:
 
     Attributes:
         tokens: of each sequence.
-        passing: tokens of a prompt that pass through all layers at once; `tokens` unless some layer has strides.
+        forward_tokens: tokens of a prompt that pass through all layers at once; `tokens` unless some layer has strides.
         batch: sequences that are processed together.
         caches: the cache and its forks, each with `batch` sequences of `tokens`, nothing shared.
         element: bytes of one number where the model computes.
@@ -97,7 +97,7 @@ class Demand:
     """
 
     tokens: int
-    passing: int
+    forward_tokens: int
     batch: int
     caches: int
     element: int
@@ -142,7 +142,7 @@ class LayerFootprint:
         """Whether all keys and values of a prompt are there at once while it prefills, beside what `shares` counts."""
         return False
 
-    def passing(self, tokens: int) -> int:
+    def forward_tokens(self, tokens: int) -> int:
         """Tokens of a prompt of `tokens` that pass through the layer at once; fewer than all where it has strides."""
         return tokens
 

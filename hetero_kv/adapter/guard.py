@@ -15,7 +15,7 @@ import torch
 
 from hetero_kv.adapter.model_call import ModelCall, Signature, joined_rows
 from hetero_kv.adapter.padding import tokens_per_row
-from hetero_kv.adapter.strides import driven
+from hetero_kv.adapter.strides import run_strided
 from hetero_kv.engine.batch import Span
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
@@ -44,10 +44,10 @@ def guarded(model: Any, *, has_head: bool) -> Callable[..., Any]:
         cache = _cache_among(args, kwargs)
         if cache is None or cache.steps:
             return forward(*args, **kwargs)
-        if cache.drive is not None:
+        if cache.strided is not None:
             return forward(*args, **kwargs) if has_head else _inner(signature.call(args, kwargs), cache)
         _refuse_recording(model, kwargs)
-        # Parts of the call come here again, as those of a drive.
+        # Parts of the call come here again, as those of a strided forward.
         whole = signature if has_head else reentrant
         with undo_on_error(cache), torch.no_grad():
             return _outermost(signature.call(args, kwargs), whole, cache, has_head)
@@ -74,32 +74,32 @@ def _refuse_recording(model: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _inner(call: ModelCall, cache: HeteroCache) -> Any:
-    """The walk through the layers with a part of what is driven."""
-    drive = cache.drive
-    if drive.replayed is not None:
-        return drive.replayed
+    """The walk through the layers with a part of a strided forward."""
+    strided = cache.strided
+    if strided.replayed is not None:
+        return strided.replayed
     rows, tokens = call.shape
-    with cache.forward([Span(drive.cohort, slice(0, rows), slice(0, tokens))]), torch.no_grad():
-        drive.hidden = call.run()
-    return drive.hidden
+    with cache.forward([Span(strided.cohort, slice(0, rows), slice(0, tokens))]), torch.no_grad():
+        strided.hidden = call.run()
+    return strided.hidden
 
 
 def _outermost(call: ModelCall, parts: Signature, cache: HeteroCache, has_head: bool) -> Any:
     """The call's tokens through the layers, and into the cache; nothing of them when it fails.
 
-    `parts` is what a part of a driven call runs.
+    `parts` is what a part of a strided call runs.
     """
     width = call.shape[1]
     tokens = tokens_per_row(call, cache.columns)
     spans = cache.spans(tokens, width)
-    driven_layers = [layer for span in spans for layer in span.cohort.family_layers if layer.is_driven]
+    strided_layers = [layer for span in spans for layer in span.cohort.family_layers if layer.is_strided]
     if len(spans) > 1 and _pass_together(cache, spans):
-        for layer in driven_layers:
+        for layer in strided_layers:
             layer.begin_turn(1)
         lengths = torch.tensor(cache.lengths, device=_device(call))[:, None]
         with cache.forward(spans):
             output = call.with_positions(lengths).run()
-    elif driven_layers:
+    elif strided_layers:
         output = _span_by_span(call, parts, cache, spans, has_head)
     elif _is_whole(spans[0], call) and not cache.columns.is_ragged:
         with cache.forward(spans):
@@ -127,12 +127,12 @@ def _pass_together(cache: HeteroCache, spans: Sequence[Span]) -> bool:
 def _span_by_span(
     call: ModelCall, parts: Signature | None, cache: HeteroCache, spans: Sequence[Span], has_head: bool
 ) -> Any:
-    """The call for one cohort after the other; where `parts` is given, each is driven."""
+    """The call for one cohort after the other; where `parts` is given, each in strides."""
     outputs = []
     for span in spans:
         own = call if _is_whole(span, call) and not cache.columns.is_ragged else call.of_span(span)
         if parts is not None:
-            outputs.append(driven(ModelCall(parts, own.arguments), cache, span.cohort, has_head=has_head))
+            outputs.append(run_strided(ModelCall(parts, own.arguments), cache, span.cohort, has_head=has_head))
             continue
         with cache.forward([span]):
             outputs.append(own.run())

@@ -120,13 +120,13 @@ def _of_rows(name: str, value: Any, wanted: slice, rows: int) -> Any:
 def _logits_of_part(wanted: Any, chunk: slice, total: int) -> Any:
     """What of a part's logits is among those `wanted`: a number of last tokens (0: all), or indices."""
     if isinstance(wanted, torch.Tensor):
-        places = torch.where(wanted < 0, wanted + total, wanted)
-        if (places.diff() <= 0).any():
+        indices = torch.where(wanted < 0, wanted + total, wanted)
+        if (indices.diff() <= 0).any():
             raise UnsupportedModelError(
                 f"logits_to_keep is {wanted.tolist()}, and the tokens pass in parts; give rising indices, or a "
                 "number of last tokens"
             )
-        return places[(places >= chunk.start) & (places < chunk.stop)] - chunk.start
+        return indices[(indices >= chunk.start) & (indices < chunk.stop)] - chunk.start
     if not wanted:
         return wanted
     first = max(chunk.start, total - wanted)
@@ -154,7 +154,7 @@ def joined_tokens(outputs: Sequence[Any]) -> Any:
 
 
 def joined_rows(outputs: Sequence[Any], spans: Sequence[Span], call: ModelCall) -> Any:
-    """One output of the spans of a call: that of the last, with the tokens of all at their places; zeros elsewhere."""
+    """One output of the spans of a call: that of the last, with the tokens of all in their columns; zeros elsewhere."""
     last = _named(outputs[-1])
     rows, width = call.shape
     wanted = call.arguments.get("logits_to_keep")

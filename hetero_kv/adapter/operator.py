@@ -40,7 +40,7 @@ class Operator(nn.Module):
     #: The keyword argument by which `settings_class_for` chooses, if it does.
     chosen_by: ClassVar[str | None] = None
     #: Whether a prompt prefills under it as in the untouched model, up to rounding; an attention operator then has
-    #: `take_over`. An operator whose settings decide may make it an attribute of the instance.
+    #: `load_prefill`. An operator whose settings decide may make it an attribute of the instance.
     prefills_exactly: bool = False
     #: Whether a later prompt attends to all that is stored as well, up to the storage type's precision.
     continues_exactly: bool = False
@@ -135,14 +135,14 @@ class AttentionOperator(Operator):
     def new_cache_layer(self) -> FamilyLayer:
         """An empty cache layer."""
 
-    def take_over(self, layer: Any, step: Step, recorded: RecordedPrompt) -> None:
+    def load_prefill(self, layer: Any, step: Step, recorded: RecordedPrompt) -> None:
         """Bring an empty cache layer into the state that prefilling the recorded prompt, whose step this is, leaves.
 
         Raises HeteroKVError where the operator's prefill is not full attention (`prefills_exactly`), or `recorded`
         lacks what it needs.
         """
         raise HeteroKVError(
-            f"{self.path} ({type(self).__name__}) does not take over a recorded prefill; prefill the prompt under its "
+            f"{self.path} ({type(self).__name__}) does not load a recorded prefill; prefill the prompt under its "
             "own rules: model(input_ids, past_key_values=HeteroCache(model))"
         )
 
@@ -214,7 +214,7 @@ class AttentionOperator(Operator):
 
     @property
     def observed_queries(self) -> int:
-        """Last queries of a recorded prompt that `take_over` reads."""
+        """Last queries of a recorded prompt that `load_prefill` reads."""
         return 0
 
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
@@ -227,7 +227,7 @@ class AttentionOperator(Operator):
         """
 
     @classmethod
-    def settle(cls, operators: Sequence[AttentionOperator]) -> None:
+    def configure_together(cls, operators: Sequence[AttentionOperator]) -> None:
         """What is to be done once all operators of a model, `operators`, are in it; asked of each of their classes.
 
         Raises HeteroKVError for operators that cannot work together; none is put in then.

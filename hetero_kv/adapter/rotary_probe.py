@@ -32,7 +32,7 @@ def require_constant_rotation(path: str, module: nn.Module, operator: str) -> No
     if changing:
         raise UnsupportedModelError(
             f"{path}: the model's rotary embedding is of rope_type {changing[0]!r}, whose frequencies change as a "
-            f"sequence grows; {operator} cannot place keys anew under it, take one that keeps positions (tova, h2o)"
+            f"sequence grows; {operator} cannot re-index positions under it, take one that keeps positions (tova, h2o)"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import torch
 
 from hetero_kv.adapter.rotation import Rotation
@@ -28,6 +29,8 @@ class RotaryTable:
         # same memory have the same rotation.
         self._source: torch.Tensor | None = None
         self._recorded = 0
+        self._known: tuple[torch.Tensor, int] | None = None
+        self._arrays: tuple[np.ndarray, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self._cos)
@@ -61,10 +64,20 @@ class RotaryTable:
             if known > 0 and not torch.equal(table.entries[start : start + known], rows[:known]):
                 self._source = None
                 return False
+        self._arrays = None
         for table, rows in zip((self._cos, self._sin), new, strict=True):
             table.append(rows[max(0, known) :])
         self._recorded = stop
         return True
+
+    def is_known(self, cos: torch.Tensor, start: int) -> bool:
+        """Whether `know` was called with these last: a layer before this one, in the same forward, has seen to it."""
+        known = self._known
+        return known is not None and known[0] is cos and known[1] == start
+
+    def know(self, cos: torch.Tensor, start: int) -> None:
+        """Remember that nothing is to be recorded any more of `cos` from `start` on."""
+        self._known = cos, start
 
     def is_source(self, cos: torch.Tensor) -> bool:
         """Whether `cos` lies in the same memory as what was recorded last."""
@@ -90,6 +103,15 @@ class RotaryTable:
         return self._sin.entries
 
     @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """cos and sin as kernels take them, float32; None where they are of another type, or not on the CPU."""
+        if self._arrays is None:
+            cos, sin = self.cos, self.sin
+            if cos.dtype == torch.float32 and cos.device.type == "cpu":
+                self._arrays = cos.numpy(), sin.numpy()
+        return self._arrays
+
+    @property
     def nbytes(self) -> int:
         """Memory of the table, bytes."""
         return self._cos.nbytes + self._sin.nbytes
@@ -97,4 +119,5 @@ class RotaryTable:
     def __deepcopy__(self, memo: dict[int, Any]) -> RotaryTable:
         memo[id(self)] = twin = copy.copy(self)
         twin._cos, twin._sin, twin._source = self._cos.fork(), self._sin.fork(), None
+        twin._known = twin._arrays = None
         return twin

@@ -24,7 +24,7 @@ from hetero_kv.engine.cohort import Cohort
 from hetero_kv.engine.layer import FamilyLayer
 
 
-class Drive:
+class StridedForward:
     """A forward of one cohort that is cut into parts, and the part that passes or has passed.
 
     Attributes:
@@ -72,7 +72,7 @@ class Drive:
         finally:
             self.replayed = None
 
-    def pass_through(self, token_ids: Sequence[int], lasting: Sequence[FamilyLayer]) -> None:
+    def run_transient(self, token_ids: Sequence[int], lasting: Sequence[FamilyLayer]) -> None:
         """Let every row's layers see these tokens behind it; in all layers but `lasting` nothing of them remains.
 
         Layers that keep the whole sequence store nothing: what passes needs no room in them.
@@ -82,7 +82,7 @@ class Drive:
         passed = torch.tensor(token_ids, device=self.token_ids.device).expand(rows, -1)
         kept = {id(layer) for layer in lasting}
         others = [(layer, _snapshot(layer)) for layer in self.cohort.layers if id(layer) not in kept]
-        with self.cache.transient(), self.cache.passing(0, count, count):
+        with self.cache.transient(), self.cache.prompt_part(0, count, count):
             try:
                 self.call.for_tokens(passed, all_logits=False).run()
             finally:
@@ -101,32 +101,32 @@ def _rollback(layer: Any, state: Any) -> None:
         untouched.rollback(layer, state)
 
 
-def driven(call: ModelCall, cache: HeteroCache, cohort: Cohort, *, has_head: bool) -> Any:
+def run_strided(call: ModelCall, cache: HeteroCache, cohort: Cohort, *, has_head: bool) -> Any:
     """The output of a call for the rows of one cohort, whose tokens passed in strides.
 
     `has_head` says whether it gives logits. Raises UnsupportedModelError for an argument that cannot be cut.
     """
-    layers = [layer for layer in cohort.family_layers if layer.is_driven]
+    layers = [layer for layer in cohort.family_layers if layer.is_strided]
     total = call.shape[1]
     for layer in layers:
         layer.begin_turn(total)
-    drive = Drive(cache, cohort, has_head)
-    cache.drive = drive
+    strided = StridedForward(cache, cohort, has_head)
+    cache.strided = strided
     try:
         outputs = []
         start = 0
         while start < total:
             stop = min(total, start + _stride(layers, total))
             whole = stop - start == total
-            drive.call = call if whole else call.part(slice(start, stop))
-            with nullcontext() if whole else cache.passing(start, stop, total):
-                outputs.append(drive.call.run())
-            drive.output = outputs[-1]
-            _settle(drive, layers)
+            strided.call = call if whole else call.part(slice(start, stop))
+            with nullcontext() if whole else cache.prompt_part(start, stop, total):
+                outputs.append(strided.call.run())
+            strided.output = outputs[-1]
+            _after_all_layers(strided, layers)
             start = stop
         return outputs[0] if len(outputs) == 1 else joined_tokens(outputs)
     finally:
-        cache.drive = None
+        cache.strided = None
 
 
 def _stride(layers: Sequence[FamilyLayer], total: int) -> int:
@@ -136,11 +136,11 @@ def _stride(layers: Sequence[FamilyLayer], total: int) -> int:
 
 
 @torch.no_grad()
-def _settle(drive: Drive, layers: Sequence[FamilyLayer]) -> None:
+def _after_all_layers(strided: StridedForward, layers: Sequence[FamilyLayer]) -> None:
     """Let layers do what had to wait until the part had passed through all of them."""
     together: dict[Any, list[FamilyLayer]] = {}
     for layer in layers:
-        if layer.settle_together is not None:
-            together.setdefault(layer.settle_together, []).append(layer)
-    for settle, members in together.items():
-        settle(members, drive)
+        if layer.after_all_layers is not None:
+            together.setdefault(layer.after_all_layers, []).append(layer)
+    for hook, members in together.items():
+        hook(members, strided)

@@ -107,7 +107,7 @@ class BufferedLayer(FamilyLayer):
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether a prompt is passing through this layer."""
+        """Whether a prompt is being prefilled in this layer."""
         return self._prefilling is not None
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -70,8 +70,8 @@ class HeteroCache(Batch, Cache):
         # Of a prompt that passes in strides: tokens before the present one, behind it, and of the prompt.
         self._stride: tuple[int, int, int] | None = None
         self._transient = False
-        #: The forward that is cut into parts, if one is (`adapter.strides.Drive`).
-        self.drive: Any = None
+        #: The forward that is cut into parts, if one is (`adapter.strides.StridedForward`).
+        self.strided: Any = None
         #: The steps of the forward that is under way, one per cohort that takes part.
         self.steps: tuple[Step, ...] = ()
         Batch.__init__(self, maker, max_seq_len, forks)
@@ -125,7 +125,7 @@ class HeteroCache(Batch, Cache):
             self._present(self.cohorts[0])
 
     @contextmanager
-    def passing(self, start: int, stop: int, total: int) -> Iterator[None]:
+    def prompt_part(self, start: int, stop: int, total: int) -> Iterator[None]:
         """Within this context tokens `start` to `stop` of a prompt of `total` pass through all layers."""
         try:
             self._stride = (start, stop, total)
@@ -176,7 +176,7 @@ class HeteroCache(Batch, Cache):
         """See Batch; the forward that was under way is over."""
         for step in self.steps:
             step.cohort.step = None
-        self.steps, self.drive, self._stride, self._transient = (), None, None, False
+        self.steps, self.strided, self._stride, self._transient = (), None, None, False
         super().rollback(snapshot)
 
     def fork(self) -> HeteroCache:
@@ -253,9 +253,9 @@ class HeteroCache(Batch, Cache):
         return [layer for cohort in self.cohorts for layer in cohort.family_layers]
 
     @property
-    def driven_layers(self) -> list[Any]:
-        """The layers that need forwards cut and settled around them, bounded ones: of one cohort after the other."""
-        return [layer for layer in self._family_layers if layer.is_driven]
+    def strided_layers(self) -> list[Any]:
+        """The layers whose forwards are cut into strides, bounded ones: of one cohort after the other."""
+        return [layer for layer in self._family_layers if layer.is_strided]
 
     @property
     def statistics(self) -> dict[str, list[float | int | None]]:

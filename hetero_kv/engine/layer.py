@@ -32,10 +32,10 @@ class FamilyLayer(CacheLayerMixin):
     """
 
     is_sliding = False
-    #: Whether it needs the forward cut and settled around it: it says `stride`, and `settle_together` is called.
-    is_driven: ClassVar[bool] = False
+    #: Whether its forwards are cut into strides: it says `stride`, and `after_all_layers` is called.
+    is_strided: ClassVar[bool] = False
     #: Called with the layers of one cohort that have it, and the part of a forward that has passed through all layers.
-    settle_together: ClassVar[Any] = None
+    after_all_layers: ClassVar[Any] = None
 
     layer_idx: int
     layout: Layout | None = None
@@ -87,7 +87,7 @@ class FamilyLayer(CacheLayerMixin):
         """See `select`, which the cache calls with the sequences."""
         self.select(beam_idx.tolist())
 
-    # -- a forward that is driven (`is_driven`)
+    # -- a forward in strides (`is_strided`)
 
     def begin_turn(self, tokens: int) -> None:
         """`tokens` new tokens are about to come, in one stride or several."""
@@ -99,7 +99,7 @@ class FamilyLayer(CacheLayerMixin):
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether `settle_together` has something to do when a decoded token has passed."""
+        """Whether `after_all_layers` has something to do when a decoded token has passed."""
         return False
 
     # -- a step
@@ -116,7 +116,7 @@ class FamilyLayer(CacheLayerMixin):
     @property
     @abstractmethod
     def is_prefilling(self) -> bool:
-        """Whether a prompt is passing through this layer."""
+        """Whether a prompt is being prefilled in this layer."""
 
     # -- going back, and going several ways
 

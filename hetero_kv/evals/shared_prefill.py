@@ -85,7 +85,7 @@ class RecordingAttention(AttentionOperator):
         with self.prefill(step):
             return self.prefill_chunk(layer, step, call)
 
-    def take_over(self, layer: RecordingLayer, step: Step, recorded: Any) -> None:
+    def load_prefill(self, layer: RecordingLayer, step: Step, recorded: Any) -> None:
         layer.recorded = recorded
 
 
@@ -155,7 +155,7 @@ class RecordedPrefill:
                     # Layers that were given the same have the same on every device.
                     key = id(recorded.rotation[0]), device
                     moved = replace(moved, rotation=rotations.setdefault(key, moved.rotation))
-                operators[index].take_over(layer, step, moved)
+                operators[index].load_prefill(layer, step, moved)
         cache.columns = cache.columns.grown(self.tokens, [self.tokens])
 
     def untouched_cache(self, model: PreTrainedModel) -> DynamicCache:
@@ -236,7 +236,7 @@ def record_prefill(
 
 
 def shares_prefill(model: PreTrainedModel | Injection) -> bool:
-    """Whether all operators under the rules now injected can take over a recorded prefill."""
+    """Whether all operators under the rules now injected can load a recorded prefill."""
     injection = model if isinstance(model, Injection) else getattr(model, "hetero_kv_injection", None)
     return injection is None or all(operator.prefills_exactly for operator in injection.operators.values())
 

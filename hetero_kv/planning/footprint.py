@@ -146,12 +146,13 @@ class Footprint:
             batch: sequences that are processed together.
             forks: of the cache, each grown to `tokens` with nothing shared.
         """
-        passing = min((layer.passing(tokens) for layer in self.layers), default=tokens)
-        demand = Demand(tokens, passing, batch, 1 + forks, self.element, self.on_gpu)
+        forward_tokens = min((layer.forward_tokens(tokens) for layer in self.layers), default=tokens)
+        demand = Demand(tokens, forward_tokens, batch, 1 + forks, self.element, self.on_gpu)
+        per_token = 2 * (self.hidden_size + self.rotary_dim) * self.element + _ID_BYTES
         own = (
             Share(WEIGHTS, self.weights),
-            Share(HIDDEN, batch * passing * (2 * (self.hidden_size + self.rotary_dim) * self.element + _ID_BYTES)),
-            Share(ACTIVATIONS, batch * min(passing, self.chunk_size) * self.activations),
+            Share(HIDDEN, batch * forward_tokens * per_token),
+            Share(ACTIVATIONS, batch * min(forward_tokens, self.chunk_size) * self.activations),
         )
         # Layers prefill one after the other.
         whole = (

@@ -145,7 +145,9 @@ def inject(
             operator.install()
             model.set_submodule(path, operator)
             injection.operators[path] = operator
-        _settle([operator for path in plan if isinstance(operator := injection.operators[path], AttentionOperator)])
+        _configure_together(
+            [operator for path in plan if isinstance(operator := injection.operators[path], AttentionOperator)]
+        )
     except BaseException:
         _take_out(model, injection)
         raise
@@ -190,10 +192,10 @@ def suspended(model: PreTrainedModel) -> Iterator[None]:
         model.hetero_kv_injection = injection
 
 
-def _settle(operators: Sequence[AttentionOperator]) -> None:
+def _configure_together(operators: Sequence[AttentionOperator]) -> None:
     """Tell every class of `operators` that all of them are in the model."""
     for operator_class in dict.fromkeys(type(operator) for operator in operators):
-        operator_class.settle(operators)
+        operator_class.configure_together(operators)
 
 
 def _guard(injection: Injection) -> None:

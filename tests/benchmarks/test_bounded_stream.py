@@ -10,7 +10,7 @@ from tiny_models import tiny_model
 from benchmarks import bounded_stream
 from benchmarks.bounded_stream import PARTS, Prefill, Subject
 from hetero_kv import HeteroKVError
-from hetero_kv.adapter.strides import Drive
+from hetero_kv.adapter.strides import StridedForward
 from hetero_kv.evals.config_spec import config_specs
 from hetero_kv.families.bounded.layer import BoundedLayer
 
@@ -53,15 +53,15 @@ def test_time_within_a_part_is_counted_once_and_the_functions_are_put_back(monke
     clock = iter(range(100))
     monkeypatch.setattr(bounded_stream, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(BoundedLayer, "begin_turn", lambda layer: None)
-    monkeypatch.setattr(Drive, "pass_through", lambda layer: layer.begin_turn())
-    before = Drive.pass_through, BoundedLayer.begin_turn
+    monkeypatch.setattr(StridedForward, "run_transient", lambda layer: layer.begin_turn())
+    before = StridedForward.run_transient, BoundedLayer.begin_turn
     layer = object.__new__(BoundedLayer)
     with bounded_stream.spent() as parts:
-        Drive.pass_through(layer)
+        StridedForward.run_transient(layer)
         layer.begin_turn()
         layer.begin_turn()
     assert parts == {"update": 2, "scores": 0, "logits": 0, "catalyst": 1}
-    assert before == (Drive.pass_through, BoundedLayer.begin_turn)
+    assert before == (StridedForward.run_transient, BoundedLayer.begin_turn)
 
 
 def test_time_within_a_prompt_is_read_between_the_stamps():

@@ -86,7 +86,7 @@ def test_likelihoods_in_strides_are_those_of_plain_calls_of_the_model(loaded, me
     assert result.parts["nll"] == pytest.approx(nll.mean().item(), abs=1e-5)
     assert curve(result)[0] == pytest.approx(nll[0].item(), abs=1e-5)
     assert curve(result)[-1] == pytest.approx(nll[-1].item(), abs=1e-5)
-    assert result.cost.counted["entries_held"] == statistics.fmean(cache.statistics["entries_held"])
+    assert result.cost.counted["cached_entries"] == statistics.fmean(cache.statistics["cached_entries"])
 
 
 @pytest.mark.parametrize("stride", [STRIDE, 512])
@@ -96,8 +96,8 @@ def test_where_the_budget_covers_the_text_every_stride_gives_the_untouched_model
     (one_by_one,) = measured([config], 1, "one").results
     assert curve(strided) == pytest.approx(curve(one_by_one), abs=1e-5)
     assert curve(strided) == pytest.approx(curve(full), abs=1e-5)
-    assert strided.cost.counted["entries_held"] == LENGTH - 1
-    assert full.cost.counted.get("entries_held") is None
+    assert strided.cost.counted["cached_entries"] == LENGTH - 1
+    assert full.cost.counted.get("cached_entries") is None
 
 
 def test_a_budget_that_does_not_cover_the_text_foretells_otherwise_in_every_stride(measured):
@@ -152,7 +152,7 @@ def test_a_method_of_bounded_and_of_retrieving_layers_is_measured_in_strides(mea
         f"    replace: {{class: BoundedAttention, kwargs: {{policy: h2o, budget: {BUDGET}}}}}\n"
     )
     (result,) = measured([str(composed)], STRIDE).results
-    assert result.cost.counted["entries_held"] == BUDGET
+    assert result.cost.counted["cached_entries"] == BUDGET
     assert not result.cost.shared_prefill
 
 
@@ -174,12 +174,12 @@ def test_a_stride_of_no_tokens_is_refused(stride):
 def test_every_task_reports_the_entries_that_bounded_methods_hold(measured, tmp_path, task):
     methods = [BOUNDED["cascade"], BOUNDED["h2o"], "pyramidkv:budget=30:window=8"]
     done = measured(methods, STRIDE, baseline=True, task=task)
-    held = {result.method: result.cost.counted.get("entries_held") for result in done.results}
+    held = {result.method: result.cost.counted.get("cached_entries") for result in done.results}
     assert held.pop("full") is None
     assert list(held) == methods
     assert all(0 < entries <= BUDGET for entries in held.values())
     (of_h2o,) = json.loads((tmp_path / "out" / "costs.json").read_text())[BOUNDED["h2o"]].values()
-    assert of_h2o["entries_held"] == BUDGET
+    assert of_h2o["cached_entries"] == BUDGET
     cost = (tmp_path / "out" / "report.md").read_text().partition("## Cost")[2]
     rows = [line.split("|")[1:-1] for line in cost.splitlines() if line.startswith("| ")]
     entries = {row[0].strip(): row[-1].strip() for row in rows}
@@ -205,5 +205,5 @@ def test_the_report_says_the_stride(measured, tmp_path):
 def test_a_line_from_before_entries_were_counted_is_still_a_result(measured):
     (result,) = measured([BOUNDED["h2o"]], STRIDE).results
     line = json.loads(result.to_json())
-    assert line["cost"].pop("entries_held") == BUDGET
-    assert Result.from_json(json.dumps(line)).cost.counted.get("entries_held") is None
+    assert line["cost"].pop("cached_entries") == BUDGET
+    assert Result.from_json(json.dumps(line)).cost.counted.get("cached_entries") is None

@@ -124,7 +124,7 @@ def test_the_untouched_model_goes_on_from_the_recording(model):
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3_text", "deepseek_v3"], indirect=True)
-def test_layers_left_as_they_are_take_over_the_prefill_too(model):
+def test_layers_left_as_they_are_load_the_prefill_too(model):
     prompt, answer = random_tokens(PROMPT), random_tokens(DECODED, 1)
     recording = record_prefill(model, prompt, chunk_size=CHUNK)
     left = {"match": {"name": r"layers\.[02]\.self_attn$"}, "replace": {"class": "default"}}
@@ -211,8 +211,8 @@ def test_an_operator_shares_only_if_it_says_so(model):
     recording = record_prefill(model, random_tokens(20))
     operator = next(inject(model, "dense", command_line=small("dense")).attention_operators())
     assert AttentionOperator.prefills_exactly is False
-    with pytest.raises(HeteroKVError, match=r"self_attn \(RetrievalAttention\) does not take over a recorded prefill"):
-        AttentionOperator.take_over(operator, operator.new_cache_layer(), None, recording.layers[0])
+    with pytest.raises(HeteroKVError, match=r"self_attn \(RetrievalAttention\) does not load a recorded prefill"):
+        AttentionOperator.load_prefill(operator, operator.new_cache_layer(), None, recording.layers[0])
 
 
 def test_too_few_recorded_queries_are_an_error_that_says_how_many_are_needed(model):

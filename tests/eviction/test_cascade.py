@@ -133,7 +133,7 @@ def test_the_kept_entries_are_those_of_algorithm_2(recorded, architecture, heads
         for part in (tokens(PROMPT), *tokens(GENERATED, 1).split(1, dim=1)):
             model(part, past_key_values=cache)
             for index, layer in enumerate(cache.layers):
-                assert layer.held == min(budget, layer.length)
+                assert layer.num_entries == min(budget, layer.length)
                 kept[index].append(layer.entries.positions[0])
     sizes = [*[STRIDE] * (PROMPT // STRIDE), PROMPT % STRIDE, *[1] * GENERATED]
     for index, layer in enumerate(cache.layers):

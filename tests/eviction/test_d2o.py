@@ -35,8 +35,8 @@ def run(model, cache, parts):
     with torch.no_grad():
         for part in parts:
             logits.append(model(part, past_key_values=cache).logits)
-            assert all(layer.held == min(layer.budget, layer.length) for layer in cache.layers)
-            assert sum(layer.held for layer in cache.layers) <= BUDGET * len(cache.layers)
+            assert all(layer.num_entries == min(layer.budget, layer.length) for layer in cache.layers)
+            assert sum(layer.num_entries for layer in cache.layers) <= BUDGET * len(cache.layers)
             held.append([layer.entries for layer in cache.layers])
     return torch.cat(logits, dim=1), held
 
@@ -161,15 +161,15 @@ def test_layers_share_the_budget_by_the_variances_of_the_dense_attention(receive
     variances = (variances - variances.min()) / (variances.max() - variances.min())
     total = 4 * math.ceil(0.25 * PROMPT)
     expected = torch.softmax(-variances, 0) * total
-    assert sum(cache.statistics["entries_held"]) == total
-    assert float((torch.tensor(cache.statistics["entries_held"]) - expected).abs().max()) < 1
-    assert len(set(cache.statistics["entries_held"])) > 2
+    assert sum(cache.statistics["cached_entries"]) == total
+    assert float((torch.tensor(cache.statistics["cached_entries"]) - expected).abs().max()) < 1
+    assert len(set(cache.statistics["cached_entries"])) > 2
 
 
 def entries_that_received(*sums):
     received = torch.tensor(sums)[None, None]
     empty = torch.zeros(*received.shape, 1)
-    return Entries(empty, empty, torch.zeros(received.shape, dtype=torch.int64), {"received": received})
+    return Entries.of(empty, empty, torch.zeros(received.shape, dtype=torch.int64), {"received": received})
 
 
 def test_variances_as_they_are_leave_the_budget_to_the_layer_that_varies_least():
@@ -208,7 +208,7 @@ def test_a_covering_budget_is_full_attention(allocation):
     with torch.no_grad():
         logits = torch.cat([model(part, past_key_values=cache).logits for part in turns(batch=2)], 1)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-    assert cache.statistics["entries_held"] == [PROMPT + FEW] * 3
+    assert cache.statistics["cached_entries"] == [PROMPT + FEW] * 3
 
 
 def test_entries_are_merged_from_the_threshold_on():
@@ -245,7 +245,7 @@ def test_a_later_prompt_begins_a_new_threshold():
     moved = cache.layers[0].entries.carried["threshold"]
     with torch.no_grad():
         model(tokens(30, 5), past_key_values=cache)
-    assert sum(cache.statistics["entries_held"]) == 3 * BUDGET
+    assert sum(cache.statistics["cached_entries"]) == 3 * BUDGET
     began = cache.layers[0].entries.carried["threshold"]
     assert began.shape == moved.shape == (1, 2)
     assert not began.equal(moved)
@@ -254,7 +254,7 @@ def test_a_later_prompt_begins_a_new_threshold():
 def random_entries(count, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(2, 3, count, dim, generator=generator).to(dtype) for dim in (8, 6))
-    return Entries(keys, values, torch.arange(count).expand(2, 3, count))
+    return Entries.of(keys, values, torch.arange(count).expand(2, 3, count))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -52,7 +52,9 @@ def run(model, cache, parts):
     with torch.no_grad():
         for part in parts:
             logits.append(model(part, past_key_values=cache).logits)
-            assert all(layer.held <= layer.budget - isinstance(layer.policy, InfiniPot) for layer in cache.layers)
+            assert all(
+                layer.num_entries <= layer.budget - isinstance(layer.policy, InfiniPot) for layer in cache.layers
+            )
             kept.append([layer.entries.positions for layer in cache.layers])
     return torch.cat(logits, dim=1), kept
 
@@ -204,7 +206,7 @@ def test_the_catalyst_has_places_behind_the_few_entries_of_other_layers_too():
     )
     cache = HeteroCache(model, tokenizer=TOKENIZER)
     run(model, cache, turns(5))
-    assert cache.statistics["entries_held"] == [STAY + 2, 6, 6]
+    assert cache.statistics["cached_entries"] == [STAY + 2, 6, 6]
     assert [layer.get_seq_length() for layer in cache.layers] == [PROMPT + 5] * 3
     assert len(cache.layers[0].rotary) == POT + CATALYST
 
@@ -242,7 +244,7 @@ def test_a_pot_of_a_share_of_the_sequence_is_distilled_too():
     cache = pot(model, budget=0.3, kept_ratio=0.25)
     run(model, cache, [tokens(100)])
     # 30 entries, then 7 and 23 more three times over, and the last token.
-    assert cache.statistics["entries_held"] == [8, 8, 8]
+    assert cache.statistics["cached_entries"] == [8, 8, 8]
 
 
 def test_the_catalyst_asks_the_question_that_is_known():
@@ -278,6 +280,6 @@ def test_chats_and_evaluations_give_the_catalyst_the_loaded_tokenizer():
     rules = parse_rules([{"match": {"name": "self_attn$"}, "replace": everywhere}])
     method = ConfiguredModel(LoadedModel(model, TOKENIZER, "tiny", 512), [ConfigSpec("pot", rules, {})], baseline=False)
     with method.prefilled("pot", Prompt(tokens(PROMPT)[0].tolist(), 400)) as ready:
-        assert ready.cache.statistics["entries_held"] == [STAY + (PROMPT - POT) % (POT - STAY)] * 3
+        assert ready.cache.statistics["cached_entries"] == [STAY + (PROMPT - POT) % (POT - STAY)] * 3
     inject(model, rules)
     assert Conversation(model, TOKENIZER).cache.tokenizer is TOKENIZER

@@ -66,7 +66,7 @@ def passes(calls, sizes):
 def rotation_of(layer):
     if layer.rotary is None:
         return None
-    return lambda vectors, start: layer.placed(vectors[None], start)[0]
+    return lambda vectors, start: layer.rotated(vectors[None], start)[0]
 
 
 # Groups of two and of three query heads for every policy, and heads of their own, partly rotated.
@@ -86,7 +86,7 @@ def test_the_kept_entries_are_those_of_the_dense_reference(recorded, policy, arc
         for part in (tokens(PROMPT), *tokens(GENERATED, 1).split(1, dim=1)):
             model(part, past_key_values=cache)
             for index, layer in enumerate(cache.layers):
-                assert layer.held == min(BUDGET, layer.length)
+                assert layer.num_entries == min(BUDGET, layer.length)
                 kept[index].append(layer.entries.positions[0])
     strides = [STRIDE] * (PROMPT // STRIDE) + [PROMPT % STRIDE] if "stride" in settings else [PROMPT]
     for index, layer in enumerate(cache.layers):

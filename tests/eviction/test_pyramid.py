@@ -32,7 +32,7 @@ def test_every_layer_keeps_what_the_reference_keeps_with_its_budget(recorded, ar
     with torch.no_grad():
         for part in (tokens(PROMPT), *tokens(GENERATED, 1).split(1, dim=1)):
             model(part, past_key_values=cache)
-            assert cache.statistics["entries_held"] == budgets
+            assert cache.statistics["cached_entries"] == budgets
             kept.append([layer.entries.positions[0] for layer in cache.layers])
     for index, budget in enumerate(budgets):
         calls = recorded[index]

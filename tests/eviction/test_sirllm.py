@@ -32,7 +32,7 @@ def streamed(model, **kwargs):
         for part in conversation():
             logits.append(model(part, past_key_values=cache).logits[0])
             kept.append([layer.entries.positions[0] for layer in cache.layers])
-            assert all(layer.held == min(kwargs["budget"], layer.length) for layer in cache.layers)
+            assert all(layer.num_entries == min(kwargs["budget"], layer.length) for layer in cache.layers)
     eject(model)
     return torch.cat(logits), kept
 

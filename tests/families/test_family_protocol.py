@@ -66,17 +66,17 @@ class PairFootprint(LayerFootprint):
 class PairLayer(FamilyLayer):
     """Keys and values as they came: (keys, values), or None before the first."""
 
-    passing = False
+    prefilling = False
 
     def begin_prefill(self, step) -> None:
-        self.passing = True
+        self.prefilling = True
 
     def leave_prefill(self) -> None:
-        self.passing = False
+        self.prefilling = False
 
     @property
     def is_prefilling(self) -> bool:
-        return self.passing
+        return self.prefilling
 
     def select(self, rows) -> None:
         self.state = self.state and tuple(part[list(rows)] for part in self.state)
@@ -90,7 +90,7 @@ class PairAttention(AttentionOperator):
     meaning = "keeps pairs of a key and a value"
     settings_class = PairSettings
     statistics = (PAIRS_KEPT,)
-    settled: tuple[AttentionOperator, ...] = ()
+    configured: tuple[AttentionOperator, ...] = ()
     compiled: tuple[float, ...] = ()
 
     def new_cache_layer(self) -> PairLayer:
@@ -122,10 +122,10 @@ class PairAttention(AttentionOperator):
         self.compiled = kv_heads, group, k_dim, v_dim, softcap
 
     @classmethod
-    def settle(cls, operators) -> None:
+    def configure_together(cls, operators) -> None:
         if len(operators) == 1:
             raise HeteroKVError("pairs come in twos")
-        cls.settled = tuple(operators)
+        cls.configured = tuple(operators)
 
 
 class SilentAttention(PairAttention):
@@ -217,13 +217,13 @@ def test_statistics_stand_in_the_json_of_an_answer_and_in_the_line_of_a_sample()
     )
     report = json_report(session, answer)
     assert report["pairs_kept"] == [None, 9, 12]
-    assert report["entries_held"] is None
+    assert report["cached_entries"] is None
     shown = statistics_table(session, answer)
     assert list(shown.columns[0].cells).count("pairs") == 1
     assert "10.500 on average, 9 to 12 by layer" in list(shown.columns[1].cells)
     line = Cost(counted={"pairs_kept": 10.5}).to_plain()
     assert line["pairs_kept"] == 10.5
-    assert line["entries_held"] is None
+    assert line["cached_entries"] is None
     assert Cost.from_plain(line) == Cost(counted={"pairs_kept": 10.5})
 
 
@@ -279,7 +279,7 @@ def test_a_step_attends_to_what_the_family_says_and_elsewhere_to_everything(pair
 def test_kernels_are_compiled_and_operators_settled(llama, paired):
     paired.compile_kernels()
     assert [operator.compiled for operator in paired.attention_operators()] == [(2, 2, 16, 16, 0.0)] * 2
-    assert PairAttention.settled == tuple(paired.attention_operators())
+    assert PairAttention.configured == tuple(paired.attention_operators())
 
 
 def test_operators_that_cannot_work_together_leave_the_model_as_it_was(llama):

@@ -63,4 +63,4 @@ def relative_error(actual, expected):
 
 
 def positions(cache):
-    return [layer.entries.positions for layer in cache.driven_layers]
+    return [layer.entries.positions for layer in cache.strided_layers]

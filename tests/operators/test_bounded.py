@@ -20,7 +20,7 @@ def test_a_covering_budget_is_full_attention_over_two_turns(llama, policy):
         expected = llama(torch.cat(parts, dim=1)).logits
     cache = bounded(llama, policy=policy, budget=200)
     assert relative_error(logits(llama, cache, *parts), expected) < 1e-5
-    assert cache.statistics["entries_held"] == [95, 95, 95]
+    assert cache.statistics["cached_entries"] == [95, 95, 95]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -31,7 +31,7 @@ def test_places_among_the_entries_are_positions_while_nothing_is_dropped_in_ever
         expected = model(torch.cat(parts, dim=1)).logits
     cache = bounded(model, policy="streaming_llm", budget=200)
     assert relative_error(logits(model, cache, *parts), expected) < 2e-5
-    assert cache.driven_layers
+    assert cache.strided_layers
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
@@ -87,9 +87,9 @@ def test_half_precision_models_agree_to_their_precision():
 def test_a_share_of_the_sequence_grows_with_the_prompts_and_not_with_the_answer(llama, policy):
     cache = bounded(llama, policy=policy, budget=0.25)
     logits(llama, cache, tokens(60), *tokens(20, 1).split(1, dim=1))
-    assert cache.statistics["entries_held"] == [15, 15, 15]
+    assert cache.statistics["cached_entries"] == [15, 15, 15]
     logits(llama, cache, tokens(40, 2))
-    assert cache.statistics["entries_held"] == [30, 30, 30]
+    assert cache.statistics["cached_entries"] == [30, 30, 30]
     assert cache.get_seq_length() == 120
 
 
@@ -131,8 +131,8 @@ def test_the_footprint_of_shadowkv_beside_strides_has_the_prompt_that_is_not_fac
     assert held[0] - held[1] == 2 * 5000 * 2 * 2 * 16 * 4
 
 
-def test_what_is_held_is_what_the_cache_says_it_takes(llama):
+def test_what_is_cached_is_what_the_cache_says_it_takes(llama):
     cache = bounded(llama, policy="streaming_llm", budget=20)
     logits(llama, cache, tokens(100))
-    # Keys and values in float32, with room for some more, and positions.
-    assert cache.dram_bytes == 3 * 2 * ((20 + SLACK) * 2 * 16 * 4 + 20 * 8)
+    # Keys and values in float32, and positions, with room for some more.
+    assert cache.dram_bytes == 3 * 2 * (20 + SLACK) * (2 * 16 * 4 + 8)

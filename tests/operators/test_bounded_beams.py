@@ -28,7 +28,7 @@ def test_every_beam_has_the_logits_of_its_tokens_alone_while_entries_are_dropped
         output_logits=True,
         return_dict_in_generate=True,
     )
-    assert sum(cache.statistics["entries_held"]) <= 3 * BUDGET
+    assert sum(cache.statistics["cached_entries"]) <= 3 * BUDGET
     assert cache.get_seq_length() == PROMPT + NEW - 1
     # Else no beam ever went on as another, and nothing was reordered.
     assert (found.beam_indices[:, 1:NEW] != found.beam_indices[:, : NEW - 1]).any()

@@ -88,7 +88,7 @@ def test_a_reset_cache_begins_anew(llama):
     expected = logits(llama, cache, *conversation())
     cache.reset()
     assert cache.get_seq_length() == 0
-    assert cache.statistics["entries_held"] == [0, 0, 0]
+    assert cache.statistics["cached_entries"] == [0, 0, 0]
     assert logits(llama, cache, *conversation()).equal(expected)
 
 

@@ -85,12 +85,12 @@ def test_a_catalyst_needs_no_room_in_layers_that_keep_everything(llama, above):
     roomy = bounded(llama, above, policy="infinipot", budget=24, catalyst="abcdef", max_seq_len=200)
     expected = logits(llama, roomy, prompt, following)
     # The pot is full with the prompt's last token.
-    assert roomy.layers[0].held == 12 + 4
+    assert roomy.layers[0].num_entries == 12 + 4
     eject(llama)
     exact = bounded(llama, above, policy="infinipot", budget=24, catalyst="abcdef", max_seq_len=52)
     assert logits(llama, exact, prompt, following).equal(expected)
     assert [layer.get_seq_length() for layer in exact.layers] == [52, 52, 52]
-    assert (exact.room, exact.layers[0].held) == (0, 16)
+    assert (exact.room, exact.layers[0].num_entries) == (0, 16)
 
 
 def allocator_of(layer):
@@ -108,7 +108,7 @@ def test_a_catalyst_takes_no_blocks_from_forks(llama):
     twin = cache.fork()
     # The token fills the pot, which is distilled behind it.
     assert logits(llama, twin, tokens(1, 1)).equal(expected[:, -1:])
-    assert twin.layers[0].held == 12
+    assert twin.layers[0].num_entries == 12
     assert allocator_of(twin.layers[1]).free_blocks == 0
 
 
@@ -139,7 +139,7 @@ def test_a_pyramid_stands_on_the_layers_that_have_it(retrieving):
     model = tiny_model("llama", num_hidden_layers=7)
     cache = bounded(model, retrieval(retrieving), policy="pyramidkv", budget=30, window=8, beta=4, max_seq_len=400)
     logits(model, cache, tokens(200))
-    held = [layer.held for layer in cache.driven_layers]
+    held = [layer.num_entries for layer in cache.strided_layers]
     assert sum(held) / len(held) == 30
     assert held == sorted(held, reverse=True)
     assert held[-1] == 8 + round(22 / 4)
@@ -151,7 +151,7 @@ def test_a_pyramid_leaves_the_models_own_sliding_layers_out():
     model = tiny_model("gemma2", num_hidden_layers=6, layer_types=kinds)
     cache = bounded(model, policy="pyramidkv", budget=30, window=8, beta=4)
     logits(model, cache, tokens(200))
-    held = [layer.held for layer in cache.driven_layers]
+    held = [layer.num_entries for layer in cache.strided_layers]
     assert held == [30 + 16, 30, 30 - 16]
 
 
@@ -162,7 +162,7 @@ def test_pyramids_of_different_settings_are_two():
     )
     cache = bounded(model, lower, policy="pyramidkv", budget=30, window=8, beta=4)
     logits(model, cache, tokens(200))
-    held = [layer.held for layer in cache.driven_layers]
+    held = [layer.num_entries for layer in cache.strided_layers]
     assert sum(held[:3]) == 3 * 50
     assert sum(held[3:]) == 3 * 30
     assert held[:3] == sorted(held[:3], reverse=True)
@@ -187,7 +187,7 @@ def test_places_beyond_what_the_model_was_trained_for_are_warned_of_once(llama, 
     bounded_attention._warn.cache_clear()
     bounded(llama, policy="streaming_llm", budget=500, stride=40)
     assert [record.message for record in caplog.records] == [
-        "policy streaming_llm may place 540 entries, and the model was trained for 512 positions: answers may get "
+        "policy streaming_llm may give entries 540 positions, and the model was trained for 512: answers may get "
         "worse when the budget is full; set a budget or a stride that is 28 smaller"
     ]
     caplog.clear()

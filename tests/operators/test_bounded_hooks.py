@@ -39,8 +39,8 @@ class Probe(EvictionPolicy[ProbeSettings]):
 
     def observe_catalyst(self, entries, attended):
         sums = attended.column_sums()
-        self.seen.append((self.layer_idx, entries.held, attended.keys.shape[2], sums.shape[3]))
-        return entries.scored(catalyst=entries.score("catalyst") + sums[..., : entries.held].sum(2))
+        self.seen.append((self.layer_idx, entries.num_entries, attended.keys.shape[2], sums.shape[3]))
+        return entries.scored(catalyst=entries.score("catalyst") + sums[..., : entries.num_entries].sum(2))
 
     def allocate(self, layers, budgets):
         return [budget - 2 * index for index, budget in enumerate(budgets)]
@@ -65,7 +65,7 @@ def probed(model, **settings):
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "granite"])
 def test_tokens_are_scored_by_the_logits_that_predicted_them(probe, monkeypatch, architecture):
-    monkeypatch.setattr("hetero_kv.families.bounded.settling._LOGITS_AT_ONCE", 7)
+    monkeypatch.setattr("hetero_kv.families.bounded.joint_eviction._LOGITS_AT_ONCE", 7)
     model = tiny_model(architecture)
     sequence = tokens(60, batch=2)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_tokens_are_scored_by_the_logits_that_predicted_them(probe, monkeypatch,
     expected = torch.nn.functional.cross_entropy(untouched[:, :-1].transpose(1, 2), sequence[:, 1:], reduction="none")
     cache = probed(model, budget=100, stride=16)
     logits(model, cache, sequence[:, :40], *sequence[:, 40:45].split(1, dim=1), sequence[:, 45:])
-    for layer in cache.driven_layers:
+    for layer in cache.strided_layers:
         scores = layer.entries.score("token")
         assert scores[..., 0].isinf().all()
         for head in range(2):
@@ -83,12 +83,12 @@ def test_tokens_are_scored_by_the_logits_that_predicted_them(probe, monkeypatch,
 def test_the_least_likely_tokens_stay_and_every_layer_has_its_own_budget(probe, llama):
     cache = probed(llama, budget=20, stride=16)
     logits(llama, cache, tokens(60))
-    assert cache.statistics["entries_held"] == [20, 18, 16]
+    assert cache.statistics["cached_entries"] == [20, 18, 16]
     first = [layer.entries.positions[0, 0].tolist() for layer in cache.layers]
     assert all(kept[0] == 0 for kept in first)
     assert set(first[2]) <= set(first[1]) <= set(first[0])
     logits(llama, cache, *tokens(5, 1).split(1, dim=1))
-    assert cache.statistics["entries_held"] == [20, 18, 16]
+    assert cache.statistics["cached_entries"] == [20, 18, 16]
 
 
 def test_a_catalyst_is_seen_by_layers_that_are_due_and_leaves_nothing(probe, llama):
@@ -103,8 +103,8 @@ def test_a_catalyst_is_seen_by_layers_that_are_due_and_leaves_nothing(probe, lla
     # The catalyst's three tokens stand behind what is held, and are no entries.
     assert probe.seen == [(0, 32, 35, 35), (1, 32, 35, 35)]
     assert [layer.get_seq_length() for layer in cache.layers] == [32, 32, 32]
-    assert cache.statistics["entries_held"] == [20, 18, None]
-    assert all((layer.entries.scores["catalyst"] > 0).all() for layer in cache.driven_layers)
+    assert cache.statistics["cached_entries"] == [20, 18, None]
+    assert all((layer.entries.scores["catalyst"] > 0).all() for layer in cache.strided_layers)
     total = float(cache.layers[0].entries.scores["catalyst"].sum())
     # Three queries of four heads give at most their whole attention.
     assert 0 < total < 3 * 4

@@ -53,7 +53,7 @@ def watched(monkeypatch):
 
             def noted(self, entries, attended, own=own, seen=seen):
                 room = _bytes_of([attended.keys, entries.keys, entries.values])
-                held = [layer.held for layer in cache.layers]
+                held = [layer.num_entries for layer in cache.layers]
                 seen.append(Moment(self.layer_idx, attended.keys.shape[2], room, held))
                 return own(self, entries, attended)
 
@@ -123,7 +123,7 @@ def test_one_layer_holds_the_prompt_at_a_time_and_the_others_their_budget(llama,
                 assert moment.held[:layer] == after
                 assert moment.held[layer + 1 :] == held[layer + 1 :]
         held = [layer.budget for layer in cache.layers]
-        assert cache.statistics["entries_held"] == held
+        assert cache.statistics["cached_entries"] == held
         assert sum(held) == 3 * BUDGET
 
 
@@ -133,8 +133,8 @@ def test_between_forwards_a_layer_has_memory_for_what_it_holds_and_a_few_tokens_
     for part in (*conversation(), tokens(200)):
         logits(llama, cache, part)
         for layer in cache.layers:
-            assert layer.held <= layer.budget
+            assert layer.num_entries <= layer.budget
             copies = 1.5 if layer.policy.reindexed else 1
-            assert key_value_bytes(layer) <= copies * (layer.held + SLACK) * ENTRY
+            assert key_value_bytes(layer) <= copies * (layer.num_entries + SLACK) * ENTRY
             assert key_value_bytes(layer) <= layer.dram_bytes
-        assert sum(cache.statistics["entries_held"]) <= 3 * BUDGET
+        assert sum(cache.statistics["cached_entries"]) <= 3 * BUDGET

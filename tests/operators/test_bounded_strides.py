@@ -81,12 +81,12 @@ def test_retrieval_in_other_layers_goes_with_both_kinds_of_policy(llama, policy)
         expected = llama(torch.cat(parts, dim=1)).logits
     cache = bounded(llama, retrieval, policy=policy, budget=200, max_seq_len=100)
     assert relative_error(logits(llama, cache, *parts), expected) < 1e-5
-    assert cache.statistics["entries_held"] == [95, None, None]
+    assert cache.statistics["cached_entries"] == [95, None, None]
     assert (cache.max_seq_len, cache.room) == (100, 5)
     eject(llama)
     cache = bounded(llama, retrieval, policy=policy, budget=20, max_seq_len=100)
     logits(llama, cache, *parts)
-    assert cache.statistics["entries_held"] == [20, None, None]
+    assert cache.statistics["cached_entries"] == [20, None, None]
     assert [layer.get_seq_length() for layer in cache.layers] == [95, 95, 95]
     with pytest.raises(HeteroKVError, match="the cache is full"):
         logits(llama, cache, tokens(6))
@@ -110,7 +110,7 @@ def test_strided_policies_of_different_strides_go_together(llama):
         budget=24,
     )
     logits(llama, cache, *conversation())
-    assert cache.statistics["entries_held"] == [30, 24, 24]
+    assert cache.statistics["cached_entries"] == [30, 24, 24]
 
 
 def test_whole_prompts_and_strides_in_one_model_are_refused_with_what_goes(llama):

@@ -26,7 +26,7 @@ def conversed(policy, chunk_size=16, batch=1, rows=slice(None), budget=BUDGET):
         eject(_MODEL)
     cache = bounded(_MODEL, chunk_size=chunk_size, policy=policy, budget=budget)
     found = logits(_MODEL, cache, *(part[rows] for part in conversation(batch)))
-    return found, [layer.entries for layer in cache.driven_layers]
+    return found, [layer.entries for layer in cache.strided_layers]
 
 
 def assert_same(mine, theirs, exactly):
@@ -68,8 +68,8 @@ def test_entries_are_different_tokens_of_the_sequence_in_their_order(policy):
     cache = bounded(_MODEL, policy=policy, budget=BUDGET)
     for part in conversation(2):
         logits(_MODEL, cache, part)
-        for layer, kept in zip(cache.driven_layers, positions(cache), strict=True):
-            assert kept.shape == (2, 2, layer.held)
+        for layer, kept in zip(cache.strided_layers, positions(cache), strict=True):
+            assert kept.shape == (2, 2, layer.num_entries)
             assert (kept.diff(dim=-1) > 0).all()
             assert kept.min() >= 0
             assert kept.max() < cache.get_seq_length()
@@ -89,5 +89,5 @@ def test_an_answer_of_any_length_holds_no_more_than_the_budget(policy):
     logits(_MODEL, cache, tokens(30))
     for token in tokens(60, 1).split(1, dim=1):
         logits(_MODEL, cache, token)
-        assert sum(cache.statistics["entries_held"]) <= 3 * BUDGET
-        assert all(layer.held <= layer.budget for layer in cache.driven_layers)
+        assert sum(cache.statistics["cached_entries"]) <= 3 * BUDGET
+        assert all(layer.num_entries <= layer.budget for layer in cache.strided_layers)

@@ -155,5 +155,5 @@ def test_entries_of_all_cohorts_are_spoken_of(llama):
     prompts = [prompt(10, 1), prompt(30, 2), prompt(30, 3)]
     batch = Batch(llama, injected(llama, small_recipe("h2o")), prompts)
     assert batch.cache.statistics["entries_held"] == pytest.approx([70 / 3] * 3)
-    held = [layer.held for layer in batch.cache.driven_layers]
+    held = [layer.num_entries for layer in batch.cache.strided_layers]
     assert held == [10] * 3 + [30] * 3

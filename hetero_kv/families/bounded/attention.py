@@ -7,9 +7,11 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from cpu_ops import cached_entries, rotary
 from gpu_ops.attention import attention_with_lse, chunk_attention
 from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import bridge
@@ -24,7 +26,7 @@ from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 from hetero_kv.families.bounded import eviction
 from hetero_kv.families.bounded.eviction import Attended, BoundedSettings, StridedSettings
 from hetero_kv.families.bounded.footprint import BoundedFootprint
-from hetero_kv.families.bounded.layer import ENTRIES_HELD, BoundedLayer
+from hetero_kv.families.bounded.layer import CACHED_ENTRIES, BoundedLayer
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.settings.engine_settings import EngineSettings
 
@@ -33,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 class BoundedAttention(AttentionOperator):
-    """Attends to everything that is held and to the new tokens; then the policy drops what is beyond the budget.
+    """Attends to all cached entries and to the new tokens; then the policy drops what is beyond the budget.
 
     With a budget that covers the sequence the result is full attention, up to rounding.
     """
@@ -41,7 +43,7 @@ class BoundedAttention(AttentionOperator):
     meaning = "keeps a fixed number of entries per kv head, chosen by an eviction policy"
     settings_class = BoundedSettings
     chosen_by = "policy"
-    statistics = (ENTRIES_HELD,)
+    statistics = (CACHED_ENTRIES,)
 
     settings: BoundedSettings
 
@@ -76,14 +78,14 @@ class BoundedAttention(AttentionOperator):
     def new_cache_layer(self) -> BoundedLayer:
         return BoundedLayer(self.policy)
 
-    # -- places
+    # -- positions within the cache
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See AttentionOperator; under a policy that re-indexes positions the wrapped module rotates nothing."""
         if self.policy.reindexed:
             use = (
-                f"{_NAME} with policy {self.settings.policy} would place keys anew; take a policy that keeps positions "
-                "(tova, h2o)"
+                f"{_NAME} with policy {self.settings.policy} would re-index positions; take a policy that keeps "
+                "positions (tova, h2o)"
             )
             cos, sin = position_embeddings(self.path, self.wrapped, kwargs, use)
             if self.rotation is None:
@@ -91,51 +93,60 @@ class BoundedAttention(AttentionOperator):
             cache = bridge.cache_in(args, kwargs, self.path)
             for step in cache.steps:
                 self._record(cache, step, self.rotation, of_rows(cos, step.rows), of_rows(sin, step.rows))
-            kwargs["position_embeddings"] = (torch.ones_like(cos), torch.zeros_like(sin))
+            kwargs["position_embeddings"] = _identity(cos.shape, cos.dtype, cos.device)
         return super().forward(*args, **kwargs)
 
     def _record(self, cache: HeteroCache, step: Step, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Note the rotation of the places that the entries may come to, in one table with other layers.
+        """Note the rotation of the positions that entries may get within the cache, in one table with other layers.
 
-        A token's place among the entries is never beyond its position, so that what is received suffices.
+        A token's position within the cache is never beyond that in its sequence, so that what is received suffices.
         """
         layers = step.cohort.layers
         layer: BoundedLayer = layers[self.layer_idx]
+        if layer.rotary is not None and layer.rotary.is_known(cos, layer.length):
+            return
         if layer.rotary is None:
             others = (other.rotary for other in layers if isinstance(other, BoundedLayer))
             same = (table for table in others if table is not None and table.rotation == rotation)
             layer.rotary = next((table for table in same if table.is_source(cos)), None) or RotaryTable(rotation)
         most = self.policy.most_entries
         # Any layer's catalyst may stand behind the entries.
-        if most is not None and len(layer.rotary) >= most and len(layer.rotary) >= most + _longest_catalyst(cache):
-            return
-        if not layer.rotary.record(cos, sin, layer.get_seq_length()):
+        known = len(layer.rotary)
+        is_full = most is not None and known >= most and known >= most + _longest_catalyst(cache)
+        if not is_full and not layer.rotary.record(cos, sin, layer.get_seq_length()):
             raise UnsupportedModelError(
                 f"{self.path}: the model rotates a position otherwise than before; {_NAME} with policy "
                 f"{self.settings.policy} needs one rotation per position, take one that keeps positions (tova, h2o)"
             )
+        layer.rotary.know(cos, layer.length)
 
     # -- attention
 
     def prefill_chunk(self, layer: BoundedLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        """See AttentionOperator: exact attention to what is held, and causal attention among the new tokens."""
+        """See AttentionOperator: exact attention to the cached entries, and causal attention among the new tokens."""
         if call.sliding_window is not None:
             raise UnsupportedModelError(
                 f"{self.path}: the model asks for a sliding window of {call.sliding_window}; "
                 "use SlidingWindowAttention there"
             )
-        held = layer.held
+        cached = layer.num_entries
         keys, values = layer.extend(call.k, call.v)
-        q = layer.placed(call.q, held)
-        out, lse = _attention(q, keys, values, held, call.scale, call.softcap)
+        q = layer.rotated(call.q, cached)
+        out, lse = _attention(q, keys, values, cached, call.scale, call.softcap)
         if call.sink is not None:
             out, lse = apply_sink(out, lse, call.sink)
-        layer.observe(Attended(q, lse, keys, call.scale, call.softcap))
+        layer.observe(Attended(q, lse, keys, call.scale, call.softcap, layer.key_array))
         return out.to(call.q.dtype)
 
     def decode_step(self, layer: BoundedLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        with self.prefill(step):
-            return self.prefill_chunk(layer, step, call)
+        # As `prefill`, without a context manager's frames.
+        layer.begin_prefill(step)
+        try:
+            out = self.prefill_chunk(layer, step, call)
+            self.end_prefill(layer, step)
+            return out
+        finally:
+            layer.leave_prefill()
 
     # -- what others ask
 
@@ -145,30 +156,45 @@ class BoundedAttention(AttentionOperator):
         return {f"Eviction policies of {_NAME} (policy)": known}
 
     @classmethod
-    def settle(cls, operators: Sequence[AttentionOperator]) -> None:
-        settle_policies(operators)
+    def configure_together(cls, operators: Sequence[AttentionOperator]) -> None:
+        configure_policies(operators)
 
     def footprint(self, shape: KVShape) -> BoundedFootprint:
         return BoundedFootprint(shape, policy=self.policy)
+
+    def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
+        weight = next(self.wrapped.parameters())
+        if weight.device.type != "cpu":
+            return
+        cached_entries.compile_for(np.dtype(np.float32 if weight.dtype == torch.float32 else np.int16))
+        if self.policy.reindexed and weight.dtype == torch.float32:
+            rotary.compile_kernels()
 
     def attended_tokens(self, length: int) -> float:
         """See AttentionOperator; a layer may hold less, as with a distilled pot."""
         return min(length, self.policy.budget_for(length))
 
 
+@functools.lru_cache(maxsize=16)
+def _identity(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of no rotation, which take no memory."""
+    one, zero = torch.ones((), dtype=dtype, device=device), torch.zeros((), dtype=dtype, device=device)
+    return one.expand(shape), zero.expand(shape)
+
+
 def _longest_catalyst(cache: HeteroCache) -> int:
     """Tokens of the longest text that a policy runs behind the entries; 0 without any."""
-    texts = {layer.policy.catalyst_text() for layer in cache.driven_layers if isinstance(layer, BoundedLayer)}
+    texts = {layer.policy.catalyst_text() for layer in cache.strided_layers if isinstance(layer, BoundedLayer)}
     return max((len(cache.tokenized(text)) for text in texts if text is not None), default=0)
 
 
 def _attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, held: int, scale: float, softcap: float | None
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cached: int, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of new tokens to keys [batch, kv_heads, held + new, dim], the new ones last: out and lse as q is."""
+    """Attention of new tokens to keys [batch, kv_heads, cached + new, dim], the new ones last: out and lse as q is."""
     batch, heads, new, k_dim = q.shape
     if new > 1:
-        past, own = slice(0, held), slice(held, held + new)
+        past, own = slice(0, cached), slice(cached, cached + new)
         return chunk_attention(
             q, keys[:, :, past], values[:, :, past], keys[:, :, own], values[:, :, own], scale, softcap
         )
@@ -177,8 +203,8 @@ def _attention(
     return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
 
 
-def settle_policies(operators: Iterable[Operator]) -> None:
-    """Tell every policy its layer's place among the layers of the same settings; warn of places that are too far.
+def configure_policies(operators: Iterable[Operator]) -> None:
+    """Tell every policy its layer's rank among the layers of the same settings; warn of positions that are too far.
 
     Raises HeteroKVError for layers of which some need whole prompts and others prompts in strides.
     """
@@ -190,16 +216,16 @@ def settle_policies(operators: Iterable[Operator]) -> None:
     for group in groups.values():
         for rank, operator in enumerate(group):
             operator.policy.rank, operator.policy.ranks = rank, len(group)
-        _warn_of_far_places(group[0])
+        _warn_of_far_positions(group[0])
 
 
-def _warn_of_far_places(operator: BoundedAttention) -> None:
-    """Log, once, where entries may come to places beyond those that the model was trained for."""
+def _warn_of_far_positions(operator: BoundedAttention) -> None:
+    """Log, once, where entries may get positions beyond those that the model was trained for."""
     most, settings = operator.policy.most_entries, operator.settings
     trained = getattr(operator._own_config, "max_position_embeddings", None)
     if operator.policy.reindexed and most is not None and trained and most > trained:
         _warn(
-            f"policy {settings.policy} may place {most} entries, and the model was trained for {trained} positions: "
+            f"policy {settings.policy} may give entries {most} positions, and the model was trained for {trained}: "
             f"answers may get worse when the budget is full; set a budget"
             f"{' or a stride' if isinstance(settings, StridedSettings) else ''} that is {most - trained} smaller"
         )

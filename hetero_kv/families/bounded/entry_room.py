@@ -2,71 +2,108 @@
 
 from __future__ import annotations
 
+import numba
+import numpy as np
 import torch
+
+from cpu_ops.cached_entries import append_token, gather_entries
 
 #: Entries that there is room for behind those that stay: tokens that are decoded until all are moved again.
 SLACK = 32
 
+# numpy has no bfloat16; kernels that copy need none.
+_OF_16_BITS = (torch.bfloat16, torch.float16)
+
 
 class EntryRoom:
-    """Keys and values in the order of their positions, written to from left to right, and never twice.
+    """Keys, values and positions in order, written to from left to right, and never twice.
 
     So what refers to its beginning (a checkpoint, a fork) stays as it is. Of several that would go on from the same
     place the first has the room, and the others move.
 
     Attributes:
-        keys, values: [batch, kv_heads, capacity, dim].
-        placed: the keys rotated to their places, where a policy re-indexes positions and they have been attended to.
+        keys, values: [batch, kv_heads, capacity, dim], contiguous.
+        positions: [batch, kv_heads, capacity] int64, contiguous.
+        rotated_keys: the keys rotated to their positions within the cache, where a policy re-indexes these and they
+            have been attended to.
         taken: entries that were written.
+        arrays: keys, values and positions as kernels take them, 16-bit numbers as their bits; None where kernels do
+            not reach.
     """
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, taken: int) -> None:
-        self.keys, self.values, self.taken = keys, values, taken
-        self.placed: torch.Tensor | None = None
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, taken: int) -> None:
+        self.keys, self.values, self.positions, self.taken = keys, values, positions, taken
+        self.rotated_keys: torch.Tensor | None = None
+        self.arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+        if keys.device.type == "cpu":
+            self.arrays = _bits(keys), _bits(values), positions.numpy()
 
     @classmethod
-    def around(cls, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> EntryRoom:
-        """A copy of `keys` and `values` [batch, kv_heads, held, dim], with room for `tokens` behind them."""
-        held = keys.shape[2]
-        new_keys, new_values = (old.new_empty(*old.shape[:2], held + tokens, old.shape[3]) for old in (keys, values))
-        new_keys[:, :, :held], new_values[:, :, :held] = keys, values
-        return cls(new_keys, new_values, held)
+    def empty(cls, like: EntryRoom, capacity: int, taken: int) -> EntryRoom:
+        """Room for `capacity` entries of the kind that `like` has, the first `taken` of them yet to be written."""
+        batch, kv_heads, _, k_dim = like.keys.shape
+        return cls(
+            like.keys.new_empty(batch, kv_heads, capacity, k_dim),
+            like.values.new_empty(batch, kv_heads, capacity, like.values.shape[3]),
+            like.positions.new_empty(batch, kv_heads, capacity),
+            taken,
+        )
 
-    @classmethod
-    def gathered(cls, keys: torch.Tensor, values: torch.Tensor, index: torch.Tensor) -> EntryRoom:
-        """A copy of the entries at `index` [batch, kv_heads, count], with SLACK behind them."""
-        padded = torch.nn.functional.pad(index, (0, SLACK))
-        return cls(_rows(keys, padded), _rows(values, padded), index.shape[2])
+    def moved(self, cached: int, tokens: int) -> EntryRoom:
+        """A copy of the first `cached` entries, with room for `tokens` behind them."""
+        twin = EntryRoom.empty(self, cached + tokens, cached)
+        for new, old in ((twin.keys, self.keys), (twin.values, self.values), (twin.positions, self.positions)):
+            new[:, :, :cached] = old[:, :, :cached]
+        return twin
 
-    def has(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether `keys` and `values` are what lies here first."""
-        return keys.data_ptr() == self.keys.data_ptr() and values.data_ptr() == self.values.data_ptr()
+    def gathered(self, index: torch.Tensor) -> EntryRoom:
+        """A copy of the entries at `index` [batch or 1, kv_heads or 1, count] int64, with SLACK behind them."""
+        count = index.shape[2]
+        if self.arrays is not None:
+            twin = EntryRoom.empty(self, count + SLACK, count)
+            assert twin.arrays is not None
+            gather_entries(self.arrays, index.numpy(), twin.arrays, kernel_threads())
+            return twin
+        padded = torch.nn.functional.pad(index.expand(*self.positions.shape[:2], -1), (0, SLACK))
+        return EntryRoom(_rows(self.keys, padded), _rows(self.values, padded), self.positions.gather(2, padded), count)
 
-    def is_free_behind(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> bool:
-        """Whether `keys` and `values` are all that lies here, and `tokens` more have room behind them."""
-        return self.has(keys, values) and keys.shape[2] == self.taken <= self.keys.shape[2] - tokens
+    def is_free_behind(self, cached: int, tokens: int) -> bool:
+        """Whether the first `cached` entries are all that lies here, and `tokens` more have room behind them."""
+        return cached == self.taken <= self.positions.shape[2] - tokens
 
-    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write tokens [batch, kv_heads, n, dim] behind what is there."""
-        new = slice(self.taken, self.taken + keys.shape[2])
-        self.keys[:, :, new], self.values[:, :, new] = keys, values
-        self.taken = new.stop
+    def append(self, keys: torch.Tensor, values: torch.Tensor, position: int) -> None:
+        """Write tokens [batch, kv_heads, n, dim] behind the others, the first of them at `position` of its sequence."""
+        new = keys.shape[2]
+        if new == 1 and self.arrays is not None:
+            append_token(_bits(keys), _bits(values), *self.arrays, self.taken, position)
+        else:
+            behind = slice(self.taken, self.taken + new)
+            self.keys[:, :, behind], self.values[:, :, behind] = keys, values
+            self.positions[:, :, behind] = torch.arange(position, position + new, device=keys.device)
+        self.taken += new
 
     @property
     def nbytes(self) -> int:
         """Memory, bytes, with what is not taken yet."""
-        parts = (self.keys, self.values) if self.placed is None else (self.keys, self.values, self.placed)
+        parts = [self.keys, self.values, self.positions, *([] if self.rotated_keys is None else [self.rotated_keys])]
         return sum(part.numel() * part.element_size() for part in parts)
 
 
+def kernel_threads() -> int:
+    """As many threads as torch uses, of those that kernels have."""
+    return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+
+
+def _bits(numbers: torch.Tensor) -> np.ndarray:
+    if numbers.dtype in _OF_16_BITS:
+        numbers = numbers.view(torch.int16)
+    return numbers.numpy()
+
+
 def _rows(stored: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The vectors [batch, kv_heads, count, dim] of `stored` [batch, kv_heads, held, dim] at `index`."""
-    batch, kv_heads, held, dim = stored.shape
-    step = stored.stride(1) // dim if dim else held
-    if stored.stride() != (kv_heads * step * dim, step * dim, dim, 1):
-        stored, step = stored.contiguous(), held
+    """The vectors [batch, kv_heads, count, dim] at `index` of `stored` [batch, kv_heads, capacity, dim]."""
+    batch, kv_heads, capacity, dim = stored.shape
     # Ten times as fast as gather, which looks up every number of a vector by itself.
-    heads = batch * kv_heads
-    flat = stored.as_strided(((heads - 1) * step + held, dim), (dim, 1))
-    first = torch.arange(heads, device=index.device).view(batch, kv_heads, 1) * step
+    first = torch.arange(batch * kv_heads, device=index.device).view(batch, kv_heads, 1) * capacity
+    flat = stored.view(batch * kv_heads * capacity, dim)
     return flat.index_select(0, (index + first).flatten()).view(batch, kv_heads, index.shape[2], dim)

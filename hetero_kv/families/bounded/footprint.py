@@ -26,7 +26,7 @@ class BoundedFootprint(LayerFootprint):
     def prefills_whole(self) -> bool:
         return not self.policy.strided
 
-    def passing(self, tokens: int) -> int:
+    def forward_tokens(self, tokens: int) -> int:
         stride = self.policy.stride(0, self.policy.budget_for(tokens))
         return tokens if stride is None else min(tokens, stride)
 
@@ -34,10 +34,10 @@ class BoundedFootprint(LayerFootprint):
         """Entries that there are at most, with those that undoing the present turn would come back to."""
         kept = min(tokens, self.policy.budget_for(tokens))
         # Full prefill has its prompt in one layer at a time, unless all layers wait for each other.
-        new = self.passing(tokens) if self.policy.strided or self.policy.settles_late else 0
+        new = self.forward_tokens(tokens) if self.policy.strided or self.policy.evicts_after_all_layers else 0
         # Placed keys, while tokens are decoded and the budget is not full: half of what keys and values take.
-        placed = kept // 2 if self.policy.reindexed else 0
-        return 2 * kept + max(new, 2 * SLACK + placed)
+        rotated = kept // 2 if self.policy.reindexed else 0
+        return 2 * kept + max(new, 2 * SLACK + rotated)
 
     def shares(self, demand: Demand) -> Iterator[Share]:
         yield Share(ENTRIES, demand.sequences * self.kv_bytes(self.entries(demand.tokens), demand))

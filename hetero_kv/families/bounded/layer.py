@@ -8,8 +8,10 @@ from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
+from cpu_ops.rotary import rotate_rows
 from gpu_ops.rotary import rotate
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.engine.layer import FamilyLayer
@@ -17,11 +19,13 @@ from hetero_kv.engine.statistics import Statistic, register
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.bounded.entries import Entries, no_entries
-from hetero_kv.families.bounded.entry_room import SLACK
+from hetero_kv.families.bounded.entry_room import SLACK, kernel_threads
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
-from hetero_kv.families.bounded.settling import settle_together
+from hetero_kv.families.bounded.joint_eviction import evict_jointly
 
-ENTRIES_HELD = register(Statistic("entries_held", "entries", "entries per kv head that the eviction policy has kept"))
+CACHED_ENTRIES = register(
+    Statistic("cached_entries", "entries", "entries per kv head that the eviction policy has kept")
+)
 
 
 class BoundedLayer(FamilyLayer):
@@ -39,15 +43,15 @@ class BoundedLayer(FamilyLayer):
         rotary: the rotation of positions 0 to the most entries that there were; None where positions are kept.
     """
 
-    is_driven = True
-    settle_together = staticmethod(settle_together)
+    is_strided = True
+    after_all_layers = staticmethod(evict_jointly)
     can_crop = False
 
     def __init__(self, policy: EvictionPolicy) -> None:
         super().__init__()
         self.policy = policy
         self.rotary: RotaryTable | None = None
-        self._coming = self._passing = 0
+        self._coming = self._step_tokens = 0
         self._probed = False
         self._without_catalyst: Entries | None = None
         self._forget()
@@ -80,9 +84,9 @@ class BoundedLayer(FamilyLayer):
     # -- sizes
 
     @property
-    def held(self) -> int:
+    def num_entries(self) -> int:
         """Entries per kv head."""
-        return 0 if self.entries is None else self.entries.held
+        return 0 if self.entries is None else self.entries.num_entries
 
     @property
     def dram_bytes(self) -> int:
@@ -106,32 +110,32 @@ class BoundedLayer(FamilyLayer):
     def stride(self) -> int | None:
         """Tokens that may pass through all layers next; None without strides."""
         assert self.budget is not None
-        return self.policy.stride(self.held, self.budget)
+        return self.policy.stride(self.num_entries, self.budget)
 
     @property
     def waits_for_others(self) -> bool:
-        return self.policy.settles_late
+        return self.policy.evicts_after_all_layers
 
     # -- new tokens
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether a prompt is passing through this layer."""
-        return self._passing > 0
+        """Whether a prompt is being prefilled in this layer."""
+        return self._step_tokens > 0
 
     def begin_prefill(self, step: Step) -> None:
         """The tokens of `step` are about to arrive (`extend`)."""
-        self._coming = self._passing = step.tokens
+        self._coming = self._step_tokens = step.tokens
 
     def end_prefill(self, step: Step) -> None:
         """Drop entries, where that need not wait for the other layers."""
-        if not self.policy.settles_late and not self._probed:
-            self.settle(step.tokens)
+        if not self.policy.evicts_after_all_layers and not self._probed:
+            self.evict_if_due(step.tokens)
 
     def leave_prefill(self) -> None:
-        passed, self._coming, self._passing = self._passing, 0, 0
+        passed, self._coming, self._step_tokens = self._step_tokens, 0, 0
         if passed > 1:
-            self._forget_placed()
+            self._release_rotated_keys()
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add tokens behind the entries.
@@ -140,45 +144,73 @@ class BoundedLayer(FamilyLayer):
             keys: [batch, kv_heads, tokens, k_dim], before rotation where the policy re-indexes positions.
             values: [batch, kv_heads, tokens, v_dim].
 
-        Returns keys, rotated, and values of all entries, as views: [batch, kv_heads, held, dim].
+        Returns keys, rotated, and values of all entries, as views: [batch, kv_heads, cached, dim].
         """
         entries = no_entries(keys, values) if self.entries is None else self.entries
         new = keys.shape[2]
-        held = entries.held
+        cached = entries.num_entries
         # Of a prompt all tokens to come, of what is decoded one at a time some more.
         roomy = entries.with_room(new, max(self._coming - new, SLACK if self._coming == 1 else 0))
         if roomy is not entries:
-            self._forget_placed()
-        self.entries = roomy.grown(keys, values, self.length)
+            self._release_rotated_keys()
+        self.entries = grown = roomy.grown(keys, values, self.length)
         self.length += new
         self._coming -= new
-        return self._placed_keys(self.entries, held), self.entries.values
+        return self._rotated_keys(grown, cached), grown.values
 
-    def _placed_keys(self, entries: Entries, held: int) -> torch.Tensor:
-        """The keys as they are attended to, of which those before `held` may have been before: a view."""
+    def _rotated_keys(self, entries: Entries, cached: int) -> torch.Tensor:
+        """The keys as they are attended to, of which those before `cached` may have been before: a view."""
         room = entries.room
-        if self.rotary is None or room is None:
+        if self.rotary is None:
             return entries.keys
-        if room.placed is None:
-            room.placed, held = torch.empty_like(room.keys), 0
-        room.placed[:, :, held : entries.held] = self.placed(entries.keys[:, :, held:], held)
-        return room.placed[:, :, : entries.held]
+        if room.rotated_keys is None:
+            room.rotated_keys, cached = torch.empty_like(room.keys), 0
+        if self.rotary.arrays is not None and room.keys.dtype == torch.float32:
+            assert room.arrays is not None
+            self._rotate(room.arrays[0], room.rotated_keys, (cached, entries.num_entries), cached)
+        else:
+            room.rotated_keys[:, :, cached : entries.num_entries] = self.rotated(entries.keys[:, :, cached:], cached)
+        return room.rotated_keys[:, :, : entries.num_entries]
 
-    def _forget_placed(self) -> None:
-        """Give back the memory of the placed keys, which all layers would have at once, in what undoing comes back to
+    @property
+    def key_array(self) -> np.ndarray | None:
+        """[batch, kv_heads, capacity, k_dim], the beginning of which are the keys that `extend` gave; None where they
+        are not float32, or not on the CPU."""
+        room = self.entries.room if self.entries is not None else None
+        if room is None or room.arrays is None or room.keys.dtype != torch.float32:
+            return None
+        if self.rotary is None:
+            return room.arrays[0]
+        return None if room.rotated_keys is None else room.rotated_keys.numpy()
+
+    def _rotate(self, vectors: np.ndarray, rotated: torch.Tensor, entries: tuple[int, int], start: int) -> None:
+        """Write the vectors at `entries` to `rotated`, as they are at the cache positions from `start` on."""
+        table = self.rotary
+        assert table is not None
+        assert table.arrays is not None
+        layout = table.rotation.layout
+        channels = layout.offset, layout.interleaved
+        rotate_rows(vectors, rotated.numpy(), entries, *table.arrays, start, channels, kernel_threads())
+
+    def _release_rotated_keys(self) -> None:
+        """Give back the memory of the rotated keys, which all layers would have at once, in what undoing comes back to
         too. Tokens that are decoded while the budget is not full find them again."""
-        if self.entries is not None and self.entries.room is not None:
-            self.entries.room.placed = None
+        if self.entries is not None:
+            self.entries.room.rotated_keys = None
 
-    def placed(self, vectors: torch.Tensor, start: int) -> torch.Tensor:
-        """Queries or keys [batch, heads, n, k_dim] as they are at the places from `start` on, in their dtype.
+    def rotated(self, vectors: torch.Tensor, start: int) -> torch.Tensor:
+        """Queries or keys [batch, heads, n, k_dim] as they are at the cache positions from `start` on, in their dtype.
 
         They are those that the attention received where the policy keeps positions.
         """
         if self.rotary is None:
             return vectors
-        places = slice(start, start + vectors.shape[2])
-        cos, sin = self.rotary.cos[places], self.rotary.sin[places]
+        if vectors.shape[2] == 1 and vectors.dtype == torch.float32 and self.rotary.arrays is not None:
+            rotated = torch.empty(vectors.shape)
+            self._rotate(vectors.numpy(), rotated, (0, 1), start)
+            return rotated
+        positions = slice(start, start + vectors.shape[2])
+        cos, sin = self.rotary.cos[positions], self.rotary.sin[positions]
         return rotate(vectors, cos, sin, self.rotary.rotation.layout).to(vectors.dtype)
 
     def observe(self, attended: Attended) -> None:
@@ -195,7 +227,9 @@ class BoundedLayer(FamilyLayer):
     @property
     def is_due(self) -> bool:
         """Whether entries are to be dropped now."""
-        return self.entries is not None and self.budget is not None and self.policy.is_due(self.held, self.budget)
+        return (
+            self.entries is not None and self.budget is not None and self.policy.is_due(self.num_entries, self.budget)
+        )
 
     def score_tokens(self, scores: torch.Tensor) -> None:
         """Note a score of the newest tokens, [batch, tokens], as "token", for all kv heads."""
@@ -204,7 +238,7 @@ class BoundedLayer(FamilyLayer):
         noted[..., noted.shape[2] - scores.shape[1] :] = scores[:, None]
         self.entries = self.entries.scored(token=noted)
 
-    def settle(self, tokens: int) -> None:
+    def evict_if_due(self, tokens: int) -> None:
         """Drop entries if that is due, when `tokens` new ones have passed."""
         if self.entries is None:
             return
@@ -212,12 +246,12 @@ class BoundedLayer(FamilyLayer):
             self.entries = self.policy.end_of_prompt(self.entries)
         if self.is_due:
             assert self.budget is not None
-            self._forget_placed()
+            self._release_rotated_keys()
             self.entries = self.policy.evict(self.entries, self.budget)
-            if self.held > self.budget:
+            if self.num_entries > self.budget:
                 raise HeteroKVError(
-                    f"policy {self.policy.settings.policy} left {self.held} entries where the budget is {self.budget}; "
-                    "its evict must return at most that many"
+                    f"policy {self.policy.settings.policy} left {self.num_entries} entries where the budget is "
+                    f"{self.budget}; its evict must return at most that many"
                 )
 
     @contextmanager
@@ -253,4 +287,4 @@ class BoundedLayer(FamilyLayer):
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        return {ENTRIES_HELD.name: self.held}
+        return {CACHED_ENTRIES.name: self.num_entries}

@@ -106,7 +106,7 @@ class RetrievalAttention(AttentionOperator):
             layer.state.observation.watch(call.q, lse, call.scale, call.softcap)
         return out
 
-    def take_over(self, layer: RetrievalLayer, step: Step, recorded: RecordedPrompt) -> None:
+    def load_prefill(self, layer: RetrievalLayer, step: Step, recorded: RecordedPrompt) -> None:
         observation = self._new_observation()
         if observation is not None:
             recorded.show_last_queries(observation)

@@ -106,7 +106,7 @@ class ShadowKVAttention(AttentionOperator):
 
     # -- prefill
 
-    def take_over(self, layer: LowRankLayer, step: Step, recorded: RecordedPrompt) -> None:
+    def load_prefill(self, layer: LowRankLayer, step: Step, recorded: RecordedPrompt) -> None:
         if recorded.rotation is None:
             raise HeteroKVError(
                 f"{self.path}: the prefill was recorded without position embeddings, so that the rotation of its keys "

@@ -42,7 +42,7 @@ class LowRankFootprint(LayerFootprint):
         yield Share(LOW_RANK, demand.sequences * demand.element * self.numbers(demand.tokens))
         # One table of rotations serves all layers and rows.
         yield Share(LOW_RANK, demand.caches * demand.element * self.rotary(demand.tokens), common=True)
-        if demand.passing < demand.tokens:
+        if demand.forward_tokens < demand.tokens:
             # Until the last stride of a prompt has come, all of it is kept as it is.
             yield Share(LOW_RANK, demand.batch * self.kv_bytes(demand.tokens, demand))
 

@@ -38,7 +38,7 @@ class SlidingWindowAttention(AttentionOperator):
     def new_cache_layer(self) -> WindowLayer:
         return WindowLayer(self.window)
 
-    def take_over(self, layer: WindowLayer, step: Step, recorded: RecordedPrompt) -> None:
+    def load_prefill(self, layer: WindowLayer, step: Step, recorded: RecordedPrompt) -> None:
         # Not copied: a window never writes over the tokens that it was given.
         layer.rollback((recorded.keys, recorded.values, 0, recorded.keys.shape[2], recorded.length))
 

@@ -67,7 +67,7 @@ class WindowLayer(FamilyLayer):
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether a prompt is passing through this layer."""
+        """Whether a prompt is being prefilled in this layer."""
         return self._prefilling
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -71,5 +71,5 @@ class Cascade(EvictionPolicy[CascadeSettings]):
     def evict(self, entries: Entries, budget: int) -> Entries:
         sinks, seen = self.settings.sinks, entries.carried["seen"].tokens
         sizes = sub_cache_sizes(budget - sinks, self.settings.sub_caches)
-        incoming = entries.held - budget
+        incoming = entries.num_entries - budget
         return entries.kept(survivors(entries.score("average"), sizes, sinks, seen - sinks - incoming))

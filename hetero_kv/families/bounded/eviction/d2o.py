@@ -75,7 +75,9 @@ class D2O(EvictionPolicy[D2OSettings]):
         if self.settings.allocation == "relative":
             above = variances - variances.min()
             variances = above / above.max().clamp(min=torch.finfo(torch.float64).tiny)
-        return shared_out(sum(budgets), variances.tolist(), self.settings.least, [entries.held for entries in layers])
+        return shared_out(
+            sum(budgets), variances.tolist(), self.settings.least, [entries.num_entries for entries in layers]
+        )
 
     def end_of_prompt(self, entries: Entries) -> Entries:
         return entries.carrying(threshold=None)
@@ -89,13 +91,13 @@ class D2O(EvictionPolicy[D2OSettings]):
         limit = self.settings.threshold
         if isinstance(limit, float) and limit > 1:
             return kept
-        evicted = entries.kept(_others(index, entries.held))
-        similarities, places = nearest(evicted.keys, kept.keys)
+        evicted = entries.kept(_others(index, entries.num_entries))
+        similarities, matches = nearest(evicted.keys, kept.keys)
         if isinstance(limit, float):
-            return merged(kept, evicted, similarities, places, similarities >= limit)
+            return merged(kept, evicted, similarities, matches, similarities >= limit)
         threshold = self._moved(entries.carried.get("threshold"), similarities)
         joins = similarities >= threshold[..., None]
-        return merged(kept, evicted, similarities, places, joins).carrying(threshold=threshold)
+        return merged(kept, evicted, similarities, matches, joins).carrying(threshold=threshold)
 
     def _moved(self, threshold: torch.Tensor | None, similarities: torch.Tensor) -> torch.Tensor:
         """The threshold [batch, kv_heads] after these similarities [batch, kv_heads, evicted] (eq. 10)."""
@@ -105,8 +107,8 @@ class D2O(EvictionPolicy[D2OSettings]):
         return self.settings.beta * newest + (1 - self.settings.beta) * threshold
 
 
-def _others(index: torch.Tensor, held: int) -> torch.Tensor:
-    """The places 0 to `held` that are not in `index` [batch, kv_heads, count], ascending."""
+def _others(index: torch.Tensor, cached: int) -> torch.Tensor:
+    """The indices 0 to `cached` that are not in `index` [batch, kv_heads, count], ascending."""
     batch, kv_heads, _ = index.shape
-    gone = torch.ones(batch, kv_heads, held, dtype=torch.bool, device=index.device).scatter(-1, index, False)
-    return torch.arange(held, device=index.device).expand(batch, kv_heads, held)[gone].view(batch, kv_heads, -1)
+    gone = torch.ones(batch, kv_heads, cached, dtype=torch.bool, device=index.device).scatter(-1, index, False)
+    return torch.arange(cached, device=index.device).expand(batch, kv_heads, cached)[gone].view(batch, kv_heads, -1)

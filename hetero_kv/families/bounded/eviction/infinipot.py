@@ -77,29 +77,29 @@ class InfiniPot(EvictionPolicy[InfiniPotSettings]):
 
     Of these the `nuc_ratio` with the highest cross-entropy stay first, the others by the attention of the catalyst's
     tokens, summed over them and averaged over the group (appendix B). The most novel tokens are the same for all heads,
-    as the paper has it, although heads hold different entries: the most novel of all before are held by every head.
+    as the paper has it, although heads keep different entries: every head keeps the most novel of all before.
 
-    Places are 0, 1, … among the entries (CR-RoPE, section 3.5).
+    Positions are 0, 1, … within the cache (CR-RoPE, section 3.5).
     """
 
     strided = True
     reindexed = True
     needs_logits = True
 
-    def stride(self, held: int, budget: int) -> int:
+    def stride(self, cached: int, budget: int) -> int:
         """See EvictionPolicy: the room in the pot."""
-        return budget - held
+        return budget - cached
 
     @property
     def most_entries(self) -> int | None:
         return None if isinstance(self.settings.budget, float) else self.settings.budget
 
-    def is_due(self, held: int, budget: int) -> bool:
+    def is_due(self, cached: int, budget: int) -> bool:
         """See EvictionPolicy: when the pot is full, before it overflows."""
-        return held >= budget
+        return cached >= budget
 
     def token_scores(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Novelty under compression, eq. 3 over what the layers held when the token came: cross-entropy in nats."""
+        """Novelty under compression, eq. 3 over what the layers cached when the token came: cross-entropy in nats."""
         return cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
 
     def catalyst_text(self) -> str:
@@ -107,8 +107,8 @@ class InfiniPot(EvictionPolicy[InfiniPotSettings]):
 
     def observe_catalyst(self, entries: Entries, attended: Attended) -> Entries:
         """Representative score, eq. 2."""
-        received = attended.column_sums()[..., : entries.held].mean(dim=2)
-        begins = attended.keys.shape[2] - attended.tokens == entries.held
+        received = attended.column_sums()[..., : entries.num_entries].mean(dim=2)
+        begins = attended.keys.shape[2] - attended.tokens == entries.num_entries
         return entries.scored(representative=received if begins else entries.score("representative") + received)
 
     def evict(self, entries: Entries, budget: int) -> Entries:

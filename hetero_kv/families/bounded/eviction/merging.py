@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
 from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.entry_room import SLACK, EntryRoom
+from hetero_kv.families.bounded.entry_room import SLACK
 
 # Pairs of an evicted and a kept entry, over all heads, that are computed with at once.
 _PAIRS_AT_ONCE = 1 << 24
@@ -20,9 +19,9 @@ def nearest(evicted: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, to
 
     Args:
         evicted: [batch, kv_heads, count, k_dim].
-        kept: [batch, kv_heads, held, k_dim].
+        kept: [batch, kv_heads, cached, k_dim].
 
-    Returns (similarities [batch, kv_heads, count] float32, places among the kept, the same shape, int64).
+    Returns (similarities [batch, kv_heads, count] float32, indices among the kept, the same shape, int64).
     """
     kept = kept.float()
     lengths = _lengths(kept).transpose(-1, -2)
@@ -30,12 +29,12 @@ def nearest(evicted: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, to
     for tile in _tiles(evicted, kept.shape[2]):
         keys = evicted[:, :, tile].float()
         found.append(((keys @ kept.transpose(-1, -2)) / (_lengths(keys) * lengths)).max(dim=-1))
-    similarities, places = zip(*found, strict=True)
-    return torch.cat(similarities, dim=-1), torch.cat(places, dim=-1)
+    similarities, matches = zip(*found, strict=True)
+    return torch.cat(similarities, dim=-1), torch.cat(matches, dim=-1)
 
 
 def merged(
-    kept: Entries, evicted: Entries, similarities: torch.Tensor, places: torch.Tensor, joins: torch.Tensor
+    kept: Entries, evicted: Entries, similarities: torch.Tensor, matches: torch.Tensor, joins: torch.Tensor
 ) -> Entries:
     """`kept` with the evicted entries that join it, keys and values alike (eq. 11 and 12).
 
@@ -44,33 +43,33 @@ def merged(
     would add up to more than 1.) Entries that none joins are as they were, to the bit.
 
     Args:
-        similarities, places: what `nearest` found, [batch, kv_heads, count].
+        similarities, matches: what `nearest` found, [batch, kv_heads, count].
         joins: [batch, kv_heads, count] bool.
     """
     weights = similarities.exp().masked_fill(~joins, 0.0)
-    if evicted.held == 1:
-        return _with_one(kept, evicted, weights, places)
+    if evicted.num_entries == 1:
+        return _with_one(kept, evicted, weights, matches)
     shape = kept.positions.shape
     total = torch.zeros(shape, dtype=torch.float32, device=weights.device)
     keys, values = (torch.zeros(part.shape, dtype=torch.float32, device=part.device) for part in _parts(kept))
-    for tile in _tiles(evicted.keys, kept.held):
+    for tile in _tiles(evicted.keys, kept.num_entries):
         # A product with a matrix and no scattered addition, whose order and so rounding is left open on a GPU.
-        spread = weights.new_zeros(*places[:, :, tile].shape, kept.held)
-        spread.scatter_(-1, places[:, :, tile, None], weights[:, :, tile, None])
+        spread = weights.new_zeros(*matches[:, :, tile].shape, kept.num_entries)
+        spread.scatter_(-1, matches[:, :, tile, None], weights[:, :, tile, None])
         total += spread.sum(dim=2)
         for target, part in zip((keys, values), _parts(evicted), strict=True):
             target += spread.transpose(-1, -2) @ part[:, :, tile].float()
     keys, values = (
         _blended(old, joined, total[..., None]) for old, joined in zip(_parts(kept), (keys, values), strict=True)
     )
-    return replace(kept, keys=keys, values=values, room=None)
+    return kept.with_vectors(keys, values)
 
 
-def _with_one(kept: Entries, evicted: Entries, weight: torch.Tensor, place: torch.Tensor) -> Entries:
+def _with_one(kept: Entries, evicted: Entries, weight: torch.Tensor, match: torch.Tensor) -> Entries:
     """One step of decoding: of the kept entries only one can change."""
-    changed = kept.stored_in(EntryRoom.around(kept.keys, kept.values, SLACK))
+    changed = kept.moved(SLACK)
     for part, new in zip(_parts(changed), _parts(evicted), strict=True):
-        index = place[..., None].expand(-1, -1, -1, part.shape[3])
+        index = match[..., None].expand(-1, -1, -1, part.shape[3])
         part.scatter_(2, index, _blended(part.gather(2, index), weight[..., None] * new, weight[..., None]))
     return changed
 
@@ -89,7 +88,7 @@ def _lengths(keys: torch.Tensor) -> torch.Tensor:
     return keys.norm(dim=-1, keepdim=True).clamp(min=1e-12)
 
 
-def _tiles(evicted: torch.Tensor, held: int) -> Iterator[slice]:
+def _tiles(evicted: torch.Tensor, cached: int) -> Iterator[slice]:
     batch, kv_heads, count, _ = evicted.shape
-    step = max(1, _PAIRS_AT_ONCE // (batch * kv_heads * held))
+    step = max(1, _PAIRS_AT_ONCE // (batch * kv_heads * cached))
     return (slice(start, min(start + step, count)) for start in range(0, count, step))

@@ -3,7 +3,7 @@
 A policy is one file in this package: a dataclass of settings, and a class with the decorator `register`. The operator
 stores tokens, computes attention and positions, and cuts prompts; the policy is asked at these points:
 
-0. When a prompt comes behind what is held: `begin_turn`.
+0. When a prompt comes behind cached entries: `begin_turn`.
 1. After the attention of every chunk, or of one decoded token: `observe` gets the entries, the new ones last, and what
    the chunk's queries attended to. It returns the entries with new scores (`Entries.scored`) or memories (`carrying`).
 2. With `needs_logits`, once the chunk has passed through all layers: `token_scores` turns logits into one number per
@@ -14,7 +14,7 @@ stores tokens, computes attention and positions, and cuts prompts; the policy is
    entries each may keep.
 5. When a prompt (of one chunk or more, or a stride of it) has passed through the layer: `end_of_prompt`.
 6. When `is_due` (there are more entries than the budget): `evict` returns those that stay (`Entries.kept`), which may
-   be changed: `dataclasses.replace(entries, keys=…, values=…, room=None)`.
+   be changed: `entries.with_vectors(keys, values)`.
 
 Strided prefill cuts a prompt into strides that each pass through 1-6 in all layers; full prefill takes the whole prompt
 as one. A policy has no state of its own: what it remembers is in the entries, so that undoing a turn, forks and beams
@@ -40,10 +40,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 
+from cpu_ops.cached_entries import received_attention
 from gpu_ops.column_sums import column_sums
 from hetero_kv.families.bounded.entries import Entries
+from hetero_kv.families.bounded.entry_room import kernel_threads
 from hetero_kv.families.bounded.eviction.settings import BoundedSettings, StridedSettings
 
 S = TypeVar("S", bound=BoundedSettings)
@@ -54,10 +57,12 @@ class Attended:
     """What a chunk's queries attended to in one layer.
 
     Attributes:
-        q: [batch, kv_heads * group, n, k_dim], at the places that the attention was computed at.
+        q: [batch, kv_heads * group, n, k_dim], as the attention took them.
         lse: [batch, kv_heads * group, n] float32, the log-sum-exp of each query's scores, a learned sink included.
-        keys: [batch, kv_heads, length, k_dim], at their places; the last n are the queries' own tokens.
+        keys: [batch, kv_heads, length, k_dim], as the attention took them; the last n are the queries' own tokens.
         scale, softcap: of the scores.
+        key_array: [batch, kv_heads, capacity, k_dim] float32, of which `keys` are the beginning; None where kernels do
+            not reach them.
     """
 
     q: torch.Tensor
@@ -65,6 +70,7 @@ class Attended:
     keys: torch.Tensor
     scale: float
     softcap: float | None
+    key_array: np.ndarray | None = None
 
     @property
     def tokens(self) -> int:
@@ -88,6 +94,13 @@ class Attended:
 
         Returns [batch, kv_heads, group or 1 with group_max, length] float32.
         """
+        if self.key_array is not None and self.tokens == 1 and self.q.dtype == torch.float32:
+            received = self._received(self.key_array)
+            if group_max:
+                received = received.amax(dim=2, keepdim=True)
+            if squared:
+                received = received.square_()
+            return received if weights is None else received * weights[-1]
         first = 0 if last is None else max(0, self.tokens - last)
         return column_sums(
             self.q[:, :, first:],
@@ -100,6 +113,15 @@ class Attended:
             group_max,
         )
 
+    def _received(self, array: np.ndarray) -> torch.Tensor:
+        """`column_sums` of one query, by a kernel."""
+        batch, heads, _, dim = self.q.shape
+        kv_heads, length = self.keys.shape[1], self.keys.shape[2]
+        q, lse = self.q.numpy(), self.lse.numpy()
+        shape = batch, kv_heads, heads // kv_heads
+        arrays = q.reshape(*shape, dim), lse.reshape(shape), array, length
+        return torch.from_numpy(received_attention(*arrays, self.scale, self.softcap or 0.0, kernel_threads()))
+
 
 class EvictionPolicy(ABC, Generic[S]):
     """Decides which entries of a layer stay. See the module's docstring for when it is asked what.
@@ -110,13 +132,13 @@ class EvictionPolicy(ABC, Generic[S]):
         num_layers: of the model.
 
     Attributes:
-        rank, ranks: the layer's place among the layers of the same settings, and how many these are; where nobody says
+        rank, ranks: the layer's rank among the layers of the same settings, and how many these are; where nobody says
             so, the model's. A model may have other operators in some layers.
     """
 
     #: Whether prompts are cut into strides; else a prompt is prefilled with full attention and compressed then.
     strided: bool = False
-    #: Whether keys are kept before rotation, and rotated to their places 0, 1, … among the entries when attended to.
+    #: Whether keys are kept before rotation, and rotated to positions 0, 1, … within the cache when attended to.
     reindexed: bool = False
     #: Whether `token_scores` is to be asked.
     needs_logits: bool = False
@@ -138,8 +160,8 @@ class EvictionPolicy(ABC, Generic[S]):
             return max(self.settings.least, math.ceil(budget * prompt_length))
         return budget
 
-    def stride(self, held: int, budget: int) -> int | None:
-        """Tokens that may pass through all layers next, when `held` entries are held; None without strides."""
+    def stride(self, cached: int, budget: int) -> int | None:
+        """Tokens that may pass through all layers next, when there are `cached` entries; None without strides."""
         if not self.strided:
             return None
         assert isinstance(self.settings, StridedSettings)
@@ -154,9 +176,9 @@ class EvictionPolicy(ABC, Generic[S]):
         assert isinstance(self.settings, StridedSettings)
         return budget + self.settings.stride
 
-    def is_due(self, held: int, budget: int) -> bool:
+    def is_due(self, cached: int, budget: int) -> bool:
         """Whether entries are to be dropped now."""
-        return held > budget
+        return cached > budget
 
     # -- what it sees
 
@@ -208,6 +230,6 @@ class EvictionPolicy(ABC, Generic[S]):
         """The entries that stay, at most `budget`, in order. Asked when `is_due`."""
 
     @property
-    def settles_late(self) -> bool:
+    def evicts_after_all_layers(self) -> bool:
         """Whether it must wait until a chunk has passed through all layers before entries are dropped."""
         return self.needs_logits or self.allocates or self.catalyst_text() is not None

@@ -42,7 +42,7 @@ class RandomChoice(EvictionPolicy[RandomSettings]):
 
 
 def drawn(positions: torch.Tensor, seed: int, layer_idx: int) -> torch.Tensor:
-    """Numbers that look uniform, by position, kv head and layer: [batch, kv_heads, held] -> the same shape, int64."""
+    """Numbers that look uniform, by position, kv head and layer: [batch, kv_heads, cached] -> the same shape, int64."""
     heads = torch.arange(positions.shape[1], device=positions.device)[:, None]
     mixed = positions * 1_000_003 + heads * 7_919 + layer_idx * 104_729 + seed * 15_485_863
     # SplitMix64's finaliser; int64 wraps around.

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import torch
 
+from cpu_ops.cached_entries import all_but_lowest
+
 
 def best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Places of the `count` highest scores along the last dimension, ascending; of equal scores the earlier wins.
+    """Indices of the `count` highest scores along the last dimension, ascending; of equal scores the earlier wins.
 
     Args:
-        scores: [..., held].
+        scores: [..., cached].
 
     Returns [..., count] int64.
     """
-    held = scores.shape[-1]
-    if held - count == 1:
+    cached = scores.shape[-1]
+    if cached - count == 1:
         # One step of decoding. The last of the lowest goes, so that the earlier of equals stays.
-        dropped = held - 1 - scores.flip(-1).argmin(dim=-1, keepdim=True)
-        places = torch.arange(count, device=scores.device).expand(*scores.shape[:-1], count)
-        return places + (places >= dropped)
+        if scores.device.type == "cpu" and scores.dim() == 3:
+            return torch.from_numpy(all_but_lowest(scores.numpy()))
+        dropped = cached - 1 - scores.flip(-1).argmin(dim=-1, keepdim=True)
+        index = torch.arange(count, device=scores.device).expand(*scores.shape[:-1], count)
+        return index + (index >= dropped)
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., :count]
     return order.sort(dim=-1).values
 
 
 def protected(scores: torch.Tensor, *, first: int = 0, last: int = 0) -> torch.Tensor:
-    """`scores` [..., held] with the first and the last entries at infinity, so that they are kept."""
+    """`scores` [..., cached] with the first and the last entries at infinity, so that they are kept."""
     scores = scores.clone()
     scores[..., :first] = float("inf")
     scores[..., scores.shape[-1] - last :] = float("inf")

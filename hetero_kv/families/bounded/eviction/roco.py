@@ -37,8 +37,8 @@ class RoCo(EvictionPolicy[RoCoSettings]):
     def observe(self, entries: Entries, attended: Attended) -> Entries:
         sums, squares = attended.column_sums(), attended.column_sums(squared=True)
         new, group = attended.tokens, sums.shape[2]
-        places = torch.arange(entries.held, device=sums.device)
-        saw = (entries.held - places).clamp(max=new) * group
+        index = torch.arange(entries.num_entries, device=sums.device)
+        saw = (entries.num_entries - index).clamp(max=new) * group
         return entries.scored(
             received=entries.score("received") + sums.sum(dim=2),
             squared=entries.score("squared") + squares.sum(dim=2),

@@ -40,7 +40,7 @@ class SirLLMSettings(StridedSettings):
 class SirLLM(EvictionPolicy[SirLLMSettings]):
     """Ranks tokens by their entropy -log P(token | those before), for all heads and layers alike (section 3).
 
-    At the beginning of every turn the entropy of what is held is multiplied by the decay ratio, so that memory fades.
+    At every turn's beginning the entropy of the cached tokens is multiplied by the decay ratio, so that memory fades.
     """
 
     strided = True

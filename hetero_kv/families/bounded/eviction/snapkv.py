@@ -61,7 +61,7 @@ class WindowVote(EvictionPolicy[V]):
         return entries.scored(vote=votes)
 
     def prompt_votes(self, entries: Entries) -> torch.Tensor:
-        """The votes of the window that was just observed, pooled where entries may be dropped: [batch, kv_heads, held].
+        """The votes of the window that was just observed, pooled where entries may go: [batch, kv_heads, cached].
 
         Those of the window itself are as received.
         """
@@ -69,7 +69,7 @@ class WindowVote(EvictionPolicy[V]):
         assert observation.q is not None
         group = observation.q.shape[1] // entries.keys.shape[1]
         votes = observation.accumulated_attention(entries.keys) / group
-        old, kernel = entries.held - observation.q.shape[2], self.settings.kernel
+        old, kernel = entries.num_entries - observation.q.shape[2], self.settings.kernel
         if old:
             votes[..., :old] = avg_pool1d(votes[..., :old], kernel, stride=1, padding=kernel // 2)
         return votes

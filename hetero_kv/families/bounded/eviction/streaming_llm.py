@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,14 @@ class StreamingLLM(EvictionPolicy[StreamingLLMSettings]):
     reindexed = True
 
     def evict(self, entries: Entries, budget: int) -> Entries:
-        sinks = self.settings.sinks
-        first = torch.arange(sinks, device=entries.keys.device)
-        newest = torch.arange(entries.held - (budget - sinks), entries.held, device=entries.keys.device)
-        return entries.kept(torch.cat([first, newest])[None, None])
+        return entries.kept(
+            _sinks_and_newest(self.settings.sinks, budget, entries.num_entries, entries.room.keys.device)
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def _sinks_and_newest(sinks: int, budget: int, cached: int, device: torch.device) -> torch.Tensor:
+    """Their indices [1, 1, budget]: the same for all layers, and for every token while decoding."""
+    first = torch.arange(sinks, device=device)
+    newest = torch.arange(cached - (budget - sinks), cached, device=device)
+    return torch.cat([first, newest])[None, None]

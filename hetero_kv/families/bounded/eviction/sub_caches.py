@@ -6,7 +6,7 @@ multiple of 2^i. An offer that is not accepted contests the place of that sub-ca
 dropped. While the cascade has room, every sub-cache accepts and nothing is dropped.
 
 So a sub-cache's entries are older than all of the one before it, in order of arrival, and when tokens are offered
-depends on their number alone. A cascade is therefore a list in the order of positions, cut at fixed places, and a
+depends on their number alone. A cascade is therefore a list in the order of positions, cut at fixed indices, and a
 stride passes through a sub-cache as a whole: its circular buffer is a slice that moves on by what it accepted.
 """
 
@@ -33,19 +33,19 @@ def survivors(scores: torch.Tensor, sizes: Sequence[int], sinks: int, first: int
         sinks: entries in front of the cascade.
         first: number of the first incoming token, where the first token behind the sinks has number 0.
 
-    Returns [..., sinks + sum(sizes)] int64, ascending places of those that stay.
+    Returns [..., sinks + sum(sizes)] int64, ascending indices of those that stay.
     """
-    held = scores.shape[-1]
+    cached = scores.shape[-1]
     start = sinks + sum(sizes)
-    incoming = held - start
+    incoming = cached - start
     if incoming == 1:
         return _all_but_one(scores, sizes, sinks, first)
-    places = torch.arange(held, device=scores.device).expand(scores.shape)
+    indices = torch.arange(cached, device=scores.device).expand(scores.shape)
     start -= sizes[0]
-    offered, stay = places[..., start : start + incoming], places[..., start + incoming :]
+    offered, stay = indices[..., start : start + incoming], indices[..., start + incoming :]
     slices = [stay]
     for level, size in enumerate(sizes[1:], 1):
-        own = places[..., start - size : start]
+        own = indices[..., start - size : start]
         start -= size
         # Offers are numbered; the even ones are accepted, and each odd one contests the one before it.
         period = 2 ** (level - 1)
@@ -56,13 +56,13 @@ def survivors(scores: torch.Tensor, sizes: Sequence[int], sinks: int, first: int
         accepted = -(-end // 2) + (-begin // 2)
         offered, stay = sequence[..., :accepted], sequence[..., accepted:]
         slices.append(stay)
-    slices.append(places[..., :sinks])
+    slices.append(indices[..., :sinks])
     return torch.cat(slices[::-1], dim=-1)
 
 
-def _winners(places: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Of each pair of successive `places` [..., n] the one with the higher score; what has no partner wins."""
-    earlier, later = places[..., ::2], places[..., 1::2]
+def _winners(indices: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """Of each pair of successive `indices` [..., n] the one with the higher score; what has no partner wins."""
+    earlier, later = indices[..., ::2], indices[..., 1::2]
     pairs = later.shape[-1]
     earlier, alone = earlier[..., :pairs], earlier[..., pairs:]
     won = scores.gather(-1, later) > scores.gather(-1, earlier)
@@ -77,5 +77,5 @@ def _all_but_one(scores: torch.Tensor, sizes: Sequence[int], sinks: int, first: 
     if accepting < len(sizes):
         newest = sinks + sum(sizes[accepting:]) - 1
         dropped = newest + (scores[..., newest + 1 : newest + 2] <= scores[..., newest : newest + 1]).long()
-    places = torch.arange(scores.shape[-1] - 1, device=scores.device).expand(*scores.shape[:-1], -1)
-    return places + (places >= dropped)
+    indices = torch.arange(scores.shape[-1] - 1, device=scores.device).expand(*scores.shape[:-1], -1)
+    return indices + (indices >= dropped)

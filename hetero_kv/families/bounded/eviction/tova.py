@@ -26,7 +26,9 @@ class Tova(EvictionPolicy[TovaSettings]):
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
         shared = attended.column_sums(last=1).mean(dim=(1, 2))
-        return entries.scored(last=shared[:, None].expand(entries.positions.shape))
+        return entries.scored(last=shared[:, None].expand(-1, attended.keys.shape[1], -1))
 
     def evict(self, entries: Entries, budget: int) -> Entries:
-        return entries.kept(best(entries.score("last")[:, :1], budget))
+        index = best(entries.score("last")[:, :1], budget)
+        # The next query ranks all of them anew.
+        return entries.without_score("last").kept(index)

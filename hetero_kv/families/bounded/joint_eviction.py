@@ -12,26 +12,26 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy
 
 if TYPE_CHECKING:
-    from hetero_kv.adapter.strides import Drive
+    from hetero_kv.adapter.strides import StridedForward
     from hetero_kv.families.bounded.layer import BoundedLayer
 
 # Tokens whose logits are computed at once: a vocabulary is large.
 _LOGITS_AT_ONCE = 256
 
 
-def settle_together(layers: Sequence[BoundedLayer], drive: Drive) -> None:
+def evict_jointly(layers: Sequence[BoundedLayer], strided: StridedForward) -> None:
     """Let the policies drop entries that had to wait for the last layer."""
-    late = [layer for layer in layers if layer.policy.settles_late]
+    late = [layer for layer in layers if layer.policy.evicts_after_all_layers]
     if not late:
         return
     for policy, members in _by_policy(late):
         if policy.needs_logits:
-            _score_tokens(drive, policy, members)
+            _score_tokens(strided, policy, members)
     for policy, members in _by_policy(late):
-        if policy.allocates and drive.tokens > 1:
-            held = [layer.entries for layer in members if layer.entries is not None]
+        if policy.allocates and strided.tokens > 1:
+            cached = [layer.entries for layer in members if layer.entries is not None]
             budgets = [layer.policy.budget_for(layer.prompt_length) for layer in members]
-            for layer, budget in zip(members, policy.allocate(held, budgets), strict=True):
+            for layer, budget in zip(members, policy.allocate(cached, budgets), strict=True):
                 layer.budget = budget
         due = [layer for layer in members if layer.is_due]
         text = policy.catalyst_text()
@@ -39,9 +39,9 @@ def settle_together(layers: Sequence[BoundedLayer], drive: Drive) -> None:
             with ExitStack() as stack:
                 for layer in due:
                     stack.enter_context(layer.probing())
-                drive.pass_through(drive.cache.tokenized(text), lasting=due)
+                strided.run_transient(strided.cache.tokenized(text), lasting=due)
         for layer in members:
-            layer.settle(drive.tokens)
+            layer.evict_if_due(strided.tokens)
 
 
 def _by_policy(layers: Sequence[BoundedLayer]) -> list[tuple[EvictionPolicy, list[BoundedLayer]]]:
@@ -52,15 +52,15 @@ def _by_policy(layers: Sequence[BoundedLayer]) -> list[tuple[EvictionPolicy, lis
     return [(members[0].policy, members) for members in groups.values()]
 
 
-def _score_tokens(drive: Drive, policy: EvictionPolicy, layers: Sequence[BoundedLayer]) -> None:
+def _score_tokens(strided: StridedForward, policy: EvictionPolicy, layers: Sequence[BoundedLayer]) -> None:
     """Give the newest tokens the scores that the policy makes of their logits, a tile of tokens at a time."""
-    tokens = drive.token_ids
+    tokens = strided.token_ids
     if tokens is None:
         raise HeteroKVError(
             f"policy {policy.settings.policy} scores tokens by their logits, and the model was called with "
             "inputs_embeds; call it with input_ids"
         )
-    if not drive.has_head:
+    if not strided.has_head:
         raise HeteroKVError(
             f"policy {policy.settings.policy} needs the model's logits, and the decoder was called without its head; "
             "call the whole model: model(input_ids, past_key_values=cache)"
@@ -71,7 +71,7 @@ def _score_tokens(drive: Drive, policy: EvictionPolicy, layers: Sequence[Bounded
     scores = []
     for start in range(0, tokens.shape[1], _LOGITS_AT_ONCE):
         tile = slice(start, min(start + _LOGITS_AT_ONCE, tokens.shape[1]))
-        logits = drive.logits(tile)
+        logits = strided.logits(tile)
         if before is None:
             first = torch.full((len(tokens), 1), float("inf"), device=logits.device)
             rest = logits[:, :-1], tokens[:, tile][:, 1:]
