@@ -1,0 +1,276 @@
+"""Prefill and decode of a real model beside llama.cpp and untouched transformers, in one run, with goals and verdicts.
+
+    python -m benchmarks.peers [--model NAME] [--lengths 512,2048,8192] [--repeats 5] [--llama_python PYTHON]
+                               [--transformers] [--threads N] [--plot FILE.png] [--json FILE]
+
+llama.cpp runs the same GGUF file with flash attention, in a process of its own under the Python given, which needs
+`llama-cpp-python`; without it only this project is measured. At each length every engine prefills the same tokens once,
+then all decode in turns, a few tokens at a time, several rounds: medians. Everyone gets the same number of threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import DynamicCache
+
+from benchmarks.timing import interleaved_medians, seconds
+from hetero_kv import HeteroCache, inject, open_model
+from hetero_kv.models import DEFAULT_MODEL, load_model
+from hetero_kv.models.locating import locate
+
+DECODED = 8
+"""Tokens that are decoded in one go."""
+BUDGET = 2048
+_OURS = {
+    "dense": ("dense", {}),
+    # Sink 32, recent window 512, and 47 pages of 32 chosen by Quest's scores in every layer: 2,048 tokens.
+    "sparse": (
+        "quest",
+        {"block_size": 32, "initial_len": 32, "local_windows_len": 512, "second_block_count": 47, "dense_layer_num": 0},
+    ),
+}
+_COMMON = {"kv_type": "FP16", "chunk_size": 2048}
+LLAMA, TRANSFORMERS = "llama.cpp", "transformers"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A decode time or prefill speed that is to be so many times better than another at the same length.
+
+    what: "decode" or "prefill". ratio: other's time over ours, at least.
+    """
+
+    what: str
+    engine: str
+    length: int
+    ratio: float
+    other: str = LLAMA
+
+
+GOALS = (
+    Goal("decode", "dense", 512, 1.0),
+    Goal("decode", "sparse", 2048, 1.4),
+    Goal("decode", "sparse", 8192, 3.0),
+    Goal("decode", "sparse", 16384, 6.0),
+    Goal("decode", "sparse", 32000, 15.0),
+    Goal("decode", "dense", 8192, 1.5),
+    Goal("decode", "dense", 32000, 2.0),
+    *(Goal("prefill", "dense", length, 2.0) for length in (2048, 8192, 32000)),
+)
+
+
+@dataclass
+class Measured:
+    """Of one engine at one length: seconds per decoded token, and tokens per second of the prefill."""
+
+    engine: str
+    length: int
+    decode: float
+    prefill: float
+
+
+class Ours:
+    """This project under one recipe; the model is loaded anew for each, its weights as the file stores them."""
+
+    def __init__(self, model: str, name: str, longest: int) -> None:
+        config, settings = _OURS[name]
+        opened = open_model(model)
+        inject(opened.model, config, command_line={**_COMMON, **settings, "max_seq_len": longest})
+        self.model = opened.load().model
+        self.model.hetero_kv_injection.compile_kernels()
+        self.cache: Any = None
+
+    @torch.no_grad()
+    def prefill(self, ids: list[int]) -> float:
+        """Seconds of a prefill from nothing."""
+        self.cache = None
+        self.cache = HeteroCache(self.model)
+        return seconds(lambda: self.model(torch.tensor([ids]), past_key_values=self.cache, logits_to_keep=1))
+
+    @torch.no_grad()
+    def decode(self, ids: list[int]) -> float:
+        """Seconds per token."""
+        tokens = [torch.tensor([[token]]) for token in ids]
+        return seconds(lambda: [self.model(token, past_key_values=self.cache) for token in tokens]) / len(ids)
+
+
+class Untouched:
+    """transformers alone, unpacked weights, its own cache, prompts in chunks."""
+
+    def __init__(self, model: str) -> None:
+        self.model = load_model(model).model
+        self.cache: Any = None
+
+    @torch.no_grad()
+    def prefill(self, ids: list[int]) -> float:
+        """Seconds of a prefill from nothing."""
+        self.cache = DynamicCache()
+        parts = torch.tensor([ids]).split(_COMMON["chunk_size"], dim=1)  # type: ignore[arg-type]
+        return seconds(lambda: [self.model(part, past_key_values=self.cache, logits_to_keep=1) for part in parts])
+
+    @torch.no_grad()
+    def decode(self, ids: list[int]) -> float:
+        """Seconds per token."""
+        tokens = [torch.tensor([[token]]) for token in ids]
+        return seconds(lambda: [self.model(token, past_key_values=self.cache) for token in tokens]) / len(ids)
+
+
+class LlamaCpp:
+    """llama.cpp in its process."""
+
+    def __init__(self, python: str, model: str, threads: int) -> None:
+        path = locate(model, None, None).gguf
+        assert path is not None
+        self.path, self.threads = str(path), threads
+        worker = str(Path(__file__).with_name("llama_worker.py"))
+        self.process = subprocess.Popen(
+            [python, worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def ask(self, **command: Any) -> float:
+        """Seconds that a command took. Raises RuntimeError when the process is gone."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"llama.cpp ended at {list(command)}; is llama-cpp-python installed for its Python?")
+        return float(json.loads(answer)["seconds"])
+
+    def prefill(self, ids: list[int]) -> float:
+        """Seconds of a prefill from nothing, in a context with room for what follows."""
+        self.ask(model=self.path, context=len(ids) + 512, threads=self.threads)
+        return self.ask(prefill=ids)
+
+    def decode(self, ids: list[int]) -> float:
+        """Seconds per token."""
+        return self.ask(decode=ids) / len(ids)
+
+
+def measure(engines: dict[str, Any], lengths: Sequence[int], repeats: int, text: list[int]) -> list[Measured]:
+    """Every engine at every length; `text` is at least as long as the longest."""
+    measured = []
+    for length in lengths:
+        ids = text[:length]
+        prefill = {name: engine.prefill(ids) for name, engine in engines.items()}
+        following = text[7 : 7 + DECODED]
+        for engine in engines.values():
+            engine.decode(following)
+        turns = {name: partial(engine.decode, following) for name, engine in engines.items()}
+        decode = interleaved_medians(turns, repeats)
+        measured += [Measured(name, length, decode[name], length / prefill[name]) for name in engines]
+        report_line(measured[-len(engines) :])
+    return measured
+
+
+def report_line(measured: Sequence[Measured]) -> None:
+    """Say what one length has given, while the others are still to come."""
+    parts = (f"{each.engine} {each.decode * 1e3:.1f} ms, prefill {each.prefill:.0f}/s" for each in measured)
+    print(f"{measured[0].length:>6} tokens: " + "; ".join(parts), file=sys.stderr, flush=True)
+
+
+def verdicts(measured: Sequence[Measured]) -> list[tuple[Goal, float]]:
+    """The goals whose engines and lengths were measured, and the ratios reached."""
+    found = {(each.engine, each.length): each for each in measured}
+    reached = []
+    for goal in GOALS:
+        ours, other = found.get((goal.engine, goal.length)), found.get((goal.other, goal.length))
+        if ours and other:
+            decode = goal.what == "decode"
+            reached.append((goal, other.decode / ours.decode if decode else ours.prefill / other.prefill))
+    return reached
+
+
+def show(measured: Sequence[Measured]) -> None:
+    """Print what was measured, then goals and verdicts."""
+    table = Table("tokens", "engine", "decode, ms per token", "prefill, tokens/s")
+    for each in measured:
+        table.add_row(f"{each.length:,}", each.engine, f"{each.decode * 1e3:.1f}", f"{each.prefill:.0f}")
+    goals = Table("goal", "ratio reached", "goal's", "verdict")
+    for goal, ratio in verdicts(measured):
+        title = f"{goal.what} at {goal.length:,}, {goal.engine}, against {goal.other}"
+        goals.add_row(title, f"{ratio:.2f}", f"{goal.ratio:.1f}", "met" if ratio >= goal.ratio else "missed")
+    console = Console()
+    console.print(table, goals)
+
+
+def plot(measured: Sequence[Measured], path: str) -> None:
+    """Milliseconds per token against the length of the context."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    names = dict.fromkeys(each.engine for each in measured)
+    for name in names:
+        of_engine = [each for each in measured if each.engine == name]
+        label = {"dense": "hetero-kv, everything", "sparse": f"hetero-kv, {BUDGET:,} tokens"}.get(name, name)
+        axes.plot([e.length for e in of_engine], [e.decode * 1e3 for e in of_engine], marker="o", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    lengths = sorted({each.length for each in measured})
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.set_xlabel("tokens of context")
+    axes.set_ylabel("ms per decoded token")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--lengths", default="512,2048,8192")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--llama_python", default=None, help="a Python that has llama-cpp-python; none: left out")
+    parser.add_argument("--transformers", action="store_true", help="the untouched model too")
+    parser.add_argument("--plot", default=None)
+    parser.add_argument("--json", default=None)
+    given = parser.parse_args(arguments)
+    lengths = [int(length) for length in given.lengths.split(",")]
+    torch.set_num_threads(given.threads)
+    engines: dict[str, Any] = {name: Ours(given.model, name, max(lengths) + 512) for name in _OURS}
+    if given.llama_python:
+        engines[LLAMA] = LlamaCpp(given.llama_python, given.model, given.threads)
+    if given.transformers:
+        engines[TRANSFORMERS] = Untouched(given.model)
+    measured = measure(engines, lengths, given.repeats, source_tokens(given.model, max(lengths)))
+    show(measured)
+    if given.plot:
+        plot(measured, given.plot)
+    if given.json:
+        Path(given.json).write_text(json.dumps([asdict(each) for each in measured], indent=1))
+
+
+def source_tokens(model: str, count: int) -> list[int]:
+    """At least `count` tokens of the Python of this very project."""
+    tokenizer = open_model(model).tokenizer
+    root = Path(__file__).parents[1]
+    ids: list[int] = []
+    while len(ids) < count:
+        for path in sorted((root / "hetero_kv").rglob("*.py")):
+            ids += tokenizer.encode(path.read_text(encoding="utf-8"), add_special_tokens=False)
+            if len(ids) >= count:
+                break
+    return ids
+
+
+if __name__ == "__main__":
+    main()
