@@ -14,8 +14,10 @@ from numba import from_dtype, get_num_threads, njit, prange, set_num_threads, ty
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
-from cpu_ops.simd import accumulate_rows, prefetch, rows_exp2, rows_most, score_rows
-from cpu_ops.storage import STORAGE_TYPES, storage_of
+from cpu_ops.scratch import scratch
+from cpu_ops.simd import accumulate_rows, prefetch, score_rows
+from cpu_ops.softmax_rows import rows_exp2, rows_most
+from cpu_ops.storage import STORAGE_TYPES, NumberFormat, storage_of
 from cpu_ops.threads import one_kernel_at_a_time, use_threads
 from cpu_ops.tiles import tiles_for
 from cpu_ops.work_division import BAD_COUNT, BAD_ID, list_starts, merge_edges
@@ -76,7 +78,7 @@ def attend_blocks(
             if used != before:
                 set_num_threads(before)
     if status < 0:
-        raise IndexError(_outside_pool(status, keys, block_ids, block_counts, block_lengths))
+        raise IndexError(outside_pool(status, keys, block_ids, block_counts, block_lengths))
     return out, lse
 
 
@@ -98,6 +100,20 @@ def _plan(
     lengths: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype, softcapped: bool, instructions: str,
 ) -> tuple[Any, np.dtype, int, int, int, int]:  # fmt: skip
     """Check that shapes fit together and find their kernel; remembered, for a token costs this once per layer."""
+    storage, v_dim = check_lists(q, keys, values, ids, counts, lengths, dtype, value_dtype)
+    rows, kv_heads, group, k_dim = q
+    kernel = _kernel(instructions, storage.name, group, k_dim, v_dim, keys[2], softcapped)
+    return kernel, storage.kernel_dtype, rows, kv_heads, group, v_dim
+
+
+def check_lists(
+    q: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
+    lengths: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype,
+) -> tuple[NumberFormat, int]:  # fmt: skip
+    """The storage type and v_dim of arrays of these shapes (`attend_blocks`), q [rows, kv_heads, group, k_dim].
+
+    Raises ValueError or TypeError where they do not fit together.
+    """
     if len(q) != 4 or len(keys) != 4 or len(values) != 4:
         raise ValueError(f"q {q}, keys {keys} and values {values} must have four dimensions each")
     if value_dtype != dtype:
@@ -118,8 +134,7 @@ def _plan(
         )
     if lengths != (num_blocks,):
         raise ValueError(f"block_lengths {lengths} must hold one entry for each of the {num_blocks} blocks")
-    kernel = _kernel(instructions, storage.name, group, k_dim, v_dim, block_size, softcapped)
-    return kernel, storage.kernel_dtype, rows, kv_heads, group, v_dim
+    return storage, v_dim
 
 
 def _wrong_array(*arrays: np.ndarray) -> str:
@@ -134,7 +149,8 @@ def _wrong_array(*arrays: np.ndarray) -> str:
     return f"{'; '.join(wrong)}: expected writeable C-contiguous arrays, float32 and (ids, counts, lengths) int32"
 
 
-def _outside_pool(status: int, keys: np.ndarray, ids: np.ndarray, counts: np.ndarray, lengths: np.ndarray) -> str:
+def outside_pool(status: int, keys: np.ndarray, ids: np.ndarray, counts: np.ndarray, lengths: np.ndarray) -> str:
+    """What is wrong with lists that a kernel has refused with `status` (`cpu_ops.work_division`)."""
     if status == BAD_COUNT:
         return f"block_counts range over {counts.min()}..{counts.max()}; lists hold 0..{ids.shape[2]} entries"
     if status == BAD_ID:
@@ -149,7 +165,7 @@ def _kernel(isa: str, storage: str, group: int, k_dim: int, v_dim: int, block_si
     lanes, full_tiles, tile_queries, rest_queries, row_size, tile_tokens, columns = tiles
     full_queries, num_tiles = full_tiles * tile_queries, tiles.number
     # A tile's scores: rows of all the block's tokens, and what whole vectors write behind them.
-    tile_scores = block_size * row_size + lanes
+    tile_scores = -(-(block_size * row_size) // lanes) * lanes + lanes
     k_units, v_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[storage].units(v_dim)
     # Each query tile prefetches as much of the next block's keys for every token.
     share = -(-k_units // num_tiles)
@@ -178,9 +194,8 @@ def _kernel(isa: str, storage: str, group: int, k_dim: int, v_dim: int, block_si
         edge_total = np.empty((2 * threads, group), np.float32)
         for thread in prange(threads):
             first, last = total * thread // threads, total * (thread + 1) // threads
-            scaled_q = np.empty((group, k_dim), np.float32)
-            scores = np.empty((num_tiles, tile_scores), np.float32)
-            sums = np.empty((group, v_dim), np.float32)
+            scaled_q, sums = scratch(group, k_dim), scratch(group, v_dim)
+            scores = scratch(num_tiles, tile_scores)
             most, fresh, totals = np.empty((3, num_tiles, lanes), np.float32)
             for index in range(lists):
                 row, head = index // kv_heads, index % kv_heads
@@ -229,7 +244,7 @@ def _kernel(isa: str, storage: str, group: int, k_dim: int, v_dim: int, block_si
                         if softcapped:
                             row_softcap(scores, tile, count * row_size, np.float32(softcap) * LOG2_E)
                         at: Any = tile * lanes
-                        if rows_most(lanes, row_size, scores, tile * tile_scores, vectors, most, at, fresh, at):
+                        if rows_most(lanes, row_size, scores, tile * tile_scores, lanes, vectors, most, at, fresh, at):
                             for g in range(tile * tile_queries, min(group, (tile + 1) * tile_queries)):
                                 lane = g - tile * tile_queries
                                 rescale = exp2(most[tile, lane] - fresh[tile, lane])
@@ -238,7 +253,7 @@ def _kernel(isa: str, storage: str, group: int, k_dim: int, v_dim: int, block_si
                             for lane in range(lanes):
                                 totals[tile, lane] *= exp2(most[tile, lane] - fresh[tile, lane])
                                 most[tile, lane] = fresh[tile, lane]
-                        rows_exp2(lanes, scores, tile * tile_scores, vectors, most, at, totals, at)
+                        rows_exp2(lanes, scores, tile * tile_scores, lanes, vectors, most, at, totals, at)
                     for t in range(0, count, _VALUE_TILE):
                         tokens: Any = min(_VALUE_TILE, count - t)
                         ahead, step = next_k_at + t * num_tiles * share, tokens * share
