@@ -43,6 +43,11 @@ class ChunkedDecoderLayer(Operator):
     def require_suitable(cls, path: str, module: nn.Module) -> None:
         _attention_of(path, module)
 
+    def compile_own_kernels(self) -> None:
+        """Find out whether a token can pass natively, which compiles it."""
+        if self._is_replaced and self._native is _UNTRIED:
+            self._native = TokenLayer.of(self.wrapped, self.attention)
+
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The wrapped layer's output for [batch, tokens, hidden]; a decoded token goes straight through."""
         cache = kwargs.get("past_key_values")

@@ -89,6 +89,9 @@ class Operator(nn.Module):
         """Take back what the operator changed in the wrapped module, and return that."""
         return self.wrapped
 
+    def compile_own_kernels(self) -> None:
+        """Compile what its first tokens need, or load it from the disk, once the weights are there."""
+
     def settings_in_layer(self) -> dict[str, Any]:
         """The settings as they apply here, in the order of the fields: a budget per layer is this layer's number."""
         if self.settings is None:

@@ -70,6 +70,10 @@ class QuantizedModule(Operator):
             self._give(self.wrapped.weight.detach().to(self.dtype))
         return self.wrapped
 
+    def compile_own_kernels(self) -> None:
+        if self.quantised is not None:
+            self.quantised.compile_kernels(self.dtype)
+
     @property
     def weight(self) -> torch.Tensor:
         """The weights as numbers, for a model that reads them itself; unpacked anew at every use."""

@@ -78,7 +78,9 @@ class Injection:
         return resolve_max_seq_len(self.engine.max_seq_len if wanted is None else wanted, plan)
 
     def compile_kernels(self) -> None:
-        """Compile the kernels of every layer now, so that the first answer does not wait for them."""
+        """Compile the kernels of every layer now, its weights being loaded, so that the first answer need not wait."""
+        for each in self.operators.values():
+            each.compile_own_kernels()
         config = bridge.text_config(self.model)
         softcap = getattr(config, "attn_logit_softcapping", None) or 0.0
         for operator in self.attention_operators():

@@ -116,6 +116,12 @@ class QuantisedWeight:
         unpack_tiles(self.matrix, bits.numpy().view(_VIEWS[dtype]), first_tile, torch.get_num_threads())
         return room
 
+    def compile_kernels(self, dtype: torch.dtype) -> None:
+        """Compile the kernels of products with one row, with several, and with numbers of `dtype`, and of rows."""
+        self.multiply(torch.zeros(1, self.matrix.columns))
+        self._unpacked(0, 1, dtype)
+        self.rows(torch.zeros(1, dtype=torch.int64))
+
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` [n] as float32 [n, columns]."""
         return torch.from_numpy(read_rows(self.matrix, ids.to("cpu", torch.int64).numpy(), torch.get_num_threads()))
