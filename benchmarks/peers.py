@@ -3,14 +3,15 @@
     python -m benchmarks.peers [--model NAME] [--lengths 512,2048,8192] [--repeats 5] [--llama_python PYTHON]
                                [--transformers] [--threads N] [--plot FILE.png] [--json FILE]
 
-llama.cpp runs the same GGUF file with flash attention, in a process of its own under the Python given, which needs
-`llama-cpp-python`; without it only this project is measured. At each length every engine prefills the same tokens once,
+llama.cpp runs the same GGUF file with flash attention, in a process of its own under the Python given (or this one),
+which needs `llama-cpp-python`; without it only this project is measured. At each length every engine prefills the same tokens once,
 then all decode in turns, a few tokens at a time, several rounds: medians. Everyone gets the same number of threads.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -239,7 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", default="512,2048,8192")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--llama_python", default=None, help="a Python that has llama-cpp-python; none: left out")
+    own = sys.executable if importlib.util.find_spec("llama_cpp") else None
+    parser.add_argument("--llama_python", default=own, help="a Python that has llama-cpp-python; none: left out")
     parser.add_argument("--transformers", action="store_true", help="the untouched model too")
     parser.add_argument("--plot", default=None)
     parser.add_argument("--json", default=None)

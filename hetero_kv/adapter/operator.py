@@ -117,6 +117,8 @@ class AttentionOperator(Operator):
 
     #: What its cache layers count (`FamilyLayer.statistics`).
     statistics: ClassVar[tuple[Statistic, ...]] = ()
+    #: Whether `arguments_for` is asked, for every layer of every token.
+    changes_arguments: ClassVar[bool] = False
 
     def __init__(self, path: str, wrapped: Any, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
@@ -157,8 +159,14 @@ class AttentionOperator(Operator):
     def decode_step(self, layer: Any, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         """Attention of one new token per row: [batch, heads, 1, v_dim]."""
 
+    def arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments of the wrapped module's forward; an operator may note some and exchange others."""
+        return kwargs
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, its attention computed by this operator over a HeteroCache."""
+        if self.changes_arguments:
+            kwargs = self.arguments_for(args, kwargs)
         cache = kwargs.get("past_key_values")
         if type(cache) is not HeteroCache:
             cache = bridge.cache_in(args, kwargs, self.path)

@@ -96,6 +96,8 @@ class TokenLayer:
 
     def __call__(self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
         """The layer's output for [rows, 1, width]."""
+        if self.operator.changes_arguments:
+            kwargs = self.operator.arguments_for((), dict(kwargs))
         q, k, v = self.queries_keys_values(hidden_states, kwargs["position_embeddings"])
         attended = self.operator.attend(cache, bridge.AttentionCall(q, k, v, *self.call_settings))
         return self.output(hidden_states, attended)

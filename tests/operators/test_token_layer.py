@@ -46,6 +46,17 @@ def test_tokens_are_the_same_the_native_way(architecture, rows):
     assert relative(native, decoded(model, rows=rows)) < 5e-3
 
 
+@pytest.mark.parametrize("recipe", ["streaming_llm", "tova", "shadowkv", "ktransformers"])
+def test_tokens_of_every_family_pass_the_native_way(recipe):
+    model = tiny_model("qwen3")
+    small = {"max_seq_len": 256, "weights": "q8_0"} | ({"rank": 16} if recipe == "shadowkv" else {})
+    inject(model, recipe, command_line=small)
+    native = decoded(model)
+    assert all(isinstance(layer._native, TokenLayer) for layer in layers(model))
+    without_native_way(model)
+    assert relative(native, decoded(model)) < 5e-3
+
+
 def test_tokens_are_the_same_the_native_way_in_bfloat16():
     model = tiny_model("qwen2").to(torch.bfloat16)
     inject(model, "quest", command_line=SETTINGS)

@@ -44,6 +44,7 @@ class BoundedAttention(AttentionOperator):
     settings_class = BoundedSettings
     chosen_by = "policy"
     statistics = (CACHED_ENTRIES,)
+    changes_arguments = True
 
     settings: BoundedSettings
 
@@ -80,8 +81,8 @@ class BoundedAttention(AttentionOperator):
 
     # -- positions within the cache
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See AttentionOperator; under a policy that re-indexes positions the wrapped module rotates nothing."""
+    def arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Under a policy that re-indexes positions the wrapped module rotates nothing."""
         if self.policy.reindexed:
             use = (
                 f"{_NAME} with policy {self.settings.policy} would re-index positions; take a policy that keeps "
@@ -94,7 +95,7 @@ class BoundedAttention(AttentionOperator):
             for step in cache.steps:
                 self._record(cache, step, self.rotation, of_rows(cos, step.rows), of_rows(sin, step.rows))
             kwargs["position_embeddings"] = _identity(cos.shape, cos.dtype, cos.device)
-        return super().forward(*args, **kwargs)
+        return kwargs
 
     def _record(self, cache: HeteroCache, step: Step, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Note the rotation of the positions that entries may get within the cache, in one table with other layers.

@@ -47,6 +47,7 @@ class ShadowKVAttention(AttentionOperator):
     settings_class = ShadowKVSettings
     prefills_exactly = True
     statistics = (BLOCK_RECALL, CHUNK_HIT_RATE, KEY_ENERGY_OUTSIDE)
+    changes_arguments = True
 
     settings: ShadowKVSettings
 
@@ -78,14 +79,14 @@ class ShadowKVAttention(AttentionOperator):
 
     # -- rotation
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """See AttentionOperator; notes how the tokens' positions are rotated."""
+    def arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Takes note of how the tokens' positions are rotated."""
         cos, sin = position_embeddings(self.path, self.wrapped, kwargs, _USE)
         if self.rotation is None:
             self.rotation = rotation_of(self.path, self.wrapped, args, kwargs, _USE)
         for step in bridge.cache_in(args, kwargs, self.path).steps:
             self._record(step, self.rotation, of_rows(cos, step.rows), of_rows(sin, step.rows))
-        return super().forward(*args, **kwargs)
+        return kwargs
 
     def _record(self, step: Step, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Note the rotation of the new tokens, in one table with the other layers that are given the same."""
