@@ -4,8 +4,9 @@
                                [--transformers] [--threads N] [--plot FILE.png] [--json FILE]
 
 llama.cpp runs the same GGUF file with flash attention, in a process of its own under the Python given (or this one),
-which needs `llama-cpp-python`; without it only this project is measured. At each length every engine prefills the same tokens once,
-then all decode in turns, a few tokens at a time, several rounds: medians. Everyone gets the same number of threads.
+which needs `llama-cpp-python`; without it only this project is measured. At each length every engine prefills the same
+tokens once, then all decode in turns, a few tokens at a time, several rounds: medians. Everyone gets the same number of
+threads.
 """
 
 from __future__ import annotations
