@@ -8,7 +8,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from hetero_kv import inject, open_model
+from hetero_kv import inject, load_model, open_model
+from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.cli import main
 from hetero_kv.models.weightless import weightless_model
 from hetero_kv.planning.plan import Footprint
@@ -25,9 +26,7 @@ def planned(source, weights, **where):
 def loaded(source, weights):
     opened = open_model(source, dtype="float32")
     inject(opened.model, "dense", command_line={**SMALL, "weights": weights})
-    model = opened.load().model
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return sum(tensor.nbytes for tensor in tensors.values())
+    return LoadedWeights.of(opened.load().model).size
 
 
 @pytest.fixture
@@ -35,6 +34,17 @@ def tied(write_tiny_gguf, tmp_path):
     """Q5_0, the head being the embedding."""
     path = tmp_path / "tied.gguf"
     return write_tiny_gguf(path, kind=GGMLQuantizationType.Q5_0, without=("output.weight",))
+
+
+def test_a_loaded_models_weights_are_counted_once_and_named(tied, tiny_directory):
+    opened = open_model(tied, dtype="float32")
+    inject(opened.model, "dense", command_line=SMALL)
+    model = opened.load().model
+    weights = LoadedWeights.of(model)
+    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    assert weights == (sum(tensors.values()), ("Q5_0",))
+    assert weights.in_short == "Q5_0"
+    assert LoadedWeights.of(load_model(tiny_directory, dtype="bfloat16").model).types == ("bfloat16",)
 
 
 @pytest.mark.parametrize("weights", ["auto", "fp32", "bf16", "q8_0", "q4_0"])
