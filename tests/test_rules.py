@@ -205,6 +205,8 @@ def test_a_packaged_recipe_is_found_from_anywhere(name: str, tmp_path: Path, mon
         "hetero_kv.operators.ChunkedDecoderLayer",
         "hetero_kv.operators.RetrievalAttention",
         "hetero_kv.operators.ChunkedModule",
+        "hetero_kv.operators.QuantizedLinear",
+        "hetero_kv.operators.QuantizedEmbedding",
     ]
     child = write(tmp_path / "mine.yaml", f"extends: {name}\n")
     assert load_rules(child).rules == load_rules(name).rules

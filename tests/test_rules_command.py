@@ -104,6 +104,21 @@ def test_only_what_is_not_the_default_is_shown_unless_all_is_asked_for(rules):
     assert "initial_len 128" in rules("ktransformers", "--all")
 
 
+def test_weights_that_stay_numbers_have_no_rows(rules):
+    assert "Quantized" not in rules("ktransformers")
+    assert "weights q8_0" in rules("ktransformers", "--weights", "q8_0")
+
+
+def test_modules_with_the_same_rows_stand_under_one_heading(rules):
+    shown = rules("ktransformers", "--weights", "q8_0").splitlines()
+    heading = next(place for place, line in enumerate(shown) if line.startswith("model.layers.*.self_attn.q_proj"))
+    assert shown[heading].endswith("k_proj, v_proj, o_proj, model.layers.*.mlp.gate_proj, up_proj, down_proj")
+    assert shown[heading + 1].split()[:2] == ["0-11", "QuantizedLinear"]
+    assert sum("QuantizedLinear" in line for line in shown) == 2  # the layers', and the head
+    report = rules("ktransformers", "--weights", "q8_0", "--json")
+    assert spans(report, "model.layers.*.mlp.up_proj") == [(0, 11, "QuantizedLinear")]
+
+
 def test_sliding_layers_show_the_operator_that_they_get():
     rows = grouped(inject(tiny_model("gemma2"), "ktransformers"))
     attention = [(row.first, row.last, row.operator) for row in rows if row.module.endswith("self_attn")]

@@ -12,8 +12,9 @@ from gguf import GGMLQuantizationType
 from torch import nn
 from torch.nn import functional
 
+from cpu_ops.weight_formats import FORMATS
 from hetero_kv.adapter.operator import Operator
-from hetero_kv.adapter.weight_settings import AS_STORED, AUTO, BF16, FP32, QUANTISED, WeightSettings
+from hetero_kv.adapter.weight_settings import AS_STORED, AUTO, BF16, FP32, Q8_0, QUANTISED, WeightSettings
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.weights.quantised_weight import QuantisedWeight, packable
@@ -57,11 +58,16 @@ class QuantizedModule(Operator):
             return bool(module.weight.is_meta)
         return _DTYPES.get(settings.weights) is not module.weight.dtype
 
+    def waits_for_blocks(self) -> bool:
+        """Whether the operator is there for the blocks of a file alone: it leaves numbers as they are."""
+        return self.settings.weights in (AUTO, AS_STORED)
+
     def install(self) -> None:
         if self.quantised is not None:
             self._keep(self.quantised)
         elif not self.wrapped.weight.is_meta:
-            self._take_numbers(self.wrapped.weight.detach())
+            numbers = self.wrapped.weight.detach()
+            self._take_numbers(numbers, self.kept_as(None, numbers.shape[1]))
 
     def uninstall(self) -> nn.Module:
         if self.quantised is not None:
@@ -87,15 +93,43 @@ class QuantizedModule(Operator):
             kind: their type.
             shape: [rows, columns].
         """
-        wanted = self.settings.weights
-        if packable(kind.name, shape[1]) and (wanted in (AUTO, AS_STORED) or QUANTISED.get(wanted) == kind.name):
-            self._keep(QuantisedWeight.of_blocks(blocks, kind.name, shape[1]))
+        stored = kind.name if gguf.GGML_QUANT_SIZES[kind][0] > 1 else None
+        wanted = self.kept_as(stored, shape[1])
+        if wanted is not None and wanted == stored:
+            self._keep(QuantisedWeight.of_blocks(blocks, wanted, shape[1]))
             return
-        numbers = torch.from_numpy(gguf.dequantize(blocks, kind)).reshape(shape)
-        if wanted in (AUTO, AS_STORED) and kind in gguf.GGML_QUANT_SIZES and gguf.GGML_QUANT_SIZES[kind][0] > 1:
-            _logger.warning("%s: there are no kernels for %s; its weights are kept as Q8_0", self.path, kind.name)
-            wanted = "q8_0"
+        # Numbers of a file are a view of it, and it is mapped and may go: a copy of these.
+        unpacked = np.require(gguf.dequantize(blocks, kind), requirements=["W"])
+        numbers = torch.from_numpy(unpacked).reshape(shape)
+        if stored is not None and self.settings.weights in (AUTO, AS_STORED):
+            kept = wanted or "numbers"
+            _logger.warning("%s: there are no kernels for %s; its weights are kept as %s", self.path, stored, kept)
         self._take_numbers(numbers, wanted)
+
+    def kept_as(self, stored: str | None, columns: int) -> str | None:
+        """The quantised type, by GGML's name, that weights are kept in; None for numbers.
+
+        Args:
+            stored: the quantised type of the file's blocks; None for numbers.
+            columns: of the matrix.
+        """
+        wanted = QUANTISED.get(self.settings.weights)
+        if stored is not None and self.settings.weights in (AUTO, AS_STORED):
+            wanted = stored if packable(stored, columns) else QUANTISED[Q8_0]
+        return wanted if wanted is not None and packable(wanted, columns) else None
+
+    def weight_bytes(self, stored: str | None, dtype: torch.dtype | None = None) -> int:
+        """What the weights will take when they are loaded on a CPU, bytes.
+
+        Args:
+            stored: as of `kept_as`.
+            dtype: of the model; None for the one it has.
+        """
+        rows, columns = self.wrapped.weight.shape
+        kept = self.kept_as(stored, columns)
+        if kept is not None:
+            return FORMATS[kept].packed_bytes(rows, columns)
+        return rows * columns * (_DTYPES.get(self.settings.weights) or dtype or self.dtype).itemsize
 
     def share(self, other: QuantizedModule) -> bool:
         """Take the weights of `other`, which are tied to these; False where it has none to share."""
@@ -104,17 +138,17 @@ class QuantizedModule(Operator):
         self._keep(other.quantised)
         return True
 
-    def _take_numbers(self, numbers: torch.Tensor, wanted: str | None = None) -> None:
-        wanted = wanted or self.settings.weights
-        if wanted in QUANTISED:
-            if packable(QUANTISED[wanted], numbers.shape[1]):
-                self._keep(QuantisedWeight.of_numbers(numbers, QUANTISED[wanted]))
-                return
+    def _take_numbers(self, numbers: torch.Tensor, wanted: str | None) -> None:
+        """Keep the weights as type `wanted`, or as numbers."""
+        if wanted is not None:
+            self._keep(QuantisedWeight.of_numbers(numbers, wanted))
+            return
+        if asked := QUANTISED.get(self.settings.weights):
             _logger.warning(
                 "%s: rows of %d weights are no whole blocks of %s; they are kept as numbers",
-                self.path, numbers.shape[1], QUANTISED[wanted],
+                self.path, numbers.shape[1], asked,
             )  # fmt: skip
-        self._give(numbers.to(_DTYPES.get(wanted, self.dtype)))
+        self._give(numbers.to(_DTYPES.get(self.settings.weights, self.dtype)))
 
     def _keep(self, quantised: QuantisedWeight) -> None:
         self.quantised, self.packed = quantised, quantised.data

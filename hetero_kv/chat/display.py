@@ -97,6 +97,7 @@ def statistics_table(session: ChatSession, answer: Answer | None) -> RenderableT
         titles = {name: statistic.title for name, statistic in layer_statistics().items()}
         for name, layers in statistics.of_layers.items():
             table.add_row(titles.get(name, name), _over_layers([value for value in layers if value is not None]))
+    table.add_row("weights", f"{decimal(session.weights.size)}, {session.weights.in_short}")
     table.add_row("context", f"{session.conversation.context_tokens:,} of {session.capacity:,} tokens")
     for summary in session.operators():
         table.add_row(summary.operator, layer_ranges(summary.layers) + _settings_text(summary.settings))

@@ -11,7 +11,7 @@ from hetero_kv.rules.registered import layer_statistics
 
 
 def json_report(session: ChatSession, answer: Answer) -> dict[str, Any]:
-    """The answer, what it cost (names and units of `Statistics`), and the settings in force.
+    """The answer, what it cost (names and units of `Statistics`), what the weights take, and the settings in force.
 
     What layers have counted stands beside the rest, a value per layer under its own name; None where no layer has one.
     Speeds are None where there is nothing to measure, as after a prefill that Ctrl-C ended.
@@ -24,6 +24,8 @@ def json_report(session: ChatSession, answer: Answer) -> dict[str, Any]:
         "model": session.loaded.name,
         "mode": session.options.mode,
         "config": session.rules_name,
+        "weight_bytes": session.weights.size,
+        "weight_types": session.weights.in_short,
         **{name: value for name, value in asdict(statistics).items() if name != "of_layers"},
         **dict.fromkeys(layer_statistics()),
         **statistics.of_layers,

@@ -6,10 +6,12 @@ import logging
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.chat.conversation import Conversation
 from hetero_kv.chat.options import ChatOptions
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel, open_model
@@ -60,6 +62,11 @@ class ChatSession:
         """Tokens that the conversation can have; for the untouched model, those it was made for."""
         return self.conversation.max_seq_len or self.loaded.context_length
 
+    @cached_property
+    def weights(self) -> LoadedWeights:
+        """What the model's weights take."""
+        return LoadedWeights.of(self.loaded.model)
+
     def operators(self) -> list[OperatorSummary]:
         """What is in the model, equal operators taken together."""
         summaries: list[OperatorSummary] = []
@@ -69,7 +76,11 @@ class ChatSession:
             if not same:
                 summaries.append(OperatorSummary(name, [], values))
             number = _LAYER.search(path)
-            (same or summaries)[-1].layers.append(int(number[1]) if number else path)
+            place = int(number[1]) if number else path
+            layers = (same or summaries)[-1].layers
+            # A layer has many linear layers.
+            if place not in layers:
+                layers.append(place)
         return summaries
 
     def settings_in_force(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from hetero_kv.models import DEFAULT_MODEL
@@ -16,11 +17,17 @@ from hetero_kv.settings.flags import FlagParser
 
 
 class InjectedModel(NamedTuple):
-    """A model on the meta device with rules in it; `rules` is the file's name as messages show it."""
+    """A model on the meta device with rules in it.
+
+    Attributes:
+        rules: the file's name as messages show it.
+        stored: as of `WeightlessModel`.
+    """
 
     name: str
     rules: str
     injection: Injection
+    stored: Mapping[str, str] | None
 
 
 def add_model_flags(parser: FlagParser) -> argparse._ArgumentGroup:
@@ -56,4 +63,4 @@ def injected_model(flags: argparse.Namespace) -> InjectedModel:
     name, gguf_path = flags.model or flags.gguf_path or DEFAULT_MODEL, flags.gguf_path if flags.model else None
     weightless = weightless_model(name, gguf_path=gguf_path, trust_remote_code=flags.trust_remote_code)
     injection = inject(weightless.model, rules, command_line=command_line, settings_file=read_settings_file())
-    return InjectedModel(weightless.name, display(rules.path) if rules.path else "rules", injection)
+    return InjectedModel(weightless.name, display(rules.path) if rules.path else "rules", injection, weightless.stored)

@@ -86,11 +86,11 @@ def _plans(flags: argparse.Namespace, subject: InjectedModel) -> tuple[dict[str,
     gpu_type = torch.bfloat16 if flags.dtype == "auto" else cpu_type
     if flags.dtype == "auto" and device.type == "cuda" and given_gpu is None:
         gpu_type = resolve_dtype("auto", device)
+    on_cpu = Footprint.of(injection, dtype=cpu_type, on_gpu=False, stored=subject.stored)
+    on_gpu = Footprint.of(injection, dtype=gpu_type, on_gpu=True)
     plans = {
-        CPU: Plan(
-            Footprint.of(injection, dtype=cpu_type, on_gpu=False), limits[0].free, None, injection.context_length
-        ),
-        GPU: Plan(Footprint.of(injection, dtype=gpu_type, on_gpu=True), limits[0].free, gpu, injection.context_length),
+        CPU: Plan(on_cpu, limits[0].free, None, injection.context_length),
+        GPU: Plan(on_gpu, limits[0].free, gpu, injection.context_length),
     }
     return plans, limits, GPU if device.type == "cuda" else CPU
 

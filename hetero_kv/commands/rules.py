@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.markup import escape
 
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.commands.injected import InjectedModel, add_model_flags, injected_model
 from hetero_kv.rules.injection import Injection
 from hetero_kv.rules.precedence import DEFAULT
@@ -82,7 +84,7 @@ def run(flags: argparse.Namespace) -> int:
         HeteroKVError: a mistake in the flags or files, a model that cannot be found, or rules that do not fit it.
     """
     subject = injected_model(flags)
-    rows = grouped(subject.injection)
+    rows = grouped(subject.injection, has_blocks=subject.stored is not None)
     if flags.json:
         print(json.dumps(_report(subject, rows), indent=2, default=str))
     else:
@@ -90,13 +92,17 @@ def run(flags: argparse.Namespace) -> int:
     return 0
 
 
-def grouped(injection: Injection) -> list[Row]:
+def grouped(injection: Injection, *, has_blocks: bool = True) -> list[Row]:
     """What every module gets that a rule replaces, and every attention module that none does; equal neighbours as one.
 
     The rows of a module stand together, in the model's order.
+
+    Args:
+        has_blocks: whether the weights that are to come are blocks of a file; where they are not, operators that only
+            keep such blocks are not put in when the model is loaded, and have no rows.
     """
     by_module: dict[str, list[Row]] = {}
-    for row in _rows(injection):
+    for row in _rows(injection, has_blocks):
         rows = by_module.setdefault(row.module, [])
         if rows and row.continues(rows[-1]):
             rows[-1] = replace(rows[-1], last=row.last)
@@ -105,9 +111,11 @@ def grouped(injection: Injection) -> list[Row]:
     return [row for rows in by_module.values() for row in rows]
 
 
-def _rows(injection: Injection) -> list[Row]:
+def _rows(injection: Injection, has_blocks: bool) -> list[Row]:
     rows = []
     for path, module in injection.model.named_modules():
+        if not has_blocks and isinstance(module, QuantizedModule) and module.waits_for_blocks():
+            continue
         if isinstance(module, Operator):
             settings = module.settings_in_layer()
             defaults = {row.name: row.default for row in describe(type(module.settings))} if module.settings else {}
@@ -173,11 +181,9 @@ def _print(console: Console, subject: InjectedModel, rows: list[Row], *, show_al
     settings = _written(asdict(engine), changed, show_all, subject.injection.sources[""], subject.rules)
     console.print(f"[bold]engine[/bold]: {settings}", highlight=False, soft_wrap=True)
     width = max(len(row.operator) for row in rows)
-    module = None
-    for row in rows:
-        if row.module != module:
-            module = row.module
-            console.print(f"[bold]{module}[/bold]", highlight=False)
+    for modules, row in _alike(rows):
+        if modules:
+            console.print(f"[bold]{modules}[/bold]", highlight=False, soft_wrap=True)
         settings = _written(row.settings, row.changed, show_all, row.sources, subject.rules)
         words = ": ".join(filter(None, (escape(row.method), settings)))
         line = f"  {_layers(row):7}  {row.operator:{width}}  {words}"
@@ -185,6 +191,38 @@ def _print(console: Console, subject: InjectedModel, rows: list[Row], *, show_al
         console.print(f"{line.rstrip()}  [dim]({escape(rule)})[/dim]", highlight=False, soft_wrap=True)
     if not show_all:
         console.print("Settings that are not shown have their defaults; --all shows them.", style="dim")
+
+
+def _alike(rows: list[Row]) -> Iterator[tuple[str, Row]]:
+    """The rows with the names of the modules that have them; modules of layers with the same rows as one."""
+    by_module: dict[str, list[Row]] = {}
+    for row in rows:
+        by_module.setdefault(row.module, []).append(row)
+    alike: list[tuple[list[str], list[Row]]] = []
+    for module, of_module in by_module.items():
+        same = (known for known in alike if of_module[0].first is not None and _same(known[1], of_module))
+        modules, _ = known = next(same, ([], of_module))
+        if not modules:
+            alike.append(known)
+        modules.append(module)
+    for modules, of_modules in alike:
+        for place, row in enumerate(of_modules):
+            yield ("" if place else _joined(modules)), row
+
+
+def _same(rows: list[Row], others: list[Row]) -> bool:
+    return [replace(row, module="") for row in rows] == [replace(row, module="") for row in others]
+
+
+def _joined(modules: list[str]) -> str:
+    """Paths in short: `model.layers.*.mlp.up_proj, down_proj`; numbers behind the layer's are `*` too."""
+    names = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module) for module in modules))
+    parents = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    children = {parent: [name for name in names if name.rpartition(".")[0] == parent] for parent in parents}
+    return ", ".join(
+        ", ".join([of_parent[0], *(name.rpartition(".")[2] for name in of_parent[1:])])
+        for of_parent in children.values()
+    )
 
 
 def _layers(row: Row) -> str:

@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import ConfigError
 from hetero_kv.evals.budget import attended_tokens
@@ -284,6 +285,7 @@ class ConfiguredModel:
         """What there is to know of a method before it runs; its kernels are compiled."""
         injection = self._inject(spec)
         try:
+            _require_same_weights(injection, spec)
             injection.compile_kernels()
             watched = max((operator.observed_queries for operator in injection.attention_operators()), default=0)
             return _Method(
@@ -307,3 +309,13 @@ class ConfiguredModel:
             return attended_tokens(injection, length)
         finally:
             eject(self.loaded.model)
+
+
+def _require_same_weights(injection: Injection, spec: ConfigSpec) -> None:
+    """Raise ConfigError where weights are changed: methods share one model, and rounded numbers stay rounded."""
+    for operator in injection.operators.values():
+        if isinstance(operator, QuantizedModule) and not operator.waits_for_blocks():
+            raise ConfigError(
+                f"{spec.name}: weights is {operator.settings.weights}, and all methods of an evaluation run with the "
+                "same weights; leave weights auto, and give --dtype for another number type"
+            )

@@ -178,9 +178,22 @@ def model_config(
     Raises:
         ModelError: the model cannot be found or fetched, or its configuration cannot be read.
     """
+    return config_and_header(name_or_path, gguf_path=gguf_path, trust_remote_code=trust_remote_code, progress=progress)[
+        0
+    ]
+
+
+def config_and_header(
+    name_or_path: str | os.PathLike[str],
+    *,
+    gguf_path: str | os.PathLike[str] | None,
+    trust_remote_code: bool,
+    progress: ProgressReport | None = None,
+) -> tuple[Any, GGUFFile | None]:
+    """What `model_config` gives, and the header of the GGUF file that the weights are in; None where there is none."""
     location = locate(name_or_path, gguf_path, progress)
     with _reading(location, progress) as gguf, _refusals(location):
-        return _config(location, gguf, trust_remote_code)
+        return _config(location, gguf, trust_remote_code), gguf
 
 
 def _origin(location: Location) -> dict[str, Any]:

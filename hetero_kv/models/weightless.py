@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,25 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hetero_kv.models.errors import ModelError
-from hetero_kv.models.loading import model_config
+from hetero_kv.models.gguf_file import GGUFFile
+from hetero_kv.models.gguf_reading import one_reading
+from hetero_kv.models.gguf_weights import WeightMap
+from hetero_kv.models.loading import config_and_header
 from hetero_kv.models.named import DEFAULT_MODEL
 
 
 @dataclass(frozen=True)
 class WeightlessModel:
-    """A transformers causal language model on the meta device, in eval mode: no parameter takes any memory."""
+    """A transformers causal language model on the meta device, in eval mode: no parameter takes any memory.
+
+    Attributes:
+        stored: parameter -> the quantised type, by GGML's name, that its file holds; None where a CPU loads all weights
+            as numbers (a model in Hugging Face format, a GGUF file that transformers alone puts together).
+    """
 
     model: Any
     name: str
+    stored: Mapping[str, str] | None = None
 
 
 def weightless_model(
@@ -41,10 +51,10 @@ def weightless_model(
     """
     path = Path(name_or_path).expanduser()
     is_config = path.suffix == ".json"
-    config = (
-        _config_in(path)
+    config, file = (
+        (_config_in(path), None)
         if is_config
-        else model_config(name_or_path, gguf_path=gguf_path, trust_remote_code=trust_remote_code)
+        else config_and_header(name_or_path, gguf_path=gguf_path, trust_remote_code=trust_remote_code)
     )
     name = (path.resolve().parent.name if path.name == "config.json" else path.stem) if is_config else str(name_or_path)
     try:
@@ -55,7 +65,13 @@ def weightless_model(
             f"{name} cannot be built from its {type(config).__name__}: {type(error).__name__}: {error}; "
             "check that it is a causal language model and that this version of transformers supports it"
         ) from error
-    return WeightlessModel(model.eval(), name)
+    return WeightlessModel(model.eval(), name, _stored_types(model, file) if file is not None else None)
+
+
+def _stored_types(model: Any, file: GGUFFile) -> Mapping[str, str] | None:
+    with one_reading(file, lambda *progress: None):
+        weights = WeightMap.of(model, file)
+    return weights.stored_types(file) if weights is not None else None
 
 
 def _config_in(path: Path) -> Any:

@@ -26,6 +26,7 @@ from hetero_kv.adapter.footprint import (
     terms,
 )
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.planning.planned import Planned
 
 WEIGHTS = register(Term("weights", "weights"))
@@ -41,7 +42,7 @@ _ID_BYTES = 16
 class Memory:
     """What a number of tokens takes, term by term; every registered term is an attribute too, `memory.weights`.
 
-    Beside what the layers say there are these terms: `weights` of the model in its number type, 0 where they are loaded
+    Beside what the layers say there are these terms: `weights` of the model as they are kept, 0 where they are loaded
     already; `layer_kv`, one layer's keys and values while the prompt prefills; `hidden`, two buffers of hidden states,
     the rotary tables and the token ids, while the prompt prefills; `activations` of one chunk, an estimate.
 
@@ -108,12 +109,20 @@ class Footprint:
     on_gpu: bool
 
     @classmethod
-    def of(cls, injection: Planned, *, dtype: torch.dtype | None = None, on_gpu: bool | None = None) -> Footprint:
+    def of(
+        cls,
+        injection: Planned,
+        *,
+        dtype: torch.dtype | None = None,
+        on_gpu: bool | None = None,
+        stored: Mapping[str, str] | None = None,
+    ) -> Footprint:
         """Of an injected model, loaded or on the meta device.
 
         Args:
             dtype: the number type it will be loaded with; None for the one it has.
             on_gpu: whether it will compute on a GPU; None for where it is.
+            stored: parameter -> the quantised type that its file holds; None where it holds numbers.
         """
         model: Any = injection.model
         config = bridge.text_config(model)
@@ -124,7 +133,7 @@ class Footprint:
         largest = max(shapes, key=lambda shape: shape.bytes_per_token(1))
         return cls(
             layers=layers,
-            weights=_weight_bytes(model, dtype) if device == "meta" else 0,
+            weights=_weight_bytes(model, dtype, stored or {}, packed=not on_gpu) if device == "meta" else 0,
             element=element,
             chunk_size=injection.engine.chunk_size,
             hidden_size=config.hidden_size,
@@ -179,13 +188,22 @@ def _layers(injection: Planned, config: Any) -> Iterator[LayerFootprint]:
             yield WindowFootprint(shape, sliding_window=window)
 
 
-def _weight_bytes(model: nn.Module, dtype: torch.dtype | None) -> int:
-    """Parameters and buffers, each once however often it is tied, in `dtype` or their own type."""
-    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
-    return sum(
-        tensor.numel() * (dtype.itemsize if dtype and tensor.is_floating_point() else tensor.element_size())
-        for tensor in tensors
-    )
+def _weight_bytes(model: nn.Module, dtype: torch.dtype | None, stored: Mapping[str, str], *, packed: bool) -> int:
+    """Parameters and buffers, each once however often it is tied, in `dtype` or their own type.
+
+    Args:
+        stored: parameter -> the quantised type that its file holds.
+        packed: whether operators that keep weights quantised do so; they do on a CPU.
+    """
+    sizes: dict[int, int] = {}
+    for module in model.modules():
+        if packed and isinstance(module, QuantizedModule):
+            size = module.weight_bytes(stored.get(f"{module.path}.weight"), dtype)
+            sizes.setdefault(id(module.wrapped.weight), size)
+    for tensor in (*model.parameters(), *model.buffers()):
+        element = dtype.itemsize if dtype and tensor.is_floating_point() else tensor.element_size()
+        sizes.setdefault(id(tensor), tensor.numel() * element)
+    return sum(sizes.values())
 
 
 def _chunk_activations(config: Any, shape: KVShape, element: int) -> int:

@@ -126,10 +126,8 @@ def inject(
     given = {"command_line": command_line, "settings_file": settings_file}
     engine = rule_set.engine_in_force(**given)
     plan = _plan(model, rule_set)
-    settings = {
-        path: rule_set.module_in_force(rule, operator_class, path, model.get_submodule(path), **given)
-        for path, (rule, operator_class) in plan.items()
-    }
+    matched = ((rule, cls, path, model.get_submodule(path)) for path, (rule, cls) in plan.items())
+    settings = rule_set.modules_in_force(matched, **given)
     rule_set.require_effect(
         command_line or {}, ((rule, cls, settings[path].settings) for path, (rule, cls) in plan.items())
     )

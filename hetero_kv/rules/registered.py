@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 from hetero_kv import operators
@@ -30,6 +31,7 @@ def operator_classes() -> dict[str, type[Operator]]:
     }
 
 
+@cache
 def _is_abstract(cls: type) -> bool:
     # `nn.Module` has no ABCMeta, so that `inspect.isabstract` does not see it.
     return any(getattr(member, "__isabstractmethod__", False) for _, member in inspect.getmembers_static(cls))

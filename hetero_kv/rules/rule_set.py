@@ -79,6 +79,12 @@ def _is_instance(module: nn.Module, class_name: str) -> bool:
     )
 
 
+def _defaults(rule: Rule, operator: type[Operator]) -> InForce[Any]:
+    """The settings of an operator that a kind of module needs instead of the rule's own."""
+    cls = operator.settings_class
+    return InForce(None, {}) if cls is None else in_force(cls, (), where=rule.title)
+
+
 @dataclass(frozen=True)
 class RuleSet:
     """Everything a rule file says, with what it extends.
@@ -157,25 +163,34 @@ class RuleSet:
                 require_effect(one.settings, [owner], known, where=f"{one.source}: kwargs", rules="the rule")
         return in_force(cls, [flags, *kwargs, *files], where=rule.title)
 
-    def module_in_force(
+    def modules_in_force(
         self,
-        rule: Rule,
-        operator: type[Operator],
-        path: str,
-        module: nn.Module,
+        plan: Iterable[tuple[Rule, type[Operator], str, nn.Module]],
         *,
         command_line: Mapping[str, Any] | None = None,
         settings_file: Mapping[str, Any] | None = None,
-    ) -> InForce[Any]:
-        """The settings in force for the operator that `rule` gives a module: its own, or what that kind needs instead.
+    ) -> dict[str, InForce[Any]]:
+        """Path -> the settings in force for the operator of each module, which those of equal rules share.
+
+        Args:
+            plan: of every module the rule, the operator that it gives this module (its own, or what that kind of module
+                needs instead), the path and the module.
 
         Raises ConfigError as `operator_in_force`.
         """
-        if operator is not rule.operator:
-            cls = operator.settings_class
-            return InForce(None, {}) if cls is None else in_force(cls, (), where=rule.title)
-        parents = self.parents_of(rule, path, module)
-        return self.operator_in_force(rule, parents, command_line=command_line, settings_file=settings_file)
+        found: dict[tuple[Any, ...], InForce[Any]] = {}
+        in_place = {}
+        for rule, operator, path, module in plan:
+            parents = self.parents_of(rule, path, module) if operator is rule.operator else []
+            key = (id(rule), operator, *map(id, parents))
+            if key not in found:
+                found[key] = (
+                    self.operator_in_force(rule, parents, command_line=command_line, settings_file=settings_file)
+                    if operator is rule.operator
+                    else _defaults(rule, operator)
+                )
+            in_place[path] = found[key]
+        return in_place
 
     def operator_settings(
         self,

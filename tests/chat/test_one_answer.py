@@ -86,6 +86,19 @@ def test_the_json_object_holds_counts_speeds_memory_and_settings(chat: Chat):
     assert report["settings"]["dtype"] == "float32"
 
 
+def test_the_weights_are_told_in_bytes_and_types(chat: Chat):
+    report = chat.json("--prompt", QUESTION)
+    model = load_model(str(chat.folder), dtype="float32").model
+    assert report["weight_bytes"] == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert report["weight_types"] == "float32"
+    quantised = chat.json("--prompt", QUESTION, "--weights", "q8_0")
+    # The layers' rows of 48 numbers are no whole blocks.
+    assert quantised["weight_types"] == "Q8_0, float32"
+    assert quantised["weight_bytes"] < report["weight_bytes"]
+    (linear,) = (each for each in quantised["settings"]["operators"] if each["operator"] == "QuantizedLinear")
+    assert linear["layers"] == [0, 1, "lm_head"]
+
+
 def test_the_command_line_wins_over_the_rules_file_which_wins_over_the_settings_file(
     chat: Chat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -55,6 +55,13 @@ def in_layers(printed, name):
     return [row["settings"][name] for row in json.loads(printed)["modules"] if name in row["settings"]]
 
 
+def test_methods_of_an_evaluation_share_the_weights(command, tmp_path):
+    refusal = "weights is q8_0, and all methods of an evaluation run with the same weights"
+    assert refusal in command("eval", "dense", "--weights", "q8_0", status=2)
+    assert refusal in command("eval", "dense:weights=q8_0", status=2)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", ["chat", "plan", "rules", "eval"])
 def test_a_flag_without_effect_is_an_error_that_says_for_what_it_counts(command, name):
     assert f"command line: {INFINIPOT}" in command(name, "infinipot", "--second_block_count", 100, status=2)

@@ -18,6 +18,7 @@ import hetero_kv
 from gpu_ops.attention import chunk_attention
 from hetero_kv import operators
 from hetero_kv.adapter.footprint import BytesPerToken, LayerFootprint, Share, Term, register
+from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.chat.conversation import Answer, Statistics
 from hetero_kv.chat.display import statistics_table
@@ -214,6 +215,7 @@ def test_statistics_stand_in_the_json_of_an_answer_and_in_the_line_of_a_sample()
         conversation=SimpleNamespace(context_tokens=5),
         capacity=9,
         operators=list,
+        weights=LoadedWeights(1000, ("float32",)),
     )
     report = json_report(session, answer)
     assert report["pairs_kept"] == [None, 9, 12]

@@ -1,0 +1,42 @@
+"""What a loaded model's weights take, and in which types they are kept."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from hetero_kv.adapter.quantized_module import QuantizedModule
+
+
+class LoadedWeights(NamedTuple):
+    """The weights of a loaded model.
+
+    Attributes:
+        size: bytes of parameters and buffers, each once however often it is tied.
+        types: of the matrices, those that take most first: GGML's names ("Q4_K"), or torch's ("bfloat16").
+    """
+
+    size: int
+    types: tuple[str, ...]
+
+    @classmethod
+    def of(cls, model: Any) -> LoadedWeights:
+        """Of a transformers model, with operators in it or without."""
+        tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        packed = {
+            id(module.quantised.data): module.quantised.name
+            for module in model.modules()
+            if isinstance(module, QuantizedModule) and module.quantised is not None
+        }
+        matrices = {id(parameter) for parameter in model.parameters() if parameter.dim() > 1}
+        sizes: dict[str, int] = {}
+        for key, tensor in tensors.items():
+            if key in packed or key in matrices:
+                name = packed.get(key) or str(tensor.dtype).removeprefix("torch.")
+                sizes[name] = sizes.get(name, 0) + tensor.nbytes
+        largest_first = sorted(sizes, key=lambda name: -sizes[name])
+        return cls(sum(tensor.nbytes for tensor in tensors.values()), tuple(largest_first))
+
+    @property
+    def in_short(self) -> str:
+        """The types in a line: "Q5_0, Q8_0"."""
+        return ", ".join(self.types)
