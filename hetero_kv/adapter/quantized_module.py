@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
 from torch import nn
 from torch.nn import functional
 
@@ -18,6 +16,9 @@ from hetero_kv.adapter.weight_settings import AS_STORED, AUTO, BF16, FP32, Q8_0,
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.weights.quantised_weight import QuantisedWeight, packable
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 _logger = logging.getLogger(__name__)
 _DTYPES = {FP32: torch.float32, BF16: torch.bfloat16}
@@ -93,6 +94,8 @@ class QuantizedModule(Operator):
             kind: their type.
             shape: [rows, columns].
         """
+        import gguf  # who calls this has read a file with it
+
         stored = kind.name if gguf.GGML_QUANT_SIZES[kind][0] > 1 else None
         wanted = self.kept_as(stored, shape[1])
         if wanted is not None and wanted == stored:
@@ -140,6 +143,11 @@ class QuantizedModule(Operator):
 
     def _take_numbers(self, numbers: torch.Tensor, wanted: str | None) -> None:
         """Keep the weights as type `wanted`, or as numbers."""
+        if wanted is not None and numbers.device.type != "cpu":
+            raise UnsupportedModelError(
+                f"{self.path}: weights is {self.settings.weights!r}, and the model computes on {numbers.device}, where "
+                "there are no kernels for quantised weights; set weights to auto, or device to cpu"
+            )
         if wanted is not None:
             self._keep(QuantisedWeight.of_numbers(numbers, wanted))
             return

@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 from functools import cached_property
 
-import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
 
 from cpu_ops.quantised_linear import PackedMatrix, multiply
 from cpu_ops.weight_formats import FORMATS, TILE
@@ -65,6 +63,9 @@ class QuantisedWeight:
 
         Raises HeteroKVError for numbers that are not finite.
         """
+        # Where weights are quantised; the rest of the engine does without the package.
+        import gguf
+
         rows, columns = weight.shape
         blocks = []
         for start in range(0, rows, _STEP_ROWS):
@@ -73,7 +74,7 @@ class QuantisedWeight:
                 raise HeteroKVError(
                     f"a weight of {list(weight.shape)} holds numbers that are not finite; check its file"
                 )
-            blocks.append(gguf.quantize(numbers, GGMLQuantizationType[name]))
+            blocks.append(gguf.quantize(numbers, gguf.GGMLQuantizationType[name]))
         return cls.of_blocks(np.concatenate(blocks), name, columns)
 
     @property
