@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-BENCHMARKS = ("kernel_bandwidth", "long_context", "prefill_memory")
+BENCHMARKS = ("kernel_bandwidth", "causal_kernel", "long_context", "prefill_memory")
 
 if __name__ == "__main__":
     chosen = sys.argv[1:] or BENCHMARKS

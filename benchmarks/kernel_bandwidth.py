@@ -1,9 +1,10 @@
 """How fast block attention reads the pool, as a share of what the machine's DRAM gives, beside torch's own attention.
 
-    python -m benchmarks.kernel_bandwidth [--repeats 15] [--threads N] [--pool_gb 1] [--json]
+    python -m benchmarks.kernel_bandwidth [--repeats 40] [--threads N] [--isa avx2] [--pool_gb 1] [--json]
 
 Every call attends to other, scattered blocks of a pool far larger than the caches, so that each byte comes from DRAM.
-The bandwidth it is held against is the best of several plain reading kernels over that same pool, in all the rounds.
+The bandwidth it is held against is that of several plain reading kernels over stretches of the same pool, in the same
+rounds: best against best (what the machine gives when nothing disturbs it) and median against median.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
@@ -26,13 +28,16 @@ from numba import njit, prange
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.timing import interleaved_medians, seconds
+from benchmarks.timing import interleaved_samples, seconds
 from cpu_ops.attention import attend_blocks
+from cpu_ops.cpu_features import ISAS, isa, use_isa
 from cpu_ops.scores import block_scores
 from cpu_ops.top_k import top_k_blocks
 
 BLOCK_SIZE = 128
 K = 1024
+STRETCH = 1 << 25
+"""Bytes that are read at once to measure DRAM: a few calls' worth, so that a quiet moment is long enough."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,8 @@ class Pool:
         self.memory = memory[start : start + 2 * count]
         self.keys: np.ndarray = self.memory[:count].view(dtype).reshape(shape)
         self.values: np.ndarray = self.memory[count:].view(dtype).reshape(shape)
+        words = self.memory[: self.memory.size // STRETCH * STRETCH].view(np.uint64)
+        self.stretches = cycle(np.split(words, words.nbytes // STRETCH))
         self.random = np.random.default_rng(0)
         self.keys[:] = self.random.standard_normal(shape[1:])
         self.values[:] = self.random.standard_normal(shape[1:])
@@ -105,16 +112,16 @@ class Pool:
         return [ids[i : i + blocks].copy()[None, None] for i in range(0, self.num_blocks - blocks + 1, blocks)]
 
     def fastest_read(self) -> float:
-        """Seconds of the fastest of several ways of reading the whole pool once."""
-        words = self.memory[: self.memory.size // 32 * 32].view(np.uint64)
-        tensor = torch.from_numpy(words.view(np.int64))
+        """Seconds per byte of the fastest of several ways of reading, each of another stretch of the pool."""
+        stretches = [next(self.stretches) for _ in range(3)]
+        tensor = torch.from_numpy(next(self.stretches).view(np.int64))
         ways: tuple[Callable[[], object], ...] = (
-            lambda: _sum_in_order(words),
-            lambda: _sum_floats(words.view(np.float32)),
-            lambda: _sum_four_streams(words),
+            lambda: _sum_in_order(stretches[0]),
+            lambda: _sum_floats(stretches[1].view(np.float32)),
+            lambda: _sum_four_streams(stretches[2]),
             tensor.sum,
         )
-        return min(seconds(way) for way in ways)
+        return min(seconds(way) for way in ways) / STRETCH
 
 
 def awake(action: Callable[[], float]) -> Callable[[], float]:
@@ -191,31 +198,28 @@ def measure(heads: Heads, dtype: type, arguments: argparse.Namespace) -> list[di
             cases[f"64K stored, best 96 blocks, {name}"] = (step, 96 * BLOCK_SIZE)
     actions = {name: awake(action) for name, (action, _) in cases.items()}
     actions["torch"] = awake(torch_attention(pool, 16 * K))
-    reads: list[float] = []
-
-    def read() -> float:
-        reads.append(pool.fastest_read())
-        return reads[-1]
-
-    actions["read"] = read
+    actions["read"] = pool.fastest_read
     for action in actions.values():
         action()
-    medians = interleaved_medians(actions, arguments.repeats)
-    # The kernel's median is held against the best read of all rounds: what the machine gives when nothing disturbs it.
-    dram = pool.memory.size / min(reads)
+    samples = interleaved_samples(actions, arguments.repeats)
+    torch_median = statistics.median(samples["torch"])
     rows = []
     for name, (_, tokens) in cases.items():
-        rate = tokens * bytes_per_token / medians[name]
+        best, median = min(samples[name]), statistics.median(samples[name])
+        size = tokens * bytes_per_token
         rows.append(
             {
                 "heads": str(heads),
                 "storage": np.dtype(dtype).name,
                 "case": name,
-                "milliseconds": medians[name] * 1e3,
-                "gb_per_s": rate / 1e9,
-                "dram_gb_per_s": dram / 1e9,
-                "share_of_dram": rate / dram,
-                "torch_milliseconds": medians["torch"] * 1e3 * tokens / (16 * K),
+                "milliseconds": median * 1e3,
+                "best_milliseconds": best * 1e3,
+                "gb_per_s": size / best / 1e9,
+                "gflop_per_s": 4 * tokens * heads.kv_heads * heads.group * heads.dim / best / 1e9,
+                "dram_gb_per_s": 1 / min(samples["read"]) / 1e9,
+                "share_of_dram": size * min(samples["read"]) / best,
+                "median_share_of_dram": size * statistics.median(samples["read"]) / median,
+                "torch_milliseconds": torch_median * 1e3 * tokens / (16 * K),
             }
         )
     return rows
@@ -224,11 +228,14 @@ def measure(heads: Heads, dtype: type, arguments: argparse.Namespace) -> list[di
 def main() -> None:
     """Print the table, or with --json the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15, help="rounds; medians are reported")
+    parser.add_argument("--repeats", type=int, default=40, help="rounds of one call of each")
     parser.add_argument("--threads", type=int, help="threads of the kernels (default: all cores)")
+    parser.add_argument("--isa", choices=ISAS, help="vector instructions of the kernels (default: the CPU's best)")
     parser.add_argument("--pool_gb", type=float, default=1.0, help="size of each pool; far above the last-level cache")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     arguments = parser.parse_args()
+    if arguments.isa:
+        use_isa(arguments.isa)
     rows = [
         row
         for heads in (LLAMA_8B, QWEN_HALF_B)
@@ -239,22 +246,23 @@ def main() -> None:
         "cores": os.cpu_count(),
         "threads": arguments.threads or numba.get_num_threads(),
         "threading_layer": numba.threading_layer(),
-        "instructions": os.environ.get("NUMBA_CPU_NAME", "native"),
+        "isa": isa(),
     }
     if arguments.json:
         print(json.dumps({"machine": machine, "cases": rows}))
         return
     table = Table(title=f"Block attention, one decode step of one layer ({machine})")
-    for column in ("heads", "storage", "case", "ms", "GB/s", "DRAM GB/s", "of DRAM", "torch ms", "torch / ours"):
-        table.add_column(column, justify="left" if column in ("heads", "storage", "case") else "right")
+    texts, shares = ("heads", "storage", "case"), ("of DRAM, best", "of DRAM, medians")
+    for column in (*texts, "best ms", "ms", "GB/s", "GFLOP/s", "DRAM GB/s", *shares, "torch ms", "torch / ours"):
+        table.add_column(column, justify="left" if column in texts else "right")
     for row in rows:
-        numbers = [row[key] for key in ("milliseconds", "gb_per_s", "dram_gb_per_s")]
-        speedup = row["torch_milliseconds"] / row["milliseconds"]
+        keys = ("best_milliseconds", "milliseconds", "gb_per_s", "gflop_per_s", "dram_gb_per_s")
         table.add_row(
-            row["heads"], row["storage"], row["case"], *(f"{number:.2f}" for number in numbers),
-            f"{row['share_of_dram']:.0%}", f"{row['torch_milliseconds']:.1f}", f"{speedup:.1f}",
+            row["heads"], row["storage"], row["case"], *(f"{row[key]:.2f}" for key in keys),
+            f"{row['share_of_dram']:.0%}", f"{row['median_share_of_dram']:.0%}", f"{row['torch_milliseconds']:.1f}",
+            f"{row['torch_milliseconds'] / row['milliseconds']:.1f}",
         )  # fmt: skip
-    Console(width=150).print(table)
+    Console(width=180).print(table)
     print("torch: attention to as many contiguous tokens, scaled from 16K; it neither gathers nor selects blocks.")
 
 

@@ -14,8 +14,8 @@ def seconds(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def interleaved_medians(actions: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
-    """The median of what each action returns, over rounds in which every action runs once.
+def interleaved_samples(actions: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
+    """What each action returns, over rounds in which every action runs once.
 
     A slow moment of the machine then hits all of them alike.
     """
@@ -23,4 +23,9 @@ def interleaved_medians(actions: Mapping[str, Callable[[], float]], repeats: int
     for _ in range(repeats):
         for name, action in actions.items():
             samples[name].append(action())
-    return {name: statistics.median(values) for name, values in samples.items()}
+    return samples
+
+
+def interleaved_medians(actions: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """The median of what each action returns, as `interleaved_samples` runs them."""
+    return {name: statistics.median(values) for name, values in interleaved_samples(actions, repeats).items()}

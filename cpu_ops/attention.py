@@ -12,13 +12,17 @@ import numpy as np
 from numba import from_dtype, get_num_threads, njit, prange, set_num_threads, types
 
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_exp2, row_max, row_softcap
-from cpu_ops.simd import accumulate_rows, prefetch, query_tiles, score_tile, token_tile
-from cpu_ops.storage import STORAGE_TYPES, storage_of
+from cpu_ops.cpu_features import isa
+from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
+from cpu_ops.scratch import scratch
+from cpu_ops.simd import accumulate_rows, prefetch, score_rows
+from cpu_ops.softmax_rows import rows_exp2, rows_most
+from cpu_ops.storage import STORAGE_TYPES, NumberFormat, storage_of
 from cpu_ops.threads import one_kernel_at_a_time, use_threads
+from cpu_ops.tiles import tiles_for
 from cpu_ops.work_division import BAD_COUNT, BAD_ID, list_starts, merge_edges
 
-_VALUE_TILE = 8
+_VALUE_TILE = 32
 """Tokens whose values are added before the partial outputs go back to memory."""
 
 
@@ -53,7 +57,7 @@ def attend_blocks(
     """
     kernel, kernel_dtype, rows, kv_heads, group, v_dim = _plan(
         q.shape, keys.shape, values.shape, block_ids.shape, block_counts.shape, block_lengths.shape,
-        keys.dtype, values.dtype, softcap > 0,
+        keys.dtype, values.dtype, softcap > 0, isa(),
     )  # fmt: skip
     if out is None:
         out = np.empty((rows, kv_heads, group, v_dim), np.float32)
@@ -74,7 +78,7 @@ def attend_blocks(
             if used != before:
                 set_num_threads(before)
     if status < 0:
-        raise IndexError(_outside_pool(status, keys, block_ids, block_counts, block_lengths))
+        raise IndexError(outside_pool(status, keys, block_ids, block_counts, block_lengths))
     return out, lse
 
 
@@ -87,15 +91,29 @@ def compile_for(
     """
     if storage not in STORAGE_TYPES:
         raise ValueError(f"storage {storage!r} is not one of {', '.join(STORAGE_TYPES)}")
-    _kernel(storage, group, k_dim, v_dim, block_size, softcap)
+    _kernel(isa(), storage, group, k_dim, v_dim, block_size, softcap)
 
 
 @lru_cache(maxsize=4096)
 def _plan(
     q: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
-    lengths: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype, softcapped: bool,
+    lengths: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype, softcapped: bool, instructions: str,
 ) -> tuple[Any, np.dtype, int, int, int, int]:  # fmt: skip
     """Check that shapes fit together and find their kernel; remembered, for a token costs this once per layer."""
+    storage, v_dim = check_lists(q, keys, values, ids, counts, lengths, dtype, value_dtype)
+    rows, kv_heads, group, k_dim = q
+    kernel = _kernel(instructions, storage.name, group, k_dim, v_dim, keys[2], softcapped)
+    return kernel, storage.kernel_dtype, rows, kv_heads, group, v_dim
+
+
+def check_lists(
+    q: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
+    lengths: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype,
+) -> tuple[NumberFormat, int]:  # fmt: skip
+    """The storage type and v_dim of arrays of these shapes (`attend_blocks`), q [rows, kv_heads, group, k_dim].
+
+    Raises ValueError or TypeError where they do not fit together.
+    """
     if len(q) != 4 or len(keys) != 4 or len(values) != 4:
         raise ValueError(f"q {q}, keys {keys} and values {values} must have four dimensions each")
     if value_dtype != dtype:
@@ -116,8 +134,7 @@ def _plan(
         )
     if lengths != (num_blocks,):
         raise ValueError(f"block_lengths {lengths} must hold one entry for each of the {num_blocks} blocks")
-    kernel = _kernel(storage.name, group, k_dim, v_dim, block_size, softcapped)
-    return kernel, storage.kernel_dtype, rows, kv_heads, group, v_dim
+    return storage, v_dim
 
 
 def _wrong_array(*arrays: np.ndarray) -> str:
@@ -132,7 +149,8 @@ def _wrong_array(*arrays: np.ndarray) -> str:
     return f"{'; '.join(wrong)}: expected writeable C-contiguous arrays, float32 and (ids, counts, lengths) int32"
 
 
-def _outside_pool(status: int, keys: np.ndarray, ids: np.ndarray, counts: np.ndarray, lengths: np.ndarray) -> str:
+def outside_pool(status: int, keys: np.ndarray, ids: np.ndarray, counts: np.ndarray, lengths: np.ndarray) -> str:
+    """What is wrong with lists that a kernel has refused with `status` (`cpu_ops.work_division`)."""
     if status == BAD_COUNT:
         return f"block_counts range over {counts.min()}..{counts.max()}; lists hold 0..{ids.shape[2]} entries"
     if status == BAD_ID:
@@ -141,15 +159,18 @@ def _outside_pool(status: int, keys: np.ndarray, ids: np.ndarray, counts: np.nda
 
 
 @cache
-def _kernel(storage: str, group: int, k_dim: int, v_dim: int, block_size: int, softcapped: bool) -> Any:
+def _kernel(isa: str, storage: str, group: int, k_dim: int, v_dim: int, block_size: int, softcapped: bool) -> Any:
     """Compile the kernel of one shape; on disk Numba keys it by the constants below, all of them plain values."""
-    full_tiles, tile_queries, rest_queries = query_tiles(group)
-    full_queries = full_tiles * tile_queries
-    tile_tokens = token_tile(tile_queries, block_size)
-    value_calls = full_tiles + (rest_queries > 0)
-    code_version = CODE_VERSION
-
+    tiles = tiles_for(isa, group, block_size)
+    lanes, full_tiles, tile_queries, rest_queries, row_size, tile_tokens, columns = tiles
+    full_queries, num_tiles = full_tiles * tile_queries, tiles.number
+    # A tile's scores: rows of all the block's tokens, and what whole vectors write behind them.
+    tile_scores = -(-(block_size * row_size) // lanes) * lanes + lanes
     k_units, v_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[storage].units(v_dim)
+    # Each query tile prefetches as much of the next block's keys for every token.
+    share = -(-k_units // num_tiles)
+    share_bytes = share * STORAGE_TYPES[storage].kernel_dtype.itemsize
+    code_version = CODE_VERSION
 
     pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
     real4, real3 = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
@@ -173,11 +194,9 @@ def _kernel(storage: str, group: int, k_dim: int, v_dim: int, block_size: int, s
         edge_total = np.empty((2 * threads, group), np.float32)
         for thread in prange(threads):
             first, last = total * thread // threads, total * (thread + 1) // threads
-            scaled_q = np.empty((group, k_dim), np.float32)
-            scores = np.empty((group, block_size), np.float32)
-            sums = np.empty((group, v_dim), np.float32)
-            most = np.empty(group, np.float32)
-            totals = np.empty(group, np.float32)
+            scaled_q, sums = scratch(group, k_dim), scratch(group, v_dim)
+            scores = scratch(num_tiles, tile_scores)
+            most, fresh, totals = np.empty((3, num_tiles, lanes), np.float32)
             for index in range(lists):
                 row, head = index // kv_heads, index % kv_heads
                 if starts[index] == starts[index + 1] and thread == 0:
@@ -187,12 +206,10 @@ def _kernel(storage: str, group: int, k_dim: int, v_dim: int, block_size: int, s
                             out[row, head, g, d] = 0
                 if starts[index + 1] <= first or starts[index] >= last or starts[index] == starts[index + 1]:
                     continue
+                most[:], totals[:], sums[:] = -np.inf, 0, 0
                 for g in range(group):
-                    most[g], totals[g] = -np.inf, 0
                     for d in range(k_dim):
                         scaled_q[g, d] = q[row, head, g, d] * factor
-                    for d in range(v_dim):
-                        sums[g, d] = 0
                 which = min(head, block_ids.shape[1] - 1)
                 entries = block_counts[row, which]
                 position = starts[index]
@@ -209,52 +226,63 @@ def _kernel(storage: str, group: int, k_dim: int, v_dim: int, block_size: int, s
                     next_k_at = (following * kv_heads + head) * (block_size * k_units)
                     for t in range(0, count, tile_tokens):
                         prefetch(values, v_at + t * v_units, tile_tokens * v_units)
-                        for g in range(0, full_queries, tile_queries):
-                            score_tile(
-                                "dot", storage, k_dim, tile_queries, tile_tokens, scaled_q, g * k_dim,
-                                keys, k_at + t * k_units, scores, g * block_size + t, block_size,
+                        for tile in range(full_tiles):
+                            score_rows(
+                                lanes, storage, k_dim, tile_queries, tile_tokens, row_size,
+                                scaled_q, tile * (tile_queries * k_dim), keys, k_at + t * k_units,
+                                scores, tile * tile_scores + t * row_size,
                             )  # fmt: skip
                         if rest_queries > 0:
-                            score_tile(
-                                "dot", storage, k_dim, rest_queries, tile_tokens, scaled_q, full_queries * k_dim,
-                                keys, k_at + t * k_units, scores, full_queries * block_size + t, block_size,
+                            score_rows(
+                                lanes, storage, k_dim, rest_queries, tile_tokens, row_size,
+                                scaled_q, full_queries * k_dim, keys, k_at + t * k_units,
+                                scores, full_tiles * tile_scores + t * row_size,
                             )  # fmt: skip
-                    for g in range(group):
+                    vectors: Any = (count * row_size + lanes - 1) // lanes
+                    for tile in range(num_tiles):
+                        scores[tile, count * row_size : vectors * lanes] = -np.inf
                         if softcapped:
-                            row_softcap(scores, g, count, np.float32(softcap) * LOG2_E)
-                        block_most = row_max(scores, g, count)
-                        if block_most > most[g]:
-                            rescale = exp2(most[g] - block_most)
-                            most[g] = block_most
-                            totals[g] *= rescale
-                            for d in range(v_dim):
-                                sums[g, d] *= rescale
-                        totals[g] += row_exp2(scores, g, count, most[g])
+                            row_softcap(scores, tile, count * row_size, np.float32(softcap) * LOG2_E)
+                        at: Any = tile * lanes
+                        if rows_most(lanes, row_size, scores, tile * tile_scores, lanes, vectors, most, at, fresh, at):
+                            for g in range(tile * tile_queries, min(group, (tile + 1) * tile_queries)):
+                                lane = g - tile * tile_queries
+                                rescale = exp2(most[tile, lane] - fresh[tile, lane])
+                                for d in range(v_dim):
+                                    sums[g, d] *= rescale
+                            for lane in range(lanes):
+                                totals[tile, lane] *= exp2(most[tile, lane] - fresh[tile, lane])
+                                most[tile, lane] = fresh[tile, lane]
+                        rows_exp2(lanes, scores, tile * tile_scores, lanes, vectors, most, at, totals, at)
                     for t in range(0, count, _VALUE_TILE):
                         tokens: Any = min(_VALUE_TILE, count - t)
-                        share = tokens * k_units // value_calls
-                        for g in range(0, full_queries, tile_queries):
+                        ahead, step = next_k_at + t * num_tiles * share, tokens * share
+                        for tile in range(full_tiles):
                             accumulate_rows(
-                                storage, v_dim, tile_queries, scores, g * block_size + t, block_size,
-                                values, v_at + t * v_units, tokens, sums, g * v_dim,
-                                keys, next_k_at + t * k_units + g // tile_queries * share, share,
+                                lanes, storage, v_dim, tile_queries, row_size, columns,
+                                scores, tile * tile_scores + t * row_size, values, v_at + t * v_units, tokens,
+                                sums, tile * (tile_queries * v_dim), keys, ahead + tile * step, share_bytes,
                             )  # fmt: skip
                         if rest_queries > 0:
                             accumulate_rows(
-                                storage, v_dim, rest_queries, scores, full_queries * block_size + t, block_size,
-                                values, v_at + t * v_units, tokens, sums, full_queries * v_dim,
-                                keys, next_k_at + t * k_units + full_tiles * share, share,
+                                lanes, storage, v_dim, rest_queries, row_size, columns,
+                                scores, full_tiles * tile_scores + t * row_size, values, v_at + t * v_units, tokens,
+                                sums, full_queries * v_dim, keys, ahead + full_tiles * step, share_bytes,
                             )  # fmt: skip
-                if starts[index] >= first and starts[index + 1] <= last:
-                    for g in range(group):
-                        lse[row, head, g] = (most[g] + np.log2(totals[g])) * LN_2
+                edge = 2 * thread + (0 if starts[index] < first else 1)
+                whole = starts[index] >= first and starts[index + 1] <= last
+                for g in range(group):
+                    tile, lane = g // tile_queries, g % tile_queries
+                    weight = np.float32(0)
+                    for same in range(lane, lanes, row_size):
+                        weight += totals[tile, same]
+                    if whole:
+                        lse[row, head, g] = (most[tile, lane] + np.log2(weight)) * LN_2
                         for d in range(v_dim):
-                            out[row, head, g, d] = sums[g, d] / totals[g]
-                else:
-                    edge = 2 * thread + (0 if starts[index] < first else 1)
-                    edges[edge] = index
-                    for g in range(group):
-                        edge_most[edge, g], edge_total[edge, g] = most[g], totals[g]
+                            out[row, head, g, d] = sums[g, d] / weight
+                    else:
+                        edges[edge] = index
+                        edge_most[edge, g], edge_total[edge, g] = most[tile, lane], weight
                         for d in range(v_dim):
                             edge_sums[edge, g, d] = sums[g, d]
         merge_edges(edges, edge_sums, edge_most, edge_total, out, lse)

@@ -13,7 +13,8 @@ LN_2 = np.float32(0.6931471805599453)
 # Coefficients of the polynomial in f that interpolates 2**f at the 7 Chebyshev nodes of [-1/2, 1/2]: relative error
 # below 4e-9, an order under float32's own rounding.
 _NODES = 0.5 * np.cos((np.arange(7) + 0.5) * np.pi / 7)
-C0, C1, C2, C3, C4, C5, C6 = np.polynomial.polynomial.polyfit(_NODES, 2.0**_NODES, 6).astype(np.float32)
+COEFFICIENTS = np.polynomial.polynomial.polyfit(_NODES, 2.0**_NODES, 6).astype(np.float32)
+C0, C1, C2, C3, C4, C5, C6 = COEFFICIENTS
 
 
 @intrinsic
@@ -55,26 +56,6 @@ def tanh(x):
     closed = np.float32(1) - np.float32(2) / (exp2(np.float32(2) * LOG2_E * size) + np.float32(1))
     result = series if size < np.float32(0.3) else closed
     return result if x >= 0 else -result
-
-
-@njit(fastmath={"contract", "nsz", "nnan", "reassoc"}, error_model="numpy")
-def row_max(scores, g, count):
-    """The largest of scores[g, :count]."""
-    most = np.float32(-np.inf)
-    for t in range(count):
-        most = max(most, scores[g, t])
-    return most
-
-
-@njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
-def row_exp2(scores, g, count, shift):
-    """Replace scores[g, :count] by 2 ** (score - shift); returns their sum."""
-    total = np.float32(0)
-    for t in range(count):
-        weight = exp2(scores[g, t] - shift)
-        scores[g, t] = weight
-        total += weight
-    return total
 
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")

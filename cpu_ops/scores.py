@@ -7,9 +7,11 @@ import numpy as np
 from numba import from_dtype, get_num_threads, njit, prange, set_num_threads, types
 
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.simd import query_tiles, score_tile
+from cpu_ops.cpu_features import isa
+from cpu_ops.simd import score_tile
 from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.threads import one_kernel_at_a_time, use_threads
+from cpu_ops.tiles import tiles_for
 
 MODES = ("dot", "quest")
 
@@ -35,7 +37,7 @@ def block_scores(
     Raises ValueError or TypeError for arrays that do not fit together, IndexError for ids or counts outside the pool.
     """
     kernel, kernel_dtype, shape = _plan(
-        q.shape, representatives.shape, block_ids.shape, block_counts.shape, representatives.dtype, mode
+        q.shape, representatives.shape, block_ids.shape, block_counts.shape, representatives.dtype, mode, isa()
     )
     if out is None:
         out = np.empty(shape, np.float32)
@@ -66,7 +68,7 @@ def block_scores(
 @lru_cache(maxsize=4096)
 def _plan(
     q: tuple[int, ...], representatives: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
-    dtype: np.dtype, mode: str,
+    dtype: np.dtype, mode: str, instructions: str,
 ) -> tuple[Any, np.dtype, tuple[int, ...]]:  # fmt: skip
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
@@ -89,12 +91,16 @@ def _plan(
         raise ValueError(f"mode 'quest' needs 2 representatives, maximum and minimum; there are {representatives[2]}")
     if len(ids) != 2 or ids[0] != q[0] or counts != ids[:1]:
         raise ValueError(f"block_ids {ids} must be [{q[0]}, max_blocks] and block_counts {counts} [{q[0]}]")
-    return _kernel(storage.name, mode, q[2], representatives[2], q[3]), storage.kernel_dtype, (*q[:3], ids[1])
+    return (
+        _kernel(instructions, storage.name, mode, q[2], representatives[2], q[3]),
+        storage.kernel_dtype,
+        (*q[:3], ids[1]),
+    )
 
 
 @cache
-def _kernel(storage: str, mode: str, group: int, representative_num: int, k_dim: int) -> Any:
-    full_tiles, tile_queries, rest_queries = query_tiles(group)
+def _kernel(instructions: str, storage: str, mode: str, group: int, representative_num: int, k_dim: int) -> Any:
+    lanes, full_tiles, tile_queries, rest_queries, *_ = tiles_for(instructions, group, 1)
     full_queries = full_tiles * tile_queries
     vectors = 1 if mode == "quest" else representative_num
     code_version = CODE_VERSION
@@ -132,12 +138,12 @@ def _kernel(storage: str, mode: str, group: int, representative_num: int, k_dim:
                 for vector in range(vectors):
                     for g in range(0, full_queries, tile_queries):
                         score_tile(
-                            mode, storage, k_dim, tile_queries, 1, q, q_at + g * k_dim,
+                            lanes, mode, storage, k_dim, tile_queries, q, q_at + g * k_dim,
                             representatives, r_at + vector * units, tile, g * vectors + vector, vectors,
                         )  # fmt: skip
                     if rest_queries > 0:
                         score_tile(
-                            mode, storage, k_dim, rest_queries, 1, q, q_at + full_queries * k_dim,
+                            lanes, mode, storage, k_dim, rest_queries, q, q_at + full_queries * k_dim,
                             representatives, r_at + vector * units, tile, full_queries * vectors + vector, vectors,
                         )  # fmt: skip
                 for g in range(group):

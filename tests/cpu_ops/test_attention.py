@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from storage_formats import decoded, encoded
 
-from cpu_ops.attention import attend_blocks, compile_for
+from cpu_ops.attention import _kernel, attend_blocks, compile_for
+from cpu_ops.cpu_features import available, forced_isa
 from cpu_ops.exponential import exp2, tanh
 from cpu_ops.merge import merge_partials
 from cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
@@ -97,6 +98,39 @@ def test_block_attention_equals_attention_over_the_gathered_tokens(shape, rows, 
     arguments = problem(shape, rows, separate, seed)
     threads = threads and min(threads, numba.config.NUMBA_NUM_THREADS)
     assert_close(attend_blocks(*arguments, threads=threads), reference(*arguments), arguments)
+
+
+#: Groups of one tile, of several and of a rest, dims that are whole vectors and not, on every width.
+WIDTH_SHAPES = (
+    Shape(2, group=7, k_dim=256, v_dim=64, block_size=32, dtype=Q4_0),
+    Shape(1, group=9, k_dim=96, v_dim=96, block_size=6, dtype=Q8_0),
+    Shape(1, group=12, k_dim=64, v_dim=64, block_size=32, dtype=BFLOAT16, softcap=2.0),
+    Shape(1, group=16, k_dim=80, v_dim=192, block_size=7, dtype=np.float16),
+)
+
+
+@pytest.mark.parametrize("isa", available())
+@settings(max_examples=30, deadline=None)
+@given(
+    shape=st.sampled_from(WIDTH_SHAPES),
+    rows=st.integers(1, 2),
+    separate=st.booleans(),
+    threads=st.sampled_from([1, None]),
+    seed=st.integers(0, 2**32),
+)
+def test_every_vector_width_computes_the_same(isa, shape, rows, separate, threads, seed):
+    arguments = problem(shape, rows, separate, seed)
+    with forced_isa(isa):
+        assert_close(attend_blocks(*arguments, threads=threads), reference(*arguments), arguments)
+
+
+def test_kernels_of_different_widths_are_kept_apart():
+    shape = WIDTH_SHAPES[0]
+    kernels = [
+        _kernel(isa, "float32", shape.group, shape.k_dim, shape.v_dim, shape.block_size, False) for isa in available()
+    ]
+    keys = [kernel._cache._index_key(kernel.signatures[0], kernel.targetctx.codegen()) for kernel in kernels]
+    assert len(set(keys)) == len(available())
 
 
 @shapes

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from storage_formats import decoded, encoded
 
+from cpu_ops.cpu_features import available, forced_isa
 from cpu_ops.scores import block_scores
 from cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
 
@@ -39,6 +40,18 @@ def test_block_scores_equal_their_definition(mode, number, group, dim, dtype, ro
     ids = rng.integers(0, 25, (rows, max_blocks)).astype(np.int32)
     counts = rng.integers(0, max_blocks + 1, rows).astype(np.int32)
     scores = block_scores(q, representatives, ids, counts, mode)
+    np.testing.assert_allclose(scores, reference(q, representatives, ids, counts, mode), rtol=3e-6, atol=3e-5)
+
+
+@pytest.mark.parametrize("isa", available())
+@pytest.mark.parametrize(("mode", "number", "group", "dim", "dtype"), [SHAPES[3], SHAPES[6]])
+def test_every_vector_width_scores_alike(isa, mode, number, group, dim, dtype):
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((2, 2, group, dim), np.float32)
+    representatives = encoded(rng.standard_normal((25, 2, number, dim), np.float32), dtype)
+    ids, counts = rng.integers(0, 25, (2, 9)).astype(np.int32), np.array([9, 4], np.int32)
+    with forced_isa(isa):
+        scores = block_scores(q, representatives, ids, counts, mode)
     np.testing.assert_allclose(scores, reference(q, representatives, ids, counts, mode), rtol=3e-6, atol=3e-5)
 
 

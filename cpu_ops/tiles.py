@@ -1,0 +1,44 @@
+"""How many queries, tokens and columns share the vector registers, for each instruction set."""
+
+from typing import NamedTuple
+
+from cpu_ops.cpu_features import ISAS
+
+_MOST_QUERIES = {"avx512": 8, "avx2": 4, "neon": 4, "generic": 4}
+_ACCUMULATORS = {"avx512": 16, "avx2": 8, "neon": 16, "generic": 8}
+"""Vectors of partial sums in a tile: enough to cover the latency of two multiply-adds a cycle; what is left of the
+registers is for operands."""
+
+
+class Tiles(NamedTuple):
+    """How a group of query heads is cut into tiles.
+
+    lanes: float32 in a vector. full: tiles of `queries` queries each, and `rest` queries are left over. row: `queries`
+    rounded up to a power of two, the scores of one token in a tile. tokens: scored at once, a divisor of the block
+    size. columns: vectors of a value's columns that are added to at once.
+    """
+
+    lanes: int
+    full: int
+    queries: int
+    rest: int
+    row: int
+    tokens: int
+    columns: int
+
+    @property
+    def number(self) -> int:
+        """Tiles, the one of left over queries included."""
+        return self.full + (self.rest > 0)
+
+
+def tiles_for(isa: str, group: int, block_size: int) -> Tiles:
+    """Tiles of `group` queries on an instruction set (`cpu_features.ISAS`)."""
+    most, accumulators = _MOST_QUERIES[isa], _ACCUMULATORS[isa]
+    queries = -(-group // -(-group // most))
+    row = 1 << (queries - 1).bit_length()
+    tokens = 1
+    while 2 * tokens * queries <= accumulators and block_size % (2 * tokens) == 0:
+        tokens *= 2
+    columns = max(1, accumulators // queries)
+    return Tiles(ISAS[isa].float_lanes, group // queries, queries, group % queries, row, tokens, columns)

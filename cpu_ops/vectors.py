@@ -1,0 +1,154 @@
+"""LLVM vector code that the kernels' inner loops are put together from."""
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+from numba.np.arrayobj import make_array
+
+from cpu_ops.exponential import COEFFICIENTS
+from cpu_ops.storage import FLOAT, STORAGE_TYPES
+
+INT = ir.IntType(64)
+_WORD = ir.IntType(32)
+
+
+def array_pointer(context: Any, builder: ir.IRBuilder, array_type: Any, array: ir.Value, at: ir.Value) -> ir.Value:
+    """The address of element `at` of a C-contiguous array, counted through all its dimensions."""
+    return builder.gep(make_array(array_type)(context, builder, array).data, [at])
+
+
+def integer(value: int) -> ir.Constant:
+    """A 64-bit constant."""
+    return ir.Constant(INT, value)
+
+
+def offset(builder: ir.IRBuilder, pointer: ir.Value, elements: int | ir.Value) -> ir.Value:
+    """The address `elements` elements behind `pointer`."""
+    return builder.gep(pointer, [integer(elements) if isinstance(elements, int) else elements])
+
+
+def resized(builder: ir.IRBuilder, vector: ir.Value, lanes: int) -> ir.Value:
+    """The first lanes of `vector`, filled up with zeros."""
+    have = vector.type.count
+    if have == lanes:
+        return vector
+    return _shuffle(builder, vector, ir.Constant(vector.type, None), [min(i, have) for i in range(lanes)])
+
+
+def _shuffle(builder: ir.IRBuilder, first: ir.Value, second: ir.Value, lanes: list[int]) -> ir.Value:
+    return builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(_WORD, len(lanes)), lanes))
+
+
+def byte_pointer(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
+    """The same address, counted in bytes."""
+    return builder.bitcast(pointer, ir.IntType(8).as_pointer())
+
+
+def prefetch_line(builder: ir.IRBuilder, pointer: ir.Value) -> None:
+    """Ask for the cache line of a byte to be brought into the first-level cache."""
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, _WORD, _WORD, _WORD])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, level, data = (ir.Constant(_WORD, value) for value in (0, 3, 1))
+    builder.call(function, [pointer, read, level, data])
+
+
+def prefetch_lines(builder: ir.IRBuilder, pointer: ir.Value, count: ir.Value) -> None:
+    """`prefetch_line` for all lines of `count` elements."""
+    itemsize = pointer.type.pointee.width // 8 if isinstance(pointer.type.pointee, ir.IntType) else 4
+    first = byte_pointer(builder, pointer)
+    stop = builder.mul(count, integer(itemsize))
+    with cgutils.for_range_slice(builder, integer(0), stop, integer(64)) as (line, _):
+        prefetch_line(builder, builder.gep(first, [line]))
+
+
+class Vectors:
+    """Emits code for vectors of `lanes` float32."""
+
+    def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
+        self.builder, self.lanes = builder, lanes
+        self.type = ir.VectorType(FLOAT, lanes)
+        self.zero = ir.Constant(self.type, None)
+
+    def constant(self, value: float) -> ir.Constant:
+        """`value` in every lane."""
+        return ir.Constant(self.type, [float(value)] * self.lanes)
+
+    def load(self, pointer: ir.Value, lanes: int | None = None, storage: str = "float32", within: int = 0) -> ir.Value:
+        """`lanes` numbers (None: all) from a group of `storage` that `pointer` points to; zeros in the other lanes."""
+        decoded = STORAGE_TYPES[storage].decode(self.builder, pointer, within, lanes or self.lanes)
+        return resized(self.builder, decoded, self.lanes)
+
+    def store(self, vector: ir.Value, pointer: ir.Value, lanes: int | None = None) -> None:
+        """Write the first `lanes` numbers (None: all) to a float32 pointer."""
+        part = resized(self.builder, vector, lanes or self.lanes)
+        self.builder.store(part, self.builder.bitcast(pointer, part.type.as_pointer()), align=4)
+
+    def broadcast(self, pointer: ir.Value) -> ir.Value:
+        """The float32 at `pointer` in every lane."""
+        blank = ir.Constant(self.type, ir.Undefined)
+        first = self.builder.insert_element(blank, self.builder.load(pointer), integer(0))
+        return _shuffle(self.builder, first, blank, [0] * self.lanes)
+
+    def call(self, name: str, *operands: ir.Value) -> ir.Value:
+        """The LLVM intrinsic `name` (fmuladd, maxnum, ...) of vectors."""
+        signature = ir.FunctionType(self.type, [self.type] * len(operands))
+        function = cgutils.get_or_insert_function(self.builder.module, signature, f"llvm.{name}.v{self.lanes}f32")
+        return self.builder.call(function, operands)
+
+    def slots(self, vectors: list[ir.Value]) -> list[ir.Value]:
+        """Stack slots that hold `vectors`; no address escapes, so LLVM turns them into registers."""
+        return [cgutils.alloca_once_value(self.builder, vector) for vector in vectors]
+
+    def maximum(self, first: ir.Value, second: ir.Value) -> ir.Value:
+        """The larger of two vectors, lane by lane; the second where the first is not above it (NaN included)."""
+        return self.builder.select(self.builder.fcmp_ordered(">", first, second), first, second)
+
+    def lane_sums(self, vectors: list[ir.Value]) -> ir.Value:
+        """The horizontal sums of up to `lanes` vectors as one vector, in their order.
+
+        Each level of a tree adds pairs of vectors so that half as many, twice as densely filled ones are left: two
+        levels inside the 128-bit parts, where shuffles are cheapest, then those that move whole parts.
+        """
+        level = vectors + [self.zero] * (self.lanes - len(vectors))
+        width = 1
+        while len(level) > 1:
+            even, odd = _halves(self.lanes, width)
+            level = [
+                self.builder.fadd(_shuffle(self.builder, a, b, even), _shuffle(self.builder, a, b, odd))
+                for a, b in zip(level[::2], level[1::2], strict=True)
+            ]
+            width *= 2
+        return level[0]
+
+    def across(self, vector: ir.Value, distance: int) -> ir.Value:
+        """The same numbers, each in the lane whose index differs by the bit `distance`."""
+        return _shuffle(self.builder, vector, vector, [lane ^ distance for lane in range(self.lanes)])
+
+    def exp2(self, x: ir.Value) -> ir.Value:
+        """2 ** x for x <= 127, to a relative error below 3e-7; 0 below the normal range (as `exponential.exp2`)."""
+        builder, words = self.builder, ir.VectorType(_WORD, self.lanes)
+        x = self.maximum(self.constant(-127), x)
+        # Adding 1.5 * 2 ** 23 rounds to an integer, which then stands in the low bits of the sum.
+        magic = self.constant(1.5 * 2**23)
+        shifted = builder.fadd(x, magic)
+        f = builder.fsub(x, builder.fsub(shifted, magic))
+        power = self.constant(COEFFICIENTS[-1])
+        for coefficient in COEFFICIENTS[-2::-1]:
+            power = self.call("fmuladd", power, f, self.constant(coefficient))
+        biased = builder.add(builder.bitcast(shifted, words), ir.Constant(words, [127] * self.lanes))
+        scale = builder.bitcast(builder.shl(biased, ir.Constant(words, [23] * self.lanes)), self.type)
+        return builder.fmul(power, scale)
+
+
+def _halves(lanes: int, width: int) -> tuple[list[int], list[int]]:
+    """Masks that gather the even and the odd lanes of two vectors for one level of `lane_sums`, or 128-bit parts."""
+    run, span = (1, 4) if width <= 2 else (4, lanes)
+    even: list[int] = []
+    odd: list[int] = []
+    for start in range(0, lanes, span):
+        for source in (start, lanes + start):
+            for at in range(source, source + span, 2 * run):
+                even += range(at, at + run)
+                odd += range(at + run, at + 2 * run)
+    return even, odd

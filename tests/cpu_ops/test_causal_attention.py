@@ -1,0 +1,138 @@
+"""Attention of a sequence's last tokens equals causal attention over the gathered tokens, computed in float64."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from storage_formats import decoded, encoded
+
+from cpu_ops.attention import attend_blocks
+from cpu_ops.causal_attention import attend_blocks_causal
+from cpu_ops.cpu_features import available, forced_isa
+from cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
+
+NUM_BLOCKS, MAX_BLOCKS = 30, 12
+
+
+class Shape(NamedTuple):
+    kv_heads: int
+    group: int
+    k_dim: int
+    v_dim: int
+    dtype: np.dtype | type
+    softcap: float = 0.0
+
+
+SHAPES = {
+    "qwen2 0.5b, fp16": Shape(2, 7, 64, 64, np.float16),
+    "odd sizes, soft-capped, fp32": Shape(1, 3, 20, 28, np.float32, 1.5),
+    "bf16": Shape(1, 1, 96, 80, BFLOAT16),
+    "mla, q8_0": Shape(2, 1, 192, 128, Q8_0),
+    "large group, q4_0": Shape(1, 16, 64, 256, Q4_0),
+}
+
+
+def reference(q, keys, values, ids, counts, lengths, scale, softcap):
+    """Causal softmax attention in float64 over the tokens of each list, gathered one after the other."""
+    keys, values = decoded(keys), decoded(values)
+    rows, q_len, heads, group, _ = q.shape
+    out, lse = np.zeros((*q.shape[:4], values.shape[3])), np.zeros(q.shape[:4])
+    for row, head in np.ndindex(rows, heads):
+        which = min(head, ids.shape[1] - 1)
+        listed = ids[row, which, : counts[row, which]]
+        k = np.concatenate([keys[b, head, : lengths[b]] for b in listed])
+        v = np.concatenate([values[b, head, : lengths[b]] for b in listed])
+        for i, g in np.ndindex(q_len, group):
+            seen = len(k) - q_len + i + 1
+            scores = k[:seen] @ q[row, i, head, g].astype(np.float64) * scale
+            if softcap:
+                scores = softcap * np.tanh(scores / softcap)
+            p = np.exp(scores - scores.max())
+            out[row, i, head, g] = p @ v[:seen] / p.sum()
+            lse[row, i, head, g] = scores.max() + np.log(p.sum())
+    return out, lse
+
+
+def problem(shape, rows, q_len, block_size, separate, seed):
+    """Random arguments with partial and empty blocks; every list holds at least q_len tokens."""
+    rng = np.random.default_rng(seed)
+    q = rng.standard_normal((rows, q_len, shape.kv_heads, shape.group, shape.k_dim), np.float32)
+    pool = (NUM_BLOCKS, shape.kv_heads, block_size)
+    keys = encoded(rng.standard_normal((*pool, shape.k_dim), np.float32), shape.dtype)
+    values = encoded(rng.standard_normal((*pool, shape.v_dim), np.float32), shape.dtype)
+    lengths = rng.choice([0, 1, block_size, block_size, rng.integers(0, block_size + 1)], NUM_BLOCKS).astype(np.int32)
+    full = np.concatenate([np.arange(NUM_BLOCKS - -(-q_len // block_size), NUM_BLOCKS)])
+    lengths[full] = block_size
+    lists = shape.kv_heads if separate else 1
+    ids = rng.integers(0, NUM_BLOCKS, (rows, lists, MAX_BLOCKS + len(full))).astype(np.int32)
+    counts = rng.integers(len(full), ids.shape[2] + 1, (rows, lists)).astype(np.int32)
+    for row, which in np.ndindex(rows, lists):
+        ids[row, which, counts[row, which] - len(full) : counts[row, which]] = full
+    return q, keys, values, ids, counts, lengths, shape.k_dim**-0.5, shape.softcap
+
+
+def assert_close(result, expected, arguments):
+    np.testing.assert_allclose(result[0], expected[0], rtol=0, atol=4e-6 * np.abs(decoded(arguments[2])).max())
+    np.testing.assert_allclose(result[1], expected[1], rtol=1e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@settings(max_examples=20, deadline=None)
+@given(
+    rows=st.integers(1, 2),
+    q_len=st.integers(1, 64),
+    block_size=st.sampled_from([1, 5, 16, 64, 100, 128]),
+    separate=st.booleans(),
+    threads=st.sampled_from([1, None]),
+    seed=st.integers(0, 2**32),
+)
+def test_it_equals_causal_attention_over_the_gathered_tokens(shape, rows, q_len, block_size, separate, threads, seed):
+    arguments = problem(shape, rows, min(q_len, 3 * block_size), block_size, separate, seed)
+    assert_close(attend_blocks_causal(*arguments, threads=threads), reference(*arguments), arguments)
+
+
+@pytest.mark.parametrize("isa", available())
+@pytest.mark.parametrize("q_len", [1, 6, 30])
+def test_every_vector_width_computes_the_same(isa, q_len):
+    arguments = problem(SHAPES["odd sizes, soft-capped, fp32"], 2, q_len, 16, True, 7)
+    with forced_isa(isa):
+        assert_close(attend_blocks_causal(*arguments), reference(*arguments), arguments)
+
+
+def test_one_query_is_what_attend_blocks_computes():
+    arguments = problem(SHAPES["qwen2 0.5b, fp16"], 2, 1, 16, False, 3)
+    out, lse = attend_blocks(arguments[0][:, 0].copy(), *arguments[1:])
+    causal_out, causal_lse = attend_blocks_causal(*arguments)
+    np.testing.assert_allclose(causal_out[:, 0], out, atol=4e-6)
+    np.testing.assert_allclose(causal_lse[:, 0], lse, rtol=2e-6, atol=4e-6)
+
+
+def test_garbage_past_a_blocks_length_is_never_seen():
+    q, keys, values, ids, counts, lengths, scale, _ = problem(SHAPES["qwen2 0.5b, fp16"], 1, 9, 16, False, 4)
+    lengths[:] = 11
+    out, lse = attend_blocks_causal(q, keys, values, ids, counts, lengths, scale)
+    keys[:, :, 11:], values[:, :, 11:] = np.nan, np.inf
+    beside_garbage = attend_blocks_causal(q, keys, values, ids, counts, lengths, scale)
+    np.testing.assert_array_equal(beside_garbage[0], out)
+    np.testing.assert_array_equal(beside_garbage[1], lse)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("q", lambda a: a[:, 0], ValueError, "q_len >= 1"),
+        ("q", lambda a: a.astype(np.float64), ValueError, "float32"),
+        ("keys", lambda a: a[..., :32], ValueError, "kv_heads"),
+        ("block_ids", lambda a: a.astype(np.int64), TypeError, "the last int32"),
+        ("block_ids", lambda a: a * 0 + NUM_BLOCKS, IndexError, f"0..{NUM_BLOCKS - 1}"),
+        ("block_lengths", lambda a: a * 0, ValueError, "fewer tokens than the 9 queries"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(name, value, error, message):
+    names = ("q", "keys", "values", "block_ids", "block_counts", "block_lengths")
+    arguments = dict(zip(names, problem(SHAPES["qwen2 0.5b, fp16"], 1, 9, 16, False, 5)[:6], strict=True))
+    arguments[name] = value(arguments[name])
+    with pytest.raises(error, match=message):
+        attend_blocks_causal(**arguments, scale=1.0)
