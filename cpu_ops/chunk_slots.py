@@ -11,8 +11,8 @@ import numpy as np
 from numba import from_dtype, njit, prange, types
 
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.eight_lanes import QUERY_TILE, accumulate_rows
 from cpu_ops.kernel_call import on_threads
-from cpu_ops.simd import QUERY_TILE, accumulate_rows
 from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.token_store import as_bfloat16, as_float16, stores
 

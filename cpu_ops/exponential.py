@@ -58,6 +58,26 @@ def tanh(x):
     return result if x >= 0 else -result
 
 
+@njit(fastmath={"contract", "nsz", "nnan", "reassoc"}, error_model="numpy")
+def row_max(scores, g, count):
+    """The largest of scores[g, :count]."""
+    most = np.float32(-np.inf)
+    for t in range(count):
+        most = max(most, scores[g, t])
+    return most
+
+
+@njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+def row_exp2(scores, g, count, shift):
+    """Replace scores[g, :count] by 2 ** (score - shift); returns their sum."""
+    total = np.float32(0)
+    for t in range(count):
+        weight = exp2(scores[g, t] - shift)
+        scores[g, t] = weight
+        total += weight
+    return total
+
+
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
 def row_softcap(scores, g, count, cap):
     """Replace scores[g, :count] by cap * tanh(score)."""

@@ -7,9 +7,9 @@ import numpy as np
 from numba import from_dtype, njit, prange, types
 
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.eight_lanes import query_tiles, score_tile, token_tile
 from cpu_ops.exponential import LOG2_E, exp2, row_max, row_softcap
 from cpu_ops.kernel_call import on_threads
-from cpu_ops.simd import query_tiles, score_tile, token_tile
 from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.top_k import select
 

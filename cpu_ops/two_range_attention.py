@@ -12,9 +12,9 @@ import numpy as np
 from numba import from_dtype, njit, prange, types
 
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.eight_lanes import accumulate_rows, query_tiles, score_tile, token_tile
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_exp2, row_max, row_softcap
 from cpu_ops.kernel_call import on_threads
-from cpu_ops.simd import accumulate_rows, query_tiles, score_tile, token_tile
 from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.work_division import merge_edges
 

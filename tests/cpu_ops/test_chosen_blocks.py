@@ -34,6 +34,7 @@ def test_the_best_blocks_are_those_of_the_reduced_scores(
     assert best_blocks(scores, count, shared, largest).reshape(len(flat), count).tolist() == expected.tolist()
 
 
+@settings(deadline=None)
 @given(first=st.integers(0, 4), context=st.integers(0, 9), after=st.integers(0, 4), lists=st.integers(1, 3))
 def test_attended_ids_are_what_comes_before_the_chosen_and_what_comes_behind(first, context, after, lists):
     blocks, end = first + context + after, first + context
