@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from cpu_ops.attention import attend_blocks
+from cpu_ops.causal_attention import attend_blocks_causal
 from cpu_ops.chosen_blocks import attended_ids, best_blocks
 from cpu_ops.scores import block_scores
 from gpu_ops.merge import apply_sink, merge_attention
@@ -188,12 +189,13 @@ class RetrievalAttention(RetrievalPrefill):
         )
 
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
-        """Compile what decoding needs, or load it from Numba's cache, before the first token waits for it."""
+        """Compile what decoding and short turns need, or load it from Numba's cache, before a token waits for it."""
         kind, settings = storage.get(self.settings.kv_type), self.settings
         pool = BlockPool(1, kv_heads, settings.block_size, k_dim, v_dim, kind, settings.representative_num)
         q, one = np.zeros((1, kv_heads, group, k_dim), np.float32), np.ones((1, 1), np.int32)
         ids = np.zeros((1, 1, 1), np.int32)
         attend_blocks(q, pool.key_array, pool.value_array, ids, one, one[0] * 0, 1.0, softcap)
+        attend_blocks_causal(q[:, None], pool.key_array, pool.value_array, ids, one, one[0], 1.0, softcap)
         block_scores(q, pool.representative_array, ids[0], one[0], self.representative_type.score)
 
     # -- what others ask

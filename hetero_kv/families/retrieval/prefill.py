@@ -23,6 +23,7 @@ from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.preselection import block_votes, preselect
 from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.families.retrieval.short_turn import is_short, received_attention, store_and_attend
 from hetero_kv.families.retrieval.state import SELECTIONS
 from hetero_kv.settings.engine_settings import EngineSettings
 
@@ -59,13 +60,16 @@ class RetrievalPrefill(AttentionOperator):
             layer.accumulate_unseen(step.past)
             if step.part.is_first:
                 layer.state = replace(layer.state, observation=self._new_observation())
-        past_k, past_v = layer.extend(call.k, call.v)
-        out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap)
+        if is_short(step, call):
+            out, lse = store_and_attend(layer, step, call, self.threads)
+        else:
+            past_k, past_v = layer.extend(call.k, call.v)
+            out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap)
         if call.sink is not None:
             out, lse = apply_sink(out, lse, call.sink)
         if layer.state.observation is not None:
             layer.state.observation.watch(call.q, lse, call.scale, call.softcap)
-        return out
+        return out.to(call.q.dtype)
 
     def load_prefill(self, layer: RetrievalLayer, step: Step, recorded: RecordedPrompt) -> None:
         observation = self._new_observation()
@@ -87,12 +91,13 @@ class RetrievalPrefill(AttentionOperator):
 
     def end_prefill(self, layer: RetrievalLayer, step: Step) -> None:
         buffer = layer.end_prefill(step)
-        if buffer is not None:
+        if step.keeps:
             self.end_of_prompt(layer, step, buffer)
 
-    def end_of_prompt(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer) -> None:
+    def end_of_prompt(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer | None) -> None:
         """What follows when a layer has stored a prompt: votes of its last queries, representatives of new blocks.
 
+        `buffer` holds the whole sequence; None behind a short turn, which is read from the pool where it is needed.
         A prompt that passes in parts has all of that at its end, so that it is as if it had come as a whole, up to the
         precision of `kv_type`, in which later parts see the earlier.
         """
@@ -100,22 +105,31 @@ class RetrievalPrefill(AttentionOperator):
             self._preselect(layer, step, buffer)
             self._close_blocks(layer, step)
 
-    def _preselect(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer) -> None:
+    def _preselect(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer | None) -> None:
         """Take what the prompt's last queries looked at: preselect, and accumulate it for representatives."""
         step.cohort.shared.pop(SELECTIONS, None)
         observation = layer.state.observation
         layer.state = replace(layer.state, candidates=None, observation=None)
         if observation is None:
             return
-        received = observation.accumulated_attention(buffer.keys[:, :, : buffer.length]).cpu()
         layout = layer.layout
         first, blocks = layout.sink_blocks, layout.context_blocks(step.length)
-        if self.preselected is not None and blocks > self.preselected:
-            votes = block_votes(received, first, first + blocks, layout.block_size, self.settings.kernel_size)
-            candidates = preselect(votes, self.preselected, self.shared)
+        votes = self.preselected is not None and blocks > self.preselected
+        # Votes are of the whole Context; representatives want the blocks that have none yet.
+        start = 0 if votes or buffer is not None else layer.state.open_start
+        if start >= step.length or not (votes or self.accumulates):
+            return
+        if buffer is None:
+            received = received_attention(layer, observation, start, step.length)
+        else:
+            received = observation.accumulated_attention(buffer.keys[:, :, : buffer.length]).cpu()
+        if votes:
+            assert self.preselected is not None
+            by_block = block_votes(received, first, first + blocks, layout.block_size, self.settings.kernel_size)
+            candidates = preselect(by_block, self.preselected, self.shared)
             layer.state = replace(layer.state, candidates=candidates, preselected_end=blocks)
         if self.accumulates:
-            layer.accumulate(received, start=0)
+            layer.accumulate(received, start)
 
     def _close_blocks(self, layer: RetrievalLayer, step: Step) -> None:
         """Compute the representatives of blocks that enter the Context."""
