@@ -11,8 +11,8 @@ from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.observation import Observation
 
-#: Most tokens of a short turn. Each block is read once for all of them, but decoded anew for every prompt; a longer
-#: prompt loads the past once, for products of large matrices.
+#: Most tokens of a short turn. A longer prompt has the past loaded into a buffer, for products of large matrices, whose
+#: cost is spread over more tokens.
 MOST_TOKENS = 64
 # Keys that are decoded at once.
 _KEYS_AT_ONCE = 4096
