@@ -18,6 +18,7 @@ def column_sums(
     weights: torch.Tensor | None = None,
     squared: bool = False,
     group_max: bool = False,
+    past: int | None = None,
 ) -> torch.Tensor:
     """The column sums of a chunk's rows of the attention matrix, of which only a tile at a time is computed.
 
@@ -28,18 +29,20 @@ def column_sums(
         q: [batch, kv_heads * group, n, k_dim], queries of the last n of the keys' places; those before the keys
             see none.
         lse: [batch, kv_heads * group, n] float32, of each query over all keys that it sees.
-        keys: [batch, kv_heads, length, k_dim]; query i sees the first length - n + i + 1 of them.
+        keys: [batch, kv_heads, length, k_dim]; query i sees the first past + i + 1 of them.
         scale: factor of the scores.
         softcap: c > 0 turns a score s into c·tanh(s/c).
         weights: [n], a factor of each query's row; None for 1.
         squared: sum the squares of the probabilities.
         group_max: sum, of each query, the highest among the heads of a group.
+        past: keys before the first query's place, negative where the first of the keys follows that; None for
+            length - n. With it the keys may be any part of those that the queries' `lse` is over.
 
     Returns [batch, kv_heads, group or 1 with group_max, length] float32.
     """
     batch, heads, n, k_dim = q.shape
     kv_heads, length = keys.shape[1], keys.shape[2]
-    group, past = heads // kv_heads, length - n
+    group, past = heads // kv_heads, length - n if past is None else past
     sums = torch.zeros(batch, kv_heads, 1 if group_max else group, length, dtype=torch.float32, device=q.device)
     # Few queries have few scores: a decoded token's are one tile.
     width = max(_KEYS, _QUERIES * _KEYS // n)
@@ -49,8 +52,9 @@ def column_sums(
         folded = q[:, :, rows].reshape(batch * kv_heads, group * count, k_dim).float() * scale
         normaliser = lse[:, :, rows].reshape(batch * kv_heads, group * count, 1).float()
         places = torch.arange(past + rows.start, past + rows.stop, device=q.device)[:, None]
-        for first in range(0, past + rows.stop, width):
-            columns = slice(first, min(first + width, past + rows.stop))
+        seen_keys = min(past + rows.stop, length)
+        for first in range(0, seen_keys, width):
+            columns = slice(first, min(first + width, seen_keys))
             scores = _scores(folded, keys[:, :, columns].flatten(0, 1).float(), normaliser, softcap)
             by_row = scores.view(batch, kv_heads, group, count, -1)
             if group_max:

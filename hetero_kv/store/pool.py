@@ -95,14 +95,17 @@ class BlockPool:
 
         Returns [kv_heads, stop - start, dim] each.
         """
+        return self.read_keys(ids, start, stop), self._read(self.values, ids, start, stop)
+
+    def read_keys(self, ids: np.ndarray, start: int, stop: int) -> torch.Tensor:
+        """As `read`, the keys alone."""
+        return self._read(self.keys, ids, start, stop)
+
+    def _read(self, array: torch.Tensor, ids: np.ndarray, start: int, stop: int) -> torch.Tensor:
         first = start // self.block_size
         index = torch.from_numpy(ids[first : -(-stop // self.block_size)].astype(np.int64))
         skipped = start - first * self.block_size
-        keys, values = (
-            self.storage.decode(array[index].transpose(0, 1).flatten(1, 2)[:, skipped : skipped + stop - start])
-            for array in (self.keys, self.values)
-        )
-        return keys, values
+        return self.storage.decode(array[index].transpose(0, 1).flatten(1, 2)[:, skipped : skipped + stop - start])
 
     def gather(self, ids: np.ndarray, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy the first `length` tokens into [kv_heads, length, dim] tensors of any dtype, on any device."""

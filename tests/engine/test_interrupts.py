@@ -40,6 +40,7 @@ FAMILIES = {
     "blocks by attention": ("llama", small_recipe("ktransformers", **FEW)),
     "blocks by bounds": ("llama", small_recipe("quest", **FEW)),
     "tokens by preselection": ("llama", small_recipe("snapkv", **FEW)),
+    "short turns": ("llama", small_recipe("ktransformers", **FEW | {"chunk_size": 64, "preselect_block": True})),
     "selections that are reused": (
         "llama",
         mixed(operator_in("self_attn$", "RetrievalAttention", representative_type="MEAN", layer_step=2, token_step=3)),

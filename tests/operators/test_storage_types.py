@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.families.retrieval.short_turn import MOST_TOKENS
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store import storage
 
@@ -45,10 +46,10 @@ class StoredLayer(DynamicLayer):
         self.kind = kind
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Prefill attends to new tokens as they are, decoding to all as they are stored; both to a stored past."""
+        """A long prompt attends to its tokens as they are, decoding and short turns to all as they are stored."""
         keys, values = super().update(*(self._stored(new) for new in (key_states, value_states)))
         new = key_states.shape[2]
-        if new == 1:
+        if keys.shape[2] > new and new <= MOST_TOKENS:
             return keys, values
         past = (tensor[:, :, :-new] for tensor in (keys, values))
         return tuple(torch.cat(pair, dim=2) for pair in zip(past, (key_states, value_states), strict=True))

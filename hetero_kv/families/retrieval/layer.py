@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from cpu_ops.token_store import store_token, stores
+from gpu_ops.column_sums import column_sums
 from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
 from hetero_kv.engine.statistics import BLOCK_RECALL
 from hetero_kv.engine.step import Step, StepBlocks
@@ -121,6 +122,12 @@ class RetrievalLayer(BufferedLayer):
         for row in range(len(keys)):
             self.pool.gather(self.block_ids(row), self.cohort.length, keys[row], values[row])
 
+    def read_keys(self, start: int, stop: int) -> torch.Tensor:
+        """Stored keys of the positions [start, stop), [batch, kv_heads, stop - start, k_dim] as the storage decodes."""
+        assert self.pool is not None
+        rows = range(len(self.cohort.sequences))
+        return torch.stack([self.pool.read_keys(self.block_ids(row), start, stop) for row in rows])
+
     # -- attention that keys have received
 
     def accumulate(self, received: torch.Tensor, start: int) -> None:
@@ -137,6 +144,20 @@ class RetrievalLayer(BufferedLayer):
             total[:, :, : old.shape[2]] = old
         total[:, :, offset : offset + new.shape[2]] += new
         self.state = replace(self.state, accumulated=total)
+
+    def accumulate_unseen(self, length: int) -> None:
+        """Add the attention of queries decoded so far to the generated tokens, by which they are represented.
+
+        `length` is the number of tokens that the last of these queries saw.
+        """
+        if not self.unseen.count:
+            return
+        q, lse = (torch.from_numpy(part) for part in self.unseen.stacked())
+        self.unseen = NONE_UNSEEN
+        cohort, layout = self.cohort, self.layout
+        start = max(cohort.closed[layout], cohort.prompt_length // layout.block_size) * layout.block_size
+        keys = self.read_keys(start, length)
+        self.accumulate(column_sums(q, lse, keys, self.scale, self.softcap).sum(dim=2), start)
 
     def take_accumulated(self, first: int, end: int) -> torch.Tensor:
         """The accumulated attention of the open blocks [first, end), which are closing, and note it in the pool.

@@ -41,11 +41,18 @@ class Observation:
         Args:
             keys: [batch, kv_heads, length, k_dim], of the whole sequence, the window's own included.
         """
-        if self.known is not None:
-            return self.known
+        return self.attention_to(keys, 0, keys.shape[2]) if self.known is None else self.known
+
+    def attention_to(self, keys: torch.Tensor, start: int, length: int) -> torch.Tensor:
+        """Attention that some keys received from the window: [batch, kv_heads, n] float32.
+
+        Args:
+            keys: [batch, kv_heads, n, k_dim], those from position `start` on of a sequence of `length` tokens.
+        """
         assert self.q is not None
         assert self.lse is not None
-        return column_sums(self.q, self.lse, keys, self.scale, self.softcap).sum(dim=2)
+        past = length - self.q.shape[2] - start
+        return column_sums(self.q, self.lse, keys, self.scale, self.softcap, past=past).sum(dim=2)
 
     def selected(self, rows: list[int]) -> Observation:
         """The same window with row i what row `rows[i]` was."""

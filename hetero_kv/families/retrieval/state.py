@@ -9,6 +9,8 @@ import torch
 
 from hetero_kv.families.retrieval.observation import Observation
 
+#: What a cohort's layers share: selections that they hand to each other.
+SELECTIONS = "retrieval selections"
 #: Selections of the present token, by group of layers: positions in the Context, [rows, lists, blocks].
 SharedSelections = dict[tuple[int, ...], np.ndarray]
 

@@ -1,0 +1,94 @@
+"""How long a question behind a long context waits for its answer, in decoded tokens' time.
+
+    python -m benchmarks.short_turn [--model NAME] [--length 16384] [--question 30] [--recipes dense,sparse]
+                                    [--repeats 5] [--threads N] [--json]
+
+The question's forward gives the first token of the answer. Beside it, in the same rounds: a decoded token, and the
+same question with the context copied into a prefill buffer first, as longer prompts have it. Medians; the cache is
+taken back to the context after each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.peers import DECODED, Ours, source_tokens
+from benchmarks.timing import interleaved_medians, seconds
+from hetero_kv.families.retrieval import short_turn
+from hetero_kv.models import DEFAULT_MODEL
+
+GOAL = 4
+"""Decoded tokens' time in which the answer is to begin."""
+
+
+def measure(engine: Ours, context: list[int], question: list[int], repeats: int) -> dict[str, float]:
+    """Medians, seconds: of a decoded token, of the question's forward, and of that through a buffer."""
+    engine.prefill(context)
+    cache, before = engine.cache, engine.cache.snapshot()
+    most = short_turn.MOST_TOKENS
+
+    def taken_back(action: Callable[[], float]) -> float:
+        try:
+            return action()
+        finally:
+            cache.rollback(before)
+
+    @torch.no_grad()
+    def ask() -> float:
+        return seconds(lambda: engine.model(torch.tensor([question]), past_key_values=cache, logits_to_keep=1))
+
+    def ask_through_buffer() -> float:
+        short_turn.MOST_TOKENS = 0
+        try:
+            return ask()
+        finally:
+            short_turn.MOST_TOKENS = most
+
+    actions: dict[str, Callable[[], float]] = {
+        "token": lambda: taken_back(lambda: engine.decode(question[:DECODED])),
+        "question": lambda: taken_back(ask),
+        "through_buffer": lambda: taken_back(ask_through_buffer),
+    }
+    for action in actions.values():
+        action()
+    return interleaved_medians(actions, repeats)
+
+
+def main() -> None:
+    """Print a line for each recipe, or with --json the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--length", type=int, default=16384, help="tokens of the context")
+    parser.add_argument("--question", type=int, default=30, help="tokens of the question, from 2 on")
+    parser.add_argument("--recipes", default="dense,sparse", help="of benchmarks.peers")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    ids = source_tokens(given.model, given.length + given.question)
+    context, question = ids[: given.length], ids[given.length : given.length + given.question]
+    found: dict[str, Any] = {}
+    for recipe in given.recipes.split(","):
+        engine = Ours(given.model, recipe, given.length + given.question + DECODED)
+        found[recipe] = figures = measure(engine, context, question, given.repeats)
+        if given.json:
+            continue
+        token, asked, through = (figures[name] for name in ("token", "question", "through_buffer"))
+        print(
+            f"{recipe}, {given.length} tokens: a decoded token {token * 1e3:.1f} ms; a question of {given.question} "
+            f"{asked * 1e3:.1f} ms, {asked / token:.1f} tokens' time (goal {GOAL}: "
+            f"{'met' if asked <= GOAL * token else 'missed'}); through a buffer {through * 1e3:.1f} ms, "
+            f"{through / token:.1f}"
+        )
+    if given.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

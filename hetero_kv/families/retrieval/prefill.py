@@ -1,0 +1,154 @@
+"""The half of retrieval attention that prefills: prompts attend exactly, and what follows when they are stored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numba
+import numpy as np
+import torch
+from torch import nn
+
+from gpu_ops.attention import chunk_attention
+from gpu_ops.merge import apply_sink
+from hetero_kv.adapter import bridge
+from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.engine.buffered_layer import PrefillBuffer
+from hetero_kv.engine.recorded_prompt import RecordedPrompt
+from hetero_kv.engine.step import Step
+from hetero_kv.errors import UnsupportedModelError
+from hetero_kv.families.retrieval import representatives
+from hetero_kv.families.retrieval.budgets import layer_budget
+from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.families.retrieval.observation import Observation
+from hetero_kv.families.retrieval.preselection import block_votes, preselect
+from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.families.retrieval.short_turn import is_short, received_attention, store_and_attend
+from hetero_kv.families.retrieval.state import SELECTIONS
+from hetero_kv.settings.engine_settings import EngineSettings
+
+# Blocks whose representatives are computed at once: bounds the float32 copy of their keys.
+_CLOSED_AT_ONCE = 64
+
+
+class RetrievalPrefill(AttentionOperator):
+    """What `RetrievalAttention` does with prompts."""
+
+    settings_class = RetrievalSettings
+    prefills_exactly = True
+    continues_exactly = True
+
+    settings: RetrievalSettings
+
+    def __init__(self, path: str, wrapped: nn.Module, settings: RetrievalSettings, engine: EngineSettings) -> None:
+        super().__init__(path, wrapped, settings, engine)
+        self.representative_type = representatives.get(settings.representative_type)
+        self.threads = min(engine.resolved_threads(), numba.config.NUMBA_NUM_THREADS)
+        self.shared = settings.head_select_mode == "SHARED"
+        layers = self._own_config.num_hidden_layers
+        self.budget = layer_budget("second_block_count", settings.second_block_count, self.layer_idx, layers)
+        if self.layer_idx < settings.dense_layer_num:
+            self.budget = None
+        preselected = layer_budget("preselect_block_count", settings.preselect_block_count, self.layer_idx, layers)
+        self.preselected = preselected if settings.preselect_block and self.budget is not None else None
+        self.accumulates = self.representative_type.needs_attention and self.budget is not None
+
+    def prefill_chunk(self, layer: RetrievalLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
+        if call.sliding_window is not None:
+            self._refuse_window(call.sliding_window)
+        if layer.prefill_buffer is None:
+            layer.accumulate_unseen(step.past)
+            if step.part.is_first:
+                layer.state = replace(layer.state, observation=self._new_observation())
+        if is_short(step, call):
+            out, lse = store_and_attend(layer, step, call, self.threads)
+        else:
+            past_k, past_v = layer.extend(call.k, call.v)
+            out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap)
+        if call.sink is not None:
+            out, lse = apply_sink(out, lse, call.sink)
+        if layer.state.observation is not None:
+            layer.state.observation.watch(call.q, lse, call.scale, call.softcap)
+        return out.to(call.q.dtype)
+
+    def load_prefill(self, layer: RetrievalLayer, step: Step, recorded: RecordedPrompt) -> None:
+        observation = self._new_observation()
+        if observation is not None:
+            recorded.show_last_queries(observation)
+        layer.state = replace(layer.state, observation=observation)
+        buffer = PrefillBuffer(recorded.keys, recorded.values, past=0, length=recorded.length)
+        layer.store(step, recorded.keys, recorded.values, buffer)
+        self.end_of_prompt(layer, step, buffer)
+
+    def _new_observation(self) -> Observation | None:
+        watched = self.accumulates or self.preselected is not None
+        return Observation(self.settings.observation_len) if watched else None
+
+    def _refuse_window(self, window: int) -> None:
+        raise UnsupportedModelError(
+            f"{self.path}: the model asks for a sliding window of {window}; use SlidingWindowAttention there"
+        )
+
+    def end_prefill(self, layer: RetrievalLayer, step: Step) -> None:
+        buffer = layer.end_prefill(step)
+        if step.keeps:
+            self.end_of_prompt(layer, step, buffer)
+
+    def end_of_prompt(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer | None) -> None:
+        """What follows when a layer has stored a prompt: votes of its last queries, representatives of new blocks.
+
+        `buffer` holds the whole sequence; None behind a short turn, which is read from the pool where it is needed.
+        A prompt that passes in parts has all of that at its end, so that it is as if it had come as a whole, up to the
+        precision of `kv_type`, in which later parts see the earlier.
+        """
+        if step.part.is_last:
+            self._preselect(layer, step, buffer)
+            self._close_blocks(layer, step)
+
+    def _preselect(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer | None) -> None:
+        """Take what the prompt's last queries looked at: preselect, and accumulate it for representatives."""
+        step.cohort.shared.pop(SELECTIONS, None)
+        observation = layer.state.observation
+        layer.state = replace(layer.state, candidates=None, observation=None)
+        if observation is None:
+            return
+        layout = layer.layout
+        first, blocks = layout.sink_blocks, layout.context_blocks(step.length)
+        votes = self.preselected is not None and blocks > self.preselected
+        # Votes are of the whole Context; representatives want the blocks that have none yet.
+        start = 0 if votes or buffer is not None else layer.state.open_start
+        if start >= step.length or not (votes or self.accumulates):
+            return
+        if buffer is None:
+            received = received_attention(layer, observation, start, step.length)
+        else:
+            received = observation.accumulated_attention(buffer.keys[:, :, : buffer.length]).cpu()
+        if votes:
+            assert self.preselected is not None
+            by_block = block_votes(received, first, first + blocks, layout.block_size, self.settings.kernel_size)
+            candidates = preselect(by_block, self.preselected, self.shared)
+            layer.state = replace(layer.state, candidates=candidates, preselected_end=blocks)
+        if self.accumulates:
+            layer.accumulate(received, start)
+
+    def _close_blocks(self, layer: RetrievalLayer, step: Step) -> None:
+        """Compute the representatives of blocks that enter the Context."""
+        blocks, pool = step.blocks(layer.layout), layer.pool
+        start, end = max(blocks.newly_closed[0], layer.layout.sink_blocks), blocks.newly_closed[1]
+        if self.budget is None or start >= end:
+            return
+        assert pool is not None
+        layer.accumulate_unseen(step.past)
+        accumulated = layer.take_accumulated(start, end) if self.accumulates else None
+        for first in range(start, end, _CLOSED_AT_ONCE):
+            part = slice(first, min(first + _CLOSED_AT_ONCE, end))
+            for row, table in enumerate(blocks.table):
+                ids = torch.from_numpy(table[part].astype(np.int64))
+                received = None if accumulated is None else accumulated[row, first - start : part.stop - start]
+                keys = pool.storage.decode(pool.keys[ids]).float()
+                vectors = self.representative_type.compute(keys, layer.representative_num, received)
+                pool.representatives[ids] = vectors.to(pool.representatives.dtype)
+
+    @property
+    def observed_queries(self) -> int:
+        return self.settings.observation_len

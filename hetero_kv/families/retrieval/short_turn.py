@@ -1,0 +1,61 @@
+"""Short turns: a few new tokens attend to a long past where it lies in the pool, and nothing of it is copied."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from cpu_ops.causal_attention import attend_blocks_causal
+from hetero_kv.adapter.bridge import AttentionCall
+from hetero_kv.engine.step import Step
+from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.families.retrieval.observation import Observation
+
+#: Most tokens of a short turn. A longer prompt has the past loaded into a buffer, for products of large matrices, whose
+#: cost is spread over more tokens.
+MOST_TOKENS = 64
+# Keys that are decoded at once.
+_KEYS_AT_ONCE = 4096
+
+
+def is_short(step: Step, call: AttentionCall) -> bool:
+    """Whether the call has all tokens of a short turn: behind stored ones, to be stored, on the CPU."""
+    tokens = call.q.shape[2]
+    return step.keeps and step.past > 0 and tokens == step.tokens <= MOST_TOKENS and call.q.device.type == "cpu"
+
+
+def store_and_attend(
+    layer: RetrievalLayer, step: Step, call: AttentionCall, threads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Store the step's tokens, then attend causally to everything stored, the new tokens as they are stored too.
+
+    Returns out [batch, heads, tokens, v_dim] and lse [batch, heads, tokens], float32, without a learned sink.
+    """
+    layer.store(step, call.k, call.v)
+    blocks, pool = step.blocks(layer.layout), layer.pool
+    assert pool is not None
+    heads, kv_heads = call.q.shape[1], call.k.shape[1]
+    by_group = call.q.float().unflatten(1, (kv_heads, heads // kv_heads)).permute(0, 3, 1, 2, 4)
+    ids = blocks.table[:, None]
+    counts = np.full(ids.shape[:2], ids.shape[2], dtype=np.int32)
+    out, lse = attend_blocks_causal(
+        by_group.contiguous().numpy(),
+        pool.key_array,
+        pool.value_array,
+        ids,
+        counts,
+        blocks.lengths,
+        call.scale,
+        call.softcap or 0.0,
+        threads=threads,
+    )
+    return torch.from_numpy(out).flatten(2, 3).transpose(1, 2), torch.from_numpy(lse).flatten(2, 3).transpose(1, 2)
+
+
+def received_attention(layer: RetrievalLayer, observation: Observation, start: int, length: int) -> torch.Tensor:
+    """Attention that the stored keys [start, length) received from the last queries: [batch, kv_heads, keys] float32.
+
+    `length` tokens are stored, those of the present step among them; `start` is less.
+    """
+    pieces = [(first, min(first + _KEYS_AT_ONCE, length)) for first in range(start, length, _KEYS_AT_ONCE)]
+    return torch.cat([observation.attention_to(layer.read_keys(*piece), piece[0], length) for piece in pieces], dim=2)

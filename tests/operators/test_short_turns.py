@@ -1,0 +1,253 @@
+"""Short turns attend to what is stored where it lies: as a prompt that is first loaded into a buffer does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ragged_rows import Batch, alone, assert_same_but_for_rounding, prompt
+from small_recipes import ENGINE, injected, new_cache, with_settings
+from tiny_models import tiny_model
+
+from hetero_kv.engine.buffered_layer import BufferedLayer
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.families.retrieval import prefill, short_turn
+from hetero_kv.families.retrieval.short_turn import MOST_TOKENS
+from hetero_kv.rules.rule_file import parse_rules
+from hetero_kv.store import storage
+
+SMALL = {
+    "block_size": 8,
+    "initial_len": 8,
+    "local_windows_len": 16,
+    "second_block_count": 3,
+    "observation_len": 24,
+    "chunk_size": 128,
+}
+COVERING = {"second_block_count": 500, "preselect_block_count": 500}
+CHUNKED = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
+PRESELECTING = {"preselect_block": True, "preselect_block_count": 5}
+METHODS = {
+    "DYNAMIC": {"representative_type": "DYNAMIC"},
+    "MEAN": {"representative_type": "MEAN"},
+    "QUEST": {"representative_type": "QUEST", "representative_num": 2},
+    "preselection": {"representative_type": "MEAN", **PRESELECTING},
+    "DYNAMIC and preselection": {"representative_type": "DYNAMIC", "head_select_mode": "SEPARATE", **PRESELECTING},
+}
+#: Of two later turns: a question of two tokens is the least that is no decoded token.
+TURNS = [(2, 3), (7, 30), (30, MOST_TOKENS), (MOST_TOKENS, MOST_TOKENS + 1)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Many small steps: threads would wait for each other longer than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def buffered(monkeypatch):
+    """What is called for a model whose short turns are to take the way through the buffer."""
+    return lambda: monkeypatch.setattr(short_turn, "MOST_TOKENS", 0)
+
+
+def retrieval(*rules, **settings):
+    every = {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}}
+    rules = parse_rules({"rules": [*rules, every, CHUNKED]})
+    return with_settings(rules, {**ENGINE, **SMALL, **settings})
+
+
+def conversation(*turns, first=90):
+    """A prompt and later ones of these lengths, each with an answer longer than a block."""
+    return [part for seed, length in enumerate((first, *turns)) for part in (prompt(length, seed), 11)]
+
+
+def error(actual, expected):
+    return float((actual - expected).abs().max() / expected.abs().max())
+
+
+def loads(monkeypatch):
+    """A list that fills with (stored tokens, new tokens) of every prompt that a layer makes a buffer for."""
+    record, made = [], BufferedLayer._loaded_buffer
+
+    def recorded(layer, keys, values):
+        buffer = made(layer, keys, values)
+        record.append((buffer.past, buffer.keys.shape[2] - buffer.past))
+        return buffer
+
+    monkeypatch.setattr(BufferedLayer, "_loaded_buffer", recorded)
+    return record
+
+
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize("method", METHODS)
+def test_answers_are_those_of_turns_that_go_through_the_buffer(monkeypatch, buffered, method, turns):
+    model, script = tiny_model("llama"), conversation(*turns)
+    # Attention received is added up in several pieces.
+    monkeypatch.setattr(short_turn, "_KEYS_AT_ONCE", 32)
+    record = loads(monkeypatch)
+    actual = alone(model, injected(model, retrieval(**METHODS[method])), script)
+    assert {tokens for past, tokens in record if past} == {tokens for tokens in turns if tokens > MOST_TOKENS}
+    record.clear()
+    buffered()
+    expected = alone(model, new_cache(model), script)
+    assert {tokens for past, tokens in record if past} == set(turns)
+    assert_same_but_for_rounding(actual, expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_derived_from_a_turn_is_what_it_is_by_the_buffer(buffered, method):
+    model = tiny_model("llama")
+    caches = [injected(model, retrieval(**METHODS[method])), new_cache(model)]
+    alone(model, caches[0], conversation(30, 9)[:-1])
+    buffered()
+    alone(model, caches[1], conversation(30, 9)[:-1])
+    for ours, theirs in zip(*(cache.layers for cache in caches), strict=True):
+        assert ours.context_blocks == theirs.context_blocks > 8
+        for name in ("candidates", "accumulated"):
+            pair = [getattr(layer.state, name) for layer in (ours, theirs)]
+            assert (pair[0] is None) == (pair[1] is None), name
+            if pair[0] is not None:
+                torch.testing.assert_close(*(torch.as_tensor(each) for each in pair), rtol=1e-4, atol=1e-5)
+        assert ours.state.open_start == theirs.state.open_start
+        assert ours.state.observation is None
+        representatives = [
+            layer.pool.representatives[layer.block_ids(0)[1 : layer.context_end].tolist()] for layer in (ours, theirs)
+        ]
+        torch.testing.assert_close(*representatives, rtol=1e-4, atol=1e-5)
+
+
+# Soft-capped scores; learned sinks; keys and values of several dimensions; no groups; groups of two.
+@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "deepseek_v3", "phi", "qwen3"])
+@pytest.mark.parametrize("method", ["DYNAMIC", "MEAN"])
+def test_short_turns_are_exact_where_the_budget_covers(architecture, method):
+    model, script = tiny_model(architecture), [prompt(90, 0), prompt(30, 1), prompt(9, 2), prompt(70, 3)]
+    with torch.no_grad():
+        expected = model(torch.cat(script)[None]).logits[0]
+    actual = alone(model, injected(model, retrieval(**METHODS[method], **COVERING)), script)
+    assert error(actual, expected) < 1e-5
+
+
+@pytest.mark.parametrize("kv_type", storage.names())
+def test_every_storage_type_loses_about_what_it_loses_by_the_buffer(buffered, kv_type):
+    model, script = tiny_model("llama", head_dim=32), [prompt(90, 0), prompt(30, 1), prompt(9, 2), prompt(2, 3)]
+    with torch.no_grad():
+        exact = model(torch.cat(script)[None]).logits[0]
+    settings = {"kv_type": kv_type, "block_size": 32, "initial_len": 32, **COVERING}
+    ours = error(alone(model, injected(model, retrieval(**settings)), script), exact)
+    buffered()
+    assert ours <= 2 * error(alone(model, new_cache(model), script), exact) + 1e-6
+
+
+@pytest.mark.parametrize("method", ["DYNAMIC", "preselection"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
+def test_rows_are_what_they_are_alone(architecture, method):
+    model = tiny_model(architecture, max_position_embeddings=1024)
+    # Two of one length, which pass together, and two of others.
+    firsts = [prompt(length, seed) for seed, length in enumerate((90, 90, 33, 200))]
+    batch = Batch(model, injected(model, retrieval(**METHODS[method])), firsts)
+    batch.answer(3)
+    seconds = [prompt(length, 10 + seed) for seed, length in enumerate((30, 30, 2, MOST_TOKENS))]
+    batch.say(seconds)
+    batch.answer(3)
+    thirds = [prompt(5, 20 + seed) for seed in range(4)]
+    batch.say(thirds)
+    batch.answer(11)
+    for row, logits in enumerate(batch.logits):
+        script = firsts[row], 3, seconds[row], 3, thirds[row], 11
+        assert_same_but_for_rounding(logits, alone(model, new_cache(model), script), f"row {row}")
+
+
+@pytest.mark.parametrize("method", ["DYNAMIC", "QUEST"])
+def test_forks_that_share_a_block_answer_as_if_each_were_alone(method):
+    model = tiny_model("llama")
+    # The last of the shared blocks has room for both forks' tokens.
+    first = injected(model, retrieval(**METHODS[method]), forks=1)
+    alone(model, first, [prompt(90, 0), 4])
+    second = first.fork()
+    answers = [alone(model, cache, [prompt(30, 5 + seed)]) for seed, cache in enumerate((first, second))]
+    answers = [
+        torch.cat([logits, alone(model, cache, [prompt(9, 7), 11])])
+        for logits, cache in zip(answers, (first, second), strict=True)
+    ]
+    for seed, logits in enumerate(answers):
+        expected = alone(model, new_cache(model), [prompt(90, 0), 4, prompt(30, 5 + seed), prompt(9, 7), 11])
+        assert torch.equal(logits, expected[-len(logits) :])
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("layer_idx", [0, 2])
+def test_an_interrupted_turn_leaves_the_conversation_as_it_was(monkeypatch, stored, layer_idx):
+    model, script = tiny_model("llama"), [prompt(90, 0), 11]
+    cache = injected(model, retrieval(**METHODS["DYNAMIC and preselection"]))
+    alone(model, cache, script)
+    attend = short_turn.store_and_attend
+
+    def interrupted(layer, *args):
+        if layer.layer_idx < layer_idx:
+            return attend(layer, *args)
+        if stored:
+            attend(layer, *args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefill, "store_and_attend", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            alone(model, cache, [prompt(30, 1)])
+    assert cache.get_seq_length() == 90 + 11
+    rest = [prompt(21, 2), 11]
+    assert torch.equal(alone(model, cache, rest), alone(model, new_cache(model), [*script, *rest])[101:])
+
+
+def test_a_turn_that_is_undone_and_asked_again_answers_the_same():
+    model = tiny_model("llama")
+    cache = injected(model, retrieval(**METHODS["DYNAMIC"]))
+    alone(model, cache, [prompt(90, 0), 11])
+    before = cache.snapshot()
+    first = alone(model, cache, [prompt(30, 1), 11])
+    cache.rollback(before)
+    assert torch.equal(alone(model, cache, [prompt(30, 1), 11]), first)
+
+
+def test_a_turn_of_several_chunks_goes_through_the_buffer(monkeypatch):
+    model = tiny_model("llama")
+    record = loads(monkeypatch)
+    alone(model, injected(model, retrieval(chunk_size=16)), conversation(16, 17))
+    assert {tokens for past, tokens in record if past} == {17}
+
+
+def test_parts_of_a_prompt_are_short_turns_and_a_catalyst_is_none(monkeypatch, buffered):
+    """A layer of bounded memory has prompts pass in strides; its catalyst is stored nowhere."""
+    bounded = {"policy": "infinipot", "budget": 24, "catalyst": "abcdef"}
+    first = {"match": {"name": r"layers\.0\.self_attn$"}, "replace": {"class": "BoundedAttention", "kwargs": bounded}}
+    rules, model = retrieval(first, representative_type="DYNAMIC", stride=16), tiny_model("llama")
+    record, script = loads(monkeypatch), conversation(30, 9)
+    actual = alone(model, injected(model, rules), script)
+    assert {tokens for past, tokens in record if past} == {len("abcdef")}
+    record.clear()
+    buffered()
+    expected = alone(model, new_cache(model), script)
+    assert {tokens for past, tokens in record if past} > {len("abcdef")}
+    assert_same_but_for_rounding(actual, expected)
+
+
+def test_recall_and_lengths_are_counted_as_ever():
+    model = tiny_model("llama")
+    cache = injected(model, retrieval(measure_recall=True, **METHODS["MEAN"]))
+    alone(model, cache, conversation(30))
+    assert cache.get_seq_length() == 90 + 11 + 30 + 11
+    assert all(0 < layer.state.recall < 1 for layer in cache.layers)
+    assert all(layer.state.recall_steps == 22 for layer in cache.layers)
+
+
+def test_a_number_beyond_the_storage_type_is_refused_and_the_turn_undone():
+    model = tiny_model("llama")
+    cache = injected(model, retrieval(kv_type="FP16"))
+    alone(model, cache, [prompt(90, 0)])
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    weight.mul_(1e6)
+    with pytest.raises(HeteroKVError, match="beyond kv_type FP16"):
+        alone(model, cache, [prompt(9, 1)])
+    weight.div_(1e6)
+    assert cache.get_seq_length() == 90
