@@ -56,7 +56,7 @@ def row(layers: Sequence[Overlap]) -> dict[str, float | int | list[float]]:
     """
     by_layer = torch.tensor([layer.shares for layer in layers], dtype=torch.float64)
     named = {name: float(by_layer[part].mean()) for name, part in thirds(len(layers)).items()}
-    held = torch.tensor([layer.num_entries for layer in layers], dtype=torch.float64).mean(dim=0)
+    held = torch.tensor([layer.held for layer in layers], dtype=torch.float64).mean(dim=0)
     return {
         **named,
         "mean": float(by_layer.mean()),
