@@ -62,24 +62,16 @@ def _number_overload(value):
     return lambda value: _bfloat16_to_float(value)
 
 
-def _store(array: Any, row: int, column: int, value: Any) -> None:
-    """array[row, column] = value, rounded to bfloat16 where the array holds its bits."""
+def _rounded(array: Any, value: Any) -> Any:
+    """A float32 as an array's elements are: bfloat16's bits where it holds those."""
     raise NotImplementedError("for kernels")
 
 
-@overload(_store, inline="always")
-def _store_overload(array, row, column, value):
+@overload(_rounded, inline="always")
+def _rounded_overload(array, value):
     if isinstance(array.dtype, types.Float):
-
-        def store(array, row, column, value):
-            array[row, column] = value
-
-    else:
-
-        def store(array, row, column, value):
-            array[row, column] = _float_to_bfloat16(value)
-
-    return store
+        return lambda array, value: value
+    return lambda array, value: _float_to_bfloat16(value)
 
 
 @njit(nogil=True, fastmath=_REASSOCIATED)
@@ -117,15 +109,17 @@ def _normed_heads(x, first, heads, dim, weight, epsilon):
 
 @njit(nogil=True)
 def _rotated(x, first, heads, dim, cos, sin, out):
-    """x * cos + rotate_half(x) * sin for each head, to out [rows, heads * dim]."""
+    """x * cos + rotate_half(x) * sin for each head, to out [rows, heads, 1, dim]."""
     half = dim // 2
     for row in range(x.shape[0]):
         for head in range(heads):
-            at, to = first + head * dim, head * dim
+            at = first + head * dim
             for i in range(half):
                 low, high = x[row, at + i], x[row, at + half + i]
-                _store(out, row, to + i, low * _number(cos[row, i]) - high * _number(sin[row, i]))
-                _store(out, row, to + half + i, high * _number(cos[row, half + i]) + low * _number(sin[row, half + i]))
+                turned = low * _number(cos[row, i]) - high * _number(sin[row, i])
+                out[row, head, 0, i] = _rounded(out, turned)
+                turned = high * _number(cos[row, half + i]) + low * _number(sin[row, half + i])
+                out[row, head, 0, half + i] = _rounded(out, turned)
 
 
 @njit(nogil=True)
@@ -143,8 +137,8 @@ def attention_inputs() -> Any:
 
     (hidden, norm, epsilon, projections, bias, query_norm, key_norm, head_epsilon, cos, sin, q, k, v, per_pass, threads)
 
-    hidden: [rows, width], float32 or the bits of bfloat16, as q [rows, heads * dim], k [rows, kv_heads * dim], v [rows,
-    kv_heads * v_dim], which are written. norm: [width] float32, with its epsilon. projections: [3, 4] int64,
+    hidden: [rows, width], float32 or the bits of bfloat16, as q [rows, heads, 1, dim], k [rows, kv_heads, 1, dim] and v
+    [rows, kv_heads, 1, dim], which are written. norm: [width] float32, with its epsilon. projections: [3, 4] int64,
     `PackedMatrix.call` of q, k and v. bias: [all outputs] float32, or none (length 0). query_norm, key_norm: [dim]
     float32, or none. cos, sin: [rows, dim], of the tokens' positions. per_pass: `weight_dots.rows_per_pass()`.
     """
@@ -186,23 +180,24 @@ def attention_inputs() -> Any:
                 weights, tiles, one, several = projections[index]
                 multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, out, column, thread, threads)
                 column += tiles * TILE
+        heads, kv_heads = q.shape[1], k.shape[1]
+        queries, keys = heads * dim, kv_heads * dim
         if bias.size:
             for row in range(rows):
-                for i in range(q.shape[1]):
+                for i in range(queries):
                     out[row, i] += bias[i]
-                for i in range(k.shape[1]):
-                    out[row, first_k + i] += bias[q.shape[1] + i]
-                for i in range(v.shape[1]):
-                    out[row, first_v + i] += bias[q.shape[1] + k.shape[1] + i]
-        heads, kv_heads = q.shape[1] // dim, k.shape[1] // dim
+                for i in range(keys):
+                    out[row, first_k + i] += bias[queries + i]
+                    out[row, first_v + i] += bias[queries + keys + i]
         if query_norm.size:
             _normed_heads(out, 0, heads, dim, query_norm, head_epsilon)
             _normed_heads(out, first_k, kv_heads, dim, key_norm, head_epsilon)
         _rotated(out, 0, heads, dim, cos, sin, q)
         _rotated(out, first_k, kv_heads, dim, cos, sin, k)
         for row in range(rows):
-            for i in range(v.shape[1]):
-                _store(v, row, i, out[row, first_v + i])
+            for head in range(kv_heads):
+                for i in range(dim):
+                    v[row, head, 0, i] = _rounded(v, out[row, first_v + head * dim + i])
 
     return inputs
 
@@ -291,6 +286,6 @@ def attention_output() -> Any:
             multiply_part(weights, tiles, one, several, per_pass, wide_codes, scales, sums, down, 0, thread, threads)
         for row in range(rows):
             for i in range(width):
-                _store(out, row, i, x[row, i] + down[row, i])
+                out[row, i] = _rounded(out, x[row, i] + down[row, i])
 
     return output

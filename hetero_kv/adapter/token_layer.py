@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import get_num_threads
 
-from cpu_ops.threads import kernel_threads
+from cpu_ops.threads import one_kernel_at_a_time
 from cpu_ops.token_layer import GELU_TANH, SILU, attention_inputs, attention_output
 from cpu_ops.weight_dots import rows_per_pass
 from cpu_ops.weight_formats import GROUP, TILE
@@ -52,7 +53,8 @@ class TokenLayer:
         self.operator = operator
         self.dim: int = attention.head_dim
         projections = [getattr(attention, name) for name in _PROJECTIONS]
-        self.widths = [projection.out_features for projection in projections[:3]]
+        self.heads = [projection.out_features // self.dim for projection in projections[:3]]
+        self._attention_inputs, self._attention_output = attention_inputs(), attention_output()
         self._matrices = [matrix.quantised for matrix in (*projections, *(getattr(mlp, name) for name in _MLP))]
         table = np.array([matrix.kernels for matrix in self._matrices], dtype=np.int64)
         self._inputs, self._outputs = table[:3].copy(), table[3:].copy()
@@ -72,7 +74,12 @@ class TokenLayer:
         if not _has_form(layer, operator):
             return None
         path = cls(layer, operator)
-        difference = path.difference_from(layer)
+        try:
+            difference = path.difference_from(layer)
+        except Exception as error:
+            # Whatever the layer wants that the trial does not give: it goes on by itself.
+            _logger.warning("%s: the native path of a token cannot be tried: %s", operator.path, error)
+            return None
         dtype = layer.input_layernorm.weight.dtype
         if not difference <= _TOLERANCE[dtype]:
             _logger.warning(
@@ -98,34 +105,41 @@ class TokenLayer:
         """The layer's output for [rows, 1, width]."""
         if self.operator.changes_arguments:
             kwargs = self.operator.arguments_for((), dict(kwargs))
-        q, k, v = self.queries_keys_values(hidden_states, kwargs["position_embeddings"])
+        hidden = _array(hidden_states)
+        q, k, v = self.queries_keys_values(hidden, hidden_states.dtype, kwargs["position_embeddings"])
         attended = self.operator.attend(cache, bridge.AttentionCall(q, k, v, *self.call_settings))
-        return self.output(hidden_states, attended)
+        return self.output(hidden_states, hidden, attended)
 
     def queries_keys_values(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
+        self, hidden: np.ndarray, dtype: torch.dtype, position_embeddings: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[rows, heads, 1, dim] each, as the attention function is given them."""
-        rows = len(hidden_states)
-        cos, sin = (_array(part.expand(rows, 1, self.dim)) for part in position_embeddings)
-        parts = [torch.empty((rows, width), dtype=hidden_states.dtype) for width in self.widths]
-        with kernel_threads(torch.get_num_threads()) as threads:
-            attention_inputs()(
-                _array(hidden_states), self._norm, self._epsilon, self._inputs, self._bias, self._query_norm,
-                self._key_norm, self._head_epsilon, cos, sin, *map(_array, parts), self._per_pass, threads,
+        """[rows, heads, 1, dim] each, as the attention function is given them, of hidden states [rows, width]."""
+        rows = len(hidden)
+        cos, sin = _ROTATION.arrays(position_embeddings, rows)
+        q, k, v = (torch.empty((rows, heads, 1, self.dim), dtype=dtype) for heads in self.heads)
+        with one_kernel_at_a_time:
+            threads = self._threads()
+            self._attention_inputs(
+                hidden, self._norm, self._epsilon, self._inputs, self._bias, self._query_norm, self._key_norm,
+                self._head_epsilon, cos, sin, _bits(q), _bits(k), _bits(v), self._per_pass, threads,
             )  # fmt: skip
-        q, k, v = (part.view(rows, -1, 1, self.dim) for part in parts)
         return q, k, v
 
-    def output(self, hidden_states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The layer's output of its input [rows, 1, width] and its attention's [rows, heads, 1, v_dim]."""
+    def output(self, hidden_states: torch.Tensor, hidden: np.ndarray, attended: torch.Tensor) -> torch.Tensor:
+        """The layer's output of its input [rows, 1, width], given as an array too, and its attention's."""
         out = torch.empty_like(hidden_states)
-        with kernel_threads(torch.get_num_threads()) as threads:
-            attention_output()(
-                _array(hidden_states), _array(attended), self._mlp_norm, self._mlp_epsilon, self._outputs, self._gate,
-                _array(out), self._per_pass, threads,
+        with one_kernel_at_a_time:
+            threads = self._threads()
+            self._attention_output(
+                hidden, _array(attended), self._mlp_norm, self._mlp_epsilon, self._outputs, self._gate, _array(out),
+                self._per_pass, threads,
             )  # fmt: skip
         return out
+
+    @staticmethod
+    def _threads() -> int:
+        """As many as torch has, at most Numba's."""
+        return min(torch.get_num_threads(), get_num_threads())
 
     @torch.no_grad()
     def difference_from(self, layer: Any) -> float:
@@ -136,7 +150,7 @@ class TokenLayer:
         angles = torch.arange(_TRIED_ROWS)[:, None, None] + _TRIED_POSITION * torch.logspace(0, -3, self.dim // 2)
         angles = torch.cat([angles, angles], -1)
         embeddings = angles.cos().to(dtype), angles.sin().to(dtype)
-        attended = torch.randn(_TRIED_ROWS, self.widths[0] // self.dim, 1, self.dim, generator=generator).to(dtype)
+        attended = torch.randn(_TRIED_ROWS, self.heads[0], 1, self.dim, generator=generator).to(dtype)
         trial = _Trial(attended)
         layer.self_attn = self.operator.wrapped
         try:
@@ -151,7 +165,8 @@ class TokenLayer:
         if call is None or call.sink is not None:
             return float("inf")
         self.call_settings = (call.scale, call.softcap, call.sliding_window, None)
-        mine = (*self.queries_keys_values(hidden, embeddings), self.output(hidden, attended))
+        given = _array(hidden)
+        mine = (*self.queries_keys_values(given, dtype, embeddings), self.output(hidden, given, attended))
         return max(_difference(a, b) for a, b in zip(mine, (call.q, call.k, call.v, wanted), strict=True))
 
 
@@ -170,6 +185,22 @@ class _Trial:
         return keys, values
 
 
+class _Rotation:
+    """The position embeddings that were last given, as arrays: the layers of a token are given the same."""
+
+    def __init__(self) -> None:
+        self.last: tuple[Any, ...] = (None, None, 0, None)
+
+    def arrays(self, embeddings: tuple[torch.Tensor, torch.Tensor], rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """cos and sin as [rows, dim]."""
+        cos, sin, last_rows, made = self.last
+        if cos is not embeddings[0] or sin is not embeddings[1] or last_rows != rows:
+            made = (_array(embeddings[0].expand(rows, 1, -1)), _array(embeddings[1].expand(rows, 1, -1)))
+            self.last = (*embeddings, rows, made)
+        return made
+
+
+_ROTATION = _Rotation()
 _NONE = np.empty(0, np.float32)
 
 
@@ -206,6 +237,8 @@ def _has_form(layer: Any, operator: Any) -> bool:
         and all(matrix.in_features % GROUP == 0 for matrix in matrices)
         and matrices[4].out_features == matrices[5].out_features == matrices[6].in_features
         and matrices[6].in_features % TILE == 0
+        and all(matrix.out_features % attention.head_dim == 0 for matrix in matrices[:3])
+        and matrices[1].out_features == matrices[2].out_features
     )
 
 
@@ -223,8 +256,12 @@ def _float32(tensor: torch.Tensor) -> np.ndarray:
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
     """[rows, all else] as float32, or the bits of bfloat16."""
-    flat = tensor.detach().reshape(len(tensor), -1)
-    return flat.numpy() if flat.dtype is torch.float32 else flat.view(torch.uint16).numpy()
+    return _bits(tensor.detach().reshape(tensor.shape[0], -1))
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray:
+    """The same memory as float32, or the bits of bfloat16."""
+    return tensor.numpy() if tensor.dtype is torch.float32 else tensor.view(torch.uint16).numpy()
 
 
 def _difference(mine: torch.Tensor, wanted: torch.Tensor) -> float:

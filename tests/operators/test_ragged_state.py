@@ -154,6 +154,6 @@ def test_statistics_are_means_over_the_rows_of_all_cohorts(recipe, llama):
 def test_entries_of_all_cohorts_are_spoken_of(llama):
     prompts = [prompt(10, 1), prompt(30, 2), prompt(30, 3)]
     batch = Batch(llama, injected(llama, small_recipe("h2o")), prompts)
-    assert batch.cache.statistics["entries_held"] == pytest.approx([70 / 3] * 3)
+    assert batch.cache.statistics["cached_entries"] == pytest.approx([70 / 3] * 3)
     held = [layer.num_entries for layer in batch.cache.strided_layers]
     assert held == [10] * 3 + [30] * 3

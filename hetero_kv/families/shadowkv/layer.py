@@ -137,7 +137,7 @@ class LowRankLayer(BufferedLayer):
             # Its vectors of keys have no numbers: keys are elsewhere.
             self.pool = self.cohort.store.pool(self.layer_idx, self.layout, kv_heads, 0, v_dim, self.storage)
         # In the store, so that forks share it: memory is page-locked once.
-        if values.is_cuda and self.layer_idx not in self.cohort.store.mapped and runs_triton(values):
+        if self.layer_idx not in self.cohort.store.mapped and runs_triton(values):
             self.cohort.store.mapped[self.layer_idx] = MappedMemory(self.pool.values)
         largest = self.storage.largest
         if not step.is_decode or (largest is not None and float(values.abs().max()) > largest):
