@@ -44,6 +44,8 @@ _OURS = {
     ),
 }
 _COMMON = {"kv_type": "FP16", "chunk_size": 2048}
+# Milliseconds that an axis shows.
+_MARKS = (1, 2, 5, 10, 20, 30, 50, 100, 200, 500, 1000, 2000)
 LLAMA, TRANSFORMERS = "llama.cpp", "transformers"
 
 
@@ -214,7 +216,7 @@ def plot(measured: Sequence[Measured], path: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(figsize=(7, 4.5))
     names = dict.fromkeys(each.engine for each in measured)
@@ -226,6 +228,10 @@ def plot(measured: Sequence[Measured], path: str) -> None:
     axes.set_yscale("log")
     lengths = sorted({each.length for each in measured})
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    times = [each.decode * 1e3 for each in measured]
+    marks = [mark for mark in _MARKS if min(times) / 1.5 <= mark <= max(times) * 1.5]
+    axes.set_yticks(marks, [f"{mark:,}" for mark in marks])
+    axes.yaxis.set_minor_locator(ticker.NullLocator())
     axes.set_xlabel("tokens of context")
     axes.set_ylabel("ms per decoded token")
     axes.grid(alpha=0.3, which="both")
