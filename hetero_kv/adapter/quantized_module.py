@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
 _logger = logging.getLogger(__name__)
+# An attribute of a parameter: what was quantised from it, as long as that is in use.
+_QUANTISED_AS = "_hetero_kv_quantised"
 _DTYPES = {FP32: torch.float32, BF16: torch.bfloat16}
 
 
@@ -67,12 +70,21 @@ class QuantizedModule(Operator):
         if self.quantised is not None:
             self._keep(self.quantised)
         elif not self.wrapped.weight.is_meta:
-            numbers = self.wrapped.weight.detach()
-            self._take_numbers(numbers, self.kept_as(None, numbers.shape[1]))
+            parameter = self.wrapped.weight
+            wanted = self.kept_as(None, parameter.shape[1])
+            # Of tied modules the first one has quantised what is both's.
+            noted: weakref.ref[QuantisedWeight] | None = getattr(parameter, _QUANTISED_AS, None)
+            tied = noted() if noted is not None else None
+            if tied is not None and tied.name == wanted:
+                self._keep(tied)
+                return
+            self._take_numbers(parameter.detach(), wanted)
+            if self.quantised is not None:
+                setattr(parameter, _QUANTISED_AS, weakref.ref(self.quantised))
 
     def uninstall(self) -> nn.Module:
         if self.quantised is not None:
-            self._give(self.quantised.unpacked(self.dtype))
+            self.wrapped.weight = self.quantised.parameter(self.dtype)
         elif self.wrapped.weight.dtype is not self.dtype:
             self._give(self.wrapped.weight.detach().to(self.dtype))
         return self.wrapped

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from functools import cached_property
 
 import numpy as np
 import torch
+from torch import nn
 
 from cpu_ops.quantised_linear import PackedMatrix, multiply
 from cpu_ops.weight_formats import FORMATS, TILE
@@ -51,6 +53,7 @@ class QuantisedWeight:
     def __init__(self, matrix: PackedMatrix) -> None:
         self.matrix = matrix
         self.data = torch.from_numpy(matrix.data)
+        self._unpacked_for: weakref.ref[nn.Parameter] | None = None
 
     @classmethod
     def of_blocks(cls, blocks: np.ndarray, name: str, columns: int) -> QuantisedWeight:
@@ -126,6 +129,14 @@ class QuantisedWeight:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` [n] as float32 [n, columns]."""
         return torch.from_numpy(read_rows(self.matrix, ids.to("cpu", torch.int64).numpy(), torch.get_num_threads()))
+
+    def parameter(self, dtype: torch.dtype) -> nn.Parameter:
+        """The matrix as a parameter; the same for all modules that are tied, as long as one of them has it."""
+        made = None if self._unpacked_for is None else self._unpacked_for()
+        if made is None or made.dtype is not dtype:
+            made = nn.Parameter(self.unpacked(dtype), requires_grad=False)
+            self._unpacked_for = weakref.ref(made)
+        return made
 
     def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
         """The matrix as numbers [rows, columns]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject, load_model, open_model
 from hetero_kv.adapter.quantized_module import QuantizedEmbedding, QuantizedLinear
@@ -65,6 +66,16 @@ def test_eject_gives_the_modules_back_with_their_numbers(quantised_file):
     assert model.state_dict().keys() == wanted.state_dict().keys()
     for name, numbers in wanted.state_dict().items():
         assert torch.equal(model.state_dict()[name], numbers), name
+
+
+@pytest.mark.parametrize("settings", [{}, {"weights": "q8_0"}])
+def test_tied_matrices_are_one_packed_and_unpacked(settings):
+    model = tiny_model("qwen2", tie_word_embeddings=True)
+    inject(model, "dense", command_line={**SMALL, "weights": "q4_0", **settings})
+    assert model.lm_head.quantised is model.model.embed_tokens.quantised is not None
+    eject(model)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight.shape == (97, 64)
 
 
 def test_a_type_without_kernels_is_kept_as_q8_0_and_said(quantised_file, caplog, monkeypatch):
