@@ -11,6 +11,7 @@ from interrupted_forwards import Moments
 from small_recipes import ENGINE, injected, new_cache, small_recipe, with_settings
 from tiny_models import tiny_model
 
+from hetero_kv.families.retrieval import short_turn
 from hetero_kv.rules.rule_file import parse_rules
 
 FEW = {
@@ -32,6 +33,12 @@ def operator_in(pattern, name, **kwargs):
 def mixed(*rules):
     chunked = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
     return with_settings(parse_rules({"rules": [*rules, chunked]}), {**ENGINE, **FEW})
+
+
+@pytest.fixture(autouse=True)
+def short_turns_behind_any_past(monkeypatch):
+    """Tiny models have short pasts."""
+    monkeypatch.setattr(short_turn, "LEAST_PAST", 1)
 
 
 SHADOWKV = {"rank": 8, "landmark_chunk_size": 4, "outlier_chunks": 3, "local_chunks": 2, "sparse_budget": 16}

@@ -46,6 +46,12 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def behind_any_past(monkeypatch):
+    """Tiny models have short pasts."""
+    monkeypatch.setattr(short_turn, "LEAST_PAST", 1)
+
+
 @pytest.fixture
 def buffered(monkeypatch):
     """What is called for a model whose short turns are to take the way through the buffer."""

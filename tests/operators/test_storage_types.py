@@ -15,7 +15,6 @@ from transformers.cache_utils import DynamicLayer
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.families.retrieval.short_turn import MOST_TOKENS
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store import storage
 
@@ -46,10 +45,10 @@ class StoredLayer(DynamicLayer):
         self.kind = kind
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """A long prompt attends to its tokens as they are, decoding and short turns to all as they are stored."""
+        """Prefill attends to new tokens as they are, decoding to all as they are stored; both to a stored past."""
         keys, values = super().update(*(self._stored(new) for new in (key_states, value_states)))
         new = key_states.shape[2]
-        if keys.shape[2] > new and new <= MOST_TOKENS:
+        if new == 1:
             return keys, values
         past = (tensor[:, :, :-new] for tensor in (keys, values))
         return tuple(torch.cat(pair, dim=2) for pair in zip(past, (key_states, value_states), strict=True))

@@ -14,6 +14,8 @@ from hetero_kv.families.retrieval.observation import Observation
 #: Most tokens of a short turn. A longer prompt has the past loaded into a buffer, for products of large matrices, whose
 #: cost is spread over more tokens.
 MOST_TOKENS = 64
+#: Least tokens that are stored before. Less is copied in no time.
+LEAST_PAST = 1024
 # Keys that are decoded at once.
 _KEYS_AT_ONCE = 4096
 
@@ -21,7 +23,8 @@ _KEYS_AT_ONCE = 4096
 def is_short(step: Step, call: AttentionCall) -> bool:
     """Whether the call has all tokens of a short turn: behind stored ones, to be stored, on the CPU."""
     tokens = call.q.shape[2]
-    return step.keeps and step.past > 0 and tokens == step.tokens <= MOST_TOKENS and call.q.device.type == "cpu"
+    few = tokens == step.tokens <= MOST_TOKENS and step.past >= LEAST_PAST
+    return few and step.keeps and call.q.device.type == "cpu"
 
 
 def store_and_attend(
