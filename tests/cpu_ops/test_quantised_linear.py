@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpu_ops import weight_dots
 from cpu_ops.activations import quantise_rows
 from cpu_ops.cpu_features import available, forced_isa
 from cpu_ops.quantised_linear import PackedMatrix, multiply
@@ -54,6 +55,19 @@ def test_products_with_codes_are_products_with_the_numbers(name, isa):
             x = activations(rows, columns, seed=outputs)
             out = multiply(x, [PackedMatrix.of_blocks(packed, name, columns)], threads)[0]
             require_products(out, x, dequantised(packed, name))
+
+
+@pytest.mark.skipif("avx2" not in available(), reason="needs AVX2")
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_without_dot_product_instructions_are_the_same(name, monkeypatch):
+    """A CPU with AVX2 alone multiplies pairs of bytes to 16 bits, whose sums must not saturate."""
+    monkeypatch.setattr(weight_dots, "dot_instruction", lambda: "avx2")
+    columns = 2 * FORMATS[name].columns
+    for seed, size in ((0, 1.0), (1, 1e-3)):
+        packed, x = random_blocks(name, 40, columns, seed), activations(5, columns, seed) * np.float32(size)
+        # The largest codes and activations of either sign in some places.
+        x[1] = np.sign(x[1])
+        require_products(multiply(x, [PackedMatrix.of_blocks(packed, name, columns)])[0], x, dequantised(packed, name))
 
 
 @pytest.mark.parametrize("name", ["Q5_0", "Q8_0", "Q4_K"])
