@@ -19,6 +19,11 @@ if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
 one_kernel_at_a_time = threading.Lock()
 
 
+def at_most(threads: int) -> int:
+    """`threads`, or as many as this process can use where that is fewer (NUMBA_NUM_THREADS)."""
+    return min(threads, numba.config.NUMBA_NUM_THREADS)
+
+
 def use_threads(threads: int) -> int:
     """Let kernels use `threads` threads from now on; returns the number. For who holds `one_kernel_at_a_time`.
 

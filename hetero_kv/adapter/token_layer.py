@@ -15,9 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import get_num_threads
 
-from cpu_ops.threads import one_kernel_at_a_time
+from cpu_ops.threads import at_most, one_kernel_at_a_time
 from cpu_ops.token_layer import GELU_TANH, SILU, attention_inputs, attention_output
 from cpu_ops.weight_dots import rows_per_pass
 from cpu_ops.weight_formats import GROUP, TILE
@@ -118,7 +117,7 @@ class TokenLayer:
         cos, sin = _ROTATION.arrays(position_embeddings, rows)
         q, k, v = (torch.empty((rows, heads, 1, self.dim), dtype=dtype) for heads in self.heads)
         with one_kernel_at_a_time:
-            threads = self._threads()
+            threads = at_most(torch.get_num_threads())
             self._attention_inputs(
                 hidden, self._norm, self._epsilon, self._inputs, self._bias, self._query_norm, self._key_norm,
                 self._head_epsilon, cos, sin, _bits(q), _bits(k), _bits(v), self._per_pass, threads,
@@ -129,17 +128,12 @@ class TokenLayer:
         """The layer's output of its input [rows, 1, width], given as an array too, and its attention's."""
         out = torch.empty_like(hidden_states)
         with one_kernel_at_a_time:
-            threads = self._threads()
+            threads = at_most(torch.get_num_threads())
             self._attention_output(
                 hidden, _array(attended), self._mlp_norm, self._mlp_epsilon, self._outputs, self._gate, _array(out),
                 self._per_pass, threads,
             )  # fmt: skip
         return out
-
-    @staticmethod
-    def _threads() -> int:
-        """As many as torch has, at most Numba's."""
-        return min(torch.get_num_threads(), get_num_threads())
 
     @torch.no_grad()
     def difference_from(self, layer: Any) -> float:

@@ -55,7 +55,10 @@ class WeightMap:
         """The order in which the tensor's rows are a parameter's; None where the conversion does something else."""
         rows, numbered = info.shape[0], _numbered(info)
         converted = self.processor.process(numbered, info.name).weights
+        # Rows begin with odd numbers: one that was added to has an even one.
         if converted.shape != numbered.shape or (converted[:, 1] - converted[:, 0] != 1).any():
+            return None
+        if (converted[:, 0] % 2 != 1).any():
             return None
         order = converted[:, 0] // 2
         return order.astype(np.int64) if (np.sort(order) == np.arange(rows)).all() else None

@@ -178,9 +178,10 @@ def model_config(
     Raises:
         ModelError: the model cannot be found or fetched, or its configuration cannot be read.
     """
-    return config_and_header(name_or_path, gguf_path=gguf_path, trust_remote_code=trust_remote_code, progress=progress)[
-        0
-    ]
+    config, _ = config_and_header(
+        name_or_path, gguf_path=gguf_path, trust_remote_code=trust_remote_code, progress=progress
+    )
+    return config
 
 
 def config_and_header(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from cpu_ops.quantised_linear import PackedMatrix, multiply
+from cpu_ops.threads import at_most
 from cpu_ops.weight_formats import FORMATS, TILE
 from cpu_ops.weight_unpack import read_rows, unpack_tiles
 from hetero_kv.errors import HeteroKVError
@@ -21,6 +22,11 @@ _PIECE_BYTES = 8 << 20
 """Of weights that are unpacked at a time: small enough to stay in a shared cache until they are multiplied."""
 _STEP_ROWS = 4096
 _VIEWS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.uint16}
+
+
+def _threads() -> int:
+    """As many as torch has."""
+    return at_most(torch.get_num_threads())
 
 
 class _Scratch(threading.local):
@@ -58,7 +64,7 @@ class QuantisedWeight:
     @classmethod
     def of_blocks(cls, blocks: np.ndarray, name: str, columns: int) -> QuantisedWeight:
         """Pack GGML's blocks [rows, bytes of a row] uint8 of format `name`."""
-        return cls(PackedMatrix.of_blocks(blocks, name, columns, torch.get_num_threads()))
+        return cls(PackedMatrix.of_blocks(blocks, name, columns, _threads()))
 
     @classmethod
     def of_numbers(cls, weight: torch.Tensor, name: str) -> QuantisedWeight:
@@ -99,7 +105,7 @@ class QuantisedWeight:
         """x [rows, columns] @ weight.T, in x's dtype. Activations of few rows are quantised to int8."""
         if len(x) > FEW_ROWS:
             return self._multiply_unpacked(x)
-        out = multiply(x.detach().float().contiguous().numpy(), (self.matrix,), torch.get_num_threads())[0]
+        out = multiply(x.detach().float().contiguous().numpy(), (self.matrix,), _threads())[0]
         return torch.from_numpy(out).to(x.dtype)
 
     def _multiply_unpacked(self, x: torch.Tensor) -> torch.Tensor:
@@ -117,7 +123,7 @@ class QuantisedWeight:
         """Rows of `tiles` tiles, transposed: [columns, rows], in room that the next call writes over."""
         room = _SCRATCH.of(self.matrix.columns, tiles * TILE, dtype)
         bits = room.view(torch.uint16) if dtype is torch.bfloat16 else room
-        unpack_tiles(self.matrix, bits.numpy().view(_VIEWS[dtype]), first_tile, torch.get_num_threads())
+        unpack_tiles(self.matrix, bits.numpy().view(_VIEWS[dtype]), first_tile, _threads())
         return room
 
     def compile_kernels(self, dtype: torch.dtype) -> None:
@@ -128,7 +134,7 @@ class QuantisedWeight:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` [n] as float32 [n, columns]."""
-        return torch.from_numpy(read_rows(self.matrix, ids.to("cpu", torch.int64).numpy(), torch.get_num_threads()))
+        return torch.from_numpy(read_rows(self.matrix, ids.to("cpu", torch.int64).numpy(), _threads()))
 
     def parameter(self, dtype: torch.dtype) -> nn.Parameter:
         """The matrix as a parameter; the same for all modules that are tied, as long as one of them has it."""

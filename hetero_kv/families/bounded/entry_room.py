@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
 
 from cpu_ops.cached_entries import append_token, gather_entries
+from cpu_ops.threads import at_most
 
 #: Entries that there is room for behind those that stay: tokens that are decoded until all are moved again.
 SLACK = 32
@@ -91,7 +91,7 @@ class EntryRoom:
 
 def kernel_threads() -> int:
     """As many threads as torch uses, of those that kernels have."""
-    return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    return at_most(torch.get_num_threads())
 
 
 def _bits(numbers: torch.Tensor) -> np.ndarray:
