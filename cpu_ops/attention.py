@@ -14,6 +14,7 @@ from numba import from_dtype, get_num_threads, njit, prange, set_num_threads, ty
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
+from cpu_ops.kernel_address import called_as
 from cpu_ops.scratch import scratch
 from cpu_ops.simd import accumulate_rows, prefetch, score_rows
 from cpu_ops.softmax_rows import rows_exp2, rows_most
@@ -106,6 +107,15 @@ def _plan(
     return kernel, storage.kernel_dtype, rows, kv_heads, group, v_dim
 
 
+def kernel_for(
+    q: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
+    lengths: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype, softcapped: bool,
+) -> tuple[Any, int]:  # fmt: skip
+    """The kernel of `signature` for arrays of these shapes (`attend_blocks`), and v_dim. Raises as `check_lists`."""
+    kernel, *_, v_dim = _plan(q, keys, values, ids, counts, lengths, dtype, value_dtype, softcapped, isa())
+    return kernel, v_dim
+
+
 def check_lists(
     q: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
     lengths: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype,
@@ -158,6 +168,18 @@ def outside_pool(status: int, keys: np.ndarray, ids: np.ndarray, counts: np.ndar
     return f"block_lengths of attended blocks must lie in 0..{keys.shape[2]} (block_size)"
 
 
+@called_as("attend")
+def signature(storage: str) -> Any:
+    """Of the kernels: (q, keys, values, block_ids, block_counts, block_lengths, scale, softcap, threads, out, lse).
+
+    They return a status, an error's (`cpu_ops.work_division`) where it is negative.
+    """
+    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
+    real4, real3 = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
+    int3, int2, int1 = (types.Array(types.int32, dims, "C") for dims in (3, 2, 1))
+    return types.int64(real4, pool, pool, int3, int2, int1, types.float64, types.float64, types.int64, real4, real3)
+
+
 @cache
 def _kernel(isa: str, storage: str, group: int, k_dim: int, v_dim: int, block_size: int, softcapped: bool) -> Any:
     """Compile the kernel of one shape; on disk Numba keys it by the constants below, all of them plain values."""
@@ -172,14 +194,7 @@ def _kernel(isa: str, storage: str, group: int, k_dim: int, v_dim: int, block_si
     share_bytes = share * STORAGE_TYPES[storage].kernel_dtype.itemsize
     code_version = CODE_VERSION
 
-    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
-    real4, real3 = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
-    int3, int2, int1 = (types.Array(types.int32, dims, "C") for dims in (3, 2, 1))
-    signature = types.int64(
-        real4, pool, pool, int3, int2, int1, types.float64, types.float64, types.int64, real4, real3
-    )  # fmt: skip
-
-    @njit(signature, parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    @njit(signature(storage), parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def attend(q, keys, values, block_ids, block_counts, block_lengths, scale, softcap, threads, out, lse):
         kv_heads = q.shape[1]
         starts = list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size)

@@ -7,11 +7,12 @@ from cpu_ops.top_k import select
 
 
 @njit(cache=True, nogil=True)
-def best_blocks(scores, count, shared, largest):
+def best_blocks(scores, count, allowed, shared, largest):
     """Positions of the `count` best blocks, ascending; ties go to the lower position.
 
     scores: [rows, kv_heads, group, blocks] float32. A kv head's score is the mean over its group, or the maximum where
-    `largest`; where `shared`, all kv heads are summed and choose together.
+    `largest`; where `shared`, all kv heads are summed and choose together. allowed: [rows, 1 where shared, else
+    kv_heads, n] int32, positions that may be chosen, at least `count`; all where n is 0.
 
     Returns [rows, 1 where shared, else kv_heads, count] int32.
     """
@@ -36,9 +37,25 @@ def best_blocks(scores, count, shared, largest):
             target = row if shared else row * kv_heads + head
             for block in range(blocks):
                 reduced[target, block] += head_scores[block]
+    if allowed.shape[2] > 0:
+        _forbid_others(reduced, allowed)
     positions = np.empty((rows * lists, count), np.int32)
     select(reduced, np.full(rows * lists, blocks, np.int32), np.full(rows * lists, count, np.int32), positions)
     return positions.reshape(rows, lists, count)
+
+
+@njit
+def _forbid_others(reduced, allowed):
+    """Let every score [rows * lists, blocks] be -inf whose position is not among allowed [rows, lists, n]."""
+    rows, lists, n = allowed.shape
+    for row in range(rows):
+        for each in range(lists):
+            scores = reduced[row * lists + each]
+            before = scores.copy()
+            scores[:] = -np.inf
+            for place in range(n):
+                position = allowed[row, each, place]
+                scores[position] = before[position]
 
 
 @njit(cache=True, nogil=True)

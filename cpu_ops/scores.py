@@ -8,6 +8,7 @@ from numba import from_dtype, get_num_threads, njit, prange, set_num_threads, ty
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
+from cpu_ops.kernel_address import called_as
 from cpu_ops.simd import score_tile
 from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.threads import one_kernel_at_a_time, use_threads
@@ -98,6 +99,26 @@ def _plan(
     )
 
 
+def kernel_for(
+    q: tuple[int, ...], representatives: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
+    dtype: np.dtype, mode: str,
+) -> Any:  # fmt: skip
+    """The kernel of `signature` for arrays of these shapes (`block_scores`).
+
+    Raises ValueError or TypeError where they do not fit together.
+    """
+    return _plan(q, representatives, ids, counts, dtype, mode, isa())[0]
+
+
+@called_as("score")
+def signature(storage: str) -> Any:
+    """Of the kernels: (q, representatives, block_ids, block_counts, threads, out) to a status, an error's below 0."""
+    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
+    real4 = types.Array(types.float32, 4, "C")
+    int2, int1 = (types.Array(types.int32, dims, "C") for dims in (2, 1))
+    return types.int64(real4, pool, int2, int1, types.int64, real4)
+
+
 @cache
 def _kernel(instructions: str, storage: str, mode: str, group: int, representative_num: int, k_dim: int) -> Any:
     lanes, full_tiles, tile_queries, rest_queries, *_ = tiles_for(instructions, group, 1)
@@ -107,13 +128,7 @@ def _kernel(instructions: str, storage: str, mode: str, group: int, representati
 
     units = STORAGE_TYPES[storage].units(k_dim)
 
-    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
-    real4 = types.Array(types.float32, 4, "C")
-    signature = types.int64(
-        real4, pool, types.Array(types.int32, 2, "C"), types.Array(types.int32, 1, "C"), types.int64, real4
-    )
-
-    @njit(signature, parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    @njit(signature(storage), parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def score(q, representatives, block_ids, block_counts, threads, out):
         rows, max_blocks = block_ids.shape
         kv_heads = q.shape[1]

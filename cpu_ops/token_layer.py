@@ -10,68 +10,18 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import njit, prange, types
-from numba.extending import intrinsic, overload
+from numba import njit, prange
 
 from cpu_ops.activations import quantise_rows
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.exponential import LOG2_E, exp2, tanh
+from cpu_ops.number_bits import number, rounded
 from cpu_ops.quantised_linear import multiply_part
 from cpu_ops.weight_formats import GROUP, TILE
 
 SILU, GELU_TANH = 0, 1
 """Activations of the gate."""
 _REASSOCIATED = {"contract", "nsz", "reassoc"}
-
-
-@intrinsic
-def _bfloat16_to_float(typingctx, bits):
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        wide = builder.shl(builder.zext(arguments[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-        return builder.bitcast(wide, ir.FloatType())
-
-    return types.float32(types.uint16), codegen
-
-
-@intrinsic
-def _float_to_bfloat16(typingctx, number):
-    """To nearest even; NaN stays NaN."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        word = ir.IntType(32)
-        bits = builder.bitcast(arguments[0], word)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
-        rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
-        is_nan = builder.fcmp_unordered("uno", arguments[0], arguments[0])
-        chosen = builder.select(is_nan, ir.Constant(word, 0x7FC00000), rounded)
-        return builder.trunc(builder.lshr(chosen, ir.Constant(word, 16)), ir.IntType(16))
-
-    return types.uint16(types.float32), codegen
-
-
-def _number(value: Any) -> Any:
-    """A float32 of what an array of float32 or of bfloat16's bits holds."""
-    raise NotImplementedError("for kernels")
-
-
-@overload(_number, inline="always")
-def _number_overload(value):
-    if isinstance(value, types.Float):
-        return lambda value: value
-    return lambda value: _bfloat16_to_float(value)
-
-
-def _rounded(array: Any, value: Any) -> Any:
-    """A float32 as an array's elements are: bfloat16's bits where it holds those."""
-    raise NotImplementedError("for kernels")
-
-
-@overload(_rounded, inline="always")
-def _rounded_overload(array, value):
-    if isinstance(array.dtype, types.Float):
-        return lambda array, value: value
-    return lambda array, value: _float_to_bfloat16(value)
 
 
 @njit(nogil=True, fastmath=_REASSOCIATED)
@@ -90,7 +40,7 @@ def _normed(x, weight, epsilon, out):
 def _widened(x, out):
     for row in range(x.shape[0]):
         for i in range(x.shape[1]):
-            out[row, i] = _number(x[row, i])
+            out[row, i] = number(x[row, i])
 
 
 @njit(nogil=True, fastmath=_REASSOCIATED)
@@ -116,10 +66,10 @@ def _rotated(x, first, heads, dim, cos, sin, out):
             at = first + head * dim
             for i in range(half):
                 low, high = x[row, at + i], x[row, at + half + i]
-                turned = low * _number(cos[row, i]) - high * _number(sin[row, i])
-                out[row, head, 0, i] = _rounded(out, turned)
-                turned = high * _number(cos[row, half + i]) + low * _number(sin[row, half + i])
-                out[row, head, 0, half + i] = _rounded(out, turned)
+                turned = low * number(cos[row, i]) - high * number(sin[row, i])
+                out[row, head, 0, i] = rounded(out, turned)
+                turned = high * number(cos[row, half + i]) + low * number(sin[row, half + i])
+                out[row, head, 0, half + i] = rounded(out, turned)
 
 
 @njit(nogil=True)
@@ -197,7 +147,7 @@ def attention_inputs() -> Any:
         for row in range(rows):
             for head in range(kv_heads):
                 for i in range(dim):
-                    v[row, head, 0, i] = _rounded(v, out[row, first_v + head * dim + i])
+                    v[row, head, 0, i] = rounded(v, out[row, first_v + head * dim + i])
 
     return inputs
 
@@ -286,6 +236,6 @@ def attention_output() -> Any:
             multiply_part(weights, tiles, one, several, per_pass, wide_codes, scales, sums, down, 0, thread, threads)
         for row in range(rows):
             for i in range(width):
-                out[row, i] = _rounded(out, x[row, i] + down[row, i])
+                out[row, i] = rounded(out, x[row, i] + down[row, i])
 
     return output

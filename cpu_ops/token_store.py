@@ -9,6 +9,8 @@ from numba import from_dtype, njit, types
 from numba.extending import intrinsic
 
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.kernel_address import called_as
+from cpu_ops.number_bits import float_to_bfloat16
 from cpu_ops.storage import STORAGE_TYPES, storage_of
 
 
@@ -20,16 +22,6 @@ def _half_bits(typingctx, value):
         return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
 
     return types.uint16(types.float32), codegen
-
-
-@intrinsic
-def _bits(typingctx, value):
-    """The bits of a float32."""
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.uint32(types.float32), codegen
 
 
 @njit
@@ -47,11 +39,7 @@ def as_float16(value):
 @njit
 def as_bfloat16(value):
     """The bits of a float32 as bfloat16; ties go to even."""
-    bits = np.uint32(_bits(value))
-    if np.isnan(value):
-        return np.uint16(0x7FC0)
-    rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return np.uint16((bits + rounding) >> np.uint32(16))
+    return float_to_bfloat16(value)
 
 
 _ENCODERS = {"float32": as_float32, "float16": as_float16, "bfloat16": as_bfloat16}
@@ -98,19 +86,23 @@ def _plan(
             f"values {values}"
         )
     storage = storage_of(dtype)
-    return _kernel(storage.name), storage.kernel_dtype
+    return kernel_for(storage.name), storage.kernel_dtype
+
+
+@called_as("store")
+def signature(storage: str) -> Any:
+    """Of the kernels: (new_keys, new_values, keys, values, table, position) to what `store_token` returns, or -1."""
+    real3 = types.Array(types.float32, 3, "C")
+    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
+    return types.float32(real3, real3, pool, pool, types.Array(types.int32, 2, "C"), types.int64)
 
 
 @cache
-def _kernel(storage: str) -> Any:
+def kernel_for(storage: str) -> Any:
     encode = _ENCODERS[storage]
-    real3 = types.Array(types.float32, 3, "C")
-    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
     code_version = CODE_VERSION
 
-    @njit(
-        types.float32(real3, real3, pool, pool, types.Array(types.int32, 2, "C"), types.int64), cache=True, nogil=True
-    )
+    @njit(signature(storage), cache=True, nogil=True)
     def store(new_keys, new_values, keys, values, table, position):
         rows, kv_heads, k_dim = new_keys.shape
         v_dim = new_values.shape[2]

@@ -21,6 +21,7 @@ from cpu_ops.token_layer import GELU_TANH, SILU, attention_inputs, attention_out
 from cpu_ops.weight_dots import rows_per_pass
 from cpu_ops.weight_formats import GROUP, TILE
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.kernel_arrays import bits
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.quantized_module import QuantizedLinear
 from hetero_kv.weights.quantised_weight import FEW_ROWS
@@ -120,7 +121,7 @@ class TokenLayer:
             threads = at_most(torch.get_num_threads())
             self._attention_inputs(
                 hidden, self._norm, self._epsilon, self._inputs, self._bias, self._query_norm, self._key_norm,
-                self._head_epsilon, cos, sin, _bits(q), _bits(k), _bits(v), self._per_pass, threads,
+                self._head_epsilon, cos, sin, bits(q), bits(k), bits(v), self._per_pass, threads,
             )  # fmt: skip
         return q, k, v
 
@@ -250,12 +251,7 @@ def _float32(tensor: torch.Tensor) -> np.ndarray:
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
     """[rows, all else] as float32, or the bits of bfloat16."""
-    return _bits(tensor.detach().reshape(tensor.shape[0], -1))
-
-
-def _bits(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory as float32, or the bits of bfloat16."""
-    return tensor.numpy() if tensor.dtype is torch.float32 else tensor.view(torch.uint16).numpy()
+    return bits(tensor.detach().reshape(tensor.shape[0], -1))
 
 
 def _difference(mine: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpu_ops.chosen_blocks import attended_ids, best_blocks
+from cpu_ops.retrieval_step import NOTHING_FORBIDDEN
 from cpu_ops.top_k import top_k_blocks
 
 
@@ -31,7 +32,10 @@ def test_the_best_blocks_are_those_of_the_reduced_scores(
     reduced = reduced.sum(axis=1, keepdims=True) if shared else reduced
     flat = np.ascontiguousarray(reduced.reshape(-1, blocks))
     expected, _ = top_k_blocks(flat, np.full(len(flat), blocks, np.int32), count)
-    assert best_blocks(scores, count, shared, largest).reshape(len(flat), count).tolist() == expected.tolist()
+    assert (
+        best_blocks(scores, count, NOTHING_FORBIDDEN, shared, largest).reshape(len(flat), count).tolist()
+        == expected.tolist()
+    )
 
 
 @settings(deadline=None)

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpu_ops.chosen_blocks import best_blocks
+from cpu_ops.retrieval_step import NOTHING_FORBIDDEN
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.families.retrieval.block_scores import select_blocks
 from hetero_kv.families.retrieval.budgets import Pyramid, layer_budget
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.preselection import block_votes, preselect
@@ -36,7 +37,7 @@ def test_selected_blocks_are_the_references(rows, blocks, share, shared, group_r
     shape = (rows, 3, 4, blocks)
     scores = (rng.integers(0, 3, shape) if ties else rng.standard_normal(shape)).astype(np.float32)
     count = max(1, int(share * blocks))
-    chosen = select_blocks(scores, count, shared, group_reduce)
+    chosen = best_blocks(scores, count, NOTHING_FORBIDDEN, shared, group_reduce == "max")
     for row in range(rows):
         per_head = scores[row].mean(axis=1) if group_reduce == "mean" else scores[row].max(axis=1)
         lists = [per_head.sum(axis=0)] if shared else list(per_head)
@@ -46,7 +47,7 @@ def test_selected_blocks_are_the_references(rows, blocks, share, shared, group_r
 def test_only_allowed_blocks_are_selected():
     scores = np.array([9, 8, 7, 6, 5], dtype=np.float32).reshape(1, 1, 1, 5).repeat(2, axis=1)
     allowed = np.array([[[1, 3, 4], [0, 2, 4]]], dtype=np.int32)
-    assert select_blocks(scores, 2, shared=False, allowed=allowed).tolist() == [[[1, 3], [0, 2]]]
+    assert best_blocks(scores, 2, allowed, False, False).tolist() == [[[1, 3], [0, 2]]]
 
 
 @settings(max_examples=40, deadline=None)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+from cpu_ops.retrieval_step import EVERYTHING, RetrievalStep
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.operators import RetrievalAttention
@@ -45,17 +46,27 @@ def logits(model, cache, *parts):
 
 
 def recorded(monkeypatch):
-    """A list that fills with (layer, token, positions that were attended in the Context) of every selection."""
-    record = []
-    selection = RetrievalAttention._selection
+    """A list that fills with (layer, token, positions in the Context, q, cache layer) of every selection."""
+    record, given = [], []
+    attend, call = RetrievalAttention._attend_natively, RetrievalStep.__call__
 
-    def kept(self, layer, step, q, context):
-        positions = selection(self, layer, step, q, context)
-        decoded = step.past - step.cohort.prompt_length
-        record.append((self.layer_idx, decoded, positions.copy(), q.copy(), layer))
-        return positions
+    def noted(native, q, k, v, position, table, first, end, which, positions, *rest):
+        largest = call(native, q, k, v, position, table, first, end, which, positions, *rest)
+        if which != EVERYTHING:
+            given.append(positions.copy())
+        return largest
 
-    monkeypatch.setattr(RetrievalAttention, "_selection", kept)
+    def kept(self, native, layer, step, blocks, attention_call, q, *rest):
+        given.clear()
+        largest = attend(self, native, layer, step, blocks, attention_call, q, *rest)
+        if given:
+            by_kv_head = q.reshape(len(q), -1, native.group, q.shape[3])
+            decoded = step.past - step.cohort.prompt_length
+            record.append((self.layer_idx, decoded, given[0], by_kv_head.copy(), layer))
+        return largest
+
+    monkeypatch.setattr(RetrievalStep, "__call__", noted)
+    monkeypatch.setattr(RetrievalAttention, "_attend_natively", kept)
     return record
 
 

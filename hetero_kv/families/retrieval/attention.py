@@ -16,16 +16,16 @@ from torch import nn
 
 from cpu_ops.attention import attend_blocks
 from cpu_ops.causal_attention import attend_blocks_causal
-from cpu_ops.chosen_blocks import attended_ids, best_blocks
-from cpu_ops.scores import block_scores
+from cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN, RetrievalStep
+from cpu_ops.threads import one_kernel_at_a_time
 from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, kernel_array
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import Operator
 from hetero_kv.engine.statistics import BLOCK_RECALL
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval import representatives
-from hetero_kv.families.retrieval.block_scores import select_blocks
 from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
@@ -61,132 +61,136 @@ class RetrievalAttention(RetrievalPrefill):
     def decode_step(self, layer: RetrievalLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         if call.sliding_window is not None:
             self._refuse_window(call.sliding_window)
-        blocks, pool = layer.store_token(step, call.k, call.v), layer.pool
-        assert pool is not None
-        if blocks.newly_closed[0] != blocks.newly_closed[1]:
+        blocks = layer.blocks_for(step, call.k, call.v)
+        is_completed = layer.window is not None or call.sink is not None
+        dtype = torch.bfloat16 if call.q.dtype is torch.bfloat16 and not is_completed else torch.float32
+        native = layer.token_step
+        if native is None or not native.fits(ARRAY_DTYPES[dtype], call.softcap is not None):
+            native = layer.token_step = self._token_step(layer, call, blocks, dtype)
+        closes = blocks.newly_closed[0] != blocks.newly_closed[1]
+        is_stored = closes or not native.stores or layer.window is not None
+        if is_stored:
+            layer.store_token(step, call.k, call.v)
+        if closes:
             self._close_blocks(layer, step)
-        batch, heads, _, k_dim = call.q.shape
-        kv_heads = call.k.shape[1]
-        q = call.q.reshape(batch, kv_heads, heads // kv_heads, k_dim).to("cpu", torch.float32).contiguous().numpy()
-        ids = self.attended_blocks(layer, step, blocks, q, with_window=layer.window is None)
-        partial, lse = self._over_blocks(pool, blocks, call, q, ids)
-        out = torch.from_numpy(partial).view(batch, heads, 1, -1)
-        if layer.window is not None or call.sink is not None or self.engine.measure_recall:
-            out, lse = self._completed(layer, step, call, q, out, lse)
+        rows, heads = call.q.shape[:2]
+        out = torch.empty((rows, heads, 1, native.v_dim), dtype=dtype)
+        lse = np.empty((rows, heads // native.group, native.group), np.float32)
+        q = kernel_array(call.q, dtype)
+        largest = self._attend_natively(native, layer, step, blocks, call, q, is_stored, out, lse)
+        if largest:
+            layer.require_storable(largest)
+        if is_completed or self.engine.measure_recall:
+            out, lse = self._completed(layer, blocks, call, out, lse)
         if self.accumulates:
             layer.scale, layer.softcap = call.scale, call.softcap
-            layer.unseen = layer.unseen.grown(q.reshape(batch, heads, k_dim), lse.reshape(batch, heads))
+            seen = call.q.squeeze(2).to("cpu", torch.float32).contiguous().numpy()
+            layer.unseen = layer.unseen.grown(seen, lse.reshape(rows, heads))
             # In batches of a block's length, which costs a step little and holds few queries.
             if layer.unseen.count >= layer.layout.block_size:
                 layer.accumulate_unseen(step.length)
-        return out.to(call.q.dtype)
+        return out if out.dtype is call.q.dtype else out.to(call.q.dtype)
 
-    def _over_blocks(
-        self, pool: BlockPool, blocks: StepBlocks, call: bridge.AttentionCall, q: np.ndarray, ids: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Attention over blocks `ids` [rows, lists, blocks]: out [rows, kv_heads, group, v_dim] and lse."""
-        counts = np.full(ids.shape[:2], ids.shape[2], dtype=np.int32)
-        arrays = q, pool.key_array, pool.value_array, ids, counts, blocks.lengths
-        return attend_blocks(*arrays, call.scale, call.softcap or 0.0, threads=self.threads)
+    def _token_step(
+        self, layer: RetrievalLayer, call: bridge.AttentionCall, blocks: StepBlocks, dtype: torch.dtype
+    ) -> RetrievalStep:
+        pool = layer.pool
+        assert pool is not None
+        return RetrievalStep(
+            pool.key_array, pool.value_array, pool.representative_array, blocks.lengths,
+            call.q.shape[1] // call.k.shape[1], self.representative_type.score, call.softcap is not None,
+            ARRAY_DTYPES[dtype], self.threads,
+        )  # fmt: skip
 
-    def _completed(
-        self,
-        layer: RetrievalLayer,
-        step: Step,
-        call: bridge.AttentionCall,
-        q: np.ndarray,
-        out: torch.Tensor,
-        lse: np.ndarray,
-    ) -> tuple[torch.Tensor, np.ndarray]:
-        """Attention over the blocks, out [batch, heads, 1, v_dim] and lse, with the window's and the learned sink."""
-        whole = torch.from_numpy(lse).view(out.shape[:3]).to(call.q.device)
-        out = out.to(call.q.device)
+    def _attend_natively(
+        self, native: RetrievalStep, layer: RetrievalLayer, step: Step, blocks: StepBlocks, call: bridge.AttentionCall,
+        q: np.ndarray, is_stored: bool, out: torch.Tensor, lse: np.ndarray,
+    ) -> float:  # fmt: skip
+        """Have the token stored, its blocks chosen and attended to; returns the largest magnitude that was stored."""
+        table, first, end = blocks.table, min(layer.layout.sink_blocks, blocks.closed), blocks.closed
         if layer.window is not None:
-            out, whole = merge_attention(out, whole, *layer.window.attend(call.q, call.scale, call.softcap))
-        if self.engine.measure_recall:
-            self._measure_recall(layer, step, call, q, whole)
-        if call.sink is not None:
-            out, whole = apply_sink(out, whole, call.sink)
-        return out, whole.cpu().numpy()
+            # Attention sink and recent window are attended to where that lies.
+            table, first, end = np.ascontiguousarray(table[:, first:end]), 0, end - first
+        which, positions, allowed = EVERYTHING, NOTHING_FORBIDDEN, NOTHING_FORBIDDEN
+        if self.budget is not None and self.budget < end - first:
+            which, positions, allowed = self._choice(layer, step, len(table), call.k.shape[1], end - first)
+        k, v = (q, q) if is_stored else (kernel_array(call.k, out.dtype), kernel_array(call.v, out.dtype))
+        with one_kernel_at_a_time:
+            return native(
+                q, k, v, -1 if is_stored else step.past, table, first, end, which, positions, allowed, self.shared,
+                self.settings.group_reduce == "max", call.scale, call.softcap or 0.0,
+                kernel_array(out, out.dtype), lse,
+            )  # fmt: skip
 
-    def attended_blocks(
-        self, layer: RetrievalLayer, step: Step, blocks: StepBlocks, q: np.ndarray, with_window: bool
-    ) -> np.ndarray:
-        """The blocks that this step attends to.
+    def _choice(
+        self, layer: RetrievalLayer, step: Step, rows: int, kv_heads: int, context: int
+    ) -> tuple[int, np.ndarray, np.ndarray]:
+        """Which of the Context's blocks this step attends to: (which, positions, allowed) of `RetrievalStep`.
 
-        Args:
-            q: [rows, kv_heads, group, k_dim] float32.
-            with_window: whether attention sink and recent window are among them, or attended to elsewhere.
-
-        Returns ids [rows, lists, blocks] int32: one list per row when the kv heads choose together (or everything is
-        attended to), else one per kv head.
-        """
-        end, table = blocks.closed, blocks.table
-        first = min(layer.layout.sink_blocks, end)
-        if self.budget is None or self.budget >= end - first:
-            return table[:, None] if with_window else np.ascontiguousarray(table[:, None, first:end])
-        if self.budget == 0:
-            positions = np.empty((len(table), 1, 0), dtype=np.int32)
-        else:
-            positions = self._selection(layer, step, q, table[:, first:end])
-        if with_window:
-            return attended_ids(table, positions, first, end)
-        return np.take_along_axis(table[:, None, first:end], positions, axis=2)
-
-    def _selection(self, layer: RetrievalLayer, step: Step, q: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """Positions in the Context [rows, lists, count] of this step: reused where the schedule says so, else chosen.
-
-        KTransformers' pseudo code: the first layer of every `layer_step` layers selects, at every `token_step`-th
-        token; all others take what was selected last.
+        Reused where the schedule says so, else chosen. KTransformers' pseudo code: the first layer of every
+        `layer_step` layers selects, at every `token_step`-th token; all others take what was selected last.
         """
         settings = self.settings
         if settings.layer_step == settings.token_step == 1:
-            return self._best(layer, q, context)
+            return self._best(layer, rows, kv_heads, context)
         selections: SharedSelections = step.cohort.shared.setdefault(SELECTIONS, {})
-        key = (self.layer_idx // settings.layer_step, layer.layout.block_size, layer.layout.sink_blocks, self._lists(q))
+        layout, lists = layer.layout, 1 if self.shared else kv_heads
+        key = (self.layer_idx // settings.layer_step, layout.block_size, layout.sink_blocks, lists)
         decoded = step.past - step.cohort.prompt_length
         due = decoded % settings.token_step == 0 and self.layer_idx % settings.layer_step == 0
         last = selections.get(key)
         # None where the group's first layer attends to everything, or tokens were cropped.
-        if due or last is None:
-            selections[key] = last = self._best(layer, q, context)
-        return last
+        if not due and last is not None:
+            return AS_GIVEN, last, NOTHING_FORBIDDEN
+        which, positions, allowed = self._best(layer, rows, kv_heads, context)
+        selections[key] = positions
+        return which, positions, allowed
 
-    def _lists(self, q: np.ndarray) -> int:
-        return 1 if self.shared else q.shape[1]
-
-    def _best(self, layer: RetrievalLayer, q: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """Positions of the best blocks of `context` [rows, blocks] among those that preselection left."""
-        pool = layer.pool
-        assert pool is not None
+    def _best(
+        self, layer: RetrievalLayer, rows: int, kv_heads: int, context: int
+    ) -> tuple[int, np.ndarray, np.ndarray]:
+        """The best blocks of the Context, among those that preselection left."""
         assert self.budget is not None
-        allowed = None if layer.state.candidates is None else layer.state.allowed(context.shape[1])
-        if allowed is not None and allowed.shape[2] <= self.budget:
-            return allowed
-        scores = block_scores(
-            q,
-            pool.representative_array,
-            np.ascontiguousarray(context),
-            np.full(len(context), context.shape[1], dtype=np.int32),
-            self.representative_type.score,
-            threads=self.threads,
-        )
-        if allowed is None:
-            return best_blocks(scores, self.budget, self.shared, self.settings.group_reduce == "max")
-        return select_blocks(scores, self.budget, self.shared, self.settings.group_reduce, allowed)
+        allowed = NOTHING_FORBIDDEN
+        if layer.state.candidates is not None:
+            candidates = layer.state.allowed(context)
+            assert candidates is not None
+            if candidates.shape[2] <= self.budget:
+                return AS_GIVEN, np.ascontiguousarray(candidates), NOTHING_FORBIDDEN
+            allowed = np.ascontiguousarray(candidates)
+        # Written by the call, which comes before anybody reads it.
+        positions = np.empty((rows, 1 if self.shared else kv_heads, self.budget), dtype=np.int32)
+        return (CHOSEN if self.budget else AS_GIVEN), positions, allowed
+
+    def _completed(
+        self, layer: RetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall, out: torch.Tensor, lse: np.ndarray
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """Attention over the blocks, out [batch, heads, 1, v_dim] and lse, with the window's and the learned sink."""
+        device = call.q.device
+        out, whole = out.to(device), torch.from_numpy(lse).view(out.shape[:3]).to(device)
+        if layer.window is not None:
+            out, whole = merge_attention(out, whole, *layer.window.attend(call.q, call.scale, call.softcap))
+        if self.engine.measure_recall:
+            self._measure_recall(layer, blocks, call, whole)
+        if call.sink is not None:
+            out, whole = apply_sink(out, whole, call.sink)
+        return out, whole.cpu().numpy()
 
     def _measure_recall(
-        self, layer: RetrievalLayer, step: Step, call: bridge.AttentionCall, q: np.ndarray, lse: torch.Tensor
+        self, layer: RetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall, lse: torch.Tensor
     ) -> None:
         """Add the share of the full attention mass that this step covered, the mean over rows and heads."""
-        blocks = step.blocks(layer.layout)
-        assert layer.pool is not None
-        _, full = self._over_blocks(layer.pool, blocks, call, q, np.ascontiguousarray(blocks.table[:, None]))
-        covered = torch.exp(lse.cpu().flatten() - torch.from_numpy(full).flatten())
+        pool = layer.pool
+        assert pool is not None
+        by_kv_head = call.q.squeeze(2).unflatten(1, (pool.keys.shape[1], -1))
+        q = by_kv_head.to("cpu", torch.float32).contiguous().numpy()
+        ids = np.ascontiguousarray(blocks.table[:, None])
+        counts = np.full(ids.shape[:2], ids.shape[2], dtype=np.int32)
+        arrays = q, pool.key_array, pool.value_array, ids, counts, blocks.lengths
+        _, full = attend_blocks(*arrays, call.scale, call.softcap or 0.0, threads=self.threads)
+        covered = float(torch.exp(lse.cpu().flatten() - torch.from_numpy(full).flatten()).mean())
         state = layer.state
-        layer.state = replace(
-            state, recall_sum=state.recall_sum + float(covered.mean()), recall_steps=state.recall_steps + 1
-        )
+        layer.state = replace(state, recall_sum=state.recall_sum + covered, recall_steps=state.recall_steps + 1)
 
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
         """Compile what decoding and short turns need, or load it from Numba's cache, before a token waits for it."""
@@ -194,9 +198,10 @@ class RetrievalAttention(RetrievalPrefill):
         pool = BlockPool(1, kv_heads, settings.block_size, k_dim, v_dim, kind, settings.representative_num)
         q, one = np.zeros((1, kv_heads, group, k_dim), np.float32), np.ones((1, 1), np.int32)
         ids = np.zeros((1, 1, 1), np.int32)
-        attend_blocks(q, pool.key_array, pool.value_array, ids, one, one[0] * 0, 1.0, softcap)
         attend_blocks_causal(q[:, None], pool.key_array, pool.value_array, ids, one, one[0], 1.0, softcap)
-        block_scores(q, pool.representative_array, ids[0], one[0], self.representative_type.score)
+        arrays = pool.key_array, pool.value_array, pool.representative_array, one[0]
+        dtype = ARRAY_DTYPES.get(self._own_config.dtype, np.float32)
+        RetrievalStep(*arrays, group, self.representative_type.score, softcap > 0, dtype, self.threads)
 
     # -- what others ask
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cpu_ops.retrieval_step import RetrievalStep
 from cpu_ops.token_store import store_token, stores
 from gpu_ops.column_sums import column_sums
 from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
@@ -50,6 +51,8 @@ class RetrievalLayer(BufferedLayer):
         self.unseen = NONE_UNSEEN
         self.scale, self.softcap = 1.0, None
         self._is_prepared = self._stores_natively = False
+        #: The native call of a decoded token, bound to the pool.
+        self.token_step: RetrievalStep | None = None
 
     def _blank_state(self) -> RetrievalState:
         return RetrievalState(open_start=self.layout.sink_blocks * self.layout.block_size)
@@ -57,6 +60,7 @@ class RetrievalLayer(BufferedLayer):
     def reset(self) -> None:
         """Forget what is beside the blocks."""
         self.state, self.unseen, self.window, self.pool = self._blank_state(), NONE_UNSEEN, None, None
+        self.token_step = None
         self.is_initialized = self._is_prepared = False
 
     # -- the parts of the sequence
@@ -95,27 +99,36 @@ class RetrievalLayer(BufferedLayer):
         if self.window is not None:
             self._window_loaded(table, step.length)
 
-    def store_token(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> StepBlocks:
-        """Store one token of every row, keys [batch, kv_heads, 1, k_dim] and values; returns the step's blocks."""
+    def blocks_for(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> StepBlocks:
+        """The step's blocks, in a pool that takes keys [batch, kv_heads, tokens, k_dim] and values like these."""
         if not self._is_prepared:
             self._prepare(keys, values)
-        pool, layout = self.pool, self.layout
-        blocks = step.made.get(id(layout)) or step.blocks(layout)
+        return step.made.get(id(self.layout)) or step.blocks(self.layout)
+
+    def store_token(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> StepBlocks:
+        """Store one token of every row, keys [batch, kv_heads, 1, k_dim] and values; returns the step's blocks."""
+        blocks = self.blocks_for(step, keys, values)
+        pool = self.pool
         assert pool is not None
         if self._stores_natively:
             new_keys = keys.squeeze(2).to("cpu", torch.float32).contiguous().numpy()
             new_values = values.squeeze(2).to("cpu", torch.float32).contiguous().numpy()
-            largest = store_token(new_keys, new_values, pool.key_array, pool.value_array, blocks.table, step.past)
-            if self.storage.largest is not None and largest > self.storage.largest:
-                raise self._too_large(largest)
+            self.require_storable(
+                store_token(new_keys, new_values, pool.key_array, pool.value_array, blocks.table, step.past)
+            )
         else:
             self._require_finite(keys, values)
-            block, offset = divmod(step.past, layout.block_size)
+            block, offset = divmod(step.past, self.layout.block_size)
             for ids, row_keys, row_values in zip(blocks.table, keys, values, strict=True):
                 pool.write_in_block(int(ids[block]), offset, row_keys, row_values)
         if self.window is not None:
-            self.window.append(keys, values, blocks.closed * layout.block_size)
+            self.window.append(keys, values, blocks.closed * self.layout.block_size)
         return blocks
+
+    def require_storable(self, largest: float) -> None:
+        """Raise HeteroKVError where the largest magnitude that was stored is none that the storage type holds."""
+        if self.storage.largest is not None and largest > self.storage.largest:
+            raise self._too_large(largest)
 
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         assert self.pool is not None

@@ -1,0 +1,160 @@
+"""A decoded token's retrieval in one layer, in one call: it is stored, the best blocks are chosen, and attended to."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import from_dtype, njit, types
+
+from cpu_ops import attention, scores, token_store
+from cpu_ops.chosen_blocks import attended_ids, best_blocks
+from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.kernel_address import address_of, call_kernel
+from cpu_ops.number_bits import number, rounded
+from cpu_ops.storage import storage_of
+
+EVERYTHING, AS_GIVEN, CHOSEN = 0, 1, 2
+"""Which blocks a step attends to: all; those at given positions; those that it chooses."""
+NOTHING_FORBIDDEN = np.empty((0, 0, 0), np.int32)
+BAD_PLACE, BAD_CONTEXT, BAD_LISTS = -1.0, -2.0, -3.0
+_REFUSALS = {
+    BAD_PLACE: "the position must lie in the blocks of table, and those in the pool",
+    BAD_CONTEXT: "the blocks of table must lie in the pool",
+    BAD_LISTS: "lists of blocks, or their lengths, must lie in the pool",
+}
+
+
+class RetrievalStep:
+    """The call for one layer: bound to the arrays of its pool and to the shapes of its queries.
+
+    Args:
+        keys: [num_blocks, kv_heads, block_size, k_dim], values: [num_blocks, kv_heads, block_size, v_dim],
+            representatives: [num_blocks, kv_heads, representative_num, k_dim], of storage types (`cpu_ops.storage`).
+        lengths: [num_blocks] int32, tokens in each block.
+        group: query heads of a kv head.
+        score: as `mode` of `cpu_ops.scores.block_scores`.
+        softcapped: whether scores of attention are capped.
+        dtype: of queries, keys, values and outputs: float32, or uint16 for the bits of bfloat16.
+        threads: how many to use.
+
+    Attributes:
+        stores: whether it writes blocks of this storage type; else the token has to be there already.
+        group, v_dim: query heads of a kv head, dimension of a value.
+
+    Raises ValueError or TypeError for arrays that do not fit together.
+    """
+
+    def __init__(
+        self, keys: np.ndarray, values: np.ndarray, representatives: np.ndarray, lengths: np.ndarray, group: int,
+        score: str, softcapped: bool, dtype: Any, threads: int,
+    ) -> None:  # fmt: skip
+        storage, kind = storage_of(keys.dtype), storage_of(representatives.dtype)
+        kv_heads, k_dim = keys.shape[1], keys.shape[3] * storage.group
+        q, ids = (1, kv_heads, group, k_dim), (1, 1, 1)
+        attend, self.v_dim = attention.kernel_for(
+            q, keys.shape, values.shape, ids, ids[:2], lengths.shape, keys.dtype, values.dtype, softcapped
+        )
+        scoring = scores.kernel_for(q, representatives.shape, ids[:2], ids[:1], representatives.dtype, score)
+        self.stores = token_store.stores(keys.dtype)
+        store = address_of(token_store.kernel_for(storage.name)) if self.stores else 0
+        self._addresses = np.array([store, address_of(scoring), address_of(attend)], np.int64)
+        blocks = keys.view(storage.kernel_dtype), values.view(storage.kernel_dtype)
+        self._pool = *blocks, representatives.view(kind.kernel_dtype), lengths
+        self._kernel = _kernel(np.dtype(dtype).name, storage.name, kind.name)
+        self._threads = threads
+        self.group, self._bound = group, (dtype, softcapped)
+
+    def fits(self, dtype: Any, softcapped: bool) -> bool:
+        """Whether it is bound to this dtype, and to capped scores or others."""
+        return self._bound == (dtype, softcapped)
+
+    def __call__(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, table: np.ndarray, first: int, end: int,
+        which: int, positions: np.ndarray, allowed: np.ndarray, shared: bool, largest: bool, scale: float,
+        softcap: float, out: np.ndarray, lse: np.ndarray,
+    ) -> float:  # fmt: skip
+        """Store one token of every row, unless `position` is negative, and attend to what it attends to.
+
+        q: [rows, heads, 1, k_dim], k: [rows, kv_heads, 1, k_dim], v: [rows, kv_heads, 1, v_dim] and out [rows, heads,
+        1, v_dim], of the bound dtype. position: the token's in its sequence. table: [rows, blocks] int32, ids of every
+        row's blocks in order; [first, end) of them are the Context. which: EVERYTHING, AS_GIVEN or CHOSEN. positions:
+        [rows, 1 or kv_heads, count] int32, in the Context, ascending; written where they are CHOSEN. allowed, shared,
+        largest: as `chosen_blocks.best_blocks` takes them. scale, softcap: as `attention.attend_blocks`. lse: [rows,
+        kv_heads, group] float32, is written. For who holds `threads.one_kernel_at_a_time`.
+
+        Returns the largest magnitude that was stored (0 for none), infinity or NaN where there are such. Raises
+        IndexError for places, ids and lengths outside the pool, TypeError for other arrays than these.
+        """
+        status = self._kernel(
+            q, k, v, *self._pool, position, table, first, end, which, positions, allowed, shared, largest,
+            scale, softcap, self._threads, self._addresses, out, lse,
+        )  # fmt: skip
+        if status < 0:
+            raise IndexError(_REFUSALS[status])
+        return float(status)
+
+
+@cache
+def _kernel(dtype: str, storage: str, representative_storage: str) -> Any:
+    code_version = CODE_VERSION
+
+    given = types.Array(from_dtype(np.dtype(dtype)), 4, "C")
+    pool, kind = attention.signature(storage).args[1], scores.signature(representative_storage).args[1]
+    int3, int2, int1 = (types.Array(types.int32, dims, "C") for dims in (3, 2, 1))
+    signature = types.float64(
+        given, given, given, pool, pool, kind, int1, types.int64, int2, types.int64, types.int64, types.int64,
+        int3, int3, types.boolean, types.boolean, types.float64, types.float64, types.int64,
+        types.Array(types.int64, 1, "C"), given, types.Array(types.float32, 3, "C"),
+    )  # fmt: skip
+
+    @njit(signature, cache=True, nogil=True, error_model="numpy")
+    def step(
+        q, k, v, keys, values, representatives, lengths, position, table, first, end, which, positions, allowed,
+        shared, largest, scale, softcap, threads, addresses, out, lse,
+    ):  # fmt: skip
+        rows, heads, _, k_dim = q.shape
+        kv_heads, v_dim = keys.shape[1], out.shape[3]
+        group = heads // kv_heads
+        stored = np.float64(0 * code_version)
+        if position >= 0:
+            new_keys = np.empty((rows, kv_heads, k_dim), np.float32)
+            new_values = np.empty((rows, kv_heads, v_dim), np.float32)
+            for row in range(rows):
+                for head in range(kv_heads):
+                    for d in range(k_dim):
+                        new_keys[row, head, d] = number(k[row, head, 0, d])
+                    for d in range(v_dim):
+                        new_values[row, head, d] = number(v[row, head, 0, d])
+            written = new_keys, new_values, keys, values, table, position
+            stored = np.float64(call_kernel("store", storage, addresses[0], written))
+            if stored < 0:
+                return BAD_PLACE
+        queries = np.empty((rows, kv_heads, group, k_dim), np.float32)
+        for row in range(rows):
+            for head in range(heads):
+                for d in range(k_dim):
+                    queries[row, head // group, head % group, d] = number(q[row, head, 0, d])
+        if which == EVERYTHING:
+            ids = table.copy().reshape(rows, 1, table.shape[1])
+        else:
+            if which == CHOSEN:
+                context = table[:, first:end].copy()
+                block_scores = np.empty((rows, kv_heads, group, end - first), np.float32)
+                counts = np.full(rows, end - first, np.int32)
+                scored = queries, representatives, context, counts, threads, block_scores
+                if call_kernel("score", representative_storage, addresses[1], scored) < 0:
+                    return BAD_CONTEXT
+                positions[:] = best_blocks(block_scores, positions.shape[2], allowed, shared, largest)
+            ids = attended_ids(table, positions, first, end)
+        in_use = np.full((rows, ids.shape[1]), ids.shape[2], np.int32)
+        attended = np.empty((rows, kv_heads, group, v_dim), np.float32)
+        arguments = queries, keys, values, ids, in_use, lengths, scale, softcap, threads, attended, lse
+        if call_kernel("attend", storage, addresses[2], arguments) < 0:
+            return BAD_LISTS
+        for row in range(rows):
+            for head in range(heads):
+                for d in range(v_dim):
+                    out[row, head, 0, d] = rounded(out, attended[row, head // group, head % group, d])
+        return stored
+
+    return step

@@ -1,0 +1,136 @@
+"""One call for a token's retrieval does what storing, scoring, choosing and attending do one after the other."""
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+from cpu_ops.attention import attend_blocks
+from cpu_ops.chosen_blocks import attended_ids, best_blocks
+from cpu_ops.kernel_address import address_of
+from cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN, RetrievalStep
+from cpu_ops.scores import block_scores
+from cpu_ops.token_store import store_token
+
+# As the tiny llama's pool in tests/operators, so that no kernel is compiled for this alone.
+ROWS, KV_HEADS, GROUP, DIM, BLOCK, BLOCKS = 2, 2, 2, 16, 4, 12
+POOL = ROWS * BLOCKS + 3
+FIRST, END, POSITION = 1, BLOCKS - 2, (BLOCKS - 1) * BLOCK + 2
+
+
+class Problem:
+    """A pool in which two rows have 12 blocks each, the last one with room, and a token of each row."""
+
+    def __init__(self, dtype=np.float32, score="quest"):
+        rng = np.random.default_rng(0)
+        shape = (POOL, KV_HEADS, BLOCK, DIM)
+        self.keys, self.values = rng.standard_normal((2, *shape), np.float32)
+        self.representatives = rng.standard_normal((POOL, KV_HEADS, 2, DIM), np.float32)
+        self.lengths = np.full(POOL, BLOCK, np.int32)
+        self.table = rng.permutation(POOL)[: ROWS * BLOCKS].reshape(ROWS, BLOCKS).astype(np.int32)
+        self.lengths[self.table[:, -1]] = POSITION % BLOCK + 1
+        tensors = [
+            torch.from_numpy(rng.standard_normal((ROWS, heads, 1, DIM), np.float32))
+            for heads in (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)
+        ]
+        if dtype == np.uint16:
+            tensors = [tensor.bfloat16() for tensor in tensors]
+        self.numbers = [tensor.float().numpy() for tensor in tensors]
+        self.given = [(t if dtype == np.float32 else t.view(torch.uint16)).numpy() for t in tensors]
+        self.score = score
+        self.step = RetrievalStep(
+            self.keys, self.values, self.representatives, self.lengths, GROUP, score, False, dtype, 2
+        )
+        self.out = np.empty((ROWS, KV_HEADS * GROUP, 1, DIM), dtype)
+        self.lse = np.empty((ROWS, KV_HEADS, GROUP), np.float32)
+
+    def run(self, which, positions=NOTHING_FORBIDDEN, allowed=NOTHING_FORBIDDEN, position=POSITION, table=None):
+        table = self.table if table is None else table
+        flags = allowed, positions.shape[1] == 1, False
+        return self.step(
+            *self.given, position, table, FIRST, END, which, positions, *flags, 0.25, 0.0, self.out, self.lse
+        )
+
+    def expected(self, ids):
+        """Attention over lists of blocks [rows, lists, blocks]."""
+        counts = np.full(ids.shape[:2], ids.shape[2], np.int32)
+        q = self.numbers[0].reshape(ROWS, KV_HEADS, GROUP, DIM)
+        out, lse = attend_blocks(q, self.keys, self.values, ids, counts, self.lengths, 0.25)
+        return out.reshape(self.out.shape), lse
+
+    def scores(self):
+        context = np.ascontiguousarray(self.table[:, FIRST:END])
+        counts = np.full(ROWS, END - FIRST, np.int32)
+        q = self.numbers[0].reshape(ROWS, KV_HEADS, GROUP, DIM)
+        return block_scores(q, self.representatives, context, counts, self.score)
+
+
+@pytest.mark.parametrize("lists", [1, KV_HEADS])
+@pytest.mark.parametrize("allowed", [None, [0, 2, 3, 5, 6]])
+def test_the_best_blocks_are_chosen_and_attended_to(lists, allowed):
+    problem = Problem()
+    positions = np.empty((ROWS, lists, 4), np.int32)
+    among = NOTHING_FORBIDDEN
+    if allowed is not None:
+        among = np.ascontiguousarray(np.broadcast_to(np.array(allowed, np.int32), (ROWS, lists, len(allowed))))
+    largest = problem.run(CHOSEN, positions, among)
+    assert largest == max(np.abs(part).max() for part in problem.numbers[1:])
+    chosen = best_blocks(problem.scores(), 4, among, lists == 1, False)
+    assert positions.tolist() == chosen.tolist()
+    assert allowed is None or set(positions.ravel().tolist()) <= set(allowed)
+    out, lse = problem.expected(attended_ids(problem.table, chosen, FIRST, END))
+    np.testing.assert_array_equal(problem.out, out)
+    np.testing.assert_array_equal(problem.lse, lse)
+
+
+def test_the_token_is_stored_before_it_is_attended_to():
+    problem, other = Problem(), Problem()
+    problem.run(EVERYTHING)
+    k, v = (np.ascontiguousarray(part[:, :, 0]) for part in other.numbers[1:])
+    store_token(k, v, other.keys, other.values, other.table, POSITION)
+    for mine, theirs in ((problem.keys, other.keys), (problem.values, other.values)):
+        np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_array_equal(problem.out, other.expected(other.table[:, None].copy())[0])
+
+
+def test_a_token_that_is_there_already_is_not_stored_again():
+    problem = Problem()
+    before = problem.keys.copy()
+    assert problem.run(AS_GIVEN, np.zeros((ROWS, 1, 1), np.int32), position=-1) == 0
+    np.testing.assert_array_equal(problem.keys, before)
+    ids = attended_ids(problem.table, np.zeros((ROWS, 1, 1), np.int32), FIRST, END)
+    np.testing.assert_array_equal(problem.out, problem.expected(ids)[0])
+
+
+def test_numbers_of_bfloat16_are_widened_and_rounded():
+    problem = Problem(np.uint16)
+    problem.run(EVERYTHING)
+    out = torch.from_numpy(problem.expected(problem.table[:, None].copy())[0])
+    assert torch.equal(torch.from_numpy(problem.out).view(torch.bfloat16), out.bfloat16())
+
+
+def test_places_outside_the_pool_are_refused():
+    problem = Problem()
+    for table, position in ((problem.table, BLOCKS * BLOCK), (problem.table + POOL, POSITION)):
+        with pytest.raises(IndexError, match="position must lie in the blocks of table"):
+            problem.run(EVERYTHING, position=position, table=table)
+    with pytest.raises(IndexError, match="blocks of table must lie in the pool"):
+        problem.run(CHOSEN, np.empty((ROWS, 1, 2), np.int32), position=-1, table=problem.table + POOL)
+    with pytest.raises(IndexError, match="lists of blocks, or their lengths"):
+        problem.run(EVERYTHING, position=-1, table=problem.table + POOL)
+
+
+def test_arrays_that_do_not_fit_the_pool_are_refused():
+    problem = Problem()
+    with pytest.raises(ValueError, match="representatives"):
+        RetrievalStep(
+            problem.keys, problem.values, problem.representatives[..., :8], problem.lengths, GROUP, "quest", False,
+            np.float32, 2,
+        )  # fmt: skip
+    with pytest.raises(TypeError):
+        problem.step(*problem.given[::-1], 0, None, 0, 0, 0, None, None, True, True, 1.0, 0.0, None, None)
+
+
+def test_only_a_kernel_of_one_signature_has_an_address():
+    with pytest.raises(ValueError, match="compiled for 0 signatures"):
+        address_of(numba.njit(lambda x: x))
