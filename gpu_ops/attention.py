@@ -1,17 +1,22 @@
 """Dense attention that also returns the log-sum-exp, on any device, from the best kernel that can.
 
 Torch's flash kernels are used where they apply; score soft-capping, which none of them knows, goes through
-`tiled_attention`, which is plain torch and defines the result.
+`tiled_attention`, which is plain torch and defines the result. Prompts in bfloat16 on a CPU that multiplies it go
+through `cpu_ops.prompt_attention`.
 """
 
 from __future__ import annotations
 
 import torch
 
+from cpu_ops.prompt_attention import attend_prompt, attends_in_bfloat16
+from cpu_ops.threads import at_most
 from gpu_ops.merge import merge_attention
 
 _TILE = 256
 _KEY_TILE = 4096
+# Queries from which on a kernel that lays out all keys anew is worth it.
+_LEAST_QUERIES = 32
 # Looked up once: a decoded token calls it in every layer.
 _CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -136,6 +141,8 @@ def chunk_attention(
     batch, heads, n, _ = q.shape
     kv_heads, past = past_k.shape[1], past_k.shape[2]
     group = heads // kv_heads
+    if _is_natively_bfloat16(q, v):
+        return _natively(q, past_k, past_v, k, v, scale, softcap)
     out, lse = attention_with_lse(q, _repeated(k, group), _repeated(v, group), scale, softcap, causal=True)
     if past == 0:
         return out, lse
@@ -164,6 +171,9 @@ def sliding_window_attention(
         folded = q.reshape(batch, kv_heads, group, k_dim)
         out, lse = attention_with_lse(folded, k[:, :, seen], v[:, :, seen], scale, softcap)
         return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
+    if _is_natively_bfloat16(q, v):
+        past = slice(max(0, m - n - window + 1), m - n)
+        return _natively(q, k[:, :, past], v[:, :, past], k[:, :, m - n :], v[:, :, m - n :], scale, softcap, window)
     tile = max(_TILE, min(window, 1024))
     outs, lses = [], []
     for start in range(0, n, tile):
@@ -177,6 +187,29 @@ def sliding_window_attention(
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def _is_natively_bfloat16(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the CPU's kernel for prompts takes these queries and values."""
+    return (
+        q.dtype is torch.bfloat16
+        and q.device.type == "cpu"
+        and q.shape[2] >= _LEAST_QUERIES
+        and attends_in_bfloat16(q.shape[3], v.shape[3])
+    )
+
+
+def _natively(
+    q: torch.Tensor, past_k: torch.Tensor, past_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
+    softcap: float | None, window: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`chunk_attention` by the CPU's kernel, of the last `window` keys where that is given."""
+    threads = at_most(torch.get_num_threads())
+    queries, past_keys, past_values, keys, values = (
+        each.detach().view(torch.uint16).numpy() for each in (q, past_k, past_v, k, v)
+    )
+    out, lse = attend_prompt(queries, past_keys, past_values, keys, values, scale, softcap or 0.0, window, threads)
+    return torch.from_numpy(out).view(torch.bfloat16).transpose(1, 2), torch.from_numpy(lse)
 
 
 def _repeated(t: torch.Tensor, group: int) -> torch.Tensor:

@@ -1,0 +1,178 @@
+"""Products of matrices of bfloat16 by AVX-512's dot products of pairs, which add in float32, and softmax around them.
+
+A word is two neighbouring bfloat16 numbers of the dimension that is summed over; an instruction adds the products of 16
+pairs of words to 16 float32 numbers.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from cpu_ops.vectors import Vectors, array_pointer, integer, offset
+
+LANES = 16
+COLUMNS = 4 * LANES
+"""Columns of a register tile."""
+_WORDS = ir.VectorType(ir.IntType(32), LANES)
+
+
+class _BFloat16(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+_PAIRS, _HALVES = ir.VectorType(_BFloat16(), 2 * LANES), ir.VectorType(_BFloat16(), LANES)
+
+
+def _add_pairs(v: Vectors, slot: ir.Value, first: ir.Value, second: ir.Value) -> None:
+    """Add the products of two vectors of words, summed within each word, to the float32 vector in a slot."""
+    kind = ir.FunctionType(v.type, [v.type, _PAIRS, _PAIRS])
+    function = cgutils.get_or_insert_function(v.builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    pairs = [v.builder.bitcast(each, _PAIRS) for each in (first, second)]
+    v.builder.store(v.builder.call(function, [v.builder.load(slot), *pairs]), slot)
+
+
+def _words(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
+    return builder.load(builder.bitcast(pointer, _WORDS.as_pointer()), align=4, typ=_WORDS)
+
+
+def _word_everywhere(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
+    word = builder.load(builder.bitcast(pointer, ir.IntType(32).as_pointer()), align=4, typ=ir.IntType(32))
+    blank = ir.Constant(_WORDS, ir.Undefined)
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    return builder.shuffle_vector(builder.insert_element(blank, word, integer(0)), blank, mask)
+
+
+def _multiply(
+    v: Vectors, rows: int, row_words: int, left: ir.Value, right: ir.Value, right_pitch: int, depth: ir.Value,
+    slots: list[ir.Value],
+) -> None:  # fmt: skip
+    """Add a product to the tile in `slots`, `rows` times as many vectors of columns: left's words by right's rows."""
+    vectors = len(slots) // rows
+    with cgutils.for_range(v.builder, depth) as loop:
+        line = offset(v.builder, right, v.builder.mul(loop.index, integer(right_pitch)))
+        columns = [_words(v.builder, offset(v.builder, line, LANES * each)) for each in range(vectors)]
+        for row in range(rows):
+            word = _word_everywhere(v.builder, offset(v.builder, offset(v.builder, left, loop.index), row * row_words))
+            for column, slot in zip(columns, slots[row * vectors : (row + 1) * vectors], strict=True):
+                _add_pairs(v, slot, word, column)
+
+
+@intrinsic(prefer_literal=True)
+def score_tile_bf16(typingctx, rows, depth, pitch, q, q_at, keys, count, scores):
+    """Scores of a tile of queries: scores[r * pitch + j] for j < count, rounded up to whole tiles of `COLUMNS`.
+
+    q: words, [rows, depth] from `q_at` on. keys: words, [depth, pitch], a key in each column.
+    """
+    height, words, stride = (each.literal_value for each in (rows, depth, pitch))
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        v = Vectors(builder, LANES)
+        q_pointer = array_pointer(context, builder, q, arguments[3], arguments[4])
+        k_pointer = array_pointer(context, builder, keys, arguments[5], integer(0))
+        s_pointer = array_pointer(context, builder, scores, arguments[7], integer(0))
+        with cgutils.for_range_slice(builder, integer(0), arguments[6], integer(COLUMNS)) as (column, _):
+            slots = v.slots([v.zero] * (height * COLUMNS // LANES))
+            for slot in slots:
+                builder.store(v.zero, slot)
+            _multiply(v, height, words, q_pointer, offset(builder, k_pointer, column), stride, integer(words), slots)
+            place = offset(builder, s_pointer, column)
+            for index, slot in enumerate(slots):
+                row, part = divmod(index, COLUMNS // LANES)
+                v.store(builder.load(slot), offset(builder, place, row * stride + part * LANES))
+        return context.get_dummy_value()
+
+    at = types.int64
+    return types.none(rows, depth, pitch, q, at, keys, at, scores), codegen
+
+
+@intrinsic(prefer_literal=True)
+def add_values_bf16(typingctx, rows, dim, pitch, weights, pairs, values, sums, sums_at):
+    """Add weighted values: sums[sums_at + r * dim + d], d < dim, by `pairs` pairs of tokens.
+
+    weights: numbers, [rows, 2 * pitch]. values: words, [pairs, dim], pairs of tokens for each channel. dim: a
+    multiple of 16.
+    """
+    height, size, stride = (each.literal_value for each in (rows, dim, pitch))
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        v = Vectors(builder, LANES)
+        halves = array_pointer(context, builder, weights, arguments[3], integer(0))
+        w_pointer = builder.bitcast(halves, ir.IntType(32).as_pointer())
+        v_pointer = array_pointer(context, builder, values, arguments[5], integer(0))
+        s_pointer = array_pointer(context, builder, sums, arguments[6], arguments[7])
+        for start in range(0, size, COLUMNS):
+            width = min(COLUMNS, size - start) // LANES
+            places = [
+                offset(builder, s_pointer, row * size + start + part * LANES)
+                for row in range(height)
+                for part in range(width)
+            ]
+            slots = v.slots([v.load(place) for place in places])
+            _multiply(v, height, stride, w_pointer, offset(builder, v_pointer, start), size, arguments[4], slots)
+            for place, slot in zip(places, slots, strict=True):
+                v.store(builder.load(slot), place)
+        return context.get_dummy_value()
+
+    at = types.int64
+    return types.none(rows, dim, pitch, weights, at, values, sums, at), codegen
+
+
+@intrinsic
+def row_largest(typingctx, scores, at, count):
+    """The largest of `count` scores, a multiple of 16, from `at` on."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        v = Vectors(builder, LANES)
+        pointer = array_pointer(context, builder, scores, arguments[0], arguments[1])
+        (slot,) = v.slots([v.constant(float("-inf"))])
+        builder.store(v.constant(float("-inf")), slot)
+        with cgutils.for_range_slice(builder, integer(0), arguments[2], integer(LANES)) as (index, _):
+            builder.store(v.maximum(builder.load(slot), v.load(offset(builder, pointer, index))), slot)
+        found = builder.load(slot)
+        for distance in (8, 4, 2, 1):
+            found = v.maximum(found, v.across(found, distance))
+        return builder.extract_element(found, integer(0))
+
+    return types.float32(scores, types.int64, types.int64), codegen
+
+
+@intrinsic
+def row_weights(typingctx, scores, at, count, factor, shift, weights, weights_at):
+    """Write 2 ** (score * factor - shift) of `count` scores, a multiple of 16, as bfloat16; returns their sum."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        v = Vectors(builder, LANES)
+        pointer = array_pointer(context, builder, scores, arguments[0], arguments[1])
+        target = array_pointer(context, builder, weights, arguments[5], arguments[6])
+        blank = ir.Constant(v.type, ir.Undefined)
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        spread = [
+            builder.shuffle_vector(builder.insert_element(blank, each, integer(0)), blank, mask)
+            for each in (arguments[3], builder.fneg(arguments[4]))
+        ]
+        (slot,) = v.slots([v.zero])
+        builder.store(v.zero, slot)
+        with cgutils.for_range_slice(builder, integer(0), arguments[2], integer(LANES)) as (index, _):
+            scaled = v.call("fmuladd", v.load(offset(builder, pointer, index)), *spread)
+            weight = v.exp2(scaled)
+            builder.store(builder.fadd(builder.load(slot), weight), slot)
+            place = builder.bitcast(offset(builder, target, index), _HALVES.as_pointer())
+            builder.store(builder.fptrunc(weight, _HALVES), place, align=2)
+        found = builder.load(slot)
+        for distance in (8, 4, 2, 1):
+            found = builder.fadd(found, v.across(found, distance))
+        return builder.extract_element(found, integer(0))
+
+    real, at64 = types.float32, types.int64
+    return types.float32(scores, at64, at64, real, real, weights, at64), codegen

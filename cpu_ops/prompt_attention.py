@@ -1,0 +1,216 @@
+"""Causal attention of a chunk of a prompt to itself and to what came before it, in bfloat16 on CPUs that multiply it.
+
+FlashAttention's online softmax (Dao et al. 2022, arXiv:2205.14135, algorithm 1), queries of a kv head's whole group
+together. Keys and values of some tokens at a time are laid out as pairs for the dot products (`bfloat16_tiles`) and
+meet all of an item's queries before the next ones come: the layout costs little, and nothing is as long as the prompt.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit, prange, types
+
+from cpu_ops.bfloat16_tiles import COLUMNS, LANES, add_values_bf16, row_largest, row_weights, score_tile_bf16
+from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.cpu_features import has, isa
+from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
+from cpu_ops.number_bits import float_to_bfloat16
+from cpu_ops.scratch import scratch
+from cpu_ops.threads import kernel_threads
+
+_ROWS = 6
+"""Queries of a register tile: with 4 vectors of columns they leave registers for what is multiplied."""
+_KEYS = 128
+"""Tokens that are laid out at once: with a tile's scores they stay in the first-level cache."""
+_ITEM_ROWS = 128 * _ROWS
+"""Queries that one thread takes at once: their sums stay in the second-level cache."""
+
+
+def attends_in_bfloat16(k_dim: int, v_dim: int) -> bool:
+    """Whether `attend_prompt` takes keys and values of these dimensions on this CPU, and is the fastest there is.
+
+    A CPU with AMX multiplies bfloat16 faster than these kernels do, and torch uses that.
+    """
+    instructions = isa() == "avx512" and has("avx512bf16") and not has("amx-bf16")
+    return instructions and k_dim % LANES == 0 and v_dim % LANES == 0
+
+
+def attend_prompt(
+    q: np.ndarray,
+    past_k: np.ndarray,
+    past_v: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float,
+    softcap: float = 0.0,
+    window: int | None = None,
+    threads: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax attention of n tokens to `past` tokens before them and, causally, to themselves.
+
+    q: [batch, kv_heads * group, n, k_dim], past_k: [batch, kv_heads, past, k_dim], past_v: [batch, kv_heads, past,
+    v_dim], k: [batch, kv_heads, n, k_dim], v: [batch, kv_heads, n, v_dim]: bits of bfloat16, uint16; only the last
+    dimension must be contiguous. scale, above 0, multiplies the scores; softcap c > 0 then turns them into
+    c * tanh(score / c). window: a query sees so many of the last tokens, itself included (None: all). threads: how many
+    to use (None: Numba's setting).
+
+    Products are of bfloat16, weights rounded to it, all sums float32.
+
+    Returns out [batch, n, heads, v_dim] of bfloat16's bits and lse [batch, heads, n] float32, the natural logarithm of
+    the sum of exp(score). Raises ValueError or TypeError for arrays that do not fit together or that the CPU cannot
+    multiply (`attends_in_bfloat16`).
+    """
+    given = (q, past_k, past_v, k, v)
+    if any(each.ndim != 4 or each.dtype != np.uint16 for each in given):
+        raise TypeError("q, past_k, past_v, k and v must have four dimensions and be the bits of bfloat16 (uint16)")
+    batch, heads, n, k_dim = q.shape
+    kv_heads, v_dim = k.shape[1], v.shape[3]
+    past = past_k.shape[2]
+    if (
+        k.shape != (batch, kv_heads, n, k_dim)
+        or v.shape != (batch, kv_heads, n, v_dim)
+        or past_k.shape != (batch, kv_heads, past, k_dim)
+        or past_v.shape != (batch, kv_heads, past, v_dim)
+        or heads % kv_heads
+        or min(q.shape) < 1
+    ):
+        raise ValueError(f"q {q.shape}, past {past_k.shape} {past_v.shape}, k {k.shape} and v {v.shape} do not fit")
+    if not scale > 0 or (window is not None and window < 1):
+        raise ValueError(f"scale is {scale} and window {window}; they must be above 0")
+    if k_dim % LANES or v_dim % LANES or not has("avx512bf16"):
+        raise ValueError(f"dims {k_dim} and {v_dim} must be multiples of {LANES}, on a CPU with AVX512_BF16")
+    arrays = [each if each.strides[3] == 2 else np.ascontiguousarray(each) for each in given]
+    out = np.empty((batch, n, heads, v_dim), np.uint16)
+    lse = np.empty((batch, heads, n), np.float32)
+    kernel = _kernel(k_dim, v_dim, softcap > 0)
+    with kernel_threads(threads) as used:
+        kernel(*arrays, scale, softcap, past + n if window is None else window, used, out, lse)
+    return out, lse
+
+
+@cache
+def _kernel(k_dim: int, v_dim: int, softcapped: bool) -> Any:
+    """Compile the kernel of one shape; on disk Numba keys it by the constants below, all of them plain values."""
+    depth, tile_rows, tile_keys, item_rows, columns = k_dim // 2, _ROWS, _KEYS, _ITEM_ROWS, COLUMNS
+    pair_pitch = tile_keys // 2
+    code_version = CODE_VERSION
+
+    bits, real3 = types.Array(types.uint16, 4, "A"), types.Array(types.float32, 3, "C")
+    signature = types.void(
+        bits, bits, bits, bits, bits, types.float64, types.float64, types.int64, types.int64,
+        types.Array(types.uint16, 4, "C"), real3,
+    )  # fmt: skip
+
+    @njit(signature, parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def attend(q, past_k, past_v, k, v, scale, softcap, window, threads, out, lse):
+        batch, heads, n, _ = q.shape
+        kv_heads, past = k.shape[1], past_k.shape[2]
+        group = heads // kv_heads
+        per_head = -(-(n * group) // item_rows)
+        items = batch * kv_heads * per_head
+        factor = np.float32(1) if softcapped else np.float32(scale * LOG2_E)
+        before_cap = np.float32(scale / softcap) if softcapped else np.float32(code_version * 0)
+        for thread in prange(threads):
+            worker = np.int64(thread)
+            words = np.zeros((item_rows, depth), np.uint32)
+            key_words, value_words = np.zeros((depth, tile_keys), np.uint32), np.zeros((pair_pitch, v_dim), np.uint32)
+            scores, sums = scratch(tile_rows, tile_keys), scratch(item_rows, v_dim)
+            weights = np.zeros((tile_rows, tile_keys), np.uint16)
+            most, totals = np.empty((2, item_rows), np.float32)
+            # The later an item's queries are, the more keys they see: threads take turns, to and fro.
+            for turn in range(-(-items // threads)):
+                item = turn * threads + (worker if turn % 2 == 0 else threads - 1 - worker)
+                if item >= items:
+                    continue
+                index, part = item % (batch * kv_heads), item // (batch * kv_heads)
+                row, head = index // kv_heads, index % kv_heads
+                first = part * item_rows
+                count = min(item_rows, n * group - first)
+                _gather(q, row, head * group, group, first, count, words)
+                most[:], totals[:], sums[:] = -np.inf, 0, 0
+                end: Any = past + (first + count - 1) // group + 1
+                begin: Any = max(0, past + first // group + 1 - window)
+                for start in range(begin, end, tile_keys):
+                    keys: Any = min(tile_keys, end - start)
+                    _lay_out_keys(past_k, k, row, head, start, keys, key_words)
+                    _lay_out_values(past_v, v, row, head, start, keys, value_words)
+                    for tile in range(0, count, tile_rows):
+                        rows: Any = min(tile_rows, count - tile)
+                        # Keys of this stretch that the tile's last query sees, in whole vectors.
+                        seen: Any = min(keys, past + (first + tile + rows - 1) // group + 1 - start)
+                        if seen <= 0:
+                            continue
+                        wide: Any = -(-seen // columns) * columns
+                        score_tile_bf16(tile_rows, depth, tile_keys, words, tile * depth, key_words, wide, scores)
+                        for r in range(rows):
+                            at: Any = tile + r
+                            own: Any = max(0, min(seen, past + (first + at) // group + 1 - start))
+                            if softcapped:
+                                for j in range(own):
+                                    scores[r, j] *= before_cap
+                                row_softcap(scores, r, own, np.float32(softcap) * LOG2_E)
+                            scores[r, own:wide] = -np.inf
+                            # In front of the window.
+                            scores[r, : max(0, min(own, past + (first + at) // group + 1 - window - start))] = -np.inf
+                            top = row_largest(scores, r * tile_keys, wide) * factor
+                            if top > most[at]:
+                                rescale = exp2(most[at] - top)
+                                for d in range(v_dim):
+                                    sums[at, d] *= rescale
+                                totals[at] *= rescale
+                                most[at] = top
+                            if most[at] == -np.inf:
+                                weights[r, :wide] = 0
+                                continue
+                            totals[at] += row_weights(
+                                scores, r * tile_keys, wide, factor, most[at], weights, r * tile_keys
+                            )
+                        add_values_bf16(
+                            tile_rows, v_dim, pair_pitch, weights, wide // 2, value_words, sums, tile * v_dim
+                        )
+                for at in range(count):
+                    token, query = (first + at) // group, head * group + (first + at) % group
+                    for d in range(v_dim):
+                        out[row, token, query, d] = float_to_bfloat16(sums[at, d] / totals[at])
+                    lse[row, query, token] = (most[at] + np.log2(totals[at])) * LN_2
+
+    return attend
+
+
+@njit(nogil=True)
+def _gather(q, row, head, group, first, count, words):
+    """The queries [first, first + count) of a kv head, counted through its group and then its tokens, as words."""
+    for at in range(count):
+        token, query = (first + at) // group, head + (first + at) % group
+        for d in range(words.shape[1]):
+            words[at, d] = np.uint32(q[row, query, token, 2 * d]) | np.uint32(q[row, query, token, 2 * d + 1]) << 16
+    words[count:] = 0
+
+
+@njit(nogil=True)
+def _lay_out_keys(past_k, k, row, head, start, count, words):
+    """Keys [start, start + count) of past and chunk as columns of words; zeros in the others."""
+    past = past_k.shape[2]
+    for j in range(count):
+        token = start + j
+        key = past_k[row, head, token] if token < past else k[row, head, token - past]
+        for d in range(words.shape[0]):
+            words[d, j] = np.uint32(key[2 * d]) | np.uint32(key[2 * d + 1]) << 16
+    words[:, count:] = 0
+
+
+@njit(nogil=True)
+def _lay_out_values(past_v, v, row, head, start, count, words):
+    """Values [start, start + count) of past and chunk, pairs of tokens as words; zeros behind them."""
+    past = past_v.shape[2]
+    words[-(-count // 2) :] = 0
+    for j in range(count):
+        token = start + j
+        value = past_v[row, head, token] if token < past else v[row, head, token - past]
+        if j % 2 == 0:
+            for d in range(words.shape[1]):
+                words[j // 2, d] = np.uint32(value[d])
+        else:
+            for d in range(words.shape[1]):
+                words[j // 2, d] |= np.uint32(value[d]) << 16

@@ -1,0 +1,117 @@
+"""Prompts in bfloat16 against the softmax formula in float64 of the same rounded numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpu_ops.cpu_features import available, forced_isa, has
+from cpu_ops.prompt_attention import attend_prompt, attends_in_bfloat16
+from gpu_ops.attention import chunk_attention, sliding_window_attention
+
+pytestmark = pytest.mark.skipif(not has("avx512bf16"), reason="this CPU has no dot products of bfloat16")
+SCALE = 0.3
+
+
+def problem(batch, kv_heads, group, past, n, k_dim, v_dim, seed):
+    """q, past keys and values, keys and values of the chunk, as a model lays them out: queries by token, then head."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(batch, n, kv_heads * group, k_dim, generator=generator).bfloat16().transpose(1, 2)
+    k, v = (torch.randn(batch, kv_heads, past + n, dim, generator=generator).bfloat16() for dim in (k_dim, v_dim))
+    return q, k[:, :, :past], v[:, :, :past], k[:, :, past:], v[:, :, past:]
+
+
+def bits(*tensors):
+    return [each.view(torch.uint16).numpy() for each in tensors]
+
+
+def reference(q, past_k, past_v, k, v, softcap=0.0, window=None):
+    keys, values = torch.cat([past_k, k], 2).double(), torch.cat([past_v, v], 2).double()
+    group, past, n = q.shape[1] // k.shape[1], past_k.shape[2], q.shape[2]
+    scores = q.double() @ keys.repeat_interleave(group, 1).transpose(-1, -2) * SCALE
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    rows, columns = torch.arange(past, past + n)[:, None], torch.arange(past + n)[None]
+    seen = (columns <= rows) & (columns > rows - (window or past + n))
+    scores = scores.masked_fill(~seen, float("-inf"))
+    return scores.softmax(-1) @ values.repeat_interleave(group, 1), scores.logsumexp(-1)
+
+
+def assert_close(out, lse, expected, expected_lse):
+    # Weights and outputs are rounded to 8 bits each: half a unit of either, of values of size 1 to 4.
+    assert (out.double() - expected).abs().max() < 2**-8 * expected.abs().max() + 2**-8
+    assert (lse.double() - expected_lse).abs().max() < 1e-5
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 7]),
+    past=st.sampled_from([0, 1, 63, 128, 130, 300]),
+    n=st.sampled_from([1, 5, 6, 40, 129, 400]),
+    softcap=st.sampled_from([0.0, 3.0]),
+    window=st.sampled_from([None, 1, 7, 130]),
+    threads=st.integers(1, 2),
+    seed=st.integers(0, 999),
+)
+def test_a_chunk_attends_to_its_past_and_causally_to_itself(
+    batch, kv_heads, group, past, n, softcap, window, threads, seed
+):
+    given_arrays = problem(batch, kv_heads, group, past, n, 32, 48, seed)
+    out, lse = attend_prompt(*bits(*given_arrays), SCALE, softcap, window, threads)
+    out = torch.from_numpy(out).view(torch.bfloat16).transpose(1, 2)
+    assert_close(out, torch.from_numpy(lse), *reference(*given_arrays, softcap, window))
+
+
+def test_more_queries_than_one_item_holds():
+    given_arrays = problem(1, 2, 7, 100, 300, 32, 48, 3)
+    out, lse = attend_prompt(*bits(*given_arrays), SCALE)
+    one, one_lse = attend_prompt(*bits(*given_arrays), SCALE, threads=1)
+    np.testing.assert_array_equal(out, one)
+    np.testing.assert_array_equal(lse, one_lse)
+    assert_close(
+        torch.from_numpy(out).view(torch.bfloat16).transpose(1, 2), torch.from_numpy(lse), *reference(*given_arrays)
+    )
+
+
+def test_a_score_beyond_all_others_is_no_overflow():
+    q, past_k, past_v, k, v = problem(1, 1, 2, 200, 50, 32, 48, 4)
+    past_k[:, :, 150] *= 200
+    out, lse = attend_prompt(*bits(q, past_k, past_v, k, v), SCALE)
+    assert_close(
+        torch.from_numpy(out).view(torch.bfloat16).transpose(1, 2),
+        torch.from_numpy(lse) / 1000,
+        reference(q, past_k, past_v, k, v)[0],
+        reference(q, past_k, past_v, k, v)[1] / 1000,
+    )
+
+
+def test_dense_attention_takes_it_for_prompts_in_bfloat16():
+    if not attends_in_bfloat16(32, 48):
+        pytest.skip("torch's kernels are faster here")
+    given_arrays = problem(1, 2, 2, 70, 40, 32, 48, 5)
+    out, lse = chunk_attention(*given_arrays, SCALE)
+    native, native_lse = attend_prompt(*bits(*given_arrays), SCALE)
+    assert torch.equal(out.transpose(1, 2).contiguous(), torch.from_numpy(native).view(torch.bfloat16))
+    assert torch.equal(lse, torch.from_numpy(native_lse))
+    q, past_k, past_v, k, v = given_arrays
+    out, lse = sliding_window_attention(q, torch.cat([past_k, k], 2), torch.cat([past_v, v], 2), 50, SCALE)
+    assert_close(out, lse, *reference(*given_arrays, window=50))
+
+
+def test_what_it_cannot_compute_is_refused():
+    given_arrays = bits(*problem(1, 2, 2, 10, 5, 32, 48, 6))
+    with pytest.raises(ValueError, match="do not fit"):
+        attend_prompt(*given_arrays[:3], given_arrays[3][:, :1], given_arrays[4], SCALE)
+    with pytest.raises(TypeError, match="bits of bfloat16"):
+        attend_prompt(given_arrays[0].astype(np.float32), *given_arrays[1:], SCALE)
+    with pytest.raises(ValueError, match="scale is 0"):
+        attend_prompt(*given_arrays, 0.0)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        attend_prompt(*bits(*problem(1, 1, 1, 0, 4, 24, 16, 0)), SCALE)
+    with forced_isa("avx2" if "avx2" in available() else "generic"):
+        assert not attends_in_bfloat16(64, 64)
