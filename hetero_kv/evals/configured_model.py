@@ -158,7 +158,7 @@ class ConfiguredModel:
 
     def encoded(self, text: str) -> list[int]:
         """A text's tokens, without special tokens."""
-        return self.loaded.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self.turns.text(text)
 
     @cached_property
     def template_tokens(self) -> int:
@@ -168,7 +168,7 @@ class ConfiguredModel:
     def prompt(self, sample: Sample) -> Prompt:
         """The sample's first turn as tokens."""
         first = sample.turns[0]
-        tokens = self.loaded.tokenizer(first)["input_ids"] if sample.raw_prompt else self.turns.first(first)
+        tokens = self.turns.raw(first) if sample.raw_prompt else self.turns.first(first)
         following = sum(len(self._following(sample, turn, None)) for turn in sample.turns[1:])
         tokens = [*tokens, *self.encoded(sample.answer_prefix)]
         return Prompt(tokens, len(tokens) + following + len(sample.turns) * sample.max_new_tokens)

@@ -1,0 +1,73 @@
+"""What a chat template writes around messages, found without showing it what they say."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.models.text_encoding import Piece
+
+# What templates are known to change in a message, if anything: quotes, entities, line ends, letters of either case.
+_SAMPLE = " 'Aé\"<&>\\\n{}| "
+# White space that no template writes, to see whether it strips a message's.
+_SPACE = "\u2003"
+
+# What a template that has not been made for these messages raises.
+_FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+Messages = Sequence[Mapping[str, str]]
+
+
+def rendered(tokenizer: Any, messages: Messages, *, after: int | None = None) -> list[Piece]:
+    """The messages in the tokenizer's chat template, up to where the next answer begins.
+
+    The template is given stand-ins, in whose places the messages' texts are put then: no text changes what the template
+    writes. White space at a text's ends goes where the template strips it.
+
+    Args:
+        messages: each with "role" and "content".
+        after: only what comes behind this message, by its number.
+
+    Raises HeteroKVError when the template cannot be rendered, leaves a message out or changes what it says.
+    """
+    key = secrets.token_hex(8)
+    stand_ins = [f"{key}-{number}{_SAMPLE}{number}-{key}" for number in range(len(messages))]
+    shown = [
+        {**message, "content": f"{_SPACE}{name}{_SPACE}"} for message, name in zip(messages, stand_ins, strict=True)
+    ]
+    # [written, space, stand-in, space, written, …, written]
+    parts = re.split(f"({_SPACE}?)({'|'.join(map(re.escape, stand_ins))})({_SPACE}?)", _render(tokenizer, shown))
+    if after is not None:
+        if stand_ins[after] not in parts:
+            raise HeteroKVError(
+                "the model's chat template leaves out earlier answers, so that a conversation cannot be continued; "
+                "use /reset before each question"
+            )
+        parts = parts[len(parts) - parts[::-1].index(stand_ins[after]) + 1 :]
+    if stand_ins[-1] not in parts or any(key in written.casefold() for written in parts[::4]):
+        raise HeteroKVError(
+            "the model's chat template changes what a message says, so that text cannot be told from control tokens; "
+            "give the tokenizer another chat_template, one that writes messages as they are"
+        )
+    pieces = [Piece(parts[0], is_template=True)]
+    for before, name, behind, written in zip(*(parts[first::4] for first in (1, 2, 3, 4)), strict=True):
+        content = messages[stand_ins.index(name)]["content"]
+        content = content if before else content.lstrip()
+        pieces += [Piece(content if behind else content.rstrip()), Piece(written, is_template=True)]
+    return pieces
+
+
+def _render(tokenizer: Any, messages: Messages) -> str:
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except _FAILURES as error:
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+        raise HeteroKVError(
+            f"the model's chat template takes no messages of {roles}: {error}; leave out --system where it takes none, "
+            "or give the tokenizer another chat_template"
+        ) from error
