@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hetero_kv.chat.conversation import Answer
+from hetero_kv.chat.answer import Answer
 from hetero_kv.chat.interrupt import Interrupt
 from hetero_kv.chat.prefill_bar import PrefillBar
 from hetero_kv.chat.session import ChatSession

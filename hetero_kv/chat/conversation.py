@@ -7,17 +7,17 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList, TextStreamer
 from transformers.cache_utils import Cache
 
+from hetero_kv.chat.answer import Answer, FinishReason, Statistics
 from hetero_kv.engine.cache import HeteroCache, Progress
 from hetero_kv.engine.errors import CacheFullError
-from hetero_kv.engine.statistics import LayerStatistics
-from hetero_kv.engine.undo import undo_on_error
+from hetero_kv.engine.undo import undo_on_error, way_back
 from hetero_kv.engine.untouched import forked
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.turns import TurnTokens
@@ -25,64 +25,22 @@ from hetero_kv.models.turns import TurnTokens
 # getrusage counts kilobytes, except on macOS.
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 
-FinishReason = Literal["end", "max_new_tokens", "stopped", "full"]
-
 
 @dataclass(frozen=True)
-class Statistics:
-    """What one turn cost.
+class _Said:
+    """What a conversation has come to; the next turn replaces it as a whole.
 
     Attributes:
-        prompt_tokens: tokens of this turn that were prefilled.
-        context_tokens: tokens of the conversation after the answer.
-        generated_tokens: tokens of the answer, an end-of-turn token included.
-        time_to_first_token_s: seconds from the question to the first token.
-        prefill_s: seconds until the prompt was processed; the first token comes out of it.
-        decode_s: seconds for the tokens after the first.
-        peak_dram_bytes: the largest resident size of the process so far.
-        peak_vram_bytes: the most GPU memory allocated so far; None without a GPU.
-        kv_bytes: DRAM that the stored keys, values and representatives take.
-        kv_device_bytes: memory that they take where the model computes, beside that: ShadowKV's low-rank keys and exact
-            chunks, and a GPU's copies of Initial and Local; 0 for the untouched model.
-        of_layers: what the layers have counted since the conversation began, name -> a value per layer
-            (`HeteroCache.statistics`); only names under which some layer has a value.
+        tokens: of all turns.
+        go_back: takes the cache to where it holds them, the last one excepted, whatever it holds beyond.
     """
 
-    prompt_tokens: int
-    context_tokens: int
-    generated_tokens: int
-    time_to_first_token_s: float
-    prefill_s: float
-    decode_s: float
-    peak_dram_bytes: int
-    peak_vram_bytes: int | None
-    kv_bytes: int
-    kv_device_bytes: int
-    of_layers: LayerStatistics = field(default_factory=dict)
-
-    @property
-    def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens per second of prefill."""
-        return self.prompt_tokens / self.prefill_s
-
-    @property
-    def decode_tokens_per_s(self) -> float | None:
-        """Tokens per second after the first; None when there was only one."""
-        return (self.generated_tokens - 1) / self.decode_s if self.generated_tokens > 1 else None
+    tokens: list[int]
+    go_back: Callable[[], None]
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A model's answer.
-
-    Attributes:
-        text: without special tokens.
-        finish_reason: "end" of turn, "max_new_tokens" reached, "stopped" by the user, or the store is "full".
-    """
-
-    text: str
-    finish_reason: FinishReason
-    statistics: Statistics
+# No vocabulary in use has words of more characters, but for white space.
+_CHARACTERS_OF_A_TOKEN = 128
 
 
 class _StoppedInPrefill(Exception):
@@ -112,12 +70,13 @@ class Conversation:
         self.tokenizer = tokenizer
         self._turns = TurnTokens(tokenizer, system)
         self.cache: Cache = self._new_cache(max_seq_len, forks)
-        self._tokens: list[int] = []
+        self._said = _Said([], self.cache.reset)
+        self._is_answering = False
 
     def reset(self) -> None:
         """Forget the conversation."""
-        self.cache.reset()
-        self._tokens = []
+        self._said = _Said([], self.cache.reset)
+        self._said.go_back()
 
     def fork(self) -> Conversation:
         """A second conversation that begins with everything said so far and goes its own way.
@@ -127,17 +86,18 @@ class Conversation:
 
         Raises HeteroKVError in the middle of an answer.
         """
-        # The last token of an answer is not stored until the next turn.
-        if self.cache.get_seq_length() > len(self._tokens):
+        if self._is_answering:
             raise HeteroKVError("an answer is being generated; fork the conversation before or after, not in between")
+        self._said.go_back()
         twin = copy.copy(self)
-        twin.cache, twin._tokens = forked(self.cache), list(self._tokens)
+        twin.cache = forked(self.cache)
+        twin._said = _Said(self._said.tokens, way_back(twin.cache) if self._said.tokens else twin.cache.reset)
         return twin
 
     @property
     def context_tokens(self) -> int:
         """Tokens of the conversation so far."""
-        return len(self._tokens)
+        return len(self._said.tokens)
 
     @property
     def max_seq_len(self) -> int | None:
@@ -169,21 +129,58 @@ class Conversation:
 
         Raises:
             CacheFullError: the question does not fit. The conversation is as it was.
-            HeteroKVError: the question is empty.
+            HeteroKVError: the question is empty, or no text.
+
+        Whatever is raised, KeyboardInterrupt at any moment included, the conversation is as it was.
         """
         if not question.strip():
             raise HeteroKVError("the question is empty; give at least one character")
-        following = self._turns.following(question, self._tokens[-1]) if self._tokens else self._turns.first(question)
-        prompt = [*self._tokens, *following]
+        self._is_answering = True
+        try:
+            # What an interrupt left in the cache behind the last answer, before anything could undo it.
+            self._said.go_back()
+            self._require_encodable(question)
+            prompt = self._prompt(question)
+            watch = _Watch(should_stop)
+            if isinstance(self.cache, HeteroCache):
+                self.cache.on_progress = watch.on_progress(on_progress)
+            if seed is not None:
+                torch.manual_seed(seed)
+            sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+            return self._answer(
+                prompt, max_new_tokens, sampling if temperature else {"do_sample": False}, watch, on_text
+            )
+        finally:
+            self._is_answering = False
+
+    def _require_encodable(self, question: str) -> None:
+        """Raise CacheFullError for a question so long that encoding it is in vain: that alone takes memory and time."""
+        capacity = self.max_seq_len
+        if capacity is not None and len(question) > capacity * _CHARACTERS_OF_A_TOKEN:
+            raise CacheFullError(
+                f"the question has {len(question):,} characters, of which no more than "
+                f"{capacity * _CHARACTERS_OF_A_TOKEN:,} can fit: max_seq_len is {capacity}; shorten the question, or "
+                "raise max_seq_len"
+            )
+
+    def _prompt(self, question: str) -> list[int]:
+        """The tokens of the conversation up to where the answer to `question` begins."""
+        said = self._said.tokens
+        if said:
+            return [*said, *self._turns.following(question, said[-1])]
+        return self._turns.first(question)
+
+    def _answer(
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        sampling: dict[str, Any],
+        watch: _Watch,
+        on_text: Callable[[str], None] | None,
+    ) -> Answer:
         limit = self._new_tokens_that_fit(len(prompt), max_new_tokens)
-        watch = _Watch(should_stop)
-        if isinstance(self.cache, HeteroCache):
-            self.cache.on_progress = watch.on_progress(on_progress)
-        if seed is not None:
-            torch.manual_seed(seed)
         stored = self.cache.get_seq_length()
         input_ids = torch.tensor([prompt], device=self.model.device)
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
         try:
             with undo_on_error(self.cache):
                 output = self.model.generate(
@@ -193,12 +190,12 @@ class Conversation:
                     max_new_tokens=limit,
                     stopping_criteria=StoppingCriteriaList([watch]),
                     streamer=_Streamer(self.tokenizer, on_text) if on_text else None,
-                    **(sampling if temperature else {"do_sample": False}),
+                    **sampling,
                 )
         except _StoppedInPrefill:
-            return Answer("", "stopped", self._statistics(watch, 0, 0))
-        self._tokens = output[0].tolist()
-        generated = self._tokens[len(prompt) :]
+            return Answer("", "stopped", self._statistics(watch, 0, 0, self.context_tokens))
+        tokens = output[0].tolist()
+        generated = tokens[len(prompt) :]
         if watch.stopped:
             reason: FinishReason = "stopped"
         elif generated[-1] in self._end_tokens():
@@ -206,7 +203,11 @@ class Conversation:
         else:
             reason = "max_new_tokens" if limit == max_new_tokens else "full"
         text = self.tokenizer.decode(generated, skip_special_tokens=True)
-        return Answer(text, reason, self._statistics(watch, len(prompt) - stored, len(generated)))
+        statistics = self._statistics(watch, len(prompt) - stored, len(generated), len(tokens))
+        answer = Answer(text, reason, statistics)
+        # Nothing is done behind this: an interrupt finds the conversation before the question, or the one after it.
+        self._said = _Said(tokens, way_back(self.cache))
+        return answer
 
     def _new_cache(self, max_seq_len: int | None, forks: int) -> Cache:
         if getattr(self.model, "hetero_kv_injection", None) is not None:
@@ -234,7 +235,7 @@ class Conversation:
         ends = self.model.generation_config.eos_token_id
         return set(ends) if isinstance(ends, list) else {ends}
 
-    def _statistics(self, watch: _Watch, prompt_tokens: int, generated: int) -> Statistics:
+    def _statistics(self, watch: _Watch, prompt_tokens: int, generated: int, context: int) -> Statistics:
         now = time.perf_counter()
         first = watch.first_token or now
         is_ours = isinstance(self.cache, HeteroCache)
@@ -242,7 +243,7 @@ class Conversation:
         counted = self.cache.statistics if is_ours else {}
         return Statistics(
             prompt_tokens=prompt_tokens,
-            context_tokens=self.context_tokens,
+            context_tokens=context,
             generated_tokens=generated,
             time_to_first_token_s=first - watch.start,
             prefill_s=first - watch.start,

@@ -9,8 +9,8 @@ from contextlib import suppress
 from rich.console import Console
 from rich.text import Text
 
+from hetero_kv.chat.answer import Answer
 from hetero_kv.chat.answering import answer_to
-from hetero_kv.chat.conversation import Answer
 from hetero_kv.chat.display import COMMANDS, banner, ending, help_table, statistics_line, statistics_table
 from hetero_kv.chat.question import Question
 from hetero_kv.chat.session import ChatSession

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from transformers.cache_utils import Cache
 
@@ -11,24 +12,28 @@ from hetero_kv.engine import untouched
 from hetero_kv.engine.cache import HeteroCache
 
 
-@contextmanager
-def undo_on_error(cache: Cache) -> Iterator[None]:
-    """Within this context an exception, Ctrl-C included, takes every layer back to where it was before.
+def way_back(cache: Cache) -> Callable[[], None]:
+    """What takes every layer back to where it is now, as often as it is called.
 
     For a HeteroCache, and for transformers' own dynamic caches.
     """
     if isinstance(cache, HeteroCache):
-        before = cache.snapshot()
-        try:
-            yield
-        except BaseException:
-            cache.rollback(before)
-            raise
-        return
-    states = [untouched.snapshot(layer) for layer in cache.layers]
+        return partial(cache.rollback, cache.snapshot())
+    states = [(layer, untouched.snapshot(layer)) for layer in cache.layers]
+
+    def go_back() -> None:
+        for layer, state in states:
+            untouched.rollback(layer, state)
+
+    return go_back
+
+
+@contextmanager
+def undo_on_error(cache: Cache) -> Iterator[None]:
+    """Within this context an exception, Ctrl-C included, takes every layer back to where it was before (`way_back`)."""
+    go_back = way_back(cache)
     try:
         yield
     except BaseException:
-        for layer, state in zip(cache.layers, states, strict=True):
-            untouched.rollback(layer, state)
+        go_back()
         raise

@@ -20,7 +20,7 @@ from hetero_kv import operators
 from hetero_kv.adapter.footprint import BytesPerToken, LayerFootprint, Share, Term, register
 from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.adapter.operator import AttentionOperator
-from hetero_kv.chat.conversation import Answer, Statistics
+from hetero_kv.chat.answer import Answer, Statistics
 from hetero_kv.chat.display import statistics_table
 from hetero_kv.chat.json_report import json_report
 from hetero_kv.cli import main
