@@ -14,6 +14,7 @@ from importlib import metadata
 from typing import NamedTuple
 
 from hetero_kv.errors import ConfigError, HeteroKVError
+from hetero_kv.printing import console, make_printing_safe
 from hetero_kv.settings.flags import FlagParser
 from hetero_kv.settings.setting import nearest_spelling
 
@@ -53,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_command(name: str, arguments: Sequence[str], prog: str | None = None) -> int:
     """Run one command as `main` does; `prog` is what its help calls the program."""
+    make_printing_safe()
     try:
         if name not in COMMANDS:
             known = f"; known: {', '.join(COMMANDS)}"
@@ -76,9 +78,7 @@ def run_command(name: str, arguments: Sequence[str], prog: str | None = None) ->
 
 def print_error(error: Exception) -> None:
     """Print an error for the user on standard error, in red where that is a terminal."""
-    from rich.console import Console
-
-    Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def _overview() -> str:

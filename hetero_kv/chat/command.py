@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from contextlib import redirect_stdout
 from typing import TextIO
@@ -35,13 +34,12 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _answer_once(options: ChatOptions, question: Question) -> int:
-    from rich.console import Console
-
     from hetero_kv.chat.answering import answer_to
     from hetero_kv.chat.display import ending, statistics_line
     from hetero_kv.chat.json_report import json_report
     from hetero_kv.chat.session import open_session
     from hetero_kv.cli import INTERRUPTED
+    from hetero_kv.printing import console, json_text, printable
 
     output = sys.stdout
 
@@ -52,13 +50,15 @@ def _answer_once(options: ChatOptions, question: Question) -> int:
     # Nothing but the answer may reach standard output, whatever a library prints.
     with redirect_stdout(sys.stderr):
         session = open_session(options)
-        answer = answer_to(session, question.text, on_text=None if options.json else write)
+        answer = answer_to(
+            session, question.text, on_text=None if options.json else lambda piece: write(printable(piece))
+        )
         if options.json:
-            write(json.dumps(json_report(session, answer), ensure_ascii=False, indent=2) + "\n")
+            write(json_text(json_report(session, answer)) + "\n")
         else:
             write("\n")
             notes = [note for note in (ending(answer, session), statistics_line(answer)) if note]
-            Console(stderr=True).print(" · ".join(notes), style="dim", highlight=False, soft_wrap=True)
+            console(stderr=True).print(" · ".join(notes), style="dim", markup=False, highlight=False, soft_wrap=True)
     return INTERRUPTED if answer.finish_reason == "stopped" else 0
 
 

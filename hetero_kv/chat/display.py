@@ -100,7 +100,7 @@ def statistics_table(session: ChatSession, answer: Answer | None) -> RenderableT
     table.add_row("weights", f"{decimal(session.weights.size)}, {session.weights.in_short}")
     table.add_row("context", f"{session.conversation.context_tokens:,} of {session.capacity:,} tokens")
     for summary in session.operators():
-        table.add_row(summary.operator, layer_ranges(summary.layers) + _settings_text(summary.settings))
+        table.add_row(summary.operator, Text(layer_ranges(summary.layers) + _settings_text(summary.settings)))
     return table
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hetero_kv.errors import ConfigError
 from hetero_kv.rules.precedence import COMMAND_LINE
 from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
@@ -112,11 +113,25 @@ def chat_options(flags: argparse.Namespace) -> ChatOptions:
     """The flags, checked.
 
     Raises:
-        ConfigError: a value of the wrong type or out of range, or a setting given under two names.
+        ConfigError: a value of the wrong type or out of range, bytes that are no text, or a setting given under two
+            names.
     """
     given = {**vars(flags), "flags_given": tuple(flags.long_context)}
     del given["owners"]
+    for flag in ("prompt", "system"):
+        _require_text(flag, given[flag])
     given["mode"] = settings_from_mapping(ModeSettings, flags.mode, where=COMMAND_LINE).mode
     given["answer"] = settings_from_mapping(AnswerSettings, flags.answer, where=COMMAND_LINE)
     given["long_context"] = settings_of(flags)
     return ChatOptions(**given)
+
+
+def _require_text(flag: str, value: str | None) -> None:
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError as error:
+        # Python stands half a character for a byte that it cannot decode.
+        byte = ord(error.object[error.start]) & 0xFF
+        raise ConfigError(
+            f"--{flag} is not UTF-8 text (character {error.start} is the byte 0x{byte:02x}); give it in UTF-8"
+        ) from error

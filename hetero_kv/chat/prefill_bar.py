@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from hetero_kv.chat.interrupt import Interrupt
+from hetero_kv.printing import console
 
 LONG_PROMPT_TOKENS = 512
 LONG_WAIT_S = 1.0
@@ -39,7 +40,7 @@ class PrefillBar(Progress):
     """
 
     def __init__(self, interrupt: Interrupt) -> None:
-        console = Console(stderr=True)
+        terminal = console(stderr=True)
         self._interrupt = interrupt
         self._prompt_tokens = 0
         super().__init__(
@@ -48,9 +49,9 @@ class PrefillBar(Progress):
             _Layer(),
             _TokensPerSecond(),
             TimeRemainingColumn(),
-            console=console,
+            console=terminal,
             transient=True,
-            disable=not console.is_terminal,
+            disable=not terminal.is_terminal,
         )
         # Without a total the bar pulses: nothing is known before the first chunk is done.
         self._task = self.add_task("prefill", total=None, layers=0, layers_done=0)

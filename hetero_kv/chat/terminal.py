@@ -16,6 +16,7 @@ from hetero_kv.chat.question import Question
 from hetero_kv.chat.session import ChatSession
 from hetero_kv.cli import print_error
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.printing import console, printable
 from hetero_kv.settings.setting import nearest_spelling
 
 _QUOTES = '"""'
@@ -34,7 +35,7 @@ class Terminal:
 
     def __init__(self, session: ChatSession, question: Question) -> None:
         self.session = session
-        self.console = Console()
+        self.console = console()
         self.last: Answer | None = None
         self._first = question
         self._document_waits = question.document is not None
@@ -60,6 +61,14 @@ class Terminal:
             except EOFError:
                 self.console.print()
                 return 0
+            except UnicodeDecodeError as error:
+                print_error(
+                    HeteroKVError(
+                        f"the line is not text in {error.encoding} (byte {error.start} is "
+                        f"0x{error.object[error.start]:02x}); type it again, or set the terminal to UTF-8"
+                    )
+                )
+                continue
             if _COMMAND.fullmatch(text):
                 if not self._obey(text.strip()):
                     return 0
@@ -110,7 +119,10 @@ class Terminal:
             return
         except KeyboardInterrupt:
             self.console.print()
-            self._note("stopped; the conversation is as it was before this question")
+            is_kept = self.session.conversation.context_tokens > before
+            self._note(
+                f"stopped; the conversation {'has this answer' if is_kept else 'is as it was before this question'}"
+            )
             return
         finally:
             # A document that did not get into the conversation goes before the next question.
@@ -119,7 +131,7 @@ class Terminal:
         self.console.print()
         reason = ending(self.last, self.session)
         if reason is not None:
-            self.console.print(reason, style="yellow", highlight=False)
+            self.console.print(reason, style="yellow", markup=False, highlight=False)
         self._note(statistics_line(self.last))
 
     def _note(self, text: str) -> None:
@@ -127,8 +139,7 @@ class Terminal:
 
 
 def _write(piece: str) -> None:
-    # What a model writes must not move the cursor or set the clipboard of the terminal.
-    sys.stdout.write("".join(c for c in piece if c.isprintable() or c in "\n\t" or ord(c) > 0x9F))
+    sys.stdout.write(printable(piece))
     sys.stdout.flush()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import shlex
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -24,6 +22,7 @@ from hetero_kv.evals.options import DEFAULT_DEPTHS, DEFAULT_LENGTHS, parse_depth
 from hetero_kv.evals.runner import wanted_tasks
 from hetero_kv.evals.tasks import registry
 from hetero_kv.models import DEFAULT_MODEL, load_model
+from hetero_kv.printing import console, json_text
 from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, in_force
 from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
 from hetero_kv.rules.settings_file import read_settings_file
@@ -184,7 +183,7 @@ def _paths(words: str | None, flag: str) -> tuple[Path, ...]:
 
 def _print_run(done: Run, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(done.summary, indent=2, ensure_ascii=False))
+        print(json_text(done.summary))
         return
     methods = list(done.summary["settings"]["methods"])
     tasks = done.summary["tasks"]
@@ -192,18 +191,18 @@ def _print_run(done: Run, *, as_json: bool) -> None:
     for task, of_task in tasks.items():
         scores = [f"{of_task[method]['score']:.3f}" if method in of_task else "" for method in methods]
         rows.append([task, str(max(of_method["samples"] for of_method in of_task.values())), *scores])
-    console = Console()
-    if _width(rows) > console.width:
+    terminal = console()
+    if _width(rows) > terminal.width:
         rows = min(rows, [list(column) for column in zip(*rows, strict=True)], key=_width)
     table = Table(title="mean scores, 0 to 1", title_justify="left")
     for number, heading in enumerate(rows[0]):
-        table.add_column(heading, justify="right" if number else "left", overflow="fold")
+        table.add_column(escape(heading), justify="right" if number else "left", overflow="fold")
     for row in rows[1:]:
-        table.add_row(*row)
-    console.print(table)
+        table.add_row(*map(escape, row))
+    terminal.print(table)
     if skipped := len(done.summary["skipped_samples"]):
-        console.print(f"{skipped} samples were left out; report.md says why")
-    console.print(f"Report: {done.out / 'report.md'}", highlight=False, soft_wrap=True)
+        terminal.print(f"{skipped} samples were left out; report.md says why")
+    terminal.print(f"Report: {done.out / 'report.md'}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _width(rows: list[list[str]]) -> int:
@@ -213,9 +212,9 @@ def _width(rows: list[list[str]]) -> int:
 
 def _print_comparisons(comparisons: list[Comparison], *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps([asdict(comparison) for comparison in comparisons], indent=2))
+        print(json_text([asdict(comparison) for comparison in comparisons]))
         return
-    console = Console()
+    terminal = console()
     by_methods: dict[tuple[str, str], list[Comparison]] = {}
     for found in comparisons:
         by_methods.setdefault((found.method_a, found.method_b), []).append(found)
@@ -228,7 +227,7 @@ def _print_comparisons(comparisons: list[Comparison], *, as_json: bool) -> None:
         for found in of_methods:
             low, high = found.interval
             table.add_row(
-                found.task,
+                escape(found.task),
                 str(found.pairs),
                 f"{found.mean_a:.3f}",
                 f"{found.mean_b:.3f}",
@@ -237,10 +236,10 @@ def _print_comparisons(comparisons: list[Comparison], *, as_json: bool) -> None:
                 str(found.better),
                 str(found.worse),
             )
-        console.print(table)
-    console.print(
+        terminal.print(table)
+    terminal.print(
         "Mean scores over the samples that both answered. Intervals: 95 %, bootstrap over samples; * leaves out 0. Of "
         "few samples they are too narrow."
     )
     if unpaired := sum(found.unpaired for found in comparisons):
-        console.print(f"{unpaired} samples were answered in one run only and are not counted")
+        terminal.print(f"{unpaired} samples were answered in one run only and are not counted")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hetero_kv.printing import console, json_text
 from hetero_kv.rules.registered import registered
 from hetero_kv.settings.flags import FlagParser
 
@@ -22,8 +21,9 @@ def run(flags: argparse.Namespace) -> int:
     """Print them; returns the exit status."""
     kinds = registered()
     if flags.json:
-        print(json.dumps({kind: {entry.name: entry.meaning for entry in kinds[kind]} for kind in kinds}, indent=2))
+        print(json_text({kind: {entry.name: entry.meaning for entry in kinds[kind]} for kind in kinds}))
         return 0
+    terminal = console()
     width = max(len(entry.name) for entries in kinds.values() for entry in entries)
     for kind, entries in kinds.items():
         table = Table.grid(padding=(0, 2))
@@ -31,7 +31,6 @@ def run(flags: argparse.Namespace) -> int:
         table.add_column()
         for entry in entries:
             table.add_row(f"  {escape(entry.name)}", escape(entry.meaning))
-        console = Console()
-        console.print(f"[bold]{kind}[/bold]", highlight=False)
-        console.print(table)
+        terminal.print(f"[bold]{kind}[/bold]", highlight=False)
+        terminal.print(table)
     return 0

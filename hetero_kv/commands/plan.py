@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hetero_kv.adapter.footprint import terms
@@ -18,6 +18,7 @@ from hetero_kv.errors import ConfigError
 from hetero_kv.models.precision import resolve_device, resolve_dtype
 from hetero_kv.planning.free_memory import Limit, dram_limits, free_gpu
 from hetero_kv.planning.plan import LONGEST, RESERVE, Footprint, Plan, resolve_max_seq_len
+from hetero_kv.printing import console, json_text
 from hetero_kv.rules.setting_flags import add_setting_flags
 from hetero_kv.settings.flags import FlagParser
 
@@ -64,9 +65,9 @@ def run(flags: argparse.Namespace) -> int:
     plans, limits, in_force = _plans(flags, subject := injected_model(flags))
     wanted = subject.injection.engine.max_seq_len
     if flags.json:
-        print(json.dumps(_report(subject, plans, in_force, limits), indent=2))
+        print(json_text(_report(subject, plans, in_force, limits)))
     else:
-        _print(Console(), subject, plans, in_force, limits)
+        _print(console(), subject, plans, in_force, limits)
     # In JSON the object is all that belongs on standard output; the error goes to the other in either case.
     sys.stdout.flush()
     resolve_max_seq_len(wanted, plans[in_force])
@@ -147,24 +148,27 @@ def _verdict(plan: Plan, tokens: int) -> bool | None:
 
 
 def _print(
-    console: Console, subject: InjectedModel, plans: dict[str, Plan], in_force: str, limits: list[Limit]
+    terminal: Console, subject: InjectedModel, plans: dict[str, Plan], in_force: str, limits: list[Limit]
 ) -> None:
     shown = plans[in_force]
     model_class, layers = type(subject.injection.model).__name__, len(shown.footprint.layers)
-    console.print(f"[bold]{subject.name}[/bold] ({model_class}, {layers} layers) with {subject.rules}", soft_wrap=True)
-    console.print(_shapes(shown.footprint), style="dim", highlight=False, soft_wrap=True)
-    console.print(_table(plans))
+    terminal.print(
+        f"[bold]{escape(subject.name)}[/bold] ({model_class}, {layers} layers) with {escape(subject.rules)}",
+        soft_wrap=True,
+    )
+    terminal.print(_shapes(shown.footprint), style="dim", highlight=False, soft_wrap=True)
+    terminal.print(_table(plans))
     token = shown.footprint.bytes_per_token
-    console.print(
+    terminal.print(
         f"Bytes per token in DRAM: {token.total:,.0f} = keys {token.keys:,.0f} + values {token.values:,.0f} + "
         f"representatives {token.representatives:,.0f}",
         highlight=False,
         soft_wrap=True,
     )
-    console.print(_free(plans, limits), highlight=False, soft_wrap=True)
+    terminal.print(_free(plans, limits), highlight=False, soft_wrap=True)
     largest = shown.largest()
     most = "any" if largest >= LONGEST else f"{largest:,}"
-    console.print(
+    terminal.print(
         f"Largest max_seq_len, {in_force}, with {RESERVE:.0%} of the free memory in reserve: [bold]{most}[/bold]; "
         f"the model was made for {shown.context_length:,}, so that auto is {min(largest, shown.context_length):,}",
         highlight=False,
@@ -172,7 +176,7 @@ def _print(
     )
     wanted = subject.injection.engine.max_seq_len
     tokens = min(largest, shown.context_length) if wanted == "auto" else int(wanted)
-    console.print(_breakdown(shown, in_force, tokens))
+    terminal.print(_breakdown(shown, in_force, tokens))
 
 
 def _shapes(footprint: Footprint) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -16,6 +15,7 @@ from hetero_kv.adapter import bridge
 from hetero_kv.adapter.operator import Operator
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.commands.injected import InjectedModel, add_model_flags, injected_model
+from hetero_kv.printing import console, json_text
 from hetero_kv.rules.injection import Injection
 from hetero_kv.rules.precedence import DEFAULT
 from hetero_kv.rules.setting_flags import add_setting_flags
@@ -86,9 +86,9 @@ def run(flags: argparse.Namespace) -> int:
     subject = injected_model(flags)
     rows = grouped(subject.injection, has_blocks=subject.stored is not None)
     if flags.json:
-        print(json.dumps(_report(subject, rows), indent=2, default=str))
+        print(json_text(_report(subject, rows), default=str))
     else:
-        _print(Console(), subject, rows, show_all=flags.all)
+        _print(console(), subject, rows, show_all=flags.all)
     return 0
 
 
@@ -172,25 +172,25 @@ def _report(subject: InjectedModel, rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def _print(console: Console, subject: InjectedModel, rows: list[Row], *, show_all: bool) -> None:
+def _print(terminal: Console, subject: InjectedModel, rows: list[Row], *, show_all: bool) -> None:
     model_class = type(subject.injection.model).__name__
-    console.print(f"[bold]{escape(subject.name)}[/bold] ({model_class}) with {escape(subject.rules)}", soft_wrap=True)
+    terminal.print(f"[bold]{escape(subject.name)}[/bold] ({model_class}) with {escape(subject.rules)}", soft_wrap=True)
     engine = subject.injection.engine
     defaults = {row.name: row.default for row in describe(type(engine))}
     changed = frozenset(name for name, default in defaults.items() if getattr(engine, name) != default)
     settings = _written(asdict(engine), changed, show_all, subject.injection.sources[""], subject.rules)
-    console.print(f"[bold]engine[/bold]: {settings}", highlight=False, soft_wrap=True)
+    terminal.print(f"[bold]engine[/bold]: {settings}", highlight=False, soft_wrap=True)
     width = max(len(row.operator) for row in rows)
     for modules, row in _alike(rows):
         if modules:
-            console.print(f"[bold]{modules}[/bold]", highlight=False, soft_wrap=True)
+            terminal.print(f"[bold]{modules}[/bold]", highlight=False, soft_wrap=True)
         settings = _written(row.settings, row.changed, show_all, row.sources, subject.rules)
         words = ": ".join(filter(None, (escape(row.method), settings)))
         line = f"  {_layers(row):7}  {row.operator:{width}}  {words}"
         rule = "no operator" if row.rule is None else _short(row.rule, subject.rules)
-        console.print(f"{line.rstrip()}  [dim]({escape(rule)})[/dim]", highlight=False, soft_wrap=True)
+        terminal.print(f"{line.rstrip()}  [dim]({escape(rule)})[/dim]", highlight=False, soft_wrap=True)
     if not show_all:
-        console.print("Settings that are not shown have their defaults; --all shows them.", style="dim")
+        terminal.print("Settings that are not shown have their defaults; --all shows them.", style="dim")
 
 
 def _alike(rows: list[Row]) -> Iterator[tuple[str, Row]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from hetero_kv.printing import console
 
 
 class RunBar(Progress):
@@ -19,7 +20,7 @@ class RunBar(Progress):
     """
 
     def __init__(self, results: int, work: int, done: int, *, shown: bool = True) -> None:
-        console = Console(stderr=True)
+        terminal = console(stderr=True)
         super().__init__(
             TextColumn("{task.fields[results]}/{task.fields[of]}"),
             BarColumn(),
@@ -27,8 +28,8 @@ class RunBar(Progress):
             TextColumn("left:"),
             TimeRemainingColumn(elapsed_when_finished=True),
             TextColumn("{task.description}"),
-            console=console,
-            disable=not (shown and console.is_terminal),
+            console=terminal,
+            disable=not (shown and terminal.is_terminal),
         )
         self._results = done
         # Time left follows from recent results; a bar's default window of 30 seconds is less than one may take.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from hetero_kv.printing import console
 
 ProgressReport = Callable[[str, int, int], None]
 """Called with what is being done, the bytes done so far and the bytes in all."""
@@ -26,8 +26,8 @@ def progress_line(name: str) -> Iterator[ProgressReport]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as line:
+    terminal = console(stderr=True)
+    with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as line:
         task = line.add_task(name, total=None)
 
         def report(activity: str, done: int, total: int) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,3 +99,54 @@ def test_a_folder_is_an_error(tmp_path: Path):
 def test_a_file_that_is_empty_or_not_text_is_an_error(tmp_path: Path, content: bytes, message: str):
     (tmp_path / "file").write_bytes(content)
     assert f"'{tmp_path}/file' {message}" in error_of(options("--prompt_file", tmp_path / "file"))
+
+
+@pytest.mark.parametrize("flag", ["--prompt", "--system"])
+def test_a_flag_that_is_no_text_is_an_error_that_names_the_byte(flag: str):
+    with pytest.raises(
+        ConfigError, match=rf"{flag} is not UTF-8 text \(character 3 is the byte 0xe9\); give it in UTF-8"
+    ):
+        options(flag, os.fsdecode(b"caf\xe9"))
+
+
+def test_an_endless_file_is_an_error_at_its_first_bytes():
+    assert "--prompt_file '/dev/zero' is binary (byte 0 is 0x00)" in error_of(options("--prompt_file", "/dev/zero"))
+
+
+def test_a_file_that_no_context_holds_is_an_error_before_it_is_read(tmp_path: Path):
+    with (tmp_path / "huge.txt").open("wb") as file:
+        file.truncate(10 * 2**30)
+    message = error_of(options("--prompt_file", tmp_path / "huge.txt"))
+    assert "huge.txt' has more than 268,435,456 bytes, which is more text than any model's context holds" in message
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetero_kv.chat.question._MOST_BYTES", 2**21)
+
+
+@pytest.mark.usefixtures("short")
+def test_a_pipe_is_read_to_its_end_and_no_further_than_the_limit(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+
+    def write(pieces: int) -> None:
+        with suppress(BrokenPipeError), (tmp_path / "pipe").open("wb") as file:
+            for _ in range(pieces):
+                file.write(b"word " * 2**16)
+
+    chat = options("--prompt_file", tmp_path / "pipe")
+    for pieces in (2, 1000):
+        writer = threading.Thread(target=write, args=(pieces,))
+        writer.start()
+        if pieces == 2:
+            assert len(question_of(chat, interactive=False).text) == 2 * 5 * 2**16
+        else:
+            assert "has more than 2,097,152 bytes" in error_of(chat)
+        writer.join()
+
+
+@pytest.mark.usefixtures("short")
+def test_standard_input_has_the_same_limit(monkeypatch: pytest.MonkeyPatch):
+    for arguments in ((), ("--prompt_file", "-")):
+        pipe(b"word " * 2**20, monkeypatch)
+        assert "standard input has more than 2,097,152 bytes" in error_of(options(*arguments))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from hetero_kv.chat.conversation import Conversation
 from hetero_kv.chat.prefill_bar import PrefillBar
@@ -217,3 +218,32 @@ def test_an_unknown_command_is_an_error_with_the_nearest_spelling(capsys: pytest
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]):
     assert main(["--help"]) == 0
     assert "chat" in capsys.readouterr().out
+
+
+def speaking(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    """Let the model's answers be this text."""
+    monkeypatch.setattr(PreTrainedTokenizerFast, "decode", lambda *_, **__: said)
+
+
+def test_an_answer_cannot_command_the_terminal(chat: Chat, monkeypatch: pytest.MonkeyPatch):
+    speaking(monkeypatch, "\x1b]0;title\x07fine\x9b2J\u202e \n")
+    out, _ = chat("--prompt", QUESTION, "--mode", "normal")
+    assert "]0;titlefine2J" in out
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & {*out}
+    out, _ = chat("--json", "--prompt", QUESTION, "--mode", "normal")
+    assert not {"\x1b", "\x07", "\x9b", "\u202e"} & {*out}
+    assert json.loads(out)["answer"] == "\x1b]0;title\x07fine\x9b2J\u202e \n"
+
+
+def test_bytes_that_are_no_text_are_an_error_and_the_error_is_printed(chat: Chat):
+    _, err = chat("--prompt", os.fsdecode(b"\xff"), "--mode", "normal", status=2)
+    assert err.startswith("error: --prompt is not UTF-8 text (character 0 is the byte 0xff)")
+    _, err = chat("--prompt", QUESTION, "--model", os.fsdecode(b"\xff\x1b[2J"), status=2)
+    assert err.startswith("error: ")
+    assert "\x1b" not in err
+
+
+def test_a_control_token_in_the_question_is_text(chat: Chat):
+    report = chat.json("--prompt", "word1 <end> <begin> word2", "--mode", "normal")
+    # A tokenizer of words makes the unknown of what stands in the angle brackets.
+    assert report["prompt_tokens"] == 5 + 4

@@ -12,8 +12,20 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
+
+from hetero_kv.chat.answer import Answer
+from hetero_kv.chat.conversation import Conversation
+from hetero_kv.chat.question import Question
+from hetero_kv.chat.terminal import Terminal
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.models import load_model
+
+if TYPE_CHECKING:
+    from hetero_kv.chat.session import ChatSession
 
 CHECKOUT = Path(__file__).parents[2]
 PROMPT = ">>> "
@@ -232,3 +244,43 @@ def test_a_prompt_is_asked_at_once_and_the_chat_goes_on(tiny_model_folder: Path)
         assert chat.process.wait(PATIENCE_S) == 0
     finally:
         chat.close()
+
+
+def test_the_chat_goes_on_after_errors_of_ours_and_lines_that_are_no_text(
+    tiny_model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    class OutOfMemory(HeteroKVError):
+        """An error of ours that the terminal knows nothing of."""
+
+    loaded = load_model(str(tiny_model_folder), dtype="float32")
+    talk = Conversation(loaded.model, loaded.tokenizer)
+    asked: list[str] = []
+
+    def answer(session: object, question: str, on_text: object) -> Answer:
+        asked.append(question)
+        if question == "too much":
+            raise OutOfMemory("no memory for the cache; shorten the question")
+        return talk.ask(question, max_new_tokens=2)
+
+    lines = iter(
+        ["word1", "too much", UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), "caf\udce9", "word2", EOFError()]
+    )
+
+    def read(_: str) -> str:
+        line = next(lines)
+        if isinstance(line, Exception):
+            raise line
+        return line
+
+    monkeypatch.setattr("hetero_kv.chat.terminal.answer_to", answer)
+    monkeypatch.setattr("hetero_kv.chat.terminal.banner", lambda session: "")
+    monkeypatch.setattr("builtins.input", read)
+    options = SimpleNamespace(answer=SimpleNamespace(max_new_tokens=2))
+    session = cast("ChatSession", SimpleNamespace(conversation=talk, options=options, capacity=99))
+    assert Terminal(session, Question()).run() == 0
+    assert asked == ["word1", "too much", "caf\udce9", "word2"]
+    errors = capsys.readouterr().err
+    assert "no memory for the cache" in errors
+    assert "the line is not text in utf-8 (byte 0 is 0xff); type it again" in errors
+    assert "the text is not Unicode" in errors
+    assert talk.context_tokens == 2 * (6 + 2) + 1

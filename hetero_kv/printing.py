@@ -1,0 +1,61 @@
+"""What reaches a terminal: text that cannot command it. All that is printed passes `printable`.
+
+Models, documents, rules and the names of files are other people's. An escape sequence in one of them could move the
+cursor, rename the window or fill the clipboard; an override of writing direction could show other words than there are.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+# C0 without tab and newline, DEL, C1, embeddings, overrides and isolates of direction; halves of surrogates, which
+# stand for bytes that are no text. Marks that scripts need (joiners, LRM, RLM) stay.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|[\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """The text without what commands a terminal; what is no character is U+FFFD."""
+    return _UNPRINTABLE.sub(lambda found: "\ufffd" if found[0] >= "\ud800" else "", text)
+
+
+def json_text(value: Any, default: Callable[[Any], Any] | None = None) -> str:
+    """The value as JSON that can be printed: what `printable` takes out is escaped, so that nothing is lost.
+
+    Where standard output is not UTF-8, all that is not ASCII is.
+    """
+    encoding = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "")
+    text = json.dumps(value, indent=2, ensure_ascii=not encoding.startswith("utf"), default=default)
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+class _PrintableConsole(Console):
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console of rich whose texts are printable; its own colours and cursor movements are not touched."""
+    return _PrintableConsole(stderr=stderr)
+
+
+class _PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
+def make_printing_safe() -> None:
+    """Let warnings be printable, and characters that a terminal's encoding lacks be question marks, not errors."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_PrintableFormatter())
