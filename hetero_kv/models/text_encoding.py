@@ -59,7 +59,8 @@ class TextEncoder:
         Raises HeteroKVError for a text that is no Unicode, or that the tokenizer can only express by a control token.
         """
         text = "".join(piece.content for piece in pieces)
-        _require_unicode(text)
+        for piece in pieces:
+            _require_unicode(piece.content)
         encoded = self._tokenizer(text, add_special_tokens=add_special_tokens)
         if not self._tokenizer.is_fast:
             return self._encode_by_section(pieces, encoded["input_ids"], add_special_tokens)

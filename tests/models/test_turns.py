@@ -188,7 +188,7 @@ def test_a_template_that_cannot_be_rendered_is_an_error_that_says_why(broken):
 @pytest.mark.parametrize("text", ["caf\udce9", "\ud800"])
 def test_bytes_that_are_no_text_are_refused_and_their_place_is_named(text):
     for tokenizer in (ALL["byte level"], ALL["bytes in python"]):
-        with pytest.raises(HeteroKVError, match=r"not Unicode: character \d+, after .*give the text in UTF-8"):
+        with pytest.raises(HeteroKVError, match=r"not Unicode: character \d, after '(caf)?', .*give the text in UTF-8"):
             TurnTokens(tokenizer).first(text)
 
 
