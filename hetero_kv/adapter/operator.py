@@ -13,6 +13,7 @@ from torch import nn
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.footprint import LayerFootprint
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.adapter.token_arrays import TokenArrays
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.recorded_prompt import RecordedPrompt
@@ -197,6 +198,18 @@ class AttentionOperator(Operator):
             return self.prefill_chunk(layer, step, call)
         with self.prefill(step):
             return self.prefill_chunk(layer, step, call)
+
+    def prepare_arrays(self, cache: HeteroCache, dtype: Any, softcap: float | None) -> Any:
+        """What `attend_arrays` needs of the present token, where it can take it; None where `attend` is to be asked.
+
+        Args:
+            dtype: what the arrays hold (`kernel_arrays.ARRAY_DTYPES`).
+        """
+        return None
+
+    def attend_arrays(self, prepared: Any, arrays: TokenArrays, scale: float, softcap: float) -> None:
+        """`decode_step` from `arrays.q`, `k` and `v` to `arrays.attended`, without tensors on the way."""
+        raise NotImplementedError("an operator that prepares arrays attends to them")
 
     @contextmanager
     def prefill(self, step: Step) -> Iterator[None]:

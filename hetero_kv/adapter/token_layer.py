@@ -21,9 +21,10 @@ from cpu_ops.token_layer import GELU_TANH, SILU, attention_inputs, attention_out
 from cpu_ops.weight_dots import rows_per_pass
 from cpu_ops.weight_formats import GROUP, TILE
 from hetero_kv.adapter import bridge
-from hetero_kv.adapter.kernel_arrays import bits
+from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, bits
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.quantized_module import QuantizedLinear
+from hetero_kv.adapter.token_arrays import hidden_array, new_hidden, token_arrays
 from hetero_kv.weights.quantised_weight import FEW_ROWS
 
 _logger = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ class TokenLayer:
         self.operator = operator
         self.dim: int = attention.head_dim
         projections = [getattr(attention, name) for name in _PROJECTIONS]
-        self.heads = [projection.out_features // self.dim for projection in projections[:3]]
+        q_heads, k_heads, v_heads = (projection.out_features // self.dim for projection in projections[:3])
+        self.heads = q_heads, k_heads, v_heads
         self._attention_inputs, self._attention_output = attention_inputs(), attention_output()
         self._matrices = [matrix.quantised for matrix in (*projections, *(getattr(mlp, name) for name in _MLP))]
         table = np.array([matrix.kernels for matrix in self._matrices], dtype=np.int64)
@@ -105,34 +107,44 @@ class TokenLayer:
         """The layer's output for [rows, 1, width]."""
         if self.operator.changes_arguments:
             kwargs = self.operator.arguments_for((), dict(kwargs))
-        hidden = _array(hidden_states)
-        q, k, v = self.queries_keys_values(hidden, hidden_states.dtype, kwargs["position_embeddings"])
-        attended = self.operator.attend(cache, bridge.AttentionCall(q, k, v, *self.call_settings))
-        return self.output(hidden_states, hidden, attended)
+        hidden, dtype = hidden_array(hidden_states), hidden_states.dtype
+        scale, softcap, window, _ = self.call_settings
+        prepared = None if window is not None else self.operator.prepare_arrays(cache, ARRAY_DTYPES[dtype], softcap)
+        if prepared is None:
+            q, k, v = self.queries_keys_values(hidden, dtype, kwargs["position_embeddings"])
+            attended = self.operator.attend(cache, bridge.AttentionCall(q, k, v, *self.call_settings))
+            return self.output(hidden_states, hidden, _array(attended))
+        arrays = token_arrays(len(hidden), self.heads, self.dim, dtype)
+        self._make_inputs(hidden, kwargs["position_embeddings"], arrays.q, arrays.k, arrays.v)
+        self.operator.attend_arrays(prepared, arrays, scale, softcap or 0.0)
+        return self.output(hidden_states, hidden, arrays.attended_rows)
 
     def queries_keys_values(
         self, hidden: np.ndarray, dtype: torch.dtype, position_embeddings: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[rows, heads, 1, dim] each, as the attention function is given them, of hidden states [rows, width]."""
-        rows = len(hidden)
-        cos, sin = _ROTATION.arrays(position_embeddings, rows)
-        q, k, v = (torch.empty((rows, heads, 1, self.dim), dtype=dtype) for heads in self.heads)
-        with one_kernel_at_a_time:
-            threads = at_most(torch.get_num_threads())
-            self._attention_inputs(
-                hidden, self._norm, self._epsilon, self._inputs, self._bias, self._query_norm, self._key_norm,
-                self._head_epsilon, cos, sin, bits(q), bits(k), bits(v), self._per_pass, threads,
-            )  # fmt: skip
+        q, k, v = (torch.empty((len(hidden), heads, 1, self.dim), dtype=dtype) for heads in self.heads)
+        self._make_inputs(hidden, position_embeddings, bits(q), bits(k), bits(v))
         return q, k, v
 
-    def output(self, hidden_states: torch.Tensor, hidden: np.ndarray, attended: torch.Tensor) -> torch.Tensor:
-        """The layer's output of its input [rows, 1, width], given as an array too, and its attention's."""
-        out = torch.empty_like(hidden_states)
+    def _make_inputs(
+        self, hidden: np.ndarray, position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        q: np.ndarray, k: np.ndarray, v: np.ndarray,
+    ) -> None:  # fmt: skip
+        cos, sin = _ROTATION.arrays(position_embeddings, len(hidden))
         with one_kernel_at_a_time:
-            threads = at_most(torch.get_num_threads())
+            self._attention_inputs(
+                hidden, self._norm, self._epsilon, self._inputs, self._bias, self._query_norm, self._key_norm,
+                self._head_epsilon, cos, sin, q, k, v, self._per_pass, at_most(torch.get_num_threads()),
+            )  # fmt: skip
+
+    def output(self, hidden_states: torch.Tensor, hidden: np.ndarray, attended: np.ndarray) -> torch.Tensor:
+        """The layer's output of its input [rows, 1, width], given as an array too, and its attention's [rows, all]."""
+        out, array = new_hidden(hidden_states)
+        with one_kernel_at_a_time:
             self._attention_output(
-                hidden, _array(attended), self._mlp_norm, self._mlp_epsilon, self._outputs, self._gate, _array(out),
-                self._per_pass, threads,
+                hidden, attended, self._mlp_norm, self._mlp_epsilon, self._outputs, self._gate, array,
+                self._per_pass, at_most(torch.get_num_threads()),
             )  # fmt: skip
         return out
 
@@ -161,7 +173,7 @@ class TokenLayer:
             return float("inf")
         self.call_settings = (call.scale, call.softcap, call.sliding_window, None)
         given = _array(hidden)
-        mine = (*self.queries_keys_values(given, dtype, embeddings), self.output(hidden, given, attended))
+        mine = (*self.queries_keys_values(given, dtype, embeddings), self.output(hidden, given, _array(attended)))
         return max(_difference(a, b) for a, b in zip(mine, (call.q, call.k, call.v, wanted), strict=True))
 
 

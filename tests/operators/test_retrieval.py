@@ -56,14 +56,13 @@ def recorded(monkeypatch):
             given.append(positions.copy())
         return largest
 
-    def kept(self, native, layer, step, blocks, attention_call, q, *rest):
+    def kept(self, native, layer, step, blocks, q, *rest):
         given.clear()
-        largest = attend(self, native, layer, step, blocks, attention_call, q, *rest)
+        attend(self, native, layer, step, blocks, q, *rest)
         if given:
             by_kv_head = q.reshape(len(q), -1, native.group, q.shape[3])
             decoded = step.past - step.cohort.prompt_length
             record.append((self.layer_idx, decoded, given[0], by_kv_head.copy(), layer))
-        return largest
 
     monkeypatch.setattr(RetrievalStep, "__call__", noted)
     monkeypatch.setattr(RetrievalAttention, "_attend_natively", kept)

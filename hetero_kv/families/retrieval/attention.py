@@ -23,6 +23,8 @@ from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, kernel_array
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.token_arrays import TokenArrays
+from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.statistics import BLOCK_RECALL
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval import representatives
@@ -77,9 +79,10 @@ class RetrievalAttention(RetrievalPrefill):
         out = torch.empty((rows, heads, 1, native.v_dim), dtype=dtype)
         lse = np.empty((rows, heads // native.group, native.group), np.float32)
         q = kernel_array(call.q, dtype)
-        largest = self._attend_natively(native, layer, step, blocks, call, q, is_stored, out, lse)
-        if largest:
-            layer.require_storable(largest)
+        k, v = (q, q) if is_stored else (kernel_array(call.k, dtype), kernel_array(call.v, dtype))
+        position = None if is_stored else step.past
+        scale, softcap, array = call.scale, call.softcap or 0.0, kernel_array(out, dtype)
+        self._attend_natively(native, layer, step, blocks, q, k, v, position, scale, softcap, array, lse)
         if is_completed or self.engine.measure_recall:
             out, lse = self._completed(layer, blocks, call, out, lse)
         if self.accumulates:
@@ -102,25 +105,48 @@ class RetrievalAttention(RetrievalPrefill):
             ARRAY_DTYPES[dtype], self.threads,
         )  # fmt: skip
 
+    def prepare_arrays(self, cache: HeteroCache, dtype: Any, softcap: float | None) -> Any:
+        if len(cache.steps) != 1 or self.accumulates or self.engine.measure_recall:
+            return None
+        step = cache.steps[0]
+        layer = step.cohort.layers[self.layer_idx]
+        native = layer.token_step
+        if native is None or not native.stores or not native.fits(dtype, softcap is not None):
+            return None
+        blocks = step.made.get(id(layer.layout)) or step.blocks(layer.layout)
+        if layer.window is not None or blocks.newly_closed[0] != blocks.newly_closed[1]:
+            return None
+        return native, layer, step, blocks
+
+    def attend_arrays(self, prepared: Any, arrays: TokenArrays, scale: float, softcap: float) -> None:
+        native, layer, step, blocks = prepared
+        q, k, v = arrays.q, arrays.k, arrays.v
+        lse = np.empty((len(q), k.shape[1], native.group), np.float32)
+        self._attend_natively(
+            native, layer, step, blocks, q, k, v, step.past, scale, softcap, arrays.attended, lse
+        )  # fmt: skip
+
     def _attend_natively(
-        self, native: RetrievalStep, layer: RetrievalLayer, step: Step, blocks: StepBlocks, call: bridge.AttentionCall,
-        q: np.ndarray, is_stored: bool, out: torch.Tensor, lse: np.ndarray,
-    ) -> float:  # fmt: skip
-        """Have the token stored, its blocks chosen and attended to; returns the largest magnitude that was stored."""
+        self, native: RetrievalStep, layer: RetrievalLayer, step: Step, blocks: StepBlocks, q: np.ndarray,
+        k: np.ndarray, v: np.ndarray, position: int | None, scale: float, softcap: float, out: np.ndarray,
+        lse: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Have the token stored, unless `position` is None, its blocks chosen and attended to."""
         table, first, end = blocks.table, min(layer.layout.sink_blocks, blocks.closed), blocks.closed
         if layer.window is not None:
             # Attention sink and recent window are attended to where that lies.
             table, first, end = np.ascontiguousarray(table[:, first:end]), 0, end - first
         which, positions, allowed = EVERYTHING, NOTHING_FORBIDDEN, NOTHING_FORBIDDEN
         if self.budget is not None and self.budget < end - first:
-            which, positions, allowed = self._choice(layer, step, len(table), call.k.shape[1], end - first)
-        k, v = (q, q) if is_stored else (kernel_array(call.k, out.dtype), kernel_array(call.v, out.dtype))
+            which, positions, allowed = self._choice(layer, step, len(table), lse.shape[1], end - first)
+        largest_score = self.settings.group_reduce == "max"
         with one_kernel_at_a_time:
-            return native(
-                q, k, v, -1 if is_stored else step.past, table, first, end, which, positions, allowed, self.shared,
-                self.settings.group_reduce == "max", call.scale, call.softcap or 0.0,
-                kernel_array(out, out.dtype), lse,
+            largest = native(
+                q, k, v, -1 if position is None else position, table, first, end, which, positions, allowed,
+                self.shared, largest_score, scale, softcap, out, lse,
             )  # fmt: skip
+        if largest:
+            layer.require_storable(largest)
 
     def _choice(
         self, layer: RetrievalLayer, step: Step, rows: int, kv_heads: int, context: int
