@@ -153,7 +153,7 @@ def test_more_rules_than_anyone_writes_are_refused():
 # Patterns
 
 
-@pytest.mark.parametrize("pattern", [r"^(a|a)*$", r"(a|aa)+$", r"^(\w|a)*$"])
+@pytest.mark.parametrize("pattern", [r"^(a|a)*$", r"(a|aa)+$"])
 def test_a_search_takes_no_more_than_its_time(pattern):
     (rule,) = parse_rules([{"match": {"name": pattern}, "replace": {"class": "default"}}], "mine.yaml").rules
     with pytest.raises(ConfigError, match=r"mine.yaml: rule 1 \(default\): match: name .* takes too long"):
