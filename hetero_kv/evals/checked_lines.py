@@ -7,8 +7,6 @@ import json
 import re
 from typing import Any
 
-from hetero_kv.errors import shown
-
 #: Levels of lists and objects in what is read; results and samples have fewer than ten.
 MOST_DEPTH = 64
 
@@ -47,7 +45,7 @@ def _checksum(line: str) -> str:
 def parsed(text: str | bytes) -> Any:
     """What a text of JSON holds. Raises ValueError where it is none, or is nested more than `MOST_DEPTH` deep."""
     try:
-        value = json.loads(text, parse_constant=_no_number)
+        value = json.loads(text)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
     _require_depth(value, MOST_DEPTH)
@@ -61,7 +59,3 @@ def _require_depth(value: Any, levels: int) -> None:
         raise ValueError("nested too deep")
     for each in value.values() if isinstance(value, dict) else value:
         _require_depth(each, levels - 1)
-
-
-def _no_number(word: str) -> Any:
-    raise ValueError(f"{shown(word)} is no number of JSON")

@@ -70,7 +70,8 @@ class RunFolder:
                 # Without a buffer: what could not be written is not tried again when the file is closed.
                 file = open(path / RESULTS, "ab", buffering=0)  # noqa: SIM115
             with file:
-                sync_folder(path)
+                with writing(path):
+                    sync_folder(path)
                 yield cls(path, known, file)
         finally:
             lock.release()
