@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -55,8 +56,11 @@ class ModulePattern:
                 f"{named} repeats more than {MOST_REPEATS:,} times; write * or + for as often as there is"
             )
         try:
-            re.compile(self.pattern)
-            _compiled(self.pattern)
+            with warnings.catch_warnings():
+                # Of what later versions of Python may read otherwise.
+                warnings.simplefilter("ignore")
+                re.compile(self.pattern)
+                _compiled(self.pattern)
         except (re.error, regex.error, OverflowError, RecursionError) as error:
             raise ConfigError(f"{named} is not a regular expression: {error}") from error
 
