@@ -13,7 +13,7 @@ from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.engine.layer import FamilyLayer
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/architecture.md", "docs/adding_a_method.md", "docs/methods.md")
+PAGES = ("README.md", "docs/architecture.md", "docs/adding_a_method.md", "docs/methods.md", "SECURITY.md")
 #: Where a page's short paths may begin: `engine/step.py` is `hetero_kv/engine/step.py`.
 BEGINNINGS = (ROOT, ROOT / "hetero_kv", ROOT / "injection_rules")
 #: Files that the pages let their reader write.
@@ -21,7 +21,7 @@ THE_READERS_OWN = {"my_rules.yaml", "my_notes.txt"}
 
 #: The rooms from the ground up. What stands in one line may not import each other, nor what stands further down.
 FLOORS = (
-    ("cpu_ops", "hetero_kv.errors", "hetero_kv.printing"),
+    ("cpu_ops", "hetero_kv.durable_file", "hetero_kv.errors", "hetero_kv.printing"),
     ("gpu_ops",),
     ("hetero_kv.settings", "hetero_kv.store", "hetero_kv.models", "hetero_kv.weights"),
     ("hetero_kv.engine",),

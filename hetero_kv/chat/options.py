@@ -10,6 +10,7 @@ from typing import Any, Literal
 from hetero_kv.errors import ConfigError
 from hetero_kv.rules.precedence import COMMAND_LINE
 from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
+from hetero_kv.rules.trust import trusted_modules
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
 from hetero_kv.settings.setting import SettingError, Settings, setting, settings_from_mapping
 
@@ -58,6 +59,7 @@ class ChatOptions:
         gguf_path: the weights, where they are not with the model.
         rules: path or name of a rules file, with settings of its own where wanted.
         long_context: the settings of engine and operators that were given as flags, under their own names.
+        trust_rules: modules whose operators the rules may name.
         flags_given: those settings as the command line spelled them.
     """
 
@@ -74,6 +76,7 @@ class ChatOptions:
     trust_remote_code: bool
     answer: AnswerSettings
     long_context: dict[str, Any]
+    trust_rules: tuple[str, ...]
     flags_given: tuple[str, ...]
 
 
@@ -123,6 +126,7 @@ def chat_options(flags: argparse.Namespace) -> ChatOptions:
     given["mode"] = settings_from_mapping(ModeSettings, flags.mode, where=COMMAND_LINE).mode
     given["answer"] = settings_from_mapping(AnswerSettings, flags.answer, where=COMMAND_LINE)
     given["long_context"] = settings_of(flags)
+    given["trust_rules"] = trusted_modules(flags)
     return ChatOptions(**given)
 
 

@@ -110,7 +110,7 @@ def open_session(options: ChatOptions) -> ChatSession:
     rules = None
     command_line = options.long_context
     if options.mode == "long_context":
-        config = named_config(options.rules)
+        config = named_config(options.rules, options.trust_rules)
         rules, command_line = config.rules, config.command_line(options.long_context)
         engine = rules.engine_settings(command_line=command_line, settings_file=settings_file)
     else:

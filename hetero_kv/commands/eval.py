@@ -26,6 +26,7 @@ from hetero_kv.printing import console, json_text
 from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, in_force
 from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
 from hetero_kv.rules.settings_file import read_settings_file
+from hetero_kv.rules.trust import trusted_modules
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
 
@@ -144,7 +145,7 @@ def run(flags: argparse.Namespace) -> int:
     tasks = parse_list(flags.task, str, "task") if flags.task else ()
     if not wanted_tasks(tasks) and not options.data:
         raise ConfigError(f"neither task nor data is given; tasks: {', '.join(registry.names())}")
-    configs = config_specs(config_words(flags.configs))
+    configs = config_specs(config_words(flags.configs), trusted_modules(flags))
     if not configs and flags.no_baseline:
         raise ConfigError("there is nothing to run: give a config, or leave out --no_baseline")
     settings = settings_of(flags)

@@ -13,6 +13,7 @@ from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.recipes import display
 from hetero_kv.rules.setting_flags import settings_of
 from hetero_kv.rules.settings_file import read_settings_file
+from hetero_kv.rules.trust import trusted_modules
 from hetero_kv.settings.flags import FlagParser
 
 
@@ -58,7 +59,7 @@ def injected_model(flags: argparse.Namespace) -> InjectedModel:
         HeteroKVError: a mistake in the flags, the settings file or the rules, a model that cannot be found, or rules
             that do not fit it.
     """
-    config = named_config(flags.rules)
+    config = named_config(flags.rules, trusted_modules(flags))
     rules, command_line = config.rules, config.command_line(settings_of(flags))
     name, gguf_path = flags.model or flags.gguf_path or DEFAULT_MODEL, flags.gguf_path if flags.model else None
     weightless = weightless_model(name, gguf_path=gguf_path, trust_remote_code=flags.trust_remote_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.bootstrap import mean_interval
 from hetero_kv.evals.outcome import Result
-from hetero_kv.evals.run_folder import RESULTS, read_results, read_settings
+from hetero_kv.evals.run_folder import read_results, read_settings
 from hetero_kv.settings.setting import nearest_spelling
 
 
@@ -81,11 +82,11 @@ class _Answers:
 def _read(run: str | Path) -> _Answers:
     folder, colon, method = str(run).partition(":")
     # A folder's own name may have a colon in it.
-    if Path(str(run)).is_dir():
+    if os.path.isdir(str(run)):
         folder, colon, method = str(run), "", ""
     settings = read_settings(Path(folder))["settings"]
     methods: dict[str, dict[str, Result]] = {name: {} for name in settings["methods"]}
-    for result in read_results(Path(folder) / RESULTS):
+    for result in read_results(Path(folder)):
         if result.method is not None:
             methods.setdefault(result.method, {})[result.sample] = result
     if colon:

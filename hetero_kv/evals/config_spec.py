@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -36,10 +36,13 @@ def config_words(text: str | None) -> tuple[str, ...]:
     return tuple(words)
 
 
-def config_specs(words: Sequence[str]) -> list[ConfigSpec]:
+def config_specs(words: Sequence[str], trust_rules: Collection[str] = ()) -> list[ConfigSpec]:
     """The methods that `words` name, each `FILE` or `FILE:setting=value:setting=value`.
 
     A method is called as its file is, without folder and suffix, and with its settings.
+
+    Args:
+        trust_rules: as `load_rules` has them.
 
     Raises:
         ConfigError: a file that is not there or has mistakes, an unknown setting or value, one that the method does not
@@ -47,7 +50,7 @@ def config_specs(words: Sequence[str]) -> list[ConfigSpec]:
     """
     specs: dict[str, ConfigSpec] = {}
     for word in words:
-        spec = named_config(word)
+        spec = named_config(word, trust_rules)
         if spec.name == BASELINE:
             raise ConfigError(f"config {word!r}: {BASELINE!r} is what the untouched model is called; rename the file")
         if spec.name in specs:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hetero_kv.errors import HeteroKVError
+from hetero_kv.errors import HeteroKVError, shortened
+from hetero_kv.evals.checked_lines import parsed
 from hetero_kv.evals.formats.format import BrokenLine, Line, formats
 from hetero_kv.evals.sample import Sample
+from hetero_kv.evals.text_files import lines_of
+
+MOST_SKIPPED = 10_000
+
+_LONGEST_REASON = 500
 
 
 @dataclass(frozen=True)
@@ -33,15 +35,22 @@ def read_data_file(path: str | Path) -> DataFile:
     """The samples of a data file; the format is recognised from each line's fields.
 
     Raises:
-        HeteroKVError: a file that cannot be read, or without a single usable line.
+        HeteroKVError: a file that cannot be read, is more than a run can be made of, or has no usable line.
     """
     path = Path(path)
     data_file = DataFile(path)
-    for number, line in _lines(path):
+    for number, line in lines_of(path, "data file"):
+        if not line.strip():
+            continue
         try:
-            data_file.samples.append(_sample(line, path, number))
+            data_file.samples.append(_sample(line.decode("utf-8", errors="backslashreplace"), path, number))
         except BrokenLine as error:
-            data_file.skipped.append((number, str(error)))
+            data_file.skipped.append((number, shortened(str(error), _LONGEST_REASON)))
+            if len(data_file.skipped) > MOST_SKIPPED:
+                first, reason = data_file.skipped[0]
+                raise HeteroKVError(
+                    f"data file {path}: more than {MOST_SKIPPED:,} lines cannot be used; line {first}: {reason}"
+                ) from error
     if not data_file.samples:
         number, reason = data_file.skipped[0] if data_file.skipped else (1, "the file is empty")
         raise HeteroKVError(f"data file {path}: no line can be used; line {number}: {reason}")
@@ -50,7 +59,7 @@ def read_data_file(path: str | Path) -> DataFile:
 
 def _sample(line: str, path: Path, number: int) -> Sample:
     try:
-        record = json.loads(line)
+        record = parsed(line)
     except ValueError as error:
         raise BrokenLine(f"not JSON: {error}") from error
     if not isinstance(record, dict):
@@ -62,15 +71,3 @@ def _sample(line: str, path: Path, number: int) -> Sample:
             f"fields {fields} are of no known format; known: {'; '.join(one.meaning for one in formats())}"
         )
     return known.sample(Line(record, path, number))
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines that are not empty, with their numbers."""
-    opened = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opened(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, line.decode("utf-8", errors="backslashreplace")
-    except (OSError, EOFError, zlib.error) as error:
-        raise HeteroKVError(f"data file {path}: cannot be read: {error}") from error

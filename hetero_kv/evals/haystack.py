@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -12,6 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.evals.checked_lines import parsed
+from hetero_kv.evals.text_files import text_of
 
 #: RULER's noise, repeated without end.
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -78,11 +78,11 @@ class Haystack:
         """
         path = Path(path)
         if path.is_dir():
-            parts = [_read(file) for file in sorted(path.glob("*.txt"))]
+            parts = [text_of(file, "haystack") for file in sorted(path.glob("*.txt"))]
             if not parts:
                 raise HeteroKVError(f"haystack {path}: the directory holds no .txt file")
             return cls("\n\n".join(parts), name=path.name)
-        text = _read(path)
+        text = text_of(path, "haystack")
         suffix = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
         if suffix in (".json", ".jsonl"):
             text = _text_field(text, path, lines=suffix == ".jsonl")
@@ -135,20 +135,10 @@ def insert(sentences: Sequence[str], needles: Sequence[str], positions: Sequence
     return [*placed, *sentences[done:]]
 
 
-def _read(path: Path) -> str:
-    try:
-        data = path.read_bytes()
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
-    except (OSError, EOFError) as error:
-        raise HeteroKVError(f"haystack {path}: cannot be read: {error}") from error
-    except UnicodeDecodeError as error:
-        raise HeteroKVError(f"haystack {path}: not UTF-8 text: {error}") from error
-
-
 def _text_field(text: str, path: Path, lines: bool) -> str:
     try:
-        records = [json.loads(line) for line in text.splitlines() if line.strip()] if lines else [json.loads(text)]
-    except json.JSONDecodeError as error:
+        records = [parsed(line) for line in text.splitlines() if line.strip()] if lines else [parsed(text)]
+    except ValueError as error:
         raise HeteroKVError(f"haystack {path}: not JSON: {error}") from error
     for record in records:
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):

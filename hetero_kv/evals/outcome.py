@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
+from hetero_kv.errors import shown
+from hetero_kv.evals.checked_lines import parsed
 from hetero_kv.evals.sample import Sample, Score
 
 
@@ -48,8 +51,10 @@ class Cost:
         """The cost that `to_plain` gave. Raises TypeError for a value that is no number."""
         fixed = {f.name: plain[f.name] for f in fields(cls) if f.name != "counted" and f.name in plain}
         counted = {name: value for name, value in plain.items() if name not in fixed and value is not None}
-        if not all(isinstance(value, int | float) for value in counted.values()):
-            raise TypeError(f"a cost counts {counted}, which are not all numbers")
+        for name, value in (*fixed.items(), *counted.items()):
+            fits = isinstance(value, bool) if name == "shared_prefill" else value is None or is_number(value)
+            if not fits:
+                raise TypeError(f"its cost has {shown(name, 100)}: {shown(value, 100)}")
         return cls(**fixed, counted=counted)
 
 
@@ -124,11 +129,79 @@ class Result:
     @classmethod
     def from_json(cls, line: str) -> Result:
         """The result that `to_json` wrote. Raises ValueError or TypeError for anything else."""
-        plain = json.loads(line)
+        plain = parsed(line)
+        if not isinstance(plain, dict):
+            raise TypeError(f"{shown(plain)} is no JSON object")
+        for name, what in _PLAIN.items():
+            if not what.fits(plain.get(name)):
+                raise TypeError(f"{name} is {shown(plain.get(name), 100)}, not {what.words}")
+        if plain["skipped"] is None and (plain["method"] is None or plain["score"] is None):
+            raise TypeError("it has neither a method's score nor a reason why there is none")
         plain["predictions"] = tuple(plain["predictions"])
         plain["expected"] = tuple(tuple(answers) for answers in plain["expected"])
         plain["cost"] = Cost.from_plain(plain["cost"])
         return cls(**plain)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number that a result may be; true and false are none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < 1 << 63 if isinstance(value, int) else math.isfinite(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(is_number, value.values()))
+
+
+def _are_details(value: Any) -> bool:
+    """Whether a line's details are as tasks give them, of those that a summary takes means of."""
+    if not isinstance(value, dict):
+        return False
+    recall, curve = value.get("block_recall", []), value.get("curve", {"position": [], "nll": []})
+    return (
+        isinstance(recall, list)
+        and all(each is None or is_number(each) for each in recall)
+        and isinstance(curve, dict)
+        and all(isinstance(curve.get(name), list) and all(map(is_number, curve[name])) for name in ("position", "nll"))
+    )
+
+
+class _What(NamedTuple):
+    """What a field of a line may be."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+_TEXT, _NUMBERS = _What("text", _is_text), _What("numbers by name", _are_numbers)
+_OBJECT = _What("a JSON object", lambda value: isinstance(value, dict))
+_DETAILS = _What("details as tasks give them", _are_details)
+_TEXT_OR_NONE = _What("text or null", lambda value: value is None or _is_text(value))
+_NUMBER_OR_NONE = _What("a number or null", lambda value: value is None or is_number(value))
+_PLAIN = {
+    "sample": _TEXT,
+    "task": _TEXT,
+    "prompt": _TEXT,
+    "length": _What("a whole number", lambda value: is_number(value) and isinstance(value, int)),
+    "depth": _NUMBER_OR_NONE,
+    "method": _TEXT_OR_NONE,
+    "predictions": _What("a list of texts", _are_texts),
+    "expected": _What("lists of texts", lambda value: isinstance(value, list) and all(map(_are_texts, value))),
+    "score": _NUMBER_OR_NONE,
+    "parts": _NUMBERS,
+    "details": _DETAILS,
+    "cost": _OBJECT,
+    "skipped": _TEXT_OR_NONE,
+}
 
 
 def _asked(sample: Sample) -> dict[str, Any]:

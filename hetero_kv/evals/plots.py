@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+from hetero_kv.durable_file import write_atomically
 
 _logger = logging.getLogger(__name__)
 
@@ -31,7 +34,9 @@ def draw_plots(folder: Path, summary: Mapping[str, Any]) -> tuple[list[Path], st
         folder.mkdir(exist_ok=True)
         path = folder / f"{name.replace('/', '_')}.png"
         # The same summary gives the same file: no date and no version in it.
-        figure.savefig(path, dpi=120, metadata={"Software": None})
+        image = io.BytesIO()
+        figure.savefig(image, format="png", dpi=120, metadata={"Software": None})
+        write_atomically(path, image.getvalue())
         drawn.append(path)
     return drawn, None
 

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hetero_kv.durable_file import write_atomically
 from hetero_kv.engine.statistics import Statistic
 from hetero_kv.evals.plots import draw_plots
-from hetero_kv.evals.run_folder import read_settings, write_atomically
+from hetero_kv.evals.run_folder import as_utf8, read_settings, writing
 from hetero_kv.evals.summary import COSTS
 
 # Prompt files have lengths of their own; a table has room for some.
@@ -17,13 +18,20 @@ _MOST_LENGTHS = 12
 
 
 def write_reports(out: Path, summary: Mapping[str, Any], costs: Mapping[str, Any]) -> None:
-    """Write the reports of the run in the folder `out`, from what `hetero_kv.evals.summary` makes of its results."""
-    for name, content in (("summary.json", summary), ("costs.json", costs)):
-        write_atomically(out / name, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-    plots, missing = draw_plots(out / "plots", summary)
+    """Write the reports of the run in the folder `out`, from what `hetero_kv.evals.summary` makes of its results.
+
+    Raises HeteroKVError where they cannot be written.
+    """
+    with writing(out):
+        for name, content in (("summary.json", summary), ("costs.json", costs)):
+            text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+            write_atomically(out / name, as_utf8(f"{text}\n"))
+        plots, missing = draw_plots(out / "plots", summary)
     environment = read_settings(out)["environment"]
     parts = _parts(summary, costs, environment, [path.relative_to(out).as_posix() for path in plots], missing)
-    write_atomically(out / "report.md", "\n\n".join(parts) + "\n")
+    page = as_utf8("\n\n".join(parts) + "\n")
+    with writing(out):
+        write_atomically(out / "report.md", page)
 
 
 def _parts(
@@ -266,7 +274,7 @@ def _lengths(of_task: Mapping[str, Any]) -> list[str]:
 
 def _part(of_method: Mapping[str, Any], length: str, part: str, form: str) -> str:
     at = of_method["lengths"].get(length)
-    return f"{at['parts'][part]:{form}}" if at else ""
+    return f"{at['parts'][part]:{form}}" if at and part in at["parts"] else ""
 
 
 def _number(value: float | None, form: str) -> str:

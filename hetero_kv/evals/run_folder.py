@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import tempfile
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-from hetero_kv.errors import HeteroKVError
+from hetero_kv.durable_file import PARTIAL, sync_folder, write_atomically
+from hetero_kv.errors import HeteroKVError, shown
+from hetero_kv.evals.checked_lines import parsed, with_checksum, without_checksum
 from hetero_kv.evals.outcome import Result
 
 SETTINGS, RESULTS = "run.json", "results.jsonl"
+
+# Of a file of a run: a hundred thousand long lines.
+_MOST_BYTES = 1 << 30
 
 
 class RunFolder:
@@ -25,7 +32,7 @@ class RunFolder:
         results: in the order in which they were written, those of earlier starts first.
     """
 
-    def __init__(self, path: Path, results: list[Result], file: BinaryIO) -> None:
+    def __init__(self, path: Path, results: list[Result], file: FileIO) -> None:
         self.path = path
         self.results = results
         self._file = file
@@ -45,81 +52,143 @@ class RunFolder:
             HeteroKVError: the folder holds a run with other settings (the differences are named), is in use, cannot
                 be written, or has a broken line.
         """
-        try:
+        with writing(path):
             path.mkdir(parents=True, exist_ok=True)
             lock = FileLock(path / ".lock")
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise HeteroKVError(
-                f"out {str(path)!r}: another run is writing to it; wait for it, or give another"
-            ) from None
-        except OSError as error:
-            raise HeteroKVError(f"out {str(path)!r} cannot be written: {error.strerror or error}") from error
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                raise HeteroKVError(
+                    f"out {str(path)!r}: another run is writing to it; wait for it, or give another"
+                ) from None
         try:
-            _settle(path, settings, environment)
-            results = path / RESULTS
-            _drop_unfinished_line(results)
-            known = read_results(results)
-            with open(results, "ab") as file:
+            with writing(path):
+                _settle(path, settings, environment)
+                _drop_unfinished_line(path / RESULTS)
+            known = read_results(path)
+            with writing(path):
+                # Without a buffer: what could not be written is not tried again when the file is closed.
+                file = open(path / RESULTS, "ab", buffering=0)  # noqa: SIM115
+            with file:
+                with writing(path):
+                    sync_folder(path)
                 yield cls(path, known, file)
         finally:
             lock.release()
 
     def append(self, result: Result) -> None:
-        """Write a line and wait until it is on the disk: what was appended survives a kill and a power cut."""
-        self._file.write(result.to_json().encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Write a line and wait until it is on the disk: what was appended survives a kill and a power cut.
+
+        Raises HeteroKVError where it cannot be written, as on a full disk; the lines before it are kept.
+        """
+        line = with_checksum(as_utf8(result.to_json()).decode()).encode() + b"\n"
+        before = os.fstat(self._file.fileno()).st_size
+        with writing(self.path):
+            try:
+                while line:
+                    line = line[self._file.write(line) :]
+                os.fsync(self._file.fileno())
+            except OSError:
+                with suppress(OSError):
+                    self._file.truncate(before)
+                raise
         self.results.append(result)
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """What `run.json` of the run at `path` says: `settings` and `environment`.
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Within this context, what the disk refuses is a HeteroKVError that says how the run in `path` goes on."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "give another folder with --out"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "the results so far are kept: free some space, and the same command goes on"
+        raise HeteroKVError(f"out {str(path)!r} cannot be written: {error.strerror or error}; {remedy}") from error
 
-    Raises HeteroKVError where there is no run.
+
+def as_utf8(text: str) -> bytes:
+    """A text in UTF-8. Half of a character that was cut in two is written as JSON escapes it."""
+    return text.encode("utf-8", errors="backslashreplace")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """What `run.json` of the run at `path` says: `settings`, `environment`, and whether lines have checksums.
+
+    Raises HeteroKVError where there is no run, or none that this program wrote.
     """
     try:
-        return json.loads((path / SETTINGS).read_text(encoding="utf-8"))
+        content = parsed(_content(path / SETTINGS))
+        _require_run(content)
     except FileNotFoundError:
         raise HeteroKVError(f"{str(path)!r} holds no run: there is no {SETTINGS}; give the --out of a run") from None
     except (OSError, ValueError) as error:
-        raise HeteroKVError(f"{str(path / SETTINGS)!r} cannot be read: {error}") from error
+        raise HeteroKVError(
+            f"{str(path / SETTINGS)!r} cannot be read: {error}; put back the file that the run wrote, or begin anew in "
+            "another folder"
+        ) from error
+    return content
+
+
+def _require_run(content: Any) -> None:
+    """Raise ValueError for what is no content of `run.json`."""
+    for where, fields in _FIELDS.items():
+        part = content.get(where) if isinstance(content, dict) and where else content
+        if not isinstance(part, dict):
+            raise ValueError(f"it has no {where or SETTINGS}")
+        for name, kinds in fields.items():
+            if not isinstance(part.get(name), kinds):
+                raise ValueError(f"{where}.{name} is {shown(part.get(name), 100)}".lstrip("."))
+    for name, method in content["settings"]["methods"].items():
+        if not isinstance(method, dict):
+            raise ValueError(f"settings.methods.{shown(name, 100)} is {shown(method, 100)}")
+
+
+_FIELDS: dict[str, dict[str, Any]] = {
+    "": {"settings": dict, "environment": dict, "line_checksums": bool | None},
+    "settings": {"methods": dict, "baseline": str | None},
+    "environment": {"python": str, "versions": dict, "system": str, "processor": str, "cpus": int | None},
+}
 
 
 def read_results(path: Path) -> list[Result]:
-    """The results in the file at `path`; none when there is no file.
+    """The results of the run at `path`; none when there is no file of them.
 
-    Raises HeteroKVError for a line that is no result; it names the line.
+    Raises HeteroKVError for a line that is no result, that was changed after it was written, or that is there twice; it
+    names the line. Lines of folders from before there were checksums are taken without.
     """
-    if not path.exists():
+    results = path / RESULTS
+    if not os.path.lexists(results):
         return []
-    results = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    is_required = bool(read_settings(path).get("line_checksums"))
+    try:
+        text = _content(results).decode()
+    except (OSError, ValueError) as error:
+        raise HeteroKVError(f"{str(results)!r} cannot be read: {error}; give another folder") from error
+    found: dict[tuple[str, str | None], tuple[int, Result]] = {}
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line:
             continue
         try:
-            results.append(Result.from_json(line))
+            result = Result.from_json(without_checksum(line, is_required=is_required))
+            earlier, _ = found.setdefault((result.sample, result.method), (number, result))
+            if earlier != number:
+                raise ValueError(f"line {earlier} has this sample and method already")
         except (ValueError, TypeError, KeyError) as error:
             raise HeteroKVError(
-                f"{str(path)!r}: line {number} is no result ({error}); take it out, and its sample is run again"
+                f"{str(results)!r}: line {number} is no result ({error}); take it out, and its sample is run again"
             ) from error
-    return results
+    return [result for _, result in found.values()]
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file that appears complete or not at all."""
-    descriptor, partial = tempfile.mkstemp(prefix=path.name, suffix=".partial", dir=path.parent)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(partial, 0o644)
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(partial)
-        raise
+def _content(path: Path) -> bytes:
+    """What a file holds. Raises OSError, also for what is no file and for one that is larger than any run's."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "it is no file")
+    if status.st_size > _MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes, and {_MOST_BYTES:,} are the most")
+    return path.read_bytes()
 
 
 def differences(there: Any, now: Any, where: str = "") -> Iterator[str]:
@@ -140,11 +209,11 @@ def differences(there: Any, now: Any, where: str = "") -> Iterator[str]:
 
 def _settle(path: Path, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
     """Write `run.json`, or see to it that the one there is the same run's."""
-    for abandoned in path.glob("*.partial"):
+    for abandoned in (*path.glob(f"*{PARTIAL}"), *path.glob(f"*/*{PARTIAL}")):
         abandoned.unlink()
     # As JSON has it: tuples are lists, keys are texts.
     asked = json.loads(json.dumps(settings))
-    if (path / SETTINGS).exists():
+    if os.path.lexists(path / SETTINGS):
         found = list(differences(read_settings(path)["settings"], asked))
         if found:
             more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
@@ -153,15 +222,14 @@ def _settle(path: Path, settings: Mapping[str, Any], environment: Mapping[str, A
                 "folder, or the same settings to go on with that run"
             )
         return
-    if (path / RESULTS).exists():
+    if os.path.lexists(path / RESULTS):
         raise HeteroKVError(f"out {str(path)!r} has a {RESULTS} but no {SETTINGS}; give another folder")
-    content = {"settings": asked, "environment": dict(environment)}
-    write_atomically(path / SETTINGS, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    content = {"settings": asked, "environment": dict(environment), "line_checksums": True}
+    write_atomically(path / SETTINGS, as_utf8(json.dumps(content, indent=2, ensure_ascii=False) + "\n"))
 
 
 def _drop_unfinished_line(path: Path) -> None:
-    if not path.exists():
+    if not os.path.lexists(path):
         return
-    with open(path, "r+b") as file:
-        content = file.read()
-        file.truncate(content.rfind(b"\n") + 1)
+    content = _content(path)
+    os.truncate(path, content.rfind(b"\n") + 1)

@@ -29,6 +29,7 @@ from hetero_kv.evals.subject import Answerer, CallableSubject, CountTokens, Subj
 from hetero_kv.evals.summary import costs, summarize
 from hetero_kv.evals.tasks import registry
 from hetero_kv.evals.tasks.registry import TaskRequest
+from hetero_kv.evals.text_files import text_of
 
 __all__ = ["Run", "run"]
 
@@ -209,10 +210,7 @@ def _request(options: RunOptions, configured: ConfiguredModel | None, count_toke
 
 
 def _prompt_file(path: Path) -> PromptFile:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"prompt_file {str(path)!r} cannot be read as text: {error}") from error
+    text = text_of(path, "prompt_file")
     if not text.strip():
         raise ConfigError(f"prompt_file {str(path)!r} is empty; give a file with text in it")
     return PromptFile(path.name, text)

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.bootstrap import mean_interval
 from hetero_kv.evals.outcome import Result
 
@@ -106,18 +107,25 @@ def _details(results: Sequence[Result]) -> dict[str, Any]:
     if recalls:
         found["block_recall"] = [
             _mean([value for value in layer if value is not None]) if any(v is not None for v in layer) else None
-            for layer in zip(*recalls, strict=True)
+            for layer in _columns(recalls, "block_recall")
         ]
     curves = [(result.length, result.details["curve"]) for result in results if "curve" in result.details]
     if curves:
         found["curves"] = {
             str(length): {
                 "position": group[0][1]["position"],
-                "nll": [_mean(column) for column in zip(*(curve["nll"] for _, curve in group), strict=True)],
+                "nll": [_mean(column) for column in _columns([curve["nll"] for _, curve in group], "curve")],
             }
             for length, group in grouped(curves, lambda pair: pair[0]).items()
         }
     return found
+
+
+def _columns(rows: Sequence[Sequence[Any]], name: str) -> list[tuple[Any, ...]]:
+    """The rows' values at each place. Raises HeteroKVError where some rows have more of them."""
+    if len({len(row) for row in rows}) > 1:
+        raise HeteroKVError(f"results.jsonl: {name} has another length in some lines of a task than in others")
+    return list(zip(*rows, strict=True))
 
 
 def _score(result: Result) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.guard import guarded
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
-from hetero_kv.errors import HeteroKVError
+from hetero_kv.errors import HeteroKVError, shown
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
 from hetero_kv.rules.rule_file import load_rules, nearest_module_paths
 from hetero_kv.rules.rule_set import Rule, RuleSet
@@ -102,6 +102,7 @@ def inject(
     *,
     command_line: Mapping[str, Any] | None = None,
     settings_file: Mapping[str, Any] | None = None,
+    trust_rules: Collection[str] = (),
 ) -> Injection:
     """Replace the modules that the rules match by operators, in place.
 
@@ -110,6 +111,7 @@ def inject(
         rules: a rule set, or the path or name of a rules file.
         command_line: settings that win over the rules file, under their own names.
         settings_file: settings that the rules file wins over.
+        trust_rules: modules of the user's own whose operators a rules file may name (`load_rules`).
 
     Returns what was done; `eject(model)` undoes it exactly.
 
@@ -122,7 +124,7 @@ def inject(
         raise InjectionError(
             f"{type(model).__name__} has rules injected already; call hetero_kv.eject(model) before injecting others"
         )
-    rule_set = rules if isinstance(rules, RuleSet) else load_rules(rules)
+    rule_set = rules if isinstance(rules, RuleSet) else load_rules(rules, trust_rules)
     given = {"command_line": command_line, "settings_file": settings_file}
     engine = rule_set.engine_in_force(**given)
     plan = _plan(model, rule_set)
@@ -241,7 +243,7 @@ def _plan(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, type[Ope
         rule = unused[0]
         pattern = rule.match_name.pattern if rule.match_name else None
         wanted = " and ".join(
-            f"{key} {value!r}" for key, value in (("name", pattern), ("class", rule.match_class)) if value
+            f"{key} {shown(value)}" for key, value in (("name", pattern), ("class", rule.match_class)) if value
         )
         near = (
             nearest_module_paths(pattern, list(modules))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,15 +43,18 @@ class NamedConfig:
         return self.rules.with_effect(flags, where=COMMAND_LINE, beside=self.settings) | self.settings
 
 
-def named_config(word: str) -> NamedConfig:
+def named_config(word: str, trust_rules: Collection[str] = ()) -> NamedConfig:
     """What `word` names: `FILE` or `FILE:setting=value:setting=value`.
+
+    Args:
+        trust_rules: as `load_rules` has them.
 
     Raises:
         ConfigError: a file that is not there or has mistakes, an unknown setting or value, or one that no operator of
             the rules takes.
     """
     file, assignments = _cut(word)
-    rules = load_rules(file)
+    rules = load_rules(file, trust_rules)
     rules.require_own_effect()
     where = f"config {word!r}"
     classes = flat_classes(rules.known_owners())

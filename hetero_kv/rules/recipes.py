@@ -11,9 +11,13 @@ PACKAGED_FOLDERS = ("injection_rules", "configs")
 
 def find(name: str, folder: Path) -> Path | None:
     """The file `name`, relative to `folder`; else the packaged file of that name, with or without folder and suffix."""
-    path = folder / Path(name).expanduser()
-    if path.is_file():
-        return path
+    try:
+        path = folder / Path(name).expanduser()
+        if path.is_file():
+            return path
+    except (OSError, ValueError, RuntimeError):
+        # A name that no file can have, a folder that may not be looked into, or the home of nobody.
+        pass
     for packaged in _packaged():
         if name in (packaged.name, packaged.stem, display(packaged), display(packaged.with_suffix(""))):
             return packaged

@@ -6,25 +6,38 @@ After KTransformers' rule files: a rule matches modules by name and class, the f
 from __future__ import annotations
 
 import difflib
-import importlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hetero_kv import operators
 from hetero_kv.adapter.operator import Operator
-from hetero_kv.errors import ConfigError
+from hetero_kv.errors import ConfigError, shown
 from hetero_kv.rules import recipes
+from hetero_kv.rules.module_pattern import ModulePattern, SearchTime
+from hetero_kv.rules.operator_names import named_operator
 from hetero_kv.rules.owners import flat_classes, owners_of, registered_owners
 from hetero_kv.rules.rule_set import Rule, RuleFile, RuleSet
+from hetero_kv.rules.trusted_names import trusted_names
 from hetero_kv.settings.located_yaml import LocatedMapping, located, parse_yaml, read_yaml
 from hetero_kv.settings.setting import canonical, nearest_spelling
 
+MOST_RULES = 1000
+"""Of a file."""
+MOST_EXTENDED = 32
+"""Files that one file names, and files in all."""
+SUFFIXES = (".yaml", ".yml")
+"""Of a file that another extends."""
 
-def load_rules(path: str | Path) -> RuleSet:
+_TOP_LEVEL = ("extends", "long_context", "rules")
+
+
+def load_rules(path: str | Path, trust_rules: Collection[str] = ()) -> RuleSet:
     """The rules in the file at `path`, or in the packaged recipe of that name ("quest", "injection_rules/quest.yaml").
+
+    Args:
+        trust_rules: modules of the user's own whose operators the rules may name; nothing of any other is imported.
 
     Raises:
         ConfigError: no such file, or a mistake in it or in a file it extends; it names file, line, rule and key.
@@ -35,20 +48,47 @@ def load_rules(path: str | Path) -> RuleSet:
         raise ConfigError(
             f"there is no rules file {str(path)!r}{near}; give a path, or a recipe: {', '.join(recipes.names())}"
         )
-    return _with_rules(_load(found, recipes.display(found), chain=(), loaded={}), recipes.display(found))
+    return _with_rules(
+        _load(found, _Reading(recipes.display(found), trusted_names(trust_rules, "load_rules"))), recipes.display(found)
+    )
 
 
-def parse_rules(text_or_object: str | Mapping[str, Any] | list[Any], source: str = "rules") -> RuleSet:
+def parse_rules(
+    text_or_object: str | Mapping[str, Any] | list[Any], source: str = "rules", trust_rules: Collection[str] = ()
+) -> RuleSet:
     """Rules from YAML text, or from the mapping or list it would be; `extends` is relative to the working directory.
 
     Args:
         source: names the rules in errors.
+        trust_rules: as `load_rules` has them.
 
     Raises:
         ConfigError: as `load_rules`.
     """
     document = parse_yaml(text_or_object, source) if isinstance(text_or_object, str) else text_or_object
-    return _with_rules(_rule_set(document, source, None, chain=(), loaded={}), source)
+    return _with_rules(_rule_set(document, None, _Reading(source, trusted_names(trust_rules, "parse_rules"))), source)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """One file of those that are read for a rule set.
+
+    Attributes:
+        source: the file as messages call it.
+        trusted: modules whose operators may be named.
+        chain: the files that extend one another down to this one, itself the last.
+        loaded: what has been read already.
+        search_time: for the patterns of all files.
+    """
+
+    source: str
+    trusted: tuple[str, ...]
+    chain: tuple[Path, ...] = ()
+    loaded: dict[Path, RuleFile] = field(default_factory=dict)
+    search_time: SearchTime = field(default_factory=SearchTime)
+
+    def of_parent(self, path: Path) -> _Reading:
+        return replace(self, source=recipes.display(path))
 
 
 def _with_rules(rule_set: RuleSet, source: str) -> RuleSet:
@@ -57,35 +97,49 @@ def _with_rules(rule_set: RuleSet, source: str) -> RuleSet:
     return rule_set
 
 
-def _load(path: Path, source: str, chain: tuple[Path, ...], loaded: dict[Path, RuleFile]) -> RuleSet:
-    path = path.resolve()
+def _load(path: Path, reading: _Reading) -> RuleSet:
+    path, chain, loaded = path.resolve(), reading.chain, reading.loaded
     if path in chain:
         links = " -> ".join(recipes.display(link) for link in (*chain[chain.index(path) :], path))
         raise ConfigError(f"{recipes.display(chain[-1])}: extends: circular: {links}; take one of these out")
     if path in loaded:
         return RuleSet(path, loaded[path], ())
-    found = _rule_set(read_yaml(path, source), source, path, (*chain, path), loaded)
+    if len(loaded) + len(chain) >= MOST_EXTENDED:
+        raise ConfigError(
+            f"{recipes.display(chain[-1])}: extends: more than {MOST_EXTENDED} files in all; leave some out"
+        )
+    found = _rule_set(read_yaml(path, reading.source), path, replace(reading, chain=(*chain, path)))
     loaded[path] = found.file
     return found
 
 
-def _rule_set(
-    document: Any, source: str, path: Path | None, chain: tuple[Path, ...], loaded: dict[Path, RuleFile]
-) -> RuleSet:
+def _rule_set(document: Any, path: Path | None, reading: _Reading) -> RuleSet:
+    source = reading.source
+    # The user named the file that is read first; what that one extends may be a file that is nobody's business.
+    if len(reading.chain) > 1 and not _may_be_rules(document):
+        raise ConfigError(f"{source}: this file is extended, and holds no rules; give one with {', '.join(_TOP_LEVEL)}")
     if isinstance(document, list):
         document = {"rules": document}
-    document = _mapping(document, source, ("extends", "long_context", "rules"), "the file")
+    document = _mapping(document, source, _TOP_LEVEL, "the file")
     listed = document.get("rules") or []
     if not isinstance(listed, list):
-        raise ConfigError(f"{located(source, document, 'rules')}: rules is {listed!r}; it must be a list of rules")
-    own = [_rule(content, f"{source}: rule {number}") for number, content in enumerate(listed, start=1)]
-    parents = [_load(each, recipes.display(each), chain, loaded) for each in _parents(document, source, path)]
+        raise ConfigError(f"{located(source, document, 'rules')}: rules is {shown(listed)}; it must be a list of rules")
+    if len(listed) > MOST_RULES:
+        raise ConfigError(f"{source}: {len(listed):,} rules; a file may have {MOST_RULES:,}")
+    own = [_rule(each, f"{source}: rule {number}", reading) for number, each in enumerate(listed, start=1)]
+    parents = [_load(each, reading.of_parent(each)) for each in _parents(document, source, path)]
     inherited = [rule for parent in parents for rule in parent.rules]
     owners = registered_owners(rule.operator for rule in (*own, *inherited) if rule.operator)
     long_context = _settings(document.get("long_context"), flat_classes(owners), f"{source}: long_context")
     extends = dict.fromkeys(file for parent in parents for file in (parent.file, *parent.file.extends))
     file = RuleFile(source, long_context, tuple(extends))
     return RuleSet(path, file, (*(replace(rule, file=file) for rule in own), *inherited))
+
+
+def _may_be_rules(document: Any) -> bool:
+    return isinstance(document, Mapping) or (
+        isinstance(document, list) and all(isinstance(each, Mapping) for each in document)
+    )
 
 
 def _settings(block: Any, classes: Sequence[type], where: str) -> dict[str, Any]:
@@ -106,21 +160,29 @@ def _parents(document: Mapping[str, Any], source: str, path: Path | None) -> lis
     names = [extends] if isinstance(extends, str) else extends
     where = f"{located(source, document, 'extends')}: extends"
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{where} is {extends!r}; it must be a file name or a list of file names")
-    parents = []
-    for name in names:
-        found = recipes.find(name, path.parent if path else Path())
-        if found is None:
-            folder = f"beside {source} " if path else ""
-            near = nearest_spelling(Path(name).stem, recipes.names())
-            raise ConfigError(
-                f"{where}: there is no {name!r} {folder}or in the package{near}; packaged: {', '.join(recipes.names())}"
-            )
-        parents.append(found)
-    return parents
+        raise ConfigError(f"{where} is {shown(extends)}; it must be a file name or a list of file names")
+    if len(names) > MOST_EXTENDED:
+        raise ConfigError(f"{where} names {len(names):,} files; {MOST_EXTENDED} are the most")
+    return [_parent(name, where, source, path) for name in names]
 
 
-def _rule(content: Any, source: str) -> Rule:
+def _parent(name: str, where: str, source: str, path: Path | None) -> Path:
+    """The file that `name` means to the rules at `path`."""
+    found = recipes.find(name, path.parent if path else Path())
+    if found is None:
+        folder = f"beside {source} " if path else ""
+        near = nearest_spelling(Path(name).stem, recipes.names())
+        raise ConfigError(
+            f"{where}: there is no {shown(name)} {folder}or in the package{near}; packaged: "
+            f"{', '.join(recipes.names())}"
+        )
+    # Where a link leads to is what is read.
+    if found.resolve().suffix not in SUFFIXES:
+        raise ConfigError(f"{where}: {shown(name)} is no YAML file; its name must end in {' or '.join(SUFFIXES)}")
+    return found
+
+
+def _rule(content: Any, source: str, reading: _Reading) -> Rule:
     content = _mapping(content, source, ("match", "replace", "recursive"), "a rule")
     for required in ("match", "replace"):
         if required not in content:
@@ -128,21 +190,30 @@ def _rule(content: Any, source: str) -> Rule:
     match = _mapping(content["match"], f"{source}: match", ("name", "class"), "match")
     for key in match:
         if not isinstance(match[key], str) or not match[key]:
-            raise ConfigError(f"{located(f'{source}: match', match, key)}: {key} is {match[key]!r}; it must be text")
+            raise ConfigError(
+                f"{located(f'{source}: match', match, key)}: {key} is {shown(match[key])}; it must be text"
+            )
     if not match:
         raise ConfigError(f"{located(f'{source}: match', content, 'match')}: give name, class, or both")
     recursive = content.get("recursive", True)
     if not isinstance(recursive, bool):
         raise ConfigError(
-            f"{located(source, content, 'recursive')}: recursive is {recursive!r}; it must be true or false"
+            f"{located(source, content, 'recursive')}: recursive is {shown(recursive)}; it must be true or false"
         )
     replace_with = _mapping(content["replace"], f"{source}: replace", ("class", "kwargs"), "replace")
     where = located(f"{source}: replace", replace_with, "class")
     operator_name = replace_with.get("class")
     if not isinstance(operator_name, str) or not operator_name:
-        raise ConfigError(f"{where}: class is {operator_name!r}; it must be an operator's name, or default")
-    operator = None if operator_name == "default" else _operator(operator_name, where)
-    rule = Rule(source, _pattern(match, source), match.get("class"), operator, operator_name, recursive=recursive)
+        raise ConfigError(f"{where}: class is {shown(operator_name)}; it must be an operator's name, or default")
+    operator = None if operator_name == "default" else named_operator(operator_name, where, reading.trusted)
+    rule = Rule(
+        source,
+        _pattern(match, source, reading.search_time),
+        match.get("class"),
+        operator,
+        operator_name,
+        recursive=recursive,
+    )
     kwargs = replace_with.get("kwargs")
     classes = [owner.settings for owner in owners_of(operator, _choice(operator, kwargs))] if operator else []
     return replace(rule, kwargs=_settings(kwargs, classes, f"{rule.title}: kwargs"))
@@ -154,52 +225,23 @@ def _choice(operator: type[Operator], kwargs: Any) -> str | None:
     return chosen if isinstance(chosen, str) else None
 
 
-def _pattern(match: Mapping[str, str], source: str) -> re.Pattern[str] | None:
+def _pattern(match: Mapping[str, str], source: str, time: SearchTime) -> ModulePattern | None:
     if "name" not in match:
         return None
     try:
-        return re.compile(match["name"])
-    except re.error as error:
-        where = located(f"{source}: match", match, "name")
-        # Not as repr, which would double the backslashes the user wrote.
-        raise ConfigError(f"{where}: name '{match['name']}' is not a regular expression: {error}") from error
-
-
-def _operator(name: str, where: str) -> type[Operator]:
-    """The operator class called `name`: a dotted path, or a name in `hetero_kv.operators`."""
-    package, _, short = name.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(package) if package else operators, short)
-    except Exception as error:  # the user's own module may raise anything while it is imported
-        raise ConfigError(f"{where}: class {name!r} cannot be imported ({error}){_nearest_operator(name)}") from error
-    if not _is_operator(found):
-        required = f"{Operator.__module__}.{Operator.__qualname__}"
-        raise ConfigError(
-            f"{where}: class {name!r} is not an operator; name a subclass of {required}{_nearest_operator(name)}"
-        )
-    return found
-
-
-def _is_operator(thing: object) -> bool:
-    if not (isinstance(thing, type) and issubclass(thing, Operator)) or thing is Operator:
-        return False
-    return not any(getattr(getattr(thing, name, None), "__isabstractmethod__", False) for name in dir(thing))
-
-
-def _nearest_operator(name: str) -> str:
-    known = [key for key, thing in vars(operators).items() if _is_operator(thing)]
-    spellings = ["default", *(f"{operators.__name__}.{key}" for key in known)] if "." in name else ["default", *known]
-    return nearest_spelling(name, spellings) or f"; known: {', '.join(spellings)}"
+        return ModulePattern(match["name"], time)
+    except ConfigError as error:
+        raise ConfigError(f"{located(f'{source}: match', match, 'name')}: {error}") from error
 
 
 def _mapping(value: Any, where: str, keys: tuple[str, ...], what: str) -> Mapping[str, Any]:
     """`value`, if it is a mapping with none but these keys."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{where}: {what} is {value!r}; it must be a mapping with the keys {', '.join(keys)}")
+        raise ConfigError(f"{where}: {what} is {shown(value)}; it must be a mapping with the keys {', '.join(keys)}")
     for key in value:
         if key not in keys:
             near = nearest_spelling(key, keys) or f"; known: {', '.join(keys)}"
-            raise ConfigError(f"{located(where, value, key)}: unknown key {key!r}{near}")
+            raise ConfigError(f"{located(where, value, key)}: unknown key {shown(key)}{near}")
     return value
 
 

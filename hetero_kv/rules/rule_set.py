@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,9 @@ from typing import Any
 from torch import nn
 
 from hetero_kv.adapter.operator import Operator
+from hetero_kv.errors import ConfigError
 from hetero_kv.rules.effect import require_effect, with_effect
+from hetero_kv.rules.module_pattern import ModulePattern
 from hetero_kv.rules.owners import Owner, owner_in_place, owners_of, registered_owners
 from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, InForce, in_force, value_of
 from hetero_kv.settings.engine_settings import EngineSettings
@@ -49,7 +50,7 @@ class Rule:
     """
 
     source: str
-    match_name: re.Pattern[str] | None
+    match_name: ModulePattern | None
     match_class: str | None
     operator: type[Operator] | None
     operator_name: str
@@ -63,20 +64,37 @@ class Rule:
         return f"{self.source} ({self.operator_name.rpartition('.')[2]})"
 
     def matches(self, path: str, module: nn.Module) -> bool:
-        """Whether `module`, at `path` in its model, is one this rule speaks of. A subclass counts as its class."""
-        if self.match_name is not None and self.match_name.search(path) is None:
-            return False
+        """Whether `module`, at `path` in its model, is one this rule speaks of. A subclass counts as its class.
+
+        Raises ConfigError when the search for `match_name` takes too long.
+        """
+        try:
+            if self.match_name is not None and not self.match_name.is_in(path):
+                return False
+        except ConfigError as error:
+            raise ConfigError(f"{self.title}: match: {error}") from error
         return self.match_class is None or _is_instance(module, self.match_class)
 
 
 def _is_instance(module: nn.Module, class_name: str) -> bool:
     package, _, name = class_name.rpartition(".")
+    classes = type(module).__mro__
     # A class is often spelled by the package that re-exports it (torch.nn.Linear). Its instances exist, so that
     # package is imported already, and matching need not import anything.
-    exported = getattr(sys.modules.get(package), name, None)
-    return any(
-        cls is exported or (cls.__name__ == name and package in ("", cls.__module__)) for cls in type(module).__mro__
-    )
+    exported = _exported(package, name, is_loaded=any(cls.__name__ == name for cls in classes))
+    return any(cls is exported or (cls.__name__ == name and package in ("", cls.__module__)) for cls in classes)
+
+
+def _exported(package: str, name: str, *, is_loaded: bool) -> object:
+    module = sys.modules.get(package)
+    held = getattr(module, "__dict__", {})
+    # Asked for what it does not hold, a package such as transformers imports modules: only for a class that is there.
+    if name in held or not is_loaded:
+        return held.get(name)
+    try:
+        return getattr(module, name, None)
+    except Exception:
+        return None
 
 
 def _defaults(rule: Rule, operator: type[Operator]) -> InForce[Any]:

@@ -11,6 +11,7 @@ from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.owners import Owner, flat_classes, registered_owners
 from hetero_kv.rules.precedence import COMMAND_LINE
 from hetero_kv.rules.setting_groups import setting_groups
+from hetero_kv.rules.trust import add_trust_flag, trusted_modules
 from hetero_kv.settings.description import takes_any_text
 from hetero_kv.settings.flags import FlagParser
 from hetero_kv.settings.setting import canonical
@@ -22,14 +23,17 @@ SETTINGS_DEST = "long_context"
 def add_setting_flags(parser: FlagParser, configs: Callable[[argparse.Namespace], Iterable[str]]) -> None:
     """Add a flag for every setting, after the command's own: a name that is one of those stays the command's.
 
+    With them comes the flag for the modules that rules may name operators of.
+
     Args:
         configs: of the parsed flags, the words that name rules; the operators of these may have settings of their own.
     """
+    add_trust_flag(parser)
     registered = registered_owners()
     _add(parser, registered)
 
     def learn(flags: argparse.Namespace) -> bool:
-        owners = list(dict.fromkeys([*registered, *_of_rules(configs(flags))]))
+        owners = list(dict.fromkeys([*registered, *_of_rules(flags, configs(flags))]))
         _add(parser, owners)
         return len(owners) > len(registered)
 
@@ -58,12 +62,12 @@ def _add(parser: FlagParser, owners: Sequence[Owner]) -> None:
     parser.set_defaults(owners=owners)
 
 
-def _of_rules(configs: Iterable[str]) -> list[Owner]:
+def _of_rules(flags: argparse.Namespace, configs: Iterable[str]) -> list[Owner]:
     """The owners that the rules of these names know; none of what cannot be read, which is told when it is used."""
     found: list[Owner] = []
     for word in configs:
         try:
-            found += named_config(word).rules.known_owners()
+            found += named_config(word, trusted_modules(flags)).rules.known_owners()
         except ConfigError:
             continue
     return found

@@ -6,18 +6,18 @@ does not pin the defaults of the version that wrote it. The command line and rul
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hetero_kv.errors import ConfigError
+from hetero_kv.durable_file import write_atomically
+from hetero_kv.errors import ConfigError, shown
 from hetero_kv.rules.owners import every_settings_class, labels, registered_owners
 from hetero_kv.rules.setting_groups import default_words, setting_groups
-from hetero_kv.settings.located_yaml import located, read_yaml
+from hetero_kv.rules.trusted_names import TRUST_RULES, trusted_names
+from hetero_kv.settings.located_yaml import LocatedMapping, located, read_yaml
 from hetero_kv.settings.setting import canonical
 
 ENVIRONMENT_VARIABLE = "HETERO_KV_CONFIG"
@@ -42,6 +42,8 @@ def _lines() -> Iterator[str]:
     yield "# To change one, take away the # before its name. Each line shows the default."
     yield "# The command line and the rules file (--config) win over this file; this file wins over the defaults."
     yield "# Each counts for the operators that take it, whichever rules are in use, and for no others."
+    yield "# Rules name operators of modules listed here too, whose code is run then (read it first):"
+    yield f"#{TRUST_RULES}: [my_methods]"
     yield "long_context:"
     owners = registered_owners()
     for title, settings in setting_groups(owners):
@@ -81,28 +83,16 @@ def ensure_settings_file(path: Path | None = None) -> Path | None:
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_atomically(path, settings_text())
-    except OSError as error:
+        write_atomically(path, settings_text(), replaces=False)
+    except (OSError, ValueError) as error:
         _logger.warning(
             "the settings file %s cannot be written (%s); going on with the defaults, or set %s to another path",
             path,
-            error.strerror or error,
+            getattr(error, "strerror", None) or error,
             ENVIRONMENT_VARIABLE,
         )
         return None
     return path
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    descriptor, partial = tempfile.mkstemp(prefix=path.name, suffix=".partial", dir=path.parent, text=True)
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
 
 
 def read_settings_file(path: Path | None = None) -> dict[str, Any]:
@@ -113,16 +103,43 @@ def read_settings_file(path: Path | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, or has a mistake in it; it names file, line and key.
     """
-    path = path or settings_path()
-    if path is None or not path.exists():
-        return {}
-    source = str(path)
-    document = read_yaml(path)
-    if isinstance(document, Mapping) and "long_context" in document:
-        beside = [key for key in document if key != "long_context"]
+    source, document = _document(path)
+    if not isinstance(document, Mapping):
+        return canonical(every_settings_class(), document, where=source)
+    if "long_context" in document:
+        beside = [key for key in document if key not in ("long_context", TRUST_RULES)]
         if beside:
             raise ConfigError(
-                f"{located(source, document, beside[0])}: {beside[0]!r} stands beside long_context; move it in"
+                f"{located(source, document, beside[0])}: {shown(beside[0])} stands beside long_context; move it in"
             )
         return canonical(every_settings_class(), document["long_context"], where=f"{source}: long_context")
+    if isinstance(document, LocatedMapping):
+        document.pop(TRUST_RULES, None)
     return canonical(every_settings_class(), document, where=source)
+
+
+def read_trusted_modules(path: Path | None = None) -> tuple[str, ...]:
+    """The modules that the file lists under `trust_rules:`; none when there is no file.
+
+    Raises:
+        ConfigError: the file cannot be read, or lists what is no module's name.
+    """
+    source, document = _document(path)
+    if not isinstance(document, Mapping) or TRUST_RULES not in document:
+        return ()
+    return trusted_names(document[TRUST_RULES], located(source, document, TRUST_RULES))
+
+
+def _document(path: Path | None) -> tuple[str, Any]:
+    """The file's name and what it holds; None when there is no file."""
+    path = path or settings_path()
+    if path is None or not _exists(path):
+        return str(path), None
+    return str(path), read_yaml(path)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{shown(str(path))}: cannot be read: {error}") from error

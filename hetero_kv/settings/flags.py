@@ -14,7 +14,7 @@ from hetero_kv.settings.setting import nearest_spelling
 
 # A value may begin with dashes too ("--- a diff ---"); a flag is one word.
 _FLAG = re.compile(r"(--[A-Za-z][\w-]*)(=.*)?", re.DOTALL)
-_LIST = re.compile(r"\[\s*\d+(?:\s*,\s*\d+)*\s*\]|\d+(?:\s*,\s*\d+)+")
+_LIST = re.compile(r"\[\s*\d{1,40}(?:\s*,\s*\d{1,40})*\s*\]|\d{1,40}(?:\s*,\s*\d{1,40})+")
 _NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 
 

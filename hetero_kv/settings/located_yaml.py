@@ -8,7 +8,18 @@ from typing import Any
 
 import yaml
 
-from hetero_kv.errors import ConfigError
+from hetero_kv.errors import ConfigError, shown
+
+# What a file of rules or settings may be; those that ship stay below a hundredth of it. PyYAML takes about a second for
+# a file at all of these limits.
+MOST_BYTES = 256 << 10
+MOST_DEPTH = 32
+MOST_VALUES = 10_000
+MOST_DIGITS = 40
+
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+# What PyYAML's constructors raise for a value that its explicit tag does not fit.
+_FOREIGN = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
 
 
 class LocatedMapping(dict[Any, Any]):
@@ -26,12 +37,59 @@ class LocatedMapping(dict[Any, Any]):
 
 
 class _LocatedLoader(yaml.SafeLoader):
-    """PyYAML's safe loader; a key that is given twice is an error, and mappings are `LocatedMapping`s."""
+    """PyYAML's safe loader, within limits; no key is given twice, and mappings are `LocatedMapping`s."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._nodes = 0
+        # Complete node -> the nodes that it stands for, those behind its aliases counted each time.
+        self._expanded: dict[yaml.Node | None, int] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """See PyYAML. Raises ComposerError beyond a limit, before anything larger is built."""
+        mark = self.peek_event().start_mark
+        if self.check_event(yaml.AliasEvent):
+            node = super().compose_node(parent, index)
+            if node not in self._expanded:
+                raise yaml.composer.ComposerError(None, None, "an alias stands for what it is part of", mark)
+            self._count(self._expanded[node], mark)
+            return node
+        self._count(1, mark)
+        self._depth += 1
+        if self._depth > MOST_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"nested more than {MOST_DEPTH} levels deep", mark)
+        before = self._nodes
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        self._expanded[node] = 1 + self._nodes - before
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """See PyYAML. Raises ConstructorError with the place of a value that its tag does not fit."""
+        try:
+            if node.tag in _NUMBERS and len(node.value) > MOST_DIGITS:
+                raise ValueError(f"it has {len(node.value):,} characters, and a number may have {MOST_DIGITS}")
+            return super().construct_object(node, deep)
+        except _FOREIGN as error:
+            kind = node.tag.rpartition(":")[2]
+            reason = f": {error}" if isinstance(error, ValueError) else ""
+            problem = f"a value cannot be read as {kind}{reason}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+
+    def _count(self, nodes: int, mark: yaml.Mark) -> None:
+        self._nodes += nodes
+        if self._nodes > MOST_VALUES:
+            raise yaml.composer.ComposerError(
+                None, None, f"more than {MOST_VALUES:,} values, those behind aliases counted each time", mark
+            )
 
 
-def _construct_mapping(loader: _LocatedLoader, node: yaml.MappingNode) -> Iterator[LocatedMapping]:
+def _construct_mapping(loader: _LocatedLoader, node: Any) -> Iterator[LocatedMapping]:
     mapping = LocatedMapping(node.start_mark.line + 1)
     yield mapping
+    if not isinstance(node, yaml.MappingNode):
+        raise yaml.constructor.ConstructorError(None, None, f"expected a mapping, found a {node.id}", node.start_mark)
     for key_node, _ in node.value:
         # A merge key (`<<`) may bring in keys that the mapping has too: that is what it is for.
         if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
@@ -41,7 +99,7 @@ def _construct_mapping(loader: _LocatedLoader, node: yaml.MappingNode) -> Iterat
             raise yaml.constructor.ConstructorError(
                 None,
                 None,
-                f"the key {key!r} is given twice, first in line {mapping.key_lines[key]}; keep one of them",
+                f"the key {shown(key)} is given twice, first in line {mapping.key_lines[key]}; keep one of them",
                 key_node.start_mark,
             )
         mapping.key_lines[key] = key_node.start_mark.line + 1
@@ -55,9 +113,11 @@ def parse_yaml(text: str, source: str) -> Any:
     """The one document in `text`; `source` names it in errors.
 
     Raises:
-        ConfigError: the text is not YAML, holds a tag that only an unsafe loader would follow, or gives a key twice;
-            it names source, line and column.
+        ConfigError: the text is not YAML, is longer, deeper or has more values than rules ever need, holds a tag that
+            only an unsafe loader would follow, or gives a key twice; it names source, line and column.
     """
+    if len(text) > MOST_BYTES:
+        raise _too_long(source)
     try:
         return yaml.load(text, Loader=_LocatedLoader)
     except yaml.MarkedYAMLError as error:
@@ -67,9 +127,13 @@ def parse_yaml(text: str, source: str) -> Any:
         raise ConfigError(f"{source}{place}: {problem}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not YAML: {error}") from error
-    except (ValueError, RecursionError) as error:
-        # Impossible dates and numbers, and nesting without end, leave PyYAML without a place.
+    except _FOREIGN as error:
+        # What is constructed last of all, as a value that holds itself, leaves PyYAML without a place.
         raise ConfigError(f"{source}: a value cannot be read: {error}") from error
+
+
+def _too_long(source: str) -> ConfigError:
+    return ConfigError(f"{source}: longer than {MOST_BYTES >> 10} KiB; no rules and no settings take as much")
 
 
 def read_yaml(path: Path, source: str | None = None) -> Any:
@@ -80,11 +144,15 @@ def read_yaml(path: Path, source: str | None = None) -> Any:
     """
     source = source or str(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        text = content[:MOST_BYTES].decode("utf-8")
     except OSError as error:
         raise ConfigError(f"{source}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source}: not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    if len(content) > MOST_BYTES:
+        raise _too_long(source)
     return parse_yaml(text, source)
 
 

@@ -19,18 +19,23 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from hetero_kv.errors import ConfigError
+from hetero_kv.errors import ConfigError, shown
 from hetero_kv.settings.located_yaml import located
 
 Choices = Collection[str] | Callable[[], Iterable[str]]
 S = TypeVar("S")
+
+LARGEST = 1 << 40
+"""What a whole number may be where its setting says no maximum: a trillion tokens are more than any machine holds."""
+LONGEST_LIST = 4096
+_LONGEST_WORD = 200
 
 
 class SettingError(ConfigError):
     """A setting whose value cannot be used: `key` is `value`, and `remedy` says what would be right."""
 
     def __init__(self, key: str, value: object, remedy: str) -> None:
-        super().__init__(f"{key} is {value!r}; {remedy}")
+        super().__init__(f"{key} is {shown(value)}; {remedy}")
         self.key, self.value, self.remedy = key, value, remedy
 
 
@@ -135,7 +140,7 @@ class Entry:
             elif alternative in (int, float) and _is_number(value, alternative) and self._in_range(value):
                 return alternative(value)
             elif get_origin(alternative) is tuple and isinstance(value, (list, tuple)):
-                if value and all(_is_number(item, int) and self._in_range(item) for item in value):
+                if 0 < len(value) <= LONGEST_LIST and all(map(self._is_item, value)):
                     return tuple(value)
             elif hasattr(alternative, "parse"):
                 parsed = alternative.parse(value) if isinstance(value, str) else value
@@ -143,13 +148,21 @@ class Entry:
                     return parsed
         raise SettingError(key, value, f"it must be {self.expected()}{self._hint(value)}")
 
+    def _is_item(self, item: Any) -> bool:
+        return _is_number(item, int) and self._in_range(item)
+
     def _in_range(self, number: float) -> bool:
         limits = self.constraints
         return (
             (limits.minimum is None or number >= limits.minimum)
-            and (limits.maximum is None or number <= limits.maximum)
+            and number <= self._largest(number)
             and (limits.multiple_of is None or number % limits.multiple_of == 0)
         )
+
+    def _largest(self, number: float) -> float:
+        if self.constraints.maximum is not None:
+            return self.constraints.maximum
+        return LARGEST if isinstance(number, int) else math.inf
 
     def expected(self) -> str:
         """What a value may be, in words: "a whole number of at least 1, or auto"."""
@@ -177,6 +190,12 @@ class Entry:
         return f"{words} of at most {limits.maximum}" if limits.maximum is not None else words
 
     def _hint(self, value: Any) -> str:
+        if isinstance(value, (list, tuple)) and len(value) > LONGEST_LIST:
+            return f" (this list has {len(value):,}, and {LONGEST_LIST:,} is the most)"
+        if self.constraints.maximum is None and any(
+            isinstance(each, int) and each > LARGEST for each in _listed(value)
+        ):
+            return f" (and of at most {LARGEST:,})"
         if not isinstance(value, str):
             return ""
         for alternative in _alternatives(self.annotation):
@@ -203,7 +222,11 @@ def _is_number(value: Any, kind: type) -> bool:
     # bool is an int to Python, never to a user; nan and inf pass no comparison that means anything.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
-    return isinstance(value, int) if kind is int else math.isfinite(value)
+    return isinstance(value, int) or (kind is float and math.isfinite(value))
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _same_text(value: Any, texts: Iterable[str]) -> str | None:
@@ -227,7 +250,7 @@ def entries_of(cls: Any) -> dict[str, Entry]:
 def nearest_spelling(word: object, spellings: Iterable[str], prefix: str = "; did you mean ") -> str:
     """`prefix` and the one of `spellings` nearest to `word`, or "" when none is near."""
     by_case = {spelling.casefold(): spelling for spelling in spellings}
-    near = difflib.get_close_matches(str(word).casefold(), by_case, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(str(word)[:_LONGEST_WORD].casefold(), by_case, n=1, cutoff=0.6)
     return f"{prefix}{by_case[near[0]]}?" if near else ""
 
 
@@ -247,7 +270,7 @@ def canonical(classes: Sequence[type], mapping: Mapping[Any, Any] | None, *, whe
     if mapping is None:
         return {}
     if not isinstance(mapping, Mapping):
-        raise ConfigError(f"{where}: {mapping!r} is not a mapping; write `key: value` pairs")
+        raise ConfigError(f"{where}: {shown(mapping)} is not a mapping; write `key: value` pairs")
     entries: dict[str, list[Entry]] = {}
     for cls in classes:
         for entry in entries_of(cls).values():
@@ -286,9 +309,9 @@ def _checked(entries: Sequence[Entry], key: str, value: Any) -> Any:
 
 def _unknown(key: object, entries: Mapping[str, object]) -> str:
     if not entries:
-        return f"unknown setting {key!r}; there are no settings here"
+        return f"unknown setting {shown(key)}; there are no settings here"
     near = nearest_spelling(key, entries)
-    return f"unknown setting {key!r}{near}" if near else f"unknown setting {key!r}; known: {', '.join(entries)}"
+    return f"unknown setting {shown(key)}{near or '; known: ' + ', '.join(entries)}"
 
 
 def settings_from_mapping(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.evals import text_files
 from hetero_kv.evals.data_files import read_data_file
 from hetero_kv.evals.formats import infinitebench, longbench
 from hetero_kv.evals.formats.format import formats
+from hetero_kv.evals.haystack import Haystack
 from hetero_kv.evals.sample import Sample
 from hetero_kv.evals.tasks import registry
 from hetero_kv.evals.tasks.registry import TaskRequest
@@ -310,3 +314,70 @@ def test_what_a_file_gives_can_be_scored_again_by_the_tasks_name_alone(tmp_path)
     for sample in read_data_file(written(tmp_path / "mixed.jsonl", *records)).samples:
         again = Sample(**{field: getattr(sample, field) for field in sample.__dataclass_fields__})
         assert registry.get(again.task).score(again, [sample.answers[0][0]]).value == 1
+
+
+@pytest.fixture
+def small_limits(monkeypatch):
+    """Limits of files that a test can reach without gigabytes."""
+    monkeypatch.setattr(text_files, "LONGEST_LINE", 4 << 20)
+    monkeypatch.setattr(text_files, "MOST_BYTES", 16 << 20)
+
+
+def bomb(path, line, lines):
+    """A gzipped file of some kilobytes that unpacks to `lines` times `line`, written piece by piece."""
+    with gzip.open(path, "wb") as file:
+        for _ in range(lines):
+            file.write(line)
+    return path
+
+
+def peak_bytes(function):
+    tracemalloc.start()
+    try:
+        with pytest.raises(HeteroKVError) as raised:
+            function()
+        return str(raised.value), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_line_that_unpacks_without_end_is_not_unpacked(tmp_path, small_limits):
+    path = bomb(tmp_path / "line.jsonl.gz", b" " * (1 << 20), 200)
+    assert path.stat().st_size < 1 << 20
+    text, peak = peak_bytes(lambda: read_data_file(path))
+    assert "line 1 has more than 4 MiB; no prompt is as long" in text
+    assert peak < 32 << 20
+
+
+def test_many_lines_that_unpack_without_end_are_not_unpacked(tmp_path, small_limits):
+    record = {**KV, "more": "x" * (1 << 20)}
+    path = bomb(tmp_path / "lines.jsonl.gz", json.dumps(record).encode() + b"\n", 200)
+    text, peak = peak_bytes(lambda: read_data_file(path))
+    assert "it has more than 16 MiB of text" in text
+    assert peak < 64 << 20
+    text, peak = peak_bytes(lambda: read_data_file(bomb(tmp_path / "empty.jsonl.gz", b"\n" * (1 << 20), 40)))
+    assert "it has more than 16 MiB of text" in text
+
+
+def test_a_haystack_and_a_file_without_end_have_the_same_limits(tmp_path, small_limits):
+    for path in (bomb(tmp_path / "hay.txt.gz", b"A word. " * (1 << 17), 40), Path("/dev/zero")):
+        assert "more than 16 MiB" in peak_bytes(lambda path=path: Haystack.from_file(path))[0]
+    assert "line 1 has more than 4 MiB" in peak_bytes(lambda: read_data_file("/dev/zero"))[0]
+
+
+def test_more_broken_lines_than_anyone_looks_at_end_the_reading(tmp_path):
+    path = bomb(tmp_path / "broken.jsonl.gz", b"x\n" * 1000, 20)
+    with pytest.raises(HeteroKVError, match=r"more than 10,000 lines cannot be used; line 1: not JSON"):
+        read_data_file(path)
+
+
+@pytest.mark.parametrize("line", [b"[" * 200_000, b'{"a":' * 200_000, b'{"a":' + b"1" * 5000 + b"}"])
+def test_json_that_python_cannot_read_is_a_broken_line(tmp_path, line):
+    (tmp_path / "kv.jsonl").write_bytes(json.dumps(KV).encode() + b"\n" + line)
+    assert [number for number, _ in read_data_file(tmp_path / "kv.jsonl").skipped] == [2]
+
+
+def test_the_reason_for_a_broken_line_is_short(tmp_path):
+    path = written(tmp_path / "kv.jsonl", KV, {"x" * 100_000: 1, **{f"field {n}": 1 for n in range(1000)}})
+    ((_, reason),) = read_data_file(path).skipped
+    assert len(reason) <= 500

@@ -14,6 +14,7 @@ from tiny_evaluation import SPARSE, save_tiny, tiny_loaded
 
 from hetero_kv import HeteroKVError
 from hetero_kv.evals import ConfiguredModel, RunOptions, config_specs, run
+from hetero_kv.evals.checked_lines import with_checksum
 
 HERE = Path(__file__).parent
 OPTIONS = RunOptions(lengths=(200,), depths=(0, 50, 100))
@@ -120,7 +121,9 @@ def test_a_prompt_that_changed_under_the_same_settings_is_refused(tmp_path):
     results = tmp_path / "results.jsonl"
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     lines[1]["prompt"] = "0" * 16
-    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for line in lines:
+        del line["checksum"]
+    results.write_text("".join(with_checksum(json.dumps(line)) + "\n" for line in lines))
     with pytest.raises(HeteroKVError, match="sample recite/200/50/0 has another prompt now"):
         go(tmp_path, Counting())
 

@@ -244,11 +244,16 @@ def own(tmp_path, monkeypatch):
 
 
 def test_the_settings_of_the_users_own_operators_are_reached_alike(command, own, tmp_path):
-    assert in_layers(command("rules", own), "patience") == [3]
-    assert in_layers(command("rules", own, "--patience", 5), "patience") == [5]
-    assert in_layers(command("rules", f"{own}:patience=6"), "patience") == [6]
+    trust = ("--trust_rules", "own_patient_operator")
+    assert in_layers(command("rules", own, *trust), "patience") == [3]
+    assert in_layers(command("rules", own, "--patience", 5, *trust), "patience") == [5]
+    assert in_layers(command("rules", f"{own}:patience=6", *trust), "patience") == [6]
     (tmp_path / "child.yaml").write_text("extends: own.yaml\nlong_context: {patience: 7}")
-    printed = command("rules", tmp_path / "child.yaml")
+    printed = command("rules", tmp_path / "child.yaml", *trust)
     assert (in_layers(printed, "patience"), in_layers(printed, "layer_step")) == ([7], [2])
-    assert "patience is 0; it must be a whole number of at least 1" in command("plan", own, "--patience", 0, status=2)
-    assert "unknown flag '--patiense'; did you mean --patience?" in command("chat", own, "--patiense", 2, status=2)
+    assert "patience is 0; it must be a whole number of at least 1" in command(
+        "plan", own, "--patience", 0, *trust, status=2
+    )
+    assert "unknown flag '--patiense'; did you mean --patience?" in command(
+        "chat", own, "--patiense", 2, *trust, status=2
+    )

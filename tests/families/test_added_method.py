@@ -49,7 +49,11 @@ def injected():
 
     def made(architecture="llama", **settings):
         models.append(tiny_model(architecture))
-        inject(models[-1], load_rules(RULES), command_line={**SMALL, **ENGINE, **settings})
+        inject(
+            models[-1],
+            load_rules(RULES, trust_rules=["dilated_attention"]),
+            command_line={**SMALL, **ENGINE, **settings},
+        )
         return models[-1]
 
     yield made
@@ -163,7 +167,7 @@ def test_a_recorded_prefill_is_gone_on_from(injected):
     model = injected()
     eject(model)
     recorded = record_prefill(model, PROMPTS[2][None], chunk_size=16)
-    inject(model, load_rules(RULES), command_line={**SMALL, **ENGINE})
+    inject(model, load_rules(RULES, trust_rules=["dilated_attention"]), command_line={**SMALL, **ENGINE})
     script = prompt(1, 8), 4
     expected = alone(model, HeteroCache(model), (PROMPTS[2], *script))[60:]
     assert torch.equal(alone(model, recorded.cache_for(model), script), expected)
@@ -186,7 +190,7 @@ def command(tmp_path, monkeypatch, capsys):
     tiny_config("llama").save_pretrained(tmp_path / "model")
 
     def run(*words):
-        status = main([*map(str, words), "--model", str(tmp_path / "model")])
+        status = main([*map(str, words), "--model", str(tmp_path / "model"), "--trust_rules", "dilated_attention"])
         printed = capsys.readouterr()
         return status, printed.out, printed.err
 

@@ -137,6 +137,10 @@ class SilentAttention(PairAttention):
     settings_in_layer = AttentionOperator.settings_in_layer
 
 
+def pairs(name, layers=r"\d+"):
+    return parse_rules(rules_of(name, layers), trust_rules=[__name__])
+
+
 def rules_of(name, layers=r"\d+"):
     dotted = f"{__name__}.{name}"
     others = [] if layers == r"\d+" else [{"match": {"name": r"self_attn$"}, "replace": {"class": "default"}}]
@@ -157,7 +161,7 @@ def llama():
 @pytest.fixture
 def paired(llama):
     """A tiny Llama whose layers 1 and 2 keep pairs; the first is left as it is."""
-    yield inject(llama, parse_rules(rules_of("PairAttention", "[12]")))
+    yield inject(llama, pairs("PairAttention", "[12]"))
     eject(llama)
 
 
@@ -173,7 +177,7 @@ def command(tmp_path, monkeypatch, capsys):
 
     def run(name, *words):
         words = (path, *words) if name == "rules" else ("--config", path, "--device", "cpu", *words)
-        assert main([name, *map(str, words), "--model", str(tmp_path / "model")]) == 0
+        assert main([name, *map(str, words), "--model", str(tmp_path / "model"), "--trust_rules", __name__]) == 0
         return capsys.readouterr().out
 
     return run
@@ -183,7 +187,7 @@ def test_the_family_computes_what_the_untouched_model_does(llama):
     prompt = torch.randint(2, 90, (2, 21))
     with torch.no_grad():
         expected = llama(prompt).logits
-    inject(llama, parse_rules(rules_of("PairAttention")), command_line={"chunk_size": 8})
+    inject(llama, pairs("PairAttention"), command_line={"chunk_size": 8})
     try:
         cache = HeteroCache(llama)
         with torch.no_grad():
@@ -252,7 +256,7 @@ def test_a_term_has_one_meaning():
 
 
 def test_a_family_that_says_nothing_keeps_everything_where_the_model_computes(llama):
-    injection = inject(llama, parse_rules(rules_of("SilentAttention")))
+    injection = inject(llama, pairs("SilentAttention"))
     try:
         memory = Footprint.of(injection).memory(100)
         assert (memory.store, memory.untouched) == (0, 3 * 100 * 2 * 2 * 16 * 4)
@@ -266,7 +270,7 @@ def test_rules_show_the_settings_as_they_apply_in_a_layer(llama, command):
     modules = {row["module"]: row for row in json.loads(command("rules", "--json"))["modules"] if row["first"] == 0}
     row = modules["model.layers.*.self_attn"]
     assert (row["operator"], row["settings"], row["changed"]) == ("PairAttention", {"spare": 7}, ["spare"])
-    injection = inject(llama, parse_rules(rules_of("PairAttention")))
+    injection = inject(llama, pairs("PairAttention"))
     try:
         rows = [row for row in grouped(injection) if row.operator == "PairAttention"]
     finally:
@@ -286,7 +290,7 @@ def test_kernels_are_compiled_and_operators_settled(llama, paired):
 
 def test_operators_that_cannot_work_together_leave_the_model_as_it_was(llama):
     with pytest.raises(HeteroKVError, match="pairs come in twos"):
-        inject(llama, parse_rules(rules_of("PairAttention", "1")))
+        inject(llama, pairs("PairAttention", "1"))
     assert not any(isinstance(module, AttentionOperator) for module in llama.modules())
 
 

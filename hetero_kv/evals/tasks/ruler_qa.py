@@ -5,7 +5,6 @@ The data are the user's: SQuAD 2.0's `dev-v2.0.json` and HotpotQA's `hotpot_dev_
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.evals.checked_lines import parsed
 from hetero_kv.evals.sample import Sample, Score
 from hetero_kv.evals.scorers import string_match_part
 from hetero_kv.evals.tasks.drawing import Cell
 from hetero_kv.evals.tasks.fitting import adjusted
 from hetero_kv.evals.tasks.generated import GeneratedTask
 from hetero_kv.evals.tasks.registry import TaskRequest, register
+from hetero_kv.evals.text_files import text_of
 
 MAX_NEW_TOKENS = 32
 PREFIX = " Answer:"
@@ -110,10 +111,9 @@ def _questions(
     task: str, data: str, read: Callable[[Any], Iterator[Question]], path: Path
 ) -> tuple[list[Question], list[str]]:
     """All questions of a file, and all documents, each once and sorted."""
+    text = text_of(path, f"task {task}: data file")
     try:
-        questions = list(read(json.loads(path.read_text(encoding="utf-8"))))
-    except OSError as error:
-        raise HeteroKVError(f"task {task}: data file {path} cannot be read: {error}") from error
+        questions = list(read(parsed(text)))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise HeteroKVError(f"task {task}: {path} is not {data} as published: {error!r}") from error
     if not questions:

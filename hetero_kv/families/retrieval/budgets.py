@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hetero_kv.errors import HeteroKVError
 
-_PYRAMID = re.compile(r"\s*pyramid\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)\s*", re.IGNORECASE)
+_PYRAMID = re.compile(r"\s*pyramid\s*\(\s*(\d{1,12})\s*,\s*(\d{1,12})\s*\)\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,61 @@
+"""A line of results with a checksum of its own, which shows where a line was edited or damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any
+
+#: Levels of lists and objects in what is read; results and samples have fewer than ten.
+MOST_DEPTH = 64
+
+_CHECKSUM = re.compile(r', "checksum": "([0-9a-f]{16})"\}')
+_CHECKSUM_LENGTH = len(', "checksum": ""}') + 16
+
+
+def with_checksum(line: str) -> str:
+    """A JSON object of one line, with a checksum of it as its last field."""
+    return f'{line[:-1]}, "checksum": "{_checksum(line)}"}}'
+
+
+def without_checksum(line: str, *, is_required: bool) -> str:
+    """The line that `with_checksum` was given.
+
+    Args:
+        is_required: whether a line has to have one; folders of earlier versions have lines without.
+
+    Raises ValueError where the checksum is missing or is that of another line.
+    """
+    found = _CHECKSUM.fullmatch(line, max(0, len(line) - _CHECKSUM_LENGTH))
+    if found is None:
+        if is_required or '"checksum"' in line[-2 * _CHECKSUM_LENGTH :]:
+            raise ValueError("it has no checksum")
+        return line
+    bare = line[: found.start()] + "}"
+    if _checksum(bare) != found[1]:
+        raise ValueError("its checksum is not right, so that it was changed after it was written")
+    return bare
+
+
+def _checksum(line: str) -> str:
+    return hashlib.sha256(line.encode()).hexdigest()[:16]
+
+
+def parsed(text: str | bytes) -> Any:
+    """What a text of JSON holds. Raises ValueError where it is none, or is nested more than `MOST_DEPTH` deep."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    _require_depth(value, MOST_DEPTH)
+    return value
+
+
+def _require_depth(value: Any, levels: int) -> None:
+    if not isinstance(value, list | dict):
+        return
+    if not levels:
+        raise ValueError("nested too deep")
+    for each in value.values() if isinstance(value, dict) else value:
+        _require_depth(each, levels - 1)

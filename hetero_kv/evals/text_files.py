@@ -1,0 +1,70 @@
+"""Files of text that others give, plain or gzipped: no more of one is read, or unpacked, than a run can be made of."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from hetero_kv.errors import HeteroKVError
+
+# A million tokens take some five million characters, and twice as many where all are escaped.
+LONGEST_LINE = 32 << 20
+# All samples are in memory while a run goes on; the largest files of the benchmarks have some 500 MB.
+MOST_BYTES = 2 << 30
+_AT_ONCE = 1 << 20
+
+
+def lines_of(path: Path, what: str) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers, from 1.
+
+    Args:
+        what: names the file's use in errors ("data file").
+
+    Raises:
+        HeteroKVError: a file that cannot be read, or is more than the limits allow, packed or not.
+    """
+    left, number = MOST_BYTES, 0
+    with _opened(path, what) as file:
+        while line := file.readline(LONGEST_LINE + 1):
+            number += 1
+            left -= len(line)
+            if len(line) > LONGEST_LINE:
+                raise HeteroKVError(
+                    f"{what} {path}: line {number} has more than {LONGEST_LINE >> 20} MiB; no prompt is as long"
+                )
+            if left < 0:
+                raise _too_large(path, what)
+            yield number, line
+
+
+def text_of(path: Path, what: str) -> str:
+    """All of a file's text. Raises HeteroKVError as `lines_of`, and where it is not UTF-8."""
+    pieces, size = [], 0
+    with _opened(path, what) as file:
+        while piece := file.read(_AT_ONCE):
+            pieces.append(piece)
+            size += len(piece)
+            if size > MOST_BYTES:
+                raise _too_large(path, what)
+    try:
+        return b"".join(pieces).decode()
+    except UnicodeDecodeError as error:
+        raise HeteroKVError(f"{what} {path}: not UTF-8 text: {error}") from error
+
+
+@contextmanager
+def _opened(path: Path, what: str) -> Iterator[IO[bytes]]:
+    opening: Any = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opening(path, "rb") as file:
+            yield file
+    except (OSError, EOFError, zlib.error) as error:
+        raise HeteroKVError(f"{what} {path}: cannot be read: {error}") from error
+
+
+def _too_large(path: Path, what: str) -> HeteroKVError:
+    return HeteroKVError(f"{what} {path}: it has more than {MOST_BYTES >> 20:,} MiB of text; cut it into several files")

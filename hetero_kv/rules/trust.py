@@ -1,0 +1,30 @@
+"""Modules of the user's own that rules may name operators of: by the flag, and by the settings file."""
+
+from __future__ import annotations
+
+import argparse
+
+from hetero_kv.rules.precedence import COMMAND_LINE
+from hetero_kv.rules.settings_file import read_trusted_modules
+from hetero_kv.rules.trusted_names import TRUST_RULES, trusted_names
+
+
+def add_trust_flag(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that names modules, once or several times, with commas or without."""
+    parser.add_argument(
+        f"--{TRUST_RULES}",
+        action="append",
+        default=[],
+        metavar="MODULE[,MODULE…]",
+        help="run Python code of these modules where rules name operators of theirs; read it first",
+    )
+
+
+def trusted_modules(flags: argparse.Namespace) -> tuple[str, ...]:
+    """The modules that the flag and the settings file name.
+
+    Raises:
+        ConfigError: a word that is no module's name, or a mistake in the settings file.
+    """
+    words = [word for given in flags.trust_rules for word in given.split(",")]
+    return tuple(dict.fromkeys((*trusted_names(words, COMMAND_LINE), *read_trusted_modules())))

@@ -1,0 +1,23 @@
+"""Names of modules that the user trusts, as they are written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hetero_kv.errors import ConfigError, shown
+
+TRUST_RULES = "trust_rules"
+
+
+def trusted_names(value: Any, where: str) -> tuple[str, ...]:
+    """The modules in `value`: the name of one, or a list of names; none where it is None.
+
+    Raises ConfigError for anything else; `where` is the place named in it.
+    """
+    names = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(names, (list, tuple, set, frozenset)):
+        raise ConfigError(f"{where}: {TRUST_RULES} is {shown(value)}; it must be a list of modules' names")
+    for name in names:
+        if not isinstance(name, str) or not all(part.isidentifier() for part in name.strip().split(".")):
+            raise ConfigError(f"{where}: {TRUST_RULES} has {shown(name)}; name a module as an import does: my_methods")
+    return tuple(name.strip() for name in names)
