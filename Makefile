@@ -8,8 +8,10 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c co
 CONFIG ?= injection_rules/ktransformers.yaml
 # Processes that run tests side by side, a core and 2 GB each; 0 runs them in one.
 WORKERS ?= 2
+# Of the suite's tries, how often a campaign makes as many.
+TIMES  ?= 100
 
-.PHONY: chat test test-slow lint format docs bench gpu-check clean
+.PHONY: chat test test-slow campaign lint format docs bench gpu-check clean
 
 chat: $(READY)  ## install, fetch the default model, open the chat in long-context mode
 	$(BIN)/python local_chat.py --mode long_context --config $(CONFIG) $(ARGS)
@@ -19,6 +21,9 @@ test: $(TESTED)  ## the whole suite
 
 test-slow: $(TESTED)  ## the checks that take minutes, on the default model
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+campaign: $(TESTED)  ## damaged files and interrupted writes, a hundred times the suite's tries; hours
+	$(BIN)/python -m tests.campaigns --times $(TIMES) $(ARGS)
 
 lint: $(TESTED)
 	$(BIN)/ruff check .

@@ -1,0 +1,61 @@
+"""A few tries of every campaign: each input is refused with an error of ours or taken as it should be."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from campaigns.campaign import ACCEPTED, CRASH, FOREIGN, HANG, REFUSED, WRONG, Campaign, WrongResultError, campaigns
+from campaigns.runner import run
+from hetero_kv import HeteroKVError
+
+
+@pytest.mark.parametrize("name", campaigns())
+def test_every_try_is_refused_by_name_or_right(name):
+    tries = campaigns()[name].tries
+    tally = run(name, tries)
+    assert tally.faults == []
+    assert tally.counts[REFUSED] + tally.counts[ACCEPTED] == tries
+
+
+def _misbehave(prepared, random, folder):
+    kind = random.choice(("taken", "refused", "wrong", "foreign", "gone"))
+    if kind == "refused":
+        raise HeteroKVError("no")
+    if kind == "wrong":
+        raise WrongResultError("other numbers")
+    if kind == "foreign":
+        raise KeyError("rope")
+    if kind == "gone":
+        os._exit(3)
+
+
+#: Not a part of `campaigns()`, for modules of tests are left out there.
+MISBEHAVING = Campaign("misbehaving", 40, lambda folder: None, _misbehave)
+
+
+def _known():
+    return {"misbehaving": MISBEHAVING}
+
+
+def test_what_must_not_be_is_counted_and_the_tries_go_on(monkeypatch):
+    import campaigns.runner as runner
+
+    monkeypatch.setattr(runner, "_PROCESSES", runner.multiprocessing.get_context("fork"))
+    monkeypatch.setattr(runner, "campaigns", _known)
+    tally = run("misbehaving", MISBEHAVING.tries)
+    assert tally.counts.total() == MISBEHAVING.tries
+    assert all(tally.counts[outcome] for outcome in (REFUSED, ACCEPTED, WRONG, FOREIGN, CRASH))
+    assert tally.counts[HANG] == 0
+    assert len(tally.faults) == tally.counts[WRONG] + tally.counts[FOREIGN] + tally.counts[CRASH]
+
+
+def test_a_try_without_an_answer_is_a_hang(monkeypatch):
+    import campaigns.runner as runner
+
+    hang = Campaign("hang", 2, lambda folder: None, lambda *given: __import__("time").sleep(600))
+    monkeypatch.setattr(runner, "_PROCESSES", runner.multiprocessing.get_context("fork"))
+    monkeypatch.setattr(runner, "campaigns", lambda: {"hang": hang})
+    monkeypatch.setattr(runner, "HANG_SECONDS", 0.2)
+    assert run("hang", 2).counts == {HANG: 2}
