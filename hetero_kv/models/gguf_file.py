@@ -27,6 +27,9 @@ from hetero_kv.models.gguf_header import ARRAY, HEADER_BYTES, STRING, HeaderCurs
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
+# Of vocabularies of 150,000 tokens; a longer header is begun anew.
+USUAL_HEADER_BYTES = 8 << 20
+_DAMAGE = (struct.error, UnicodeDecodeError, UnsoundError)
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,17 @@ class GGUFFile:
                 state = _state(file)
                 if file.read(len(MAGIC)) != MAGIC:
                     raise ModelError(f"{str(path)!r} does not begin with the letters GGUF; give a file in GGUF format")
-                return _header(path, MAGIC + file.read(HEADER_BYTES), state)
+                content = MAGIC + file.read(USUAL_HEADER_BYTES)
+                try:
+                    return _header(path, content, state)
+                except _DAMAGE:
+                    rest = file.read(HEADER_BYTES - len(content))
+                    if not rest:
+                        raise
+                return _header(path, content + rest, state)
         except OSError as error:
             raise ModelError(f"{str(path)!r} cannot be read: {error.strerror}; check its permissions") from error
-        except (struct.error, UnicodeDecodeError, UnsoundError) as error:
+        except _DAMAGE as error:
             what = error if isinstance(error, UnsoundError) else "it ends, or has no text, where it should not"
             raise ModelError(
                 f"the header of {str(path)!r} ({state[0]:,} bytes) is damaged or cut short: {what}; "

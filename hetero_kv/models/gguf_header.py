@@ -31,6 +31,7 @@ LONGEST_KEY = 256
 #: Of a tensor's name, by the specification.
 LONGEST_NAME = 64
 MOST_DIMENSIONS = 4
+_LENGTH = struct.Struct("<Q")
 
 
 class UnsoundError(ValueError):
@@ -106,7 +107,7 @@ class HeaderCursor:
 
     def name(self, what: str, longest: int) -> str:
         """A printable string of 1 to `longest` bytes."""
-        text = self._string(longest).decode()
+        text = self._string(longest, "for a name").decode()
         if not text or not text.isprintable():
             raise UnsoundError(f"{what} is {text!r}, which is no name")
         return text
@@ -114,7 +115,7 @@ class HeaderCursor:
     def _value(self, key: str) -> MetadataValue:
         (kind,) = self.unpack("<I")
         if kind == STRING:
-            return MetadataValue((kind,), self._string(LONGEST_STRING, of=key))
+            return MetadataValue((kind,), self._string(LONGEST_STRING, f"in {key}"))
         if kind != ARRAY:
             return MetadataValue((kind,), self._scalars(key, kind, 1)[0])
         element, count = self.unpack("<IQ")
@@ -137,19 +138,32 @@ class HeaderCursor:
         return tuple(map(bool, values))
 
     def _strings(self, key: str, count: int) -> list[bytes]:
-        texts = [self._string(LONGEST_STRING, of=key) for _ in range(count)]
+        # Without a call for each: a vocabulary has hundreds of thousands.
+        content, position, end, length_at = self.content, self.position, len(self.content), _LENGTH.unpack_from
+        texts = []
+        for _ in range(count):
+            (length,) = length_at(content, position)
+            begin, position = position + 8, position + 8 + length
+            if length > LONGEST_STRING or position > end:
+                raise self._too_long(length, begin, LONGEST_STRING, f"in {key}")
+            texts.append(content[begin:position])
+        self.position = position
         # In one go: a zero byte ends what was begun before it.
         b"\0".join(texts).decode()
         return texts
 
-    def _string(self, longest: int, of: str | None = None) -> bytes:
+    def _string(self, longest: int, where: str) -> bytes:
         (length,) = self.unpack("<Q")
         begin, self.position = self.position, self.position + length
         if length > longest or self.position > len(self.content):
-            where = f"in {of}" if of else "for a name"
-            raise UnsoundError(f"there is a string of {length:,} bytes {where}, at byte {begin:,}; {longest:,} are the "
-                               f"most, and {len(self.content) - begin:,} are left")  # fmt: skip
+            raise self._too_long(length, begin, longest, where)
         return self.content[begin : self.position]
+
+    def _too_long(self, length: int, begin: int, longest: int, where: str) -> UnsoundError:
+        return UnsoundError(
+            f"there is a string of {length:,} bytes {where}, at byte {begin:,}; {longest:,} are the most, and "
+            f"{len(self.content) - begin:,} are left"
+        )
 
     def _tensor(self) -> TensorEntry:
         name = self.name("a tensor's name", LONGEST_NAME)

@@ -127,6 +127,14 @@ def test_what_no_sound_file_says_is_refused_with_the_value(layout, tmp_path, cas
         GGUFFile.read(tmp_path / "bad.gguf")
 
 
+def test_a_header_longer_than_usual_is_read_to_its_end(layout, tmp_path, monkeypatch):
+    layout.entries.insert(1, ("general.notes", array(STRING, ["a" * 1000] * 5000)))
+    layout.write(tmp_path / "long.gguf")
+    whole = GGUFFile.read(tmp_path / "long.gguf")
+    monkeypatch.setattr("hetero_kv.models.gguf_file.USUAL_HEADER_BYTES", 4000)
+    assert GGUFFile.read(tmp_path / "long.gguf") == whole
+
+
 def test_taking_apart_and_putting_together_is_the_same_file(layout, tiny_gguf, tmp_path):
     layout.write(tmp_path / "same.gguf")
     assert (tmp_path / "same.gguf").read_bytes() == tiny_gguf.read_bytes()
