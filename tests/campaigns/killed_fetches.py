@@ -124,4 +124,4 @@ def _silent(activity: str, done: int, total: int) -> None:
     pass
 
 
-CAMPAIGNS = (Campaign("killed fetches", 10, prepare, attempt),)
+CAMPAIGNS = (Campaign("killed fetches", 7, prepare, attempt),)
