@@ -66,6 +66,6 @@ def _render(tokenizer: Any, messages: Messages) -> str:
     except TemplateError as error:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise HeteroKVError(
-            f"the model's chat template takes no messages of {roles}: {error.reason}; leave out --system where it takes none, "
-            "or give the tokenizer another chat_template"
+            f"the model's chat template takes no messages of {roles}: {error.reason}; leave out --system where it "
+            "takes none, or give the tokenizer another chat_template"
         ) from error
