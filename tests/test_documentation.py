@@ -13,7 +13,14 @@ from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.engine.layer import FamilyLayer
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/architecture.md", "docs/adding_a_method.md", "docs/methods.md", "SECURITY.md")
+PAGES = (
+    "README.md",
+    "SECURITY.md",
+    "docs/architecture.md",
+    "docs/adding_a_method.md",
+    "docs/gguf_files.md",
+    "docs/methods.md",
+)
 #: Where a page's short paths may begin: `engine/step.py` is `hetero_kv/engine/step.py`.
 BEGINNINGS = (ROOT, ROOT / "hetero_kv", ROOT / "injection_rules")
 #: Files that the pages let their reader write.

@@ -7,18 +7,14 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
-
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.models.templates import TemplateError, TemplateLimitError, rendered_chat
 from hetero_kv.models.text_encoding import Piece
 
 # What templates are known to change in a message, if anything: quotes, entities, line ends, letters of either case.
 _SAMPLE = " 'Aé\"<&>\\\n{}| "
 # White space that no template writes, to see whether it strips a message's.
 _SPACE = "\u2003"
-
-# What a template that has not been made for these messages raises.
-_FAILURES = (TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -64,10 +60,12 @@ def rendered(tokenizer: Any, messages: Messages, *, after: int | None = None) ->
 
 def _render(tokenizer: Any, messages: Messages) -> str:
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except _FAILURES as error:
+        return rendered_chat(tokenizer, messages, add_generation_prompt=True)
+    except TemplateLimitError:
+        raise
+    except TemplateError as error:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise HeteroKVError(
-            f"the model's chat template takes no messages of {roles}: {error}; leave out --system where it takes none, "
-            "or give the tokenizer another chat_template"
+            f"the model's chat template takes no messages of {roles}: {error.reason}; leave out --system where it "
+            "takes none, or give the tokenizer another chat_template"
         ) from error

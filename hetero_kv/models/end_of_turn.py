@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jinja2 import TemplateError
+from hetero_kv.models.templates import TemplateError, TemplateLimitError, rendered_chat
 
 ANSWER = "ANSWER"
 
@@ -13,13 +13,18 @@ def end_of_turn_ids(tokenizer: Any) -> frozenset[int]:
     """The token that the chat template writes after an assistant's answer, where it is one added to the vocabulary.
 
     A model's metadata often names only the token that ends a document; a chat model ends its turn with this one.
+
+    Raises:
+        TemplateLimitError: see there.
     """
     if not tokenizer.chat_template:
         return frozenset()
     conversation = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": ANSWER}]
     try:
-        text = tokenizer.apply_chat_template(conversation, tokenize=False)
-    except (TemplateError, TypeError, ValueError, KeyError):
+        text = rendered_chat(tokenizer, conversation)
+    except TemplateLimitError:
+        raise
+    except TemplateError:
         return frozenset()  # a template with demands of its own; the metadata's tokens remain
     after = text.rpartition(ANSWER)[2]
     ids = tokenizer.encode(after, add_special_tokens=False)

@@ -10,6 +10,7 @@ import errno
 import hashlib
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -20,6 +21,7 @@ from hetero_kv.models.progress import ProgressReport
 from hetero_kv.models.sources import Source, SourceError, remove_stale
 
 READ_BYTES = 1 << 22
+LOCK = "lock"
 
 
 def cache_home() -> Path:
@@ -40,11 +42,12 @@ def fetch(model: NamedModel, report: ProgressReport) -> tuple[Path, ...]:
     if all(
         path.is_file() and _fault(path, file, report) is None for path, file in zip(present, model.files, strict=True)
     ):
+        _clear(model, folder)
         return present
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # A second process waits here, and then finds the file. The lock ends with the process that holds it.
-        with FileLock(folder / "lock"):
+        with FileLock(folder / LOCK):
             return tuple(_fetch_file(model, file, folder, report) for file in model.files)
     except OSError as error:
         remedy = "set HETERO_KV_HOME to a folder that can be written"
@@ -53,18 +56,34 @@ def fetch(model: NamedModel, report: ProgressReport) -> tuple[Path, ...]:
         raise ModelError(f"{model.name} cannot be fetched into {str(folder)!r}: {error.strerror}; {remedy}") from error
 
 
+def _clear(model: NamedModel, folder: Path) -> None:
+    """Remove the pieces of files that are whole, which a killed process has left; not while another one fetches."""
+    left = [pieces for file in model.files if (pieces := _pieces(folder, file)).exists()]
+    if left:
+        with suppress(OSError), FileLock(folder / LOCK, timeout=0):
+            for pieces in left:
+                shutil.rmtree(pieces)
+
+
+def _pieces(folder: Path, file: ModelFile) -> Path:
+    return folder / f"{file.name}.pieces"
+
+
 def _fetch_file(model: NamedModel, file: ModelFile, folder: Path, report: ProgressReport) -> Path:
     final = folder / file.name
     if final.is_file() and _fault(final, file, report) is None:
+        shutil.rmtree(_pieces(folder, file), ignore_errors=True)
         return final
     reasons = []
     for number, source in enumerate(file.sources):
-        pieces = folder / f"{file.name}.pieces" / str(number)
+        pieces = _pieces(folder, file) / str(number)
         pieces.mkdir(parents=True, exist_ok=True)
         remove_stale(pieces)
         try:
             _check_space(file, source, pieces)
-            got = source.fetch(pieces, lambda activity, done: report(activity, min(done, file.size), file.size))
+            got = source.fetch(
+                pieces, file.size, lambda activity, done: report(activity, min(done, file.size), file.size)
+            )
             fault = _fault(got, file, report)
             if fault is not None:
                 # What was fetched is wrong as a whole; nothing of it may be used again.
@@ -73,13 +92,33 @@ def _fetch_file(model: NamedModel, file: ModelFile, folder: Path, report: Progre
         except SourceError as error:
             reasons.append(str(error))
             continue
-        os.replace(got, final)
+        _put(got, final)
         shutil.rmtree(pieces.parent)
         return final
     raise ModelError(
         f"{model.name} could not be fetched; sources tried in order: {'; '.join(reasons)}. "
         f"Check the network, or put the file with SHA-256 {file.sha256} at {str(final)!r}"
     )
+
+
+def _put(got: Path, final: Path) -> None:
+    """Give a fetched file its name, so that it is whole under it even after a power cut."""
+    try:
+        _write_through(got)
+        os.replace(got, final)
+    except BaseException:
+        got.unlink(missing_ok=True)  # as large as the file, on a disk that may be full
+        raise
+    _write_through(final.parent)
+
+
+def _write_through(path: Path) -> None:
+    """Have the system write a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _check_space(file: ModelFile, source: Source, pieces: Path) -> None:

@@ -1,38 +1,35 @@
 """The header of a GGUF file: its metadata and where each tensor lies, without reading the tensors.
 
-The layout (little-endian) is that of the GGUF specification, versions 2 and 3:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
-A vocabulary is hundreds of thousands of strings, so the header is walked with `struct` over one memory map: well under
-a second, where an array object per string takes many. A file that is cut short or damaged is refused here, by name.
+What is read here holds to the contract of `docs/gguf_files.md`; a file that does not is refused, by name.
 """
 
 from __future__ import annotations
 
-import math
-import mmap
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGMLQuantizationType
 
 from hetero_kv.models.errors import ModelError
+from hetero_kv.models.gguf_contract import (
+    alignment,
+    check_blocks,
+    check_metadata,
+    check_places,
+    missing,
+    size_in_file,
+    unknown,
+)
+from hetero_kv.models.gguf_header import ARRAY, HEADER_BYTES, STRING, HeaderCursor, MetadataValue, UnsoundError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-DEFAULT_ALIGNMENT = 32
-STRING, ARRAY = 8, 9
-# The value types of fixed size, by their number in the specification, as `struct` letters.
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-
-
-@dataclass(frozen=True)
-class MetadataValue:
-    """One metadata entry: `types` is (type,) or (ARRAY, element type); strings are left as UTF-8 bytes."""
-
-    types: tuple[int, ...]
-    value: Any
+# Of vocabularies of 150,000 tokens; a longer header is begun anew.
+USUAL_HEADER_BYTES = 8 << 20
+_DAMAGE = (struct.error, UnicodeDecodeError, UnsoundError)
 
 
 @dataclass(frozen=True)
@@ -48,11 +45,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """The header of the GGUF file at `path`."""
+    """The header of the GGUF file at `path`; `state` is what the file was like when it was read."""
 
     path: Path
     metadata: dict[str, MetadataValue]
     tensors: tuple[TensorInfo, ...]
+    state: tuple[int, int]
 
     @classmethod
     def read(cls, path: Path) -> GGUFFile:
@@ -60,23 +58,31 @@ class GGUFFile:
 
         Raises:
             ModelError: no such file, not a GGUF file, a version or byte order that is not supported, one part of a
-                split model, or a file that is damaged or shorter than its header says.
+                split model, or a file that does not hold to the contract or is shorter than its header says.
         """
         if not path.is_file():
             raise ModelError(f"there is no GGUF file {str(path)!r}; check the path")
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            if file.read(len(MAGIC)) != MAGIC:
-                raise ModelError(f"{str(path)!r} does not begin with the letters GGUF; give a file in GGUF format")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as blob:
+        try:
+            with path.open("rb") as file:
+                state = _state(file)
+                if file.read(len(MAGIC)) != MAGIC:
+                    raise ModelError(f"{str(path)!r} does not begin with the letters GGUF; give a file in GGUF format")
+                content = MAGIC + file.read(USUAL_HEADER_BYTES)
                 try:
-                    return _Cursor(blob, len(MAGIC)).header(path, size)
-                except (struct.error, UnicodeDecodeError, ValueError, OverflowError, MemoryError, KeyError) as error:
-                    if isinstance(error, ModelError):
+                    return _header(path, content, state)
+                except _DAMAGE:
+                    rest = file.read(HEADER_BYTES - len(content))
+                    if not rest:
                         raise
-                    raise ModelError(
-                        f"the header of {str(path)!r} ({size:,} bytes) is damaged or cut short; download the file again"
-                    ) from error
+                return _header(path, content + rest, state)
+        except OSError as error:
+            raise ModelError(f"{str(path)!r} cannot be read: {error.strerror}; check its permissions") from error
+        except _DAMAGE as error:
+            what = error if isinstance(error, UnsoundError) else "it ends, or has no text, where it should not"
+            raise ModelError(
+                f"the header of {str(path)!r} ({state[0]:,} bytes) is damaged or cut short: {what}; "
+                "download the file again, or convert it again"
+            ) from error
 
     @property
     def architecture(self) -> str:
@@ -99,78 +105,84 @@ class GGUFFile:
             return [text.decode() for text in entry.value]
         return entry.value
 
-
-class _Cursor:
-    """A position in the header that moves on as values are read."""
-
-    def __init__(self, blob: mmap.mmap, position: int) -> None:
-        self.blob, self.position = blob, position
-
-    def header(self, path: Path, size: int) -> GGUFFile:
-        (version,) = self.unpack("<I")
-        if version & 0xFFFF == 0:
-            raise ModelError(f"{str(path)!r} was written for big-endian machines; convert it to little-endian GGUF")
-        if version not in VERSIONS:
+    def require_known_tensors(self) -> None:
+        """Raise ModelError where a tensor has a name that no model's has, so that it would be left out."""
+        if names := unknown(self.tensor_names):
             raise ModelError(
-                f"{str(path)!r} is GGUF version {version}; versions 2 and 3 are supported: convert it again"
+                f"{str(self.path)!r} has tensors that belong to no model ({len(names)}: {', '.join(names[:3])}); "
+                "download the file again, or convert it again"
             )
-        tensor_count, entry_count = self.unpack("<QQ")
-        metadata = {}
-        for _ in range(entry_count):
-            key = self.string().decode()
-            metadata[key] = self.metadata_value()
-        if "general.architecture" not in metadata:
-            raise ModelError(f"{str(path)!r} has no general.architecture in its metadata; convert it again")
-        parts = metadata.get("split.count")
-        if parts is not None and parts.value > 1:
+
+    def require_configuration(self) -> None:
+        """Raise ModelError where the metadata do not say what a model's configuration cannot do without."""
+        if absent := missing(self.metadata, self.architecture):
             raise ModelError(
-                f"{str(path)!r} is one of {parts.value} parts of a split model; "
-                "merge them into one file first (llama.cpp: llama-gguf-split --merge)"
+                f"{str(self.path)!r} has no {' and no '.join(absent)} in its metadata; convert it again, or give the "
+                "directory or hub id of the configuration as the model and this file as gguf_path"
             )
-        entries = [self.tensor_entry() for _ in range(tensor_count)]
-        alignment = metadata["general.alignment"].value if "general.alignment" in metadata else DEFAULT_ALIGNMENT
-        start = math.ceil(self.position / alignment) * alignment
-        tensors = tuple(self.located(start, *entry) for entry in entries)
-        end = max((tensor.offset + tensor.nbytes for tensor in tensors), default=start)
-        if end > size:
-            raise ModelError(
-                f"{str(path)!r} is cut short: its tensors end at byte {end:,} and it has {size:,}; "
-                "download the file again"
-            )
-        return GGUFFile(path, metadata, tensors)
 
-    def metadata_value(self) -> MetadataValue:
-        (kind,) = self.unpack("<I")
-        if kind == STRING:
-            return MetadataValue((kind,), self.string())
-        if kind != ARRAY:
-            return MetadataValue((kind,), self.unpack("<" + SCALARS[kind])[0])
-        element, count = self.unpack("<IQ")
-        if element == STRING:
-            return MetadataValue((kind, element), [self.string() for _ in range(count)])
-        return MetadataValue((kind, element), self.unpack(f"<{count}{SCALARS[element]}"))
+    def open(self) -> BinaryIO:
+        """The file, to read tensors from.
 
-    def tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self.string().decode()
-        (dimensions,) = self.unpack("<I")
-        fastest_first = self.unpack(f"<{dimensions}Q")
-        kind, offset = self.unpack("<IQ")
-        return name, fastest_first[::-1], kind, offset
+        Raises ModelError where it is not the one any more whose header was read.
+        """
+        try:
+            file = self.path.open("rb", buffering=0)
+        except OSError as error:
+            raise ModelError(f"{str(self.path)!r} cannot be read: {error.strerror}; load it again") from error
+        if _state(file) != self.state:
+            file.close()
+            raise self.changed()
+        return file
 
-    def located(self, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorInfo:
-        quantization = GGMLQuantizationType(kind)
-        block, block_bytes = GGML_QUANT_SIZES[quantization]
-        return TensorInfo(name, shape, quantization, start + offset, math.prod(shape) // block * block_bytes)
+    def changed(self) -> ModelError:
+        """The error for a file that becomes another one while it is read."""
+        return ModelError(f"{str(self.path)!r} was changed while it was read; load it again when it is complete")
 
-    def unpack(self, form: str) -> tuple[Any, ...]:
-        values = struct.unpack_from(form, self.blob, self.position)
-        self.position += struct.calcsize(form)
-        return values
 
-    def string(self) -> bytes:
-        (length,) = struct.unpack_from("<Q", self.blob, self.position)
-        begin = self.position + 8
-        self.position = begin + length
-        if self.position > len(self.blob):
-            raise ValueError("a string reaches past the end of the file")
-        return self.blob[begin : self.position]
+def _state(file: Any) -> tuple[int, int]:
+    """Size in bytes and time of the last change."""
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
+def _header(path: Path, content: bytes, state: tuple[int, int]) -> GGUFFile:
+    cursor = HeaderCursor(content, len(MAGIC))
+    (version,) = cursor.unpack("<I")
+    if version & 0xFFFF == 0:
+        raise ModelError(f"{str(path)!r} was written for big-endian machines; convert it to little-endian GGUF")
+    if version not in VERSIONS:
+        raise ModelError(f"{str(path)!r} is GGUF version {version}; versions 2 and 3 are supported: convert it again")
+    tensor_count, entry_count = cursor.counts()
+    metadata = cursor.metadata(entry_count)
+    if "general.architecture" not in metadata:
+        raise ModelError(f"{str(path)!r} has no general.architecture in its metadata; convert it again")
+    check_metadata(metadata)
+    parts = metadata.get("split.count")
+    if parts is not None and parts.value > 1:
+        raise ModelError(
+            f"{str(path)!r} is one of {parts.value} parts of a split model; "
+            "merge them into one file first (llama.cpp: llama-gguf-split --merge)"
+        )
+    entries = cursor.tensors(tensor_count)
+    each = alignment(metadata)
+    check_blocks(metadata, entries)
+    start = -(-cursor.position // each) * each
+    end = start + check_places(entries, each)
+    if entries:
+        _check_length(path, end, state[0], each)
+    tensors = tuple(
+        TensorInfo(entry.name, entry.shape, entry.quantization, start + entry.offset, size_in_file(entry))
+        for entry in entries
+    )
+    return GGUFFile(path, metadata, tensors, state)
+
+
+def _check_length(path: Path, end: int, size: int, each: int) -> None:
+    if end > size:
+        raise ModelError(
+            f"{str(path)!r} is cut short: its tensors end at byte {end:,} and it has {size:,}; download the file again"
+        )
+    # The last tensor may be filled up as the others are.
+    if size > -(-end // each) * each:
+        raise UnsoundError(f"it has {size - end:,} bytes behind the last of the tensors that it names")

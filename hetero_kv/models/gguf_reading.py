@@ -13,28 +13,28 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, BinaryIO, NamedTuple
 
 import gguf
 import numpy as np
 from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 
-from hetero_kv.models.gguf_file import ARRAY, GGUFFile, TensorInfo
+from hetero_kv.models.errors import ModelError
+from hetero_kv.models.gguf_file import GGUFFile, TensorInfo
+from hetero_kv.models.gguf_header import ARRAY, MetadataValue
+from hetero_kv.models.gguf_numbers import all_finite
 from hetero_kv.models.progress import ProgressReport
 
 # What is exchanged below belongs to the whole process.
 _one_at_a_time = threading.RLock()
 
 # numpy has no name for the element types that quantized blocks are made of: those stay bytes.
-_PLAIN = {
-    gguf.GGMLQuantizationType.F16: np.float16,
-    gguf.GGMLQuantizationType.F32: np.float32,
-    gguf.GGMLQuantizationType.F64: np.float64,
-    gguf.GGMLQuantizationType.I8: np.int8,
-    gguf.GGMLQuantizationType.I16: np.int16,
-    gguf.GGMLQuantizationType.I32: np.int32,
-    gguf.GGMLQuantizationType.I64: np.int64,
-}
+_PLAIN = {gguf.GGMLQuantizationType.F16: np.float16, gguf.GGMLQuantizationType.F32: np.float32}
+
+VOCABULARY = frozenset(f"tokenizer.ggml.{name}" for name in ("tokens", "scores", "token_type", "merges"))
+# As many as a model has layers, at least.
+FEW_ELEMENTS = 4096
 
 
 class _Field(NamedTuple):
@@ -45,22 +45,45 @@ class _Field(NamedTuple):
     types: list[gguf.GGUFValueType]
 
 
-class _Tensor(NamedTuple):
+@dataclass(frozen=True)
+class _Tensor:
     """A tensor as `gguf.ReaderTensor` gives it to transformers."""
 
-    name: str
-    tensor_type: gguf.GGMLQuantizationType
-    data: np.ndarray
-    n_bytes: int
+    file: GGUFFile
+    info: TensorInfo
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def tensor_type(self) -> gguf.GGMLQuantizationType:
+        return self.info.quantization
+
+    @property
+    def n_bytes(self) -> int:
+        return self.info.nbytes
+
+    @property
+    def data(self) -> np.ndarray:
+        """Read anew at every use, for it is used once."""
+        with self.file.open() as content:
+            return _data(self.file, content, self.info)
 
 
 class _Reader:
     """What transformers uses of `gguf.GGUFReader`, over a header that is read already."""
 
     def __init__(self, file: GGUFFile) -> None:
-        self.fields = {key: _field(entry.types, entry.value) for key, entry in file.metadata.items()}
-        blob = np.asarray(np.memmap(file.path, mode="r"))
-        self.tensors = [_tensor(blob, info) for info in file.tensors]
+        self.fields = {
+            key: _field(entry.types, entry.value) for key, entry in file.metadata.items() if _is_read(key, entry)
+        }
+        self.tensors = [_Tensor(file, info) for info in file.tensors]
+
+
+def _is_read(key: str, entry: MetadataValue) -> bool:
+    """Whether transformers has use for an entry: it takes every number apart, and those of a vocabulary are many."""
+    return entry.types[0] != ARRAY or len(entry.value) <= FEW_ELEMENTS or key in VOCABULARY
 
 
 def _field(types: tuple[int, ...], value: Any) -> _Field:
@@ -69,20 +92,37 @@ def _field(types: tuple[int, ...], value: Any) -> _Field:
     return _Field(parts, range(len(parts)), [gguf.GGUFValueType(kind) for kind in types])
 
 
-def _tensor(blob: np.ndarray, info: TensorInfo) -> _Tensor:
-    raw = blob[info.offset : info.offset + info.nbytes]
+def _data(file: GGUFFile, content: BinaryIO, info: TensorInfo) -> np.ndarray:
+    """A tensor as `gguf.dequantize` takes it, read and not mapped: a mapped file that is cut short ends the process.
+
+    Raises ModelError where the file has become shorter, or the tensor has numbers that are not finite.
+    """
+    raw = np.empty(info.nbytes, np.uint8)
+    content.seek(info.offset)
+    room = memoryview(raw)  # type: ignore[arg-type]
+    while room:
+        count = content.readinto(room)  # type: ignore[attr-defined]
+        if not count:
+            raise file.changed()
+        room = room[count:]
+    if not all_finite(raw, info.quantization):
+        raise ModelError(
+            f"tensor {info.name!r} of {str(file.path)!r} has numbers that are not finite (NaN or infinite); "
+            "download the file again, or convert it again"
+        )
     if info.quantization in _PLAIN:
-        data = raw.view(_PLAIN[info.quantization]).reshape(info.shape)
-    else:
-        data = raw.reshape(gguf.quant_shape_to_byte_shape(info.shape, info.quantization))
-    return _Tensor(info.name, info.quantization, data, info.nbytes)
+        return raw.view(_PLAIN[info.quantization]).reshape(info.shape)
+    return raw.reshape(gguf.quant_shape_to_byte_shape(info.shape, info.quantization))
 
 
 def tensor_data(file: GGUFFile) -> Iterator[tuple[TensorInfo, np.ndarray]]:
-    """Each tensor with its data as `gguf.dequantize` takes it, a view of the mapped file, in the file's order."""
-    blob = np.asarray(np.memmap(file.path, mode="r"))
-    for info in sorted(file.tensors, key=lambda info: info.offset):
-        yield info, _tensor(blob, info).data
+    """Each tensor with its data as `gguf.dequantize` takes it, in the file's order.
+
+    Raises ModelError where the file has changed since its header was read, or numbers are not finite.
+    """
+    with file.open() as content:
+        for info in sorted(file.tensors, key=lambda info: info.offset):
+            yield info, _data(file, content, info)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import transformers
 from accelerate import init_empty_weights
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from hetero_kv.models.boundary import refusals
 from hetero_kv.models.end_of_turn import end_of_turn_ids
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf_file import GGUFFile
@@ -142,20 +142,29 @@ def _opened(
             model = _model(location, gguf, config, number_type, trust_remote_code).to(on_device)
         _complete_generation_config(model, tokenizer, location, gguf)
         model = model.eval()
-    embeddings = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > embeddings:
-        raise ModelError(
-            f"the tokenizer of {location.pretrained!r} has {len(tokenizer):,} tokens and the weights have "
-            f"{embeddings:,}; give the configuration that belongs to {str(location.gguf or location.pretrained)!r}"
-        )
+        embeddings = model.get_input_embeddings().num_embeddings
+        if len(tokenizer) > embeddings:
+            raise ModelError(
+                f"the tokenizer of {location.pretrained or str(location.gguf)!r} has {len(tokenizer):,} tokens and the "
+                f"weights have {embeddings:,}; give the configuration that belongs to "
+                f"{str(location.gguf or location.pretrained)!r}"
+            )
+        limit = location.context_length or getattr(config.get_text_config(), "max_position_embeddings", None)
+        context_length = int(limit or tokenizer.model_max_length)
 
     def load() -> None:
         if weights is not None and gguf is not None:
-            with _refusals(location), reporting(location.name, progress) as report:
+            with (
+                _refusals(location),
+                reporting(location.name, progress) as report,
+            ):
                 load_weights(model, gguf, weights, number_type, report)
 
-    limit = location.context_length or getattr(config.get_text_config(), "max_position_embeddings", None)
-    return OpenedModel(model, tokenizer, location.name, int(limit or tokenizer.model_max_length), load)
+    return OpenedModel(model, tokenizer, location.name, context_length, load)
+
+
+def _refusals(location: Location) -> AbstractContextManager[None]:
+    return refusals(location.name, f"cannot be loaded from {str(location.gguf or location.pretrained)!r}")
 
 
 def _weightless(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
@@ -209,7 +218,9 @@ def _config(location: Location, gguf: GGUFFile | None, trust_remote_code: bool) 
     config = AutoConfig.from_pretrained(**_origin(location), trust_remote_code=trust_remote_code)
     if gguf is None:
         return config
+    gguf.require_known_tensors()
     if location.pretrained is None:
+        gguf.require_configuration()
         _refuse_unread_rope(gguf, config)
     # The file decides, because a converter may leave out an output matrix that equals the embedding, or write both.
     config.tie_word_embeddings = "output.weight" not in gguf.tensor_names
@@ -310,29 +321,3 @@ def _quiet() -> Iterator[None]:
         log.set_verbosity(verbosity)
         if bars:
             log.enable_progress_bar()
-
-
-@contextmanager
-def _refusals(location: Location) -> Iterator[None]:
-    """Turn what transformers raises about a model it cannot load into a `ModelError`."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except torch.OutOfMemoryError as error:
-        raise ModelError(
-            f"{location.name} does not fit into the GPU's memory; use device cpu or a smaller model"
-        ) from error
-    except MemoryError as error:
-        raise ModelError(f"{location.name} does not fit into memory; use dtype bfloat16 or a smaller model") from error
-    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError, ImportError, SafetensorError) as error:
-        if "trust_remote_code" in str(error):
-            raise ModelError(
-                f"{location.name} brings Python code of its own, which is run only if you say so: read the code, "
-                "then set trust_remote_code"
-            ) from error
-        source = location.pretrained if location.gguf is None else location.gguf
-        raise ModelError(
-            f"{location.name} cannot be loaded from {str(source)!r}: {type(error).__name__}: {error}; "
-            "check that its files are whole and that this version of transformers supports it"
-        ) from error

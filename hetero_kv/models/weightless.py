@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hetero_kv.models.boundary import refusals
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf_file import GGUFFile
 from hetero_kv.models.gguf_reading import one_reading
@@ -57,15 +58,10 @@ def weightless_model(
         else config_and_header(name_or_path, gguf_path=gguf_path, trust_remote_code=trust_remote_code)
     )
     name = (path.resolve().parent.name if path.name == "config.json" else path.stem) if is_config else str(name_or_path)
-    try:
+    with refusals(name, f"cannot be built from its {type(config).__name__}"):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, ImportError) as error:
-        raise ModelError(
-            f"{name} cannot be built from its {type(config).__name__}: {type(error).__name__}: {error}; "
-            "check that it is a causal language model and that this version of transformers supports it"
-        ) from error
-    return WeightlessModel(model.eval(), name, _stored_types(model, file) if file is not None else None)
+        return WeightlessModel(model.eval(), name, _stored_types(model, file) if file is not None else None)
 
 
 def _stored_types(model: Any, file: GGUFFile) -> Mapping[str, str] | None:
@@ -77,7 +73,5 @@ def _stored_types(model: Any, file: GGUFFile) -> Mapping[str, str] | None:
 def _config_in(path: Path) -> Any:
     if not path.is_file():
         raise ModelError(f"there is no configuration {str(path)!r}; check the path")
-    try:
+    with refusals(repr(str(path)), "is no transformers configuration"):
         return AutoConfig.from_pretrained(str(path))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{str(path)!r} is no transformers configuration: {type(error).__name__}: {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from zipfile import ZipFile
+from zipfile import ZIP_DEFLATED, ZipFile
 
 
 class FileServer:
@@ -65,7 +65,7 @@ def wheel_of(path, package, version, member, content):
     name = package.replace("-", "_")
     info = f"{name}-{version}.dist-info"
     wheel = path / f"{name}-{version}-py3-none-any.whl"
-    with ZipFile(wheel, "w") as archive:
+    with ZipFile(wheel, "w", ZIP_DEFLATED) as archive:
         archive.writestr(member, content)
         archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
         archive.writestr(

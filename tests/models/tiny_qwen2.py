@@ -1,9 +1,11 @@
-"""The vocabulary of the tiny model of these tests, and how GGUF spells its tensors."""
+"""The tiny model of these tests, its vocabulary, and how it is written as a GGUF file."""
 
 from __future__ import annotations
 
+import gguf
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -37,3 +39,57 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=words, eos_token="<|endoftext|>", pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
     )
+
+
+def tiny_qwen2() -> Qwen2ForCausalLM:
+    """A random model of two layers over the vocabulary above; always the same one."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(TOKENS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=END_OF_TEXT,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def write_gguf(path, model, change=lambda writer: None, without=(), kind=None):
+    """Write the tiny model as a GGUF file: `change(writer)` may add metadata, `without` names tensors to leave out,
+    `kind` is what matrices are quantised to."""
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_context_length(512)
+    writer.add_embedding_length(32)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_freq_base(model.config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3 if token in SPECIAL_TOKENS else 1 for token in TOKENS])
+    writer.add_token_merges(["h e"])
+    writer.add_eos_token_id(END_OF_TEXT)
+    writer.add_chat_template(CHAT_TEMPLATE)
+    change(writer)
+    for name, tensor in model.state_dict().items():
+        for theirs, ours in GGUF_NAMES.items():
+            name = name.replace(theirs, ours)
+        if name in without:
+            continue
+        if kind is None or tensor.dim() == 1:
+            writer.add_tensor(name, tensor.numpy())
+        else:
+            writer.add_tensor(name, gguf.quantize(tensor.numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

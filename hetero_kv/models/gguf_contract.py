@@ -1,0 +1,234 @@
+"""What a GGUF file must be to be loaded: the checks of its metadata and of where its tensors lie.
+
+The whole contract is in `docs/gguf_files.md`. Nothing here reads a tensor, and nothing is allocated before it holds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from gguf import GGML_QUANT_SIZES, TENSOR_NAMES
+
+from hetero_kv.models.gguf_header import ARRAY, FLOATS, INTEGERS, STRING, MetadataValue, TensorEntry, UnsoundError
+
+DEFAULT_ALIGNMENT = 32
+LARGEST_ALIGNMENT = 1 << 16
+#: More than any text model has in a row, a head, or a vocabulary.
+LARGEST_DIMENSION = 1 << 24
+NO_WEIGHTS = frozenset({"F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K"})
+_PLACES = sorted(re.sub(r"\\{\w+\\}", r"\\d+", re.escape(name)) for name in set(TENSOR_NAMES.values()))
+KNOWN_TENSOR = re.compile(rf"(?:{'|'.join(_PLACES)})(?:\.weight|\.bias|\.scale|\.input_scale)?")
+BLOCK = re.compile(r"blk\.(\d{1,9})\.")
+
+
+class Whole(NamedTuple):
+    """A whole number, or one for each block where `per_block`, from `least` to `most`."""
+
+    least: int
+    most: int
+    per_block: bool = False
+
+
+#: Of keys behind the architecture's name. What is not here and begins with it is finite, whatever it is.
+NUMBERS = {
+    "block_count": Whole(1, 1024),
+    "context_length": Whole(1, 1 << 27),
+    "embedding_length": Whole(1, 1 << 17),
+    "feed_forward_length": Whole(0, 1 << 20, per_block=True),
+    "vocab_size": Whole(1, 1 << 22),
+    "expert_count": Whole(0, 4096),
+    "expert_used_count": Whole(0, 4096),
+    "expert_feed_forward_length": Whole(0, 1 << 20),
+    "rope.dimension_count": Whole(0, 1 << 14),
+    "attention.head_count": Whole(0, 4096, per_block=True),
+    "attention.head_count_kv": Whole(0, 4096, per_block=True),
+    "attention.key_length": Whole(1, 1 << 14),
+    "attention.value_length": Whole(1, 1 << 14),
+    "attention.sliding_window": Whole(0, 1 << 31),
+}
+#: From and to, both left out.
+OPEN_RANGES = {
+    "attention.layer_norm_rms_epsilon": (0.0, 1.0),
+    "attention.layer_norm_epsilon": (0.0, 1.0),
+    "rope.freq_base": (0.0, 1e12),
+}
+#: Without one of each transformers would take what another model has.
+REQUIRED = (
+    ("context_length",),
+    ("block_count",),
+    ("embedding_length",),
+    ("attention.head_count",),
+    ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
+)
+TOKEN_ARRAYS = {"tokens": {STRING}, "merges": {STRING}, "scores": FLOATS, "token_type": INTEGERS}
+
+
+def check_metadata(metadata: Mapping[str, MetadataValue]) -> None:
+    """Raise UnsoundError where a value that is known is of another type, or beyond what it can be."""
+    architecture = _text(metadata, "general.architecture")
+    if architecture is not None:
+        blocks = metadata.get(f"{architecture}.block_count")
+        for suffix, whole in NUMBERS.items():
+            _check_whole(metadata, f"{architecture}.{suffix}", whole, None if blocks is None else blocks.value)
+        for suffix, (least, most) in OPEN_RANGES.items():
+            _check_between(metadata, f"{architecture}.{suffix}", least, most)
+        _check_finite(metadata, f"{architecture}.")
+    _check_whole(metadata, "split.count", Whole(0, 1 << 16), None)
+    _text(metadata, "tokenizer.chat_template")
+    _text(metadata, "tokenizer.ggml.model")
+    _check_vocabulary(metadata)
+
+
+def alignment(metadata: Mapping[str, MetadataValue]) -> int:
+    """The bytes of which every tensor's place is a multiple."""
+    entry = metadata.get("general.alignment")
+    if entry is None:
+        return DEFAULT_ALIGNMENT
+    _check_whole(metadata, "general.alignment", Whole(8, LARGEST_ALIGNMENT), None)
+    if entry.value & (entry.value - 1):
+        raise UnsoundError(f"general.alignment is {entry.value:,}; a power of two is right")
+    return int(entry.value)
+
+
+def check_blocks(metadata: Mapping[str, MetadataValue], tensors: Iterable[TensorEntry]) -> None:
+    """Raise UnsoundError where the file has tensors of more blocks, or of fewer, than it says."""
+    entry = metadata.get("general.architecture")
+    prefix = "" if entry is None else entry.value.decode()
+    count = metadata.get(f"{prefix}.block_count")
+    if count is None:
+        return
+    # Blocks that predict further tokens are counted, and may have been left out.
+    spare = metadata.get(f"{prefix}.nextn_predict_layers")
+    left_out = spare.value if spare is not None and spare.types[0] in INTEGERS else 0
+    numbers = {int(match[1]) for tensor in tensors if (match := BLOCK.match(tensor.name))}
+    wrong = max(numbers, default=0) >= count.value or len(numbers) < count.value - left_out
+    if numbers and wrong:
+        raise UnsoundError(
+            f"{prefix}.block_count is {count.value:,}, and there are tensors of {len(numbers):,} blocks, "
+            f"{min(numbers)} to {max(numbers)}"
+        )
+
+
+def size_in_file(tensor: TensorEntry) -> int:
+    """The bytes that a tensor takes.
+
+    Raises UnsoundError for dimensions that no tensor has, rows that are no whole blocks, and types of no weights.
+    """
+    shown = " by ".join(f"{length:,}" for length in tensor.shape)
+    if any(not 1 <= length <= LARGEST_DIMENSION for length in tensor.shape):
+        raise UnsoundError(f"tensor {tensor.name!r} is {shown}; dimensions are from 1 to {LARGEST_DIMENSION:,}")
+    if tensor.quantization.name in NO_WEIGHTS:
+        raise UnsoundError(
+            f"tensor {tensor.name!r} is of type {tensor.quantization.name}, in which there are no weights"
+        )
+    block, block_bytes = GGML_QUANT_SIZES[tensor.quantization]
+    if tensor.shape[-1] % block:
+        raise UnsoundError(
+            f"tensor {tensor.name!r} is {shown}; its rows are no whole blocks of {block} "
+            f"{tensor.quantization.name} weights"
+        )
+    return math.prod(tensor.shape) // block * block_bytes
+
+
+def check_places(tensors: Iterable[TensorEntry], each: int) -> int:
+    """The bytes of all tensors' data, which lie one behind the other in the order of the header, each at the next
+    multiple of `each` bytes: no two share a byte, and nothing lies between them.
+
+    Raises UnsoundError where they do not.
+    """
+    end = 0
+    for tensor in tensors:
+        place = -(-end // each) * each
+        if tensor.offset != place:
+            raise UnsoundError(
+                f"tensor {tensor.name!r} begins at byte {tensor.offset:,} of the data, where {place:,} follows from "
+                "those before it"
+            )
+        end = place + size_in_file(tensor)
+    return end
+
+
+def missing(metadata: Mapping[str, MetadataValue], architecture: str) -> list[str]:
+    """What a model's configuration cannot do without and the metadata do not have."""
+    return [
+        f"{architecture}.{either[0]}"
+        for either in REQUIRED
+        if not any(f"{architecture}.{suffix}" in metadata for suffix in either)
+    ]
+
+
+def unknown(names: Iterable[str]) -> list[str]:
+    """The tensors that no model has, as far as the gguf package knows."""
+    return sorted(name for name in names if not KNOWN_TENSOR.fullmatch(name))
+
+
+def _text(metadata: Mapping[str, MetadataValue], key: str) -> str | None:
+    entry = metadata.get(key)
+    if entry is None:
+        return None
+    if entry.types != (STRING,):
+        raise UnsoundError(f"{key} is {_shown(entry)}; it is a text")
+    return str(entry.value.decode())
+
+
+def _check_whole(metadata: Mapping[str, MetadataValue], key: str, whole: Whole, blocks: Any) -> None:
+    entry = metadata.get(key)
+    if entry is None:
+        return
+    is_array = entry.types[0] == ARRAY
+    values = entry.value if is_array else (entry.value,)
+    if entry.types[-1] not in INTEGERS or (is_array and not whole.per_block):
+        raise UnsoundError(f"{key} is {_shown(entry)}; it is a whole number")
+    if is_array and len(values) != blocks:
+        raise UnsoundError(f"{key} has {len(values):,} numbers; it is one, or one for each of {blocks} blocks")
+    beyond = [value for value in values if not whole.least <= value <= whole.most]
+    if beyond:
+        raise UnsoundError(f"{key} is {beyond[0]:,}; it is from {whole.least:,} to {whole.most:,}")
+
+
+def _check_between(metadata: Mapping[str, MetadataValue], key: str, least: float, most: float) -> None:
+    entry = metadata.get(key)
+    if entry is None:
+        return
+    if len(entry.types) > 1 or entry.types[0] not in FLOATS or not least < entry.value < most:
+        raise UnsoundError(f"{key} is {_shown(entry)}; it is a number between {least:g} and {most:g}")
+
+
+def _check_finite(metadata: Mapping[str, MetadataValue], prefix: str) -> None:
+    for key, entry in metadata.items():
+        if key.startswith(prefix) and entry.types[-1] in FLOATS:
+            values = entry.value if entry.types[0] == ARRAY else (entry.value,)
+            if not all(map(math.isfinite, values)):
+                raise UnsoundError(f"{key} is {_shown(entry)}; it is finite")
+
+
+def _check_vocabulary(metadata: Mapping[str, MetadataValue]) -> None:
+    for name, kinds in TOKEN_ARRAYS.items():
+        entry = metadata.get(f"tokenizer.ggml.{name}")
+        if entry is not None and (entry.types[0] != ARRAY or entry.types[-1] not in kinds):
+            raise UnsoundError(
+                f"tokenizer.ggml.{name} is {_shown(entry)}; it is an array with something for each token"
+            )
+    _check_finite(metadata, "tokenizer.ggml.scores")
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if tokens is None:
+        return
+    for name in ("scores", "token_type"):
+        entry = metadata.get(f"tokenizer.ggml.{name}")
+        if entry is not None and len(entry.value) != len(tokens.value):
+            raise UnsoundError(
+                f"tokenizer.ggml.{name} has {len(entry.value):,} elements for {len(tokens.value):,} tokens"
+            )
+    for key in metadata:
+        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
+            _check_whole(metadata, key, Whole(0, len(tokens.value) - 1), None)
+
+
+def _shown(entry: MetadataValue) -> str:
+    if entry.types[0] == ARRAY:
+        return f"an array of {len(entry.value):,}"
+    text = repr(entry.value.decode(errors="replace") if isinstance(entry.value, bytes) else entry.value)
+    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -1,0 +1,179 @@
+"""The parts of a GGUF header, read from bytes under limits.
+
+The layout (little-endian) is that of the GGUF specification, versions 2 and 3:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Counts and lengths are compared with what is left before anything is made of them. A vocabulary is hundreds of thousands
+of strings, so they are cut out of one buffer: well under a second, where an array object per string takes many.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from gguf import GGMLQuantizationType
+
+STRING, ARRAY, BOOL = 8, 9, 7
+# The value types of fixed size, by their number in the specification, as `struct` letters.
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", BOOL: "B", 10: "Q", 11: "q", 12: "d"}
+INTEGERS = frozenset({0, 1, 2, 3, 4, 5, 10, 11})
+FLOATS = frozenset({6, 12})
+
+# Many times what the largest models have, and little enough to be read in seconds.
+HEADER_BYTES = 64 << 20
+MOST_ENTRIES = 4096
+MOST_TENSORS = 1 << 16
+MOST_ELEMENTS = 1 << 20
+MOST_ELEMENTS_IN_ALL = 1 << 22
+LONGEST_STRING = 1 << 20
+LONGEST_KEY = 256
+#: Of a tensor's name, by the specification.
+LONGEST_NAME = 64
+MOST_DIMENSIONS = 4
+_LENGTH = struct.Struct("<Q")
+
+
+class UnsoundError(ValueError):
+    """What a file says of itself and cannot be; the message is the part of a sentence behind the file's name."""
+
+
+@dataclass(frozen=True)
+class MetadataValue:
+    """One metadata entry: `types` is (type,) or (ARRAY, element type); strings are left as UTF-8 bytes."""
+
+    types: tuple[int, ...]
+    value: Any
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """What the header says of one tensor: `shape` slowest dimension first, `offset` from where the data begin."""
+
+    name: str
+    shape: tuple[int, ...]
+    quantization: GGMLQuantizationType
+    offset: int
+
+
+class HeaderCursor:
+    """A position in a header that moves on as its parts are read, in the order of the methods.
+
+    Args:
+        content: the file's beginning, up to HEADER_BYTES.
+        position: where to begin, bytes.
+
+    Methods raise UnsoundError for what no sound file says, and struct.error where the content ends.
+    """
+
+    def __init__(self, content: bytes, position: int) -> None:
+        self.content, self.position, self.elements = content, position, 0
+
+    def unpack(self, form: str) -> tuple[Any, ...]:
+        """Values in the notation of `struct`."""
+        values = struct.unpack_from(form, self.content, self.position)
+        self.position += struct.calcsize(form)
+        return values
+
+    def counts(self) -> tuple[int, int]:
+        """How many tensors and how many metadata entries follow."""
+        tensors, entries = self.unpack("<QQ")
+        if tensors > MOST_TENSORS or entries > MOST_ENTRIES:
+            raise UnsoundError(
+                f"it has {tensors:,} tensors and {entries:,} entries of metadata by its header; "
+                f"{MOST_TENSORS:,} and {MOST_ENTRIES:,} are the most"
+            )
+        return tensors, entries
+
+    def metadata(self, count: int) -> dict[str, MetadataValue]:
+        """The metadata, `count` entries."""
+        found: dict[str, MetadataValue] = {}
+        for _ in range(count):
+            key = self.name("a key", LONGEST_KEY)
+            if key in found:
+                raise UnsoundError(f"it has the key {key!r} twice")
+            found[key] = self._value(key)
+        return found
+
+    def tensors(self, count: int) -> tuple[TensorEntry, ...]:
+        """What is said of the tensors, `count` of them."""
+        found: dict[str, TensorEntry] = {}
+        for _ in range(count):
+            entry = self._tensor()
+            if entry.name in found:
+                raise UnsoundError(f"it has the tensor {entry.name!r} twice")
+            found[entry.name] = entry
+        return tuple(found.values())
+
+    def name(self, what: str, longest: int) -> str:
+        """A printable string of 1 to `longest` bytes."""
+        text = self._string(longest, "for a name").decode()
+        if not text or not text.isprintable():
+            raise UnsoundError(f"{what} is {text!r}, which is no name")
+        return text
+
+    def _value(self, key: str) -> MetadataValue:
+        (kind,) = self.unpack("<I")
+        if kind == STRING:
+            return MetadataValue((kind,), self._string(LONGEST_STRING, f"in {key}"))
+        if kind != ARRAY:
+            return MetadataValue((kind,), self._scalars(key, kind, 1)[0])
+        element, count = self.unpack("<IQ")
+        self.elements += count
+        if count > MOST_ELEMENTS or self.elements > MOST_ELEMENTS_IN_ALL:
+            raise UnsoundError(f"{key} has {count:,} elements; {MOST_ELEMENTS:,} are the most, and four times as many "
+                               "in all arrays together")  # fmt: skip
+        if element == STRING:
+            return MetadataValue((kind, element), self._strings(key, count))
+        return MetadataValue((kind, element), self._scalars(key, element, count))
+
+    def _scalars(self, key: str, kind: int, count: int) -> tuple[Any, ...]:
+        if kind not in SCALARS:
+            raise UnsoundError(f"{key} is of type {kind}; numbers, strings and arrays of these are known")
+        values = self.unpack(f"<{count}{SCALARS[kind]}")
+        if kind != BOOL:
+            return values
+        if any(value > 1 for value in values):
+            raise UnsoundError(f"{key} is neither true nor false")
+        return tuple(map(bool, values))
+
+    def _strings(self, key: str, count: int) -> list[bytes]:
+        # Without a call for each: a vocabulary has hundreds of thousands.
+        content, position, end, length_at = self.content, self.position, len(self.content), _LENGTH.unpack_from
+        texts = []
+        for _ in range(count):
+            (length,) = length_at(content, position)
+            begin, position = position + 8, position + 8 + length
+            if length > LONGEST_STRING or position > end:
+                raise self._too_long(length, begin, LONGEST_STRING, f"in {key}")
+            texts.append(content[begin:position])
+        self.position = position
+        # In one go: a zero byte ends what was begun before it.
+        b"\0".join(texts).decode()
+        return texts
+
+    def _string(self, longest: int, where: str) -> bytes:
+        (length,) = self.unpack("<Q")
+        begin, self.position = self.position, self.position + length
+        if length > longest or self.position > len(self.content):
+            raise self._too_long(length, begin, longest, where)
+        return self.content[begin : self.position]
+
+    def _too_long(self, length: int, begin: int, longest: int, where: str) -> UnsoundError:
+        return UnsoundError(
+            f"there is a string of {length:,} bytes {where}, at byte {begin:,}; {longest:,} are the most, and "
+            f"{len(self.content) - begin:,} are left"
+        )
+
+    def _tensor(self) -> TensorEntry:
+        name = self.name("a tensor's name", LONGEST_NAME)
+        (dimensions,) = self.unpack("<I")
+        if not 1 <= dimensions <= MOST_DIMENSIONS:
+            raise UnsoundError(f"tensor {name!r} has {dimensions:,} dimensions; 1 to {MOST_DIMENSIONS} are possible")
+        fastest_first = self.unpack(f"<{dimensions}Q")
+        kind, offset = self.unpack("<IQ")
+        try:
+            quantization = GGMLQuantizationType(kind)
+        except ValueError as error:
+            raise UnsoundError(f"tensor {name!r} is of type {kind}, which the gguf package does not know") from error
+        return TensorEntry(name, fastest_first[::-1], quantization, offset)

@@ -1,0 +1,106 @@
+"""Renders a model's chat templates; the program of a process of its own, started by `hetero_kv.models.templates`.
+
+A template is a program of whoever made the model. Jinja's sandbox keeps it from reaching anything; the limits here keep
+it from taking the machine: processor time and memory are the system's own, so that no filter, method or operator is
+a way around them. Requests and answers are lines of JSON on standard input and output:
+
+    {"template": …, "variables": {…}, "seconds": …, "memory": …, "longest": …} -> {"text": …} or {"error": …}
+
+It imports nothing of this package, so that it starts quickly and has little to reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import ext, nodes, parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class GenerationBlocks(ext.Extension):
+    """`{% generation %}` marks the answer's text for training; here it is the text alone."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: parser.Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """What transformers gives to chat templates: the same trimming of blocks, tags, filters and functions."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, ext.loopcontrols]
+    )
+    made.filters["tojson"] = _tojson
+    made.globals["raise_exception"] = _raise
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
+            sort_keys: bool = False) -> str:  # fmt: skip
+    # Jinja's own escapes HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def rendered(made: ImmutableSandboxedEnvironment, request: dict[str, Any]) -> dict[str, str]:
+    """The answer to a request."""
+    text: list[str] = []
+    length = 0
+    try:
+        for piece in made.from_string(request["template"]).generate(**request["variables"]):
+            text.append(piece)
+            length += len(piece)
+            if length > request["longest"]:
+                return {"limit": f"its text is longer than {request['longest']:,} characters"}
+        return {"text": "".join(text)}
+    except MemoryError:
+        return {"limit": f"it takes more than {request['memory'] / 1e6:,.0f} MB"}
+    except Exception as error:  # a template can raise anything
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def limit(seconds: float, room: int) -> None:
+    """From now on: processor time, and bytes beside those in use. Beyond the first, the system ends the process."""
+    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    for kind, most in (
+        (resource.RLIMIT_CPU, int(used + seconds) + 1),
+        (resource.RLIMIT_AS, _bytes_in_use() + room),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hardest = resource.getrlimit(kind)[1]
+        # Some systems refuse to limit memory; time and length are limited all the same.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(kind, (most if hardest == resource.RLIM_INFINITY else min(most, hardest), hardest))
+
+
+def _bytes_in_use() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 256 << 20
+
+
+def main() -> None:
+    """Answer requests until there are none."""
+    made = environment()
+    for line in sys.stdin:
+        request = json.loads(line)
+        limit(request["seconds"], request["memory"])
+        print(json.dumps(rendered(made, request)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

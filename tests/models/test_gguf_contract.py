@@ -1,0 +1,255 @@
+"""What a GGUF file must be, point by point: each is refused by name before anything is allocated."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+
+import gguf
+import numpy as np
+import pytest
+from campaigns.gguf_layout import ARRAY, STRING, Layout, Tensor, array, scalar
+from transformers.integrations import ggml
+
+from hetero_kv.models import ModelError, load_model, model_config, open_model
+from hetero_kv.models.gguf_file import GGUFFile
+from hetero_kv.models.gguf_numbers import all_finite
+from hetero_kv.models.weightless import weightless_model
+
+U32, F32 = 4, 6
+
+
+@pytest.fixture
+def layout(tiny_gguf):
+    return Layout.of(tiny_gguf)
+
+
+def put(key, value):
+    def change(layout):
+        layout.entries = [(name, old) for name, old in layout.entries if name != key] + [(key, value)]
+
+    return change
+
+
+def of_tensor(number, **parts):
+    def change(layout):
+        for name, value in parts.items():
+            setattr(layout.tensors[number], name, value)
+
+    return change
+
+
+def repeat_last(layout):
+    layout.tensors.append(layout.tensors[-1])
+
+
+def overlap(layout):
+    layout.tensors[3].offset = layout.tensors[2].offset
+
+
+def leave_a_hole(layout):
+    for tensor in layout.tensors[3:]:
+        tensor.offset += 32
+    layout.tensors[2].data += bytes(32)
+
+
+def append_bytes(layout):
+    layout.tensors[-1].data += bytes(64)
+
+
+def name_blocks(layout):
+    put("qwen2.block_count", scalar(U32, 3))(layout)
+
+
+CASES = {
+    "alignment 0": (put("general.alignment", scalar(U32, 0)), r"general\.alignment is 0; it is from 8 to 65,536"),
+    "alignment 48": (put("general.alignment", scalar(U32, 48)), r"general\.alignment is 48; a power of two is right"),
+    "alignment text": (
+        put("general.alignment", scalar(STRING, "x")),
+        r"general\.alignment is 'x'; it is a whole number",
+    ),
+    "split text": (put("split.count", scalar(STRING, "2")), r"split\.count is '2'; it is a whole number"),
+    "split array": (put("split.count", array(U32, [1])), r"split\.count is an array of 1; it is a whole number"),
+    "many blocks": (put("qwen2.block_count", scalar(U32, 65_536)), r"block_count is 65,536; it is from 1 to 1,024"),
+    "other blocks": (name_blocks, r"block_count is 3, and there are tensors of 2 blocks, 0 to 1"),
+    "context": (put("qwen2.context_length", scalar(F32, 1.5)), r"context_length is 1\.5; it is a whole number"),
+    "heads": (
+        put("qwen2.attention.head_count", array(U32, [4])),
+        "head_count has 1 numbers; it is one, or one",
+    ),
+    "epsilon": (put("qwen2.attention.layer_norm_rms_epsilon", scalar(F32, math.nan)), "epsilon is nan; it is a number"),
+    "not finite": (
+        put("qwen2.rope.scaling.factor", scalar(F32, math.inf)),
+        r"scaling\.factor is inf; it is finite",
+    ),
+    "template": (put("tokenizer.chat_template", scalar(U32, 1)), r"tokenizer\.chat_template is 1; it is a text"),
+    "token id": (put("tokenizer.ggml.eos_token_id", scalar(U32, 9999)), r"eos_token_id is 9,999; it is from 0 to 259"),
+    "token types": (put("tokenizer.ggml.token_type", array(5, [1])), "token_type has 1 elements for 260 tokens"),
+    "key twice": (lambda layout: layout.entries.append(layout.entries[3]), r"has the key '.+' twice"),
+    "tensor twice": (repeat_last, r"has the tensor '.+' twice"),
+    "nested": (
+        put("x", struct.pack("<IIQ", ARRAY, ARRAY, 1) * 9),
+        "x is of type 9; numbers, strings and",
+    ),
+    "long array": (
+        put("x", struct.pack("<IIQ", ARRAY, 0, 1 << 40)),
+        "x has 1,099,511,627,776 elements; 1,048",
+    ),
+    "truth": (put("x", struct.pack("<IB", 7, 2)), "x is neither true nor false"),
+    "many tensors": (
+        lambda layout: layout.counts.update(tensors=1 << 40),
+        r"1,099,511,627,776 tensors and \d+",
+    ),
+    "no dimension": (of_tensor(1, dims=[]), "has 0 dimensions; 1 to 4 are possible"),
+    "65 dimensions": (of_tensor(1, dims=[1] * 65), "has 65 dimensions; 1 to 4 are possible"),
+    "empty": (of_tensor(0, dims=[0, 260]), "is 260 by 0; dimensions are from 1"),
+    "huge": (of_tensor(0, dims=[1 << 33, 1 << 33]), "dimensions are from 1 to 16,777,216"),
+    "odd rows": (of_tensor(0, dims=[33, 260], kind=8), "its rows are no whole blocks of 32 Q8_0 weights"),
+    "unknown type": (of_tensor(0, kind=99), "is of type 99, which the gguf package does not know"),
+    "integers": (of_tensor(0, kind=26), "is of type I32, in which there are no weights"),
+    "misaligned": (of_tensor(1, offset=7), "begins at byte 7 of the data, where"),
+    "overlap": (overlap, r"begins at byte [\d,]+ of the data, where [\d,]+ follows from those before it"),
+    "hole": (leave_a_hole, r"begins at byte [\d,]+ of the data, where [\d,]+ follows from those before it"),
+    "left over": (append_bytes, "has 64 bytes behind the last of the tensors"),
+    "control characters": (of_tensor(0, name="\x1b[2J"), r"a tensor's name is '\\x1b\[2J', which is no name"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_no_sound_file_says_is_refused_with_the_value(layout, tmp_path, case):
+    change, message = CASES[case]
+    change(layout)
+    layout.write(tmp_path / "bad.gguf")
+    with pytest.raises(
+        ModelError, match=rf"bad\.gguf' \([\d,]+ bytes\) is damaged or cut short: .*{message}.*; download"
+    ):
+        GGUFFile.read(tmp_path / "bad.gguf")
+
+
+def test_a_header_longer_than_usual_is_read_to_its_end(layout, tmp_path, monkeypatch):
+    layout.entries.insert(1, ("general.notes", array(STRING, ["a" * 1000] * 5000)))
+    layout.write(tmp_path / "long.gguf")
+    whole = GGUFFile.read(tmp_path / "long.gguf")
+    monkeypatch.setattr("hetero_kv.models.gguf_file.USUAL_HEADER_BYTES", 4000)
+    assert GGUFFile.read(tmp_path / "long.gguf") == whole
+
+
+def test_taking_apart_and_putting_together_is_the_same_file(layout, tiny_gguf, tmp_path):
+    layout.write(tmp_path / "same.gguf")
+    assert (tmp_path / "same.gguf").read_bytes() == tiny_gguf.read_bytes()
+
+
+@pytest.mark.parametrize("key", ["context_length", "block_count", "embedding_length", "attention.head_count"])
+def test_what_a_configuration_cannot_do_without_is_said_unless_there_is_one(layout, tiny_directory, tmp_path, key):
+    layout.entries = [entry for entry in layout.entries if entry[0] != f"qwen2.{key}"]
+    path = tmp_path / "silent.gguf"
+    layout.write(path)
+    for load in (load_model, open_model, model_config, weightless_model):
+        with pytest.raises(ModelError, match=rf"silent\.gguf' has no qwen2\.{key} in its metadata; .* as gguf_path"):
+            load(path)
+    assert load_model(tiny_directory, gguf_path=path, device="cpu").context_length == 512
+
+
+def test_a_tensor_that_no_model_has_is_refused(layout, tmp_path):
+    layout.tensors[-1].name = "outptu.weight"
+    layout.write(tmp_path / "odd.gguf")
+    with pytest.raises(ModelError, match=r"tensors that belong to no model \(1: outptu\.weight\)"):
+        open_model(tmp_path / "odd.gguf")
+
+
+TYPES = [
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "TQ1_0",
+    "TQ2_0",
+    "IQ1_S",
+    "IQ1_M",
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+    "IQ3_XXS",
+    "IQ3_S",
+    "F16",
+    "BF16",
+    "F32",
+]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("name", TYPES)
+def test_numbers_are_told_to_be_finite_as_unpacking_tells_it(name):
+    kind = gguf.GGMLQuantizationType[name]
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    random, told = np.random.default_rng(0), set()
+    for _ in range(400):
+        data = random.integers(0, 256, 4 * size, np.uint8)
+        told.add(all_finite(data, kind))
+        assert all_finite(data, kind) == np.isfinite(gguf.dequantize(data, kind)).all()
+    assert told == {True, False}
+
+
+@pytest.mark.parametrize("kind", [None, "Q8_0"])
+@pytest.mark.parametrize("load", [load_model, lambda path: open_model(path, device="cpu").load()])
+def test_a_number_that_is_not_finite_is_refused_with_its_tensor(write_tiny_gguf, tmp_path, kind, load):
+    path = write_tiny_gguf(tmp_path / "nan.gguf", kind=kind and gguf.GGMLQuantizationType[kind])
+    layout = Layout.of(path)
+    tensor: Tensor = next(tensor for tensor in layout.tensors if tensor.name == "blk.1.ffn_up.weight")
+    tensor.data[68:72] = struct.pack("<f", math.nan) if kind is None else struct.pack("<HH", 0x7C00, 0)
+    layout.write(path)
+    with pytest.raises(
+        ModelError, match=r"tensor 'blk\.1\.ffn_up\.weight' of '.*nan\.gguf' has numbers that are not finite"
+    ):
+        load(path)
+
+
+def test_a_file_that_is_cut_short_while_it_is_loaded_is_an_error_and_not_the_end(tiny_gguf, tmp_path):
+    path = tmp_path / "shrinking.gguf"
+    path.write_bytes(tiny_gguf.read_bytes())
+    opened = open_model(path, device="cpu")
+    os.truncate(path, 20_000)
+    with pytest.raises(ModelError, match=r"shrinking\.gguf' was changed while it was read; load it again"):
+        opened.load()
+
+
+def test_a_file_that_shrinks_between_two_tensors_is_an_error_and_not_the_end(tiny_gguf, tmp_path):
+    path = tmp_path / "shrinking.gguf"
+
+    def shrink(activity, done, total):
+        if done:
+            os.truncate(path, 20_000)
+
+    for load in (load_model, lambda path, **given: open_model(path, **given).load()):
+        path.write_bytes(tiny_gguf.read_bytes())
+        with pytest.raises(ModelError, match=r"shrinking\.gguf' was changed while it was read; load it again"):
+            load(path, device="cpu", progress=shrink)
+
+
+def test_whatever_a_library_raises_over_a_file_is_an_error_of_ours(layout, tmp_path):
+    layout.entries = [entry for entry in layout.entries if entry[0] != "tokenizer.ggml.tokens"]
+    layout.write(tmp_path / "wordless.gguf")
+    with pytest.raises(ModelError, match=r"wordless cannot be loaded from '.*wordless\.gguf': \w+: "):
+        load_model(tmp_path / "wordless.gguf", device="cpu")
+
+
+def test_what_a_vocabulary_does_not_need_is_not_taken_apart_number_by_number(layout, tmp_path, monkeypatch):
+    put("tokenizer.ggml.precompiled_charsmap", array(0, [1] * (1 << 20)))(layout)
+    layout.write(tmp_path / "long.gguf")
+    parsed = []
+    parse = ggml._gguf_parse_value
+    monkeypatch.setattr(
+        "transformers.modeling_gguf_pytorch_utils._gguf_parse_value",
+        lambda *value: (parsed.append(1), parse(*value))[1],
+    )
+    model_config(tmp_path / "long.gguf")
+    assert 0 < len(parsed) < 10_000
