@@ -9,6 +9,7 @@ from transformers.cache_utils import Cache
 
 from hetero_kv.engine import untouched
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.interrupts import completed
 
 
 @contextmanager
@@ -22,7 +23,7 @@ def undo_on_error(cache: Cache) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            cache.rollback(before)
+            completed(lambda: cache.rollback(before))
             raise
         return
     states = [untouched.snapshot(layer) for layer in cache.layers]

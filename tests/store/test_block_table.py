@@ -20,7 +20,7 @@ def new_allocator(num_blocks=BLOCKS, kind=storage.FP32):
     """An allocator of one layer's pool."""
     allocator = BlockAllocator(BLOCK)
     allocator.provide(num_blocks)
-    allocator.pools.append(BlockPool(num_blocks, KV_HEADS, BLOCK, K_DIM, V_DIM, kind, 1))
+    allocator.pools[0] = BlockPool(num_blocks, KV_HEADS, BLOCK, K_DIM, V_DIM, kind, 1)
     return allocator
 
 
