@@ -9,7 +9,7 @@ CONFIG ?= injection_rules/ktransformers.yaml
 # Processes that run tests side by side, a core and 2 GB each; 0 runs them in one.
 WORKERS ?= 2
 
-.PHONY: chat test test-slow lint format docs bench gpu-check clean
+.PHONY: chat test test-slow mutations lint format docs bench gpu-check clean
 
 chat: $(READY)  ## install, fetch the default model, open the chat in long-context mode
 	$(BIN)/python local_chat.py --mode long_context --config $(CONFIG) $(ARGS)
@@ -19,6 +19,9 @@ test: $(TESTED)  ## the whole suite
 
 test-slow: $(TESTED)  ## the checks that take minutes, on the default model
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+mutations: $(TESTED)  ## deliberate mistakes, each of which a test must see; some minutes
+	$(BIN)/python -m tests.mutations $(ARGS)
 
 lint: $(TESTED)
 	$(BIN)/ruff check .
