@@ -85,7 +85,7 @@ OPERATIONS = {
     "reset": lambda cache, other: cache.reset(),
 }
 #: How many places of an operation fail, and how many of its moments are interrupted, besides the first and last ones.
-OPERATED = 6
+OPERATED = 4
 
 
 @pytest.fixture
