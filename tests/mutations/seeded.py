@@ -183,9 +183,9 @@ MUTATIONS = (
     ),
     Mutation(
         "bfloat16 is rounded half away from zero",
-        "cpu_ops/token_store.py",
-        "rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))",
-        "rounding = np.uint32(0x8000)",
+        "cpu_ops/number_bits.py",
+        "rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))",
+        "rounded = builder.add(bits, ir.Constant(word, 0x8000))",
         ("tests/cpu_ops/test_token_store.py",),
     ),
     Mutation(
