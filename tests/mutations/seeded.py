@@ -193,7 +193,7 @@ MUTATIONS = (
         "gpu_ops/merge.py",
         "    lse = torch.logaddexp(lse_a, lse_b)",
         "    lse = torch.maximum(lse_a, lse_b)",
-        ("tests/cpu_ops/test_merge.py",),
+        ("tests/gpu_ops/test_merged_sets.py",),
     ),
     Mutation(
         "tokens are given to the wrong blocks of the pool where these do not follow each other",
