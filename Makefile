@@ -11,7 +11,7 @@ WORKERS ?= 2
 # Of the suite's tries, how often a campaign makes as many.
 TIMES  ?= 100
 
-.PHONY: chat test test-slow campaign lint format docs bench gpu-check clean
+.PHONY: chat test test-slow campaign mutations lint format docs bench gpu-check clean
 
 chat: $(READY)  ## install, fetch the default model, open the chat in long-context mode
 	$(BIN)/python local_chat.py --mode long_context --config $(CONFIG) $(ARGS)
@@ -24,6 +24,9 @@ test-slow: $(TESTED)  ## the checks that take minutes, on the default model
 
 campaign: $(TESTED)  ## damaged files and interrupted writes, a hundred times the suite's tries; hours
 	$(BIN)/python -m tests.campaigns --times $(TIMES) $(ARGS)
+
+mutations: $(TESTED)  ## deliberate mistakes, each of which a test must see; some minutes
+	$(BIN)/python -m tests.mutations $(ARGS)
 
 lint: $(TESTED)
 	$(BIN)/ruff check .

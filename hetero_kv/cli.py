@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import NamedTuple
 
-from hetero_kv.errors import ConfigError, HeteroKVError
+from hetero_kv.errors import ConfigError, HeteroKVError, OutOfMemoryError, is_out_of_memory, said_briefly
 from hetero_kv.printing import console, make_printing_safe
 from hetero_kv.settings.flags import FlagParser
 from hetero_kv.settings.setting import nearest_spelling
@@ -66,6 +66,16 @@ def run_command(name: str, arguments: Sequence[str], prog: str | None = None) ->
         return module.run(parser.parse(arguments))
     except HeteroKVError as error:
         print_error(error)
+        return USER_ERROR
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        print_error(
+            OutOfMemoryError(
+                f"memory ran out ({said_briefly(error)}); `hetero-kv plan` says what a context takes: take a smaller "
+                "max_seq_len or model, or free some memory"
+            )
+        )
         return USER_ERROR
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)

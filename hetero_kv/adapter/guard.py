@@ -20,7 +20,7 @@ from hetero_kv.engine.batch import Span
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.undo import undo_on_error
-from hetero_kv.errors import UnsupportedModelError
+from hetero_kv.errors import UnsupportedModelError, is_out_of_memory
 
 _RECORDED = ("output_hidden_states", "output_attentions")
 
@@ -33,6 +33,7 @@ def guarded(model: Any, *, has_head: bool) -> Callable[..., Any]:
 
     Raises, when called with a HeteroCache:
         CacheFullError: the new tokens do not fit into every layer.
+        OutOfMemoryError: Python, numpy or torch found no memory; the message says what fits.
         UnsupportedModelError: the model's config asks to record what chunks would garble, or the attention mask is no
             left padding.
     """
@@ -49,8 +50,16 @@ def guarded(model: Any, *, has_head: bool) -> Callable[..., Any]:
         _refuse_recording(model, kwargs)
         # Parts of the call come here again, as those of a strided forward.
         whole = signature if has_head else reentrant
-        with undo_on_error(cache), torch.no_grad():
-            return _outermost(signature.call(args, kwargs), whole, cache, has_head)
+        call = signature.call(args, kwargs)
+        try:
+            with undo_on_error(cache), torch.no_grad():
+                return _outermost(call, whole, cache, has_head)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            refusal = cache.ran_out_of_memory(error, *call.shape)
+        # Not while the other is handled, which holds what the forward had allocated.
+        raise refusal
 
     reentrant = Signature(forward)
     reentrant.forward = guarded_forward

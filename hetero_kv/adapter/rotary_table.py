@@ -53,20 +53,21 @@ class RotaryTable:
             self._source, self._recorded = cos, start
         if stop <= self._recorded:
             return True
-        # An interrupt may have come between the two.
-        whole = min(len(self._cos), len(self._sin))
-        for table in (self._cos, self._sin):
-            if len(table) > whole:
-                table.truncate(whole)
         new = [self.rotation.angles(part[0]) for part in (cos, sin)]
         known = min(stop, len(self)) - start
         for table, rows in zip((self._cos, self._sin), new, strict=True):
             if known > 0 and not torch.equal(table.entries[start : start + known], rows[:known]):
                 self._source = None
                 return False
-        self._arrays = None
-        for table, rows in zip((self._cos, self._sin), new, strict=True):
-            table.append(rows[max(0, known) :])
+        self._arrays, whole = None, len(self)
+        try:
+            for table, rows in zip((self._cos, self._sin), new, strict=True):
+                table.append(rows[max(0, known) :])
+        except BaseException:
+            # Both or none: who finds enough positions records no more.
+            for table in (self._cos, self._sin):
+                table.truncate(whole)
+            raise
         self._recorded = stop
         return True
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Protocol, Self
 
 import torch
@@ -12,10 +13,11 @@ from transformers.cache_utils import CacheLayerMixin
 
 from hetero_kv.engine.cohort import Cohort, CohortSnapshot
 from hetero_kv.engine.columns import Columns
+from hetero_kv.engine.interrupts import completed
 from hetero_kv.engine.room import require_room, room
 from hetero_kv.engine.sequence import Sequence
 from hetero_kv.engine.store import Store
-from hetero_kv.errors import HeteroKVError
+from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 
 
 class CacheMaker(Protocol):
@@ -26,6 +28,14 @@ class CacheMaker(Protocol):
 
     def cache_layers(self) -> list[CacheLayerMixin]:
         """One empty cache layer per layer of the model."""
+
+    def ran_out_of_memory(
+        self, error: Exception, batch: int, *, stored: int, tokens: int, capacity: int | None, held: int
+    ) -> OutOfMemoryError:
+        """What to raise when a forward of `tokens` behind `stored` of each of `batch` sequences found no memory.
+
+        `held` bytes of DRAM are taken by what is stored, in blocks for `capacity` tokens.
+        """
 
 
 @dataclass(frozen=True)
@@ -189,11 +199,63 @@ class Batch:
         return BatchSnapshot(tuple(self.cohorts), states, self.columns)
 
     def rollback(self, snapshot: BatchSnapshot) -> None:
-        """Forget what was stored since `snapshot`, and what its queries looked at."""
+        """Forget what was stored since `snapshot`, and what its queries looked at. May be called again if it fails."""
         self.columns = snapshot.columns
         self._have(snapshot.cohorts)
         for cohort, state in zip(snapshot.cohorts, snapshot.states, strict=True):
             cohort.rollback(state)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` columns (transformers passes a negative number).
+
+        Raises HeteroKVError when a layer keeps only a window, whose older tokens are gone.
+        """
+        for cohort in self.cohorts:
+            cohort.require_croppable()
+        columns = max(0, self.columns.count - abs(tokens_to_remove))
+        removed = self.columns.tokens_after(columns, len(self.sequences))
+        cut = self.columns.cut(columns)
+        before = self.snapshot()
+        lengths: list[int] = []
+
+        def let_go() -> None:
+            for cohort, length in zip(self.cohorts, lengths, strict=True):
+                cohort.cut(length)
+            self.columns = cut
+
+        def go_back() -> None:
+            self.rollback(before)
+
+        remedy = go_back
+        try:
+            if len(set(removed)) > 1:
+                self._split(removed)
+            rows = accumulate((len(cohort.sequences) for cohort in self.cohorts), initial=0)
+            lengths += [cohort.length - removed[row] for cohort, row in zip(self.cohorts, rows, strict=False)]
+            for cohort, length in zip(self.cohorts, lengths, strict=True):
+                cohort.crop_layers(length)
+            # From here on there are blocks that nobody can come back to.
+            remedy = let_go
+            let_go()
+        except BaseException:
+            completed(remedy)
+            raise
+
+    @staticmethod
+    def _all_or_nothing(change: Callable[[], None], *batches: Batch) -> None:
+        """Let rows of these batches come and go; where that fails, they are those that there were."""
+        before = [(batch, batch.cohorts, batch.columns) for batch in batches]
+
+        def go_back() -> None:
+            for batch, cohorts, columns in before:
+                batch._have(cohorts)
+                batch.columns = columns
+
+        try:
+            change()
+        except BaseException:
+            completed(go_back)
+            raise
 
     def select(self, rows: Rows[int] | torch.Tensor) -> None:
         """Let row i be what row `rows[i]` was: rows leave, are reordered, or, named twice, go two ways.
@@ -212,8 +274,12 @@ class Batch:
         for _, run in runs:
             members = list(run)
             cohorts.append(members[0][0].selected([row for _, row in members]))
-        self._have(cohorts)
-        self.columns = self.columns.select(chosen)
+
+        def change() -> None:
+            self._have(cohorts)
+            self.columns = self.columns.select(chosen)
+
+        self._all_or_nothing(change, self)
 
     def extend(self, other: Self) -> None:
         """Let the rows of `other` join behind; `other` is empty then.
@@ -229,10 +295,14 @@ class Batch:
             )
         if not other.sequences:
             return
-        if not self.sequences:
-            self._have(other.cohorts)
-            self.columns = other.columns
-        else:
-            self.columns = self.columns.joined(len(self.sequences), other.columns, len(other.sequences))
-            self._have([*self.cohorts, *other.cohorts])
-        other._begin_anew(other.cohorts[0].store.capacity)
+
+        def change() -> None:
+            if not self.sequences:
+                self.columns = other.columns
+                self._have(other.cohorts)
+            else:
+                self.columns = self.columns.joined(len(self.sequences), other.columns, len(other.sequences))
+                self._have([*self.cohorts, *other.cohorts])
+            other._begin_anew(other.cohorts[0].store.capacity)
+
+        self._all_or_nothing(change, self, other)

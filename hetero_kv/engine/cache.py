@@ -19,7 +19,7 @@ from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.statistics import row_means
 from hetero_kv.engine.step import PromptPart, Step
 from hetero_kv.engine.store import Store
-from hetero_kv.errors import HeteroKVError
+from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 
 #: Called while a prompt prefills: (layers done, layers in all, tokens of the layer done, tokens of the prompt).
 Progress = Callable[[int, int, int, int], None]
@@ -197,12 +197,12 @@ class HeteroCache(Batch, Cache):
             raise HeteroKVError("a prompt is being prefilled into this cache; fork it before or after, not in between")
         twin = copy.copy(self)
         twin.on_progress = None
-        # What was planned is theirs together: each plans anew when it leaves the others by `reset`.
-        self._planned_batch = twin._planned_batch = 0
         memo: dict[int, Any] = {}
         twin._have([cohort.fork(memo) for cohort in self.cohorts])
         if not self.sequences:
             twin.cohorts[0].store = Store(self.cohorts[0].store.capacity, self._forks)
+        # What was planned is theirs together: each plans anew when it leaves the others by `reset`.
+        self._planned_batch = twin._planned_batch = 0
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeteroCache:
@@ -210,29 +210,12 @@ class HeteroCache(Batch, Cache):
         memo[id(self)] = twin = self.fork()
         return twin
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` columns (transformers passes a negative number).
-
-        Raises HeteroKVError when a layer keeps only a window, whose older tokens are gone.
-        """
-        for cohort in self.cohorts:
-            cohort.require_croppable()
-        columns = max(0, self.columns.count - abs(tokens_to_remove))
-        removed = self.columns.tokens_after(columns, len(self.sequences))
-        if len(set(removed)) > 1:
-            self._split(removed)
-        row = 0
-        for cohort in self.cohorts:
-            cohort.crop(cohort.length - removed[row])
-            row += len(cohort.sequences)
-        self.columns = self.columns.cut(columns)
-
     def reset(self) -> None:
         """Forget every token and give the memory back; blocks that forks hold too stay with them."""
-        for cohort in self.cohorts:
-            for sequence in cohort.sequences:
-                sequence.free()
-        self._begin_anew(self.cohorts[0].store.capacity)
+        held = self.sequences
+        self._all_or_nothing(lambda: self._begin_anew(self.cohorts[0].store.capacity), self)
+        for sequence in held:
+            sequence.free()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let row i continue row `beam_idx[i]` (beam search): blocks are shared, not copied."""
@@ -264,6 +247,12 @@ class HeteroCache(Batch, Cache):
         The mean over the rows; of rows of several lengths, over those of which a layer says something.
         """
         return row_means([(len(cohort.sequences), cohort.statistics) for cohort in self.cohorts])
+
+    def ran_out_of_memory(self, error: Exception, batch: int, tokens: int) -> OutOfMemoryError:
+        """What to raise when a forward of so many new tokens of `batch` sequences found no memory."""
+        return self._maker.ran_out_of_memory(
+            error, batch, stored=self.columns.count, tokens=tokens, capacity=self.max_seq_len, held=self.dram_bytes
+        )
 
     @property
     def _stores(self) -> dict[int, Store]:

@@ -128,14 +128,16 @@ class Cohort:
 
     # -- going back, and going several ways
 
-    def crop(self, length: int) -> None:
-        """Forget the tokens from position `length` on. Raises HeteroKVError where a layer keeps too little."""
-        self.require_croppable()
+    def crop_layers(self, length: int) -> None:
+        """Let layers forget the tokens from position `length` on; `cut` follows, or `rollback` if this fails."""
         for layer in self.layers:
             if isinstance(layer, FamilyLayer):
                 layer.crop(length)
             else:
                 layer.crop(length - self.length)
+
+    def cut(self, length: int) -> None:
+        """Let go of the blocks of the tokens from position `length` on; may be called again if it is interrupted."""
         for sequence in self.sequences:
             sequence.crop(length)
         for layout in self.layouts:

@@ -24,7 +24,6 @@ class Store:
         forks: of the cache, each of which is to have room to grow to `capacity`.
         rows: sequences that there are blocks for; 0 until `provide`.
         allocators: by layout.
-        pools: by layer index.
         mapped: by layer index, what a layer has made of its pool's memory for other devices.
     """
 
@@ -33,7 +32,6 @@ class Store:
         self.forks = forks
         self.rows = 0
         self.allocators: dict[Layout, BlockAllocator] = {}
-        self.pools: dict[int, BlockPool] = {}
         self.mapped: dict[int, Any] = {}
 
     def provide(self, layouts: Iterable[Layout], rows: int) -> None:
@@ -60,15 +58,19 @@ class Store:
         accumulates: bool = False,
     ) -> BlockPool:
         """The pool of a layer for blocks of `layout`, made when it is first asked for; see BlockPool for the rest."""
-        if layer_idx in self.pools:
-            return self.pools[layer_idx]
         allocator = self.allocators[layout]
-        pool = BlockPool(
-            allocator.num_blocks, kv_heads, layout.block_size, k_dim, v_dim, storage, representative_num, accumulates
-        )
-        allocator.pools.append(pool)
-        self.pools[layer_idx] = pool
-        return pool
+        if layer_idx not in allocator.pools:
+            allocator.pools[layer_idx] = BlockPool(
+                allocator.num_blocks,
+                kv_heads,
+                layout.block_size,
+                k_dim,
+                v_dim,
+                storage,
+                representative_num,
+                accumulates,
+            )
+        return allocator.pools[layer_idx]
 
     @property
     def dram_bytes(self) -> int:
@@ -76,7 +78,7 @@ class Store:
         return sum(
             allocator.touched_blocks * pool.bytes_per_block
             for allocator in self.allocators.values()
-            for pool in allocator.pools
+            for pool in allocator.pools.values()
         )
 
     def shared_bytes(self, sequences: Iterable[Sequence]) -> int:
@@ -89,5 +91,5 @@ class Store:
             ids = np.concatenate([sequence.tables[layout].ids for sequence in held])
             blocks, mine = np.unique(ids, return_counts=True)
             shared = sum(allocator.references(block) > own for block, own in zip(blocks, mine, strict=True))
-            total += int(shared) * sum(pool.bytes_per_block for pool in allocator.pools)
+            total += int(shared) * sum(pool.bytes_per_block for pool in allocator.pools.values())
         return total

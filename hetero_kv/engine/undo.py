@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache
 
 from hetero_kv.engine import untouched
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.interrupts import completed
 
 
 def way_back(cache: Cache) -> Callable[[], None]:
@@ -35,5 +36,5 @@ def undo_on_error(cache: Cache) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        go_back()
+        completed(go_back)
         raise

@@ -275,8 +275,9 @@ def _run_all(samples: Sequence[Sample], subjects: Sequence[Subject], folder: Run
                 bar.advance_by(count * _work(sample), count)
                 continue
             for subject, methods in by_subject:
-                if methods:
-                    bar.begin(sample.id, ", ".join(methods))
+                if not methods:
+                    continue
+                bar.begin(sample.id, ", ".join(methods))
                 for result in _results(sample, subject, methods):
                     folder.append(result)
                     bar.advance_by(_work(sample), 1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hetero_kv.errors import HeteroKVError
+from hetero_kv.errors import OutOfMemoryError
 from hetero_kv.planning.footprint import Footprint, Memory
 from hetero_kv.planning.free_memory import free_dram, free_gpu
 from hetero_kv.planning.planned import Planned
@@ -28,10 +28,6 @@ RESERVE = 0.1
 
 #: No context is longer: what `Plan.largest` is where memory does not grow with the context (windows, bounded layers).
 LONGEST = (1 << 40) - 1
-
-
-class OutOfMemoryError(HeteroKVError):
-    """`max_seq_len` tokens do not fit into the memory that is free. Nothing was allocated."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.guard import guarded
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
-from hetero_kv.errors import HeteroKVError, shown
+from hetero_kv.errors import HeteroKVError, OutOfMemoryError, shown
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
+from hetero_kv.planning.ran_out import ran_out_of_memory
 from hetero_kv.rules.rule_file import load_rules, nearest_module_paths
 from hetero_kv.rules.rule_set import Rule, RuleSet
 from hetero_kv.settings.engine_settings import EngineSettings
@@ -76,6 +77,20 @@ class Injection:
         """
         plan = Plan.of(self, batch, forks)
         return resolve_max_seq_len(self.engine.max_seq_len if wanted is None else wanted, plan)
+
+    def ran_out_of_memory(
+        self, error: Exception, batch: int, *, stored: int, tokens: int, capacity: int | None, held: int
+    ) -> OutOfMemoryError:
+        """See CacheMaker."""
+        return ran_out_of_memory(
+            lambda: Plan.of(self, batch),
+            error,
+            stored=stored,
+            tokens=tokens,
+            capacity=capacity,
+            held=held,
+            chunk_size=self.engine.chunk_size,
+        )
 
     def compile_kernels(self) -> None:
         """Compile the kernels of every layer now, its weights being loaded, so that the first answer need not wait."""

@@ -22,7 +22,7 @@ class BlockAllocator:
     Attributes:
         num_blocks: 0 until `provide`.
         lengths: [num_blocks] int32, tokens written in each block: what kernels go by.
-        pools: the blocks' contents, a pool per layer of the layout.
+        pools: the blocks' contents, a pool per layer of the layout, by layer index.
         is_shared: whether sequences ever held a block together.
     """
 
@@ -30,7 +30,7 @@ class BlockAllocator:
         self.block_size = block_size
         self.num_blocks = 0
         self.lengths = np.zeros(0, dtype=np.int32)
-        self.pools: list[BlockPool] = []
+        self.pools: dict[int, BlockPool] = {}
         self.is_shared = False
         self._references = np.zeros(0, dtype=np.int32)
         self._freed: list[int] = []
@@ -103,7 +103,7 @@ class BlockAllocator:
 
     def copy(self, source: int, target: int) -> None:
         """Let block `target` have the contents of block `source`, in every pool."""
-        for pool in self.pools:
+        for pool in self.pools.values():
             pool.copy(source, target)
         self.lengths[target] = self.lengths[source]
 
@@ -112,7 +112,7 @@ class BlockAllocator:
         self._tables.add(table)
 
     def recount(self) -> None:
-        """Count anew who holds what, from the tables themselves: after a failure in the middle of an allocation."""
+        """Count anew who holds what, from the tables themselves: after a failure in the middle of a change."""
         self._abandoned.clear()
         references = np.zeros(self.num_blocks, dtype=np.int32)
         for table in self._tables:

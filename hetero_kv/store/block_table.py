@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 
 from hetero_kv.store.allocator import BlockAllocator
@@ -13,13 +16,18 @@ class BlockTable:
     Blocks may be shared with other sequences (`fork`); a shared block is copied before it is written to. A table that
     is dropped lets go of its blocks.
 
+    Whatever is raised in the middle of a change, Ctrl-C included: blocks are held by the tables that say so, and by
+    nobody else.
+
     Attributes:
         length: tokens that there are blocks for.
     """
 
+    #: What `__del__` finds in a table that could not be made.
+    length = 0
+
     def __init__(self, allocator: BlockAllocator, capacity: int) -> None:
         self.allocator = allocator
-        self.length = 0
         self._ids = np.empty(-(-capacity // allocator.block_size), dtype=np.int32)
         allocator.know(self)
 
@@ -56,9 +64,11 @@ class BlockTable:
             self.own(held - 1, held)
         if needed > len(self._ids):
             self._ids = np.concatenate([self._ids, np.empty(needed - len(self._ids), dtype=np.int32)])
-        if needed > held:
-            self._ids[held:needed] = allocator.allocate(needed - held)
         first = self.length // block_size
+        if needed > held:
+            with self._counted():
+                self._ids[held:needed] = allocator.allocate(needed - held)
+                self.length = length
         self.length = length
         allocator.lengths[self._ids[first : needed - 1]] = block_size
         allocator.lengths[self._ids[needed - 1]] = length - (needed - 1) * block_size
@@ -68,8 +78,9 @@ class BlockTable:
         block_size = self.allocator.block_size
         kept, held = -(-length // block_size), self.num_blocks
         released = self._ids[kept:held].copy()
-        self.length = length
-        self.allocator.release(released)
+        with self._counted():
+            self.length = length
+            self.allocator.release(released)
         # A block that others still hold in full is copied when something is appended.
         if length % block_size and self.allocator.references(int(self._ids[kept - 1])) == 1:
             self.allocator.lengths[self._ids[kept - 1]] = length % block_size
@@ -78,8 +89,9 @@ class BlockTable:
         """A second sequence with the same tokens, sharing the blocks."""
         twin = BlockTable(self.allocator, 0)
         twin._ids = self._ids.copy()
-        twin.length = self.length
-        self.allocator.retain(twin.ids)
+        with self._counted():
+            twin.length = self.length
+            self.allocator.retain(twin.ids)
         return twin
 
     def free(self) -> None:
@@ -96,7 +108,17 @@ class BlockTable:
             shared = int(self._ids[index])
             if allocator.references(shared) == 1:
                 continue
-            copy = allocator.allocate(1)
-            allocator.copy(shared, int(copy[0]))
-            self._ids[index] = copy[0]
-            allocator.release(np.array([shared]))
+            with self._counted():
+                copy = allocator.allocate(1)
+                allocator.copy(shared, int(copy[0]))
+                self._ids[index] = copy[0]
+                allocator.release(np.array([shared]))
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Within this context tables and the allocator's counts change; where it fails, the tables are right."""
+        try:
+            yield
+        except BaseException:
+            self.allocator.recount()
+            raise

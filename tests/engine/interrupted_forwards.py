@@ -59,7 +59,7 @@ class Moments:
         finally:
             sys.setprofile(None)
 
-    def _notice(self, frame: FrameType, event: str, _: Any) -> None:
+    def _notice(self, frame: FrameType, event: str, argument: Any) -> None:
         if self._undoing is not None:
             if frame is self._undoing and event == "return":
                 self._undoing = None
@@ -69,23 +69,32 @@ class Moments:
             return
         if event != "c_return" and frame.f_code.co_name == "<genexpr>":
             return
-        interrupted: FrameType | None = frame
-        if event == "return":
-            interrupted = None if frame.f_code.co_name in _GUARD_ENDS else frame.f_back
-        if event == "c_call" or interrupted is None or not _is_ours(interrupted.f_code.co_filename):
-            return
-        if interrupted.f_lineno in _undoing_lines(interrupted.f_code.co_filename):
+        interrupted = self._moment(frame, event, argument)
+        if interrupted is None or interrupted.f_lineno in _undoing_lines(interrupted.f_code.co_filename):
             return
         self.passed += 1
         if self.passed - 1 == self.at:
             sys.setprofile(None)
             code = interrupted.f_code
             self.where = f"{Path(code.co_filename).name}:{interrupted.f_lineno} {code.co_name} ({event})"
-            raise KeyboardInterrupt(self.where)
+            raise self._raised()
+
+    def _moment(self, frame: FrameType, event: str, argument: Any) -> FrameType | None:
+        """The function that would be interrupted at this event; None where the event is no moment."""
+        interrupted: FrameType | None = frame
+        if event == "return":
+            interrupted = None if frame.f_code.co_name in _GUARD_ENDS else frame.f_back
+        if event == "c_call" or interrupted is None or not is_ours(interrupted.f_code.co_filename):
+            return None
+        return interrupted
+
+    def _raised(self) -> BaseException:
+        return KeyboardInterrupt(self.where)
 
 
 @functools.cache
-def _is_ours(file: str) -> bool:
+def is_ours(file: str) -> bool:
+    """Whether a file is the engine's or a model's."""
     return file.startswith((*_ENGINE, _MODELS))
 
 

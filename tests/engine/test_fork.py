@@ -214,7 +214,7 @@ class ForkedCaches(RuleBasedStateMachine):
             for index, pool in enumerate(self.pools):
                 held = {int(b) for ids in rows_of(cache.layers[index]) for b in ids}
                 elsewhere = {int(b) for other in others for ids in rows_of(other.layers[index]) for b in ids}
-                shared += len(held & elsewhere) * sum(layer_pool.bytes_per_block for layer_pool in pool.pools)
+                shared += len(held & elsewhere) * sum(layer_pool.bytes_per_block for layer_pool in pool.pools.values())
             assert cache.shared_bytes == shared
 
 

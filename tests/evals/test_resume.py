@@ -42,6 +42,12 @@ def _no_plots(monkeypatch):
     monkeypatch.setattr("hetero_kv.evals.report.draw_plots", lambda folder, summary: ([], None))
 
 
+def recorded(folder):
+    """Every line of a run's results, but for what it cost."""
+    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "cost"} for line in lines]
+
+
 def test_a_run_goes_on_where_it_was_interrupted(tmp_path):
     first, second = Counting(until=2), Counting()
     with pytest.raises(KeyboardInterrupt):
@@ -49,6 +55,30 @@ def test_a_run_goes_on_where_it_was_interrupted(tmp_path):
     assert not (tmp_path / "summary.json").exists()
     go(tmp_path, second)
     assert first.asked + second.asked == [f"recite/200/{depth}/0" for depth in (0, 50, 100)]
+
+
+@pytest.mark.parametrize("until", range(6))
+def test_a_run_of_two_methods_goes_on_with_either_as_if_it_had_not_stopped(tmp_path, until):
+    both = {"first": Counting(), "second": Counting()}
+    run(["recite"], both, tmp_path / "whole", OPTIONS, count_tokens=len)
+    # The two of a run that stops after so many answers of both together, and of the one that goes on.
+    asked, stopped = {"first": [], "second": []}, tmp_path / "stopped"
+
+    def answering(method, most):
+        def answer(sample):
+            if sum(map(len, asked.values())) == most:
+                raise KeyboardInterrupt
+            asked[method].append(sample.id)
+            return [answers[0] for answers in sample.answers]
+
+        return answer
+
+    with pytest.raises(KeyboardInterrupt):
+        run(["recite"], {name: answering(name, until) for name in both}, stopped, OPTIONS, count_tokens=len)
+    run(["recite"], {name: answering(name, 1000) for name in both}, stopped, OPTIONS, count_tokens=len)
+    assert asked == {name: model.asked for name, model in both.items()}
+    assert recorded(stopped) == recorded(tmp_path / "whole")
+    assert (stopped / "summary.json").read_bytes() == (tmp_path / "whole" / "summary.json").read_bytes()
 
 
 def test_a_line_that_a_kill_cut_off_is_dropped_and_its_sample_run_again(tmp_path):

@@ -8,12 +8,20 @@ from __future__ import annotations
 import torch
 
 
-def probabilities(q, keys, scale):
-    """[kv_heads, group, n, length] of queries [heads, n, dim], the last n of keys [kv_heads, length, dim]."""
+def probabilities(q, keys, scale, softcap=None, sinks=None):
+    """[kv_heads, group, n, length] of queries [heads, n, dim], the last n of keys [kv_heads, length, dim].
+
+    `sinks` [heads] is what a model has learned to attend to instead of any key.
+    """
     group, (n, length) = len(q) // len(keys), (q.shape[1], keys.shape[1])
     scores = q.double() @ keys.double().repeat_interleave(group, 0).transpose(1, 2) * scale
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     unseen = torch.arange(length)[None, :] > torch.arange(length - n, length)[:, None]
-    return scores.masked_fill(unseen, float("-inf")).softmax(-1).unflatten(0, (len(keys), group))
+    scores = scores.masked_fill(unseen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, n, 1)], -1)
+    return scores.softmax(-1)[..., :length].unflatten(0, (len(keys), group))
 
 
 def top(scores, count):
@@ -79,10 +87,11 @@ class RoCo:
         return top(mean, budget), marks
 
 
-def kept_positions(policy, passes, budget, scale, rotate=None):
+def kept_positions(policy, passes, budget, scale, rotate=None, **of_model):
     """The positions [kv_heads, held] that are kept after every pass (q [heads, n, dim], k [kv_heads, n, dim]).
 
-    `rotate` turns vectors [heads, n, dim] to the places from a start on, where keys come before rotation.
+    `rotate` turns vectors [heads, n, dim] to the places from a start on, where keys come before rotation. `of_model` is
+    the softcap and the sinks of `probabilities`.
     """
     keys, positions, marks, length = None, None, {}, 0
     for q, k in passes:
@@ -95,7 +104,8 @@ def kept_positions(policy, passes, budget, scale, rotate=None):
             name: torch.cat([marks.get(name, torch.zeros(heads, 0)), torch.zeros(heads, n)], 1).double()
             for name in ("sum", "square", "count")
         }
-        p = probabilities(rotate(q, held), rotate(keys, 0), scale) if rotate else probabilities(q, keys, scale)
+        turned = (rotate(q, held), rotate(keys, 0)) if rotate else (q, keys)
+        p = probabilities(*turned, scale, **of_model)
         index, marks = policy.keep(p, marks, min(budget, keys.shape[1]))
         if keys.shape[1] > budget:
             keys = keys.gather(1, index[..., None].expand(-1, -1, keys.shape[2]))

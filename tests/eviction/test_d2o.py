@@ -282,4 +282,10 @@ def test_tiles_change_nothing_and_what_none_joins_stays_to_the_bit(monkeypatch, 
 
 def test_the_recipe_has_the_papers_settings():
     rules = load_rules("d2o")
-    assert D2OSettings() in [rules.operator_settings(rule) for rule in rules.rules]
+    (settings,) = {rules.operator_settings(rule) for rule in rules.rules} & {D2OSettings()}
+    # Section 5.1: N important tokens and M recent ones, N:M = 3:1; beta = 0.7. Section 4.2.2: the threshold is an EMA.
+    assert settings.recent_ratio == 1 / (3 + 1)
+    assert settings.beta == 0.7
+    assert settings.threshold == "ema"
+    # The paper names no T; StreamingLLM, whose sinks these are, keeps four.
+    assert settings.sinks == 4

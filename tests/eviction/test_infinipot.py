@@ -271,6 +271,13 @@ def test_settings_that_cannot_work_are_refused_with_the_remedy(settings, message
 
 def test_the_recipe_has_the_papers_settings():
     rules = load_rules("infinipot")
+    # Table 2: the catalysts. Section 5.3: half of what stays is the novel tokens'. The needle's pot is 4K.
+    assert GENERAL == "Summarize the critical points highlighted in this section."
+    assert QUESTION_AWARE == (
+        "Considering the following question, summarize the critical points highlighted in this section. "
+        "Question: {question}"
+    )
+    assert (InfiniPotSettings().nuc_ratio, InfiniPotSettings().kept_ratio) == (0.5, 0.5)
     assert InfiniPotSettings(budget=4096) in [rules.operator_settings(rule) for rule in rules.rules]
 
 

@@ -23,6 +23,9 @@ MODELS = {
     "llama": {},
     "qwen3": {"num_attention_heads": 6, "num_key_value_heads": 2},
     "phi": {"num_key_value_heads": 4},
+    # Scores that are capped, and attention sinks that are learned.
+    "gemma2": {"layer_types": ["full_attention"] * 3},
+    "gpt_oss": {"layer_types": ["full_attention"] * 3},
 }
 
 
@@ -73,6 +76,7 @@ def rotation_of(layer):
 CASES = [(policy, model) for policy in POLICIES for model in ("llama", "qwen3")] + [
     ("streaming_llm", "phi"),
     ("h2o", "phi"),
+    *((policy, model) for policy in ("tova", "h2o", "snapkv") for model in ("gemma2", "gpt_oss")),
 ]
 
 
@@ -90,10 +94,15 @@ def test_the_kept_entries_are_those_of_the_dense_reference(recorded, policy, arc
                 kept[index].append(layer.entries.positions[0])
     strides = [STRIDE] * (PROMPT // STRIDE) + [PROMPT % STRIDE] if "stride" in settings else [PROMPT]
     for index, layer in enumerate(cache.layers):
+        attention = model.model.layers[index].self_attn
+        of_model = {"softcap": model.config.to_dict().get("attn_logit_softcapping")}
+        of_model["sinks"] = getattr(attention, "sinks", None)
+        assert (of_model["softcap"] is not None) == (architecture == "gemma2")
+        assert (of_model["sinks"] is not None) == (architecture == "gpt_oss")
         sizes = [*strides, *[1] * GENERATED]
         sets = list(
             dense.kept_positions(
-                reference, passes(recorded[index], sizes), BUDGET, recorded[index][0][2], rotation_of(layer)
+                reference, passes(recorded[index], sizes), BUDGET, recorded[index][0][2], rotation_of(layer), **of_model
             )
         )
         expected = sets[len(strides) - 1 :]

@@ -83,6 +83,24 @@ def test_a_turn_that_fails_leaves_the_cache_as_it_was(llama, policy, at):
     assert logits(llama, cache, tokens(40, 2), tokens(1, 3)).equal(expected)
 
 
+@pytest.mark.parametrize("policy", ["h2o", "streaming_llm"])
+def test_a_budget_that_is_a_share_is_that_of_the_last_prompt_which_was_not_undone(llama, policy):
+    cache = bounded(llama, policy=policy, budget=0.4)
+    logits(llama, cache, tokens(50))
+    twin = cache.fork()
+
+    def stop(*progress):
+        raise KeyboardInterrupt
+
+    cache.on_progress = stop
+    with pytest.raises(KeyboardInterrupt):
+        logits(llama, cache, tokens(70, 2))
+    cache.on_progress = None
+    answer = tokens(6, 3).split(1, dim=1)
+    assert logits(llama, cache, *answer).equal(logits(llama, twin, *answer))
+    assert cache.statistics["cached_entries"] == [20, 20, 20]
+
+
 def test_a_reset_cache_begins_anew(llama):
     cache = bounded(llama, policy="streaming_llm", budget=24)
     expected = logits(llama, cache, *conversation())

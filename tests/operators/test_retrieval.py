@@ -109,20 +109,24 @@ def _by_head(*vectors):
     return [vector.transpose(0, 1)[:, None] for vector in vectors]
 
 
-def test_dynamic_representatives_of_generated_blocks_follow_the_attention_of_decoded_queries(llama):
-    cache = injected(llama, kv_type="FP32", second_block_count="all", representative_num=1)
-    for operator in llama.hetero_kv_injection.attention_operators():
+# Scores that are capped, and attention sinks that are learned, are part of what keys have received.
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
+def test_dynamic_representatives_of_generated_blocks_follow_the_attention_of_decoded_queries(architecture):
+    windowless = {} if architecture == "llama" else {"layer_types": ["full_attention"] * 3}
+    model = tiny_model(architecture, **windowless)
+    injected(model, kv_type="FP32", second_block_count="all", representative_num=1)
+    for operator in model.hetero_kv_injection.attention_operators():
         operator.accumulates = True
         operator.budget = 500
-    cache = HeteroCache(llama)
+    cache = HeteroCache(model)
     prompt, answer = random_tokens(20), random_tokens(40, 1)
-    logits(llama, cache, prompt, *answer.split(1, dim=1))
-    eject(llama)
+    logits(model, cache, prompt, *answer.split(1, dim=1))
+    eject(model)
     with torch.no_grad():
         # The untouched model's own attention probabilities, [1, heads, 60, 60] per layer.
-        llama.config._attn_implementation, kept = "eager", llama.config._attn_implementation
-        attentions = llama(torch.cat([prompt, answer], dim=1), output_attentions=True).attentions
-        llama.config._attn_implementation = kept
+        model.config._attn_implementation = "eager"
+        attentions = model(torch.cat([prompt, answer], dim=1), output_attentions=True).attentions
+    assert len(attentions) == 3
     for layer, attention in zip(cache.layers, attentions, strict=True):
         by_kv_head = attention[0].unflatten(0, (2, 2)).sum(1)
         for block in range(6, layer.context_end):
@@ -194,6 +198,76 @@ def test_preselection_restricts_the_answer_and_is_made_anew_for_the_next_turn(ll
             assert all(p in candidates[layer_idx] or p >= end for p in positions[0, 0].tolist())
         seen.append(candidates)
     assert seen[0] != seen[1]
+
+
+def test_blocks_that_leave_local_after_preselection_are_candidates_from_the_first_one_on(llama, monkeypatch):
+    record = recorded(monkeypatch)
+    # As many are chosen as were preselected, and the one that entered.
+    cache = injected(
+        llama, representative_type="MEAN", second_block_count=5, preselect_block=True, preselect_block_count=5
+    )
+    logits(llama, cache, random_tokens(80))
+    end = cache.layers[0].context_blocks
+    candidates = [set(layer.state.candidates[0, 0].tolist()) for layer in cache.layers]
+    for operator in llama.hetero_kv_injection.attention_operators():
+        operator.budget = 6
+    for token in random_tokens(4, 5).split(1, dim=1):
+        record.clear()
+        logits(llama, cache, token)
+    assert cache.layers[0].context_blocks == end + 1
+    assert [set(positions[0, 0].tolist()) for _, _, positions, *_ in record] == [each | {end} for each in candidates]
+
+
+def test_a_crop_into_what_was_preselected_makes_all_blocks_candidates(llama, monkeypatch):
+    record = recorded(monkeypatch)
+    cache = injected(
+        llama, representative_type="MEAN", second_block_count=3, preselect_block=True, preselect_block_count=4
+    )
+    logits(llama, cache, random_tokens(83))
+    cache.crop(-3)
+    whole = [layer.state.candidates is None for layer in cache.layers]
+    cache.crop(-40)
+    blocks = cache.layers[0].context_blocks
+    record.clear()
+    logits(llama, cache, random_tokens(1, 3))
+    assert all(positions.max() < blocks for _, _, positions, *_ in record)
+    assert [whole, [layer.state.candidates is None for layer in cache.layers]] == [[False] * 4, [True] * 4]
+
+
+def test_a_new_prompt_begins_the_count_of_token_step_anew(llama, monkeypatch):
+    chosen, best = [], RetrievalAttention._best
+    monkeypatch.setattr(
+        RetrievalAttention, "_best", lambda self, *args: (chosen.append(self.layer_idx), best(self, *args))[1]
+    )
+    cache = injected(llama, representative_type="MEAN", second_block_count=3, token_step=4)
+    selecting = []
+    for turn, answer in ((70, 6), (9, 6)):
+        logits(llama, cache, random_tokens(turn, turn))
+        for token in random_tokens(answer, turn + 1).split(1, dim=1):
+            chosen.clear()
+            logits(llama, cache, token)
+            selecting.append(chosen == [0, 1, 2, 3])
+    assert selecting == [True, False, False, False, True, False] * 2
+
+
+@pytest.mark.parametrize("representative_type", ["MEAN", "QUEST"])
+@pytest.mark.parametrize("back", [3, 22])
+def test_after_a_crop_blocks_that_are_written_anew_have_representatives_of_what_they_hold(
+    llama, representative_type, back
+):
+    number = TYPES[representative_type]
+    cache = injected(llama, representative_type=representative_type, representative_num=number, second_block_count=3)
+    logits(llama, cache, random_tokens(60), *random_tokens(10, 1).split(1, dim=1))
+    cache.crop(-back)
+    logits(llama, cache, random_tokens(20, 2), *random_tokens(12, 3).split(1, dim=1))
+    length = 70 - back + 32
+    for layer in cache.layers:
+        # One of attention sink, and two of Local at least.
+        context = layer.block_ids(0)[1 : (length - 8) // 4].astype(int)
+        keys = layer.pool.keys[context].float()
+        expected = [keys.amax(2), keys.amin(2)] if representative_type == "QUEST" else [keys.mean(2)]
+        vectors = torch.stack(expected, dim=2).to(layer.pool.representatives.dtype)
+        assert torch.equal(layer.pool.representatives[context], vectors)
 
 
 def test_recall_is_measured_and_never_falls_when_the_budget_grows(llama):

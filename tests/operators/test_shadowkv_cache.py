@@ -70,6 +70,20 @@ def test_cropped_tokens_are_forgotten(llama, plus, back):
     assert relative_error(actual, expected) < 2e-5
 
 
+def test_slots_hold_what_the_factors_say_also_when_these_are_made_anew(llama):
+    # No outliers, so that the slots outlive the prompt that has the keys factored anew.
+    cache = injected(llama, rank=9, sparse_budget=24, outlier_chunks=0, refactor_above=0.0)
+    logits(llama, cache, random_tokens(60, 1), *random_tokens(6, 2).split(1, dim=1))
+    factored = [layer.counted.factored for layer in cache.layers]
+    logits(llama, cache, random_tokens(30, 3), random_tokens(1, 4))
+    assert [layer.counted.factored for layer in cache.layers] != factored
+    for layer in cache.layers:
+        residents = layer.context.outliers.residents
+        held = residents.keys.unflatten(2, (-1, 4))
+        assert (residents.ids >= 0).all()
+        torch.testing.assert_close(held, layer.rebuilt(residents.ids), rtol=1e-4, atol=1e-5)
+
+
 def test_forks_go_their_own_ways(llama):
     cache = injected(llama, rank=9, sparse_budget=12, project_generated=True)
     start = [random_tokens(100, 1), *random_tokens(9, 2).split(1, dim=1)]

@@ -20,7 +20,7 @@ def new_allocator(num_blocks=BLOCKS, kind=storage.FP32):
     """An allocator of one layer's pool."""
     allocator = BlockAllocator(BLOCK)
     allocator.provide(num_blocks)
-    allocator.pools.append(BlockPool(num_blocks, KV_HEADS, BLOCK, K_DIM, V_DIM, kind, 1))
+    allocator.pools[0] = BlockPool(num_blocks, KV_HEADS, BLOCK, K_DIM, V_DIM, kind, 1)
     return allocator
 
 
@@ -156,3 +156,22 @@ class ForkedSequences(RuleBasedStateMachine):
 
 TestForkedSequences = ForkedSequences.TestCase
 TestForkedSequences.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+def test_both_of_two_tables_that_go_on_in_a_block_of_theirs_keep_their_own_tokens():
+    table = BlockTable(new_allocator(), BLOCKS * BLOCK)
+    append(table, *random_tokens(6, seed=0))
+    twin = table.fork()
+    ways = [random_tokens(1, seed) for seed in (1, 2)]
+    for way, tokens in zip((table, twin), ways, strict=True):
+        append(way, *tokens)
+    for way, tokens in zip((table, twin), ways, strict=True):
+        assert torch.equal(contents(way)[0][:, 6:], tokens[0])
+
+
+def test_blocks_between_the_first_and_the_last_may_lie_in_any_order():
+    pool, ids = new_allocator().pools[0], torch.tensor([3, 5, 4, 6], dtype=torch.int32).numpy()
+    keys, values = random_tokens(4 * BLOCK, seed=0)
+    pool.write(ids, 0, keys, values)
+    assert torch.equal(pool.keys[5, :, :], keys[:, BLOCK : 2 * BLOCK])
+    assert torch.equal(pool.values[4, :, :], values[:, 2 * BLOCK : 3 * BLOCK])

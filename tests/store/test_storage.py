@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storage_formats import decoded
+from storage_formats import decoded, encoded
 
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.store import storage
@@ -44,9 +44,29 @@ def test_a_group_is_rounded_to_steps_of_its_largest_number(kind, steps, seed, sp
 
 
 @pytest.mark.parametrize("kind", [storage.Q8_0, storage.Q4_0], ids=["Q8_0", "Q4_0"])
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    spread=st.sampled_from([1e-6, 1e-3, 1.0, 300.0]),
+    # Halves between two steps, where roundings differ, and numbers of one size.
+    grid=st.sampled_from([None, 0.5, 1.0]),
+)
+def test_the_bytes_are_those_that_ggml_writes(kind, seed, spread, grid):
+    numbers = torch.randn(64, 96, generator=torch.Generator().manual_seed(seed)) * spread
+    numbers[::7] = 0
+    if grid is not None:
+        steps = 127 if kind is storage.Q8_0 else 8
+        numbers = (numbers / spread * steps / 2 / grid).round().clamp(-steps / grid, steps / grid) * grid
+        numbers[:, ::32] = -steps
+    theirs = encoded(numbers.numpy(), kind.kernel_dtype).view(np.uint8)
+    np.testing.assert_array_equal(kind.encode(numbers).numpy(), theirs)
+
+
+@pytest.mark.parametrize("kind", [storage.Q8_0, storage.Q4_0], ids=["Q8_0", "Q4_0"])
 def test_zeros_and_numbers_too_small_for_the_scale_become_zero(kind):
-    tiny = torch.cat([torch.zeros(32), torch.full((32,), 1e-9)])
-    assert torch.equal(kind.decode(kind.encode(tiny)), torch.zeros(64))
+    # The inverse of the last one's scale is beyond float32.
+    tiny = torch.cat([torch.zeros(32), torch.full((32,), 1e-9), torch.full((32,), 1e-40)])
+    assert torch.equal(kind.decode(kind.encode(tiny)), torch.zeros(96))
 
 
 @kinds

@@ -212,6 +212,9 @@ class RetrievalLayer(BufferedLayer):
             accumulated = accumulated[:, :, : max(0, length - first)]
         # The newest of the queries that are not accumulated yet were those of the newest tokens.
         self.unseen = self.unseen.first(max(0, self.unseen.count - (self.cohort.length - length)))
+        if layout.context_blocks(length) < state.preselected_end:
+            # Blocks that come in the place of those that are gone were never looked at.
+            state = replace(state, candidates=None, preselected_end=0)
         self.state = replace(state, accumulated=accumulated, open_start=first)
         self._reload_window(length)
 

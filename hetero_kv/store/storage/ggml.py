@@ -1,7 +1,8 @@
 """GGML's quantised formats: groups of 32 numbers that share a scale in half precision.
 
 The bytes are those of GGUF files (https://github.com/ggml-org/ggml, docs/gguf.md): a group is the scale, then the
-numbers as integers. Groups run along a vector, so that a token is encoded as it is written.
+numbers as integers, as GGML itself would write them. Groups run along a vector, so that a token is encoded as it is
+written.
 """
 
 from __future__ import annotations
@@ -79,12 +80,11 @@ class QuantisedType(StorageType):
         target.copy_(self.encode(vectors).to(target.device))
 
 
-def _integers(groups: torch.Tensor, scales: torch.Tensor, least: int, most: int) -> torch.Tensor:
-    """The nearest integers to groups / scales, with the scales as they are stored; 0 where a scale is 0."""
-    import torch
-
-    inverse = torch.where(scales == 0, 0.0, 1.0 / scales.float())
-    return (groups * inverse).round_().clamp_(least, most)
+def _scaled(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """groups / scales as GGML divides, by the scales before they are rounded; 0 where a scale is 0."""
+    inverse = 1.0 / scales
+    # Also for scales whose inverse is beyond float32: they are stored as 0.
+    return groups * inverse.masked_fill_(inverse.isinf(), 0.0)
 
 
 class Q8(QuantisedType):
@@ -93,8 +93,13 @@ class Q8(QuantisedType):
     def quantise(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
-        scales = (groups.abs().amax(dim=-1, keepdim=True) / 127).half()
-        return scales, _integers(groups, scales, -127, 127).to(torch.int8).view(torch.uint8)
+        scales = groups.abs().amax(dim=-1, keepdim=True) / 127
+        scaled = _scaled(groups, scales)
+        # Halves away from zero, as C's roundf does.
+        size = scaled.abs()
+        whole = size.floor()
+        rounded = (whole + (size.sub_(whole) * 2).floor_()).copysign_(scaled)
+        return scales.half(), rounded.to(torch.int8).view(torch.uint8)
 
     def dequantise(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
         import torch
@@ -110,9 +115,9 @@ class Q4(QuantisedType):
 
         # The number of largest size becomes -8, which has no positive counterpart.
         largest = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))
-        scales = (largest / -8).half()
-        nibbles = (_integers(groups, scales, -8, 7) + 8).to(torch.uint8)
-        return scales, nibbles[..., : GROUP // 2] | nibbles[..., GROUP // 2 :] << 4
+        scales = largest / -8
+        nibbles = (_scaled(groups, scales) + 8.5).clamp_(0, 15).to(torch.uint8)
+        return scales.half(), nibbles[..., : GROUP // 2] | nibbles[..., GROUP // 2 :] << 4
 
     def dequantise(self, scales: torch.Tensor, integers: torch.Tensor) -> torch.Tensor:
         import torch

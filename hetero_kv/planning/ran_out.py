@@ -1,0 +1,61 @@
+"""What a user is told when memory runs out half-way, although a plan had found room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from hetero_kv.errors import OutOfMemoryError, is_out_of_memory, said_briefly
+from hetero_kv.planning.plan import Plan
+
+
+def ran_out_of_memory(
+    planned: Callable[[], Plan],
+    error: Exception,
+    *,
+    stored: int,
+    tokens: int,
+    capacity: int | None,
+    held: int,
+    chunk_size: int,
+) -> OutOfMemoryError:
+    """The error for a forward that found no memory, and of which nothing remains.
+
+    Args:
+        planned: the plan by the memory that is free now.
+        error: what was raised.
+        stored: tokens before the forward, of each sequence.
+        tokens: new ones.
+        capacity: tokens that there are to be blocks for; None without a bound.
+        held: DRAM of what is stored, bytes.
+        chunk_size: tokens that a layer computes at once.
+    """
+    try:
+        plan = planned()
+        fitting = replace(plan, dram=plan.dram + held).largest()
+    except (MemoryError, RuntimeError) as another:
+        if not is_out_of_memory(another):
+            raise
+        room = "too little to plan what would fit: free some, or shorten the input"
+    else:
+        room = f"{_free(plan)}; {_remedy(fitting, stored, tokens, capacity)}"
+    return OutOfMemoryError(
+        f"memory ran out ({said_briefly(error)}): {tokens} tokens were to be added to the {stored} that are stored, "
+        f"and none were; free is {room}, or set chunk_size to less than {chunk_size}"
+    )
+
+
+def _free(plan: Plan) -> str:
+    gpu = "" if plan.gpu is None else f" and {plan.gpu / 1e9:.2f} GB of the GPU's memory"
+    return f"{plan.dram / 1e9:.2f} GB of DRAM{gpu}"
+
+
+def _remedy(fitting: int, stored: int, tokens: int, capacity: int | None) -> str:
+    """What to do where a context of `fitting` tokens fits."""
+    if stored + tokens <= fitting < (capacity or 0):
+        return f"max_seq_len is {capacity}, for which there are to be blocks: set max_seq_len to {fitting}"
+    if stored + tokens <= fitting:
+        return "as much as they take by the plan, so that something else took it meanwhile: try again"
+    if fitting > stored:
+        return f"shorten the input to about {fitting - stored} tokens, or set max_seq_len to {fitting}"
+    return "no more tokens fit: begin a new conversation, take a smaller model"

@@ -1,0 +1,205 @@
+"""Mistakes that tests must see: each a change of a few words, and the tests that fail where it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A mistake.
+
+    Attributes:
+        meaning: what goes wrong then.
+        file: where, from the project's root.
+        old: what stands there, once in the file.
+        new: what is put in its place.
+        tests: of which at least one must fail, as pytest takes them.
+    """
+
+    meaning: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+_KEPT = "tests/eviction/test_kept_sets.py::test_the_kept_entries_are_those_of_the_dense_reference"
+_RETRIEVAL = "tests/operators/test_retrieval.py::test_"
+_BOUNDED = "tests/operators/test_bounded_cache.py::test_"
+_SHADOWKV = "tests/operators/test_shadowkv_cache.py::test_"
+_OPERATIONS = "tests/engine/test_faults.py::test_an_operation_that_fails_anywhere_is_done_or_not_done"
+_FORWARDS = "tests/engine/test_faults.py::test_a_forward_that_fails_anywhere_leaks_nothing_and_changes_no_answer"
+_GGML = "tests/store/test_storage.py::test_the_bytes_are_those_that_ggml_writes"
+
+MUTATIONS = (
+    Mutation(
+        "policies see attention without the model's softcap",
+        "hetero_kv/families/bounded/attention.py",
+        "Attended(q, lse, keys, call.scale, call.softcap, layer.key_array)",
+        "Attended(q, lse, keys, call.scale, None, layer.key_array)",
+        (f"{_KEPT}[h2o-gemma2]",),
+    ),
+    Mutation(
+        "policies see a log-sum-exp without the learned sink",
+        "hetero_kv/families/bounded/attention.py",
+        "out, lse = apply_sink(out, lse, call.sink)",
+        "out, _ = apply_sink(out, lse, call.sink)",
+        (f"{_KEPT}[tova-gpt_oss]",),
+    ),
+    Mutation(
+        "what generated tokens receive is computed without the softcap",
+        "hetero_kv/families/retrieval/layer.py",
+        "column_sums(q, lse, keys, self.scale, self.softcap)",
+        "column_sums(q, lse, keys, self.scale, None)",
+        (f"{_RETRIEVAL}dynamic_representatives_of_generated_blocks_follow_the_attention_of_decoded_queries[gemma2]",),
+    ),
+    Mutation(
+        "the first block that leaves Local after preselection is never a candidate",
+        "hetero_kv/families/retrieval/state.py",
+        "np.arange(self.preselected_end, blocks",
+        "np.arange(self.preselected_end + 1, blocks",
+        (f"{_RETRIEVAL}blocks_that_leave_local_after_preselection_are_candidates_from_the_first_one_on",),
+    ),
+    Mutation(
+        "a turn that is undone leaves its budget, where that is a share",
+        "hetero_kv/families/bounded/layer.py",
+        "self.entries, self.length, self.prompt_length, self.budget = snapshot",
+        "self.entries, self.length, self.prompt_length, _ = snapshot",
+        (f"{_BOUNDED}a_budget_that_is_a_share_is_that_of_the_last_prompt_which_was_not_undone",),
+    ),
+    Mutation(
+        "slots keep keys of factors that are no more",
+        "hetero_kv/families/shadowkv/layer.py",
+        "self.count(self.counted.with_factors())\n        if self.context.outliers is not None:",
+        "self.count(self.counted.with_factors())\n        if False:",
+        (f"{_SHADOWKV}slots_hold_what_the_factors_say_also_when_these_are_made_anew",),
+    ),
+    Mutation(
+        "a new prompt does not begin the count of token_step anew",
+        "hetero_kv/engine/cohort.py",
+        "                self.prompt_length = step.length",
+        "                self.prompt_length = self.prompt_length or step.length",
+        (f"{_RETRIEVAL}a_new_prompt_begins_the_count_of_token_step_anew",),
+    ),
+    Mutation(
+        "a crop leaves blocks closed that are written anew",
+        "hetero_kv/engine/cohort.py",
+        "self.closed[layout] = min(self.closed[layout], length // layout.block_size)",
+        "self.closed[layout] = self.closed[layout]",
+        (f"{_RETRIEVAL}after_a_crop_blocks_that_are_written_anew_have_representatives_of_what_they_hold[22-MEAN]",),
+    ),
+    Mutation(
+        "candidates outlive the blocks that were preselected",
+        "hetero_kv/families/retrieval/layer.py",
+        "state = replace(state, candidates=None, preselected_end=0)",
+        "pass",
+        (f"{_RETRIEVAL}a_crop_into_what_was_preselected_makes_all_blocks_candidates",),
+    ),
+    Mutation(
+        "Q8_0 divides by the rounded scale",
+        "hetero_kv/store/storage/ggml.py",
+        "scales = groups.abs().amax(dim=-1, keepdim=True) / 127",
+        "scales = (groups.abs().amax(dim=-1, keepdim=True) / 127).half().float()",
+        (_GGML,),
+    ),
+    Mutation(
+        "Q4_0 rounds down",
+        "hetero_kv/store/storage/ggml.py",
+        "_scaled(groups, scales) + 8.5",
+        "_scaled(groups, scales) + 8.0",
+        (_GGML,),
+    ),
+    Mutation(
+        "a table that fails to change leaves the allocator's counts as they are",
+        "hetero_kv/store/block_table.py",
+        "            self.allocator.recount()",
+        "            pass",
+        (_OPERATIONS,),
+    ),
+    Mutation(
+        "a forward that fails is not undone",
+        "hetero_kv/engine/undo.py",
+        "            completed(lambda: cache.rollback(before))",
+        "            pass",
+        (f"{_FORWARDS}[blocks by bounds]",),
+    ),
+    Mutation(
+        "a crop that is interrupted while blocks go is taken for one that has not begun",
+        "hetero_kv/engine/batch.py",
+        "            remedy = let_go",
+        "            remedy = go_back",
+        (_OPERATIONS,),
+    ),
+    Mutation(
+        "what a pool of forks has room for leaves out the copies to come",
+        "hetero_kv/engine/room.py",
+        "return allocator.free_blocks - allocator.copies_to_own(np.concatenate(written))",
+        "return allocator.free_blocks",
+        ("tests/engine/test_fork.py",),
+    ),
+    Mutation(
+        "a block is written to that a fork holds too",
+        "hetero_kv/store/block_table.py",
+        "if allocator.references(shared) == 1:",
+        "if allocator.references(shared) <= 2:",
+        ("tests/store/test_block_table.py",),
+    ),
+    Mutation(
+        "CUDA's memory that runs out is a foreign error",
+        "hetero_kv/errors.py",
+        '"not enough memory", "out of memory", ',
+        '"not enough memory", ',
+        ("tests/engine/test_out_of_memory.py::test_every_kind_of_it_is_one_error_and_nothing_has_changed[cuda]",),
+    ),
+    Mutation(
+        "slots outlive the steps that filled them and were undone",
+        "hetero_kv/families/shadowkv/layer.py",
+        "            # Later steps have put other chunks into the slots.\n"
+        "            self.context.outliers.residents.empty()",
+        "            pass",
+        (f"{_SHADOWKV}going_back_after_a_failure_leaves_no_trace",),
+    ),
+    Mutation(
+        "a window holds one token too many",
+        "hetero_kv/families/window/layer.py",
+        "start = max(self._start, self._end - (self.window - 1))\n        if self.keys is None or",
+        "start = max(self._start, self._end - self.window)\n        if self.keys is None or",
+        ("tests/families/test_window_layer.py",),
+    ),
+    Mutation(
+        "a policy's equal scores: the later entry stays",
+        "hetero_kv/families/bounded/eviction/ranking.py",
+        "dropped = cached - 1 - scores.flip(-1).argmin(dim=-1, keepdim=True)",
+        "dropped = scores.argmin(dim=-1, keepdim=True)",
+        ("tests/eviction/test_policies.py",),
+    ),
+    Mutation(
+        "of a group's heads the lowest score chooses blocks",
+        "cpu_ops/chosen_blocks.py",
+        "elif score > head_scores[block] or np.isnan(score):",
+        "elif score < head_scores[block] or np.isnan(score):",
+        ("tests/cpu_ops/test_chosen_blocks.py",),
+    ),
+    Mutation(
+        "bfloat16 is rounded half away from zero",
+        "cpu_ops/number_bits.py",
+        "rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))",
+        "rounded = builder.add(bits, ir.Constant(word, 0x8000))",
+        ("tests/cpu_ops/test_token_store.py",),
+    ),
+    Mutation(
+        "attention over two sets is merged by the larger log-sum-exp",
+        "gpu_ops/merge.py",
+        "    lse = torch.logaddexp(lse_a, lse_b)",
+        "    lse = torch.maximum(lse_a, lse_b)",
+        ("tests/gpu_ops/test_merged_sets.py",),
+    ),
+    Mutation(
+        "tokens are given to the wrong blocks of the pool where these do not follow each other",
+        "hetero_kv/store/pool.py",
+        "if int(ids[-1]) - int(ids[0]) == count - 1 and np.all(np.diff(ids) == 1):",
+        "if int(ids[-1]) - int(ids[0]) == count - 1:",
+        ("tests/store/test_block_table.py",),
+    ),
+)

@@ -1,0 +1,28 @@
+"""Mutations can still be made: what they change stands where they say, and their tests are there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from seeded import MUTATIONS
+
+PROJECT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.meaning)
+def test_what_a_mutation_changes_stands_once_in_its_file(mutation):
+    text = (PROJECT / mutation.file).read_text()
+    assert text.count(mutation.old) == 1
+    # A mutated file must be Python, or any test would fail.
+    ast.parse(text.replace(mutation.old, mutation.new))
+    assert mutation.new != mutation.old
+
+
+def test_the_tests_of_mutations_are_there():
+    for test in {test for mutation in MUTATIONS for test in mutation.tests}:
+        file, _, function = test.partition("::")
+        name = re.sub(r"\[.*", "", function)
+        assert not name or f"def {name}(" in (PROJECT / file).read_text()
