@@ -1,4 +1,4 @@
-"""Operators that keep a module's weights quantised: what a GGUF file holds stays as it is stored."""
+"""Operators that keep a module's weights quantised, or at 16 bits: what a GGUF file holds stays as it is stored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetero_kv.adapter.operator import Operator
 from hetero_kv.adapter.weight_settings import AS_STORED, AUTO, BF16, FP32, Q8_0, QUANTISED, WeightSettings
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.weights.quantised_weight import QuantisedWeight, packable
+from hetero_kv.weights.quantised_weight import QuantisedWeight, packable, stored_name
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -108,28 +108,28 @@ class QuantizedModule(Operator):
         """
         import gguf  # who calls this has read a file with it
 
-        stored = kind.name if gguf.GGML_QUANT_SIZES[kind][0] > 1 else None
-        wanted = self.kept_as(stored, shape[1])
-        if wanted is not None and wanted == stored:
+        wanted = self.kept_as(kind.name, shape[1])
+        if wanted is not None and wanted == kind.name:
             self._keep(QuantisedWeight.of_blocks(blocks, wanted, shape[1]))
             return
         # Numbers of a file are a view of it, and it is mapped and may go: a copy of these.
         unpacked = np.require(gguf.dequantize(blocks, kind), requirements=["W"])
         numbers = torch.from_numpy(unpacked).reshape(shape)
-        if stored is not None and self.settings.weights in (AUTO, AS_STORED):
+        if stored_name(kind.name, shape[1]) is not None and self.waits_for_blocks():
             kept = wanted or "numbers"
-            _logger.warning("%s: there are no kernels for %s; its weights are kept as %s", self.path, stored, kept)
+            _logger.warning("%s: there are no kernels for %s; its weights are kept as %s", self.path, kind.name, kept)
         self._take_numbers(numbers, wanted)
 
     def kept_as(self, stored: str | None, columns: int) -> str | None:
-        """The quantised type, by GGML's name, that weights are kept in; None for numbers.
+        """The type, by GGML's name, that weights are packed in; None for numbers.
 
         Args:
-            stored: the quantised type of the file's blocks; None for numbers.
+            stored: GGML's name of the type that the file holds; None where no file does.
             columns: of the matrix.
         """
         wanted = QUANTISED.get(self.settings.weights)
-        if stored is not None and self.settings.weights in (AUTO, AS_STORED):
+        stored = stored_name(stored, columns) if stored is not None else None
+        if stored is not None and self.waits_for_blocks():
             wanted = stored if packable(stored, columns) else QUANTISED[Q8_0]
         return wanted if wanted is not None and packable(wanted, columns) else None
 

@@ -64,14 +64,11 @@ class WeightMap:
         return order.astype(np.int64) if (np.sort(order) == np.arange(rows)).all() else None
 
     def stored_types(self, file: GGUFFile) -> dict[str, str]:
-        """Parameter -> GGML's name of the quantised type that a module may take its blocks in."""
+        """Parameter -> GGML's name of the type that a module may take its blocks in."""
         return {
             self.targets[info.name]: info.quantization.name
             for info in file.tensors
-            if info.name in self.targets
-            and len(info.shape) == 2
-            and gguf.GGML_QUANT_SIZES[info.quantization][0] > 1
-            and self.row_order(info) is not None
+            if info.name in self.targets and len(info.shape) == 2 and self.row_order(info) is not None
         }
 
     def numbers(self, info: TensorInfo, data: np.ndarray) -> np.ndarray:

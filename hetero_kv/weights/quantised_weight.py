@@ -21,6 +21,8 @@ FEW_ROWS = 32
 _PIECE_BYTES = 8 << 20
 """Of weights that are unpacked at a time: small enough to stay in a shared cache until they are multiplied."""
 _STEP_ROWS = 4096
+_SHORT_NUMBERS = frozenset({"F16", "BF16"})
+_WIDE_NUMBERS = frozenset({"F32", "F64", "I8", "I16", "I32", "I64"})
 _VIEWS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.uint16}
 
 
@@ -49,8 +51,18 @@ def packable(name: str, columns: int) -> bool:
     return name in FORMATS and columns % FORMATS[name].columns == 0
 
 
+def stored_name(name: str, columns: int) -> str | None:
+    """The type that GGML's type `name` counts as for rows of `columns` weights; None for one that is loaded as numbers.
+
+    Numbers of 16 bits stay in their type where there are kernels for such rows; of 32 bits and more they are numbers.
+    """
+    if name in _WIDE_NUMBERS or (name in _SHORT_NUMBERS and not packable(name, columns)):
+        return None
+    return name
+
+
 class QuantisedWeight:
-    """A matrix [rows, columns] of quantised weights.
+    """A matrix [rows, columns] of quantised weights, or of numbers of 16 bits.
 
     Attributes:
         data: the packed bytes, a uint8 tensor.
@@ -90,6 +102,11 @@ class QuantisedWeight:
     def name(self) -> str:
         """GGML's name of the format."""
         return self.matrix.name
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether activations are quantised for it; 16-bit numbers take them as they are."""
+        return not self.matrix.layout.number
 
     @property
     def shape(self) -> torch.Size:

@@ -33,7 +33,7 @@ def logits_of(model, ids):
     return model(ids, past_key_values=HeteroCache(model, 256)).logits
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
 def test_matrices_stay_as_the_file_stores_them(quantised_file, kind):
     path = quantised_file(kind)
     opened = open_model(path, dtype="float32")
@@ -48,6 +48,24 @@ def test_matrices_stay_as_the_file_stores_them(quantised_file, kind):
     torch.testing.assert_close(logits_of(model, long), unpacked(long).logits, rtol=1e-4, atol=1e-4)
     short, wanted = logits_of(model, IDS), unpacked(IDS).logits
     assert 0 < (short - wanted).norm() / wanted.norm() < 0.02
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_numbers_of_16_bits_stay_so(quantised_file, kind, caplog):
+    path = quantised_file(kind)
+    opened = open_model(path, dtype="float32")
+    inject(opened.model, "dense", command_line=SMALL)
+    model = opened.load().model
+    assert set(quantised(model).values()) == {kind}
+    assert len(quantised(model)) == 2 * 7 + 2
+    unpacked = load_model(path, dtype="float32").model
+    # Activations are not rounded, whatever the number of rows.
+    for ids in (IDS, IDS.repeat(1, 10), IDS[:, :1]):
+        torch.testing.assert_close(logits_of(model, ids), unpacked(ids).logits, rtol=1e-4, atol=1e-4)
+    eject(model)
+    for name, numbers in unpacked.state_dict().items():
+        assert torch.equal(model.state_dict()[name], numbers), name
+    assert not caplog.text
 
 
 def test_a_model_opened_without_rules_for_weights_is_a_loaded_one(quantised_file):
