@@ -26,7 +26,7 @@ _WIDE_NUMBERS = frozenset({"F32", "F64", "I8", "I16", "I32", "I64"})
 _VIEWS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.uint16}
 
 
-def _threads() -> int:
+def kernel_threads_of_torch() -> int:
     """As many as torch has."""
     return at_most(torch.get_num_threads())
 
@@ -76,7 +76,7 @@ class QuantisedWeight:
     @classmethod
     def of_blocks(cls, blocks: np.ndarray, name: str, columns: int) -> QuantisedWeight:
         """Pack GGML's blocks [rows, bytes of a row] uint8 of format `name`."""
-        return cls(PackedMatrix.of_blocks(blocks, name, columns, _threads()))
+        return cls(PackedMatrix.of_blocks(blocks, name, columns, kernel_threads_of_torch()))
 
     @classmethod
     def of_numbers(cls, weight: torch.Tensor, name: str) -> QuantisedWeight:
@@ -122,7 +122,7 @@ class QuantisedWeight:
         """x [rows, columns] @ weight.T, in x's dtype. Activations of few rows are quantised to int8."""
         if len(x) > FEW_ROWS:
             return self._multiply_unpacked(x)
-        out = multiply(x.detach().float().contiguous().numpy(), (self.matrix,), _threads())[0]
+        out = multiply(x.detach().float().contiguous().numpy(), (self.matrix,), kernel_threads_of_torch())[0]
         return torch.from_numpy(out).to(x.dtype)
 
     def _multiply_unpacked(self, x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ class QuantisedWeight:
         """Rows of `tiles` tiles, transposed: [columns, rows], in room that the next call writes over."""
         room = _SCRATCH.of(self.matrix.columns, tiles * TILE, dtype)
         bits = room.view(torch.uint16) if dtype is torch.bfloat16 else room
-        unpack_tiles(self.matrix, bits.numpy().view(_VIEWS[dtype]), first_tile, _threads())
+        unpack_tiles(self.matrix, bits.numpy().view(_VIEWS[dtype]), first_tile, kernel_threads_of_torch())
         return room
 
     def compile_kernels(self, dtype: torch.dtype) -> None:
@@ -151,7 +151,7 @@ class QuantisedWeight:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` [n] as float32 [n, columns]."""
-        return torch.from_numpy(read_rows(self.matrix, ids.to("cpu", torch.int64).numpy(), _threads()))
+        return torch.from_numpy(read_rows(self.matrix, ids.to("cpu", torch.int64).numpy(), kernel_threads_of_torch()))
 
     def parameter(self, dtype: torch.dtype) -> nn.Parameter:
         """The matrix as a parameter; the same for all modules that are tied, as long as one of them has it."""
