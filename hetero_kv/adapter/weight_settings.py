@@ -13,7 +13,7 @@ QUANTISED = {Q8_0: "Q8_0", Q4_0: "Q4_0"}
 
 @dataclass(frozen=True)
 class WeightSettings(Settings):
-    """The settings of QuantizedLinear and QuantizedEmbedding."""
+    """The settings of QuantizedLinear, QuantizedEmbedding and QuantizedExperts."""
 
     weights: str = setting(
         AUTO,
