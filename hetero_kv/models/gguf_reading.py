@@ -9,6 +9,7 @@ header and one map instead, and the tensors pass with a progress report.
 from __future__ import annotations
 
 import functools
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -79,10 +80,19 @@ def _tensor(blob: np.ndarray, info: TensorInfo) -> _Tensor:
 
 
 def tensor_data(file: GGUFFile) -> Iterator[tuple[TensorInfo, np.ndarray]]:
-    """Each tensor with its data as `gguf.dequantize` takes it, a view of the mapped file, in the file's order."""
-    blob = np.asarray(np.memmap(file.path, mode="r"))
+    """Each tensor with its data as `gguf.dequantize` takes it, a view of the mapped file, in the file's order.
+
+    The memory behind a view is given back when the next tensor comes: a file is never in memory beside what is made of
+    it. A view that is read again later is read from the file again.
+    """
+    with file.path.open("rb") as opened:
+        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    blob = np.frombuffer(mapped, np.uint8)
     for info in sorted(file.tensors, key=lambda info: info.offset):
         yield info, _tensor(blob, info).data
+        if hasattr(mmap, "MADV_DONTNEED"):
+            start = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+            mapped.madvise(mmap.MADV_DONTNEED, start, info.offset + info.nbytes - start)
 
 
 @contextmanager
