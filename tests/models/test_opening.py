@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -9,6 +14,8 @@ from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject, load_model, open_model
 from hetero_kv.adapter.quantized_module import QuantizedEmbedding, QuantizedLinear
+from hetero_kv.models.gguf_file import GGUFFile
+from hetero_kv.models.gguf_reading import tensor_data
 
 SMALL = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32"}
 IDS = torch.tensor([[5, 9, 77, 31, 200, 8]])
@@ -133,6 +140,24 @@ def test_numbers_stay_numbers_where_nothing_else_is_asked(tiny_directory):
     model = load_model(tiny_directory, dtype="float32").model
     inject(model, "dense", command_line=SMALL)
     assert not any(isinstance(module, QuantizedLinear | QuantizedEmbedding) for module in model.modules())
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_a_file_leaves_memory_as_its_tensors_are_taken(tmp_path):
+    path, size = tmp_path / "large.gguf", 1 << 20
+    writer = gguf.GGUFWriter(path, "qwen2")
+    for number in range(8):
+        writer.add_tensor(f"blk.{number}.attn_q.weight", np.full(size, number, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    resident = []
+    for number, (_, data) in enumerate(tensor_data(GGUFFile.read(path))):
+        assert (data == number).all()
+        mapping = Path("/proc/self/smaps").read_text().split(str(path))[1]
+        resident.append(int(re.search(r"Rss: +(\d+) kB", mapping)[1]) * 1024)
+    assert 4 * size <= max(resident) < 2 * 4 * size
 
 
 def test_an_unknown_kind_of_weights_is_refused(tiny_directory):
