@@ -28,7 +28,7 @@ SMALL = "smollm2-135m-instruct"
 WIDE = "random, 8 kv heads of 128"
 CHUNK = 512
 PARTS = ("layer_kv", "hidden", "activations")
-_RETURN_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+RETURN_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 
 
 def _model(name: str) -> Any:
@@ -93,7 +93,7 @@ def main() -> None:
     for column in ("model", "tokens", "store", *PARTS, "planned", "returned", "ratio", "kept", "ratio"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for name, length in runs:
-        returned, kept = (_in_process_of_its_own(name, length, extra) for extra in (_RETURN_AT_ONCE, {}))
+        returned, kept = (_in_process_of_its_own(name, length, extra) for extra in (RETURN_AT_ONCE, {}))
         planned = returned["planned"]
         figures = [
             f"{size / 1e6:.0f}"

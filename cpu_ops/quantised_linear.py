@@ -7,6 +7,7 @@ Activations are quantised to int8 in groups of 32, as llama.cpp does, once for a
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -67,17 +68,44 @@ def multiply(x: np.ndarray, matrices: Sequence[PackedMatrix], threads: int | Non
     Returns [rows, matrix.rows] float32 for each (views of one array, rows strided).
     Raises ValueError where x and a matrix do not fit together, TypeError where x is not float32.
     """
-    if x.ndim != 2 or any(matrix.columns != x.shape[1] for matrix in matrices):
-        raise ValueError(f"x {x.shape} must be [rows, columns] with columns {[m.columns for m in matrices]}")
+    return multiply_runs(x, [(0, len(x), matrices)], threads)
+
+
+def multiply_runs(
+    x: np.ndarray, runs: Sequence[tuple[int, int, Sequence[PackedMatrix]]], threads: int | None = None
+) -> list[np.ndarray]:
+    """x @ matrix.T where runs of rows have matrices of their own, as tokens have experts; in one call.
+
+    x: [rows, columns] float32. runs: (first row, end row, matrices), all rows in one run, matrices all of `columns`
+    columns, and one run's of as many rows each as another's. threads: how many to use (None: Numba's setting).
+
+    Returns [rows, matrix.rows] float32 for each matrix of a run (views of one array, rows strided).
+    Raises ValueError where x, runs and matrices do not fit together, TypeError where x is not float32.
+    """
+    first = runs[0][2]
+    outputs = [matrix.rows for matrix in first]
+    if x.ndim != 2 or any(matrix.columns != x.shape[1] for _, _, matrices in runs for matrix in matrices):
+        raise ValueError(f"x {x.shape} must be [rows, columns] with columns {[matrix.columns for matrix in first]}")
+    if any([matrix.rows for matrix in matrices] != outputs for _, _, matrices in runs):
+        raise ValueError(f"matrices of all runs must have {outputs} rows")
+    if [start for start, _, _ in runs] + [len(x)] != [0] + [end for _, end, _ in runs]:
+        raise ValueError(f"runs {[run[:2] for run in runs]} must follow each other and cover {len(x)} rows")
     if x.dtype != np.float32:
         raise TypeError(f"x is {x.dtype}; give float32")
-    widths = [matrix.tiles * TILE for matrix in matrices]
+    widths = [matrix.tiles * TILE for matrix in first]
     out = np.empty((len(x), sum(widths)), np.float32)
-    starts = np.concatenate(([0], np.cumsum(widths)))
-    table = np.array([(*matrix.call, start) for matrix, start in zip(matrices, starts, strict=False)], np.int64)
+    starts = [0, *accumulate(widths)]
+    table = np.array(
+        [
+            (*matrix.call, column, start, end, bool(matrix.layout.number))
+            for start, end, matrices in runs
+            for matrix, column in zip(matrices, starts, strict=False)
+        ],
+        np.int64,
+    )
     with kernel_threads(threads) as used:
         _multiplier()(np.ascontiguousarray(x), table, out, rows_per_pass(), used)
-    return [out[:, start : start + matrix.rows] for matrix, start in zip(matrices, starts, strict=False)]
+    return [out[:, column : column + count] for column, count in zip(starts, outputs, strict=False)]
 
 
 @intrinsic
@@ -97,8 +125,8 @@ def call_dots(typingctx, address, weights, x, x_scales, x_sums, out, out_stride,
 def multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, out, out_column, part, parts):
     """The share `part` of `parts` of one matrix's tiles, for all rows: out [rows, width] float32 from `out_column` on.
 
-    codes, scales, sums: of the activations (`cpu_ops.activations.quantise_rows`). weights, tiles, one, several: as
-    `PackedMatrix.call` gives them.
+    codes, scales, sums: of the activations (`cpu_ops.activations.quantise_rows`); for weights that are numbers, codes
+    are the activations themselves. weights, tiles, one, several: as `PackedMatrix.call` gives them.
     """
     rows, columns = codes.shape
     first, end = tiles * part // parts, tiles * (part + 1) // parts
@@ -107,7 +135,7 @@ def multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, o
     while row < rows:
         count = per_pass if rows - row >= per_pass else 1
         call_dots(
-            several if count > 1 else one, weights, codes.ctypes.data + row * columns,
+            several if count > 1 else one, weights, codes.ctypes.data + row * codes.strides[0],
             scales.ctypes.data + row * (columns // GROUP) * 4, sums.ctypes.data + row * (columns // 16) * 4,
             out.ctypes.data + row * stride + out_column * 4, stride, columns, first, end,
         )  # fmt: skip
@@ -128,10 +156,21 @@ def _multiplier() -> Any:
         codes = np.empty((rows, columns), np.int8)
         scales = np.empty((rows, columns // GROUP), np.float32)
         sums = np.empty((rows, columns // 16 + 0 * code_version), np.int32)
-        quantise_rows(x, codes, scales, sums)
+        if not table[:, 7].all():
+            quantise_rows(x, codes, scales, sums)
         for thread in prange(threads):
             for index in range(table.shape[0]):
-                weights, tiles, one, several, column = table[index]
-                multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, out, column, thread, threads)
+                weights, tiles, one, several, column, first, end, numbers = table[index]
+                row_scales, row_sums, rows_out = scales[first:end], sums[first:end], out[first:end]
+                if numbers:
+                    multiply_part(
+                        weights, tiles, one, several, per_pass, x[first:end], row_scales, row_sums, rows_out, column,
+                        thread, threads,
+                    )  # fmt: skip
+                else:
+                    multiply_part(
+                        weights, tiles, one, several, per_pass, codes[first:end], row_scales, row_sums, rows_out,
+                        column, thread, threads,
+                    )  # fmt: skip
 
     return multiply_all

@@ -2,7 +2,7 @@
 
 A reader takes one block of a row, bytes as in the file, writes the unsigned codes of its columns (Q8_0: the bytes of
 the signed ones), for formats of two levels its integer scales and minimums, and returns the bits of the block's float16
-scale and minimum.
+scale and minimum (MXFP4: the exponent that is its scale).
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from numba import njit, prange, types
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.threads import kernel_threads
 from cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
+from cpu_ops.weight_numbers import number_packer
 
 _READERS: dict[str, Any] = {}
 
@@ -22,7 +23,7 @@ _READERS: dict[str, Any] = {}
 def _reads(name: str) -> Callable[[Any], Any]:
     def register(function: Any) -> Any:
         _READERS[name] = njit(function, inline="always")
-        return _READERS[name]
+        return function
 
     return register
 
@@ -46,9 +47,16 @@ def _fifth_bits(block, at, codes):
 
 
 @_reads("Q4_0")
+@_reads("IQ4_NL")
 def _q4_0(block, codes, scales, minimums):
     _nibbles(block, 2, codes)
     return _half(block, 0), np.uint16(0)
+
+
+@_reads("MXFP4")
+def _mxfp4(block, codes, scales, minimums):
+    _nibbles(block, 1, codes)
+    return np.uint16(block[0]), np.uint16(0)
 
 
 @_reads("Q4_1")
@@ -75,6 +83,17 @@ def _q5_1(block, codes, scales, minimums):
 def _q8_0(block, codes, scales, minimums):
     for i in range(32):
         codes[i] = block[2 + i]
+    return _half(block, 0), np.uint16(0)
+
+
+@_reads("IQ4_XS")
+def _iq4_xs(block, codes, scales, minimums):
+    for i in range(8):
+        low = (block[4 + i // 2] >> (i % 2 * 4)) & 15
+        high = (block[2 + i // 4] >> (i % 4 * 2)) & 3
+        scales[i] = np.uint8((low | (high << 4)) - 32)
+    for i in range(256):
+        codes[i] = (block[8 + i // 32 * 16 + i % 16] >> (i // 16 % 2 * 4)) & 15
     return _half(block, 0), np.uint16(0)
 
 
@@ -161,7 +180,10 @@ def pack(blocks: np.ndarray, name: str, columns: int, threads: int | None = None
         )
     packed = np.empty(layout.packed_bytes(len(blocks), columns), np.uint8)
     with kernel_threads(threads) as used:
-        _packer(name)(np.ascontiguousarray(blocks), columns // layout.columns, packed, used)
+        if layout.number:
+            number_packer()(np.ascontiguousarray(blocks).view(np.uint16), packed, used)
+        else:
+            _packer(name)(np.ascontiguousarray(blocks), columns // layout.columns, packed, used)
     return packed
 
 
@@ -177,7 +199,7 @@ def _packer(name: str) -> Any:
         layout.low_bytes,
     )
     low_bits, high_bits, per_group = layout.low_bits, layout.high_bits, layout.scales
-    two_levels, has_minimum = layout.two_levels, layout.has_minimum
+    two_levels, has_minimum, exponents = layout.two_levels, layout.has_minimum, layout.exponents
     # Vectors that share a byte of the low plane, and of the high one.
     low_share, high_share = 8 // low_bits, VECTORS // max(high_bits, 1)
     low_step, high_step = VECTORS // low_share, VECTORS // high_share
@@ -209,7 +231,10 @@ def _packer(name: str) -> Any:
                         block = blocks[tile * TILE + lane, index * block_bytes : (index + 1) * block_bytes]
                         scale, minimum = read(block, codes, scales, minimums)
                         first = start if two_levels else start + head
-                        put_half(packed, first + 2 * lane, scale)
+                        if exponents:
+                            packed[first + lane] = scale
+                        else:
+                            put_half(packed, first + 2 * lane, scale)
                         if has_minimum:
                             put_half(packed, first + 2 * TILE + 2 * lane, minimum)
                         for group in range(groups):

@@ -17,13 +17,22 @@ from numba.extending import intrinsic
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import has, isa
+from cpu_ops.weight_codes import (
+    DOTS_SIGNATURE,
+    call_intrinsic,
+    group_scales,
+    joined,
+    load,
+    pieces_of,
+    splat,
+    unpacked_codes,
+)
 from cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
+from cpu_ops.weight_numbers import number_dots
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOAT = ir.FloatType()
 _FLOATS, _INTS = ir.VectorType(_FLOAT, TILE), ir.VectorType(_I32, TILE)
-_CODES = ir.VectorType(_I8, 4 * TILE)
-DOTS_SIGNATURE = types.void(*[types.int64] * 9)
 
 
 def dot_instruction() -> str:
@@ -41,73 +50,8 @@ def rows_per_pass() -> int:
     return {"avx512": 4, "neon": 2}.get(isa(), 2)
 
 
-def _splat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int = TILE) -> ir.Value:
-    vector = ir.VectorType(scalar.type, lanes)
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
-    mask = ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes)
-    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), mask)
-
-
-def _load(builder: ir.IRBuilder, pointer: ir.Value, kind: ir.Type, at: int = 0) -> ir.Value:
-    """`kind` at `pointer` (to bytes) + `at` bytes, which need not be aligned."""
-    place = builder.gep(pointer, [ir.Constant(_I64, at)])
-    return builder.load(builder.bitcast(place, kind.as_pointer()), align=1, typ=kind)
-
-
-def _intrinsic(builder: ir.IRBuilder, name: str, kind: ir.Type, *operands: ir.Value) -> ir.Value:
-    signature = ir.FunctionType(kind, [operand.type for operand in operands])
-    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), operands)
-
-
 def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    return _intrinsic(builder, f"llvm.fma.v{TILE}f32", _FLOATS, a, b, c)
-
-
-def _pieces(builder: ir.IRBuilder, vector: ir.Value, pieces: int) -> list[ir.Value]:
-    lanes = vector.type.count // pieces
-    undefined = ir.Constant(vector.type, ir.Undefined)
-    masks = [ir.Constant(ir.VectorType(_I32, lanes), list(range(i * lanes, (i + 1) * lanes))) for i in range(pieces)]
-    return [builder.shuffle_vector(vector, undefined, mask) for mask in masks]
-
-
-def _joined(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
-    while len(parts) > 1:
-        lanes = 2 * parts[0].type.count
-        mask = ir.Constant(ir.VectorType(_I32, lanes), list(range(lanes)))
-        parts = [builder.shuffle_vector(a, b, mask) for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
-
-
-def _shifted(builder: ir.IRBuilder, plane: ir.Value, right: int, mask: int) -> ir.Value:
-    """(plane >> right) & mask for every byte; a negative shift is one to the left."""
-    wide = ir.VectorType(_I16, 2 * TILE)
-    if right:
-        amount = ir.Constant(wide, [abs(right)] * wide.count)
-        moved = builder.bitcast(plane, wide)
-        plane = builder.bitcast(builder.lshr(moved, amount) if right > 0 else builder.shl(moved, amount), _CODES)
-    return builder.and_(plane, ir.Constant(_CODES, [mask] * _CODES.count))
-
-
-def unpacked_codes(builder: ir.IRBuilder, layout: WeightFormat, group: ir.Value) -> list[ir.Value]:
-    """The eight vectors of codes of the group at `group`, as its planes hold them; see `cpu_ops.weight_formats`."""
-    at = layout.scale_bytes
-    step = VECTORS * layout.low_bits // 8
-    low = [_load(builder, group, _CODES, at + 64 * i) for i in range(step)]
-    codes = []
-    for vector in range(VECTORS):
-        if layout.low_bits == 8:
-            codes.append(low[vector])
-            continue
-        shift = layout.low_bits * (vector // step)
-        codes.append(_shifted(builder, low[vector % step], shift, 2**layout.low_bits - 1))
-    if layout.high_bits:
-        step = layout.high_bits
-        high = [_load(builder, group, _CODES, at + layout.low_bytes + 64 * i) for i in range(step)]
-        mask = (2**layout.high_bits - 1) << layout.low_bits
-        for vector in range(VECTORS):
-            shift = layout.high_bits * (vector // step) - layout.low_bits
-            codes[vector] = builder.or_(codes[vector], _shifted(builder, high[vector % step], shift, mask))
-    return codes
+    return call_intrinsic(builder, f"llvm.fma.v{TILE}f32", _FLOATS, a, b, c)
 
 
 def _add_dot(
@@ -116,36 +60,36 @@ def _add_dot(
     """sums + the dot products of each row's four codes with the four activations in the int32 `four`."""
     if how == "vnni512":
         name = "llvm.x86.avx512.vpdpbusd.512"
-        return _intrinsic(builder, name, _INTS, sums, builder.bitcast(codes, _INTS), _splat(builder, four))
+        return call_intrinsic(builder, name, _INTS, sums, builder.bitcast(codes, _INTS), splat(builder, four))
     if how == "generic":
         return _add_plain_dot(builder, sums, codes, four)
     count = 4 if how == "dotprod" else 2
     lanes = TILE // count
     narrow, bytes_of = ir.VectorType(_I32, lanes), ir.VectorType(_I8, 4 * lanes)
-    x = _splat(builder, four, lanes)
+    x = splat(builder, four, lanes)
     parts = []
-    for part_sums, part in zip(_pieces(builder, sums, count), _pieces(builder, codes, count), strict=True):
+    for part_sums, part in zip(pieces_of(builder, sums, count), pieces_of(builder, codes, count), strict=True):
         if how == "vnni256":
             name = "llvm.x86.avx512.vpdpbusd.256"
-            parts.append(_intrinsic(builder, name, narrow, part_sums, builder.bitcast(part, narrow), x))
+            parts.append(call_intrinsic(builder, name, narrow, part_sums, builder.bitcast(part, narrow), x))
         elif how == "dotprod":
             name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
-            parts.append(_intrinsic(builder, name, narrow, part_sums, part, builder.bitcast(x, bytes_of)))
+            parts.append(call_intrinsic(builder, name, narrow, part_sums, part, builder.bitcast(x, bytes_of)))
         else:
             parts.append(builder.add(part_sums, _avx2_dot(builder, part, builder.bitcast(x, bytes_of), signed)))
-    return _joined(builder, parts)
+    return joined(builder, parts)
 
 
 def _avx2_dot(builder: ir.IRBuilder, codes: ir.Value, x: ir.Value, signed: bool) -> ir.Value:
     """Dot products of 32 codes with 32 activations, by fours. The sums of two products must fit 16 bits: unsigned codes
     have at most 6 bits, and signed ones give their sign to the activation."""
     if signed:
-        x = _intrinsic(builder, "llvm.x86.avx2.psign.b", codes.type, x, codes)
+        x = call_intrinsic(builder, "llvm.x86.avx2.psign.b", codes.type, x, codes)
         negated = builder.sub(ir.Constant(codes.type, [0] * codes.type.count), codes)
         codes = builder.select(builder.icmp_signed("<", codes, ir.Constant(codes.type, None)), negated, codes)
     shorts, ints = ir.VectorType(_I16, 16), ir.VectorType(_I32, 8)
-    pairs = _intrinsic(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, codes, x)
-    return _intrinsic(builder, "llvm.x86.avx2.pmadd.wd", ints, pairs, ir.Constant(shorts, [1] * 16))
+    pairs = call_intrinsic(builder, "llvm.x86.avx2.pmadd.ub.sw", shorts, codes, x)
+    return call_intrinsic(builder, "llvm.x86.avx2.pmadd.wd", ints, pairs, ir.Constant(shorts, [1] * 16))
 
 
 def _add_plain_dot(builder: ir.IRBuilder, sums: ir.Value, codes: ir.Value, four: ir.Value) -> ir.Value:
@@ -155,35 +99,8 @@ def _add_plain_dot(builder: ir.IRBuilder, sums: ir.Value, codes: ir.Value, four:
             builder.lshr(lanes, ir.Constant(_INTS, [8 * byte] * TILE)), ir.Constant(_INTS, [255] * TILE)
         )
         x = builder.ashr(builder.shl(four, ir.Constant(_I32, 24 - 8 * byte)), ir.Constant(_I32, 24))
-        sums = builder.add(sums, builder.mul(code, _splat(builder, x)))
+        sums = builder.add(sums, builder.mul(code, splat(builder, x)))
     return sums
-
-
-def _halves(builder: ir.IRBuilder, pointer: ir.Value, at: int) -> ir.Value:
-    return builder.fpext(_load(builder, pointer, ir.VectorType(ir.HalfType(), TILE), at), _FLOATS)
-
-
-def _small_ints(builder: ir.IRBuilder, pointer: ir.Value, at: int, signed: bool) -> ir.Value:
-    ints = _load(builder, pointer, ir.VectorType(_I8, TILE), at)
-    return builder.sitofp(builder.sext(ints, _INTS) if signed else builder.zext(ints, _INTS), _FLOATS)
-
-
-def group_scales(
-    builder: ir.IRBuilder, layout: WeightFormat, block: ir.Value, group: ir.Value
-) -> tuple[list[ir.Value], list[ir.Value]]:
-    """Scales and minimums (added; none where the format has none) of a group's parts, vectors of sixteen rows."""
-    if not layout.two_levels:
-        return [_halves(builder, group, 0)], [_halves(builder, group, 2 * TILE)] * layout.has_minimum
-    first = _halves(builder, block, 0)
-    scales = [
-        builder.fmul(first, _small_ints(builder, group, part * TILE, layout.signed_scales))
-        for part in range(layout.scales)
-    ]
-    if not layout.has_minimum:
-        return scales, []
-    first = builder.fneg(_halves(builder, block, 2 * TILE))
-    places = [(layout.scales + part) * TILE for part in range(layout.scales)]
-    return scales, [builder.fmul(first, _small_ints(builder, group, at, False)) for at in places]
 
 
 @intrinsic(prefer_literal=True)
@@ -196,22 +113,23 @@ def _tile_dots(typingctx, name, rows, how, weights, x, x_scales, x_sums, out, ou
     layout, count, instruction = FORMATS[name.literal_value], rows.literal_value, how.literal_value
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        _emit_tile(builder, layout, count, instruction, *arguments[3:])
+        emit_tile(builder, layout, count, instruction, *arguments[3:])
         return context.get_dummy_value()
 
     return types.none(name, rows, how, *[types.int64] * 7), codegen
 
 
-def _emit_tile(
+def emit_tile(
     builder: ir.IRBuilder, layout: WeightFormat, rows: int, how: str, weights: ir.Value, x: ir.Value,
     x_scales: ir.Value, x_sums: ir.Value, out: ir.Value, out_stride: ir.Value, columns: ir.Value,
 ) -> None:  # fmt: skip
+    """One tile of codes times `rows` rows of activations; the arguments are those of a kernel (`dots_address`)."""
     int_ = lambda value: ir.Constant(_I64, value)  # noqa: E731
     pointer = _I8.as_pointer()
     # Signed codes are offset where the instruction wants unsigned ones.
-    signed = layout.low_bits == 8
-    offset = signed and how not in ("avx2", "dotprod")
-    zero = 128 if offset else layout.zero
+    signed = layout.signed
+    offset = 128 if signed and how not in ("avx2", "dotprod") else 0
+    zero = offset or layout.zero
     sums = [cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, None)) for _ in range(rows)]
     groups_in_row = builder.udiv(columns, int_(GROUP))
     blocks = builder.udiv(columns, int_(layout.columns))
@@ -231,29 +149,26 @@ def _emit_tile(
             group = builder.gep(block, [place])
             index = builder.add(builder.mul(block_loop.index, int_(layout.groups)), group_loop.index)
             scales, minimums = group_scales(builder, layout, block, group)
-            codes = unpacked_codes(builder, layout, group)
-            if offset:
-                flip = ir.Constant(_CODES, [0x80] * _CODES.count)
-                codes = [builder.xor(each, flip) for each in codes]
+            codes = unpacked_codes(builder, layout, group, how, offset)
             for row in range(rows):
                 values = at(x, index, GROUP, row, GROUP)
-                scale = _load(builder, at(x_scales, index, 4, row, 4), _FLOAT)
+                scale = load(builder, at(x_scales, index, 4, row, 4), _FLOAT)
                 both = at(x_sums, index, 8, row, 8)
-                halves = [_load(builder, both, _I32, 0), _load(builder, both, _I32, 4)]
+                halves = [load(builder, both, _I32, 0), load(builder, both, _I32, 4)]
                 totals = halves if layout.scales == 2 else [builder.add(*halves)]
                 acc = builder.load(sums[row])
                 per_part = VECTORS // layout.scales
                 for part in range(layout.scales):
                     start = builder.mul(totals[part], ir.Constant(_I32, -zero)) if zero else ir.Constant(_I32, 0)
-                    dots = _splat(builder, start)
+                    dots = splat(builder, start)
                     for vector in range(part * per_part, (part + 1) * per_part):
-                        four = _load(builder, values, _I32, 4 * vector)
+                        four = load(builder, values, _I32, 4 * vector)
                         dots = _add_dot(builder, how, dots, codes[vector], four, signed)
-                    factor = builder.fmul(scales[part], _splat(builder, scale))
+                    factor = builder.fmul(scales[part], splat(builder, scale))
                     acc = _fma(builder, builder.sitofp(dots, _FLOATS), factor, acc)
                     if minimums:
                         total = builder.fmul(builder.sitofp(totals[part], _FLOAT), scale)
-                        acc = _fma(builder, minimums[part], _splat(builder, total), acc)
+                        acc = _fma(builder, minimums[part], splat(builder, total), acc)
                 builder.store(acc, sums[row])
     for row in range(rows):
         place = builder.inttoptr(builder.add(out, builder.mul(out_stride, int_(row))), pointer)
@@ -266,7 +181,10 @@ def dots_address(name: str, rows: int) -> int:
     void (weights, x, x_scales, x_sums, out, out_stride, columns, first_tile, end_tile), all int64: addresses, bytes
     between rows of out, columns of the matrix, and which tiles. x is [rows, columns] int8, x_scales
     [rows, columns / 32] float32, x_sums [rows, columns / 16] int32; tile t goes to columns 16t to 16t + 15 of out.
+    Of a format of 16-bit numbers x is [rows, columns] float32, and x_scales and x_sums are not read.
     """
+    if number := FORMATS[name].number:
+        return number_dots(number, rows, 4 if isa() == "avx512" else 2).address
     return _dots(name, rows, dot_instruction()).address
 
 

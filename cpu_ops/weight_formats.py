@@ -8,6 +8,9 @@ bits of several vectors in one, the high bits apart. The bits are the file's; no
 Every format is `weight = scale * (code - zero) + minimum`, with a scale for each 16 or 32 columns. Formats of 256
 columns to a block (K-quants) have scales of two levels, a float16 times an integer, and their minimum likewise.
 
+Formats with a table have codes that say which of sixteen int8 numbers is meant; those are multiplied. F16 and BF16 are
+numbers of 16 bits in the same tiles, a column of sixteen rows after the other, without codes or scales.
+
 Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
 
@@ -21,6 +24,8 @@ VECTORS = 8
 """Vectors of codes per group and tile."""
 _VECTOR_BYTES = 64
 _LANE_HALVES = 2 * TILE
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,9 @@ class WeightFormat:
     name: GGML's. block_bytes: of one block of a row in a file. low_bits: in the low plane, 2, 4 or 8 (then signed).
     high_bits: in the high plane, 0 to 2. zero: what a code of 0 stands for is -zero scales. groups: of 32 columns in a
     block, 1 or 8. scales: per group, 1 or 2. has_minimum: whether a minimum is added, and subtracted where there are
-    two levels. signed_scales: whether the second level's integers are.
+    two levels. signed_scales: whether the second level's integers are. table: what codes of 4 bits stand for, none
+    where that is themselves. exponents: whether a scale is a power of two, a byte e that means 2^(e - 128). number: of
+    16 bits, that is a weight by itself: 'float16' or 'bfloat16'; a block is 32 of them then.
     """
 
     name: str
@@ -42,6 +49,14 @@ class WeightFormat:
     scales: int = 1
     has_minimum: bool = False
     signed_scales: bool = False
+    table: tuple[int, ...] = ()
+    exponents: bool = False
+    number: str = ""
+
+    @property
+    def signed(self) -> bool:
+        """Whether codes, or what they stand for, are signed bytes."""
+        return self.low_bits == 8 or bool(self.table)
 
     @property
     def two_levels(self) -> bool:
@@ -61,7 +76,10 @@ class WeightFormat:
     @property
     def scale_bytes(self) -> int:
         """Bytes of a group before its codes: scales, then minimums."""
-        return (self.scales * TILE if self.two_levels else _LANE_HALVES) * (1 + self.has_minimum)
+        if self.number:
+            return 0
+        small = self.two_levels or self.exponents
+        return (self.scales * TILE if small else _LANE_HALVES) * (1 + self.has_minimum)
 
     @property
     def low_bytes(self) -> int:
@@ -91,11 +109,16 @@ FORMATS = {
         WeightFormat("Q5_0", 22, 4, 1, zero=16),
         WeightFormat("Q5_1", 24, 4, 1, has_minimum=True),
         WeightFormat("Q8_0", 34, 8),
+        WeightFormat("IQ4_NL", 18, 4, table=_IQ4),
+        WeightFormat("MXFP4", 17, 4, table=_E2M1_DOUBLED, exponents=True),
         WeightFormat("Q2_K", 84, 2, groups=8, scales=2, has_minimum=True),
         WeightFormat("Q3_K", 110, 2, 1, zero=4, groups=8, scales=2, signed_scales=True),
         WeightFormat("Q4_K", 144, 4, groups=8, has_minimum=True),
         WeightFormat("Q5_K", 176, 4, 1, groups=8, has_minimum=True),
         WeightFormat("Q6_K", 210, 4, 2, zero=32, groups=8, scales=2, signed_scales=True),
+        WeightFormat("IQ4_XS", 136, 4, groups=8, signed_scales=True, table=_IQ4),
+        WeightFormat("F16", 64, 16, number="float16"),
+        WeightFormat("BF16", 64, 16, number="bfloat16"),
     )
 }
 """By GGML's names."""

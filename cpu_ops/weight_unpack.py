@@ -1,5 +1,6 @@
 """Packed weights as numbers again: whole tiles for products with many rows, single rows for an embedding."""
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -12,8 +13,10 @@ from numba.extending import intrinsic
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.quantised_linear import PackedMatrix
 from cpu_ops.threads import kernel_threads
-from cpu_ops.weight_dots import group_scales, unpacked_codes
-from cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS
+from cpu_ops.weight_codes import group_scales, unpacked_codes
+from cpu_ops.weight_dots import dot_instruction
+from cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
+from cpu_ops.weight_numbers import column_of, number_rows
 
 _NUMBERS = {np.dtype(np.float32): "float32", np.dtype(np.uint16): "bfloat16", np.dtype(np.float16): "float16"}
 _I64, _POINTER = ir.IntType(64), ir.IntType(8).as_pointer()
@@ -36,22 +39,20 @@ def unpack_tiles(matrix: PackedMatrix, out: np.ndarray, first_tile: int = 0, thr
     if not fits or not out.flags.c_contiguous:
         raise ValueError(f"out {out.shape} from tile {first_tile} on does not fit [{matrix.rows}, {matrix.columns}]")
     with kernel_threads(threads) as used:
-        _unpacker(matrix.name, number)(
+        _unpacker(matrix.name, number, dot_instruction())(
             matrix.data.ctypes.data, out.ctypes.data, first_tile, tiles, matrix.columns, used
         )
 
 
 @intrinsic(prefer_literal=True)
-def _unpack_tile(typingctx, name, number, weights, out, out_stride, columns):
+def _unpack_tile(typingctx, name, number, how, weights, out, out_stride, columns):
     """One tile at address `weights` as numbers at address `out`, sixteen for each column; out_stride in bytes."""
-    layout, kind = FORMATS[name.literal_value], number.literal_value
+    layout, kind, instruction = FORMATS[name.literal_value], number.literal_value, how.literal_value
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        weights, out, stride, columns = arguments[2:]
+        weights, out, stride, columns = arguments[3:]
         int_ = lambda value: ir.Constant(_I64, value)  # noqa: E731
         element: ir.Type = {"float32": ir.FloatType(), "float16": ir.HalfType()}.get(kind, ir.IntType(16))
-        signed = layout.low_bits == 8
-        zero = ir.Constant(_INTS, [layout.zero] * TILE)
         first, base = builder.inttoptr(weights, _POINTER), builder.inttoptr(out, _POINTER)
         with cgutils.for_range(builder, builder.udiv(columns, int_(layout.columns))) as blocks:
             block = builder.gep(first, [builder.mul(blocks.index, int_(layout.record_bytes))])
@@ -59,27 +60,35 @@ def _unpack_tile(typingctx, name, number, weights, out, out_stride, columns):
                 place = builder.add(builder.mul(groups.index, int_(layout.group_bytes)), int_(layout.head_bytes))
                 group = builder.gep(block, [place])
                 index = builder.add(builder.mul(blocks.index, int_(layout.groups)), groups.index)
-                scales, minimums = group_scales(builder, layout, block, group)
-                for vector, codes in enumerate(unpacked_codes(builder, layout, group)):
-                    part = vector * layout.scales // VECTORS
-                    lanes = builder.bitcast(codes, _INTS)
-                    for byte in range(4):
-                        left = ir.Constant(_INTS, [24 - 8 * byte] * TILE)
-                        right = ir.Constant(_INTS, [24] * TILE)
-                        moved = builder.shl(lanes, left)
-                        code = builder.ashr(moved, right) if signed else builder.lshr(moved, right)
-                        if layout.zero:
-                            code = builder.sub(code, zero)
-                        values = builder.fmul(builder.sitofp(code, _FLOATS), scales[part])
-                        if minimums:
-                            values = builder.fadd(values, minimums[part])
-                        column = builder.add(builder.mul(index, int_(GROUP)), int_(4 * vector + byte))
-                        target = builder.gep(base, [builder.mul(column, stride)])
-                        target = builder.bitcast(target, ir.VectorType(element, TILE).as_pointer())
-                        builder.store(_as(builder, values, kind), target, align=2)
+                for k, values in enumerate(_columns(builder, layout, block, group, instruction)):
+                    column = builder.add(builder.mul(index, int_(GROUP)), int_(k))
+                    target = builder.gep(base, [builder.mul(column, stride)])
+                    target = builder.bitcast(target, ir.VectorType(element, TILE).as_pointer())
+                    builder.store(_as(builder, values, kind), target, align=2)
         return context.get_dummy_value()
 
-    return types.none(name, number, *[types.int64] * 4), codegen
+    return types.none(name, number, how, *[types.int64] * 4), codegen
+
+
+def _columns(
+    builder: ir.IRBuilder, layout: WeightFormat, block: ir.Value, group: ir.Value, how: str
+) -> Iterator[ir.Value]:
+    """The 32 columns of a group, each a vector of sixteen numbers."""
+    if layout.number:
+        yield from (column_of(builder, group, layout.number, 2 * TILE * k) for k in range(GROUP))
+        return
+    scales, minimums = group_scales(builder, layout, block, group)
+    zero, right = ir.Constant(_INTS, [layout.zero] * TILE), ir.Constant(_INTS, [24] * TILE)
+    for vector, codes in enumerate(unpacked_codes(builder, layout, group, how)):
+        part = vector * layout.scales // VECTORS
+        lanes = builder.bitcast(codes, _INTS)
+        for byte in range(4):
+            moved = builder.shl(lanes, ir.Constant(_INTS, [24 - 8 * byte] * TILE))
+            code = builder.ashr(moved, right) if layout.signed else builder.lshr(moved, right)
+            if layout.zero:
+                code = builder.sub(code, zero)
+            values = builder.fmul(builder.sitofp(code, _FLOATS), scales[part])
+            yield builder.fadd(values, minimums[part]) if minimums else values
 
 
 def _as(builder: ir.IRBuilder, values: ir.Value, kind: str) -> ir.Value:
@@ -98,7 +107,7 @@ def _as(builder: ir.IRBuilder, values: ir.Value, kind: str) -> ir.Value:
 
 
 @cache
-def _unpacker(name: str, number: str) -> Any:
+def _unpacker(name: str, number: str, how: str) -> Any:
     layout = FORMATS[name]
     record, block_columns = layout.record_bytes, layout.columns
     size = 4 if number == "float32" else 2
@@ -111,7 +120,7 @@ def _unpacker(name: str, number: str) -> Any:
         for thread in prange(threads):
             for tile in range(tiles * thread // threads, tiles * (thread + 1) // threads):
                 source = weights + (first_tile + tile) * tile_bytes
-                _unpack_tile(name, number, source, out + tile * TILE * size, stride, columns)
+                _unpack_tile(name, number, how, source, out + tile * TILE * size, stride, columns)
 
     return unpack
 
@@ -124,6 +133,8 @@ def read_rows(matrix: PackedMatrix, rows: np.ndarray, threads: int | None = None
     """
     if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < matrix.rows:
         raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of a matrix that has {matrix.rows}")
+    if number := matrix.layout.number:
+        return number_rows(matrix.data, number, rows, matrix.columns)
     out = np.empty((len(rows), matrix.columns), np.float32)
     with kernel_threads(threads) as used:
         _row_reader(matrix.name)(matrix.data, np.ascontiguousarray(rows, np.int64), out, used)
@@ -145,6 +156,9 @@ def _row_reader(name: str) -> Any:
     block_columns, scale_bytes, low_bytes = layout.columns, layout.scale_bytes, layout.low_bytes
     low_bits, high_bits, parts, zero = layout.low_bits, layout.high_bits, layout.scales, layout.zero
     two_levels, has_minimum, signed_scales = layout.two_levels, layout.has_minimum, layout.signed_scales
+    powers = np.ldexp(np.ones(256, np.float32), np.arange(256) - 128)
+    exponents, signed = layout.exponents, layout.low_bits == 8
+    table, has_table = np.array(layout.table or range(16), np.float32), bool(layout.table)
     low_step, high_step = VECTORS * low_bits // 8, max(high_bits, 1)
     low_mask, high_mask = 2**low_bits - 1, 2**high_bits - 1
     code_version = CODE_VERSION
@@ -174,7 +188,9 @@ def _row_reader(name: str) -> Any:
                         if high_bits:
                             high = data[at + scale_bytes + low_bytes + vector % high_step * 64 + byte]
                             code |= ((high >> (high_bits * (vector // high_step))) & high_mask) << low_bits
-                        number = np.float32(np.int8(code)) if low_bits == 8 else np.float32(np.int64(code) - zero)
+                        number = np.float32(np.int8(code)) if signed else np.float32(np.int64(code) - zero)
+                        if has_table:
+                            number = table[code]
                         part = k * parts // GROUP
                         minimum = np.float32(0)
                         if two_levels:
@@ -184,6 +200,8 @@ def _row_reader(name: str) -> Any:
                             if has_minimum:
                                 integer = data[at + (parts + part) * TILE + lane]
                                 minimum = -half(data, start + 2 * TILE + 2 * lane) * np.float32(integer)
+                        elif exponents:
+                            scale = powers[data[at + lane]]
                         else:
                             scale = half(data, at + 2 * lane)
                             if has_minimum:

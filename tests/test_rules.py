@@ -207,6 +207,7 @@ def test_a_packaged_recipe_is_found_from_anywhere(name: str, tmp_path: Path, mon
         "hetero_kv.operators.RetrievalAttention",
         "hetero_kv.operators.ChunkedModule",
         "hetero_kv.operators.QuantizedLinear",
+        "hetero_kv.operators.QuantizedExperts",
         "hetero_kv.operators.QuantizedEmbedding",
     ]
     child = write(tmp_path / "mine.yaml", f"extends: {name}\n")
@@ -296,10 +297,11 @@ def test_a_mistake_in_a_file_names_line_and_key(content: str, expected: str) -> 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("- text", ": a rule is 'text'; it must be a mapping with the keys match, replace, recursive"),
+        ("- text", ": a rule is 'text'; it must be a mapping with the keys match, replace, recursive, optional"),
         ("- match: {name: x}", ", line 1: no 'replace'; a rule needs match and replace"),
         (rule_text(more="recursiv: true"), ", line 4: unknown key 'recursiv'; did you mean recursive?"),
         (rule_text(more="recursive: 'no'"), ", line 4: recursive is 'no'; it must be true or false"),
+        (rule_text(more="optional: 1"), ", line 4: optional is 1; it must be true or false"),
     ],
 )
 def test_a_mistake_in_a_rule_names_rule_line_and_key(content: str, expected: str) -> None:

@@ -23,9 +23,10 @@ class LoadedWeights(NamedTuple):
         """Of a transformers model, with operators in it or without."""
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         packed = {
-            id(module.quantised.data): module.quantised.name
+            id(weights.data): weights.name
             for module in model.modules()
-            if isinstance(module, QuantizedModule) and module.quantised is not None
+            if isinstance(module, QuantizedModule)
+            for weights in module.held()
         }
         matrices = {id(parameter) for parameter in model.parameters() if parameter.dim() > 1}
         sizes: dict[str, int] = {}

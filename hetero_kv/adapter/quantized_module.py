@@ -1,9 +1,11 @@
-"""Operators that keep a module's weights quantised: what a GGUF file holds stays as it is stored."""
+"""Operators that keep a module's weights quantised, or at 16 bits: what a GGUF file holds stays as it is stored."""
 
 from __future__ import annotations
 
 import logging
 import weakref
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +18,12 @@ from hetero_kv.adapter.operator import Operator
 from hetero_kv.adapter.weight_settings import AS_STORED, AUTO, BF16, FP32, Q8_0, QUANTISED, WeightSettings
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.weights.quantised_weight import QuantisedWeight, packable
+from hetero_kv.weights.quantised_weight import QuantisedWeight, packable, stored_name
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
+
+    from hetero_kv.weights.expert_weights import ExpertWeights
 
 _logger = logging.getLogger(__name__)
 # An attribute of a parameter: what was quantised from it, as long as that is in use.
@@ -28,18 +32,93 @@ _DTYPES = {FP32: torch.float32, BF16: torch.bfloat16}
 
 
 class QuantizedModule(Operator):
+    """A module whose weights are kept quantised where the settings say so."""
+
+    settings_class = WeightSettings
+    prefills_exactly = True
+    continues_exactly = True
+    wrapped: Any
+    dtype: torch.dtype
+
+    @classmethod
+    def is_wanted(cls, module: Any, settings: Any) -> bool:
+        """Whether there is anything to do: weights that are loaded as numbers stay so unless another type is asked."""
+        parameter = cls.parameter_of(module)
+        if settings.weights in (AUTO, AS_STORED):
+            return bool(parameter.is_meta)
+        return _DTYPES.get(settings.weights) is not parameter.dtype
+
+    @classmethod
+    @abstractmethod
+    def parameter_of(cls, module: Any) -> nn.Parameter:
+        """One of a module's weights that the operator keeps."""
+
+    @abstractmethod
+    def held(self) -> Iterator[QuantisedWeight | ExpertWeights]:
+        """The weights that are packed now."""
+
+    @abstractmethod
+    def weight_sizes(self, stored: Mapping[str, str], dtype: torch.dtype | None = None) -> dict[int, int]:
+        """What the weights will take when they are loaded on a CPU: id of the parameter -> bytes.
+
+        Args:
+            stored: parameter -> GGML's name of the type that its file holds (`WeightMap.stored_types`).
+            dtype: of the model; None for the one it has.
+        """
+
+    def waits_for_blocks(self) -> bool:
+        """Whether the operator is there for the blocks of a file alone: it leaves numbers as they are."""
+        return self.settings.weights in (AUTO, AS_STORED)
+
+    def kept_as(self, stored: str | None, columns: int) -> str | None:
+        """The type, by GGML's name, that weights are packed in; None for numbers.
+
+        Args:
+            stored: GGML's name of the type that the file holds; None where no file does.
+            columns: of the matrix.
+        """
+        wanted = QUANTISED.get(self.settings.weights)
+        stored = stored_name(stored, columns) if stored is not None else None
+        if stored is not None and self.waits_for_blocks():
+            wanted = stored if packable(stored, columns) else QUANTISED[Q8_0]
+        return wanted if wanted is not None and packable(wanted, columns) else None
+
+    def number_type(self, dtype: torch.dtype | None = None) -> torch.dtype:
+        """The type of weights that are kept as numbers, in a model of `dtype`; None for the one it has."""
+        return _DTYPES.get(self.settings.weights) or dtype or self.dtype
+
+    def converted(self, numbers: torch.Tensor, columns: int) -> torch.Tensor:
+        """Weights that are kept as numbers, rows of `columns`, in their type; says so where codes were asked for."""
+        if asked := QUANTISED.get(self.settings.weights):
+            _logger.warning(
+                "%s: rows of %d weights are no whole blocks of %s; they are kept as numbers", self.path, columns, asked
+            )
+        return numbers.to(self.number_type())
+
+    def require_kernels(self, device: torch.device) -> None:
+        """Raise UnsupportedModelError where weights to be quantised lie on another device than a CPU."""
+        if device.type != "cpu":
+            raise UnsupportedModelError(
+                f"{self.path}: weights is {self.settings.weights!r}, and the model computes on {device}, where there "
+                "are no kernels for quantised weights; set weights to auto, or device to cpu"
+            )
+
+    def warn_of_missing_kernels(self, stored: str, kept: str | None, columns: int) -> None:
+        """Say that a file's type `stored` becomes `kept`, where nobody asked for that."""
+        if stored_name(stored, columns) is not None and self.waits_for_blocks():
+            kept = kept or "numbers"
+            _logger.warning("%s: there are no kernels for %s; its weights are kept as %s", self.path, stored, kept)
+
+
+class QuantizedMatrix(QuantizedModule):
     """A module with one weight matrix, which it keeps quantised where the settings say so.
 
     Attributes:
         quantised: the matrix; None while the wrapped module has it, as numbers.
     """
 
-    settings_class = WeightSettings
-    prefills_exactly = True
-    continues_exactly = True
     #: The kinds of module that it can stand for; a subclass of theirs computes something else.
     replaces: type[nn.Module]
-    wrapped: Any
 
     def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
@@ -56,15 +135,12 @@ class QuantizedModule(Operator):
             )
 
     @classmethod
-    def is_wanted(cls, module: Any, settings: Any) -> bool:
-        """Whether there is anything to do: weights that are loaded as numbers stay so unless another type is asked."""
-        if settings.weights in (AUTO, AS_STORED):
-            return bool(module.weight.is_meta)
-        return _DTYPES.get(settings.weights) is not module.weight.dtype
+    def parameter_of(cls, module: Any) -> nn.Parameter:
+        return module.weight
 
-    def waits_for_blocks(self) -> bool:
-        """Whether the operator is there for the blocks of a file alone: it leaves numbers as they are."""
-        return self.settings.weights in (AUTO, AS_STORED)
+    def held(self) -> Iterator[QuantisedWeight]:
+        if self.quantised is not None:
+            yield self.quantised
 
     def install(self) -> None:
         if self.quantised is not None:
@@ -108,45 +184,25 @@ class QuantizedModule(Operator):
         """
         import gguf  # who calls this has read a file with it
 
-        stored = kind.name if gguf.GGML_QUANT_SIZES[kind][0] > 1 else None
-        wanted = self.kept_as(stored, shape[1])
-        if wanted is not None and wanted == stored:
+        wanted = self.kept_as(kind.name, shape[1])
+        if wanted is not None and wanted == kind.name:
             self._keep(QuantisedWeight.of_blocks(blocks, wanted, shape[1]))
             return
         # Numbers of a file are a view of it, and it is mapped and may go: a copy of these.
         unpacked = np.require(gguf.dequantize(blocks, kind), requirements=["W"])
         numbers = torch.from_numpy(unpacked).reshape(shape)
-        if stored is not None and self.settings.weights in (AUTO, AS_STORED):
-            kept = wanted or "numbers"
-            _logger.warning("%s: there are no kernels for %s; its weights are kept as %s", self.path, stored, kept)
+        self.warn_of_missing_kernels(kind.name, wanted, shape[1])
         self._take_numbers(numbers, wanted)
 
-    def kept_as(self, stored: str | None, columns: int) -> str | None:
-        """The quantised type, by GGML's name, that weights are kept in; None for numbers.
-
-        Args:
-            stored: the quantised type of the file's blocks; None for numbers.
-            columns: of the matrix.
-        """
-        wanted = QUANTISED.get(self.settings.weights)
-        if stored is not None and self.settings.weights in (AUTO, AS_STORED):
-            wanted = stored if packable(stored, columns) else QUANTISED[Q8_0]
-        return wanted if wanted is not None and packable(wanted, columns) else None
-
-    def weight_bytes(self, stored: str | None, dtype: torch.dtype | None = None) -> int:
-        """What the weights will take when they are loaded on a CPU, bytes.
-
-        Args:
-            stored: as of `kept_as`.
-            dtype: of the model; None for the one it has.
-        """
+    def weight_sizes(self, stored: Mapping[str, str], dtype: torch.dtype | None = None) -> dict[int, int]:
         rows, columns = self.wrapped.weight.shape
-        kept = self.kept_as(stored, columns)
+        kept = self.kept_as(stored.get(f"{self.path}.weight"), columns)
+        size = rows * columns * self.number_type(dtype).itemsize
         if kept is not None:
-            return FORMATS[kept].packed_bytes(rows, columns)
-        return rows * columns * (_DTYPES.get(self.settings.weights) or dtype or self.dtype).itemsize
+            size = FORMATS[kept].packed_bytes(rows, columns)
+        return {id(self.wrapped.weight): size}
 
-    def share(self, other: QuantizedModule) -> bool:
+    def share(self, other: QuantizedMatrix) -> bool:
         """Take the weights of `other`, which are tied to these; False where it has none to share."""
         if other.quantised is None:
             return False
@@ -155,20 +211,11 @@ class QuantizedModule(Operator):
 
     def _take_numbers(self, numbers: torch.Tensor, wanted: str | None) -> None:
         """Keep the weights as type `wanted`, or as numbers."""
-        if wanted is not None and numbers.device.type != "cpu":
-            raise UnsupportedModelError(
-                f"{self.path}: weights is {self.settings.weights!r}, and the model computes on {numbers.device}, where "
-                "there are no kernels for quantised weights; set weights to auto, or device to cpu"
-            )
-        if wanted is not None:
-            self._keep(QuantisedWeight.of_numbers(numbers, wanted))
+        if wanted is None:
+            self._give(self.converted(numbers, numbers.shape[1]))
             return
-        if asked := QUANTISED.get(self.settings.weights):
-            _logger.warning(
-                "%s: rows of %d weights are no whole blocks of %s; they are kept as numbers",
-                self.path, numbers.shape[1], asked,
-            )  # fmt: skip
-        self._give(numbers.to(_DTYPES.get(self.settings.weights, self.dtype)))
+        self.require_kernels(numbers.device)
+        self._keep(QuantisedWeight.of_numbers(numbers, wanted))
 
     def _keep(self, quantised: QuantisedWeight) -> None:
         self.quantised, self.packed = quantised, quantised.data
@@ -179,7 +226,7 @@ class QuantizedModule(Operator):
         self.wrapped.weight = nn.Parameter(numbers, requires_grad=False)
 
 
-class QuantizedLinear(QuantizedModule):
+class QuantizedLinear(QuantizedMatrix):
     """A linear layer over quantised weights.
 
     Few rows (a decoded token, a batch, a short question) are multiplied with the codes, activations quantised to int8
@@ -206,7 +253,7 @@ class QuantizedLinear(QuantizedModule):
         return y if bias is None else y + bias
 
 
-class QuantizedEmbedding(QuantizedModule):
+class QuantizedEmbedding(QuantizedMatrix):
     """An embedding over quantised weights: a token's row is unpacked when it is looked up."""
 
     meaning = "an embedding whose weights stay quantised as their file holds them, or are quantised"

@@ -229,7 +229,10 @@ def _has_form(layer: Any, operator: Any) -> bool:
     if {name for name, _ in layer.mlp.named_children()} != {*_MLP, "act_fn"}:
         return False
     matrices = [getattr(attention, name) for name in _PROJECTIONS] + [getattr(layer.mlp, name) for name in _MLP]
-    if not all(isinstance(matrix, QuantizedLinear) and matrix.quantised is not None for matrix in matrices):
+    if not all(
+        isinstance(matrix, QuantizedLinear) and matrix.quantised is not None and matrix.quantised.has_codes
+        for matrix in matrices
+    ):
         return False
     biases = [matrix.bias is not None for matrix in matrices]
     norms = [layer.input_layernorm, layer.post_attention_layernorm]

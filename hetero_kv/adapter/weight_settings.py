@@ -13,12 +13,12 @@ QUANTISED = {Q8_0: "Q8_0", Q4_0: "Q4_0"}
 
 @dataclass(frozen=True)
 class WeightSettings(Settings):
-    """The settings of QuantizedLinear and QuantizedEmbedding."""
+    """The settings of QuantizedLinear, QuantizedEmbedding and QuantizedExperts."""
 
     weights: str = setting(
         AUTO,
-        "how weights are kept in memory: auto and as_stored keep a GGUF file's quantised blocks as they are, where the "
-        "model computes on the CPU, and leave other weights in the model's dtype; fp32 and bf16 unpack them; q8_0 and "
-        "q4_0 quantise what has another type",
+        "how weights are kept in memory: auto and as_stored keep a GGUF file's quantised blocks and its numbers of 16 "
+        "bits as they are, where the model computes on the CPU, and leave other weights in the model's dtype; fp32 and "
+        "bf16 unpack them; q8_0 and q4_0 quantise what has another type",
         choices=CHOICES,
     )

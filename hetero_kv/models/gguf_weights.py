@@ -1,9 +1,9 @@
 """The tensors of a GGUF file, put into a model that stands there without its weights.
 
-Names and conversions are transformers' own (`modeling_gguf_pytorch_utils`). A module that has a method `load_blocks`
-takes the file's quantised blocks as they are, where the conversion of its weight does no more than reorder rows;
-everything else is unpacked to a parameter. Where transformers merges or splits tensors, the model is not put together
-here.
+Names and conversions are transformers' own (`modeling_gguf_pytorch_utils`), but for a mixture's experts
+(`models/gguf_experts.py`). A module that has a method `load_blocks` or `load_experts` takes the file's quantised blocks
+as they are, where the conversion of its weight does no more than reorder rows; everything else is unpacked to a
+parameter. Where transformers merges or splits other tensors, the model is not put together here.
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ from torch import nn
 from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 
 from hetero_kv.models.errors import ModelError
+from hetero_kv.models.gguf_experts import (
+    ExpertPlace,
+    expert_places,
+    load_expert_tensor,
+    require_shape,
+    set_parameter,
+)
 from hetero_kv.models.gguf_file import GGUFFile, TensorInfo
 from hetero_kv.models.gguf_reading import tensor_data
 from hetero_kv.models.progress import ProgressReport
@@ -28,10 +35,11 @@ class WeightMap:
 
     Attributes:
         targets: GGUF's name -> the parameter's.
+        experts: GGUF's name -> the place of a tensor of experts in a parameter.
     """
 
-    def __init__(self, processor: Any, targets: dict[str, str]) -> None:
-        self.processor, self.targets = processor, targets
+    def __init__(self, processor: Any, targets: dict[str, str], experts: dict[str, ExpertPlace]) -> None:
+        self.processor, self.targets, self.experts = processor, targets, experts
 
     @classmethod
     def of(cls, model: Any, file: GGUFFile) -> WeightMap | None:
@@ -41,15 +49,22 @@ class WeightMap:
             names = transformers_gguf.get_gguf_hf_weights_map
         except AttributeError:
             return None
-        processor_class = processors.get(file.architecture, plain)
-        merges = ("preprocess_name", "perform_fallback_tensor_mapping")
-        if any(getattr(processor_class, name) is not getattr(plain, name) for name in merges):
+        processor = processors.get(file.architecture, plain)(config=model.config.get_text_config().to_dict())
+        try:
+            targets = names(model, processor)
+        except NotImplementedError:
+            # A model that GGUF has under another's name, as Mixtral under Llama's.
+            targets = names(model, processor, model_type=file.architecture)
+        experts = expert_places(model, file)
+        single = [info for info in file.tensors if info.name not in experts]
+        if any(processor.process(_numbered(info), info.name).name != info.name for info in single):
             return None
-        processor = processor_class(config=model.config.get_text_config().to_dict())
-        targets = names(model, processor)
-        if any(processor.process(_numbered(info), info.name).name != info.name for info in file.tensors):
+        # Of a parameter that is no module's `weight` the file's tensor is called so all the same.
+        found = {info.name: targets.get(info.name) or targets.get(info.name.removesuffix(".weight")) for info in single}
+        mapped = {name: target for name, target in found.items() if target is not None}
+        if len(set(mapped.values())) < len(mapped) or not set(mapped.values()) <= model.state_dict().keys():
             return None
-        return cls(processor, {name: targets[name] for name in file.tensor_names & targets.keys()})
+        return cls(processor, mapped, experts)
 
     def row_order(self, info: TensorInfo) -> np.ndarray | None:
         """The order in which the tensor's rows are a parameter's; None where the conversion does something else."""
@@ -64,14 +79,19 @@ class WeightMap:
         return order.astype(np.int64) if (np.sort(order) == np.arange(rows)).all() else None
 
     def stored_types(self, file: GGUFFile) -> dict[str, str]:
-        """Parameter -> GGML's name of the quantised type that a module may take its blocks in."""
-        return {
+        """Parameter -> GGML's name of the type that a module may take its blocks in.
+
+        Where gate and up projections of experts are one parameter, it is named with ".gate" and with ".up" behind.
+        """
+        experts = {
+            place.parameter + (f".{place.part}" if place.part else ""): info.quantization.name
+            for info in file.tensors
+            if (place := self.experts.get(info.name)) is not None and len(info.shape) == 3
+        }
+        return experts | {
             self.targets[info.name]: info.quantization.name
             for info in file.tensors
-            if info.name in self.targets
-            and len(info.shape) == 2
-            and gguf.GGML_QUANT_SIZES[info.quantization][0] > 1
-            and self.row_order(info) is not None
+            if info.name in self.targets and len(info.shape) == 2 and self.row_order(info) is not None
         }
 
     def numbers(self, info: TensorInfo, data: np.ndarray) -> np.ndarray:
@@ -97,7 +117,9 @@ def load_weights(model: Any, file: GGUFFile, weights: WeightMap, dtype: torch.dt
     tied = _tied(model)
     done, total = 0, sum(info.nbytes for info in file.tensors)
     for info, data in tensor_data(file):
-        if info.name in weights.targets:
+        if info.name in weights.experts:
+            load_expert_tensor(model, weights.experts[info.name], info, data, dtype)
+        elif info.name in weights.targets:
             _load(model, weights, info, data, dtype)
         done += info.nbytes
         report("reading weights", done, total)
@@ -119,29 +141,21 @@ def _load(model: nn.Module, weights: WeightMap, info: TensorInfo, data: np.ndarr
     if load_blocks is not None and leaf == "weight" and len(info.shape) == 2:
         order = weights.row_order(info)
         if order is not None:
-            _require_shape(info, expected, info.shape)
+            require_shape(info, expected, info.shape)
             rows = data.reshape(info.shape[0], -1)
             identity = (order == np.arange(len(order))).all()
             blocks = rows if identity else rows[order]
             load_blocks(np.ascontiguousarray(blocks).view(np.uint8), info.quantization, info.shape)
             return
     numbers = weights.numbers(info, data)
-    _require_shape(info, expected, numbers.shape)
+    require_shape(info, expected, numbers.shape)
     # A copy: the file is mapped and may go.
     tensor = torch.from_numpy(np.array(numbers)).to(dtype)
-    _set_parameter(module, leaf, nn.Parameter(tensor, requires_grad=False))
+    set_parameter(module, leaf, nn.Parameter(tensor, requires_grad=False))
 
 
 def _shape(module: Any, leaf: str) -> tuple[int, ...]:
     return tuple(getattr(module, leaf).shape)
-
-
-def _require_shape(info: TensorInfo, expected: tuple[int, ...], given: tuple[int, ...]) -> None:
-    if tuple(given) != expected:
-        raise ModelError(
-            f"tensor {info.name!r} is {list(given)} and the model has {list(expected)} there; give weights that belong "
-            "to the configuration"
-        )
 
 
 def _tied(model: Any) -> dict[str, str]:
@@ -164,11 +178,4 @@ def _tie(model: nn.Module, place: str, source: str) -> None:
         return
     numbers = getattr(other, source_leaf)
     parameter = numbers if isinstance(numbers, nn.Parameter) else nn.Parameter(numbers, requires_grad=False)
-    _set_parameter(module, leaf, parameter)
-
-
-def _set_parameter(module: Any, leaf: str, parameter: nn.Parameter) -> None:
-    """Exchange a parameter of a module, or of the one that it stands for."""
-    while leaf not in module._parameters:
-        module = module.wrapped
-    module._parameters[leaf] = parameter
+    set_parameter(module, leaf, parameter)

@@ -198,8 +198,8 @@ def _weight_bytes(model: nn.Module, dtype: torch.dtype | None, stored: Mapping[s
     sizes: dict[int, int] = {}
     for module in model.modules():
         if packed and isinstance(module, QuantizedModule):
-            size = module.weight_bytes(stored.get(f"{module.path}.weight"), dtype)
-            sizes.setdefault(id(module.wrapped.weight), size)
+            for parameter, size in module.weight_sizes(stored, dtype).items():
+                sizes.setdefault(parameter, size)
     for tensor in (*model.parameters(), *model.buffers()):
         element = dtype.itemsize if dtype and tensor.is_floating_point() else tensor.element_size()
         sizes.setdefault(id(tensor), tensor.numel() * element)

@@ -238,7 +238,7 @@ def _take_out(model: nn.Module, injection: Injection) -> None:
 def _plan(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, type[Operator]]]:
     """Which rule and operator class each replaced module gets. Raises before anything is changed."""
     modules = {path: module for path, module in model.named_modules() if path}
-    unused = list(rule_set.rules)
+    unused = [rule for rule in rule_set.rules if not rule.optional]
     plan: dict[str, tuple[Rule, type[Operator]]] = {}
     closed: list[str] = []
     for path, module in modules.items():

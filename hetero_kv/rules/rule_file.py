@@ -182,8 +182,15 @@ def _parent(name: str, where: str, source: str, path: Path | None) -> Path:
     return found
 
 
+def _yes_or_no(content: Mapping[str, Any], key: str, default: bool, source: str) -> bool:
+    value = content.get(key, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{located(source, content, key)}: {key} is {shown(value)}; it must be true or false")
+    return value
+
+
 def _rule(content: Any, source: str, reading: _Reading) -> Rule:
-    content = _mapping(content, source, ("match", "replace", "recursive"), "a rule")
+    content = _mapping(content, source, ("match", "replace", "recursive", "optional"), "a rule")
     for required in ("match", "replace"):
         if required not in content:
             raise ConfigError(f"{located(source, content)}: no {required!r}; a rule needs match and replace")
@@ -195,11 +202,7 @@ def _rule(content: Any, source: str, reading: _Reading) -> Rule:
             )
     if not match:
         raise ConfigError(f"{located(f'{source}: match', content, 'match')}: give name, class, or both")
-    recursive = content.get("recursive", True)
-    if not isinstance(recursive, bool):
-        raise ConfigError(
-            f"{located(source, content, 'recursive')}: recursive is {shown(recursive)}; it must be true or false"
-        )
+    recursive, optional = _yes_or_no(content, "recursive", True, source), _yes_or_no(content, "optional", False, source)
     replace_with = _mapping(content["replace"], f"{source}: replace", ("class", "kwargs"), "replace")
     where = located(f"{source}: replace", replace_with, "class")
     operator_name = replace_with.get("class")
@@ -213,6 +216,7 @@ def _rule(content: Any, source: str, reading: _Reading) -> Rule:
         operator,
         operator_name,
         recursive=recursive,
+        optional=optional,
     )
     kwargs = replace_with.get("kwargs")
     classes = [owner.settings for owner in owners_of(operator, _choice(operator, kwargs))] if operator else []

@@ -46,6 +46,7 @@ class Rule:
         operator_name: the operator as the file spells it ("default" for none).
         kwargs: the operator's settings under their own names, checked.
         recursive: False keeps all later matching out of the module's children.
+        optional: whether it may match nothing in a model.
         file: the file that it is a rule of.
     """
 
@@ -56,6 +57,7 @@ class Rule:
     operator_name: str
     kwargs: dict[str, Any] = field(default_factory=dict)
     recursive: bool = True
+    optional: bool = False
     file: RuleFile | None = field(default=None, compare=False, repr=False)
 
     @property

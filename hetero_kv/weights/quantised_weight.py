@@ -21,10 +21,12 @@ FEW_ROWS = 32
 _PIECE_BYTES = 8 << 20
 """Of weights that are unpacked at a time: small enough to stay in a shared cache until they are multiplied."""
 _STEP_ROWS = 4096
+_SHORT_NUMBERS = frozenset({"F16", "BF16"})
+_WIDE_NUMBERS = frozenset({"F32", "F64", "I8", "I16", "I32", "I64"})
 _VIEWS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.uint16}
 
 
-def _threads() -> int:
+def kernel_threads_of_torch() -> int:
     """As many as torch has."""
     return at_most(torch.get_num_threads())
 
@@ -49,8 +51,18 @@ def packable(name: str, columns: int) -> bool:
     return name in FORMATS and columns % FORMATS[name].columns == 0
 
 
+def stored_name(name: str, columns: int) -> str | None:
+    """The type that GGML's type `name` counts as for rows of `columns` weights; None for one that is loaded as numbers.
+
+    Numbers of 16 bits stay in their type where there are kernels for such rows; of 32 bits and more they are numbers.
+    """
+    if name in _WIDE_NUMBERS or (name in _SHORT_NUMBERS and not packable(name, columns)):
+        return None
+    return name
+
+
 class QuantisedWeight:
-    """A matrix [rows, columns] of quantised weights.
+    """A matrix [rows, columns] of quantised weights, or of numbers of 16 bits.
 
     Attributes:
         data: the packed bytes, a uint8 tensor.
@@ -64,7 +76,7 @@ class QuantisedWeight:
     @classmethod
     def of_blocks(cls, blocks: np.ndarray, name: str, columns: int) -> QuantisedWeight:
         """Pack GGML's blocks [rows, bytes of a row] uint8 of format `name`."""
-        return cls(PackedMatrix.of_blocks(blocks, name, columns, _threads()))
+        return cls(PackedMatrix.of_blocks(blocks, name, columns, kernel_threads_of_torch()))
 
     @classmethod
     def of_numbers(cls, weight: torch.Tensor, name: str) -> QuantisedWeight:
@@ -92,6 +104,11 @@ class QuantisedWeight:
         return self.matrix.name
 
     @property
+    def has_codes(self) -> bool:
+        """Whether activations are quantised for it; 16-bit numbers take them as they are."""
+        return not self.matrix.layout.number
+
+    @property
     def shape(self) -> torch.Size:
         """[rows, columns]."""
         return torch.Size((self.matrix.rows, self.matrix.columns))
@@ -105,7 +122,7 @@ class QuantisedWeight:
         """x [rows, columns] @ weight.T, in x's dtype. Activations of few rows are quantised to int8."""
         if len(x) > FEW_ROWS:
             return self._multiply_unpacked(x)
-        out = multiply(x.detach().float().contiguous().numpy(), (self.matrix,), _threads())[0]
+        out = multiply(x.detach().float().contiguous().numpy(), (self.matrix,), kernel_threads_of_torch())[0]
         return torch.from_numpy(out).to(x.dtype)
 
     def _multiply_unpacked(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +140,7 @@ class QuantisedWeight:
         """Rows of `tiles` tiles, transposed: [columns, rows], in room that the next call writes over."""
         room = _SCRATCH.of(self.matrix.columns, tiles * TILE, dtype)
         bits = room.view(torch.uint16) if dtype is torch.bfloat16 else room
-        unpack_tiles(self.matrix, bits.numpy().view(_VIEWS[dtype]), first_tile, _threads())
+        unpack_tiles(self.matrix, bits.numpy().view(_VIEWS[dtype]), first_tile, kernel_threads_of_torch())
         return room
 
     def compile_kernels(self, dtype: torch.dtype) -> None:
@@ -134,7 +151,7 @@ class QuantisedWeight:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` [n] as float32 [n, columns]."""
-        return torch.from_numpy(read_rows(self.matrix, ids.to("cpu", torch.int64).numpy(), _threads()))
+        return torch.from_numpy(read_rows(self.matrix, ids.to("cpu", torch.int64).numpy(), kernel_threads_of_torch()))
 
     def parameter(self, dtype: torch.dtype) -> nn.Parameter:
         """The matrix as a parameter; the same for all modules that are tied, as long as one of them has it."""

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from cpu_ops import weight_dots
 from cpu_ops.activations import quantise_rows
 from cpu_ops.cpu_features import available, forced_isa
-from cpu_ops.quantised_linear import PackedMatrix, multiply
+from cpu_ops.quantised_linear import PackedMatrix, multiply, multiply_runs
 from cpu_ops.weight_formats import FORMATS, format_named
 from cpu_ops.weight_unpack import read_rows, unpack_tiles
 from tests.quantised_blocks import dequantised, random_blocks
+
+CODED = [name for name, layout in FORMATS.items() if not layout.number]
 
 
 def quantised_activations(x):
@@ -32,9 +34,9 @@ def activations(rows, columns, seed=0):
     return np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
 
 
-def require_products(out, x, numbers):
-    """That out is x, as int8 codes, times numbers, to float32's rounding of the sums."""
-    exact = quantised_activations(x)[3].astype(np.float64)
+def require_products(out, x, numbers, name):
+    """That out is x, as int8 codes where weights are codes too, times numbers, to float32's rounding of the sums."""
+    exact = (x if FORMATS[name].number else quantised_activations(x)[3]).astype(np.float64)
     wanted = exact @ numbers.T.astype(np.float64)
     sizes = np.abs(exact) @ np.abs(numbers.T.astype(np.float64))
     assert (np.abs(out - wanted) <= 1e-5 * sizes + 1e-30).all()
@@ -42,7 +44,10 @@ def require_products(out, x, numbers):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_described_as_ggml_has_it(name):
-    assert gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]] == (FORMATS[name].columns, FORMATS[name].block_bytes)
+    columns, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    # A number is a block of its own there.
+    blocks = FORMATS[name].columns if FORMATS[name].number else 1
+    assert (columns * blocks, size * blocks) == (FORMATS[name].columns, FORMATS[name].block_bytes)
 
 
 @pytest.mark.parametrize("isa", available())
@@ -54,11 +59,11 @@ def test_products_with_codes_are_products_with_the_numbers(name, isa):
             packed = random_blocks(name, outputs, columns, seed=rows)
             x = activations(rows, columns, seed=outputs)
             out = multiply(x, [PackedMatrix.of_blocks(packed, name, columns)], threads)[0]
-            require_products(out, x, dequantised(packed, name))
+            require_products(out, x, dequantised(packed, name), name)
 
 
 @pytest.mark.skipif("avx2" not in available(), reason="needs AVX2")
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CODED)
 def test_products_without_dot_product_instructions_are_the_same(name, monkeypatch):
     """A CPU with AVX2 alone multiplies pairs of bytes to 16 bits, whose sums must not saturate."""
     monkeypatch.setattr(weight_dots, "dot_instruction", lambda: "avx2")
@@ -67,10 +72,11 @@ def test_products_without_dot_product_instructions_are_the_same(name, monkeypatc
         packed, x = random_blocks(name, 40, columns, seed), activations(5, columns, seed) * np.float32(size)
         # The largest codes and activations of either sign in some places.
         x[1] = np.sign(x[1])
-        require_products(multiply(x, [PackedMatrix.of_blocks(packed, name, columns)])[0], x, dequantised(packed, name))
+        out = multiply(x, [PackedMatrix.of_blocks(packed, name, columns)])[0]
+        require_products(out, x, dequantised(packed, name), name)
 
 
-@pytest.mark.parametrize("name", ["Q5_0", "Q8_0", "Q4_K"])
+@pytest.mark.parametrize("name", ["Q5_0", "Q8_0", "Q4_K", "BF16"])
 @settings(max_examples=30, deadline=None)
 @given(
     rows=st.integers(1, 33), outputs=st.integers(1, 70), blocks=st.integers(1, 6), seed=st.integers(0, 9999),
@@ -82,7 +88,7 @@ def test_products_of_any_shape(name, rows, outputs, blocks, seed, threads, split
     matrices = [PackedMatrix.of_blocks(each, name, columns) for each in packed]
     x = activations(rows, columns, seed)
     for out, each in zip(multiply(x, matrices, min(threads, 2)), packed, strict=True):
-        require_products(out, x, dequantised(each, name))
+        require_products(out, x, dequantised(each, name), name)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -97,7 +103,7 @@ def test_a_row_is_the_same_whatever_rows_are_beside_it(name):
 
 def test_extreme_codes_do_not_overflow():
     """The largest codes of either sign against the largest activations of either sign, on every instruction set."""
-    for name in FORMATS:
+    for name in CODED:
         layout = FORMATS[name]
         columns = 2 * layout.columns
         for fill in (0, 0x7F, 0x80, 0xFF):
@@ -116,7 +122,7 @@ def test_extreme_codes_do_not_overflow():
                 for isa in available():
                     with forced_isa(isa):
                         out = multiply(x, [PackedMatrix.of_blocks(blocks, name, columns)])[0]
-                    require_products(out, x, numbers)
+                    require_products(out, x, numbers, name)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -127,7 +133,7 @@ def test_unpacked_numbers_are_ggufs_to_the_bit(name):
     rows = np.array([49, 3, 3, 0])
     assert (read_rows(matrix, rows) == numbers[rows]).all()
     numbers_of = {np.float32: torch.float32, np.uint16: torch.bfloat16, np.float16: torch.float16}
-    for dtype, number in numbers_of.items() if name in ("Q5_1", "Q6_K") else [(np.uint16, torch.bfloat16)]:
+    for dtype, number in numbers_of.items() if name in ("Q5_1", "Q6_K", "F16") else [(np.uint16, torch.bfloat16)]:
         out = np.empty((columns, 48), dtype)
         unpack_tiles(matrix, out, first_tile=1)
         wanted = torch.from_numpy(numbers[16:]).to(number)
@@ -173,10 +179,33 @@ def test_several_python_threads_multiply_at_once():
     assert not wrong
 
 
+@pytest.mark.parametrize("names", [("Q4_K", "Q4_K"), ("Q4_K", "F16"), ("BF16", "BF16")])
+def test_runs_of_rows_have_matrices_of_their_own(names):
+    """Every run is what it is alone, in whatever formats its matrices are."""
+    x, ends = activations(9, 256), (1, 6, 9)
+    runs = []
+    for number, end in enumerate(ends):
+        matrices = [
+            PackedMatrix.of_blocks(random_blocks(name, rows, 256, seed=7 * number + rows), name, 256)
+            for name, rows in zip(names if number else names[::-1], (20, 33), strict=True)
+        ]
+        runs.append(((0, *ends)[number], end, matrices))
+    together = multiply_runs(x, runs, 2)
+    assert [each.shape for each in together] == [(9, 20), (9, 33)]
+    for first, end, matrices in runs:
+        for whole, alone in zip(together, multiply(x[first:end], matrices), strict=True):
+            assert (whole[first:end] == alone).all()
+
+
 def test_what_does_not_fit_is_refused():
     matrix = PackedMatrix.of_blocks(random_blocks("Q8_0", 20, 64), "Q8_0", 64)
     with pytest.raises(ValueError, match="must be"):
         multiply(activations(1, 96), [matrix])
+    with pytest.raises(ValueError, match="cover 3 rows"):
+        multiply_runs(activations(3, 64), [(0, 1, [matrix]), (2, 3, [matrix])])
+    other = PackedMatrix.of_blocks(random_blocks("Q8_0", 16, 64), "Q8_0", 64)
+    with pytest.raises(ValueError, match=r"\[20\] rows"):
+        multiply_runs(activations(3, 64), [(0, 1, [matrix]), (1, 3, [other])])
     with pytest.raises(TypeError, match="float64"):
         multiply(activations(1, 64).astype(np.float64), [matrix])
     with pytest.raises(ValueError, match="Q9_9"):

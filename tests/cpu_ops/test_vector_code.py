@@ -11,6 +11,9 @@ from cpu_ops.simd import emit_accumulate_rows, emit_score_rows
 from cpu_ops.storage import STORAGE_TYPES
 from cpu_ops.tiles import tiles_for
 from cpu_ops.vectors import INT, Vectors
+from cpu_ops.weight_dots import emit_tile
+from cpu_ops.weight_formats import FORMATS
+from cpu_ops.weight_numbers import emit_number_tile
 
 #: Triple, processor, and a multiply-add of whole vectors as its assembler writes it.
 PROCESSORS = {
@@ -60,15 +63,58 @@ def assembly(module, triple, cpu):
 @pytest.mark.parametrize("isa", ISAS)
 def test_inner_loops_are_vector_instructions(isa, storage):
     triple, cpu, multiply_add = PROCESSORS[isa]
-    try:
-        llvm.initialize_all_targets()
-        llvm.Target.from_triple(triple)
-    except RuntimeError:
-        pytest.skip(f"llvmlite has no target {triple}")
+    require_target(triple)
     text = assembly(inner_loops(isa, storage), triple, cpu)
     score, accumulate = re.split(r"\naccumulate:", text)
     assert re.search(multiply_add, score)
     assert re.search(multiply_add, accumulate)
+
+
+#: By the dot product's name: triple, processor, the instruction, and how sixteen bytes of a table are looked up.
+DOT_PRODUCTS = {
+    "vnni512": ("x86_64-linux-gnu", "znver5", r"vpdpbusd\s.*%zmm\d+", r"vpshufb\s.*%zmm\d+"),
+    "avx2": ("x86_64-linux-gnu", "haswell", r"vpmaddubsw\s.*%ymm\d+", r"vpshufb\s.*%ymm\d+"),
+    "dotprod": ("aarch64-linux-gnu", "neoverse-n1", r"sdot\s+v\d+\.4s, v\d+\.16b", r"tbl\s+v\d+\.16b"),
+    "generic": ("aarch64-linux-gnu", "cortex-a53", r"ml[as]\s+v\d+\.4s", r"bsl\s+v\d+\.16b|bi[tf]\s+v\d+\.16b"),
+}
+
+
+def require_target(triple):
+    llvm.initialize_all_targets()
+    try:
+        llvm.Target.from_triple(triple)
+    except RuntimeError:
+        pytest.skip(f"llvmlite has no target {triple}")
+
+
+@pytest.mark.parametrize("how", DOT_PRODUCTS)
+@pytest.mark.parametrize("name", ["Q4_K", "Q8_0", "IQ4_NL"])
+def test_products_with_codes_are_vector_instructions(name, how):
+    triple, cpu, dot, lookup = DOT_PRODUCTS[how]
+    require_target(triple)
+    module = ir.Module()
+    builder, arguments = function(module, "dots", *[INT] * 7)
+    emit_tile(builder, FORMATS[name], 2, how, *arguments)
+    builder.ret_void()
+    text = assembly(module, triple, cpu)
+    assert re.search(dot, text)
+    assert bool(re.search(lookup, text)) or not FORMATS[name].table
+    # Scales of float16 become float32 sixteen at a time, by no call of a function.
+    assert not re.search(r"\b(call|bl)\s", text)
+
+
+@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "generic"])
+@pytest.mark.parametrize("number", ["float16", "bfloat16"])
+def test_products_with_numbers_are_vector_instructions(number, isa):
+    triple, cpu, multiply_add = PROCESSORS[isa]
+    require_target(triple)
+    module = ir.Module()
+    builder, arguments = function(module, "dots", *[INT] * 5)
+    emit_number_tile(builder, number, 2, 2, *arguments)
+    builder.ret_void()
+    text = assembly(module, triple, cpu)
+    assert re.search(multiply_add, text)
+    assert not re.search(r"\b(call|bl)\s", text)
 
 
 @pytest.mark.parametrize("isa", ISAS)

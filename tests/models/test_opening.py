@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
+import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -9,6 +13,8 @@ from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject, load_model, open_model
 from hetero_kv.adapter.quantized_module import QuantizedEmbedding, QuantizedLinear
+from hetero_kv.models.gguf_file import GGUFFile
+from hetero_kv.models.gguf_reading import tensor_data
 
 SMALL = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32"}
 IDS = torch.tensor([[5, 9, 77, 31, 200, 8]])
@@ -33,7 +39,7 @@ def logits_of(model, ids):
     return model(ids, past_key_values=HeteroCache(model, 256)).logits
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
 def test_matrices_stay_as_the_file_stores_them(quantised_file, kind):
     path = quantised_file(kind)
     opened = open_model(path, dtype="float32")
@@ -48,6 +54,24 @@ def test_matrices_stay_as_the_file_stores_them(quantised_file, kind):
     torch.testing.assert_close(logits_of(model, long), unpacked(long).logits, rtol=1e-4, atol=1e-4)
     short, wanted = logits_of(model, IDS), unpacked(IDS).logits
     assert 0 < (short - wanted).norm() / wanted.norm() < 0.02
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_numbers_of_16_bits_stay_so(quantised_file, kind, caplog):
+    path = quantised_file(kind)
+    opened = open_model(path, dtype="float32")
+    inject(opened.model, "dense", command_line=SMALL)
+    model = opened.load().model
+    assert set(quantised(model).values()) == {kind}
+    assert len(quantised(model)) == 2 * 7 + 2
+    unpacked = load_model(path, dtype="float32").model
+    # Activations are not rounded, whatever the number of rows.
+    for ids in (IDS, IDS.repeat(1, 10), IDS[:, :1]):
+        torch.testing.assert_close(logits_of(model, ids), unpacked(ids).logits, rtol=1e-4, atol=1e-4)
+    eject(model)
+    for name, numbers in unpacked.state_dict().items():
+        assert torch.equal(model.state_dict()[name], numbers), name
+    assert not caplog.text
 
 
 def test_a_model_opened_without_rules_for_weights_is_a_loaded_one(quantised_file):
@@ -115,6 +139,27 @@ def test_numbers_stay_numbers_where_nothing_else_is_asked(tiny_directory):
     model = load_model(tiny_directory, dtype="float32").model
     inject(model, "dense", command_line=SMALL)
     assert not any(isinstance(module, QuantizedLinear | QuantizedEmbedding) for module in model.modules())
+
+
+def test_a_file_leaves_memory_as_its_tensors_are_taken(tmp_path):
+    path, size = tmp_path / "large.gguf", 1 << 18
+    writer = gguf.GGUFWriter(path, "qwen2")
+    for number in range(8):
+        writer.add_tensor(f"blk.{number}.attn_q.weight", np.full(size, number, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GGUFFile.read(path)
+    tracemalloc.start()
+    try:
+        for number, (_, data) in enumerate(tensor_data(file)):
+            assert (data == number).all()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # The one before is there until the next one is.
+    assert 4 * size <= peak < 3.5 * 4 * size
 
 
 def test_an_unknown_kind_of_weights_is_refused(tiny_directory):

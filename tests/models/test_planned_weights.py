@@ -53,6 +53,12 @@ def test_weights_take_what_is_planned(tiny_directory, tiny_gguf, tied, weights):
         assert planned(source, weights) == loaded(source, weights)
 
 
+@pytest.mark.parametrize("weights", ["auto", "q8_0"])
+def test_16_bits_are_planned_as_they_are_kept(write_tiny_gguf, tmp_path, weights):
+    path = write_tiny_gguf(tmp_path / "short.gguf", kind=GGMLQuantizationType.F16)
+    assert planned(path, weights) == loaded(path, weights) < planned(path, "fp32")
+
+
 def test_a_type_without_kernels_is_planned_as_it_is_kept(tied, monkeypatch):
     from cpu_ops.weight_formats import FORMATS
 

@@ -1,0 +1,212 @@
+"""A model of 7B size in Q4_K with a context of 32K tokens: what it takes in memory, and what a token takes.
+
+    python -m benchmarks.seven_billion --folder DIRECTORY [--tokens 32768] [--kv_types Q4_0,Q8_0,FP16] [--recipe dense]
+
+Writes a GGUF file of Qwen2-7B's shape with random Q4_K weights (4.3 GB; matrices share their bytes) into the directory,
+loads it in a process per storage type as any model is loaded, and removes it in the end. Prefilling 32K tokens through
+it takes hours on few cores, so the context is not prefilled: every layer stores random keys and values for all of its
+tokens, by the call with which an operator goes on from a recorded prefill. A question of 16 tokens and some decoded
+tokens follow. "Peak" is the process's largest resident memory, the interpreter and its libraries included; the C
+library is made to give back at once what is freed, as in `benchmarks.prefill_memory`. What prefilling would take beside
+the store is not in it: `hetero-kv plan` says that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.prefill_memory import RETURN_AT_ONCE
+from benchmarks.timing import seconds
+
+HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, DIM, VOCABULARY = 3584, 18944, 28, 28, 4, 128, 152_064
+GOAL = 6e9
+QUESTION, ANSWER = 16, 12
+_ROWS = {
+    "attn_q": (HEADS * DIM, HIDDEN), "attn_k": (KV_HEADS * DIM, HIDDEN), "attn_v": (KV_HEADS * DIM, HIDDEN),
+    "attn_output": (HIDDEN, HEADS * DIM), "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN),
+    "ffn_down": (HIDDEN, INNER),
+}  # fmt: skip
+
+
+def write_model(path: Path) -> None:
+    """Write the file."""
+    import gguf
+    from tokenizers import pre_tokenizers
+
+    kind, generator = gguf.GGMLQuantizationType.Q4_K, np.random.default_rng(0)
+    columns, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = generator.integers(0, 256, (VOCABULARY * HIDDEN // columns, size), np.uint8)
+    # Weights of mean 0 and deviation 0.02: codes are 7.5 scales above the minimum on average.
+    blocks[:, :4] = np.array([1e-4, 7.5e-4], np.float16).view(np.uint8)
+    writer = gguf.GGUFWriter(path, "qwen2")
+    writer.add_context_length(1 << 17)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_freq_base(1e6)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(VOCABULARY)
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "he", "<|endoftext|>"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * (len(tokens) - 1) + [3])
+    writer.add_token_merges(["h e"])
+    writer.add_eos_token_id(len(tokens) - 1)
+
+    def add_matrix(name: str, rows: int, width: int) -> None:
+        data = blocks[: rows * width // columns].reshape(rows, -1)
+        writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
+
+    for name in ("token_embd", "output"):
+        add_matrix(name, VOCABULARY, HIDDEN)
+    writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
+    for layer in range(LAYERS):
+        for name, shape in _ROWS.items():
+            add_matrix(f"blk.{layer}.{name}", *shape)
+        for name in ("attn_norm", "ffn_norm"):
+            writer.add_tensor(f"blk.{layer}.{name}.weight", np.ones(HIDDEN, np.float32))
+        for name in ("attn_q", "attn_k", "attn_v"):
+            bias = 0.1 * generator.standard_normal(_ROWS[name][0])
+            writer.add_tensor(f"blk.{layer}.{name}.bias", bias.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+class RandomPrompt:
+    """Keys and values of a prompt that nobody has prefilled (`hetero_kv.engine.recorded_prompt.RecordedPrompt`)."""
+
+    rotation = None
+
+    def __init__(self, tokens: int, dtype: torch.dtype, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.length = tokens
+        self.keys, self.values = (
+            torch.randn(1, KV_HEADS, tokens, DIM, generator=generator, dtype=dtype) for _ in range(2)
+        )
+
+    def show_last_queries(self, observation: Any) -> None:
+        """There are none."""
+        raise SystemExit("random keys come without queries; give a recipe that watches none, dense or quest")
+
+
+def fill(cache: Any, injection: Any, tokens: int, dtype: torch.dtype) -> None:
+    """Let every layer store random keys and values of `tokens` tokens."""
+    operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
+    with cache.forward(cache.spans([tokens], tokens), is_decode=False) as (step,):
+        for index, operator in operators.items():
+            operator.load_prefill(step.cohort.layers[index], step, RandomPrompt(tokens, dtype, index))
+    cache.columns = cache.columns.grown(tokens, [tokens])
+
+
+def peak_bytes() -> int:
+    """The largest resident memory of this process so far."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+def measured(path: str, tokens: int, kv_type: str, recipe: str) -> dict[str, float]:
+    """Load the file in this process, fill a context, answer: bytes and seconds."""
+    from hetero_kv import HeteroCache, inject, open_model
+    from hetero_kv.adapter.loaded_weights import LoadedWeights
+
+    opened = open_model(path, device="cpu", progress=lambda *progress: None)
+    injection = inject(opened.model, recipe, command_line={"kv_type": kv_type, "max_seq_len": tokens})
+    model = opened.load().model
+    loaded = peak_bytes()
+    with torch.no_grad():
+        injection.compile_kernels()
+        cache = HeteroCache(model, tokens)
+        fill(cache, injection, tokens - QUESTION - ANSWER, model.dtype)
+        ids = torch.randint(0, VOCABULARY, (1, QUESTION), generator=torch.Generator().manual_seed(0))
+        times: list[float] = []
+
+        def forward() -> None:
+            nonlocal ids
+            ids = model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)
+
+        question = seconds(forward)
+        times.extend(seconds(forward) for _ in range(ANSWER))
+    weights = LoadedWeights.of(model).size
+    held = cache.get_seq_length()
+    # The first tokens bring in what is loaded once.
+    token = statistics.median(times[3:])
+    return {
+        "weights": weights,
+        "loaded": loaded,
+        "held": held,
+        "peak": peak_bytes(),
+        "question": question,
+        "token": token,
+    }
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where the file is written; 4.3 GB are needed there")
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--kv_types", default="Q4_0,Q8_0,FP16")
+    parser.add_argument("--recipe", default="dense")
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        path, kv_type = arguments.measure
+        print(json.dumps(measured(path, arguments.tokens, kv_type, arguments.recipe)))
+        return
+    if arguments.folder is None:
+        parser.error("give --folder, where there is room for 4.3 GB")
+    folder = arguments.folder / "seven_billion"
+    folder.mkdir(parents=True)
+    try:
+        path = folder / "random-7b-q4_k.gguf"
+        write_model(path)
+        table = Table(title=f"Qwen2-7B's shape, random Q4_K, {arguments.recipe}, {arguments.tokens:,} tokens")
+        for column in (
+            "keys and values",
+            "file, GB",
+            "weights, GB",
+            "peak loaded, GB",
+            "peak, GB",
+            "≤ 6 GB",
+            "ms/token",
+        ):
+            table.add_column(column, justify="right")
+        for kv_type in arguments.kv_types.split(","):
+            run = _in_process_of_its_own(path, kv_type, arguments)
+            sizes = [f"{size / 1e9:.2f}" for size in (path.stat().st_size, run["weights"], run["loaded"], run["peak"])]
+            verdict = "yes" if run["peak"] <= GOAL else "no"
+            table.add_row(kv_type, *sizes, verdict, f"{1e3 * run['token']:.0f}")
+        Console().print(table)
+    finally:
+        shutil.rmtree(folder)
+
+
+def _in_process_of_its_own(path: Path, kv_type: str, arguments: argparse.Namespace) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.seven_billion", "--measure", str(path), kv_type]
+    command += ["--tokens", str(arguments.tokens), "--recipe", arguments.recipe]
+    output = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | RETURN_AT_ONCE
+    ).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Reading a group of columns of a packed tile, as LLVM vector code: codes, scales and minimums."""
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from cpu_ops.weight_formats import TILE, VECTORS, WeightFormat
+
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_FLOATS, _INTS = ir.VectorType(ir.FloatType(), TILE), ir.VectorType(_I32, TILE)
+_CODES = ir.VectorType(_I8, 4 * TILE)
+DOTS_SIGNATURE = types.void(*[types.int64] * 9)
+"""Of a kernel that multiplies tiles, of codes or of numbers; see `cpu_ops.weight_dots.dots_address`."""
+#: By the dot product in use: how a table of sixteen bytes is looked up, the intrinsic and its lanes.
+_LOOKUPS = {
+    "vnni512": ("llvm.x86.avx512.pshuf.b.512", 64),
+    "vnni256": ("llvm.x86.avx2.pshuf.b", 32),
+    "avx2": ("llvm.x86.avx2.pshuf.b", 32),
+    "dotprod": ("llvm.aarch64.neon.tbl1.v16i8", 16),
+}
+
+
+def splat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int = TILE) -> ir.Value:
+    vector = ir.VectorType(scalar.type, lanes)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
+    mask = ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes)
+    return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), mask)
+
+
+def load(builder: ir.IRBuilder, pointer: ir.Value, kind: ir.Type, at: int = 0) -> ir.Value:
+    """`kind` at `pointer` (to bytes) + `at` bytes, which need not be aligned."""
+    place = builder.gep(pointer, [ir.Constant(_I64, at)])
+    return builder.load(builder.bitcast(place, kind.as_pointer()), align=1, typ=kind)
+
+
+def call_intrinsic(builder: ir.IRBuilder, name: str, kind: ir.Type, *operands: ir.Value) -> ir.Value:
+    signature = ir.FunctionType(kind, [operand.type for operand in operands])
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), operands)
+
+
+def pieces_of(builder: ir.IRBuilder, vector: ir.Value, pieces: int) -> list[ir.Value]:
+    lanes = vector.type.count // pieces
+    undefined = ir.Constant(vector.type, ir.Undefined)
+    masks = [ir.Constant(ir.VectorType(_I32, lanes), list(range(i * lanes, (i + 1) * lanes))) for i in range(pieces)]
+    return [builder.shuffle_vector(vector, undefined, mask) for mask in masks]
+
+
+def joined(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
+    while len(parts) > 1:
+        lanes = 2 * parts[0].type.count
+        mask = ir.Constant(ir.VectorType(_I32, lanes), list(range(lanes)))
+        parts = [builder.shuffle_vector(a, b, mask) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def _shifted(builder: ir.IRBuilder, plane: ir.Value, right: int, mask: int) -> ir.Value:
+    """(plane >> right) & mask for every byte; a negative shift is one to the left."""
+    wide = ir.VectorType(_I16, 2 * TILE)
+    if right:
+        amount = ir.Constant(wide, [abs(right)] * wide.count)
+        moved = builder.bitcast(plane, wide)
+        plane = builder.bitcast(builder.lshr(moved, amount) if right > 0 else builder.shl(moved, amount), _CODES)
+    return builder.and_(plane, ir.Constant(_CODES, [mask] * _CODES.count))
+
+
+def unpacked_codes(
+    builder: ir.IRBuilder, layout: WeightFormat, group: ir.Value, how: str, offset: int = 0
+) -> list[ir.Value]:
+    """The eight vectors of codes of the group at `group`, or of what they stand for by the format's table.
+
+    how: the dot product in use (`cpu_ops.weight_dots.dot_instruction`). offset: added to signed codes, 0 or 128.
+    """
+    at = layout.scale_bytes
+    step = VECTORS * layout.low_bits // 8
+    low = [load(builder, group, _CODES, at + 64 * i) for i in range(step)]
+    codes = []
+    for vector in range(VECTORS):
+        if layout.low_bits == 8:
+            codes.append(low[vector])
+            continue
+        shift = layout.low_bits * (vector // step)
+        codes.append(_shifted(builder, low[vector % step], shift, 2**layout.low_bits - 1))
+    if layout.high_bits:
+        step = layout.high_bits
+        high = [load(builder, group, _CODES, at + layout.low_bytes + 64 * i) for i in range(step)]
+        mask = (2**layout.high_bits - 1) << layout.low_bits
+        for vector in range(VECTORS):
+            shift = layout.high_bits * (vector // step) - layout.low_bits
+            codes[vector] = builder.or_(codes[vector], _shifted(builder, high[vector % step], shift, mask))
+    if layout.table:
+        return [_looked_up(builder, each, [value + offset & 255 for value in layout.table], how) for each in codes]
+    if offset and layout.signed:
+        flip = ir.Constant(_CODES, [offset] * _CODES.count)
+        codes = [builder.xor(each, flip) for each in codes]
+    return codes
+
+
+def _looked_up(builder: ir.IRBuilder, codes: ir.Value, table: list[int], how: str) -> ir.Value:
+    """table[code] of every byte of `codes`, which are below 16."""
+    if how in _LOOKUPS:
+        name, lanes = _LOOKUPS[how]
+        kind = ir.VectorType(_I8, lanes)
+        values = ir.Constant(kind, table * (lanes // len(table)))
+        parts = pieces_of(builder, codes, _CODES.count // lanes)
+        return joined(builder, [call_intrinsic(builder, name, kind, values, part) for part in parts])
+    # Bit by bit, halving what is left of the table.
+    left = [ir.Constant(_CODES, [value] * _CODES.count) for value in table]
+    for bit in range(4):
+        mask = ir.Constant(_CODES, [1 << bit] * _CODES.count)
+        is_set = builder.icmp_unsigned("!=", builder.and_(codes, mask), ir.Constant(_CODES, None))
+        left = [builder.select(is_set, odd, even) for even, odd in zip(left[::2], left[1::2], strict=True)]
+    return left[0]
+
+
+def _halves(builder: ir.IRBuilder, pointer: ir.Value, at: int) -> ir.Value:
+    return builder.fpext(load(builder, pointer, ir.VectorType(ir.HalfType(), TILE), at), _FLOATS)
+
+
+def _powers(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
+    """2^(e - 128) for sixteen bytes e; 2^-128 and 2^-127 are subnormal."""
+    exponents = builder.zext(load(builder, pointer, ir.VectorType(_I8, TILE)), _INTS)
+
+    def every(value: int) -> ir.Constant:
+        return ir.Constant(_INTS, [value] * TILE)
+
+    normal = builder.shl(builder.sub(exponents, every(1)), every(23))
+    small = builder.shl(every(1 << 21), builder.and_(exponents, every(1)))
+    bits = builder.select(builder.icmp_unsigned("<", exponents, every(2)), small, normal)
+    return builder.bitcast(bits, _FLOATS)
+
+
+def _small_ints(builder: ir.IRBuilder, pointer: ir.Value, at: int, signed: bool) -> ir.Value:
+    ints = load(builder, pointer, ir.VectorType(_I8, TILE), at)
+    return builder.sitofp(builder.sext(ints, _INTS) if signed else builder.zext(ints, _INTS), _FLOATS)
+
+
+def group_scales(
+    builder: ir.IRBuilder, layout: WeightFormat, block: ir.Value, group: ir.Value
+) -> tuple[list[ir.Value], list[ir.Value]]:
+    """Scales and minimums (added; none where the format has none) of a group's parts, vectors of sixteen rows."""
+    if layout.exponents:
+        return [_powers(builder, group)], []
+    if not layout.two_levels:
+        return [_halves(builder, group, 0)], [_halves(builder, group, 2 * TILE)] * layout.has_minimum
+    first = _halves(builder, block, 0)
+    scales = [
+        builder.fmul(first, _small_ints(builder, group, part * TILE, layout.signed_scales))
+        for part in range(layout.scales)
+    ]
+    if not layout.has_minimum:
+        return scales, []
+    first = builder.fneg(_halves(builder, block, 2 * TILE))
+    places = [(layout.scales + part) * TILE for part in range(layout.scales)]
+    return scales, [builder.fmul(first, _small_ints(builder, group, at, False)) for at in places]

@@ -1,0 +1,225 @@
+"""The experts of a mixture, whose weights stay quantised: a token reads those of the experts that it is routed to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from cpu_ops.weight_formats import FORMATS
+from hetero_kv.adapter.quantized_module import QuantizedModule
+from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.weights.expert_weights import ExpertWeights, multiply_experts
+from hetero_kv.weights.quantised_weight import FEW_ROWS
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+_logger = logging.getLogger(__name__)
+_FORM = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_experts")
+
+
+class QuantizedExperts(QuantizedModule):
+    """The experts of a mixture: modules of transformers' experts interface, Mixtral's, Qwen's and gpt-oss's among them.
+
+    Which experts a token goes to, and what lies between their two projections, is the wrapped module's. Few rows of an
+    expert are multiplied with its codes, all experts of a token in one call; where a prompt has more for one of them,
+    its weights are unpacked, an expert at a time.
+
+    Attributes:
+        parts: projection -> which of its outputs, and their weights: the whole of it, or gate and up apart as a GGUF
+            file has them. Empty while the wrapped module has them as numbers.
+    """
+
+    meaning = "a mixture's experts, whose weights stay quantised as their file holds them, or are quantised"
+
+    def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
+        super().__init__(path, wrapped, settings, engine)
+        self.projections = ("gate_up_proj" if wrapped.has_gate else "up_proj", "down_proj")
+        first = getattr(wrapped, self.projections[0])
+        self.dtype: torch.dtype = first.dtype
+        #: Projection -> [experts, outputs, inputs], whichever way the module has them.
+        self.shapes = {leaf: tuple(self._by_output(getattr(wrapped, leaf)).shape) for leaf in self.projections}
+        self.parts: dict[str, list[tuple[slice, ExpertWeights]]] = {leaf: [] for leaf in self.projections}
+
+    @classmethod
+    def is_wanted(cls, module: Any, settings: Any) -> bool:
+        """See `QuantizedModule`; a list of experts that are modules of their own is none of these."""
+        return (
+            all(hasattr(module, name) for name in _FORM)
+            and not getattr(module, "_is_expert_parallel", False)
+            and super().is_wanted(module, settings)
+        )
+
+    @classmethod
+    def parameter_of(cls, module: Any) -> nn.Parameter:
+        return module.down_proj
+
+    def install(self) -> None:
+        for leaf in self.projections:
+            if self.parts[leaf]:
+                self._give(leaf, torch.empty(0, dtype=self.dtype))
+        numbers = {leaf: getattr(self.wrapped, leaf).detach() for leaf in self.projections if not self.parts[leaf]}
+        if any(tensor.is_meta for tensor in numbers.values()) or not numbers:
+            return
+        wanted = [self.kept_as(None, self.shapes[leaf][2]) for leaf in numbers]
+        for leaf, name in zip(list(numbers), wanted, strict=True):
+            tensor = numbers.pop(leaf)
+            if name is None or None in wanted:
+                self._give(leaf, self.converted(tensor, self.shapes[leaf][2]))
+                continue
+            self.require_kernels(tensor.device)
+            self._keep(leaf, slice(None), ExpertWeights.of_numbers(self._by_output(tensor), name))
+
+    def uninstall(self) -> nn.Module:
+        for leaf in self.projections:
+            if self.parts[leaf]:
+                self._give(leaf, self._unpacked(leaf))
+            elif not (parameter := getattr(self.wrapped, leaf)).is_meta and parameter.dtype is not self.dtype:
+                self._give(leaf, parameter.detach().to(self.dtype))
+        return self.wrapped
+
+    def compile_own_kernels(self) -> None:
+        for weights in self.held():
+            weights.experts[0].compile_kernels(self.dtype)
+
+    def held(self) -> Iterator[ExpertWeights]:
+        return (weights for parts in self.parts.values() for _, weights in parts)
+
+    def weight_sizes(self, stored: Mapping[str, str], dtype: torch.dtype | None = None) -> dict[int, int]:
+        sizes = {}
+        for leaf, (experts, rows, columns) in self.shapes.items():
+            place = f"{self.path}.{leaf}"
+            names: list[str | None] = [
+                stored[f"{place}.{part}"] for part in ("gate", "up") if f"{place}.{part}" in stored
+            ]
+            names = names or [stored.get(place)]
+            kept = [self.kept_as(name, columns) for name in names]
+            share = rows // len(names)
+            sizes[id(getattr(self.wrapped, leaf))] = experts * sum(
+                FORMATS[name].packed_bytes(share, columns)
+                if name is not None
+                else share * columns * self.number_type(dtype).itemsize
+                for name in kept
+            )
+        return sizes
+
+    def load_experts(
+        self, leaf: str, outputs: slice, blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...]
+    ) -> None:
+        """Take some or all outputs of a projection from a GGUF file.
+
+        Args:
+            leaf: the projection's parameter.
+            outputs: which of them.
+            blocks: [experts, outputs, bytes of a row] uint8, the file's blocks.
+            kind: their type.
+            shape: [experts, outputs, inputs].
+        """
+        import gguf  # who calls this has read a file with it
+
+        wanted = self.kept_as(kind.name, shape[2])
+        if wanted is not None and wanted == kind.name:
+            self._keep(leaf, outputs, ExpertWeights.of_blocks(blocks, wanted, shape[2]))
+            return
+        self.warn_of_missing_kernels(kind.name, wanted, shape[2])
+        unpacked = np.require(gguf.dequantize(blocks, kind), requirements=["W"])
+        numbers = torch.from_numpy(unpacked).reshape(shape)
+        if wanted is not None:
+            self._keep(leaf, outputs, ExpertWeights.of_numbers(numbers, wanted))
+            return
+        if getattr(self.wrapped, leaf).is_meta:
+            self._give(leaf, torch.empty(getattr(self.wrapped, leaf).shape, dtype=self.number_type()))
+        self._by_output(getattr(self.wrapped, leaf).data)[:, outputs] = numbers.to(self.number_type())
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Hidden states x [tokens, hidden], the experts of each [tokens, k], and what they count [tokens, k]."""
+        if not all(self.parts.values()):
+            return self._in_numbers(x, chosen, shares)
+        ids, order = chosen.reshape(-1).sort(stable=True)
+        tokens, shares = order // chosen.shape[1], shares.reshape(-1)[order].float()
+        runs = _runs(ids.tolist(), self.wrapped.num_experts)
+        few = all(end - first <= FEW_ROWS for first, end, _ in runs)
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        for batch in [runs] if few and runs else [[run] for run in runs]:
+            first, end = batch[0][0], batch[-1][1]
+            rows = tokens[first:end]
+            # Few rows stay in float32 from the one product to the other: they are computed in it.
+            numbers = x[rows].float() if few else x[rows]
+            result = self._through(numbers, [(a - first, b - first, expert) for a, b, expert in batch])
+            out.index_add_(0, rows, result.float() * shares[first:end, None])
+        return out.to(x.dtype)
+
+    def _through(self, x: torch.Tensor, runs: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        """x [rows, hidden] through the experts of its runs: [rows, hidden]."""
+        inner = self._project(self.projections[0], x, runs)
+        inner = self.wrapped._apply_gate(inner) if self.wrapped.has_gate else self.wrapped.act_fn(inner)
+        result = self._project(self.projections[1], inner, runs)
+        return self.wrapped.post_expert_norm(result) if getattr(self, "has_post_expert_norm", False) else result
+
+    def _project(self, leaf: str, x: torch.Tensor, runs: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        places = [outputs for outputs, _ in self.parts[leaf]]
+        results = multiply_experts(x, [weights for _, weights in self.parts[leaf]], runs)
+        y = results[0]
+        if len(results) > 1:
+            y = torch.empty((len(x), self.shapes[leaf][1]), dtype=x.dtype)
+            for outputs, result in zip(places, results, strict=True):
+                y[:, outputs] = result
+        if self.wrapped.has_bias:
+            bias = getattr(self.wrapped, f"{leaf}_bias")
+            y = y + torch.cat([bias[expert].expand(end - first, -1) for first, end, expert in runs]).to(y.dtype)
+        return y
+
+    def _in_numbers(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """The wrapped module's own forward, its weights being numbers."""
+        for leaf in self.projections:
+            if self.parts[leaf]:
+                _logger.warning("%s: one projection is kept as numbers, and so is %s", self.path, leaf)
+                self._give(leaf, self._unpacked(leaf))
+                self._forget(leaf)
+        dtype = getattr(self.wrapped, self.projections[0]).dtype
+        return self.wrapped(x.to(dtype), chosen, shares.to(dtype)).to(x.dtype)
+
+    def _keep(self, leaf: str, outputs: slice, weights: ExpertWeights) -> None:
+        self.register_buffer(f"{leaf}_packed_{len(self.parts[leaf])}", weights.data, persistent=False)
+        self.parts[leaf].append((outputs, weights))
+        rows = self.shapes[leaf][1]
+        if sum(len(range(rows)[outputs]) for outputs, _ in self.parts[leaf]) == rows:
+            self._give(leaf, torch.empty(0, dtype=self.dtype))
+
+    def _forget(self, leaf: str) -> None:
+        for number in range(len(self.parts[leaf])):
+            delattr(self, f"{leaf}_packed_{number}")
+        self.parts[leaf] = []
+
+    def _unpacked(self, leaf: str) -> torch.Tensor:
+        """A projection's weights as the wrapped module has them."""
+        experts, rows, columns = self.shapes[leaf]
+        shape = (experts, columns, rows) if self.wrapped.is_transposed else (experts, rows, columns)
+        numbers = torch.empty(shape, dtype=self.dtype)
+        for outputs, weights in self.parts[leaf]:
+            for room, expert in zip(self._by_output(numbers), weights.experts, strict=True):
+                room[outputs] = expert.unpacked(self.dtype)
+        return numbers
+
+    def _by_output(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A projection's weights, or others of their form, as [experts, outputs, inputs]."""
+        return tensor.transpose(1, 2) if self.wrapped.is_transposed else tensor
+
+    def _give(self, leaf: str, numbers: torch.Tensor) -> None:
+        setattr(self.wrapped, leaf, nn.Parameter(numbers, requires_grad=False))
+
+
+def _runs(ids: list[int], experts: int) -> list[tuple[int, int, int]]:
+    """(first, end, expert) of equal ids, which are in order; ids of no expert are left out at the end."""
+    runs, first = [], 0
+    for place in range(1, len(ids) + 1):
+        if place == len(ids) or ids[place] != ids[first]:
+            if ids[first] < experts:
+                runs.append((first, place, ids[first]))
+            first = place
+    return runs

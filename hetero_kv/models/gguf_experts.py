@@ -1,0 +1,118 @@
+"""The tensors of a mixture's experts in a GGUF file, and where they lie in a model.
+
+GGUF has one tensor per projection of all experts, `blk.N.ffn_{gate,up,down}_exps`, [experts, outputs, inputs]; newer
+files may have gate and up as one. transformers has them as parameters of one module, whose attributes say whether gate
+and up lie behind each other or in turns, and whether inputs come first.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import nn
+
+from hetero_kv.models.errors import ModelError
+from hetero_kv.models.gguf_file import GGUFFile, TensorInfo
+
+_NAME = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<part>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)")
+_MODULE = re.compile(r"\.layers\.(?P<layer>\d+)\.(.+\.)?experts$")
+_FORM = ("has_gate", "is_transposed", "is_concatenated")
+
+
+@dataclass(frozen=True)
+class ExpertPlace:
+    """What a tensor of experts is in a model.
+
+    Attributes:
+        module: path of the experts' module.
+        leaf: the parameter.
+        part: "gate" or "up" where the parameter holds both; "" for the whole of it.
+        outputs: which outputs of the parameter the tensor has.
+    """
+
+    module: str
+    leaf: str
+    part: str
+    outputs: slice
+
+    @property
+    def parameter(self) -> str:
+        """The parameter's path."""
+        return f"{self.module}.{self.leaf}"
+
+
+def expert_places(model: nn.Module, file: GGUFFile) -> dict[str, ExpertPlace]:
+    """GGUF's name -> where it lies, for the tensors of experts that the model has a place for."""
+    modules = {
+        match["layer"]: (path.replace(".wrapped", ""), module)
+        for path, module in model.named_modules()
+        if (match := _MODULE.search(path)) and all(hasattr(module, name) for name in _FORM)
+    }
+    places = {}
+    for info in file.tensors:
+        match = _NAME.fullmatch(info.name)
+        if match is None or match["layer"] not in modules:
+            continue
+        path, module = modules[match["layer"]]
+        suffix = "_bias" if match["kind"] == "bias" else ""
+        part = match["part"]
+        if part in ("gate", "up") and module.has_gate:
+            places[info.name] = ExpertPlace(path, f"gate_up_proj{suffix}", part, _half(module, part))
+        else:
+            places[info.name] = ExpertPlace(path, f"{part}_proj{suffix}", "", slice(None))
+    return places
+
+
+def _half(module: Any, part: str) -> slice:
+    """Which outputs of a parameter with gate and up are one of them."""
+    if not module.is_concatenated:
+        return slice(0 if part == "gate" else 1, None, 2)
+    width = module.down_proj.shape[1 if module.is_transposed else 2]
+    return slice(0, width) if part == "gate" else slice(width, None)
+
+
+def load_expert_tensor(
+    model: nn.Module, place: ExpertPlace, info: TensorInfo, data: np.ndarray, dtype: torch.dtype
+) -> None:
+    """Put a tensor of experts into its place, blocks where the module takes them.
+
+    Raises ModelError for another shape than there is room for.
+    """
+    module: Any = model.get_submodule(place.module)
+    take = getattr(module, "load_experts", None)
+    if take is not None and len(info.shape) == 3:
+        experts, rows, columns = module.shapes[place.leaf]
+        require_shape(info, (experts, len(range(rows)[place.outputs]), columns), info.shape)
+        blocks = np.ascontiguousarray(data.reshape(*info.shape[:2], -1)).view(np.uint8)
+        take(place.leaf, place.outputs, blocks, info.quantization, info.shape)
+        return
+    parameter = getattr(module, place.leaf)
+    if parameter.is_meta:
+        parameter = nn.Parameter(torch.empty(parameter.shape, dtype=dtype), requires_grad=False)
+        set_parameter(module, place.leaf, parameter)
+    numbers = parameter.data
+    by_output = numbers.transpose(1, 2) if numbers.dim() == 3 and module.is_transposed else numbers
+    room = by_output[:, place.outputs]
+    require_shape(info, tuple(room.shape), info.shape)
+    room.copy_(torch.from_numpy(np.array(gguf.dequantize(data, info.quantization))))
+
+
+def require_shape(info: TensorInfo, expected: tuple[int, ...], given: tuple[int, ...]) -> None:
+    """Raise ModelError where a tensor has another shape than its parameter."""
+    if tuple(given) != expected:
+        raise ModelError(
+            f"tensor {info.name!r} is {list(given)} and the model has {list(expected)} there; give weights that belong "
+            "to the configuration"
+        )
+
+
+def set_parameter(module: Any, leaf: str, parameter: nn.Parameter) -> None:
+    """Exchange a parameter of a module, or of the one that it stands for."""
+    while leaf not in module._parameters:
+        module = module.wrapped
+    module._parameters[leaf] = parameter
