@@ -89,6 +89,11 @@ def attend_prompt(
     return out, lse
 
 
+def compile_for(k_dim: int, v_dim: int, softcapped: bool) -> None:
+    """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first prompt needs it."""
+    _kernel(k_dim, v_dim, softcapped)
+
+
 @cache
 def _kernel(k_dim: int, v_dim: int, softcapped: bool) -> Any:
     """Compile the kernel of one shape; on disk Numba keys it by the constants below, all of them plain values."""

@@ -14,6 +14,7 @@ from numba import njit, prange, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.threads import kernel_threads
+from cpu_ops.weight_arena import WEIGHTS
 from cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
 from cpu_ops.weight_numbers import number_packer
 
@@ -178,7 +179,7 @@ def pack(blocks: np.ndarray, name: str, columns: int, threads: int | None = None
             f"blocks {blocks.shape} are not rows of {columns} columns in {name}, whose blocks hold {layout.columns} "
             f"columns in {layout.block_bytes} bytes"
         )
-    packed = np.empty(layout.packed_bytes(len(blocks), columns), np.uint8)
+    packed = WEIGHTS.empty(layout.packed_bytes(len(blocks), columns))
     with kernel_threads(threads) as used:
         if layout.number:
             number_packer()(np.ascontiguousarray(blocks).view(np.uint16), packed, used)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from cpu_ops import prompt_attention
 from cpu_ops.prompt_attention import attend_prompt, attends_in_bfloat16
 from cpu_ops.threads import at_most
 from gpu_ops.merge import merge_attention
@@ -187,6 +188,12 @@ def sliding_window_attention(
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
+
+
+def compile_for_prompts(dtype: torch.dtype, device: torch.device, k_dim: int, v_dim: int, softcapped: bool) -> None:
+    """Compile what `chunk_attention` needs of a model on a CPU, before the first prompt waits for it."""
+    if dtype is torch.bfloat16 and device.type == "cpu" and attends_in_bfloat16(k_dim, v_dim):
+        prompt_attention.compile_for(k_dim, v_dim, softcapped)
 
 
 def _is_natively_bfloat16(q: torch.Tensor, v: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
+from gpu_ops.attention import compile_for_prompts
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.guard import guarded
@@ -102,6 +103,7 @@ class Injection:
             shape = KVShape.of_attention(operator.wrapped, config)
             group = config.num_attention_heads // shape.kv_heads
             operator.compile_kernels(shape.kv_heads, group, shape.k_dim, shape.v_dim, softcap)
+            compile_for_prompts(self.model.dtype, self.model.device, shape.k_dim, shape.v_dim, softcap > 0)
 
     def cache_layers(self) -> list[CacheLayerMixin]:
         """An empty cache layer per layer of the model: the operators' own, transformers' where there is none."""
