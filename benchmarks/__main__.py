@@ -5,7 +5,23 @@ from __future__ import annotations
 import runpy
 import sys
 
-BENCHMARKS = ("kernel_bandwidth", "peers", "causal_kernel", "long_context", "prefill_memory")
+BENCHMARKS = (
+    "peers",
+    "kernel_bandwidth",
+    "weight_bandwidth",
+    "short_turn",
+    "causal_kernel",
+    "long_context",
+    "prefill_memory",
+)
+    "peers",
+    "kernel_bandwidth",
+    "weight_bandwidth",
+    "short_turn",
+    "causal_kernel",
+    "long_context",
+    "prefill_memory",
+)
 
 if __name__ == "__main__":
     chosen = sys.argv[1:] or BENCHMARKS

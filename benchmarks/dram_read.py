@@ -1,0 +1,63 @@
+"""What this machine's DRAM gives: several plain ways of reading, the fastest counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import cpu_ops  # noqa: F401  before torch, for it sets how OpenMP waits
+
+# isort: split
+import numpy as np
+import torch
+from numba import njit, prange
+
+from benchmarks.timing import seconds
+
+STRETCH = 1 << 25
+"""Bytes that are read at once: long against a call, short enough to fall into a quiet moment."""
+WAYS = 4
+"""Stretches that `fastest_read` wants."""
+
+
+@njit(parallel=True, fastmath=True)
+def _sum_in_order(words):
+    total = np.uint64(0)
+    for i in prange(words.size):
+        total += words[i]
+    return total
+
+
+@njit(parallel=True, fastmath=True)
+def _sum_floats(floats):
+    total = np.float32(0)
+    for i in prange(floats.size):
+        total += floats[i]
+    return total
+
+
+@njit(parallel=True, fastmath=True)
+def _sum_four_streams(words):
+    quarter = words.size // 4
+    total = np.uint64(0)
+    for i in prange(quarter):
+        total += words[i] + words[quarter + i] + words[2 * quarter + i] + words[3 * quarter + i]
+    return total
+
+
+def stretches_of(memory: np.ndarray) -> list[np.ndarray]:
+    """Contiguous memory [bytes] uint8, as stretches of words; what is left over is not among them."""
+    words = memory[: memory.size // STRETCH * STRETCH].view(np.uint64)
+    return np.split(words, words.nbytes // STRETCH)
+
+
+def fastest_read(stretches: Sequence[np.ndarray]) -> float:
+    """Seconds per byte of the fastest way, each over another of `WAYS` stretches, none of which is in a cache."""
+    first, second, third, fourth = stretches
+    tensor = torch.from_numpy(fourth.view(np.int64))
+    ways: tuple[Callable[[], object], ...] = (
+        lambda: _sum_in_order(first),
+        lambda: _sum_floats(second.view(np.float32)),
+        lambda: _sum_four_streams(third),
+        tensor.sum,
+    )
+    return min(seconds(way) for way in ways) / STRETCH
