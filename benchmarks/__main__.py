@@ -14,14 +14,6 @@ BENCHMARKS = (
     "long_context",
     "prefill_memory",
 )
-    "peers",
-    "kernel_bandwidth",
-    "weight_bandwidth",
-    "short_turn",
-    "causal_kernel",
-    "long_context",
-    "prefill_memory",
-)
 
 if __name__ == "__main__":
     chosen = sys.argv[1:] or BENCHMARKS
