@@ -4,6 +4,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
+from cpu_ops.vectors import prefetch_line
 from cpu_ops.weight_formats import TILE, VECTORS, WeightFormat
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
@@ -11,6 +12,9 @@ _FLOATS, _INTS = ir.VectorType(ir.FloatType(), TILE), ir.VectorType(_I32, TILE)
 _CODES = ir.VectorType(_I8, 4 * TILE)
 DOTS_SIGNATURE = types.void(*[types.int64] * 9)
 """Of a kernel that multiplies tiles, of codes or of numbers; see `cpu_ops.weight_dots.dots_address`."""
+#: Bytes ahead at which weights are asked for. A core that waits for DRAM holds too few instructions to reach so far:
+#: with 4 KB a matrix in Q5_0 is read 1.7 times as fast as without, one in Q8_0 1.25 times.
+_AHEAD = 4096
 #: By the dot product in use: how a table of sixteen bytes is looked up, the intrinsic and its lanes.
 _LOOKUPS = {
     "vnni512": ("llvm.x86.avx512.pshuf.b.512", 64),
@@ -31,6 +35,12 @@ def load(builder: ir.IRBuilder, pointer: ir.Value, kind: ir.Type, at: int = 0) -
     """`kind` at `pointer` (to bytes) + `at` bytes, which need not be aligned."""
     place = builder.gep(pointer, [ir.Constant(_I64, at)])
     return builder.load(builder.bitcast(place, kind.as_pointer()), align=1, typ=kind)
+
+
+def ask_ahead(builder: ir.IRBuilder, pointer: ir.Value, nbytes: int) -> None:
+    """Have the `nbytes` bytes `_AHEAD` behind `pointer` (to bytes) brought into the cache, if there are such."""
+    for line in range(0, nbytes, 64):
+        prefetch_line(builder, builder.gep(pointer, [ir.Constant(_I64, _AHEAD + line)]))
 
 
 def call_intrinsic(builder: ir.IRBuilder, name: str, kind: ir.Type, *operands: ir.Value) -> ir.Value:

@@ -19,6 +19,7 @@ from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import has, isa
 from cpu_ops.weight_codes import (
     DOTS_SIGNATURE,
+    ask_ahead,
     call_intrinsic,
     group_scales,
     joined,
@@ -148,6 +149,7 @@ def emit_tile(
             place = builder.add(builder.mul(group_loop.index, int_(layout.group_bytes)), int_(layout.head_bytes))
             group = builder.gep(block, [place])
             index = builder.add(builder.mul(block_loop.index, int_(layout.groups)), group_loop.index)
+            ask_ahead(builder, group, layout.group_bytes)
             scales, minimums = group_scales(builder, layout, block, group)
             codes = unpacked_codes(builder, layout, group, how, offset)
             for row in range(rows):
