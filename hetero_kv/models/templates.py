@@ -127,6 +127,8 @@ class _Renderer:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-X", "utf8", str(_PROGRAM)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8",
+                # Ctrl-C in a terminal goes to all of its processes.
+                start_new_session=True,
             )  # fmt: skip
         return self.process
 
