@@ -16,8 +16,9 @@ TIMES  ?= 100
 chat: $(READY)  ## install, fetch the default model, open the chat in long-context mode
 	$(BIN)/python local_chat.py --mode long_context --config $(CONFIG) $(ARGS)
 
+# In the order of their names, for those that compile most kernels come early, and the last ones take moments.
 test: $(TESTED)  ## the whole suite
-	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(TESTED)  ## the checks that take minutes, on the default model
 	$(BIN)/python -m pytest -m slow $(ARGS)

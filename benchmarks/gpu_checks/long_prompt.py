@@ -44,8 +44,8 @@ TINY = {
 }
 #: Recipe -> settings by which a short prompt too has something to choose from.
 RECIPES: dict[str, dict[str, Any]] = {
-    "ktransformers": {"block_size": 16, "initial_len": 16, "local_windows_len": 64, "second_block_count": 4},
-    "quest": {"block_size": 16, "local_windows_len": 32, "second_block_count": 4, "dense_layer_num": 1},
+    "ktransformers": {"block_size": 32, "initial_len": 32, "local_windows_len": 64, "second_block_count": 4},
+    "quest": {"block_size": 32, "local_windows_len": 32, "second_block_count": 4, "dense_layer_num": 1},
     "shadowkv": {"rank": 10, "outlier_chunks": 3, "sparse_budget": 16},
 }
 _DECODED = 16
@@ -58,8 +58,7 @@ def check(setting: Setting) -> Iterator[Result]:
         total = torch.cuda.get_device_properties(setting.device).total_memory
         # The allocator itself refuses more, cached blocks included, as a GPU of that size would.
         torch.cuda.set_per_process_memory_fraction(min(1.0, setting.gpu_memory / total), setting.device)
-    dtype = torch.bfloat16 if setting.on_gpu else torch.float32
-    model = random_model(setting, dtype, **(TINY if setting.tiny else LLAMA_8B))
+    model = random_model(setting, torch.bfloat16, **(TINY if setting.tiny else LLAMA_8B))
     for recipe, short in RECIPES.items():
         name = f"{setting.tokens:,} tokens, {recipe}"
         try:

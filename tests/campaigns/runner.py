@@ -20,8 +20,9 @@ START_SECONDS = 300.0
 # What a process may take beside what it has when it begins: less than a bomb, more than any of the files needs.
 ROOM_BYTES = 4 << 30
 
-# Not forked: threads of this process would be missing there.
-_PROCESSES = multiprocessing.get_context("spawn")
+# Not forked from this process, whose threads would be missing there, but from one that has imported what all need.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["hetero_kv.rules"])
 
 
 def run(name: str, tries: int, seed: int = 0, progress: Callable[[int], None] = lambda done: None) -> Tally:

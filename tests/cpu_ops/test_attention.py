@@ -28,18 +28,24 @@ class Shape(NamedTuple):
     softcap: float = 0.0
 
 
+#: Groups of one tile, of several and of a rest, dims that are whole vectors and not, of every storage type but fp32.
+WIDTH_SHAPES = {
+    "group of 7, q4_0": Shape(2, group=7, k_dim=256, v_dim=64, block_size=32, dtype=Q4_0),
+    "group of 9, q8_0": Shape(1, group=9, k_dim=96, v_dim=96, block_size=6, dtype=Q8_0),
+    "group of 12, soft-capped, bf16": Shape(
+        1, group=12, k_dim=64, v_dim=64, block_size=32, dtype=BFLOAT16, softcap=2.0
+    ),
+    "group of 16, fp16": Shape(1, group=16, k_dim=80, v_dim=192, block_size=7, dtype=np.float16),
+}
 SHAPES = {
     "llama, fp16": Shape(kv_heads=2, group=4, k_dim=128, v_dim=128, block_size=128, dtype=np.float16),
-    "qwen2 0.5b, fp16, small blocks": Shape(2, 7, k_dim=64, v_dim=64, block_size=16, dtype=np.float16),
     "mla, fp32": Shape(kv_heads=3, group=1, k_dim=192, v_dim=128, block_size=32, dtype=np.float32),
     "odd sizes, soft-capped, fp32": Shape(1, 3, k_dim=20, v_dim=28, block_size=5, dtype=np.float32, softcap=1.5),
-    "llama, bf16": Shape(2, 4, k_dim=128, v_dim=128, block_size=32, dtype=BFLOAT16),
     "odd sizes, bf16": Shape(1, 3, k_dim=20, v_dim=28, block_size=5, dtype=BFLOAT16),
-    "llama, q8_0": Shape(2, 4, k_dim=128, v_dim=128, block_size=32, dtype=Q8_0),
     "qwen2 0.5b, q8_0": Shape(2, 7, k_dim=64, v_dim=64, block_size=64, dtype=Q8_0, softcap=2.0),
-    "llama, q4_0": Shape(2, 4, k_dim=128, v_dim=128, block_size=32, dtype=Q4_0),
     "mla, q4_0": Shape(3, 1, k_dim=192, v_dim=128, block_size=32, dtype=Q4_0),
     "blocks of one token, fp32": Shape(2, group=6, k_dim=16, v_dim=16, block_size=1, dtype=np.float32),
+    **WIDTH_SHAPES,
 }
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 
@@ -100,19 +106,10 @@ def test_block_attention_equals_attention_over_the_gathered_tokens(shape, rows, 
     assert_close(attend_blocks(*arguments, threads=threads), reference(*arguments), arguments)
 
 
-#: Groups of one tile, of several and of a rest, dims that are whole vectors and not, on every width.
-WIDTH_SHAPES = (
-    Shape(2, group=7, k_dim=256, v_dim=64, block_size=32, dtype=Q4_0),
-    Shape(1, group=9, k_dim=96, v_dim=96, block_size=6, dtype=Q8_0),
-    Shape(1, group=12, k_dim=64, v_dim=64, block_size=32, dtype=BFLOAT16, softcap=2.0),
-    Shape(1, group=16, k_dim=80, v_dim=192, block_size=7, dtype=np.float16),
-)
-
-
 @pytest.mark.parametrize("isa", available())
 @settings(max_examples=30, deadline=None)
 @given(
-    shape=st.sampled_from(WIDTH_SHAPES),
+    shape=st.sampled_from(list(WIDTH_SHAPES.values())),
     rows=st.integers(1, 2),
     separate=st.booleans(),
     threads=st.sampled_from([1, None]),
@@ -125,9 +122,9 @@ def test_every_vector_width_computes_the_same(isa, shape, rows, separate, thread
 
 
 def test_kernels_of_different_widths_are_kept_apart():
-    shape = WIDTH_SHAPES[0]
+    shape = WIDTH_SHAPES["group of 7, q4_0"]
     kernels = [
-        _kernel(isa, "float32", shape.group, shape.k_dim, shape.v_dim, shape.block_size, False) for isa in available()
+        _kernel(isa, "q4_0", shape.group, shape.k_dim, shape.v_dim, shape.block_size, False) for isa in available()
     ]
     keys = [kernel._cache._index_key(kernel.signatures[0], kernel.targetctx.codegen()) for kernel in kernels]
     assert len(set(keys)) == len(available())

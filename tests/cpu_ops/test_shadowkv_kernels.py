@@ -38,13 +38,20 @@ def test_chosen_chunks_are_those_that_torch_chooses(chunks, outliers, count, sof
     assert best_chunks(*arguments).tolist() == expected.tolist()
 
 
+def along_one_channel(*numbers):
+    """[1, 1, len(numbers), 18] with these numbers in the first channel, and zeros."""
+    found = np.zeros((1, 1, len(numbers), 18), np.float32)
+    found[0, 0, :, 0] = numbers
+    return found
+
+
 def test_an_outlier_is_never_chosen_even_where_shares_underflow():
-    q, landmarks = np.ones((1, 1, 1, 1), np.float32), np.float32([[[[1e38], [0], [-1e38], [9e37]]]])
+    q, landmarks = along_one_channel(1, 1, 1), along_one_channel(1e38, 0, -1e38, 9e37)
     assert best_chunks(q, landmarks, np.zeros((1, 1, 1), np.int64), 4, 3, 100.0).tolist() == [[[1, 2, 3]]]
 
 
 def test_an_outlier_that_is_no_chunk_and_too_many_chunks_are_refused():
-    q, landmarks, ids = np.ones((1, 1, 1, 1), np.float32), np.ones((1, 1, 4, 1), np.float32), np.full((1, 1, 1), 4)
+    q, landmarks, ids = along_one_channel(1, 1, 1), along_one_channel(1, 1, 1, 1), np.full((1, 1, 1), 4)
     with pytest.raises(IndexError, match=r"chunks are 0\.\.3"):
         best_chunks(q, landmarks, ids, 4, 1, 1.0)
     with pytest.raises(ValueError, match="4 of 4 chunks"):
@@ -68,10 +75,10 @@ def test_attention_to_two_ranges_is_that_to_their_union(counts, dtype, softcap, 
 
 
 def test_tokens_beyond_a_range_are_refused():
-    keys = np.ones((1, 1, 4, 2), np.float32)
+    keys = np.ones((1, 1, 4, 18), np.float32)
     ranges = TokenRange(keys, keys, 0, 4), TokenRange(keys, keys, 2, 3)
     with pytest.raises(IndexError, match="3 from 2 of 4"):
-        attend_ranges(np.ones((1, 1, 1, 2), np.float32), *ranges, 1.0)
+        attend_ranges(np.ones((1, 1, 3, 18), np.float32), *ranges, 1.0)
 
 
 @pytest.mark.parametrize("kind", ["FP16", "Q8_0"])

@@ -355,8 +355,13 @@ def test_many_lines_that_unpack_without_end_are_not_unpacked(tmp_path, small_lim
     text, peak = peak_bytes(lambda: read_data_file(path))
     assert "it has more than 16 MiB of text" in text
     assert peak < 64 << 20
-    text, peak = peak_bytes(lambda: read_data_file(bomb(tmp_path / "empty.jsonl.gz", b"\n" * (1 << 20), 40)))
-    assert "it has more than 16 MiB of text" in text
+
+
+def test_lines_without_content_are_text_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "MOST_BYTES", 1 << 20)
+    path = bomb(tmp_path / "empty.jsonl.gz", b"\n" * (1 << 20), 3)
+    with pytest.raises(HeteroKVError, match="it has more than 1 MiB of text"):
+        read_data_file(path)
 
 
 def test_a_haystack_and_a_file_without_end_have_the_same_limits(tmp_path, small_limits):
