@@ -1,0 +1,47 @@
+"""Numba's on-disk cache, one process at a time.
+
+All kernels that one function makes share an index file, whose entries name data files by number. Numba saves both
+without a lock: of two processes that save at the same moment, each may take the same number for another kernel, and an
+index that names a file before it is written lets a third load an older one. A kernel of the wrong shape reads and
+writes where it should not. Here whoever loads or saves holds a lock beside the index.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from numba.core.caching import IndexDataCacheFile
+
+
+@contextmanager
+def _locked(index_path: str) -> Iterator[None]:
+    """Hold the lock of an index; without one where files cannot be locked or made."""
+    try:
+        import fcntl
+
+        descriptor = os.open(f"{index_path}.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _alone(method: Callable[..., Any]) -> Callable[..., Any]:
+    def with_lock(self: Any, *arguments: Any) -> Any:
+        with _locked(self._index_path):
+            return method(self, *arguments)
+
+    return with_lock
+
+
+def use_one_process_at_a_time() -> None:
+    """Have Numba load and save kernels under the lock, from now on; once."""
+    if not hasattr(IndexDataCacheFile, "hetero_kv_locks"):
+        IndexDataCacheFile.hetero_kv_locks = True
+        IndexDataCacheFile.save = _alone(IndexDataCacheFile.save)
+        IndexDataCacheFile.load = _alone(IndexDataCacheFile.load)

@@ -1,0 +1,41 @@
+"""Processes that save kernels at the same moment do not take each other's for their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import pytest
+from numba.core.caching import IndexDataCacheFile
+
+import cpu_ops  # noqa: F401  has Numba's cache locked
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="locks are POSIX's")
+PROCESSES, KERNELS = 4, 25
+
+
+def _save_and_load(folder, number, start, wrong):
+    cache = IndexDataCacheFile(folder, "kernel", "stamp")
+    start.wait()
+    for kernel in range(KERNELS):
+        cache.save((number, kernel), f"{number} {kernel}")
+        found = cache.load((number, kernel))
+        if found != f"{number} {kernel}":
+            wrong.put((number, kernel, found))
+
+
+def test_kernels_are_those_that_were_saved(tmp_path):
+    context = multiprocessing.get_context("fork")
+    start, wrong = context.Event(), context.Queue()
+    arguments = [(str(tmp_path), number, start, wrong) for number in range(PROCESSES)]
+    processes = [context.Process(target=_save_and_load, args=each) for each in arguments]
+    for process in processes:
+        process.start()
+    start.set()
+    for process in processes:
+        process.join()
+    assert wrong.empty()
+    whole = IndexDataCacheFile(str(tmp_path), "kernel", "stamp")
+    for number in range(PROCESSES):
+        for kernel in range(KERNELS):
+            assert whole.load((number, kernel)) == f"{number} {kernel}"
