@@ -9,7 +9,3 @@ import os
 # each other to be scheduled: calls of 0.06 ms took 4 to 8 ms. A short spin bridges the gaps inside a token as well.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-
-from cpu_ops.kernel_cache import use_one_process_at_a_time
-
-use_one_process_at_a_time()

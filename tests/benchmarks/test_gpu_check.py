@@ -18,6 +18,7 @@ from hetero_kv.store import storage
 TINY = ["--device", "cpu", "--tiny"]
 
 
+@pytest.mark.slow
 def test_every_check_runs_on_a_cpu_without_the_packages_that_read_models(tmp_path):
     program = (
         "import sys; sys.modules['gguf'] = sys.modules['flash_attn'] = None; "

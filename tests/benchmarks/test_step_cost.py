@@ -34,6 +34,7 @@ def with_itself():
         return measure({BEFORE: before, NOW: now}, "quest", rounds=2, prompt=300)
 
 
+@pytest.mark.slow
 def test_host_time_is_what_the_model_and_the_kernels_leave(with_itself):
     for tree in (BEFORE, NOW):
         ms = with_itself[tree]["ms_per_token"]
@@ -42,10 +43,12 @@ def test_host_time_is_what_the_model_and_the_kernels_leave(with_itself):
     assert with_itself["ratio"]["median"] > 0
 
 
+@pytest.mark.slow
 def test_a_tree_compared_with_itself_enters_the_same_frames(with_itself):
     assert with_itself[BEFORE]["frames"] == with_itself[NOW]["frames"]
 
 
+@pytest.mark.slow
 def test_every_frame_of_ours_has_a_name_and_is_within_a_layer_or_outside(with_itself):
     frames = with_itself[NOW]["frames"]
     assert len(frames["per_token"]) == BLOCK
@@ -57,6 +60,7 @@ def test_every_frame_of_ours_has_a_name_and_is_within_a_layer_or_outside(with_it
     assert any(name.endswith("RetrievalStep.__call__") for name in frames["calls"])
 
 
+@pytest.mark.slow
 def test_the_profiler_gives_time_to_the_model_to_kernels_and_to_what_every_token_calls(with_itself):
     spent = with_itself[NOW]["profiled_ms_per_token"]
     assert spent["(model)"] > 0
@@ -67,6 +71,7 @@ def test_the_profiler_gives_time_to_the_model_to_kernels_and_to_what_every_token
     assert {"(kernels)", *called} <= set(spent)
 
 
+@pytest.mark.slow
 def test_the_tables_have_a_row_for_the_recipe_and_for_what_it_calls(with_itself):
     time, frames, calls = tables([with_itself], "HEAD", calls=True)
     assert (time.row_count, frames.row_count) == (1, 1)

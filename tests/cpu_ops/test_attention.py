@@ -106,7 +106,9 @@ def test_block_attention_equals_attention_over_the_gathered_tokens(shape, rows, 
     assert_close(attend_blocks(*arguments, threads=threads), reference(*arguments), arguments)
 
 
-@pytest.mark.parametrize("isa", available())
+@pytest.mark.parametrize(
+    "isa", [pytest.param(isa, marks=pytest.mark.slow if isa == "generic" else ()) for isa in available()]
+)
 @settings(max_examples=30, deadline=None)
 @given(
     shape=st.sampled_from(list(WIDTH_SHAPES.values())),

@@ -8,7 +8,7 @@ import os
 import pytest
 from numba.core.caching import IndexDataCacheFile
 
-import cpu_ops  # noqa: F401  has Numba's cache locked
+import cpu_ops.code_version  # noqa: F401  has Numba's cache locked
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="locks are POSIX's")
 PROCESSES, KERNELS = 4, 25

@@ -41,6 +41,8 @@ def whole(model, cache):
     return [(found, moments.passed) for found, moments in zip(logits, counted, strict=True)]
 
 
+# `test_faults` has faults of every kind, Ctrl-C among them, in the suite; here are more moments.
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_interrupted_conversation_goes_on_bit_for_bit(family):
     architecture, rules = FAMILIES[family]

@@ -203,6 +203,7 @@ def _killed(tmp_path, kills, seed, samples):
     assert set(json.loads(whole)["tasks"]) == {"passkey", "fidelity", "perplexity"}
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_has_the_summary_of_one_that_was_not(tmp_path):
     _killed(tmp_path, kills=3, seed=1, samples=1)
 

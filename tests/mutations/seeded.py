@@ -120,8 +120,8 @@ MUTATIONS = (
     Mutation(
         "a forward that fails is not undone",
         "hetero_kv/engine/undo.py",
-        "            completed(lambda: cache.rollback(before))",
-        "            pass",
+        "        completed(go_back)",
+        "        pass",
         (f"{_FORWARDS}[blocks by bounds]",),
     ),
     Mutation(
