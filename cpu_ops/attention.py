@@ -1,27 +1,28 @@
 """Attention to blocks of keys and values where they lie in DRAM.
 
 One pass over each block with the online softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithm 1);
-work is divided among threads by tokens, across sequences, heads and blocks alike, and the partial results of a list
-that several threads shared are merged by their log-sum-exps, which is exact (as in Flash-Decoding).
+`list_attention` divides the work among threads.
 """
 
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import from_dtype, get_num_threads, njit, prange, set_num_threads, types
+from numba import get_num_threads, njit, set_num_threads
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
-from cpu_ops.kernel_address import called_as
+from cpu_ops.kernel_address import address_of
+from cpu_ops.list_attention import kernel_for as list_kernel_for
+from cpu_ops.parallel_region import REGION, all_threads, arguments_at
 from cpu_ops.scratch import scratch
 from cpu_ops.simd import accumulate_rows, prefetch, score_rows
 from cpu_ops.softmax_rows import rows_exp2, rows_most
 from cpu_ops.storage import STORAGE_TYPES, NumberFormat, storage_of
 from cpu_ops.threads import one_kernel_at_a_time, use_threads
 from cpu_ops.tiles import tiles_for
-from cpu_ops.work_division import BAD_COUNT, BAD_ID, list_starts, merge_edges
+from cpu_ops.work_division import BAD_COUNT, BAD_ID
 
 _VALUE_TILE = 32
 """Tokens whose values are added before the partial outputs go back to memory."""
@@ -56,7 +57,7 @@ def attend_blocks(
     Raises ValueError or TypeError for arrays that do not fit together, IndexError for ids, counts or lengths that
     point outside the pool.
     """
-    kernel, kernel_dtype, rows, kv_heads, group, v_dim = _plan(
+    kernel, region, kernel_dtype, rows, kv_heads, group, v_dim = _plan(
         q.shape, keys.shape, values.shape, block_ids.shape, block_counts.shape, block_lengths.shape,
         keys.dtype, values.dtype, softcap > 0, isa(),
     )  # fmt: skip
@@ -66,13 +67,16 @@ def attend_blocks(
         lse = np.empty((rows, kv_heads, group), np.float32)
     if out.shape != (rows, kv_heads, group, v_dim) or lse.shape != (rows, kv_heads, group):
         raise ValueError(f"out {out.shape} and lse {lse.shape} should be {(rows, kv_heads, group)} + ({v_dim},) and ()")
-    arrays = (q, keys.view(kernel_dtype), values.view(kernel_dtype), block_ids, block_counts, block_lengths)
+    lists = block_ids, block_counts, block_lengths
     # As `kernel_threads`, without its frames: this is called for every layer of every token.
     with one_kernel_at_a_time:
         before = get_num_threads()
         used = before if threads is None or threads == before else use_threads(threads)
         try:
-            status = kernel(*arrays, scale, softcap, used, out, lse)
+            status = kernel(
+                all_threads(), region, 0, q[:, None], keys.view(kernel_dtype), values.view(kernel_dtype), *lists,
+                scale, softcap, used, out, lse,
+            )  # fmt: skip
         except TypeError as error:
             raise TypeError(_wrong_array(q, keys, values, block_ids, block_counts, block_lengths, out, lse)) from error
         finally:
@@ -92,28 +96,43 @@ def compile_for(
     """
     if storage not in STORAGE_TYPES:
         raise ValueError(f"storage {storage!r} is not one of {', '.join(STORAGE_TYPES)}")
-    _kernel(isa(), storage, group, k_dim, v_dim, block_size, softcap)
+    list_kernel_for(STORAGE_TYPES[storage].kernel_dtype.name)
+    _region(isa(), storage, group, k_dim, v_dim, block_size, softcap)
+
+
+class _Plan(NamedTuple):
+    kernel: Any
+    region: int
+    kernel_dtype: np.dtype
+    rows: int
+    kv_heads: int
+    group: int
+    v_dim: int
 
 
 @lru_cache(maxsize=4096)
 def _plan(
     q: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
     lengths: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype, softcapped: bool, instructions: str,
-) -> tuple[Any, np.dtype, int, int, int, int]:  # fmt: skip
+) -> "_Plan":  # fmt: skip
     """Check that shapes fit together and find their kernel; remembered, for a token costs this once per layer."""
     storage, v_dim = check_lists(q, keys, values, ids, counts, lengths, dtype, value_dtype)
     rows, kv_heads, group, k_dim = q
-    kernel = _kernel(instructions, storage.name, group, k_dim, v_dim, keys[2], softcapped)
-    return kernel, storage.kernel_dtype, rows, kv_heads, group, v_dim
+    region = address_of(_region(instructions, storage.name, group, k_dim, v_dim, keys[2], softcapped))
+    kernel = list_kernel_for(storage.kernel_dtype.name)
+    return _Plan(kernel, region, storage.kernel_dtype, rows, kv_heads, group, v_dim)
 
 
-def kernel_for(
+def region_for(
     q: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
     lengths: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype, softcapped: bool,
-) -> tuple[Any, int]:  # fmt: skip
-    """The kernel of `signature` for arrays of these shapes (`attend_blocks`), and v_dim. Raises as `check_lists`."""
-    kernel, *_, v_dim = _plan(q, keys, values, ids, counts, lengths, dtype, value_dtype, softcapped, isa())
-    return kernel, v_dim
+) -> tuple[int, int]:  # fmt: skip
+    """The address of the region ("attend lists") for arrays of these shapes (`attend_blocks`), and v_dim.
+
+    Raises as `check_lists`.
+    """
+    plan = _plan(q, keys, values, ids, counts, lengths, dtype, value_dtype, softcapped, isa())
+    return plan.region, plan.v_dim
 
 
 def check_lists(
@@ -168,21 +187,9 @@ def outside_pool(status: int, keys: np.ndarray, ids: np.ndarray, counts: np.ndar
     return f"block_lengths of attended blocks must lie in 0..{keys.shape[2]} (block_size)"
 
 
-@called_as("attend")
-def signature(storage: str) -> Any:
-    """Of the kernels: (q, keys, values, block_ids, block_counts, block_lengths, scale, softcap, threads, out, lse).
-
-    They return a status, an error's (`cpu_ops.work_division`) where it is negative.
-    """
-    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
-    real4, real3 = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
-    int3, int2, int1 = (types.Array(types.int32, dims, "C") for dims in (3, 2, 1))
-    return types.int64(real4, pool, pool, int3, int2, int1, types.float64, types.float64, types.int64, real4, real3)
-
-
 @cache
-def _kernel(isa: str, storage: str, group: int, k_dim: int, v_dim: int, block_size: int, softcapped: bool) -> Any:
-    """Compile the kernel of one shape; on disk Numba keys it by the constants below, all of them plain values."""
+def _region(isa: str, storage: str, group: int, k_dim: int, v_dim: int, block_size: int, softcapped: bool) -> Any:
+    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all of them plain values."""
     tiles = tiles_for(isa, group, block_size)
     lanes, full_tiles, tile_queries, rest_queries, row_size, tile_tokens, columns = tiles
     full_queries, num_tiles = full_tiles * tile_queries, tiles.number
@@ -192,115 +199,110 @@ def _kernel(isa: str, storage: str, group: int, k_dim: int, v_dim: int, block_si
     # Each query tile prefetches as much of the next block's keys for every token.
     share = -(-k_units // num_tiles)
     share_bytes = share * STORAGE_TYPES[storage].kernel_dtype.itemsize
-    code_version = CODE_VERSION
+    numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
 
-    @njit(signature(storage), parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
-    def attend(q, keys, values, block_ids, block_counts, block_lengths, scale, softcap, threads, out, lse):
-        kv_heads = q.shape[1]
-        starts = list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size)
-        if starts[0] < 0:
-            return starts[0]
+    @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def attend(thread, threads, arguments):
+        (
+            starts, q, keys, values, block_ids, block_counts, block_lengths, scale, softcap,
+            edges, edge_sums, edge_most, edge_total, out, lse,
+        ) = arguments_at("attend lists", numbers, arguments)  # fmt: skip
+        kv_heads = q.shape[2]
         lists = starts.size - 1
         total = starts[lists]
         factor = np.float32(scale / softcap) if softcapped else np.float32(scale * LOG2_E)
-        edges = np.full(2 * threads, -1, np.int64)
-        edge_sums = np.empty((2 * threads, group, v_dim), np.float32)
-        edge_most = np.empty((2 * threads, group), np.float32)
-        edge_total = np.empty((2 * threads, group), np.float32)
-        for thread in prange(threads):
-            first, last = total * thread // threads, total * (thread + 1) // threads
-            scaled_q, sums = scratch(group, k_dim), scratch(group, v_dim)
-            scores = scratch(num_tiles, tile_scores)
-            most, fresh, totals = np.empty((3, num_tiles, lanes), np.float32)
-            for index in range(lists):
-                row, head = index // kv_heads, index % kv_heads
-                if starts[index] == starts[index + 1] and thread == 0:
-                    for g in range(group):
-                        lse[row, head, g] = -np.inf
-                        for d in range(v_dim):
-                            out[row, head, g, d] = 0
-                if starts[index + 1] <= first or starts[index] >= last or starts[index] == starts[index + 1]:
+        first, last = total * thread // threads, total * (thread + 1) // threads
+        scaled_q, sums = scratch(group, k_dim), scratch(group, v_dim)
+        scores = scratch(num_tiles, tile_scores)
+        most, fresh, totals = np.empty((3, num_tiles, lanes), np.float32)
+        for index in range(lists):
+            row, head = index // kv_heads, index % kv_heads
+            if starts[index] == starts[index + 1] and thread == 0:
+                for g in range(group):
+                    lse[row, head, g] = -np.inf
+                    for d in range(v_dim):
+                        out[row, head, g, d] = 0
+            if starts[index + 1] <= first or starts[index] >= last or starts[index] == starts[index + 1]:
+                continue
+            most[:], totals[:], sums[:] = -np.inf, 0, 0
+            for g in range(group):
+                for d in range(k_dim):
+                    scaled_q[g, d] = q[row, 0, head, g, d] * factor
+            which = min(head, block_ids.shape[1] - 1)
+            entries = block_counts[row, which]
+            position = starts[index]
+            for entry in range(entries):
+                block = np.int64(block_ids[row, which, entry])
+                count = np.int64(block_lengths[block])
+                mine = first <= position and position < last
+                position += count
+                if not mine or count == 0:
                     continue
-                most[:], totals[:], sums[:] = -np.inf, 0, 0
-                for g in range(group):
-                    for d in range(k_dim):
-                        scaled_q[g, d] = q[row, head, g, d] * factor
-                which = min(head, block_ids.shape[1] - 1)
-                entries = block_counts[row, which]
-                position = starts[index]
-                for entry in range(entries):
-                    block = np.int64(block_ids[row, which, entry])
-                    count = np.int64(block_lengths[block])
-                    mine = first <= position and position < last
-                    position += count
-                    if not mine or count == 0:
-                        continue
-                    k_at = (block * kv_heads + head) * (block_size * k_units)
-                    v_at = (block * kv_heads + head) * (block_size * v_units)
-                    following = np.int64(block_ids[row, which, min(entry + 1, entries - 1)])
-                    next_k_at = (following * kv_heads + head) * (block_size * k_units)
-                    for t in range(0, count, tile_tokens):
-                        prefetch(values, v_at + t * v_units, tile_tokens * v_units)
-                        for tile in range(full_tiles):
-                            score_rows(
-                                lanes, storage, k_dim, tile_queries, tile_tokens, row_size,
-                                scaled_q, tile * (tile_queries * k_dim), keys, k_at + t * k_units,
-                                scores, tile * tile_scores + t * row_size,
-                            )  # fmt: skip
-                        if rest_queries > 0:
-                            score_rows(
-                                lanes, storage, k_dim, rest_queries, tile_tokens, row_size,
-                                scaled_q, full_queries * k_dim, keys, k_at + t * k_units,
-                                scores, full_tiles * tile_scores + t * row_size,
-                            )  # fmt: skip
-                    vectors: Any = (count * row_size + lanes - 1) // lanes
-                    for tile in range(num_tiles):
-                        scores[tile, count * row_size : vectors * lanes] = -np.inf
-                        if softcapped:
-                            row_softcap(scores, tile, count * row_size, np.float32(softcap) * LOG2_E)
-                        at: Any = tile * lanes
-                        if rows_most(lanes, row_size, scores, tile * tile_scores, lanes, vectors, most, at, fresh, at):
-                            for g in range(tile * tile_queries, min(group, (tile + 1) * tile_queries)):
-                                lane = g - tile * tile_queries
-                                rescale = exp2(most[tile, lane] - fresh[tile, lane])
-                                for d in range(v_dim):
-                                    sums[g, d] *= rescale
-                            for lane in range(lanes):
-                                totals[tile, lane] *= exp2(most[tile, lane] - fresh[tile, lane])
-                                most[tile, lane] = fresh[tile, lane]
-                        rows_exp2(lanes, scores, tile * tile_scores, lanes, vectors, most, at, totals, at)
-                    for t in range(0, count, _VALUE_TILE):
-                        tokens: Any = min(_VALUE_TILE, count - t)
-                        ahead, step = next_k_at + t * num_tiles * share, tokens * share
-                        for tile in range(full_tiles):
-                            accumulate_rows(
-                                lanes, storage, v_dim, tile_queries, row_size, columns,
-                                scores, tile * tile_scores + t * row_size, values, v_at + t * v_units, tokens,
-                                sums, tile * (tile_queries * v_dim), keys, ahead + tile * step, share_bytes,
-                            )  # fmt: skip
-                        if rest_queries > 0:
-                            accumulate_rows(
-                                lanes, storage, v_dim, rest_queries, row_size, columns,
-                                scores, full_tiles * tile_scores + t * row_size, values, v_at + t * v_units, tokens,
-                                sums, full_queries * v_dim, keys, ahead + full_tiles * step, share_bytes,
-                            )  # fmt: skip
-                edge = 2 * thread + (0 if starts[index] < first else 1)
-                whole = starts[index] >= first and starts[index + 1] <= last
-                for g in range(group):
-                    tile, lane = g // tile_queries, g % tile_queries
-                    weight = np.float32(0)
-                    for same in range(lane, lanes, row_size):
-                        weight += totals[tile, same]
-                    if whole:
-                        lse[row, head, g] = (most[tile, lane] + np.log2(weight)) * LN_2
-                        for d in range(v_dim):
-                            out[row, head, g, d] = sums[g, d] / weight
-                    else:
-                        edges[edge] = index
-                        edge_most[edge, g], edge_total[edge, g] = most[tile, lane], weight
-                        for d in range(v_dim):
-                            edge_sums[edge, g, d] = sums[g, d]
-        merge_edges(edges, edge_sums, edge_most, edge_total, out, lse)
-        return code_version
+                k_at = (block * kv_heads + head) * (block_size * k_units)
+                v_at = (block * kv_heads + head) * (block_size * v_units)
+                following = np.int64(block_ids[row, which, min(entry + 1, entries - 1)])
+                next_k_at = (following * kv_heads + head) * (block_size * k_units)
+                for t in range(0, count, tile_tokens):
+                    prefetch(values, v_at + t * v_units, tile_tokens * v_units)
+                    for tile in range(full_tiles):
+                        score_rows(
+                            lanes, storage, k_dim, tile_queries, tile_tokens, row_size,
+                            scaled_q, tile * (tile_queries * k_dim), keys, k_at + t * k_units,
+                            scores, tile * tile_scores + t * row_size,
+                        )  # fmt: skip
+                    if rest_queries > 0:
+                        score_rows(
+                            lanes, storage, k_dim, rest_queries, tile_tokens, row_size,
+                            scaled_q, full_queries * k_dim, keys, k_at + t * k_units,
+                            scores, full_tiles * tile_scores + t * row_size,
+                        )  # fmt: skip
+                vectors: Any = (count * row_size + lanes - 1) // lanes
+                for tile in range(num_tiles):
+                    scores[tile, count * row_size : vectors * lanes] = -np.inf
+                    if softcapped:
+                        row_softcap(scores, tile, count * row_size, np.float32(softcap) * LOG2_E)
+                    at: Any = tile * lanes
+                    if rows_most(lanes, row_size, scores, tile * tile_scores, lanes, vectors, most, at, fresh, at):
+                        for g in range(tile * tile_queries, min(group, (tile + 1) * tile_queries)):
+                            lane = g - tile * tile_queries
+                            rescale = exp2(most[tile, lane] - fresh[tile, lane])
+                            for d in range(v_dim):
+                                sums[g, d] *= rescale
+                        for lane in range(lanes):
+                            totals[tile, lane] *= exp2(most[tile, lane] - fresh[tile, lane])
+                            most[tile, lane] = fresh[tile, lane]
+                    rows_exp2(lanes, scores, tile * tile_scores, lanes, vectors, most, at, totals, at)
+                for t in range(0, count, _VALUE_TILE):
+                    tokens: Any = min(_VALUE_TILE, count - t)
+                    ahead, step = next_k_at + t * num_tiles * share, tokens * share
+                    for tile in range(full_tiles):
+                        accumulate_rows(
+                            lanes, storage, v_dim, tile_queries, row_size, columns,
+                            scores, tile * tile_scores + t * row_size, values, v_at + t * v_units, tokens,
+                            sums, tile * (tile_queries * v_dim), keys, ahead + tile * step, share_bytes,
+                        )  # fmt: skip
+                    if rest_queries > 0:
+                        accumulate_rows(
+                            lanes, storage, v_dim, rest_queries, row_size, columns,
+                            scores, full_tiles * tile_scores + t * row_size, values, v_at + t * v_units, tokens,
+                            sums, full_queries * v_dim, keys, ahead + full_tiles * step, share_bytes,
+                        )  # fmt: skip
+            edge = 2 * thread + (0 if starts[index] < first else 1)
+            whole = starts[index] >= first and starts[index + 1] <= last
+            for g in range(group):
+                tile, lane = g // tile_queries, g % tile_queries
+                weight = np.float32(0)
+                for same in range(lane, lanes, row_size):
+                    weight += totals[tile, same]
+                if whole:
+                    lse[row, head, g] = (most[tile, lane] + np.log2(weight)) * LN_2
+                    for d in range(v_dim):
+                        out[row, head, g, d] = sums[g, d] / weight
+                else:
+                    edges[edge] = index
+                    edge_most[edge, g], edge_total[edge, g] = most[tile, lane], weight
+                    for d in range(v_dim):
+                        edge_sums[edge, g, d] = sums[g, d]
+        return np.int64(0 * code_version)
 
     return attend

@@ -9,25 +9,26 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import from_dtype, njit, prange, types
+from numba import njit
 
 from cpu_ops.attention import check_lists, outside_pool
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import ISAS, isa
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
+from cpu_ops.kernel_address import address_of
+from cpu_ops.list_attention import TOO_SHORT, kernel_for
 from cpu_ops.matrix_tiles import decode_rows, multiply_tile
+from cpu_ops.parallel_region import REGION, all_threads, arguments_at
 from cpu_ops.scratch import scratch
 from cpu_ops.simd import prefetch
 from cpu_ops.softmax_rows import rows_exp2, rows_most
 from cpu_ops.storage import STORAGE_TYPES
 from cpu_ops.threads import kernel_threads
-from cpu_ops.work_division import list_starts, merge_edges
 
 _TOKENS = 64
 """Tokens that are widened at once: their keys and values and a tile of scores stay in the first-level cache."""
 _ROWS = 4
 """Rows of a register tile; the registers hold 4 vectors of columns where there are 32 of them, else 2."""
-_TOO_SHORT = -4
 _UNSEEN = np.float32(-3e38)
 """Score of a token behind the query: finite, so that a query which sees nothing in a tile has no infinite maximum."""
 
@@ -65,13 +66,15 @@ def attend_blocks_causal(
     arrays = (keys, values, block_ids, block_counts, block_lengths)
     if any(not each.flags.c_contiguous for each in arrays) or any(each.dtype != np.int32 for each in arrays[2:]):
         raise TypeError("keys, values, block_ids, block_counts and block_lengths must be C-contiguous, the last int32")
-    kernel = _kernel(isa(), storage.name, group, k_dim, v_dim, softcap > 0)
+    region = address_of(_region(isa(), storage.name, group, k_dim, v_dim, softcap > 0))
+    kernel = kernel_for(storage.kernel_dtype.name)
     out = np.empty((rows, kv_heads, q_len * group, v_dim), np.float32)
     lse = np.empty((rows, kv_heads, q_len * group), np.float32)
     pools = keys.view(storage.kernel_dtype), values.view(storage.kernel_dtype)
     with kernel_threads(threads) as used:
-        status = kernel(np.ascontiguousarray(q), *pools, *arrays[2:], scale, softcap, used, out, lse)
-    if status == _TOO_SHORT:
+        called = all_threads(), region, q_len, np.ascontiguousarray(q), *pools, *arrays[2:]
+        status = kernel(*called, scale, softcap, used, out, lse)
+    if status == TOO_SHORT:
         raise ValueError(f"a list holds fewer tokens than the {q_len} queries that are its last")
     if status < 0:
         raise IndexError(outside_pool(status, keys, block_ids, block_counts, block_lengths))
@@ -83,8 +86,8 @@ def attend_blocks_causal(
 
 
 @cache
-def _kernel(instructions: str, storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool) -> Any:
-    """Compile the kernel of one shape; on disk Numba keys it by the constants below, all of them plain values."""
+def _region(instructions: str, storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool) -> Any:
+    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all of them plain values."""
     lanes = ISAS[instructions].float_lanes
     most_vectors = 4 if ISAS[instructions].registers == 32 else 2
     k_pad, v_pad = -(-k_dim // lanes) * lanes, -(-v_dim // lanes) * lanes
@@ -93,146 +96,131 @@ def _kernel(instructions: str, storage: str, group: int, k_dim: int, v_dim: int,
     v_rest = (v_pad - v_full) // lanes
     k_units, v_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[storage].units(v_dim)
     tokens, height, wide = _TOKENS, _ROWS, most_vectors == 4
-    code_version = CODE_VERSION
+    numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
 
-    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
-    real5, real4, real3 = (types.Array(types.float32, dims, "C") for dims in (5, 4, 3))
-    int3, int2, int1 = (types.Array(types.int32, dims, "C") for dims in (3, 2, 1))
-    signature = types.int64(
-        real5, pool, pool, int3, int2, int1, types.float64, types.float64, types.int64, real4, real3
-    )  # fmt: skip
-
-    @njit(signature, parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
-    def attend(q, keys, values, block_ids, block_counts, block_lengths, scale, softcap, threads, out, lse):
+    @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def attend(thread, threads, arguments):
+        (
+            starts, q, keys, values, block_ids, block_counts, block_lengths, scale, softcap,
+            edges, edge_sums, edge_most, edge_total, out, lse,
+        ) = arguments_at("attend lists", numbers, arguments)  # fmt: skip
         q_len, kv_heads, block_size = q.shape[1], q.shape[2], keys.shape[2]
         queries = q_len * group
         q_pad = -(-queries // lanes) * lanes
-        starts = list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size)
-        if starts[0] < 0:
-            return starts[0]
         lists = starts.size - 1
-        for index in range(lists):
-            if starts[index + 1] - starts[index] < q_len:
-                return np.int64(_TOO_SHORT)
         total = starts[lists]
         factor = np.float32(scale / softcap) if softcapped else np.float32(scale * LOG2_E)
-        edges = np.full(2 * threads, -1, np.int64)
-        edge_sums = np.empty((2 * threads, queries, v_dim), np.float32)
-        edge_most = np.empty((2 * threads, queries), np.float32)
-        edge_total = np.empty((2 * threads, queries), np.float32)
-        for thread in prange(threads):
-            first, last = total * thread // threads, total * (thread + 1) // threads
-            # The queries of a tile together, so that they stay in the first-level cache.
-            turned_q = scratch(-(-q_pad // tile_columns), k_dim * tile_columns)
-            wide_keys, wide_values = scratch(tokens, k_pad), scratch(tokens, v_pad)
-            scores, sums = scratch(tokens, tile_columns), scratch(q_pad, v_pad)
-            most, fresh, totals = np.empty((3, q_pad), np.float32)
-            for index in range(lists):
-                if starts[index + 1] <= first or starts[index] >= last:
-                    continue
-                row, head = index // kv_heads, index % kv_heads
-                which = min(head, block_ids.shape[1] - 1)
-                # This thread's entries are those that begin among its tokens.
-                entry, position = np.int64(0), starts[index]
-                while entry < block_counts[row, which] and position < first:
-                    position += block_lengths[block_ids[row, which, entry]]
-                    entry += 1
-                end, behind = entry, position
-                while end < block_counts[row, which] and behind < last:
-                    behind += block_lengths[block_ids[row, which, end]]
-                    end += 1
+        first, last = total * thread // threads, total * (thread + 1) // threads
+        # The queries of a tile together, so that they stay in the first-level cache.
+        turned_q = scratch(-(-q_pad // tile_columns), k_dim * tile_columns)
+        wide_keys, wide_values = scratch(tokens, k_pad), scratch(tokens, v_pad)
+        scores, sums = scratch(tokens, tile_columns), scratch(q_pad, v_pad)
+        most, fresh, totals = np.empty((3, q_pad), np.float32)
+        for index in range(lists):
+            if starts[index + 1] <= first or starts[index] >= last:
+                continue
+            row, head = index // kv_heads, index % kv_heads
+            which = min(head, block_ids.shape[1] - 1)
+            # This thread's entries are those that begin among its tokens.
+            entry, position = np.int64(0), starts[index]
+            while entry < block_counts[row, which] and position < first:
+                position += block_lengths[block_ids[row, which, entry]]
+                entry += 1
+            end, behind = entry, position
+            while end < block_counts[row, which] and behind < last:
+                behind += block_lengths[block_ids[row, which, end]]
+                end += 1
+            for n in range(queries):
+                query, lane = q[row, n // group, head, n % group], n % tile_columns
+                for d in range(k_dim):
+                    turned_q[n // tile_columns, d * tile_columns + lane] = query[d] * factor
+            most[:], totals[:], sums[:] = -np.inf, 0, 0
+            base = starts[index + 1] - q_len
+            within = np.int64(0)
+            while entry < end:
+                filled = np.int64(0)
+                while entry < end and filled < tokens:
+                    block = np.int64(block_ids[row, which, entry])
+                    count = np.int64(block_lengths[block])
+                    part = min(count - within, tokens - filled)
+                    stored = (block * kv_heads + head) * block_size + within
+                    decode_rows(lanes, storage, k_dim, keys, stored * k_units, part, wide_keys, filled * k_pad)
+                    decode_rows(lanes, storage, v_dim, values, stored * v_units, part, wide_values, filled * v_pad)
+                    filled += part
+                    within += part
+                    if within >= count:
+                        entry += 1
+                        within = np.int64(0)
+                following = np.int64(block_ids[row, which, min(entry, end - 1)])
+                ahead = (following * kv_heads + head) * block_size + within
+                column = np.int64(0)
+                while column < q_pad:
+                    left = (q_pad - column) // lanes
+                    q_at = column // tile_columns * (k_dim * tile_columns) + column % tile_columns
+                    vectors = np.int64(4 if wide and left >= 4 else 2 if left >= 2 else 1)
+                    for t in range(0, filled, height):
+                        if column == 0:
+                            prefetch(keys, (ahead + t) * k_units, height * k_units)
+                            prefetch(values, (ahead + t) * v_units, height * v_units)
+                        if wide and vectors == 4:
+                            multiply_tile(
+                                lanes, height, 4, 0, wide_keys, t * k_pad, k_pad, 1, k_dim,
+                                turned_q, q_at, tile_columns, scores, t * tile_columns, tile_columns,
+                            )  # fmt: skip
+                        elif vectors == 2:
+                            multiply_tile(
+                                lanes, height, 2, 0, wide_keys, t * k_pad, k_pad, 1, k_dim,
+                                turned_q, q_at, tile_columns, scores, t * tile_columns, tile_columns,
+                            )  # fmt: skip
+                        else:
+                            multiply_tile(
+                                lanes, height, 1, 0, wide_keys, t * k_pad, k_pad, 1, k_dim,
+                                turned_q, q_at, tile_columns, scores, t * tile_columns, tile_columns,
+                            )  # fmt: skip
+                    stop = min(column + vectors * lanes, queries)
+                    if softcapped:
+                        for t in range(filled):
+                            row_softcap(scores, t, stop - column, np.float32(softcap) * LOG2_E)
+                    # Query n sees the tokens up to base + n // group.
+                    if position + filled > base + column // group + 1:
+                        for n in range(column, stop):
+                            for t in range(max(0, base + n // group + 1 - position), filled):
+                                scores[t, n - column] = _UNSEEN
+                    for each in range(vectors):
+                        at = column + each * lanes
+                        if rows_most(lanes, lanes, scores, each * lanes, tile_columns, filled, most, at, fresh, at):
+                            for n in range(at, at + lanes):
+                                rescale = exp2(most[n] - fresh[n])
+                                most[n] = fresh[n]
+                                totals[n] *= rescale
+                                for d in range(v_pad):
+                                    sums[n, d] *= rescale
+                        rows_exp2(lanes, scores, each * lanes, tile_columns, filled, most, at, totals, at)
+                    for n in range(0, vectors * lanes, height):
+                        for d in range(0, v_full, tile_columns):
+                            multiply_tile(
+                                lanes, height, most_vectors, 1, scores, n, 1, tile_columns, filled,
+                                wide_values, d, v_pad, sums, (column + n) * v_pad + d, v_pad,
+                            )  # fmt: skip
+                        if v_rest > 0:
+                            multiply_tile(
+                                lanes, height, v_rest, 1, scores, n, 1, tile_columns, filled,
+                                wide_values, v_full, v_pad, sums, (column + n) * v_pad + v_full, v_pad,
+                            )  # fmt: skip
+                    column += vectors * lanes
+                position += filled
+            if starts[index] >= first and starts[index + 1] <= last:
                 for n in range(queries):
-                    query, lane = q[row, n // group, head, n % group], n % tile_columns
-                    for d in range(k_dim):
-                        turned_q[n // tile_columns, d * tile_columns + lane] = query[d] * factor
-                most[:], totals[:], sums[:] = -np.inf, 0, 0
-                base = starts[index + 1] - q_len
-                within = np.int64(0)
-                while entry < end:
-                    filled = np.int64(0)
-                    while entry < end and filled < tokens:
-                        block = np.int64(block_ids[row, which, entry])
-                        count = np.int64(block_lengths[block])
-                        part = min(count - within, tokens - filled)
-                        stored = (block * kv_heads + head) * block_size + within
-                        decode_rows(lanes, storage, k_dim, keys, stored * k_units, part, wide_keys, filled * k_pad)
-                        decode_rows(lanes, storage, v_dim, values, stored * v_units, part, wide_values, filled * v_pad)
-                        filled += part
-                        within += part
-                        if within >= count:
-                            entry += 1
-                            within = np.int64(0)
-                    following = np.int64(block_ids[row, which, min(entry, end - 1)])
-                    ahead = (following * kv_heads + head) * block_size + within
-                    column = np.int64(0)
-                    while column < q_pad:
-                        left = (q_pad - column) // lanes
-                        q_at = column // tile_columns * (k_dim * tile_columns) + column % tile_columns
-                        vectors = np.int64(4 if wide and left >= 4 else 2 if left >= 2 else 1)
-                        for t in range(0, filled, height):
-                            if column == 0:
-                                prefetch(keys, (ahead + t) * k_units, height * k_units)
-                                prefetch(values, (ahead + t) * v_units, height * v_units)
-                            if wide and vectors == 4:
-                                multiply_tile(
-                                    lanes, height, 4, 0, wide_keys, t * k_pad, k_pad, 1, k_dim,
-                                    turned_q, q_at, tile_columns, scores, t * tile_columns, tile_columns,
-                                )  # fmt: skip
-                            elif vectors == 2:
-                                multiply_tile(
-                                    lanes, height, 2, 0, wide_keys, t * k_pad, k_pad, 1, k_dim,
-                                    turned_q, q_at, tile_columns, scores, t * tile_columns, tile_columns,
-                                )  # fmt: skip
-                            else:
-                                multiply_tile(
-                                    lanes, height, 1, 0, wide_keys, t * k_pad, k_pad, 1, k_dim,
-                                    turned_q, q_at, tile_columns, scores, t * tile_columns, tile_columns,
-                                )  # fmt: skip
-                        stop = min(column + vectors * lanes, queries)
-                        if softcapped:
-                            for t in range(filled):
-                                row_softcap(scores, t, stop - column, np.float32(softcap) * LOG2_E)
-                        # Query n sees the tokens up to base + n // group.
-                        if position + filled > base + column // group + 1:
-                            for n in range(column, stop):
-                                for t in range(max(0, base + n // group + 1 - position), filled):
-                                    scores[t, n - column] = _UNSEEN
-                        for each in range(vectors):
-                            at = column + each * lanes
-                            if rows_most(lanes, lanes, scores, each * lanes, tile_columns, filled, most, at, fresh, at):
-                                for n in range(at, at + lanes):
-                                    rescale = exp2(most[n] - fresh[n])
-                                    most[n] = fresh[n]
-                                    totals[n] *= rescale
-                                    for d in range(v_pad):
-                                        sums[n, d] *= rescale
-                            rows_exp2(lanes, scores, each * lanes, tile_columns, filled, most, at, totals, at)
-                        for n in range(0, vectors * lanes, height):
-                            for d in range(0, v_full, tile_columns):
-                                multiply_tile(
-                                    lanes, height, most_vectors, 1, scores, n, 1, tile_columns, filled,
-                                    wide_values, d, v_pad, sums, (column + n) * v_pad + d, v_pad,
-                                )  # fmt: skip
-                            if v_rest > 0:
-                                multiply_tile(
-                                    lanes, height, v_rest, 1, scores, n, 1, tile_columns, filled,
-                                    wide_values, v_full, v_pad, sums, (column + n) * v_pad + v_full, v_pad,
-                                )  # fmt: skip
-                        column += vectors * lanes
-                    position += filled
-                if starts[index] >= first and starts[index + 1] <= last:
-                    for n in range(queries):
-                        lse[row, head, n] = (most[n] + np.log2(totals[n])) * LN_2
-                        for d in range(v_dim):
-                            out[row, head, n, d] = sums[n, d] / totals[n]
-                else:
-                    edge = 2 * thread + (0 if starts[index] < first else 1)
-                    edges[edge] = index
-                    for n in range(queries):
-                        edge_most[edge, n], edge_total[edge, n] = most[n], totals[n]
-                        for d in range(v_dim):
-                            edge_sums[edge, n, d] = sums[n, d]
-        merge_edges(edges, edge_sums, edge_most, edge_total, out, lse)
-        return np.int64(code_version)
+                    lse[row, head, n] = (most[n] + np.log2(totals[n])) * LN_2
+                    for d in range(v_dim):
+                        out[row, head, n, d] = sums[n, d] / totals[n]
+            else:
+                edge = 2 * thread + (0 if starts[index] < first else 1)
+                edges[edge] = index
+                for n in range(queries):
+                    edge_most[edge, n], edge_total[edge, n] = most[n], totals[n]
+                    for d in range(v_dim):
+                        edge_sums[edge, n, d] = sums[n, d]
+        return np.int64(0 * code_version)
 
     return attend
