@@ -189,7 +189,7 @@ def outside_pool(status: int, keys: np.ndarray, ids: np.ndarray, counts: np.ndar
 
 @cache
 def _region(isa: str, storage: str, group: int, k_dim: int, v_dim: int, block_size: int, softcapped: bool) -> Any:
-    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all of them plain values."""
+    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
     tiles = tiles_for(isa, group, block_size)
     lanes, full_tiles, tile_queries, rest_queries, row_size, tile_tokens, columns = tiles
     full_queries, num_tiles = full_tiles * tile_queries, tiles.number

@@ -87,7 +87,7 @@ def attend_blocks_causal(
 
 @cache
 def _region(instructions: str, storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool) -> Any:
-    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all of them plain values."""
+    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
     lanes = ISAS[instructions].float_lanes
     most_vectors = 4 if ISAS[instructions].registers == 32 else 2
     k_pad, v_pad = -(-k_dim // lanes) * lanes, -(-v_dim // lanes) * lanes

@@ -107,3 +107,16 @@ def arguments_at(typingctx, kind, variant, address):
         return value
 
     return wanted(kind, variant, types.int64), codegen
+
+
+@cache
+def region_caller(kind: str, variant: str) -> Any:
+    """The kernel (run, region, arguments, threads) that does nothing but `run_region`; arguments: a tuple of arrays."""
+    code_version = CODE_VERSION
+    arguments_type = types.Tuple(_ARGUMENTS[kind](variant))
+
+    @njit(types.int64(types.int64, types.int64, arguments_type, types.int64), cache=True, nogil=True)
+    def call(run, region, arguments, threads):
+        return run_region(kind, variant, run, region, threads, arguments) + 0 * code_version
+
+    return call

@@ -6,21 +6,23 @@ from typing import Any
 import numpy as np
 from numba import from_dtype, njit, types
 
-from cpu_ops import attention, scores, token_store
+from cpu_ops import attention, list_attention, scores, token_store
 from cpu_ops.chosen_blocks import attended_ids, best_blocks
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.kernel_address import address_of, call_kernel
 from cpu_ops.number_bits import number, rounded
+from cpu_ops.parallel_region import all_threads
 from cpu_ops.storage import storage_of
 
 EVERYTHING, AS_GIVEN, CHOSEN = 0, 1, 2
 """Which blocks a step attends to: all; those at given positions; those that it chooses."""
 NOTHING_FORBIDDEN = np.empty((0, 0, 0), np.int32)
-BAD_PLACE, BAD_CONTEXT, BAD_LISTS = -1.0, -2.0, -3.0
+BAD_PLACE, BAD_CONTEXT, BAD_LISTS, BAD_SHAPES = -1.0, -2.0, -3.0, -4.0
 _REFUSALS = {
     BAD_PLACE: "the position must lie in the blocks of table, and those in the pool",
     BAD_CONTEXT: "the blocks of table must lie in the pool",
     BAD_LISTS: "lists of blocks, or their lengths, must lie in the pool",
+    BAD_SHAPES: "q, k, v, table, positions, out and lse must have the rows, heads and dimensions that it was bound to",
 }
 
 
@@ -51,16 +53,19 @@ class RetrievalStep:
         storage, kind = storage_of(keys.dtype), storage_of(representatives.dtype)
         kv_heads, k_dim = keys.shape[1], keys.shape[3] * storage.group
         q, ids = (1, kv_heads, group, k_dim), (1, 1, 1)
-        attend, self.v_dim = attention.kernel_for(
+        attend, self.v_dim = attention.region_for(
             q, keys.shape, values.shape, ids, ids[:2], lengths.shape, keys.dtype, values.dtype, softcapped
         )
-        scoring = scores.kernel_for(q, representatives.shape, ids[:2], ids[:1], representatives.dtype, score)
+        scored_by = scores.region_for(q, representatives.shape, ids[:2], ids[:1], representatives.dtype, score)
         self.stores = token_store.stores(keys.dtype)
         store = address_of(token_store.kernel_for(storage.name)) if self.stores else 0
-        self._addresses = np.array([store, address_of(scoring), address_of(attend)], np.int64)
+        scorer = address_of(scores.kernel_for(kind.kernel_dtype.name))
+        attender = address_of(list_attention.kernel_for(storage.kernel_dtype.name))
+        self._addresses = np.array([all_threads(), store, scorer, scored_by, attender, attend], np.int64)
+        self._shape = np.array([group, k_dim, self.v_dim], np.int64)
         blocks = keys.view(storage.kernel_dtype), values.view(storage.kernel_dtype)
         self._pool = *blocks, representatives.view(kind.kernel_dtype), lengths
-        self._kernel = _kernel(np.dtype(dtype).name, storage.name, kind.name)
+        self._kernel = _kernel(np.dtype(dtype).name, storage.kernel_dtype.name, kind.kernel_dtype.name)
         self._threads = threads
         self.group, self._bound = group, (dtype, softcapped)
 
@@ -83,38 +88,48 @@ class RetrievalStep:
         kv_heads, group] float32, is written. For who holds `threads.one_kernel_at_a_time`.
 
         Returns the largest magnitude that was stored (0 for none), infinity or NaN where there are such. Raises
-        IndexError for places, ids and lengths outside the pool, TypeError for other arrays than these.
+        IndexError for places, ids and lengths outside the pool, ValueError for other shapes and TypeError for other
+        types than these.
         """
         status = self._kernel(
             q, k, v, *self._pool, position, table, first, end, which, positions, allowed, shared, largest,
-            scale, softcap, self._threads, self._addresses, out, lse,
+            scale, softcap, self._threads, self._addresses, self._shape, out, lse,
         )  # fmt: skip
         if status < 0:
-            raise IndexError(_REFUSALS[status])
+            raise (ValueError if status == BAD_SHAPES else IndexError)(_REFUSALS[status])
         return float(status)
 
 
 @cache
-def _kernel(dtype: str, storage: str, representative_storage: str) -> Any:
+def _kernel(dtype: str, numbers: str, representative_numbers: str) -> Any:
     code_version = CODE_VERSION
 
     given = types.Array(from_dtype(np.dtype(dtype)), 4, "C")
-    pool, kind = attention.signature(storage).args[1], scores.signature(representative_storage).args[1]
+    pool, kind = (types.Array(from_dtype(np.dtype(each)), 4, "C") for each in (numbers, representative_numbers))
     int3, int2, int1 = (types.Array(types.int32, dims, "C") for dims in (3, 2, 1))
     signature = types.float64(
         given, given, given, pool, pool, kind, int1, types.int64, int2, types.int64, types.int64, types.int64,
         int3, int3, types.boolean, types.boolean, types.float64, types.float64, types.int64,
-        types.Array(types.int64, 1, "C"), given, types.Array(types.float32, 3, "C"),
+        types.Array(types.int64, 1, "C"), types.Array(types.int64, 1, "C"), given, types.Array(types.float32, 3, "C"),
     )  # fmt: skip
 
     @njit(signature, cache=True, nogil=True, error_model="numpy")
     def step(
         q, k, v, keys, values, representatives, lengths, position, table, first, end, which, positions, allowed,
-        shared, largest, scale, softcap, threads, addresses, out, lse,
+        shared, largest, scale, softcap, threads, addresses, shape, out, lse,
     ):  # fmt: skip
-        rows, heads, _, k_dim = q.shape
-        kv_heads, v_dim = keys.shape[1], out.shape[3]
-        group = heads // kv_heads
+        rows, kv_heads = q.shape[0], keys.shape[1]
+        group, k_dim, v_dim = shape[0], shape[1], shape[2]
+        heads = kv_heads * group
+        if (
+            q.shape != (rows, heads, 1, k_dim)
+            or out.shape != (rows, heads, 1, v_dim)
+            or lse.shape != (rows, kv_heads, group)
+            or table.shape[0] != rows
+            or (position >= 0 and (k.shape != (rows, kv_heads, 1, k_dim) or v.shape != (rows, kv_heads, 1, v_dim)))
+            or (which != EVERYTHING and (positions.shape[0] != rows or positions.shape[1] not in (1, kv_heads)))
+        ):
+            return BAD_SHAPES
         stored = np.float64(0 * code_version)
         if position >= 0:
             new_keys = np.empty((rows, kv_heads, k_dim), np.float32)
@@ -126,7 +141,7 @@ def _kernel(dtype: str, storage: str, representative_storage: str) -> Any:
                     for d in range(v_dim):
                         new_values[row, head, d] = number(v[row, head, 0, d])
             written = new_keys, new_values, keys, values, table, position
-            stored = np.float64(call_kernel("store", storage, addresses[0], written))
+            stored = np.float64(call_kernel("store", numbers, addresses[1], written))
             if stored < 0:
                 return BAD_PLACE
         queries = np.empty((rows, kv_heads, group, k_dim), np.float32)
@@ -141,15 +156,19 @@ def _kernel(dtype: str, storage: str, representative_storage: str) -> Any:
                 context = table[:, first:end].copy()
                 block_scores = np.empty((rows, kv_heads, group, end - first), np.float32)
                 counts = np.full(rows, end - first, np.int32)
-                scored = queries, representatives, context, counts, threads, block_scores
-                if call_kernel("score", representative_storage, addresses[1], scored) < 0:
+                scored = addresses[0], addresses[3], queries, representatives, context, counts, threads, block_scores
+                if call_kernel("score", representative_numbers, addresses[2], scored) < 0:
                     return BAD_CONTEXT
                 positions[:] = best_blocks(block_scores, positions.shape[2], allowed, shared, largest)
             ids = attended_ids(table, positions, first, end)
         in_use = np.full((rows, ids.shape[1]), ids.shape[2], np.int32)
         attended = np.empty((rows, kv_heads, group, v_dim), np.float32)
-        arguments = queries, keys, values, ids, in_use, lengths, scale, softcap, threads, attended, lse
-        if call_kernel("attend", storage, addresses[2], arguments) < 0:
+        asked = queries.reshape(rows, 1, kv_heads, group, k_dim)
+        attending = (
+            addresses[0], addresses[5], np.int64(0), asked, keys, values, ids, in_use, lengths, scale, softcap,
+            threads, attended, lse,
+        )  # fmt: skip
+        if call_kernel("attend lists", numbers, addresses[4], attending) < 0:
             return BAD_LISTS
         for row in range(rows):
             for head in range(heads):

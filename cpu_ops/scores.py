@@ -4,11 +4,12 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
-from numba import from_dtype, get_num_threads, njit, prange, set_num_threads, types
+from numba import from_dtype, get_num_threads, njit, set_num_threads, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
-from cpu_ops.kernel_address import called_as
+from cpu_ops.kernel_address import address_of, called_as
+from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
 from cpu_ops.simd import score_tile
 from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.threads import one_kernel_at_a_time, use_threads
@@ -37,7 +38,7 @@ def block_scores(
     Returns [rows, kv_heads, group, max_blocks] float32 (written to `out` when given), -inf past each row's count.
     Raises ValueError or TypeError for arrays that do not fit together, IndexError for ids or counts outside the pool.
     """
-    kernel, kernel_dtype, shape = _plan(
+    kernel, region, kernel_dtype, shape = _plan(
         q.shape, representatives.shape, block_ids.shape, block_counts.shape, representatives.dtype, mode, isa()
     )
     if out is None:
@@ -49,7 +50,8 @@ def block_scores(
         before = get_num_threads()
         used = before if threads is None or threads == before else use_threads(threads)
         try:
-            status = kernel(q, representatives.view(kernel_dtype), block_ids, block_counts, used, out)
+            pool = representatives.view(kernel_dtype)
+            status = kernel(all_threads(), region, q, pool, block_ids, block_counts, used, out)
         except TypeError as error:
             raise TypeError(
                 f"q {q.dtype}, representatives {representatives.dtype}, block_ids {block_ids.dtype}, block_counts "
@@ -70,7 +72,7 @@ def block_scores(
 def _plan(
     q: tuple[int, ...], representatives: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
     dtype: np.dtype, mode: str, instructions: str,
-) -> tuple[Any, np.dtype, tuple[int, ...]]:  # fmt: skip
+) -> tuple[Any, int, np.dtype, tuple[int, ...]]:  # fmt: skip
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
     storage = storage_of(dtype)
@@ -92,80 +94,108 @@ def _plan(
         raise ValueError(f"mode 'quest' needs 2 representatives, maximum and minimum; there are {representatives[2]}")
     if len(ids) != 2 or ids[0] != q[0] or counts != ids[:1]:
         raise ValueError(f"block_ids {ids} must be [{q[0]}, max_blocks] and block_counts {counts} [{q[0]}]")
-    return (
-        _kernel(instructions, storage.name, mode, q[2], representatives[2], q[3]),
-        storage.kernel_dtype,
-        (*q[:3], ids[1]),
-    )
+    region = address_of(_region(instructions, storage.name, mode, q[2], representatives[2], q[3]))
+    return kernel_for(storage.kernel_dtype.name), region, storage.kernel_dtype, (*q[:3], ids[1])
 
 
-def kernel_for(
+def region_for(
     q: tuple[int, ...], representatives: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
     dtype: np.dtype, mode: str,
-) -> Any:  # fmt: skip
-    """The kernel of `signature` for arrays of these shapes (`block_scores`).
+) -> int:  # fmt: skip
+    """The address of the region ("score") for arrays of these shapes (`block_scores`).
 
     Raises ValueError or TypeError where they do not fit together.
     """
-    return _plan(q, representatives, ids, counts, dtype, mode, isa())[0]
+    return _plan(q, representatives, ids, counts, dtype, mode, isa())[1]
+
+
+_REAL4, _INT2, _INT1 = (
+    types.Array(types.float32, 4, "C"),
+    types.Array(types.int32, 2, "C"),
+    types.Array(types.int32, 1, "C"),
+)
+
+
+def _pool(numbers: str) -> Any:
+    return types.Array(from_dtype(np.dtype(numbers)), 4, "C")
+
+
+@region_arguments("score")
+def arguments(numbers: str) -> tuple[Any, ...]:
+    """Of the regions: (q, representatives, block_ids, block_counts, out); numbers: as kernels view representatives."""
+    return _REAL4, _pool(numbers), _INT2, _INT1, _REAL4
 
 
 @called_as("score")
-def signature(storage: str) -> Any:
-    """Of the kernels: (q, representatives, block_ids, block_counts, threads, out) to a status, an error's below 0."""
-    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
-    real4 = types.Array(types.float32, 4, "C")
-    int2, int1 = (types.Array(types.int32, dims, "C") for dims in (2, 1))
-    return types.int64(real4, pool, int2, int1, types.int64, real4)
+def signature(numbers: str) -> Any:
+    """Of the kernels: (run, region, q, representatives, block_ids, block_counts, threads, out) to a status.
+
+    An error's is below 0. run: `parallel_region.all_threads()`. region: its address.
+    """
+    integer = types.int64
+    return integer(integer, integer, _REAL4, _pool(numbers), _INT2, _INT1, integer, _REAL4)
 
 
 @cache
-def _kernel(instructions: str, storage: str, mode: str, group: int, representative_num: int, k_dim: int) -> Any:
-    lanes, full_tiles, tile_queries, rest_queries, *_ = tiles_for(instructions, group, 1)
-    full_queries = full_tiles * tile_queries
-    vectors = 1 if mode == "quest" else representative_num
+def kernel_for(numbers: str) -> Any:
+    """Compile the kernel for representatives viewed as `numbers`, or load it from Numba's on-disk cache."""
     code_version = CODE_VERSION
 
-    units = STORAGE_TYPES[storage].units(k_dim)
-
-    @njit(signature(storage), parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
-    def score(q, representatives, block_ids, block_counts, threads, out):
+    @njit(signature(numbers), cache=True, nogil=True, error_model="numpy")
+    def score_lists(run, region, q, representatives, block_ids, block_counts, threads, out):
         rows, max_blocks = block_ids.shape
-        kv_heads = q.shape[1]
         for row in range(rows):
             if block_counts[row] < 0 or block_counts[row] > max_blocks:
                 return np.int64(-1)
             for entry in range(block_counts[row]):
                 if block_ids[row, entry] < 0 or block_ids[row, entry] >= representatives.shape[0]:
                     return np.int64(-1)
+        run_region("score", numbers, run, region, threads, (q, representatives, block_ids, block_counts, out))
+        return np.int64(0 * code_version)
+
+    return score_lists
+
+
+@cache
+def _region(instructions: str, storage: str, mode: str, group: int, representative_num: int, k_dim: int) -> Any:
+    lanes, full_tiles, tile_queries, rest_queries, *_ = tiles_for(instructions, group, 1)
+    full_queries = full_tiles * tile_queries
+    vectors = 1 if mode == "quest" else representative_num
+    units = STORAGE_TYPES[storage].units(k_dim)
+    numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
+
+    @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def score(thread, threads, arguments):
+        q, representatives, block_ids, block_counts, out = arguments_at("score", numbers, arguments)
+        rows, max_blocks = block_ids.shape
+        kv_heads = q.shape[1]
         total = rows * kv_heads * max_blocks
-        for thread in prange(threads):
-            tile = np.empty((group, vectors), np.float32)
-            for item in range(total * thread // threads, total * (thread + 1) // threads):
-                entry, index = item % max_blocks, item // max_blocks
-                row, head = index // kv_heads, index % kv_heads
-                q_at = index * (group * k_dim)
-                if entry >= block_counts[row]:
-                    for g in range(group):
-                        out[row, head, g, entry] = -np.inf
-                    continue
-                r_at = (np.int64(block_ids[row, entry]) * kv_heads + head) * (representative_num * units)
-                for vector in range(vectors):
-                    for g in range(0, full_queries, tile_queries):
-                        score_tile(
-                            lanes, mode, storage, k_dim, tile_queries, q, q_at + g * k_dim,
-                            representatives, r_at + vector * units, tile, g * vectors + vector, vectors,
-                        )  # fmt: skip
-                    if rest_queries > 0:
-                        score_tile(
-                            lanes, mode, storage, k_dim, rest_queries, q, q_at + full_queries * k_dim,
-                            representatives, r_at + vector * units, tile, full_queries * vectors + vector, vectors,
-                        )  # fmt: skip
+        tile = np.empty((group, vectors), np.float32)
+        for item in range(total * thread // threads, total * (thread + 1) // threads):
+            entry, index = item % max_blocks, item // max_blocks
+            row, head = index // kv_heads, index % kv_heads
+            q_at = index * (group * k_dim)
+            if entry >= block_counts[row]:
                 for g in range(group):
-                    best = tile[g, 0]
-                    for vector in range(1, vectors):
-                        best = max(best, tile[g, vector])
-                    out[row, head, g, entry] = best
-        return np.int64(code_version)
+                    out[row, head, g, entry] = -np.inf
+                continue
+            r_at = (np.int64(block_ids[row, entry]) * kv_heads + head) * (representative_num * units)
+            for vector in range(vectors):
+                for g in range(0, full_queries, tile_queries):
+                    score_tile(
+                        lanes, mode, storage, k_dim, tile_queries, q, q_at + g * k_dim,
+                        representatives, r_at + vector * units, tile, g * vectors + vector, vectors,
+                    )  # fmt: skip
+                if rest_queries > 0:
+                    score_tile(
+                        lanes, mode, storage, k_dim, rest_queries, q, q_at + full_queries * k_dim,
+                        representatives, r_at + vector * units, tile, full_queries * vectors + vector, vectors,
+                    )  # fmt: skip
+            for g in range(group):
+                best = tile[g, 0]
+                for vector in range(1, vectors):
+                    best = max(best, tile[g, vector])
+                out[row, head, g, entry] = best
+        return np.int64(0 * code_version)
 
     return score

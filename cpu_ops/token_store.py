@@ -90,10 +90,13 @@ def _plan(
 
 
 @called_as("store")
-def signature(storage: str) -> Any:
-    """Of the kernels: (new_keys, new_values, keys, values, table, position) to what `store_token` returns, or -1."""
+def signature(numbers: str) -> Any:
+    """Of the kernels: (new_keys, new_values, keys, values, table, position) to what `store_token` returns, or -1.
+
+    numbers: as kernels view the pool (`cpu_ops.storage`, `kernel_dtype`).
+    """
     real3 = types.Array(types.float32, 3, "C")
-    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
+    pool = types.Array(from_dtype(np.dtype(numbers)), 4, "C")
     return types.float32(real3, real3, pool, pool, types.Array(types.int32, 2, "C"), types.int64)
 
 
@@ -102,7 +105,7 @@ def kernel_for(storage: str) -> Any:
     encode = _ENCODERS[storage]
     code_version = CODE_VERSION
 
-    @njit(signature(storage), cache=True, nogil=True)
+    @njit(signature(STORAGE_TYPES[storage].kernel_dtype.name), cache=True, nogil=True)
     def store(new_keys, new_values, keys, values, table, position):
         rows, kv_heads, k_dim = new_keys.shape
         v_dim = new_values.shape[2]

@@ -131,6 +131,26 @@ def test_arrays_that_do_not_fit_the_pool_are_refused():
         problem.step(*problem.given[::-1], 0, None, 0, 0, 0, None, None, True, True, 1.0, 0.0, None, None)
 
 
+@pytest.mark.parametrize("which", ["q", "k", "v", "table", "positions", "out", "lse"])
+def test_arrays_of_a_call_that_are_not_those_it_is_bound_to_are_refused(which):
+    problem = Problem()
+    q, k, v = problem.given
+    given = {
+        "q": q, "k": k, "v": v, "table": problem.table, "positions": np.zeros((ROWS, 1, 1), np.int32),
+        "out": problem.out, "lse": problem.lse,
+    }  # fmt: skip
+    short = {name: array[:-1] if name == "table" else array[..., :-1].copy() for name, array in given.items()}
+    short["positions"] = np.zeros((ROWS, KV_HEADS + 1, 1), np.int32)
+    given[which] = short[which]
+    before = problem.keys.copy()
+    with pytest.raises(ValueError, match="that it was bound to"):
+        problem.step(
+            given["q"], given["k"], given["v"], POSITION, given["table"], FIRST, END, AS_GIVEN, given["positions"],
+            NOTHING_FORBIDDEN, True, False, 0.25, 0.0, given["out"], given["lse"],
+        )  # fmt: skip
+    np.testing.assert_array_equal(problem.keys, before)
+
+
 def test_only_a_kernel_of_one_signature_has_an_address():
     with pytest.raises(ValueError, match="compiled for 0 signatures"):
         address_of(numba.njit(lambda x: x))
