@@ -8,11 +8,13 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import from_dtype, njit, prange, types
+from numba import from_dtype, njit, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.eight_lanes import QUERY_TILE, accumulate_rows
+from cpu_ops.kernel_address import address_of
 from cpu_ops.kernel_call import on_threads
+from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
 from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.token_store import as_bfloat16, as_float16, stores
 
@@ -60,7 +62,7 @@ def hold_chunks(
     together, IndexError for chunks or blocks that are not there; nothing is written then.
     """
     coefficients, basis, cos, sin, pairs, offset, interleaved = factors
-    kernel, dtype, stored_dtype = _plan(
+    kernel, region, dtype, stored_dtype = _plan(
         chosen.shape, ids.shape, keys.shape, values.shape, coefficients.shape, basis.shape, cos.shape, sin.shape,
         table.shape[:1], stored.shape, keys.dtype, stored.dtype, pairs, offset,
     )  # fmt: skip
@@ -68,7 +70,7 @@ def hold_chunks(
     # Of each pair the first channel is `offset + pair * step`, the second `second` channels further.
     step, second = (2, 1) if interleaved else (1, pairs)
     arrays = (chosen, ids, *own, table, stored.view(stored_dtype))
-    hits = on_threads(threads, kernel, *arrays, chunks, offset, step, second)
+    hits = on_threads(threads, kernel, all_threads(), region, *arrays, chunks, offset, step, second)
     if hits < 0:
         raise IndexError(
             f"chosen chunks and slots must be below {chunks} and have blocks (0..{len(stored) - 1}), coefficients "
@@ -79,7 +81,8 @@ def hold_chunks(
 
 def compile_for(k_dim: int, kind: str, storage: str) -> None:
     """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first token needs it."""
-    _kernel(kind, storage, k_dim)
+    _kernel(STORAGE_TYPES[kind].kernel_dtype.name, STORAGE_TYPES[storage].kernel_dtype.name)
+    _region(kind, storage, k_dim)
 
 
 @lru_cache(maxsize=4096)
@@ -88,7 +91,7 @@ def _plan(
     coefficients: tuple[int, ...], basis: tuple[int, ...], cos: tuple[int, ...], sin: tuple[int, ...],
     rows: tuple[int, ...], stored: tuple[int, ...], dtype: np.dtype, stored_dtype: np.dtype,
     pairs: int, offset: int,
-) -> tuple[Any, np.dtype, np.dtype]:  # fmt: skip
+) -> tuple[Any, int, np.dtype, np.dtype]:  # fmt: skip
     storage, kind = storage_of(stored_dtype), storage_of(dtype)
     k_dim, v_dim = keys[-1], values[-1]
     fitting = (
@@ -104,7 +107,8 @@ def _plan(
             f"cos {cos}, sin {sin} ({pairs} pairs from channel {offset}), a table of {rows} rows and stored values "
             f"{stored} do not fit together"
         )
-    return _kernel(kind.name, storage.name, k_dim), kind.kernel_dtype, storage.kernel_dtype
+    kernel = _kernel(kind.kernel_dtype.name, storage.kernel_dtype.name)
+    return kernel, address_of(_region(kind.name, storage.name, k_dim)), kind.kernel_dtype, storage.kernel_dtype
 
 
 @njit
@@ -154,29 +158,41 @@ def _put(rows, target, is_float32, is_float16):
                 target[t, d] = as_bfloat16(rows[t, d])
 
 
-@cache
-def _kernel(kind: str, storage: str, k_dim: int) -> Any:
-    run, group_units = STORAGE_TYPES[storage].group, STORAGE_TYPES[storage].units(STORAGE_TYPES[storage].group)
-    # Single numbers are widened in runs of these, then one by one; groups one by one.
-    many, stored_many = 32, max(32, run)
-    is_float32, is_float16 = kind == "float32", kind == "float16"
-    code_version = CODE_VERSION
+_INT1, _INT3, _TABLE = (
+    types.Array(types.int64, 1, "C"), types.Array(types.int64, 3, "C"), types.Array(types.int32, 2, "C"),
+)  # fmt: skip
 
-    number = from_dtype(STORAGE_TYPES[kind].kernel_dtype)
+
+def _arrays(numbers: str, stored_numbers: str) -> tuple[Any, ...]:
+    """keys, values, coefficients, basis, cos, sin, table, stored."""
+    number = from_dtype(np.dtype(numbers))
     five, four, three, two = (types.Array(number, dims, "C") for dims in (5, 4, 3, 2))
-    int3, table_type = types.Array(types.int64, 3, "C"), types.Array(types.int32, 2, "C")
-    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
-    integers = (types.int64,) * 5
-    signature = types.int64(int3, int3, five, five, three, four, two, two, table_type, pool, *integers)
+    return five, five, three, four, two, two, _TABLE, types.Array(from_dtype(np.dtype(stored_numbers)), 4, "C")
 
-    @njit(signature, parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+
+@region_arguments("rebuild chunks")
+def _arguments(variant: str) -> tuple[Any, ...]:
+    """(of_list, missing, free, misses, first_slot, keys, values, coefficients, basis, cos, sin, table, stored, offset,
+    step, second), the variant "numbers, stored numbers"; the first three of `_divided`."""
+    integer = types.int64
+    return (_INT1, _INT1, _INT1, integer, integer, *_arrays(*variant.split(",")), integer, integer, integer)
+
+
+@cache
+def _kernel(numbers: str, stored_numbers: str) -> Any:
+    variant, code_version = f"{numbers},{stored_numbers}", CODE_VERSION
+
+    integers, addresses = (types.int64,) * 5, (types.int64,) * 2
+    signature = types.int64(*addresses, _INT3, _INT3, *_arrays(numbers, stored_numbers), *integers)
+
+    @njit(signature, cache=True, nogil=True, error_model="numpy")
     def hold(
-        chosen, ids, keys, values, coefficients, basis, cos, sin, table, stored, chunks, offset, step, second, threads
+        run, region, chosen, ids, keys, values, coefficients, basis, cos, sin, table, stored, chunks, offset, step,
+        second, threads,
     ):  # fmt: skip
         rows, kv_heads, count = chosen.shape
-        chunk_size, v_dim = values.shape[3:]
-        rank, pairs = coefficients.shape[2], cos.shape[1]
-        lists, first_slot = rows * kv_heads, keys.shape[2] - 1 - count
+        chunk_size = values.shape[3]
+        lists = rows * kv_heads
         if chunks * chunk_size > min(coefficients.shape[1], cos.shape[0]) or chunks > table.shape[1]:
             return np.int64(-1)
         free = np.empty(lists * count, np.int64)
@@ -189,55 +205,82 @@ def _kernel(kind: str, storage: str, k_dim: int) -> Any:
             block = table[of_list[miss] // kv_heads, missing[miss]]
             if block < 0 or block >= stored.shape[0]:
                 return np.int64(-1)
-        for thread in prange(threads):
-            one = np.ones(1, np.float32)
-            factors, rebuilt = np.empty((chunk_size, rank), np.float32), np.empty((chunk_size, k_dim), np.float32)
-            fetched = np.empty((chunk_size, v_dim), np.float32)
-            cosines, sines = np.empty((chunk_size, pairs), np.float32), np.empty((chunk_size, pairs), np.float32)
-            for miss in range(misses * thread // threads, misses * (thread + 1) // threads):
-                row, head = of_list[miss] // kv_heads, of_list[miss] % kv_heads
-                start, slot = missing[miss] * chunk_size, first_slot + free[miss]
-                factors[:], rebuilt[:], fetched[:], cosines[:], sines[:] = 0, 0, 0, 0, 0
-                # Adding stored numbers, once, to zeros widens them.
-                at, whole = (row * coefficients.shape[1] + start) * rank, chunk_size * rank // many * many
-                for i in range(0, whole, many):
-                    accumulate_rows(kind, many, 1, one, 0, 1, coefficients, at + i, 1, factors, i, basis, 0, 0)
-                for i in range(whole, chunk_size * rank):
-                    accumulate_rows(kind, 1, 1, one, 0, 1, coefficients, at + i, 1, factors, i, basis, 0, 0)
-                at, whole = start * pairs, chunk_size * pairs // many * many
-                for i in range(0, whole, many):
-                    accumulate_rows(kind, many, 1, one, 0, 1, cos, at + i, 1, cosines, i, basis, 0, 0)
-                    accumulate_rows(kind, many, 1, one, 0, 1, sin, at + i, 1, sines, i, basis, 0, 0)
-                for i in range(whole, chunk_size * pairs):
-                    accumulate_rows(kind, 1, 1, one, 0, 1, cos, at + i, 1, cosines, i, basis, 0, 0)
-                    accumulate_rows(kind, 1, 1, one, 0, 1, sin, at + i, 1, sines, i, basis, 0, 0)
-                at = (np.int64(table[row, missing[miss]]) * kv_heads + head) * (chunk_size * stored.shape[3])
-                whole = chunk_size * v_dim // stored_many * stored_many
-                for i in range(0, whole, stored_many):
-                    s_at = at + i // run * group_units
-                    accumulate_rows(storage, stored_many, 1, one, 0, 1, stored, s_at, 1, fetched, i, basis, 0, 0)
-                for i in range(whole, chunk_size * v_dim):
-                    accumulate_rows(storage, 1, 1, one, 0, 1, stored, at + i, 1, fetched, i, basis, 0, 0)
-                at, whole = of_list[miss] * (rank * k_dim), chunk_size // QUERY_TILE * QUERY_TILE
-                for t in range(0, whole, QUERY_TILE):
-                    accumulate_rows(
-                        kind, k_dim, QUERY_TILE, factors, t * rank, rank, basis, at, rank, rebuilt, t * k_dim,
-                        basis, 0, 0,
-                    )  # fmt: skip
-                for t in range(whole, chunk_size):
-                    accumulate_rows(
-                        kind, k_dim, 1, factors, t * rank, rank, basis, at, rank, rebuilt, t * k_dim, basis, 0, 0
-                    )
-                for t in range(chunk_size):
-                    for pair in range(pairs):
-                        d = offset + pair * step
-                        a, b = rebuilt[t, d], rebuilt[t, d + second]
-                        rebuilt[t, d] = a * cosines[t, pair] - b * sines[t, pair]
-                        rebuilt[t, d + second] = b * cosines[t, pair] + a * sines[t, pair]
-                _put(rebuilt, keys[row, head, slot], is_float32, is_float16)
-                _put(fetched, values[row, head, slot], is_float32, is_float16)
+        given = (
+            of_list, missing, free, misses, keys.shape[2] - 1 - count, keys, values, coefficients, basis, cos, sin,
+            table, stored, offset, step, second,
+        )  # fmt: skip
+        run_region("rebuild chunks", variant, run, region, threads, given)
         for miss in range(misses):
             flat_ids[of_list[miss], free[miss]] = missing[miss]
         return np.int64(hits + 0 * code_version)
 
     return hold
+
+
+@cache
+def _region(kind: str, storage: str, k_dim: int) -> Any:
+    run, group_units = STORAGE_TYPES[storage].group, STORAGE_TYPES[storage].units(STORAGE_TYPES[storage].group)
+    # Single numbers are widened in runs of these, then one by one; groups one by one.
+    many, stored_many = 32, max(32, run)
+    is_float32, is_float16 = kind == "float32", kind == "float16"
+    variant = f"{STORAGE_TYPES[kind].kernel_dtype.name},{STORAGE_TYPES[storage].kernel_dtype.name}"
+    code_version = CODE_VERSION
+
+    @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def rebuild(thread, threads, arguments):
+        (
+            of_list, missing, free, misses, first_slot, keys, values, coefficients, basis, cos, sin, table, stored,
+            offset, step, second,
+        ) = arguments_at("rebuild chunks", variant, arguments)  # fmt: skip
+        kv_heads = keys.shape[1]
+        chunk_size, v_dim = values.shape[3:]
+        rank, pairs = coefficients.shape[2], cos.shape[1]
+        one = np.ones(1, np.float32)
+        factors, rebuilt = np.empty((chunk_size, rank), np.float32), np.empty((chunk_size, k_dim), np.float32)
+        fetched = np.empty((chunk_size, v_dim), np.float32)
+        cosines, sines = np.empty((chunk_size, pairs), np.float32), np.empty((chunk_size, pairs), np.float32)
+        for miss in range(misses * thread // threads, misses * (thread + 1) // threads):
+            row, head = of_list[miss] // kv_heads, of_list[miss] % kv_heads
+            start, slot = missing[miss] * chunk_size, first_slot + free[miss]
+            factors[:], rebuilt[:], fetched[:], cosines[:], sines[:] = 0, 0, 0, 0, 0
+            # Adding stored numbers, once, to zeros widens them.
+            at, whole = (row * coefficients.shape[1] + start) * rank, chunk_size * rank // many * many
+            for i in range(0, whole, many):
+                accumulate_rows(kind, many, 1, one, 0, 1, coefficients, at + i, 1, factors, i, basis, 0, 0)
+            for i in range(whole, chunk_size * rank):
+                accumulate_rows(kind, 1, 1, one, 0, 1, coefficients, at + i, 1, factors, i, basis, 0, 0)
+            at, whole = start * pairs, chunk_size * pairs // many * many
+            for i in range(0, whole, many):
+                accumulate_rows(kind, many, 1, one, 0, 1, cos, at + i, 1, cosines, i, basis, 0, 0)
+                accumulate_rows(kind, many, 1, one, 0, 1, sin, at + i, 1, sines, i, basis, 0, 0)
+            for i in range(whole, chunk_size * pairs):
+                accumulate_rows(kind, 1, 1, one, 0, 1, cos, at + i, 1, cosines, i, basis, 0, 0)
+                accumulate_rows(kind, 1, 1, one, 0, 1, sin, at + i, 1, sines, i, basis, 0, 0)
+            at = (np.int64(table[row, missing[miss]]) * kv_heads + head) * (chunk_size * stored.shape[3])
+            whole = chunk_size * v_dim // stored_many * stored_many
+            for i in range(0, whole, stored_many):
+                s_at = at + i // run * group_units
+                accumulate_rows(storage, stored_many, 1, one, 0, 1, stored, s_at, 1, fetched, i, basis, 0, 0)
+            for i in range(whole, chunk_size * v_dim):
+                accumulate_rows(storage, 1, 1, one, 0, 1, stored, at + i, 1, fetched, i, basis, 0, 0)
+            at, whole = of_list[miss] * (rank * k_dim), chunk_size // QUERY_TILE * QUERY_TILE
+            for t in range(0, whole, QUERY_TILE):
+                accumulate_rows(
+                    kind, k_dim, QUERY_TILE, factors, t * rank, rank, basis, at, rank, rebuilt, t * k_dim,
+                    basis, 0, 0,
+                )  # fmt: skip
+            for t in range(whole, chunk_size):
+                accumulate_rows(
+                    kind, k_dim, 1, factors, t * rank, rank, basis, at, rank, rebuilt, t * k_dim, basis, 0, 0
+                )
+            for t in range(chunk_size):
+                for pair in range(pairs):
+                    d = offset + pair * step
+                    a, b = rebuilt[t, d], rebuilt[t, d + second]
+                    rebuilt[t, d] = a * cosines[t, pair] - b * sines[t, pair]
+                    rebuilt[t, d + second] = b * cosines[t, pair] + a * sines[t, pair]
+            _put(rebuilt, keys[row, head, slot], is_float32, is_float16)
+            _put(fetched, values[row, head, slot], is_float32, is_float16)
+        return np.int64(0 * code_version)
+
+    return rebuild

@@ -9,12 +9,14 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import from_dtype, njit, prange, types
+from numba import from_dtype, njit, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.eight_lanes import accumulate_rows, query_tiles, score_tile, token_tile
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_exp2, row_max, row_softcap
+from cpu_ops.kernel_address import address_of
 from cpu_ops.kernel_call import on_threads
+from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
 from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.work_division import merge_edges
 
@@ -57,7 +59,7 @@ def attend_ranges(
     together, IndexError for tokens beyond a range's capacity.
     """
     (keys_a, values_a, start_a, count_a), (keys_b, values_b, start_b, count_b) = first, second
-    kernel, dtype = _plan(q.shape, keys_a.shape, values_a.shape, keys_b.shape, values_b.shape, keys_a.dtype)
+    kernel, region, dtype = _plan(q.shape, keys_a.shape, values_a.shape, keys_b.shape, values_b.shape, keys_a.dtype)
     if not (
         0 <= start_a <= start_a + count_a <= keys_a.shape[2] and 0 <= start_b <= start_b + count_b <= keys_b.shape[2]
     ):
@@ -66,20 +68,22 @@ def attend_ranges(
         )
     out, lse = np.empty((*q.shape[:3], values_a.shape[3]), np.float32), np.empty(q.shape[:3], np.float32)
     arrays = (each.view(dtype) for each in (keys_a, values_a, keys_b, values_b))
-    on_threads(threads, kernel, q, *arrays, start_a, count_a, start_b, count_b, scale, softcap, out, lse)
+    called = kernel, all_threads(), region, q, *arrays
+    on_threads(threads, *called, start_a, count_a, start_b, count_b, scale, softcap, out, lse)
     return out, lse
 
 
 def compile_for(group: int, k_dim: int, v_dim: int, storage: str) -> None:
     """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first token needs it."""
-    _kernel(storage, group, k_dim, v_dim)
+    _kernel(STORAGE_TYPES[storage].kernel_dtype.name)
+    _region(storage, group, k_dim, v_dim)
 
 
 @lru_cache(maxsize=4096)
 def _plan(
     q: tuple[int, ...], keys_a: tuple[int, ...], values_a: tuple[int, ...], keys_b: tuple[int, ...],
     values_b: tuple[int, ...], dtype: np.dtype,
-) -> tuple[Any, np.dtype]:  # fmt: skip
+) -> tuple[Any, int, np.dtype]:  # fmt: skip
     storage = storage_of(dtype)
     fitting = len(q) == len(keys_a) == len(values_a) == 4 and storage.group == 1 and min(q[2:]) > 0
     for keys, values in ((keys_a, values_a), (keys_b, values_b)):
@@ -88,113 +92,148 @@ def _plan(
         raise ValueError(
             f"q {q}, keys {keys_a} and {keys_b}, values {values_a} and {values_b} ({storage.name}) do not fit together"
         )
-    return _kernel(storage.name, q[2], q[3], values_a[3]), storage.kernel_dtype
+    region = address_of(_region(storage.name, q[2], q[3], values_a[3]))
+    return _kernel(storage.kernel_dtype.name), region, storage.kernel_dtype
+
+
+_REAL4, _REAL3 = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
+_PLACES, _FACTORS = (types.int64,) * 4, (types.float64,) * 2
+
+
+@region_arguments("attend ranges")
+def _arguments(numbers: str) -> tuple[Any, ...]:
+    """(q, keys_a, values_a, keys_b, values_b, start_a, count_a, start_b, count_b, scale, softcap, edges, edge_sums,
+    edge_most, edge_total, out, lse), edges as in `list_attention.arguments`."""
+    pool, real2 = types.Array(from_dtype(np.dtype(numbers)), 4, "C"), types.Array(types.float32, 2, "C")
+    edges = types.Array(types.int64, 1, "C"), _REAL3, real2, real2
+    return (_REAL4, pool, pool, pool, pool, *_PLACES, *_FACTORS, *edges, _REAL4, _REAL3)
 
 
 @cache
-def _kernel(storage: str, group: int, k_dim: int, v_dim: int) -> Any:
-    full_tiles, tile_queries, rest_queries = query_tiles(group)
-    full_queries = full_tiles * tile_queries
-    tile_tokens = token_tile(tile_queries, _TILE)
+def _kernel(numbers: str) -> Any:
     code_version = CODE_VERSION
 
-    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
-    real4, real3 = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
-    places, factors = (types.int64,) * 4, (types.float64,) * 2
-    signature = types.int64(real4, pool, pool, pool, pool, *places, *factors, real4, real3, types.int64)
+    pool = types.Array(from_dtype(np.dtype(numbers)), 4, "C")
+    addresses = types.int64, types.int64
+    signature = types.int64(
+        *addresses, _REAL4, pool, pool, pool, pool, *_PLACES, *_FACTORS, _REAL4, _REAL3, types.int64
+    )  # fmt: skip
 
-    @njit(signature, parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
-    def attend(
-        q, keys_a, values_a, keys_b, values_b, start_a, count_a, start_b, count_b, scale, softcap, out, lse, threads
+    @njit(signature, cache=True, nogil=True, error_model="numpy")
+    def attend_both(
+        run, region, q, keys_a, values_a, keys_b, values_b, start_a, count_a, start_b, count_b, scale, softcap, out,
+        lse, threads,
     ):  # fmt: skip
-        kv_heads = q.shape[1]
-        lists = q.shape[0] * kv_heads
-        tiles_a, tiles_b = (count_a + _TILE - 1) // _TILE, (count_b + _TILE - 1) // _TILE
-        tiles = tiles_a + tiles_b
-        if tiles == 0:
+        if count_a + count_b == 0:
             out[:], lse[:] = 0, -np.inf
-            return code_version
-        total = lists * tiles
-        factor = np.float32(scale / softcap if softcap > 0 else scale * LOG2_E)
+            return np.int64(0)
+        group, v_dim = out.shape[2:]
         edges = np.full(2 * threads, -1, np.int64)
         edge_sums = np.empty((2 * threads, group, v_dim), np.float32)
         edge_most = np.empty((2 * threads, group), np.float32)
         edge_total = np.empty((2 * threads, group), np.float32)
-        for thread in prange(threads):
-            first, last = total * thread // threads, total * (thread + 1) // threads
-            scaled_q = np.empty((group, k_dim), np.float32)
-            scores = np.empty((group, _TILE), np.float32)
-            sums = np.empty((group, v_dim), np.float32)
-            most = np.empty(group, np.float32)
-            totals = np.empty(group, np.float32)
-            for item in range(first, last):
-                index, tile = item // tiles, item % tiles
-                row, head = index // kv_heads, index % kv_heads
-                if tile == 0 or item == first:
-                    most[:], totals[:], sums[:] = -np.inf, 0, 0
-                    for g in range(group):
-                        for d in range(k_dim):
-                            scaled_q[g, d] = q[row, head, g, d] * factor
-                in_b = tile >= tiles_a
-                keys, values = keys_b if in_b else keys_a, values_b if in_b else values_a
-                begin = (tile - tiles_a) * _TILE if in_b else tile * _TILE
-                count = min(_TILE, (count_b if in_b else count_a) - begin)
-                token = index * keys.shape[2] + begin + (start_b if in_b else start_a)
-                k_at, v_at = token * k_dim, token * v_dim
-                whole = count - count % tile_tokens
-                for t in range(0, whole, tile_tokens):
-                    for g in range(0, full_queries, tile_queries):
-                        score_tile(
-                            "dot", storage, k_dim, tile_queries, tile_tokens, scaled_q, g * k_dim,
-                            keys, k_at + t * k_dim, scores, g * _TILE + t, _TILE,
-                        )  # fmt: skip
-                    if rest_queries > 0:
-                        score_tile(
-                            "dot", storage, k_dim, rest_queries, tile_tokens, scaled_q, full_queries * k_dim,
-                            keys, k_at + t * k_dim, scores, full_queries * _TILE + t, _TILE,
-                        )  # fmt: skip
-                for t in range(whole, count):
-                    for g in range(group):
-                        score_tile(
-                            "dot", storage, k_dim, 1, 1, scaled_q, g * k_dim,
-                            keys, k_at + t * k_dim, scores, g * _TILE + t, _TILE,
-                        )  # fmt: skip
+        given = (
+            q, keys_a, values_a, keys_b, values_b, start_a, count_a, start_b, count_b, scale, softcap,
+            edges, edge_sums, edge_most, edge_total, out, lse,
+        )  # fmt: skip
+        run_region("attend ranges", numbers, run, region, threads, given)
+        merge_edges(edges, edge_sums, edge_most, edge_total, out, lse)
+        return np.int64(0 * code_version)
+
+    return attend_both
+
+
+@cache
+def _region(storage: str, group: int, k_dim: int, v_dim: int) -> Any:
+    full_tiles, tile_queries, rest_queries = query_tiles(group)
+    full_queries = full_tiles * tile_queries
+    tile_tokens = token_tile(tile_queries, _TILE)
+    numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
+
+    @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def attend(thread, threads, arguments):
+        (
+            q, keys_a, values_a, keys_b, values_b, start_a, count_a, start_b, count_b, scale, softcap,
+            edges, edge_sums, edge_most, edge_total, out, lse,
+        ) = arguments_at("attend ranges", numbers, arguments)  # fmt: skip
+        kv_heads = q.shape[1]
+        tiles_a, tiles_b = (count_a + _TILE - 1) // _TILE, (count_b + _TILE - 1) // _TILE
+        tiles = tiles_a + tiles_b
+        total = q.shape[0] * kv_heads * tiles
+        factor = np.float32(scale / softcap if softcap > 0 else scale * LOG2_E)
+        first, last = total * thread // threads, total * (thread + 1) // threads
+        scaled_q = np.empty((group, k_dim), np.float32)
+        scores = np.empty((group, _TILE), np.float32)
+        sums = np.empty((group, v_dim), np.float32)
+        most = np.empty(group, np.float32)
+        totals = np.empty(group, np.float32)
+        for item in range(first, last):
+            index, tile = item // tiles, item % tiles
+            row, head = index // kv_heads, index % kv_heads
+            if tile == 0 or item == first:
+                most[:], totals[:], sums[:] = -np.inf, 0, 0
                 for g in range(group):
-                    if softcap > 0:
-                        row_softcap(scores, g, count, np.float32(softcap) * LOG2_E)
-                    tile_most = row_max(scores, g, count)
-                    if tile_most > most[g]:
-                        rescale = exp2(most[g] - tile_most)
-                        most[g] = tile_most
-                        totals[g] *= rescale
-                        for d in range(v_dim):
-                            sums[g, d] *= rescale
-                    totals[g] += row_exp2(scores, g, count, most[g])
+                    for d in range(k_dim):
+                        scaled_q[g, d] = q[row, head, g, d] * factor
+            in_b = tile >= tiles_a
+            keys, values = keys_b if in_b else keys_a, values_b if in_b else values_a
+            begin = (tile - tiles_a) * _TILE if in_b else tile * _TILE
+            count = min(_TILE, (count_b if in_b else count_a) - begin)
+            token = index * keys.shape[2] + begin + (start_b if in_b else start_a)
+            k_at, v_at = token * k_dim, token * v_dim
+            whole = count - count % tile_tokens
+            for t in range(0, whole, tile_tokens):
                 for g in range(0, full_queries, tile_queries):
-                    accumulate_rows(
-                        storage, v_dim, tile_queries, scores, g * _TILE, _TILE, values, v_at, count, sums, g * v_dim,
-                        keys, 0, 0,
+                    score_tile(
+                        "dot", storage, k_dim, tile_queries, tile_tokens, scaled_q, g * k_dim,
+                        keys, k_at + t * k_dim, scores, g * _TILE + t, _TILE,
                     )  # fmt: skip
                 if rest_queries > 0:
-                    accumulate_rows(
-                        storage, v_dim, rest_queries, scores, full_queries * _TILE, _TILE, values, v_at, count,
-                        sums, full_queries * v_dim, keys, 0, 0,
+                    score_tile(
+                        "dot", storage, k_dim, rest_queries, tile_tokens, scaled_q, full_queries * k_dim,
+                        keys, k_at + t * k_dim, scores, full_queries * _TILE + t, _TILE,
                     )  # fmt: skip
-                if tile < tiles - 1 and item < last - 1:
-                    continue
-                if index * tiles >= first and (index + 1) * tiles <= last:
-                    for g in range(group):
-                        lse[row, head, g] = (most[g] + np.log2(totals[g])) * LN_2
-                        for d in range(v_dim):
-                            out[row, head, g, d] = sums[g, d] / totals[g]
-                else:
-                    edge = 2 * thread + (0 if index * tiles < first else 1)
-                    edges[edge] = index
-                    for g in range(group):
-                        edge_most[edge, g], edge_total[edge, g] = most[g], totals[g]
-                        for d in range(v_dim):
-                            edge_sums[edge, g, d] = sums[g, d]
-        merge_edges(edges, edge_sums, edge_most, edge_total, out, lse)
-        return code_version
+            for t in range(whole, count):
+                for g in range(group):
+                    score_tile(
+                        "dot", storage, k_dim, 1, 1, scaled_q, g * k_dim,
+                        keys, k_at + t * k_dim, scores, g * _TILE + t, _TILE,
+                    )  # fmt: skip
+            for g in range(group):
+                if softcap > 0:
+                    row_softcap(scores, g, count, np.float32(softcap) * LOG2_E)
+                tile_most = row_max(scores, g, count)
+                if tile_most > most[g]:
+                    rescale = exp2(most[g] - tile_most)
+                    most[g] = tile_most
+                    totals[g] *= rescale
+                    for d in range(v_dim):
+                        sums[g, d] *= rescale
+                totals[g] += row_exp2(scores, g, count, most[g])
+            for g in range(0, full_queries, tile_queries):
+                accumulate_rows(
+                    storage, v_dim, tile_queries, scores, g * _TILE, _TILE, values, v_at, count, sums, g * v_dim,
+                    keys, 0, 0,
+                )  # fmt: skip
+            if rest_queries > 0:
+                accumulate_rows(
+                    storage, v_dim, rest_queries, scores, full_queries * _TILE, _TILE, values, v_at, count,
+                    sums, full_queries * v_dim, keys, 0, 0,
+                )  # fmt: skip
+            if tile < tiles - 1 and item < last - 1:
+                continue
+            if index * tiles >= first and (index + 1) * tiles <= last:
+                for g in range(group):
+                    lse[row, head, g] = (most[g] + np.log2(totals[g])) * LN_2
+                    for d in range(v_dim):
+                        out[row, head, g, d] = sums[g, d] / totals[g]
+            else:
+                edge = 2 * thread + (0 if index * tiles < first else 1)
+                edges[edge] = index
+                for g in range(group):
+                    edge_most[edge, g], edge_total[edge, g] = most[g], totals[g]
+                    for d in range(v_dim):
+                        edge_sums[edge, g, d] = sums[g, d]
+        return np.int64(0 * code_version)
 
     return attend
