@@ -15,6 +15,8 @@ Signature = Callable[[str], Any]
 """The signature (numba's) that kernels of one kind have for a storage type."""
 
 _SIGNATURES: dict[str, Signature] = {}
+_ADDRESSED: dict[int, Any] = {}
+"""Kernels whose addresses were asked for, so that their code stays."""
 
 
 def called_as(kind: str) -> Callable[[Signature], Signature]:
@@ -28,7 +30,7 @@ def called_as(kind: str) -> Callable[[Signature], Signature]:
 
 
 def address_of(kernel: Any) -> int:
-    """Where the code of a kernel lies that has been compiled for one signature, and stays while it lives.
+    """Where the code of a kernel lies that has been compiled for one signature, for good.
 
     Raises ValueError for one with none or several.
     """
@@ -36,7 +38,9 @@ def address_of(kernel: Any) -> int:
     if len(compiled) != 1:
         raise ValueError(f"{kernel.py_func.__name__} has been compiled for {len(compiled)} signatures, not for one")
     found = compiled[0]
-    return int(found.library.get_pointer_to_function(found.fndesc.llvm_func_name))
+    address = int(found.library.get_pointer_to_function(found.fndesc.llvm_func_name))
+    _ADDRESSED[address] = kernel
+    return address
 
 
 @intrinsic(prefer_literal=True)

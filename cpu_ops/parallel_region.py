@@ -110,13 +110,20 @@ def arguments_at(typingctx, kind, variant, address):
 
 
 @cache
-def region_caller(kind: str, variant: str) -> Any:
-    """The kernel (run, region, arguments, threads) that does nothing but `run_region`; arguments: a tuple of arrays."""
+def _caller(kind: str, variant: str) -> Any:
     code_version = CODE_VERSION
-    arguments_type = types.Tuple(_ARGUMENTS[kind](variant))
+    given = types.Tuple(_ARGUMENTS[kind](variant))
 
-    @njit(types.int64(types.int64, types.int64, arguments_type, types.int64), cache=True, nogil=True)
+    @njit(types.int64(types.int64, types.int64, given, types.int64), cache=True, nogil=True)
     def call(run, region, arguments, threads):
         return run_region(kind, variant, run, region, threads, arguments) + 0 * code_version
 
     return call
+
+
+def call_region(kind: str, variant: str, region: int, arguments: tuple[Any, ...], threads: int) -> None:
+    """Run the region at address `region` on so many threads. For who holds `threads.one_kernel_at_a_time`.
+
+    arguments: of the types that were registered for `kind` and `variant`, or TypeError.
+    """
+    _caller(kind, variant)(all_threads(), region, arguments, threads)

@@ -9,13 +9,15 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import njit, prange, types
+from numba import njit, types
 
 from cpu_ops.bfloat16_tiles import COLUMNS, LANES, add_values_bf16, row_largest, row_weights, score_tile_bf16
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import has, isa
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
+from cpu_ops.kernel_address import address_of
 from cpu_ops.number_bits import float_to_bfloat16
+from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.scratch import scratch
 from cpu_ops.threads import kernel_threads
 
@@ -83,102 +85,101 @@ def attend_prompt(
     arrays = [each if each.strides[3] == 2 else np.ascontiguousarray(each) for each in given]
     out = np.empty((batch, n, heads, v_dim), np.uint16)
     lse = np.empty((batch, heads, n), np.float32)
-    kernel = _kernel(k_dim, v_dim, softcap > 0)
+    region = address_of(_region(k_dim, v_dim, softcap > 0))
+    given = (*arrays, float(scale), float(softcap), past + n if window is None else window, out, lse)
     with kernel_threads(threads) as used:
-        kernel(*arrays, scale, softcap, past + n if window is None else window, used, out, lse)
+        call_region("attend prompt", "", region, given, used)
     return out, lse
 
 
 def compile_for(k_dim: int, v_dim: int, softcapped: bool) -> None:
     """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first prompt needs it."""
-    _kernel(k_dim, v_dim, softcapped)
+    _region(k_dim, v_dim, softcapped)
+
+
+@region_arguments("attend prompt")
+def _arguments(_: str) -> tuple[Any, ...]:
+    """(q, past_k, past_v, k, v, scale, softcap, window, out, lse)."""
+    bits, real3 = types.Array(types.uint16, 4, "A"), types.Array(types.float32, 3, "C")
+    out = types.Array(types.uint16, 4, "C")
+    return bits, bits, bits, bits, bits, types.float64, types.float64, types.int64, out, real3
 
 
 @cache
-def _kernel(k_dim: int, v_dim: int, softcapped: bool) -> Any:
-    """Compile the kernel of one shape; on disk Numba keys it by the constants below, all of them plain values."""
+def _region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
+    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
     depth, tile_rows, tile_keys, item_rows, columns = k_dim // 2, _ROWS, _KEYS, _ITEM_ROWS, COLUMNS
     pair_pitch = tile_keys // 2
     code_version = CODE_VERSION
 
-    bits, real3 = types.Array(types.uint16, 4, "A"), types.Array(types.float32, 3, "C")
-    signature = types.void(
-        bits, bits, bits, bits, bits, types.float64, types.float64, types.int64, types.int64,
-        types.Array(types.uint16, 4, "C"), real3,
-    )  # fmt: skip
-
-    @njit(signature, parallel=True, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
-    def attend(q, past_k, past_v, k, v, scale, softcap, window, threads, out, lse):
+    @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def attend(thread, threads, arguments):
+        q, past_k, past_v, k, v, scale, softcap, window, out, lse = arguments_at("attend prompt", "", arguments)
         batch, heads, n, _ = q.shape
         kv_heads, past = k.shape[1], past_k.shape[2]
         group = heads // kv_heads
         per_head = -(-(n * group) // item_rows)
         items = batch * kv_heads * per_head
         factor = np.float32(1) if softcapped else np.float32(scale * LOG2_E)
-        before_cap = np.float32(scale / softcap) if softcapped else np.float32(code_version * 0)
-        for thread in prange(threads):
-            worker = np.int64(thread)
-            words = np.zeros((item_rows, depth), np.uint32)
-            key_words, value_words = np.zeros((depth, tile_keys), np.uint32), np.zeros((pair_pitch, v_dim), np.uint32)
-            scores, sums = scratch(tile_rows, tile_keys), scratch(item_rows, v_dim)
-            weights = np.zeros((tile_rows, tile_keys), np.uint16)
-            most, totals = np.empty((2, item_rows), np.float32)
-            # The later an item's queries are, the more keys they see: threads take turns, to and fro.
-            for turn in range(-(-items // threads)):
-                item = turn * threads + (worker if turn % 2 == 0 else threads - 1 - worker)
-                if item >= items:
-                    continue
-                index, part = item % (batch * kv_heads), item // (batch * kv_heads)
-                row, head = index // kv_heads, index % kv_heads
-                first = part * item_rows
-                count = min(item_rows, n * group - first)
-                _gather(q, row, head * group, group, first, count, words)
-                most[:], totals[:], sums[:] = -np.inf, 0, 0
-                end: Any = past + (first + count - 1) // group + 1
-                begin: Any = max(0, past + first // group + 1 - window)
-                for start in range(begin, end, tile_keys):
-                    keys: Any = min(tile_keys, end - start)
-                    _lay_out_keys(past_k, k, row, head, start, keys, key_words)
-                    _lay_out_values(past_v, v, row, head, start, keys, value_words)
-                    for tile in range(0, count, tile_rows):
-                        rows: Any = min(tile_rows, count - tile)
-                        # Keys of this stretch that the tile's last query sees, in whole vectors.
-                        seen: Any = min(keys, past + (first + tile + rows - 1) // group + 1 - start)
-                        if seen <= 0:
+        before_cap = np.float32(scale / softcap) if softcapped else np.float32(0)
+        words = np.zeros((item_rows, depth), np.uint32)
+        key_words, value_words = np.zeros((depth, tile_keys), np.uint32), np.zeros((pair_pitch, v_dim), np.uint32)
+        scores, sums = scratch(tile_rows, tile_keys), scratch(item_rows, v_dim)
+        weights = np.zeros((tile_rows, tile_keys), np.uint16)
+        most, totals = np.empty((2, item_rows), np.float32)
+        # The later an item's queries are, the more keys they see: threads take turns, to and fro.
+        for turn in range(-(-items // threads)):
+            item = turn * threads + (thread if turn % 2 == 0 else threads - 1 - thread)
+            if item >= items:
+                continue
+            index, part = item % (batch * kv_heads), item // (batch * kv_heads)
+            row, head = index // kv_heads, index % kv_heads
+            first = part * item_rows
+            count = min(item_rows, n * group - first)
+            _gather(q, row, head * group, group, first, count, words)
+            most[:], totals[:], sums[:] = -np.inf, 0, 0
+            end: Any = past + (first + count - 1) // group + 1
+            begin: Any = max(0, past + first // group + 1 - window)
+            for start in range(begin, end, tile_keys):
+                keys: Any = min(tile_keys, end - start)
+                _lay_out_keys(past_k, k, row, head, start, keys, key_words)
+                _lay_out_values(past_v, v, row, head, start, keys, value_words)
+                for tile in range(0, count, tile_rows):
+                    rows: Any = min(tile_rows, count - tile)
+                    # Keys of this stretch that the tile's last query sees, in whole vectors.
+                    seen: Any = min(keys, past + (first + tile + rows - 1) // group + 1 - start)
+                    if seen <= 0:
+                        continue
+                    wide: Any = -(-seen // columns) * columns
+                    score_tile_bf16(tile_rows, depth, tile_keys, words, tile * depth, key_words, wide, scores)
+                    for r in range(rows):
+                        at: Any = tile + r
+                        own: Any = max(0, min(seen, past + (first + at) // group + 1 - start))
+                        if softcapped:
+                            for j in range(own):
+                                scores[r, j] *= before_cap
+                            row_softcap(scores, r, own, np.float32(softcap) * LOG2_E)
+                        scores[r, own:wide] = -np.inf
+                        # In front of the window.
+                        scores[r, : max(0, min(own, past + (first + at) // group + 1 - window - start))] = -np.inf
+                        top = row_largest(scores, r * tile_keys, wide) * factor
+                        if top > most[at]:
+                            rescale = exp2(most[at] - top)
+                            for d in range(v_dim):
+                                sums[at, d] *= rescale
+                            totals[at] *= rescale
+                            most[at] = top
+                        if most[at] == -np.inf:
+                            weights[r, :wide] = 0
                             continue
-                        wide: Any = -(-seen // columns) * columns
-                        score_tile_bf16(tile_rows, depth, tile_keys, words, tile * depth, key_words, wide, scores)
-                        for r in range(rows):
-                            at: Any = tile + r
-                            own: Any = max(0, min(seen, past + (first + at) // group + 1 - start))
-                            if softcapped:
-                                for j in range(own):
-                                    scores[r, j] *= before_cap
-                                row_softcap(scores, r, own, np.float32(softcap) * LOG2_E)
-                            scores[r, own:wide] = -np.inf
-                            # In front of the window.
-                            scores[r, : max(0, min(own, past + (first + at) // group + 1 - window - start))] = -np.inf
-                            top = row_largest(scores, r * tile_keys, wide) * factor
-                            if top > most[at]:
-                                rescale = exp2(most[at] - top)
-                                for d in range(v_dim):
-                                    sums[at, d] *= rescale
-                                totals[at] *= rescale
-                                most[at] = top
-                            if most[at] == -np.inf:
-                                weights[r, :wide] = 0
-                                continue
-                            totals[at] += row_weights(
-                                scores, r * tile_keys, wide, factor, most[at], weights, r * tile_keys
-                            )
-                        add_values_bf16(
-                            tile_rows, v_dim, pair_pitch, weights, wide // 2, value_words, sums, tile * v_dim
-                        )
-                for at in range(count):
-                    token, query = (first + at) // group, head * group + (first + at) % group
-                    for d in range(v_dim):
-                        out[row, token, query, d] = float_to_bfloat16(sums[at, d] / totals[at])
-                    lse[row, query, token] = (most[at] + np.log2(totals[at])) * LN_2
+                        totals[at] += row_weights(scores, r * tile_keys, wide, factor, most[at], weights, r * tile_keys)
+                    add_values_bf16(tile_rows, v_dim, pair_pitch, weights, wide // 2, value_words, sums, tile * v_dim)
+            for at in range(count):
+                token, query = (first + at) // group, head * group + (first + at) % group
+                for d in range(v_dim):
+                    out[row, token, query, d] = float_to_bfloat16(sums[at, d] / totals[at])
+                lse[row, query, token] = (most[at] + np.log2(totals[at])) * LN_2
+        return np.int64(0 * code_version)
 
     return attend
 

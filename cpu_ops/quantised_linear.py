@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from cpu_ops.activations import quantise_rows
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.kernel_address import address_of
+from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
 from cpu_ops.threads import kernel_threads
 from cpu_ops.weight_blocks import pack
 from cpu_ops.weight_dots import dots_address, rows_per_pass
@@ -104,7 +106,8 @@ def multiply_runs(
         np.int64,
     )
     with kernel_threads(threads) as used:
-        _multiplier()(np.ascontiguousarray(x), table, out, rows_per_pass(), used)
+        addresses = all_threads(), multiply_region()
+        _multiplier()(*addresses, np.ascontiguousarray(x), table, out, rows_per_pass(), used)
     return [out[:, column : column + count] for column, count in zip(starts, outputs, strict=False)]
 
 
@@ -142,35 +145,58 @@ def multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, o
         row += count
 
 
+_REAL2, _TABLE = types.Array(types.float32, 2, "C"), types.Array(types.int64, 2, "C")
+
+
+@region_arguments("multiply")
+def _multiplied(_: str) -> tuple[Any, ...]:
+    """(table, x, codes, scales, sums, out, per_pass): `table` has a row for each matrix and the rows of x that it is
+    for: `PackedMatrix.call`, the first of its columns of out, the first and the end row, and whether it is numbers."""
+    return (
+        _TABLE, _REAL2, types.Array(types.int8, 2, "C"), _REAL2, types.Array(types.int32, 2, "C"), _REAL2, types.int64,
+    )  # fmt: skip
+
+
+@cache
+def multiply_region() -> int:
+    """The address of the region "multiply"."""
+    code_version = CODE_VERSION
+
+    @njit(REGION, cache=True, nogil=True)
+    def multiply(thread, threads, arguments):
+        table, x, codes, scales, sums, out, per_pass = arguments_at("multiply", "", arguments)
+        for index in range(table.shape[0]):
+            weights, tiles, one, several, column, first, end, numbers = table[index]
+            row_scales, row_sums, rows_out = scales[first:end], sums[first:end], out[first:end]
+            if numbers:
+                multiply_part(
+                    weights, tiles, one, several, per_pass, x[first:end], row_scales, row_sums, rows_out, column,
+                    thread, threads,
+                )  # fmt: skip
+            else:
+                multiply_part(
+                    weights, tiles, one, several, per_pass, codes[first:end], row_scales, row_sums, rows_out, column,
+                    thread, threads,
+                )  # fmt: skip
+        return np.int64(0 * code_version)
+
+    return address_of(multiply)
+
+
 @cache
 def _multiplier() -> Any:
     code_version = CODE_VERSION
 
-    @njit(
-        types.void(types.Array(types.float32, 2, "C"), types.Array(types.int64, 2, "C"),
-                   types.Array(types.float32, 2, "C"), types.int64, types.int64),
-        parallel=True, cache=True, nogil=True,
-    )  # fmt: skip
-    def multiply_all(x, table, out, per_pass, threads):
+    integer = types.int64
+
+    @njit(types.void(integer, integer, _REAL2, _TABLE, _REAL2, integer, integer), cache=True, nogil=True)
+    def multiply_all(run, region, x, table, out, per_pass, threads):
         rows, columns = x.shape
         codes = np.empty((rows, columns), np.int8)
         scales = np.empty((rows, columns // GROUP), np.float32)
         sums = np.empty((rows, columns // 16 + 0 * code_version), np.int32)
         if not table[:, 7].all():
             quantise_rows(x, codes, scales, sums)
-        for thread in prange(threads):
-            for index in range(table.shape[0]):
-                weights, tiles, one, several, column, first, end, numbers = table[index]
-                row_scales, row_sums, rows_out = scales[first:end], sums[first:end], out[first:end]
-                if numbers:
-                    multiply_part(
-                        weights, tiles, one, several, per_pass, x[first:end], row_scales, row_sums, rows_out, column,
-                        thread, threads,
-                    )  # fmt: skip
-                else:
-                    multiply_part(
-                        weights, tiles, one, several, per_pass, codes[first:end], row_scales, row_sums, rows_out,
-                        column, thread, threads,
-                    )  # fmt: skip
+        run_region("multiply", "", run, region, threads, (table, x, codes, scales, sums, out, per_pass))
 
     return multiply_all

@@ -10,12 +10,14 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import njit, types
 
 from cpu_ops.activations import quantise_rows
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.exponential import LOG2_E, exp2, tanh
+from cpu_ops.kernel_address import address_of
 from cpu_ops.number_bits import number, rounded
+from cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
 from cpu_ops.quantised_linear import multiply_part
 from cpu_ops.weight_formats import GROUP, TILE
 
@@ -81,11 +83,57 @@ def _gated(gate, up, kind):
     return gate / (np.float32(1) + exp2(min(-gate * LOG2_E, np.float32(126)))) * up
 
 
+@njit(nogil=True)
+def _products(matrices, rows):
+    """The table of "multiply" (`cpu_ops.quantised_linear`) for all rows and matrices that share an input."""
+    table = np.zeros((len(matrices), 8), np.int64)
+    column = 0
+    for index in range(len(matrices)):
+        table[index, :4] = matrices[index]
+        table[index, 4], table[index, 6] = column, rows
+        column += matrices[index, 1] * TILE
+    return table
+
+
+@region_arguments("multiply and gate")
+def _gated_products(_: str) -> tuple[Any, ...]:
+    """As "multiply", and the activation's kind; the table has the gate's matrix and the up one's."""
+    real2, table = types.Array(types.float32, 2, "C"), types.Array(types.int64, 2, "C")
+    codes, sums = types.Array(types.int8, 2, "C"), types.Array(types.int32, 2, "C")
+    return table, real2, codes, real2, sums, real2, types.int64, types.int64
+
+
+@cache
+def gate_region() -> int:
+    """The address of the region "multiply and gate": the gate's columns become the activation of them times up's."""
+    code_version = CODE_VERSION
+
+    @njit(REGION, cache=True, nogil=True, error_model="numpy")
+    def gate(thread, threads, arguments):
+        table, _, codes, scales, sums, out, per_pass, kind = arguments_at("multiply and gate", "", arguments)
+        for index in range(2):
+            weights, tiles, one, several = table[index, 0], table[index, 1], table[index, 2], table[index, 3]
+            multiply_part(
+                weights, tiles, one, several, per_pass, codes, scales, sums, out, table[index, 4], thread, threads
+            )
+        # Both parts end at the same tiles.
+        tiles, up = table[0, 1], table[1, 4]
+        for row in range(out.shape[0]):
+            for i in range(tiles * thread // threads * TILE, tiles * (thread + 1) // threads * TILE):
+                out[row, i] = _gated(out[row, i], out[row, up + i], kind)
+        return np.int64(0 * code_version)
+
+    return address_of(gate)
+
+
 @cache
 def attention_inputs() -> Any:
     """The kernel that makes queries, keys and values of one token per row, compiled for the argument types it is given.
 
-    (hidden, norm, epsilon, projections, bias, query_norm, key_norm, head_epsilon, cos, sin, q, k, v, per_pass, threads)
+    (run, multiply, hidden, norm, epsilon, projections, bias, query_norm, key_norm, head_epsilon, cos, sin, q, k, v,
+    per_pass, threads)
+
+    run: `parallel_region.all_threads()`. multiply: `quantised_linear.multiply_region()`.
 
     hidden: [rows, width], float32 or the bits of bfloat16, as q [rows, heads, 1, dim], k [rows, kv_heads, 1, dim] and v
     [rows, kv_heads, 1, dim], which are written. norm: [width] float32, with its epsilon. projections: [3, 4] int64,
@@ -94,8 +142,10 @@ def attention_inputs() -> Any:
     """
     code_version = CODE_VERSION
 
-    @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
+    @njit(nogil=True, cache=True, error_model="numpy")
     def inputs(
+        run,
+        multiply,
         hidden,
         norm,
         epsilon,
@@ -119,17 +169,13 @@ def attention_inputs() -> Any:
         _normed(x, norm, epsilon, x)
         codes = np.empty((rows, width), np.int8)
         scales = np.empty((rows, width // GROUP), np.float32)
-        sums = np.empty((rows, width // 16), np.int32)
+        sums = np.empty((rows, width // 16 + 0 * code_version), np.int32)
         quantise_rows(x, codes, scales, sums)
         first_k = projections[0, 1] * TILE
         first_v = first_k + projections[1, 1] * TILE
         out = np.empty((rows, first_v + projections[2, 1] * TILE), np.float32)
-        for thread in prange(threads):
-            column = 0 * code_version
-            for index in range(3):
-                weights, tiles, one, several = projections[index]
-                multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, out, column, thread, threads)
-                column += tiles * TILE
+        given = _products(projections, rows), x, codes, scales, sums, out, per_pass
+        run_region("multiply", "", run, multiply, threads, given)
         heads, kv_heads = q.shape[1], k.shape[1]
         queries, keys = heads * dim, kv_heads * dim
         if bias.size:
@@ -156,16 +202,16 @@ def attention_inputs() -> Any:
 def attention_output() -> Any:
     """The kernel of what a layer gives on: hidden + the projection of `attended`, and behind that the MLP.
 
-    (hidden, attended, norm, epsilon, matrices, kind, out, per_pass, threads)
+    (run, multiply, gate, hidden, attended, norm, epsilon, matrices, kind, out, per_pass, threads)
 
     hidden, out: [rows, width], attended: [rows, heads * v_dim], float32 or the bits of bfloat16. norm: [width] float32,
     the MLP's. matrices: [4, 4] int64, `PackedMatrix.call` of the output, gate, up and down projections; the gate's and
-    up's tiles are full. kind: of the gate, SILU or GELU_TANH.
+    up's tiles are full. kind: of the gate, SILU or GELU_TANH. gate: `gate_region()`.
     """
     code_version = CODE_VERSION
 
-    @njit(nogil=True, parallel=True, cache=True, error_model="numpy")
-    def output(hidden, attended, norm, epsilon, matrices, kind, out, per_pass, threads):
+    @njit(nogil=True, cache=True, error_model="numpy")
+    def output(run, multiply, gate, hidden, attended, norm, epsilon, matrices, kind, out, per_pass, threads):
         rows, width = hidden.shape
         x = np.empty((rows, width), np.float32)
         _widened(hidden, x)
@@ -179,22 +225,8 @@ def attention_output() -> Any:
         _widened(attended, numbers)
         quantise_rows(numbers, codes, scales, sums)
         projected = np.empty((rows, matrices[0, 1] * TILE), np.float32)
-        for thread in prange(threads):
-            weights, tiles, one, several = matrices[0]
-            multiply_part(
-                weights,
-                tiles,
-                one,
-                several,
-                per_pass,
-                codes,
-                scales,
-                sums,
-                projected,
-                0 * code_version,
-                thread,
-                threads,
-            )
+        given = _products(matrices[:1], rows), numbers, codes, scales, sums, projected, per_pass
+        run_region("multiply", "", run, multiply, threads, given)
         for row in range(rows):
             for i in range(width):
                 x[row, i] += projected[row, i]
@@ -202,38 +234,17 @@ def attention_output() -> Any:
         _normed(x, norm, epsilon, normed)
         narrow = np.empty((rows, width), np.int8)
         quantise_rows(normed, narrow, scales, sums)
-        gate_up = np.empty((rows, 2 * inner), np.float32)
-        for thread in prange(threads):
-            for index in range(2):
-                weights, tiles, one, several = matrices[1 + index]
-                multiply_part(
-                    weights,
-                    tiles,
-                    one,
-                    several,
-                    per_pass,
-                    narrow,
-                    scales,
-                    sums,
-                    gate_up,
-                    index * inner,
-                    thread,
-                    threads,
-                )
-            # Both parts end at the same tiles.
-            tiles = matrices[1, 1]
-            for row in range(rows):
-                for i in range(tiles * thread // threads * TILE, tiles * (thread + 1) // threads * TILE):
-                    gate_up[row, i] = _gated(gate_up[row, i], gate_up[row, inner + i], kind)
+        gate_up = np.empty((rows, 2 * inner + 0 * code_version), np.float32)
+        given = _products(matrices[1:3], rows), normed, narrow, scales, sums, gate_up, per_pass, kind
+        run_region("multiply and gate", "", run, gate, threads, given)
         gated = np.empty((rows, inner), np.float32)
         for row in range(rows):
             gated[row] = gate_up[row, :inner]
         wide_codes = np.empty((rows, inner), np.int8)
         quantise_rows(gated, wide_codes, scales, sums)
         down = np.empty((rows, matrices[3, 1] * TILE), np.float32)
-        for thread in prange(threads):
-            weights, tiles, one, several = matrices[3]
-            multiply_part(weights, tiles, one, several, per_pass, wide_codes, scales, sums, down, 0, thread, threads)
+        given = _products(matrices[3:], rows), gated, wide_codes, scales, sums, down, per_pass
+        run_region("multiply", "", run, multiply, threads, given)
         for row in range(rows):
             for i in range(width):
                 out[row, i] = rounded(out, x[row, i] + down[row, i])

@@ -10,13 +10,15 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import njit, prange, types
+from numba import njit, types
 
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.kernel_address import address_of
+from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.threads import kernel_threads
 from cpu_ops.weight_arena import WEIGHTS
 from cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
-from cpu_ops.weight_numbers import number_packer
+from cpu_ops.weight_numbers import pack_numbers
 
 _READERS: dict[str, Any] = {}
 
@@ -182,10 +184,17 @@ def pack(blocks: np.ndarray, name: str, columns: int, threads: int | None = None
     packed = WEIGHTS.empty(layout.packed_bytes(len(blocks), columns))
     with kernel_threads(threads) as used:
         if layout.number:
-            number_packer()(np.ascontiguousarray(blocks).view(np.uint16), packed, used)
+            pack_numbers(np.ascontiguousarray(blocks).view(np.uint16), packed, used)
         else:
-            _packer(name)(np.ascontiguousarray(blocks), columns // layout.columns, packed, used)
+            given = np.ascontiguousarray(blocks), columns // layout.columns, packed
+            call_region("pack tiles", "", address_of(_packer(name)), given, used)
     return packed
+
+
+@region_arguments("pack tiles")
+def _packed(_: str) -> tuple[Any, ...]:
+    """(blocks [rows, bytes], blocks of a row, packed)."""
+    return types.Array(types.uint8, 2, "C", readonly=True), types.int64, types.Array(types.uint8, 1, "C")
 
 
 @cache
@@ -212,49 +221,44 @@ def _packer(name: str) -> Any:
         packed[at] = bits & 255
         packed[at + 1] = bits >> 8
 
-    @njit(
-        types.void(types.Array(types.uint8, 2, "C", readonly=True), types.int64, types.Array(types.uint8, 1, "C"),
-                   types.int64),
-        parallel=True, cache=True, nogil=True, error_model="numpy",
-    )  # fmt: skip
-    def pack_tiles(blocks, row_blocks, packed, threads):
+    @njit(REGION, cache=True, nogil=True, error_model="numpy")
+    def pack_tiles(thread, threads, arguments):
+        blocks, row_blocks, packed = arguments_at("pack tiles", "", arguments)
         rows = blocks.shape[0]
         tiles = (rows + TILE - 1) // TILE
-        for thread in prange(threads):
-            codes = np.zeros(groups * GROUP, np.uint8)
-            scales = np.zeros(16, np.uint8)
-            minimums = np.zeros(16 + 0 * code_version, np.uint8)
-            for tile in range(tiles * thread // threads, tiles * (thread + 1) // threads):
-                for index in range(row_blocks):
-                    start = (tile * row_blocks + index) * record
-                    packed[start : start + record] = 0
-                    for lane in range(min(TILE, rows - tile * TILE)):
-                        block = blocks[tile * TILE + lane, index * block_bytes : (index + 1) * block_bytes]
-                        scale, minimum = read(block, codes, scales, minimums)
-                        first = start if two_levels else start + head
-                        if exponents:
-                            packed[first + lane] = scale
-                        else:
-                            put_half(packed, first + 2 * lane, scale)
-                        if has_minimum:
-                            put_half(packed, first + 2 * TILE + 2 * lane, minimum)
-                        for group in range(groups):
-                            at = start + head + group * group_bytes
-                            if two_levels:
-                                for part in range(per_group):
-                                    packed[at + part * TILE + lane] = scales[group * per_group + part]
-                                    if has_minimum:
-                                        packed[at + (per_group + part) * TILE + lane] = minimums[
-                                            group * per_group + part
-                                        ]
-                            at += scale_bytes
-                            for k in range(GROUP):
-                                code = codes[group * GROUP + k]
-                                vector, byte = k // 4, lane * 4 + k % 4
-                                low = (code & low_mask) << (low_bits * (vector // low_step))
-                                packed[at + vector % low_step * 64 + byte] |= low
-                                if high_bits:
-                                    high = (code >> low_bits) << (high_bits * (vector // high_step))
-                                    packed[at + low_bytes + vector % high_step * 64 + byte] |= high
+        codes = np.zeros(groups * GROUP, np.uint8)
+        scales = np.zeros(16, np.uint8)
+        minimums = np.zeros(16, np.uint8)
+        for tile in range(tiles * thread // threads, tiles * (thread + 1) // threads):
+            for index in range(row_blocks):
+                start = (tile * row_blocks + index) * record
+                packed[start : start + record] = 0
+                for lane in range(min(TILE, rows - tile * TILE)):
+                    block = blocks[tile * TILE + lane, index * block_bytes : (index + 1) * block_bytes]
+                    scale, minimum = read(block, codes, scales, minimums)
+                    first = start if two_levels else start + head
+                    if exponents:
+                        packed[first + lane] = scale
+                    else:
+                        put_half(packed, first + 2 * lane, scale)
+                    if has_minimum:
+                        put_half(packed, first + 2 * TILE + 2 * lane, minimum)
+                    for group in range(groups):
+                        at = start + head + group * group_bytes
+                        if two_levels:
+                            for part in range(per_group):
+                                packed[at + part * TILE + lane] = scales[group * per_group + part]
+                                if has_minimum:
+                                    packed[at + (per_group + part) * TILE + lane] = minimums[group * per_group + part]
+                        at += scale_bytes
+                        for k in range(GROUP):
+                            code = codes[group * GROUP + k]
+                            vector, byte = k // 4, lane * 4 + k % 4
+                            low = (code & low_mask) << (low_bits * (vector // low_step))
+                            packed[at + vector % low_step * 64 + byte] |= low
+                            if high_bits:
+                                high = (code >> low_bits) << (high_bits * (vector // high_step))
+                                packed[at + low_bytes + vector % high_step * 64 + byte] |= high
+        return np.int64(0 * code_version)
 
     return pack_tiles

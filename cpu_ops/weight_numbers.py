@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, njit, prange, types
+from numba import cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.kernel_address import address_of
+from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.weight_codes import DOTS_SIGNATURE, ask_ahead, call_intrinsic, load, splat
 from cpu_ops.weight_formats import GROUP, TILE
 
@@ -91,26 +93,36 @@ def number_dots(number: str, rows: int, chains: int) -> Any:
     return dots
 
 
+def pack_numbers(numbers: np.ndarray, packed: np.ndarray, threads: int) -> None:
+    """Lay out 16-bit numbers [rows, columns], uint16, as `packed` uint8; rows that fill the last tile are 0.
+
+    For who holds `threads.one_kernel_at_a_time`.
+    """
+    call_region("pack numbers", "", address_of(_number_packer()), (numbers, packed), threads)
+
+
+@region_arguments("pack numbers")
+def _packed(_: str) -> tuple[Any, ...]:
+    return types.Array(types.uint16, 2, "C", readonly=True), types.Array(types.uint8, 1, "C")
+
+
 @cache
-def number_packer() -> Any:
-    """A kernel (numbers [rows, columns] uint16, packed uint8, threads); rows that fill the last tile are 0."""
+def _number_packer() -> Any:
     code_version = CODE_VERSION
 
-    @njit(
-        types.void(types.Array(types.uint16, 2, "C", readonly=True), types.Array(types.uint8, 1, "C"), types.int64),
-        parallel=True, cache=True, nogil=True, error_model="numpy",
-    )  # fmt: skip
-    def pack_tiles(numbers, packed, threads):
+    @njit(REGION, cache=True, nogil=True, error_model="numpy")
+    def pack_tiles(thread, threads, arguments):
+        numbers, packed = arguments_at("pack numbers", "", arguments)
         rows, columns = numbers.shape
-        tiled = packed.view(np.uint16).reshape(-1, columns, TILE + 0 * code_version)
+        tiled = packed.view(np.uint16).reshape(-1, columns, TILE)
         tiles = len(tiled)
-        for thread in prange(threads):
-            for tile in range(tiles * thread // threads, tiles * (thread + 1) // threads):
-                for start in range(0, columns, GROUP):
-                    for lane in range(TILE):
-                        row = tile * TILE + lane
-                        for k in range(start, start + GROUP):
-                            tiled[tile, k, lane] = numbers[row, k] if row < rows else np.uint16(0)
+        for tile in range(tiles * thread // threads, tiles * (thread + 1) // threads):
+            for start in range(0, columns, GROUP):
+                for lane in range(TILE):
+                    row = tile * TILE + lane
+                    for k in range(start, start + GROUP):
+                        tiled[tile, k, lane] = numbers[row, k] if row < rows else np.uint16(0)
+        return np.int64(0 * code_version)
 
     return pack_tiles
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.kernel_address import address_of
+from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.quantised_linear import PackedMatrix
 from cpu_ops.threads import kernel_threads
 from cpu_ops.weight_codes import group_scales, unpacked_codes
@@ -39,9 +41,9 @@ def unpack_tiles(matrix: PackedMatrix, out: np.ndarray, first_tile: int = 0, thr
     if not fits or not out.flags.c_contiguous:
         raise ValueError(f"out {out.shape} from tile {first_tile} on does not fit [{matrix.rows}, {matrix.columns}]")
     with kernel_threads(threads) as used:
-        _unpacker(matrix.name, number, dot_instruction())(
-            matrix.data.ctypes.data, out.ctypes.data, first_tile, tiles, matrix.columns, used
-        )
+        unpack = address_of(_unpacker(matrix.name, number, dot_instruction()))
+        given = matrix.data.ctypes.data, out.ctypes.data, first_tile, tiles, matrix.columns
+        call_region("unpack tiles", "", unpack, given, used)
 
 
 @intrinsic(prefer_literal=True)
@@ -106,6 +108,18 @@ def _as(builder: ir.IRBuilder, values: ir.Value, kind: str) -> ir.Value:
     return builder.trunc(rounded, ir.VectorType(ir.IntType(16), TILE))
 
 
+@region_arguments("unpack tiles")
+def _unpacked(_: str) -> tuple[Any, ...]:
+    """(weights, out, first_tile, tiles, columns), the first two addresses."""
+    return (types.int64,) * 5
+
+
+@region_arguments("read rows")
+def _read(_: str) -> tuple[Any, ...]:
+    """(packed data, rows, out)."""
+    return types.Array(types.uint8, 1, "C"), types.Array(types.int64, 1, "C"), types.Array(types.float32, 2, "C")
+
+
 @cache
 def _unpacker(name: str, number: str, how: str) -> Any:
     layout = FORMATS[name]
@@ -113,14 +127,15 @@ def _unpacker(name: str, number: str, how: str) -> Any:
     size = 4 if number == "float32" else 2
     code_version = CODE_VERSION
 
-    @njit(types.void(*[types.int64] * 6), parallel=True, cache=True, nogil=True)
-    def unpack(weights, out, first_tile, tiles, columns, threads):
+    @njit(REGION, cache=True, nogil=True)
+    def unpack(thread, threads, arguments):
+        weights, out, first_tile, tiles, columns = arguments_at("unpack tiles", "", arguments)
         tile_bytes = columns // block_columns * record
-        stride = tiles * TILE * size + 0 * code_version
-        for thread in prange(threads):
-            for tile in range(tiles * thread // threads, tiles * (thread + 1) // threads):
-                source = weights + (first_tile + tile) * tile_bytes
-                _unpack_tile(name, number, how, source, out + tile * TILE * size, stride, columns)
+        stride = tiles * TILE * size
+        for tile in range(tiles * thread // threads, tiles * (thread + 1) // threads):
+            source = weights + (first_tile + tile) * tile_bytes
+            _unpack_tile(name, number, how, source, out + tile * TILE * size, stride, columns)
+        return np.int64(0 * code_version)
 
     return unpack
 
@@ -137,7 +152,8 @@ def read_rows(matrix: PackedMatrix, rows: np.ndarray, threads: int | None = None
         return number_rows(matrix.data, number, rows, matrix.columns)
     out = np.empty((len(rows), matrix.columns), np.float32)
     with kernel_threads(threads) as used:
-        _row_reader(matrix.name)(matrix.data, np.ascontiguousarray(rows, np.int64), out, used)
+        given = matrix.data, np.ascontiguousarray(rows, np.int64), out
+        call_region("read rows", "", address_of(_row_reader(matrix.name)), given, used)
     return out
 
 
@@ -167,45 +183,42 @@ def _row_reader(name: str) -> Any:
     def half(data, at):
         return _half_to_float(np.uint16(data[at]) | (np.uint16(data[at + 1]) << np.uint16(8)))
 
-    @njit(
-        types.void(types.Array(types.uint8, 1, "C"), types.Array(types.int64, 1, "C"),
-                   types.Array(types.float32, 2, "C"), types.int64),
-        parallel=True, cache=True, nogil=True,
-    )  # fmt: skip
-    def read(data, rows, out, threads):
+    @njit(REGION, cache=True, nogil=True)
+    def read(thread, threads, arguments):
+        data, rows, out = arguments_at("read rows", "", arguments)
         columns = out.shape[1]
-        blocks = columns // block_columns + 0 * code_version
-        for thread in prange(threads):
-            for n in range(len(rows) * thread // threads, len(rows) * (thread + 1) // threads):
-                tile, lane = rows[n] // TILE, rows[n] % TILE
-                for group in range(columns // GROUP):
-                    start = (tile * blocks + group // groups) * record
-                    at = start + head + group % groups * group_bytes
-                    for k in range(GROUP):
-                        vector, byte = k // 4, lane * 4 + k % 4
-                        code = data[at + scale_bytes + vector % low_step * 64 + byte]
-                        code = (code >> (low_bits * (vector // low_step))) & low_mask
-                        if high_bits:
-                            high = data[at + scale_bytes + low_bytes + vector % high_step * 64 + byte]
-                            code |= ((high >> (high_bits * (vector // high_step))) & high_mask) << low_bits
-                        number = np.float32(np.int8(code)) if signed else np.float32(np.int64(code) - zero)
-                        if has_table:
-                            number = table[code]
-                        part = k * parts // GROUP
-                        minimum = np.float32(0)
-                        if two_levels:
-                            integer = data[at + part * TILE + lane]
-                            factor = np.float32(np.int8(integer)) if signed_scales else np.float32(integer)
-                            scale = half(data, start + 2 * lane) * factor
-                            if has_minimum:
-                                integer = data[at + (parts + part) * TILE + lane]
-                                minimum = -half(data, start + 2 * TILE + 2 * lane) * np.float32(integer)
-                        elif exponents:
-                            scale = powers[data[at + lane]]
-                        else:
-                            scale = half(data, at + 2 * lane)
-                            if has_minimum:
-                                minimum = half(data, at + 2 * TILE + 2 * lane)
-                        out[n, group * GROUP + k] = scale * number + minimum
+        blocks = columns // block_columns
+        for n in range(len(rows) * thread // threads, len(rows) * (thread + 1) // threads):
+            tile, lane = rows[n] // TILE, rows[n] % TILE
+            for group in range(columns // GROUP):
+                start = (tile * blocks + group // groups) * record
+                at = start + head + group % groups * group_bytes
+                for k in range(GROUP):
+                    vector, byte = k // 4, lane * 4 + k % 4
+                    code = data[at + scale_bytes + vector % low_step * 64 + byte]
+                    code = (code >> (low_bits * (vector // low_step))) & low_mask
+                    if high_bits:
+                        high = data[at + scale_bytes + low_bytes + vector % high_step * 64 + byte]
+                        code |= ((high >> (high_bits * (vector // high_step))) & high_mask) << low_bits
+                    number = np.float32(np.int8(code)) if signed else np.float32(np.int64(code) - zero)
+                    if has_table:
+                        number = table[code]
+                    part = k * parts // GROUP
+                    minimum = np.float32(0)
+                    if two_levels:
+                        integer = data[at + part * TILE + lane]
+                        factor = np.float32(np.int8(integer)) if signed_scales else np.float32(integer)
+                        scale = half(data, start + 2 * lane) * factor
+                        if has_minimum:
+                            integer = data[at + (parts + part) * TILE + lane]
+                            minimum = -half(data, start + 2 * TILE + 2 * lane) * np.float32(integer)
+                    elif exponents:
+                        scale = powers[data[at + lane]]
+                    else:
+                        scale = half(data, at + 2 * lane)
+                        if has_minimum:
+                            minimum = half(data, at + 2 * TILE + 2 * lane)
+                    out[n, group * GROUP + k] = scale * number + minimum
+        return np.int64(0 * code_version)
 
     return read

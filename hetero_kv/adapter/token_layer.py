@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from cpu_ops.parallel_region import all_threads
+from cpu_ops.quantised_linear import multiply_region
 from cpu_ops.threads import at_most, one_kernel_at_a_time
-from cpu_ops.token_layer import GELU_TANH, SILU, attention_inputs, attention_output
+from cpu_ops.token_layer import GELU_TANH, SILU, attention_inputs, attention_output, gate_region
 from cpu_ops.weight_dots import rows_per_pass
 from cpu_ops.weight_formats import GROUP, TILE
 from hetero_kv.adapter import bridge
@@ -68,6 +70,7 @@ class TokenLayer:
         self._key_norm, _ = _norm_of(getattr(attention, "k_norm", None))
         self._gate = _GATES[type(mlp.act_fn).__name__]
         self._per_pass = rows_per_pass()
+        self._multiply, self._gate_up = (all_threads(), multiply_region()), gate_region()
         self.call_settings: tuple[float, float | None, int | None, Any] = (0.0, None, None, None)
 
     @classmethod
@@ -134,8 +137,8 @@ class TokenLayer:
         cos, sin = _ROTATION.arrays(position_embeddings, len(hidden))
         with one_kernel_at_a_time:
             self._attention_inputs(
-                hidden, self._norm, self._epsilon, self._inputs, self._bias, self._query_norm, self._key_norm,
-                self._head_epsilon, cos, sin, q, k, v, self._per_pass, at_most(torch.get_num_threads()),
+                *self._multiply, hidden, self._norm, self._epsilon, self._inputs, self._bias, self._query_norm,
+                self._key_norm, self._head_epsilon, cos, sin, q, k, v, self._per_pass, at_most(torch.get_num_threads()),
             )  # fmt: skip
 
     def output(self, hidden_states: torch.Tensor, hidden: np.ndarray, attended: np.ndarray) -> torch.Tensor:
@@ -143,8 +146,8 @@ class TokenLayer:
         out, array = new_hidden(hidden_states)
         with one_kernel_at_a_time:
             self._attention_output(
-                hidden, attended, self._mlp_norm, self._mlp_epsilon, self._outputs, self._gate, array,
-                self._per_pass, at_most(torch.get_num_threads()),
+                *self._multiply, self._gate_up, hidden, attended, self._mlp_norm, self._mlp_epsilon, self._outputs,
+                self._gate, array, self._per_pass, at_most(torch.get_num_threads()),
             )  # fmt: skip
         return out
 
