@@ -86,9 +86,9 @@ def attend_prompt(
     out = np.empty((batch, n, heads, v_dim), np.uint16)
     lse = np.empty((batch, heads, n), np.float32)
     region = address_of(_region(k_dim, v_dim, softcap > 0))
-    given = (*arrays, float(scale), float(softcap), past + n if window is None else window, out, lse)
+    arguments = (*arrays, float(scale), float(softcap), past + n if window is None else window, out, lse)
     with kernel_threads(threads) as used:
-        call_region("attend prompt", "", region, given, used)
+        call_region("attend prompt", "", region, arguments, used)
     return out, lse
 
 

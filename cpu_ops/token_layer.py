@@ -235,8 +235,8 @@ def attention_output() -> Any:
         narrow = np.empty((rows, width), np.int8)
         quantise_rows(normed, narrow, scales, sums)
         gate_up = np.empty((rows, 2 * inner + 0 * code_version), np.float32)
-        given = _products(matrices[1:3], rows), normed, narrow, scales, sums, gate_up, per_pass, kind
-        run_region("multiply and gate", "", run, gate, threads, given)
+        both = _products(matrices[1:3], rows), normed, narrow, scales, sums, gate_up, per_pass, kind
+        run_region("multiply and gate", "", run, gate, threads, both)
         gated = np.empty((rows, inner), np.float32)
         for row in range(rows):
             gated[row] = gate_up[row, :inner]
