@@ -45,7 +45,8 @@ class QuantizedModule(Operator):
         """Whether there is anything to do: weights that are loaded as numbers stay so unless another type is asked."""
         parameter = cls.parameter_of(module)
         if settings.weights in (AUTO, AS_STORED):
-            return bool(parameter.is_meta)
+            # A model's files may hold numbers, and nothing to be kept as stored (`models/safetensors_weights.py`).
+            return parameter.is_meta and not getattr(parameter, "comes_as_numbers", False)
         return _DTYPES.get(settings.weights) is not parameter.dtype
 
     @classmethod
@@ -193,6 +194,16 @@ class QuantizedMatrix(QuantizedModule):
         numbers = torch.from_numpy(unpacked).reshape(shape)
         self.warn_of_missing_kernels(kind.name, wanted, shape[1])
         self._take_numbers(numbers, wanted)
+
+    def load_numbers(self, numbers: torch.Tensor, dtype: torch.dtype) -> None:
+        """Take the weights from a file that holds numbers.
+
+        Args:
+            numbers: [rows, columns], of the file's type; they are not kept, for the file is mapped and may go.
+            dtype: of the model, in which weights are kept that are not quantised.
+        """
+        wanted = self.kept_as(None, numbers.shape[1])
+        self._take_numbers(numbers if wanted is not None else numbers.to(dtype, copy=True), wanted)
 
     def weight_sizes(self, stored: Mapping[str, str], dtype: torch.dtype | None = None) -> dict[int, int]:
         rows, columns = self.wrapped.weight.shape

@@ -18,6 +18,7 @@ from torch import nn
 
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf_file import GGUFFile, TensorInfo
+from hetero_kv.models.parameters import set_parameter
 
 _NAME = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<part>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)")
 _MODULE = re.compile(r"\.layers\.(?P<layer>\d+)\.(.+\.)?experts$")
@@ -109,10 +110,3 @@ def require_shape(info: TensorInfo, expected: tuple[int, ...], given: tuple[int,
             f"tensor {info.name!r} is {list(given)} and the model has {list(expected)} there; give weights that belong "
             "to the configuration"
         )
-
-
-def set_parameter(module: Any, leaf: str, parameter: nn.Parameter) -> None:
-    """Exchange a parameter of a module, or of the one that it stands for."""
-    while leaf not in module._parameters:
-        module = module.wrapped
-    module._parameters[leaf] = parameter

@@ -17,16 +17,15 @@ import torch
 from torch import nn
 from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 
-from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf_experts import (
     ExpertPlace,
     expert_places,
     load_expert_tensor,
     require_shape,
-    set_parameter,
 )
 from hetero_kv.models.gguf_file import GGUFFile, TensorInfo
 from hetero_kv.models.gguf_reading import tensor_data
+from hetero_kv.models.parameters import require_all_loaded, set_parameter, tie, tied_parameters
 from hetero_kv.models.progress import ProgressReport
 
 
@@ -114,7 +113,7 @@ def load_weights(model: Any, file: GGUFFile, weights: WeightMap, dtype: torch.dt
 
     Raises ModelError where parameters are left without weights, or a tensor has another shape than its parameter.
     """
-    tied = _tied(model)
+    tied = tied_parameters(model)
     done, total = 0, sum(info.nbytes for info in file.tensors)
     for info, data in tensor_data(file):
         if info.name in weights.experts:
@@ -124,13 +123,8 @@ def load_weights(model: Any, file: GGUFFile, weights: WeightMap, dtype: torch.dt
         done += info.nbytes
         report("reading weights", done, total)
     for place, source in tied.items():
-        _tie(model, place, source)
-    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if left:
-        raise ModelError(
-            f"{str(file.path)!r} has no weights for {len(left)} parameters of {type(model).__name__} "
-            f"({', '.join(left[:3])}, …); give weights that belong to the configuration"
-        )
+        tie(model, place, source)
+    require_all_loaded(model, file.path)
 
 
 def _load(model: nn.Module, weights: WeightMap, info: TensorInfo, data: np.ndarray, dtype: torch.dtype) -> None:
@@ -156,26 +150,3 @@ def _load(model: nn.Module, weights: WeightMap, info: TensorInfo, data: np.ndarr
 
 def _shape(module: Any, leaf: str) -> tuple[int, ...]:
     return tuple(getattr(module, leaf).shape)
-
-
-def _tied(model: Any) -> dict[str, str]:
-    """Parameters that are another one by the configuration: path -> the path of the one that a file holds."""
-    first: dict[int, str] = {}
-    tied = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        plain = name.replace(".wrapped.", ".")
-        if id(parameter) in first and first[id(parameter)] != plain:
-            tied[plain] = first[id(parameter)]
-        first.setdefault(id(parameter), plain)
-    return tied
-
-
-def _tie(model: nn.Module, place: str, source: str) -> None:
-    (path, _, leaf), (source_path, _, source_leaf) = place.rpartition("."), source.rpartition(".")
-    module, other = model.get_submodule(path), model.get_submodule(source_path)
-    share = getattr(module, "share", None)
-    if share is not None and hasattr(other, "load_blocks") and share(other):
-        return
-    numbers = getattr(other, source_leaf)
-    parameter = numbers if isinstance(numbers, nn.Parameter) else nn.Parameter(numbers, requires_grad=False)
-    set_parameter(module, leaf, parameter)

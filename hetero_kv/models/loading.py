@@ -25,6 +25,7 @@ from hetero_kv.models.locating import Location, locate
 from hetero_kv.models.named import DEFAULT_MODEL
 from hetero_kv.models.precision import resolve_device, resolve_dtype
 from hetero_kv.models.progress import ProgressReport, reporting
+from hetero_kv.models.safetensors_weights import TensorFiles
 
 # Tensors and metadata of a rotary embedding that transformers does not read from a GGUF file.
 ROPE_TENSORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
@@ -110,7 +111,8 @@ def open_model(
     """A model that rules can be put into before its weights are loaded, so that nothing is unpacked which an operator
     keeps packed. The arguments are those of `load_model`.
 
-    On a CPU the weights of a GGUF file wait; other models are loaded at once.
+    On a CPU the weights of a GGUF file wait, and those of a model in Hugging Face format where transformers has nothing
+    to convert in them; other models are loaded at once.
 
     Raises:
         ModelError: the model cannot be found, fetched or built as asked.
@@ -132,15 +134,19 @@ def _opened(
     number_type = resolve_dtype(dtype, on_device)
     location = locate(name_or_path, gguf_path, progress)
     weights: WeightMap | None = None
+    numbers: TensorFiles | None = None
     with _reading(location, progress) as gguf, _refusals(location):
         config = _config(location, gguf, trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(**_origin(location), trust_remote_code=trust_remote_code)
         if without_weights and gguf is not None and on_device.type == "cpu":
             model = _weightless(config, number_type, trust_remote_code)
             weights = WeightMap.of(model, gguf)
-        if weights is None:
+        elif without_weights and gguf is None and location.pretrained is not None and on_device.type == "cpu":
+            model = _weightless(config, number_type, trust_remote_code)
+            numbers = TensorFiles.of(model, location.pretrained, location.offline)
+        if weights is None and numbers is None:
             model = _model(location, gguf, config, number_type, trust_remote_code).to(on_device)
-        _complete_generation_config(model, tokenizer, location, gguf)
+        _complete_generation_config(model, tokenizer, location, gguf, own=gguf is None and numbers is None)
         model = model.eval()
         embeddings = model.get_input_embeddings().num_embeddings
         if len(tokenizer) > embeddings:
@@ -153,11 +159,12 @@ def _opened(
         context_length = int(limit or tokenizer.model_max_length)
 
     def load() -> None:
-        if weights is not None and gguf is not None:
-            with (
-                _refusals(location),
-                reporting(location.name, progress) as report,
-            ):
+        if weights is None and numbers is None:
+            return
+        with _refusals(location), reporting(location.name, progress) as report:
+            if numbers is not None:
+                numbers.load(model, number_type, report)
+            elif weights is not None and gguf is not None:
                 load_weights(model, gguf, weights, number_type, report)
 
     return OpenedModel(model, tokenizer, location.name, context_length, load)
@@ -259,9 +266,11 @@ def _model(location: Location, gguf: GGUFFile | None, config: Any, dtype: torch.
     return model
 
 
-def _complete_generation_config(model: Any, tokenizer: Any, location: Location, gguf: GGUFFile | None) -> None:
-    """Make every token that ends a turn end the generation."""
-    if gguf is not None and location.pretrained is not None and _has_generation_config(location):
+def _complete_generation_config(
+    model: Any, tokenizer: Any, location: Location, gguf: GGUFFile | None, own: bool
+) -> None:
+    """Make every token that ends a turn end the generation. own: whether the model has its generation config already"""
+    if not own and location.pretrained is not None and _has_generation_config(location):
         model.generation_config = GenerationConfig.from_pretrained(
             location.pretrained, local_files_only=location.offline
         )

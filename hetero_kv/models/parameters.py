@@ -1,0 +1,51 @@
+"""Parameters of a model that stands there without its weights: put in, tied, and asked for when all should be there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hetero_kv.models.errors import ModelError
+
+
+def set_parameter(module: Any, leaf: str, parameter: nn.Parameter) -> None:
+    """Exchange a parameter of a module, or of the one that it stands for."""
+    while leaf not in module._parameters:
+        module = module.wrapped
+    module._parameters[leaf] = parameter
+
+
+def tied_parameters(model: Any) -> dict[str, str]:
+    """Parameters that are another one by the configuration: path -> the path of the one that a file holds."""
+    first: dict[int, str] = {}
+    tied = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        plain = name.replace(".wrapped.", ".")
+        if id(parameter) in first and first[id(parameter)] != plain:
+            tied[plain] = first[id(parameter)]
+        first.setdefault(id(parameter), plain)
+    return tied
+
+
+def tie(model: nn.Module, place: str, source: str) -> None:
+    """Let the parameter at path `place` be the one at path `source`, packed where that one is."""
+    (path, _, leaf), (source_path, _, source_leaf) = place.rpartition("."), source.rpartition(".")
+    module, other = model.get_submodule(path), model.get_submodule(source_path)
+    share = getattr(module, "share", None)
+    if share is not None and hasattr(other, "load_blocks") and share(other):
+        return
+    numbers = getattr(other, source_leaf)
+    parameter = numbers if isinstance(numbers, nn.Parameter) else nn.Parameter(numbers, requires_grad=False)
+    set_parameter(module, leaf, parameter)
+
+
+def require_all_loaded(model: Any, path: Path) -> None:
+    """Raise ModelError where parameters are left without the weights that `path` should hold."""
+    left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if left:
+        raise ModelError(
+            f"{str(path)!r} has no weights for {len(left)} parameters of {type(model).__name__} "
+            f"({', '.join(left[:3])}, …); give weights that belong to the configuration"
+        )

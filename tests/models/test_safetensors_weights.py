@@ -1,0 +1,127 @@
+"""A model in Hugging Face format is opened without its weights, and they are quantised one by one as they come."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+
+from hetero_kv import HeteroCache, inject, load_model, open_model
+from hetero_kv.adapter.quantized_module import QuantizedEmbedding, QuantizedLinear
+
+SMALL = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32"}
+IDS = torch.tensor([[5, 9, 77, 31, 200, 8]])
+
+
+def logits_of(model):
+    return model(IDS, past_key_values=HeteroCache(model, 256)).logits
+
+
+def quantised(model):
+    kinds = QuantizedLinear | QuantizedEmbedding
+    return {path: m.quantised for path, m in model.named_modules() if isinstance(m, kinds) and m.quantised is not None}
+
+
+def changed(folder, tmp_path, change):
+    """A copy of a model's folder whose tensors `change` has had in hand."""
+    copy = shutil.copytree(folder, tmp_path / "changed")
+    tensors = load_file(copy / "model.safetensors")
+    change(tensors)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def test_weights_are_quantised_as_they_come(tiny_directory, monkeypatch):
+    opened = open_model(tiny_directory, dtype="float32")
+    assert all(parameter.is_meta for parameter in opened.model.parameters())
+    inject(opened.model, "dense", command_line={**SMALL, "weights": "q8_0"})
+    taken = QuantizedLinear.load_numbers
+    most = []
+
+    def take(module, numbers, dtype):
+        taken(module, numbers, dtype)
+        most.append(sum(p.numel() for p in opened.model.parameters() if p.dim() > 1 and not p.is_meta))
+
+    monkeypatch.setattr(QuantizedLinear, "load_numbers", take)
+    model = opened.load().model
+    assert len(most) == 2 * 7 + 1
+    assert max(most) == 0  # no matrix ever was in memory as numbers
+    after = load_model(tiny_directory, dtype="float32").model
+    inject(after, "dense", command_line={**SMALL, "weights": "q8_0"})
+    assert quantised(model).keys() == quantised(after).keys()
+    torch.testing.assert_close(logits_of(model), logits_of(after), rtol=0, atol=0)
+
+
+def test_numbers_stay_numbers_and_have_no_operators(tiny_directory):
+    opened = open_model(tiny_directory, dtype="bfloat16")
+    inject(opened.model, "dense", command_line=SMALL)
+    assert not any(isinstance(module, QuantizedLinear | QuantizedEmbedding) for module in opened.model.modules())
+    model, wanted = opened.load().model, load_model(tiny_directory, dtype="bfloat16").model
+    assert model.generation_config.to_dict() == wanted.generation_config.to_dict()
+    mine, theirs = dict(model.state_dict()), wanted.state_dict()
+    assert {name.replace(".wrapped.", ".") for name in mine} == theirs.keys()
+    for name, tensor in mine.items():
+        assert tensor.dtype is torch.bfloat16
+        assert torch.equal(tensor, theirs[name.replace(".wrapped.", ".")])
+
+
+@pytest.mark.parametrize("asked", ["auto", "q8_0"])
+def test_tied_matrices_are_one(tmp_path, tiny_directory, asked):
+    copy = changed(tiny_directory, tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    opened = open_model(copy, dtype="float32")
+    inject(opened.model, "dense", command_line={**SMALL, "weights": asked})
+    model = opened.load().model
+    if asked == "q8_0":
+        assert model.lm_head.quantised is model.model.embed_tokens.quantised
+    else:
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    wanted = load_model(copy, dtype="float32").model(IDS).logits
+    assert (logits_of(model) - wanted).norm() / wanted.norm() < 0.05
+
+
+def test_shards_are_read_one_after_the_other(tmp_path):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    from hetero_kv.models.safetensors_weights import TensorFiles
+
+    with torch.device("meta"):
+        bare = type(model)(model.config)
+    files = TensorFiles.of(bare, str(tmp_path), offline=True)
+    seen = []
+    files.load(bare, torch.float32, lambda activity, done, total: seen.append((done, total)))
+    for name, tensor in bare.state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert all(0 < done <= total for done, total in seen)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: tensors.update(extra=torch.zeros(2)),
+        lambda tensors: tensors.update({"model.norm.weight": tensors["model.norm.weight"].double()}),
+    ],
+    ids=["a tensor too many", "numbers of another kind"],
+)
+def test_what_is_not_the_model_name_by_name_is_left_to_transformers(tiny_directory, tmp_path, change):
+    opened = open_model(changed(tiny_directory, tmp_path, change), dtype="float32")
+    assert not any(parameter.is_meta for parameter in opened.model.parameters())
+    torch.testing.assert_close(
+        opened.load().model(IDS).logits, load_model(tiny_directory, dtype="float32").model(IDS).logits
+    )
+
+
+def test_models_that_transformers_converts_are_left_to_it(tmp_path):
+    tiny_model("mixtral").save_pretrained(tmp_path)
+    from hetero_kv.models.safetensors_weights import TensorFiles
+
+    with torch.device("meta"):
+        bare = type(tiny_model("mixtral"))(tiny_model("mixtral").config)
+    assert TensorFiles.of(bare, str(tmp_path), offline=True) is None
