@@ -158,11 +158,39 @@ def test_blocks_are_reselected_by_the_schedule_and_reused_between(llama, monkeyp
         logits(llama, cache, token)
         due = [i for i in range(4) if i % layer_step == 0] if index % token_step == 0 else []
         assert chosen == due
-        for layer_idx, decoded, positions, _, _ in record:
+        for layer_idx, decoded, positions, _, layer in record:
             assert decoded == index
+            blocks = layer.layout.context_blocks(70 + index + 1)
             if layer_idx in due:
-                last[layer_idx // layer_step] = positions
-            assert positions.tolist() == last[layer_idx // layer_step].tolist()
+                last[layer_idx // layer_step] = positions, blocks
+            chosen_last, seen = last[layer_idx // layer_step]
+            # The blocks that have left Local since are attended to as well.
+            assert positions[0, 0].tolist() == [*chosen_last[0, 0].tolist(), *range(seen, blocks)]
+
+
+@pytest.mark.parametrize("head_select_mode", ["SHARED", "SEPARATE"])
+def test_a_block_that_leaves_local_between_two_selections_is_attended_to(llama, monkeypatch, head_select_mode):
+    record = recorded(monkeypatch)
+    settings = {"second_block_count": 1, "token_step": 12, "head_select_mode": head_select_mode}
+    cache = injected(llama, representative_type="MEAN", **settings)
+    logits(llama, cache, random_tokens(70), random_tokens(1, 1))
+    selected = cache.layers[0].context_blocks
+    logits(llama, cache, *random_tokens(10, 2).split(1, dim=1))
+    left = list(range(selected, cache.layers[0].context_blocks))
+    assert len(left) == 3
+    for _, _, positions, *_ in record[-4:]:
+        assert all(each[1:].tolist() == left for each in positions[0])
+
+
+def test_layers_behind_dense_ones_reselect_by_the_schedule_too(llama, monkeypatch):
+    chosen, best = [], RetrievalAttention._best
+    monkeypatch.setattr(
+        RetrievalAttention, "_best", lambda self, *args: (chosen.append(self.layer_idx), best(self, *args))[1]
+    )
+    settings = {"second_block_count": 2, "layer_step": 2, "token_step": 2, "dense_layer_num": 1}
+    cache = injected(llama, representative_type="MEAN", **settings)
+    logits(llama, cache, random_tokens(70), *random_tokens(6, 1).split(1, dim=1))
+    assert chosen == [1, 2] * 3
 
 
 def test_dense_layers_attend_to_everything(llama, monkeypatch):

@@ -32,7 +32,7 @@ from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.prefill import RetrievalPrefill
-from hetero_kv.families.retrieval.state import SELECTIONS, SharedSelections
+from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS, SharedSelections, with_entered
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
@@ -154,22 +154,25 @@ class RetrievalAttention(RetrievalPrefill):
         """Which of the Context's blocks this step attends to: (which, positions, allowed) of `RetrievalStep`.
 
         Reused where the schedule says so, else chosen. KTransformers' pseudo code: the first layer of every
-        `layer_step` layers selects, at every `token_step`-th token; all others take what was selected last.
+        `layer_step` layers selects, at every `token_step`-th token; all others take what was selected last, and the
+        blocks that have left Local since. Where the first layers attend to everything, the next one selects.
         """
         settings = self.settings
         if settings.layer_step == settings.token_step == 1:
             return self._best(layer, rows, kv_heads, context)
-        selections: SharedSelections = step.cohort.shared.setdefault(SELECTIONS, {})
-        layout, lists = layer.layout, 1 if self.shared else kv_heads
-        key = (self.layer_idx // settings.layer_step, layout.block_size, layout.sink_blocks, lists)
+        shared, layout, lists = step.cohort.shared, layer.layout, 1 if self.shared else kv_heads
+        selections: SharedSelections = shared.setdefault(SELECTIONS, {})
+        selected_at: SharedSelections = shared.setdefault(SELECTED_AT, {})
+        key = (self.layer_idx // settings.layer_step, layout.block_size, layout.sink_blocks, layout.local_len, lists)
         decoded = step.past - step.cohort.prompt_length
-        due = decoded % settings.token_step == 0 and self.layer_idx % settings.layer_step == 0
         last = selections.get(key)
-        # None where the group's first layer attends to everything, or tokens were cropped.
-        if not due and last is not None:
-            return AS_GIVEN, last, NOTHING_FORBIDDEN
+        # None behind a prompt, and where tokens were cropped.
+        if last is not None:
+            seen, when = selected_at[key][0]
+            if when // settings.token_step == decoded // settings.token_step:
+                return AS_GIVEN, with_entered(last, int(seen), context), NOTHING_FORBIDDEN
         which, positions, allowed = self._best(layer, rows, kv_heads, context)
-        selections[key] = positions
+        selections[key], selected_at[key] = positions, np.tile(np.array([context, decoded]), (rows, 1))
         return which, positions, allowed
 
     def _best(
@@ -182,8 +185,8 @@ class RetrievalAttention(RetrievalPrefill):
             candidates = layer.state.allowed(context)
             assert candidates is not None
             if candidates.shape[2] <= self.budget:
-                return AS_GIVEN, np.ascontiguousarray(candidates), NOTHING_FORBIDDEN
-            allowed = np.ascontiguousarray(candidates)
+                return AS_GIVEN, candidates, NOTHING_FORBIDDEN
+            allowed = candidates
         # Written by the call, which comes before anybody reads it.
         positions = np.empty((rows, 1 if self.shared else kv_heads, self.budget), dtype=np.int32)
         return (CHOSEN if self.budget else AS_GIVEN), positions, allowed

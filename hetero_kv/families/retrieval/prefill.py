@@ -24,7 +24,7 @@ from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.preselection import block_votes, preselect
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.retrieval.short_turn import is_short, received_attention, store_and_attend
-from hetero_kv.families.retrieval.state import SELECTIONS
+from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS
 from hetero_kv.settings.engine_settings import EngineSettings
 
 # Blocks whose representatives are computed at once: bounds the float32 copy of their keys.
@@ -107,7 +107,8 @@ class RetrievalPrefill(AttentionOperator):
 
     def _preselect(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer | None) -> None:
         """Take what the prompt's last queries looked at: preselect, and accumulate it for representatives."""
-        step.cohort.shared.pop(SELECTIONS, None)
+        for shared in (SELECTIONS, SELECTED_AT):
+            step.cohort.shared.pop(shared, None)
         observation = layer.state.observation
         layer.state = replace(layer.state, candidates=None, observation=None)
         if observation is None:

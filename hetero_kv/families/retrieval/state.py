@@ -11,6 +11,8 @@ from hetero_kv.families.retrieval.observation import Observation
 
 #: What a cohort's layers share: selections that they hand to each other.
 SELECTIONS = "retrieval selections"
+#: And of each: the blocks that the Context had, and the tokens decoded since the prompt, [rows, 2].
+SELECTED_AT = "when retrieval selected"
 #: Selections of the present token, by group of layers: positions in the Context, [rows, lists, blocks].
 SharedSelections = dict[tuple[int, ...], np.ndarray]
 
@@ -55,6 +57,12 @@ class RetrievalState:
         """Positions that may be chosen among the Context's `blocks`, [rows, lists, count] int32; None for all."""
         if self.candidates is None:
             return None
-        rows, lists, _ = self.candidates.shape
-        entered = np.arange(self.preselected_end, blocks, dtype=np.int32)
-        return np.concatenate([self.candidates, np.broadcast_to(entered, (rows, lists, len(entered)))], axis=2)
+        return with_entered(self.candidates, self.preselected_end, blocks)
+
+
+def with_entered(positions: np.ndarray, seen: int, blocks: int) -> np.ndarray:
+    """Positions among the first `seen` blocks of the Context, [rows, lists, n] int32, and those of the others behind
+    them, up to `blocks`."""
+    entered = np.arange(seen, blocks, dtype=np.int32)
+    every = [positions, np.broadcast_to(entered, (*positions.shape[:2], len(entered)))]
+    return np.ascontiguousarray(np.concatenate(every, axis=2))
