@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero_kv.families.shadowkv.factors import energy, energy_outside, gram_matrix, leading_basis, projected
+from hetero_kv.families.shadowkv.factors import (
+    basis_holding,
+    energy,
+    energy_outside,
+    gram_matrix,
+    leading_basis,
+    projected,
+)
 
 DECAYS = {
     "flat": lambda i: torch.ones_like(i),
@@ -64,6 +71,31 @@ def test_every_sequence_of_a_batch_has_its_own_basis():
     for row, keys in enumerate((a, b)):
         alone = leading_basis(gram_matrix([keys]), 4)[0]
         torch.testing.assert_close(both[row].T @ both[row], alone.T @ alone, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("decay", sorted(DECAYS))
+@pytest.mark.parametrize("share", [0.5, 0.99, 1.0])
+def test_the_fewest_vectors_that_hold_a_share_of_the_energy(decay, share):
+    keys = keys_with(DECAYS[decay](torch.arange(64, dtype=torch.float64)), 200, 0)
+    gram = gram_matrix([keys])
+    rank = basis_holding(gram, share).shape[1]
+
+    def outside(basis):
+        basis = basis.float()
+        return float(energy_outside(keys, projected(keys, basis), basis) / energy(keys))
+
+    torch.testing.assert_close(basis_holding(gram, share), leading_basis(gram, rank), rtol=0, atol=0)
+    assert outside(leading_basis(gram, rank)) <= 1 - share + 1e-9
+    assert rank == 1 or outside(leading_basis(gram, rank - 1)) > 1 - share
+
+
+def test_a_sequence_that_needs_less_than_another_of_its_batch_has_what_it_has_alone():
+    a, b = torch.randn(1, 60, 16, generator=torch.Generator().manual_seed(0)), torch.zeros(1, 60, 16)
+    b[:, :, :3] = torch.randn(1, 60, 3, generator=torch.Generator().manual_seed(1))
+    both = basis_holding(gram_matrix([torch.cat([a, b])]), 0.99)
+    assert [basis_holding(gram_matrix([keys]), 0.99).shape[1] for keys in (a, b)] == [both.shape[1], 3]
+    torch.testing.assert_close(both[1, :3], basis_holding(gram_matrix([b]), 0.99)[0], rtol=0, atol=1e-12)
+    assert not both[1, 3:].any()
 
 
 def test_no_tokens_have_no_gram_matrix():

@@ -72,12 +72,24 @@ def test_a_prompt_without_factors_is_planned_as_exact_keys():
     assert device == device_bytes
 
 
+def test_where_the_rank_is_found_with_the_keys_the_plan_is_an_upper_bound():
+    (store, device), (dram_bytes, device_bytes) = planned_and_held(803, rank="auto")
+    (_, full), _ = planned_and_held(803, rank=128)
+    assert store == dram_bytes
+    assert device_bytes < device == full
+    places = [LowRankFootprint.of(KVShape(4, 32, 32), ShadowKVSettings(rank=rank)).place for rank in ("auto", 128)]
+    assert [place.startswith("with keys of rank 128 at most, values") for place in places] == [True, False]
+
+
 def test_at_128k_tokens_of_llama_3_1_8b_it_is_the_papers_sum():
     tokens, channels, rank, chunk, chosen, outliers = 131_072, 1024, 160, 8, 256, 48
     layer = LowRankFootprint.of(KVShape(channels // 128, 128, 128), ShadowKVSettings())
     paper = tokens * channels / chunk + 2 * (chosen + outliers) * chunk * channels + tokens * rank + rank * channels
     assert layer.numbers(tokens) == pytest.approx(paper, rel=0.02)
     assert 2 * tokens * channels / layer.numbers(tokens) == pytest.approx(6.2, abs=0.1)
+    # The paper's 7.08 is what its formula gives without the last M of the chosen and outlier chunks.
+    misprinted = paper - 2 * (chosen + outliers) * chunk * (channels - 1)
+    assert [round(2 * tokens * channels / each, 2) for each in (paper, misprinted)] == [6.26, 7.08]
 
 
 def test_layers_without_low_rank_keys_take_none():

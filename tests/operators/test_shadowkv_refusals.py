@@ -39,7 +39,9 @@ def test_sequences_at_different_positions_are_refused(llama):
 
 
 def test_a_rank_above_the_models_channels_says_what_fits(llama):
-    with pytest.raises(HeteroKVError, match=r"rank is 33, .* 2 kv heads of 16, 32 channels .* at most 32 .* or to 5 "):
+    with pytest.raises(
+        HeteroKVError, match=r"rank is 33, .* 2 kv heads of 16, 32 channels .* to auto, or to at most 32 "
+    ):
         injected(llama, rank=33)
 
 
@@ -65,8 +67,9 @@ def test_the_recipes_have_the_papers_settings(recipe, plus):
     model = tiny_model("llama", num_key_value_heads=4, head_dim=64)
     inject(model, recipe, command_line={"max_seq_len": 900})
     settings = [operator.settings for operator in model.hetero_kv_injection.attention_operators()]
-    paper = {"rank": 160, "landmark_chunk_size": 8, "outlier_chunks": 48, "local_chunks": 4, "sparse_budget": 0.0156}
+    paper = {"rank": "auto", "landmark_chunk_size": 8, "outlier_chunks": 48, "local_chunks": 4, "sparse_budget": 0.0156}
     assert {name: getattr(settings[0], name) for name in paper} == paper
+    assert settings[0].sized(1024).rank == 160
     assert all(setting.project_generated is plus for setting in settings)
     cache = HeteroCache(model)
     logits(model, cache, random_tokens(600), *random_tokens(12, 1).split(1, dim=1))

@@ -28,7 +28,7 @@ from hetero_kv.families.shadowkv.landmarks import chosen_chunks
 from hetero_kv.families.shadowkv.layer import LowRankLayer
 from hetero_kv.families.shadowkv.partition import attended_tokens, chunk_budget
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
-from hetero_kv.families.shadowkv.statistics import CHUNK_HIT_RATE, KEY_ENERGY_OUTSIDE
+from hetero_kv.families.shadowkv.statistics import CHUNK_HIT_RATE, KEY_ENERGY_OUTSIDE, KEY_RANK
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.store import storage
@@ -46,14 +46,15 @@ class ShadowKVAttention(AttentionOperator):
     meaning = "keeps keys as low-rank factors where the model computes and values in DRAM, attends to chosen chunks"
     settings_class = ShadowKVSettings
     prefills_exactly = True
-    statistics = (BLOCK_RECALL, CHUNK_HIT_RATE, KEY_ENERGY_OUTSIDE)
+    statistics = (BLOCK_RECALL, CHUNK_HIT_RATE, KEY_RANK, KEY_ENERGY_OUTSIDE)
     changes_arguments = True
 
     settings: ShadowKVSettings
 
     def __init__(self, path: str, wrapped: nn.Module, settings: ShadowKVSettings, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
-        self._require_rank()
+        channels = self._key_channels()
+        self._sized, self._energy = settings.sized(channels), settings.energy(channels)
         self.rotation: Rotation | None = None
         self.threads = min(engine.resolved_threads(), numba.config.NUMBA_NUM_THREADS)
 
@@ -64,18 +65,19 @@ class ShadowKVAttention(AttentionOperator):
             return SlidingWindowAttention
         return cls
 
-    def _require_rank(self) -> None:
+    def _key_channels(self) -> int:
+        """Channels of the keys of all kv heads. Raises HeteroKVError where they are fewer than the rank."""
         shape = KVShape.of_attention(self.wrapped, self._own_config)
         channels, rank = shape.kv_heads * shape.k_dim, self.settings.rank
-        if rank > channels:
+        if rank != "auto" and rank > channels:
             raise HeteroKVError(
                 f"{self.path}: rank is {rank}, and the keys of this layer have {shape.kv_heads} kv heads of "
-                f"{shape.k_dim}, {channels} channels together; set rank to at most {channels} (full rank), or to "
-                f"{max(1, round(channels * 160 / 1024))} for the share of the channels that the paper keeps"
+                f"{shape.k_dim}, {channels} channels together; set rank to auto, or to at most {channels} (full rank)"
             )
+        return channels
 
     def new_cache_layer(self) -> LowRankLayer:
-        return LowRankLayer(self.settings)
+        return LowRankLayer(self._sized, self._energy)
 
     # -- rotation
 
@@ -217,7 +219,7 @@ class ShadowKVAttention(AttentionOperator):
 
     def attended_tokens(self, length: int) -> float:
         """See AttentionOperator; what is generated comes on top."""
-        return attended_tokens(length, self.settings)
+        return attended_tokens(length, self._sized)
 
 
 def _attention(

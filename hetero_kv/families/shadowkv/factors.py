@@ -43,6 +43,26 @@ def leading_basis(gram: torch.Tensor, rank: int) -> torch.Tensor:
     return vectors[..., -rank:].flip(-1).transpose(1, 2).contiguous()
 
 
+def basis_holding(gram: torch.Tensor, share: float) -> torch.Tensor:
+    """The fewest leading eigenvectors that hold a share of the energy: [batch, rank, channels] float64.
+
+    The energy of keys is the sum of their Gram matrix's eigenvalues. Rows have the rank that the neediest of them
+    needs; what another needs less is zeros, so that its keys are those that it has alone.
+
+    Args:
+        gram: [batch, channels, channels] float64.
+        share: above 0 and at most 1.
+    """
+    values, vectors = torch.linalg.eigh(gram)
+    # Of rounding a Gram matrix may have eigenvalues below zero.
+    held = values.clamp(min=0).flip(-1).cumsum(dim=-1)
+    ranks = (held < share * held[:, -1:]).sum(dim=-1) + 1
+    most = int(ranks.max())
+    basis = vectors[..., -most:].flip(-1).transpose(1, 2)
+    needed = torch.arange(most, device=gram.device) < ranks[:, None]
+    return (basis * needed[..., None]).contiguous()
+
+
 def projected(keys: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
     """Coefficients of keys in a basis: [batch, tokens, channels] × [batch, rank, channels] -> [batch, tokens, rank]."""
     return keys @ basis.transpose(1, 2)

@@ -22,7 +22,8 @@ class KeyFactors:
     """Keys as coefficients in one basis for all kv heads, before rotation; they are rotated as they are read.
 
     Args:
-        rank: of the basis.
+        rank: of the basis, where `energy` is None.
+        energy: share of the keys' energy that the basis is to hold, with as few vectors as that takes.
         slack: tokens that the coefficients' buffer grows by beyond what it must hold.
 
     Attributes:
@@ -31,11 +32,16 @@ class KeyFactors:
         rotary: the rotation of every position; the operator sets it before tokens come.
     """
 
-    def __init__(self, rank: int, slack: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, slack: int, energy: float | None = None) -> None:
+        self._wanted, self._energy = rank, energy
         self.basis: torch.Tensor | None = None
         self.coefficients = GrowingTensor(1, slack)
         self.rotary: RotaryTable | None = None
+
+    @property
+    def rank(self) -> int | None:
+        """The basis's; None before the first keys."""
+        return None if self.basis is None else self.basis.shape[2]
 
     def __len__(self) -> int:
         return len(self.coefficients)
@@ -43,8 +49,12 @@ class KeyFactors:
     def factor(self, keys: torch.Tensor) -> None:
         """Take the best basis for keys [batch, kv_heads, tokens, k_dim] of the first tokens; forget coefficients."""
         gram = factors.gram_matrix(self._plain_tiles(keys, 0))
-        basis = factors.leading_basis(gram, self.rank).unflatten(2, (keys.shape[1], keys.shape[3]))
-        self.basis = basis.transpose(1, 2).to(keys.dtype).contiguous()
+        if self._energy is None:
+            basis = factors.leading_basis(gram, self._wanted)
+        else:
+            basis = factors.basis_holding(gram, self._energy)
+        by_head = basis.unflatten(2, (keys.shape[1], keys.shape[3]))
+        self.basis = by_head.transpose(1, 2).to(keys.dtype).contiguous()
         self.coefficients = GrowingTensor(1, self.coefficients.slack)
 
     def append(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +63,7 @@ class KeyFactors:
         Returns their energy outside of the subspace, and in all: [batch] float64.
         """
         start, flat = len(self), self._flat_basis
-        self.coefficients.reserve(keys.new_empty(keys.shape[0], 0, self.rank), keys.shape[2])
+        self.coefficients.reserve(keys.new_empty(keys.shape[0], 0, flat.shape[1]), keys.shape[2])
         outside, energy = [], []
         for plain in self._plain_tiles(keys, start):
             coefficients = factors.projected(plain, flat).to(keys.dtype)

@@ -20,7 +20,7 @@ from hetero_kv.families.shadowkv.key_factors import KeyFactors
 from hetero_kv.families.shadowkv.layout import ContextLayout
 from hetero_kv.families.shadowkv.outlier_chunks import Outliers, with_new_outliers
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
-from hetero_kv.families.shadowkv.statistics import LowRankStatistics
+from hetero_kv.families.shadowkv.statistics import KEY_RANK, LowRankStatistics
 from hetero_kv.store import storage
 from hetero_kv.store.growing_tensor import GrowingTensor
 
@@ -51,18 +51,20 @@ class LowRankLayer(BufferedLayer):
     The Context is whole chunks: their keys as low-rank factors, a landmark per chunk and kv head, their values in
     blocks of one chunk in DRAM; the outlier chunks are kept whole besides. Recent is exact: at least `local_chunks`
     whole chunks, and everything generated since the last prompt, unless `project_generated`. There is no Context before
-    it would hold `rank` tokens: factors of fewer are larger than the keys.
+    it would hold `rank` tokens: factors of fewer are larger than the keys. Where the rank is found by
+    `energy`, that is the most which it may come to.
 
     Args:
-        settings: of the operator.
+        settings: of the operator, sized.
+        energy: share of the keys' energy that their factors hold, where that says the rank; None for the settings'.
     """
 
     layout: ContextLayout
     storage_setting = "value_type"
 
-    def __init__(self, settings: ShadowKVSettings) -> None:
+    def __init__(self, settings: ShadowKVSettings, energy: float | None = None) -> None:
         super().__init__(storage.get(settings.value_type))
-        self.settings = settings
+        self.settings, self._energy = settings, energy
         self.chunk_size = settings.landmark_chunk_size
         self.layout = ContextLayout(self.chunk_size, settings)
         self._forget()
@@ -71,7 +73,7 @@ class LowRankLayer(BufferedLayer):
         self.pool = None
         self.context = _Context()
         slack = SLACK if self.settings.project_generated else 0
-        self.factors = KeyFactors(self.settings.rank, slack)
+        self.factors = KeyFactors(self.settings.most_rank, slack, self._energy)
         self.landmarks = GrowingTensor(2, slack // self.chunk_size)
         self.recent_keys, self.recent_values = GrowingTensor(2, SLACK), GrowingTensor(2, SLACK)
         self.is_initialized = False
@@ -279,4 +281,4 @@ class LowRankLayer(BufferedLayer):
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        return self.counted.by_name()
+        return {**self.counted.by_name(), KEY_RANK.name: self.factors.rank}

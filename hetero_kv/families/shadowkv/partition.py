@@ -14,9 +14,9 @@ def context_end(length: int, settings: ShadowKVSettings) -> int:
 
 
 def first_context_end(length: int, settings: ShadowKVSettings) -> int:
-    """Where the Context of a first prompt of `length` tokens ends: factors of fewer than `rank` take more than keys."""
+    """Where the Context of a first prompt of `length` tokens ends: factors of fewer take more than keys."""
     end = context_end(length, settings)
-    return 0 if end < settings.rank else end
+    return 0 if end < settings.most_rank else end
 
 
 def chunk_budget(prompt_length: int, chunks: int, settings: ShadowKVSettings) -> int:

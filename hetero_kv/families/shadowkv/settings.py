@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from hetero_kv.settings.setting import SettingError, Settings, setting
+
+#: The paper's rank, and the channels of the keys of its models.
+_RANK, _CHANNELS = 160, 1024
+# Share of the keys' energy that `rank: auto` holds where there are fewer channels.
+_ENERGY = 0.99
 
 
 def _storage_types() -> Iterable[str]:
@@ -19,9 +24,10 @@ def _storage_types() -> Iterable[str]:
 class ShadowKVSettings(Settings):
     """ShadowKV: low-rank keys where the model computes, values in DRAM, of which chunks are retrieved."""
 
-    rank: int = setting(
-        160,
-        "rank of the keys of all kv heads together, before rotation; at most kv heads times head dim",
+    rank: int | Literal["auto"] = setting(
+        "auto",
+        "rank of the keys of all kv heads together, before rotation; at most kv heads times head dim; auto: "
+        "the paper's 160 where there are its 1,024 channels or more, else what holds 99 % of the keys' energy",
         minimum=1,
         names_method="rank {}",
     )
@@ -48,6 +54,22 @@ class ShadowKVSettings(Settings):
         maximum=1,
     )
     value_type: str = setting("FP16", "number format of the values in DRAM", choices=_storage_types)
+
+    @property
+    def most_rank(self) -> int:
+        """The rank, or of `sized` settings the most that it may come to."""
+        assert self.rank != "auto"
+        return self.rank
+
+    def sized(self, channels: int) -> ShadowKVSettings:
+        """These for keys of so many channels (kv heads times head dim): `auto` is the most that it may come to."""
+        if self.rank != "auto":
+            return self
+        return replace(self, rank=_RANK if channels >= _CHANNELS else channels)
+
+    def energy(self, channels: int) -> float | None:
+        """The share of the keys' energy that the rank is found by, when the keys are there; None where it is given."""
+        return _ENERGY if self.rank == "auto" and channels < _CHANNELS else None
 
     def validate(self) -> None:
         """Check settings against each other. Raises SettingError."""

@@ -15,6 +15,7 @@ CHUNK_HIT_RATE = register(
         "share of the chosen chunks that were where the model computes already, from the step before",
     )
 )
+KEY_RANK = register(Statistic("key_rank", "key rank", "rank of the keys' low-rank factors"))
 KEY_ENERGY_OUTSIDE = register(
     Statistic(
         "key_energy_outside",
