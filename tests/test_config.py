@@ -51,7 +51,7 @@ def test_defaults_are_those_of_the_specification() -> None:
         preselect_block=False,
         preselect_block_count=96,
         kernel_size=5,
-        observation_len=128,
+        observation="question",
         representative_type="DYNAMIC",
         representative_num=1,
         head_select_mode="SHARED",

@@ -7,10 +7,11 @@ from collections.abc import Callable
 from hetero_kv.chat.answer import Answer
 from hetero_kv.chat.interrupt import Interrupt
 from hetero_kv.chat.prefill_bar import PrefillBar
+from hetero_kv.chat.question import Question
 from hetero_kv.chat.session import ChatSession
 
 
-def answer_to(session: ChatSession, question: str, on_text: Callable[[str], None] | None = None) -> Answer:
+def answer_to(session: ChatSession, question: Question, on_text: Callable[[str], None] | None = None) -> Answer:
     """The answer to `question`; its pieces go to `on_text` as they come.
 
     Ctrl-C ends it at the next chunk or token with finish_reason "stopped".
@@ -28,8 +29,10 @@ def answer_to(session: ChatSession, question: str, on_text: Callable[[str], None
             if on_text is not None:
                 on_text(piece)
 
+        document, prompt = question.document, question.prompt
         return session.conversation.ask(
-            question,
+            question.text if prompt is None else prompt,
+            document=None if prompt is None else document,
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.temperature,
             top_p=settings.top_p,

@@ -50,9 +50,7 @@ def _answer_once(options: ChatOptions, question: Question) -> int:
     # Nothing but the answer may reach standard output, whatever a library prints.
     with redirect_stdout(sys.stderr):
         session = open_session(options)
-        answer = answer_to(
-            session, question.text, on_text=None if options.json else lambda piece: write(printable(piece))
-        )
+        answer = answer_to(session, question, on_text=None if options.json else lambda piece: write(printable(piece)))
         if options.json:
             write(json_text(json_report(session, answer)) + "\n")
         else:

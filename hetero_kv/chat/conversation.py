@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.engine.undo import undo_on_error, way_back
 from hetero_kv.engine.untouched import forked
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.models.turns import TurnTokens
+from hetero_kv.models.turns import TurnTokens, about
 
 # getrusage counts kilobytes, except on macOS.
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
@@ -108,6 +109,7 @@ class Conversation:
         self,
         question: str,
         *,
+        document: str | None = None,
         max_new_tokens: int = 512,
         temperature: float = 0.0,
         top_p: float = 1.0,
@@ -119,6 +121,8 @@ class Conversation:
         """The model's answer to `question` after everything said before.
 
         Args:
+            document: a text that the question is about and that goes before it, behind a blank line between them. Rules
+                whose `observation` is `question` then look at what the question alone attends to.
             temperature: 0 takes the most likely token (greedy).
             top_p: share of the probability mass that is sampled from.
             seed: makes sampling repeatable.
@@ -139,8 +143,9 @@ class Conversation:
         try:
             # What an interrupt left in the cache behind the last answer, before anything could undo it.
             self._said.go_back()
-            self._require_encodable(question)
-            prompt = self._prompt(question)
+            message = question if document is None else about(document, question)
+            self._require_encodable(message)
+            prompt, asked = self._prompt(message, None if document is None else question)
             watch = _Watch(should_stop)
             if isinstance(self.cache, HeteroCache):
                 self.cache.on_progress = watch.on_progress(on_progress)
@@ -148,7 +153,7 @@ class Conversation:
                 torch.manual_seed(seed)
             sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
             return self._answer(
-                prompt, max_new_tokens, sampling if temperature else {"do_sample": False}, watch, on_text
+                prompt, asked, max_new_tokens, sampling if temperature else {"do_sample": False}, watch, on_text
             )
         finally:
             self._is_answering = False
@@ -163,16 +168,19 @@ class Conversation:
                 "raise max_seq_len"
             )
 
-    def _prompt(self, question: str) -> list[int]:
-        """The tokens of the conversation up to where the answer to `question` begins."""
+    def _prompt(self, message: str, question: str | None) -> tuple[list[int], int | None]:
+        """The tokens of the conversation up to where the answer to `message` begins, and its question's number.
+
+        See `TurnTokens.question`.
+        """
         said = self._said.tokens
-        if said:
-            return [*said, *self._turns.following(question, said[-1])]
-        return self._turns.first(question)
+        turn = self._turns.following(message, said[-1]) if said else self._turns.first(message)
+        return [*said, *turn], self._turns.question(turn, message, question)
 
     def _answer(
         self,
         prompt: list[int],
+        asked: int | None,
         max_new_tokens: int,
         sampling: dict[str, Any],
         watch: _Watch,
@@ -182,7 +190,8 @@ class Conversation:
         stored = self.cache.get_seq_length()
         input_ids = torch.tensor([prompt], device=self.model.device)
         try:
-            with undo_on_error(self.cache):
+            is_ours = isinstance(self.cache, HeteroCache)
+            with self.cache.asking(asked) if is_ours else nullcontext(), undo_on_error(self.cache):
                 output = self.model.generate(
                     input_ids,
                     attention_mask=torch.ones_like(input_ids),

@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 from hetero_kv.chat.options import ChatOptions
 from hetero_kv.errors import ConfigError
+from hetero_kv.models.turns import about
 
 # Four bytes a token, as English has, for 64 Mi tokens: more than any model's context.
 _MOST_BYTES = 4 * 2**26
@@ -35,9 +36,9 @@ class Question:
     @property
     def text(self) -> str:
         """The document, a blank line, the question."""
-        return "\n\n".join(
-            part for part in (self.document and self.document.rstrip("\n"), self.prompt) if part is not None
-        )
+        if self.document is None or self.prompt is None:
+            return (self.document or "").rstrip("\n") + (self.prompt or "")
+        return about(self.document, self.prompt)
 
 
 def question_of(options: ChatOptions, *, interactive: bool) -> Question:

@@ -45,7 +45,7 @@ class Terminal:
         """Chat until the user leaves; returns the exit status."""
         self.console.print(banner(self.session))
         if self._first.prompt is not None:
-            self._ask(self._first.text)
+            self._ask(self._first)
         elif self._document_waits:
             self._note(
                 f"the document has {len(self._first.text):,} characters; ask about it, or press Enter to send it"
@@ -73,9 +73,9 @@ class Terminal:
                 if not self._obey(text.strip()):
                     return 0
             elif self._document_waits:
-                self._ask(self._first.with_prompt(text.strip()).text)
+                self._ask(self._first.with_prompt(text.strip()))
             elif text.strip():
-                self._ask(text)
+                self._ask(Question(prompt=text))
 
     def _read(self) -> str:
         text = input(self._prompt(">>> "))
@@ -110,10 +110,10 @@ class Terminal:
                 print_error(HeteroKVError(f"there is no command {command}{near}"))
         return True
 
-    def _ask(self, text: str) -> None:
+    def _ask(self, question: Question) -> None:
         before = self.session.conversation.context_tokens
         try:
-            self.last = answer_to(self.session, text, on_text=_write)
+            self.last = answer_to(self.session, question, on_text=_write)
         except HeteroKVError as error:
             print_error(error)
             return

@@ -70,6 +70,7 @@ class HeteroCache(Batch, Cache):
         # Of a prompt that passes in strides: tokens before the present one, behind it, and of the prompt.
         self._stride: tuple[int, int, int] | None = None
         self._transient = False
+        self._question: int | None = None
         #: The forward that is cut into parts, if one is (`adapter.strides.StridedForward`).
         self.strided: Any = None
         #: The steps of the forward that is under way, one per cohort that takes part.
@@ -103,7 +104,8 @@ class HeteroCache(Batch, Cache):
         Raises CacheFullError when they do not fit.
         """
         stride = self._stride
-        part = PromptPart() if stride is None else PromptPart(stride[0] == 0, stride[1] == stride[2])
+        first, last = (True, True) if stride is None else (stride[0] == 0, stride[1] == stride[2])
+        part = PromptPart(first, last, self._question)
         if is_decode is None:
             is_decode = stride is None and spans[0].tokens == 1
         whole, row = len(spans) > 1, 0
@@ -123,6 +125,22 @@ class HeteroCache(Batch, Cache):
                 step.cohort.step = None
             self.steps = ()
             self._present(self.cohorts[0])
+
+    @contextmanager
+    def asking(self, question: int | None) -> Iterator[None]:
+        """Within this context the last `question` tokens of a prompt ask what comes before, in every row.
+
+        Operators whose `observation` is `question` watch what these attend to. None where nobody says.
+
+        Raises HeteroKVError for less than one token.
+        """
+        if question is not None and question < 1:
+            raise HeteroKVError(f"question is {question}; give its number of tokens, at least 1, or None")
+        try:
+            self._question = question
+            yield
+        finally:
+            self._question = None
 
     @contextmanager
     def prompt_part(self, start: int, stop: int, total: int) -> Iterator[None]:
@@ -196,7 +214,7 @@ class HeteroCache(Batch, Cache):
         if self.steps:
             raise HeteroKVError("a prompt is being prefilled into this cache; fork it before or after, not in between")
         twin = copy.copy(self)
-        twin.on_progress = None
+        twin.on_progress = twin._question = None
         memo: dict[int, Any] = {}
         twin._have([cohort.fork(memo) for cohort in self.cohorts])
         if not self.sequences:

@@ -15,10 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptPart:
-    """Which part of a prompt a forward is, where a policy has prompts pass in strides."""
+    """Which part of a prompt a forward is, where a policy has prompts pass in strides.
+
+    Attributes:
+        question: how many of the whole prompt's last tokens ask what comes before; None where nobody says.
+    """
 
     is_first: bool = True
     is_last: bool = True
+    question: int | None = None
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,13 @@ class Prompt:
     Attributes:
         tokens: of the prompt.
         capacity: tokens that a cache must hold for the whole sample.
+        question: how many of the last tokens ask what comes before; None where nobody says.
     """
 
-    def __init__(self, tokens: Sequence[int], capacity: int) -> None:
+    def __init__(self, tokens: Sequence[int], capacity: int, question: int | None = None) -> None:
         self.tokens = list(tokens)
         self.capacity = capacity
+        self.question = question
         self.recording: RecordedPrefill | None = None
         self.recording_s = 0.0
 
@@ -170,8 +172,14 @@ class ConfiguredModel:
         first = sample.turns[0]
         tokens = self.turns.raw(first) if sample.raw_prompt else self.turns.first(first)
         following = sum(len(self._following(sample, turn, None)) for turn in sample.turns[1:])
-        tokens = [*tokens, *self.encoded(sample.answer_prefix)]
-        return Prompt(tokens, len(tokens) + following + len(sample.turns) * sample.max_new_tokens)
+        prefix = self.encoded(sample.answer_prefix)
+        question = None
+        # A raw prompt of which nobody says what it asks is a text to go on with.
+        if sample.question or not sample.raw_prompt:
+            question = self.turns.question(tokens, first, sample.question or None, is_raw=sample.raw_prompt)
+        tokens = [*tokens, *prefix]
+        capacity = len(tokens) + following + len(sample.turns) * sample.max_new_tokens
+        return Prompt(tokens, capacity, None if question is None else question + len(prefix))
 
     def _following(self, sample: Sample, turn: str, last_token: int | None) -> list[int]:
         if sample.raw_prompt:
@@ -198,7 +206,7 @@ class ConfiguredModel:
                 asked = self._following(sample, turn, answer.tokens[-1])
                 start = time.perf_counter()
                 # The last token of an answer is not in the cache yet.
-                logits = last_logits(ready.model, [answer.tokens[-1], *asked], ready.cache)
+                logits = last_logits(ready.model, [answer.tokens[-1], *asked], ready.cache, len(asked))
                 prefill_s += time.perf_counter() - start
                 prompt_tokens += len(asked)
             answer = greedy(ready.model, ready.cache, logits, sample.max_new_tokens, self.ends)
@@ -244,7 +252,7 @@ class ConfiguredModel:
             else:
                 cache = HeteroCache(model, prompt.capacity, tokenizer=self.loaded.tokenizer)
                 start = time.perf_counter()
-                logits = last_logits(model, prompt.tokens, cache)
+                logits = last_logits(model, prompt.tokens, cache, prompt.question)
                 yield Prefilled(model, cache, logits, time.perf_counter() - start, False)
         finally:
             eject(model)
@@ -270,6 +278,7 @@ class ConfiguredModel:
             self.loaded.model,
             torch.tensor([prompt.tokens]),
             observation_len=max(method.observation_len for method in sharing),
+            question=prompt.question,
             chunk_size=sharing[0].chunk_size,
             max_seq_len=prompt.capacity,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +31,16 @@ class Generated:
 
 
 @torch.no_grad()
-def last_logits(model: Any, tokens: Iterable[int], cache: Cache) -> torch.Tensor:
-    """Feed `tokens` to the model; the logits after the last of them, [1, vocab]."""
+def last_logits(model: Any, tokens: Iterable[int], cache: Cache, question: int | None = None) -> torch.Tensor:
+    """Feed `tokens` to the model; the logits after the last of them, [1, vocab].
+
+    `question` of them, the last, ask what comes before; None where nobody says (`HeteroCache.asking`).
+    """
     input_ids = torch.tensor([list(tokens)], device=model.device)
     # Logits of a whole prompt would take a hundred times its keys and values.
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    logits = model(input_ids=input_ids, past_key_values=cache, use_cache=True, **keep).logits[:, -1]
+    with cache.asking(question) if isinstance(cache, HeteroCache) else nullcontext():
+        logits = model(input_ids=input_ids, past_key_values=cache, use_cache=True, **keep).logits[:, -1]
     if logits.is_cuda:
         # Callers take the time.
         torch.cuda.synchronize(logits.device)

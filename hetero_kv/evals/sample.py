@@ -20,6 +20,7 @@ class Sample:
         depth: where the answer lies in the context, per cent; None where the task has no such place.
         max_new_tokens: how many tokens a turn's answer may take.
         answer_prefix: what the assistant's answer is made to begin with.
+        question: what `turns[0]` ends with, which asks about the text before it; "" where nobody says.
         raw_prompt: whether `turns[0]` is fed as it is, without the chat template.
         metadata: what scoring needs beyond the answers, and what a reader may want to know.
     """
@@ -32,8 +33,14 @@ class Sample:
     depth: float | None
     max_new_tokens: int
     answer_prefix: str = ""
+    question: str = ""
     raw_prompt: bool = False
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def asked_behind(separator: str, text: str) -> str:
+    """What stands behind the last `separator` of a text; "" where there is none."""
+    return text.rpartition(separator)[2] if separator in text else ""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.recorded_layer import RecordedLayer, RecordingLayer
 from hetero_kv.families.retrieval.footprint import PagedFootprint, bytes_per_token
 from hetero_kv.families.retrieval.observation import Observation
-from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.families.retrieval.settings import LONGEST_QUESTION, UNKNOWN_QUESTION, RetrievalSettings
 from hetero_kv.families.window.layer import WindowLayer
 from hetero_kv.operators import RetrievalAttention
 from hetero_kv.rules import RuleSet, load_rules
@@ -72,7 +72,7 @@ class RecordingAttention(AttentionOperator):
 
     def prefill_chunk(self, layer: RecordingLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         if layer.observation is None:
-            layer.observation = Observation(self.settings.observation_len)
+            layer.observation = Observation(self.settings.observed(None))
         past_k, past_v = layer.extend(call.k, call.v)
         out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap)
         if call.sink is not None:
@@ -98,12 +98,14 @@ class RecordedPrefill:
         logits: [1, vocab], after its last token.
         layers: a recording per layer of the model.
         max_seq_len: capacity in tokens of the caches made from it; None takes the rules'.
+        question: how many of the prompt's last tokens ask what comes before; None where nobody says.
     """
 
     input_ids: torch.Tensor
     logits: torch.Tensor
     layers: tuple[RecordedLayer, ...]
     max_seq_len: int | None
+    question: int | None
     _model: weakref.ref[PreTrainedModel]
 
     @property
@@ -143,7 +145,10 @@ class RecordedPrefill:
         self._require_own(model)
         operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
         rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-        with cache.forward(cache.spans([self.tokens], self.tokens), is_decode=False) as (step,):
+        with (
+            cache.asking(self.question),
+            cache.forward(cache.spans([self.tokens], self.tokens), is_decode=False) as (step,),
+        ):
             for index, recorded in enumerate(self.layers):
                 layer = step.cohort.layers[index]
                 if index not in operators:
@@ -187,7 +192,8 @@ def record_prefill(
     input_ids: torch.Tensor,
     *,
     after: RecordedPrefill | None = None,
-    observation_len: int = RetrievalSettings.observation_len,
+    observation_len: int = UNKNOWN_QUESTION,
+    question: int | None = None,
     chunk_size: int | None = None,
     max_seq_len: int | None = None,
     on_progress: Progress | None = None,
@@ -200,7 +206,8 @@ def record_prefill(
         input_ids: [1, tokens], two tokens or more.
         after: a recording of the prompt's beginning, which `input_ids` then go on from: many questions about one text
             cost one prefill of the text. It stays as it is.
-        observation_len: last queries to keep; an operator takes the last of them that it watches.
+        observation_len: last queries to keep, and those of the question; an operator takes the last that it watches.
+        question: how many of the prompt's last tokens ask what comes before; None where nobody says.
         chunk_size: tokens per chunk; None takes that of the rules now injected, or the default.
         max_seq_len: capacity in tokens of the caches made from the recording; None takes the rules'.
         on_progress: called after every chunk.
@@ -218,7 +225,8 @@ def record_prefill(
     injected: Injection | None = getattr(model, "hetero_kv_injection", None)
     if chunk_size is None:
         chunk_size = injected.engine.chunk_size if injected else EngineSettings.chunk_size
-    settings = {"chunk_size": chunk_size, "observation_len": observation_len, "kv_type": _storage_type(model)}
+    watched = max(observation_len, min(question or 0, LONGEST_QUESTION))
+    settings = {"chunk_size": chunk_size, "observation": watched, "kv_type": _storage_type(model)}
     whole = input_ids if after is None else torch.cat([after.input_ids, input_ids], dim=1)
     with suspended(model):
         recording = inject(model, _recording_rules(), command_line=settings)
@@ -232,7 +240,7 @@ def record_prefill(
             eject(model)
     rotations: _Rotations = {}
     layers = tuple(_recorded(layer, rotations) for layer in cache.layers)
-    return RecordedPrefill(whole, logits, layers, max_seq_len, weakref.ref(model))
+    return RecordedPrefill(whole, logits, layers, max_seq_len, question, weakref.ref(model))
 
 
 def shares_prefill(model: PreTrainedModel | Injection) -> bool:

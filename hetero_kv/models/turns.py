@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hetero_kv.models.chat_template import rendered
 from hetero_kv.models.text_encoding import Piece, TextEncoder
+
+#: A longer message of which nobody says where its question begins is not taken for a question.
+LONGEST_MESSAGE = 1024
+_LINE_END = Piece("\n")
+
+
+def about(document: str, question: str) -> str:
+    """The message that asks about a document: the document, a blank line, the question."""
+    return "\n\n".join((document.rstrip("\n"), question))
 
 
 class TurnTokens:
@@ -55,3 +65,33 @@ class TurnTokens:
         tokens = self._encoder.encode(rendered(self.tokenizer, messages, after=len(messages) - 2))
         is_repeated = tokens[0] == last_token and last_token in self._encoder.control_ids
         return tokens[1:] if is_repeated else tokens
+
+    def question(
+        self, turn: Sequence[int], message: str, asked: str | None = None, *, is_raw: bool = False
+    ) -> int | None:
+        """How many of a turn's last tokens are its question, with what the template writes behind it.
+
+        A token that the question shares with what stands before it counts.
+
+        Args:
+            turn: the turn's tokens, as `first`, `following` or `raw` gave them.
+            message: its text.
+            asked: what the message ends with, which asks about the rest; None where nobody says. Then all of it is the
+                question, but for one of more than `LONGEST_MESSAGE` tokens: None is returned.
+            is_raw: whether the turn is without a chat template.
+        """
+        if asked is None:
+            if len(turn) > LONGEST_MESSAGE:
+                return None
+            asked = message
+        pieces = [Piece(asked)]
+        if self.tokenizer.chat_template and not is_raw:
+            pieces = rendered(self.tokenizer, [*self.opening, {"role": "user", "content": asked}])[-2:]
+        # Behind a line's end, as it is in the turn: some tokenizers begin a text otherwise than they go on.
+        end = self._encoder.encode([_LINE_END, *pieces])
+        number = len(end) - len(self._encoder.encode([_LINE_END]))
+        pairs = zip(reversed(turn), reversed(end), strict=False)
+        same = next((count for count, (ours, theirs) in enumerate(pairs) if ours != theirs), min(len(turn), len(end)))
+        if same == 0:
+            return None
+        return min(number if same >= number else same + 1, len(turn))

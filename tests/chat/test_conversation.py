@@ -16,6 +16,9 @@ import hetero_kv
 from hetero_kv.chat.conversation import Conversation
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.families.retrieval.observation import Observation
+from hetero_kv.families.retrieval.settings import UNKNOWN_QUESTION
+from hetero_kv.models.turns import TurnTokens
 
 PACKAGE = Path(hetero_kv.__file__).parent
 #: Where an interrupt between the model's work and the bookkeeping may come; the model's own has tests in tests/engine.
@@ -55,6 +58,39 @@ def conversation(model, **settings):
 
 def replies(talk, *questions):
     return [talk.ask(question, **FEW).text for question in questions]
+
+
+def test_methods_watch_what_the_question_attends_to_and_not_the_document(monkeypatch):
+    watched = []
+
+    def observation(window):
+        watched.append(window)
+        return Observation(window)
+
+    monkeypatch.setattr("hetero_kv.families.retrieval.prefill.Observation", observation)
+    model = tiny_model("llama", vocab_size=len(TOKENIZER), eos_token_id=None, max_position_embeddings=4096)
+    settings = {"preselect_block": True, "preselect_block_count": 2, "local_windows_len": 64, "max_seq_len": 3000}
+    hetero_kv.inject(model, "ktransformers", command_line=settings)
+    talk, turns = conversation(model), TurnTokens(TOKENIZER)
+    document, asked = "a text of no use\n" * 60, "What is asked?"
+    talk.ask(asked, document=document, **FEW)
+    template = turns.first("")
+    behind = len(template) - template.index(TOKENIZER.convert_tokens_to_ids(END))
+    assert set(watched) == {len(turns.text(asked)) + behind}
+    watched.clear()
+    talk.ask(asked + asked, **FEW)
+    assert set(watched) == {len(turns.text(asked + asked)) + behind}
+    watched.clear()
+    talk.ask(document * 2 + asked, **FEW)
+    assert set(watched) == {UNKNOWN_QUESTION}
+
+
+def test_a_document_stands_before_its_question(model):
+    talk = conversation(model)
+    talk.ask("hello", document="a text\n\n", **FEW)
+    said = conversation(model)
+    said.ask("a text\n\nhello", **FEW)
+    assert talk._said.tokens == said._said.tokens
 
 
 def test_a_stop_while_answering_keeps_what_was_said(model):

@@ -57,6 +57,21 @@ def test_standard_output_is_the_answer_alone(chat: Chat, tiny_model_folder: Path
     assert "8 tokens, first after" in err
 
 
+def test_a_prompt_file_is_the_document_and_the_prompt_its_question(chat: Chat, tmp_path: Path, monkeypatch: Any):
+    asked, ask = [], Conversation.ask
+
+    def noted(talk: Conversation, question: str, *, document: str | None = None, **kwargs: Any) -> Any:
+        asked.append((question, document))
+        return ask(talk, question, document=document, **kwargs)
+
+    monkeypatch.setattr(Conversation, "ask", noted)
+    (tmp_path / "notes.txt").write_text("word4 word5\n")
+    chat("--prompt_file", tmp_path / "notes.txt", "--prompt", QUESTION)
+    chat("--prompt_file", tmp_path / "notes.txt")
+    chat("--prompt", QUESTION)
+    assert asked == [(QUESTION, "word4 word5\n"), ("word4 word5", None), (QUESTION, None)]
+
+
 def test_normal_and_long_context_mode_give_the_same_answer(chat: Chat):
     long_context, normal = (chat.json("--prompt", QUESTION, "--mode", mode) for mode in ("long_context", "normal"))
     assert long_context["answer"] == normal["answer"]

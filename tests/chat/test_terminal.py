@@ -256,11 +256,11 @@ def test_the_chat_goes_on_after_errors_of_ours_and_lines_that_are_no_text(
     talk = Conversation(loaded.model, loaded.tokenizer)
     asked: list[str] = []
 
-    def answer(session: object, question: str, on_text: object) -> Answer:
-        asked.append(question)
-        if question == "too much":
+    def answer(session: object, question: Question, on_text: object) -> Answer:
+        asked.append(question.text)
+        if question.text == "too much":
             raise OutOfMemory("no memory for the cache; shorten the question")
-        return talk.ask(question, max_new_tokens=2)
+        return talk.ask(question.text, max_new_tokens=2)
 
     lines = iter(
         ["word1", "too much", UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), "caf\udce9", "word2", EOFError()]

@@ -12,7 +12,7 @@ from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.evals.shared_prefill import record_prefill, shares_prefill
 from hetero_kv.families.retrieval.layer import RetrievalLayer
-from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.families.retrieval.settings import UNKNOWN_QUESTION
 from hetero_kv.rules.rule_file import parse_rules
 
 RECIPES = ("dense", "ktransformers", "kvretrieval", "quest", "snapkv", "infllm", "streaming")
@@ -30,7 +30,7 @@ def small(recipe):
         "local_windows_len": 9,
         "second_block_count": budget,
         "preselect_block_count": 3,
-        "observation_len": 20,
+        "observation": 20,
         "chunk_size": CHUNK,
         "max_seq_len": 128,
         "kv_type": "FP16",
@@ -217,7 +217,7 @@ def test_an_operator_shares_only_if_it_says_so(model):
 
 def test_too_few_recorded_queries_are_an_error_that_says_how_many_are_needed(model):
     recording = record_prefill(model, random_tokens(60), observation_len=10)
-    inject(model, "snapkv", command_line={**small("snapkv"), "observation_len": 30})
+    inject(model, "snapkv", command_line={**small("snapkv"), "observation": 30})
     with pytest.raises(HeteroKVError, match="record it with observation_len=30"):
         recording.cache_for(model)
 
@@ -225,7 +225,7 @@ def test_too_few_recorded_queries_are_an_error_that_says_how_many_are_needed(mod
 def test_a_prompt_shorter_than_the_observation_window_is_recorded_whole(model):
     prompt, answer = random_tokens(40), random_tokens(5, 1)
     recording = record_prefill(model, prompt, observation_len=50, chunk_size=CHUNK)
-    inject(model, "snapkv", command_line={**small("snapkv"), "observation_len": RetrievalSettings.observation_len})
+    inject(model, "snapkv", command_line={**small("snapkv"), "observation": UNKNOWN_QUESTION})
     expected = decoded_logits(model, prefilled(model, prompt)[0], answer)
     assert torch.equal(decoded_logits(model, recording.cache_for(model), answer), expected)
 

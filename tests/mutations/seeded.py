@@ -36,8 +36,8 @@ MUTATIONS = (
     Mutation(
         "policies see attention without the model's softcap",
         "hetero_kv/families/bounded/attention.py",
-        "Attended(q, lse, keys, call.scale, call.softcap, layer.key_array)",
-        "Attended(q, lse, keys, call.scale, None, layer.key_array)",
+        "Attended(q, lse, keys, call.scale, call.softcap, ",
+        "Attended(q, lse, keys, call.scale, None, ",
         (f"{_KEPT}[h2o-gemma2]",),
     ),
     Mutation(
@@ -57,8 +57,8 @@ MUTATIONS = (
     Mutation(
         "the first block that leaves Local after preselection is never a candidate",
         "hetero_kv/families/retrieval/state.py",
-        "np.arange(self.preselected_end, blocks",
-        "np.arange(self.preselected_end + 1, blocks",
+        "with_entered(self.candidates, self.preselected_end, blocks)",
+        "with_entered(self.candidates, self.preselected_end + 1, blocks)",
         (f"{_RETRIEVAL}blocks_that_leave_local_after_preselection_are_candidates_from_the_first_one_on",),
     ),
     Mutation(
@@ -74,6 +74,13 @@ MUTATIONS = (
         "self.count(self.counted.with_factors())\n        if self.context.outliers is not None:",
         "self.count(self.counted.with_factors())\n        if False:",
         (f"{_SHADOWKV}slots_hold_what_the_factors_say_also_when_these_are_made_anew",),
+    ),
+    Mutation(
+        "a block that leaves Local between two selections is attended to by nobody",
+        "hetero_kv/families/retrieval/attention.py",
+        "with_entered(last, int(seen), context)",
+        "last",
+        (f"{_RETRIEVAL}a_block_that_leaves_local_between_two_selections_is_attended_to[SHARED]",),
     ),
     Mutation(
         "a new prompt does not begin the count of token_step anew",

@@ -104,6 +104,25 @@ def test_the_blocks_chosen_while_decoding_are_the_references(
             assert positions[0].tolist() == expected
 
 
+def test_the_mean_of_representatives_orders_blocks_as_infllms_sum(llama, monkeypatch):
+    record = recorded(monkeypatch)
+    four = {"representative_type": "FIXED", "representative_num": 2, "representative_reduce": "mean"}
+    cache = injected(llama, kv_type="FP32", second_block_count=3, **four)
+    logits(llama, cache, random_tokens(60), *random_tokens(9, 1).split(1, dim=1))
+    for _, _, positions, q, layer in record[-4:]:
+        ids = layer.block_ids(0)[layer.layout.sink_blocks : layer.context_end].astype(int)
+        keys = layer.pool.keys[ids][:, :, [0, 2]]
+        scores = np.einsum("hgd,bhrd->b", q[0], keys.numpy())
+        assert positions[0, 0].tolist() == sorted(np.argsort(-scores, kind="stable")[:3].tolist())
+        assert layer.pool.representatives.shape[2] == 1
+
+
+def test_a_bound_has_no_mean(llama):
+    quest = {"representative_type": "QUEST", "representative_num": 2, "representative_reduce": "mean"}
+    with pytest.raises(HeteroKVError, match="representative_reduce is 'mean'; representative_type QUEST is no keys"):
+        injected(llama, **quest)
+
+
 def _by_head(*vectors):
     """[blocks, kv_heads, dim] -> [kv_heads, 1, blocks, dim], to be multiplied with [kv_heads, group, 1, dim]."""
     return [vector.transpose(0, 1)[:, None] for vector in vectors]

@@ -19,6 +19,11 @@ class BrokenLine(ValueError):
     """Why a line of a data file cannot be used."""
 
 
+def asked_of(prompt: str, **filled: str) -> str:
+    """What a benchmark's prompt with a place for `context` says behind it, its other places filled."""
+    return prompt.rpartition("{context}")[2].format(**filled).lstrip()
+
+
 @dataclass(frozen=True)
 class Line:
     """One line of a data file: its JSON object, the file it is from, and its number, from 1."""

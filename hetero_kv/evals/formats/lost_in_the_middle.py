@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero_kv.evals.formats.format import BrokenLine, DataFileTask, DataFormat, Line, register_format
-from hetero_kv.evals.sample import Sample, Score
+from hetero_kv.evals.sample import Sample, Score, asked_behind
 from hetero_kv.evals.scorers import contains
-from hetero_kv.evals.tasks.kv_retrieval import MAX_NEW_TOKENS, kv_prompt
+from hetero_kv.evals.tasks.kv_retrieval import MAX_NEW_TOKENS, QUESTION_BEGINS_BEHIND, kv_prompt
 from hetero_kv.evals.tasks.registry import register
 
 
@@ -36,14 +36,16 @@ class LostInTheMiddle(DataFormat):
         if len({pair[0] for pair in records}) < len(records):
             raise BrokenLine("field 'ordered_kv_records' has a key twice")
         index = records.index([key, value])
+        prompt = kv_prompt([(name, of) for name, of in records], key)
         return Sample(
             id=line.id(_TASK.name),
             task=_TASK.name,
-            turns=(kv_prompt([(name, of) for name, of in records], key),),
+            turns=(prompt,),
             answers=((value,),),
             length=0,
             depth=100 * index / max(1, len(records) - 1),
             max_new_tokens=MAX_NEW_TOKENS,
+            question=asked_behind(QUESTION_BEGINS_BEHIND, prompt),
             metadata={"pairs": len(records), "index": index},
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetero_kv.evals.formats.format import BrokenLine, DataFileTask, DataFormat, Line, register_format
-from hetero_kv.evals.sample import Sample, Score
+from hetero_kv.evals.sample import Sample, Score, asked_behind
 from hetero_kv.evals.scorers import string_match_all, string_match_part
 from hetero_kv.evals.tasks import registry, ruler_cwe, ruler_fwe, ruler_niah, ruler_qa, ruler_vt
 
@@ -60,15 +60,17 @@ class Ruler(DataFormat):
             prompt, prefix = (prompt[:at], prompt[at:]) if at >= 0 else (prompt, "")
         is_templated = prompt.startswith(_TEMPLATES)
         task = self._task(line, family)
+        turn = prompt + prefix if is_templated else prompt
         return Sample(
             id=line.id(task),
             task=task,
-            turns=(prompt + prefix if is_templated else prompt,),
+            turns=(turn,),
             answers=(answers,),
             length=0,
             depth=None,
             max_new_tokens=family.max_new_tokens,
             answer_prefix="" if is_templated else prefix,
+            question=asked_behind("\n", turn),
             raw_prompt=is_templated,
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.haystack import Haystack
-from hetero_kv.evals.sample import Sample
+from hetero_kv.evals.sample import Sample, asked_behind
 from hetero_kv.evals.tasks.drawing import Cell
 from hetero_kv.evals.tasks.fitting import Fitted, fit
 from hetero_kv.evals.tasks.registry import Task, TaskRequest
@@ -19,9 +19,11 @@ class GeneratedTask(Task):
 
     Attributes:
         max_new_tokens: tokens an answer may take.
+        question_begins_behind: the last of it in the first turn parts the text from the question about it.
     """
 
     max_new_tokens: int
+    question_begins_behind = "\n"
 
     def generate(self, request: TaskRequest) -> Iterator[Sample]:
         """One sample per length, depth (where the task uses it) and number.
@@ -74,6 +76,7 @@ class GeneratedTask(Task):
             depth=cell.depth,
             max_new_tokens=self.max_new_tokens,
             answer_prefix=answer_prefix,
+            question=asked_behind(self.question_begins_behind, turns[0]),
             metadata=kept,
         )
 

@@ -12,6 +12,7 @@ from hetero_kv.evals.tasks.generated import GeneratedTask
 from hetero_kv.evals.tasks.registry import TaskRequest, register
 
 MAX_NEW_TOKENS = 100
+QUESTION_BEGINS_BEHIND = "\n\n"
 
 
 def kv_prompt(records: Sequence[tuple[str, str]], key: str) -> str:
@@ -34,6 +35,7 @@ class KVRetrieval(GeneratedTask):
     meaning = "one value of a JSON object of random UUIDs; as many pairs as the length holds"
     uses_depth = True
     max_new_tokens = MAX_NEW_TOKENS
+    question_begins_behind = QUESTION_BEGINS_BEHIND
 
     def make(self, cell: Cell, request: TaskRequest) -> Sample:
         """The sample of one cell; `metadata` gives the number of pairs and the wanted one's index."""

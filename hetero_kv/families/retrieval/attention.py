@@ -56,7 +56,7 @@ class RetrievalAttention(RetrievalPrefill):
 
     def new_cache_layer(self) -> RetrievalLayer:
         layout = RetrievalLayout.of_settings(self.settings, closes_alone=self.accumulates)
-        return RetrievalLayer(layout, storage.get(self.settings.kv_type), self.settings.representative_num)
+        return RetrievalLayer(layout, storage.get(self.settings.kv_type), self.settings.stored_representatives)
 
     # -- decode
 
@@ -224,7 +224,7 @@ class RetrievalAttention(RetrievalPrefill):
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
         """Compile what decoding and short turns need, or load it from Numba's cache, before a token waits for it."""
         kind, settings = storage.get(self.settings.kv_type), self.settings
-        pool = BlockPool(1, kv_heads, settings.block_size, k_dim, v_dim, kind, settings.representative_num)
+        pool = BlockPool(1, kv_heads, settings.block_size, k_dim, v_dim, kind, settings.stored_representatives)
         q, one = np.zeros((1, kv_heads, group, k_dim), np.float32), np.ones((1, 1), np.int32)
         ids = np.zeros((1, 1, 1), np.int32)
         attend_blocks_causal(q[:, None], pool.key_array, pool.value_array, ids, one, one[0], 1.0, softcap)

@@ -57,7 +57,7 @@ class PagedFootprint(LayerFootprint):
         layout = RetrievalLayout.of_settings(settings)
         return cls(
             shape,
-            stored=bytes_per_token(shape, kind, block_size, settings.representative_num, accumulates),
+            stored=bytes_per_token(shape, kind, block_size, settings.stored_representatives, accumulates),
             block_size=block_size,
             # A GPU's copy has room for the block that is about to leave Local.
             device_window=(layout.sink_blocks + 1) * block_size + layout.local_len,

@@ -59,7 +59,7 @@ class RetrievalPrefill(AttentionOperator):
         if layer.prefill_buffer is None:
             layer.accumulate_unseen(step.past)
             if step.part.is_first:
-                layer.state = replace(layer.state, observation=self._new_observation())
+                layer.state = replace(layer.state, observation=self._new_observation(step))
         if is_short(step, call):
             out, lse = store_and_attend(layer, step, call, self.threads)
         else:
@@ -72,7 +72,7 @@ class RetrievalPrefill(AttentionOperator):
         return out.to(call.q.dtype)
 
     def load_prefill(self, layer: RetrievalLayer, step: Step, recorded: RecordedPrompt) -> None:
-        observation = self._new_observation()
+        observation = self._new_observation(step)
         if observation is not None:
             recorded.show_last_queries(observation)
         layer.state = replace(layer.state, observation=observation)
@@ -80,9 +80,9 @@ class RetrievalPrefill(AttentionOperator):
         layer.store(step, recorded.keys, recorded.values, buffer)
         self.end_of_prompt(layer, step, buffer)
 
-    def _new_observation(self) -> Observation | None:
+    def _new_observation(self, step: Step) -> Observation | None:
         watched = self.accumulates or self.preselected is not None
-        return Observation(self.settings.observation_len) if watched else None
+        return Observation(self.settings.observed(step.part.question)) if watched else None
 
     def _refuse_window(self, window: int) -> None:
         raise UnsupportedModelError(
@@ -147,9 +147,12 @@ class RetrievalPrefill(AttentionOperator):
                 ids = torch.from_numpy(table[part].astype(np.int64))
                 received = None if accumulated is None else accumulated[row, first - start : part.stop - start]
                 keys = pool.storage.decode(pool.keys[ids]).float()
-                vectors = self.representative_type.compute(keys, layer.representative_num, received)
+                vectors = self.representative_type.compute(keys, self.settings.representative_num, received)
+                if self.settings.representative_reduce == "mean":
+                    # The mean of q·r_i is q·(the mean of r_i).
+                    vectors = vectors.mean(dim=2, keepdim=True)
                 pool.representatives[ids] = vectors.to(pool.representatives.dtype)
 
     @property
     def observed_queries(self) -> int:
-        return self.settings.observation_len
+        return self.settings.observed(None)

@@ -9,6 +9,11 @@ from typing import Literal
 from hetero_kv.families.retrieval.budgets import Pyramid
 from hetero_kv.settings.setting import SettingError, Settings, setting
 
+#: Most queries of a question that are watched: their cost grows with their number, times the length of the context.
+LONGEST_QUESTION = 1024
+#: Queries that are watched where nobody says where the question begins.
+UNKNOWN_QUESTION = 128
+
 
 def _representative_types() -> Iterable[str]:
     from hetero_kv.families.retrieval import representatives
@@ -50,8 +55,13 @@ class RetrievalSettings(Settings):
     kernel_size: int = setting(
         5, "average pooling of preselection's votes along tokens, odd; 1: none", unit="tokens", minimum=1
     )
-    observation_len: int = setting(
-        128, "last queries of the prompt whose attention DYNAMIC and preselection read", unit="tokens", minimum=1
+    observation: int | Literal["question"] = setting(
+        "question",
+        "last queries of the prompt whose attention DYNAMIC and preselection read; question: the turn's question, or "
+        "128 where nobody says where it begins",
+        unit="tokens",
+        minimum=1,
+        aliases=("observation_len",),
     )
     representative_type: str = setting(
         "DYNAMIC",
@@ -63,6 +73,11 @@ class RetrievalSettings(Settings):
     )
     representative_num: int = setting(
         1, "representatives of a block", minimum=1, aliases=("anchor_num",), names_method="{} per block"
+    )
+    representative_reduce: Literal["max", "mean"] = setting(
+        "max",
+        "a block's score from those of its representatives: the highest, or their mean, by which blocks are ordered as "
+        "by InfLLM's sum; their mean is stored then",
     )
     head_select_mode: Literal["SHARED", "SEPARATE"] = setting(
         "SHARED",
@@ -78,6 +93,20 @@ class RetrievalSettings(Settings):
     )
     dense_layer_num: int = setting(0, "first layers that attend to everything", unit="layers", minimum=0)
     kv_type: str = setting("FP16", "number format of the stored keys and values", choices=_storage_types)
+
+    @property
+    def stored_representatives(self) -> int:
+        """Vectors that are stored for a block and kv head."""
+        return 1 if self.representative_reduce == "mean" else self.representative_num
+
+    def observed(self, question: int | None) -> int:
+        """Last queries of a prompt that are watched, where its question has that many of its last tokens.
+
+        None where nobody says where the question begins.
+        """
+        if self.observation != "question":
+            return self.observation
+        return UNKNOWN_QUESTION if question is None else min(question, LONGEST_QUESTION)
 
     def validate(self) -> None:
         """Check settings against each other. Raises SettingError."""
@@ -97,6 +126,13 @@ class RetrievalSettings(Settings):
                 "representative_num",
                 self.representative_num,
                 f"a block of block_size {self.block_size} has no more keys than that; take fewer, or larger blocks",
+            )
+        if self.representative_reduce == "mean" and representatives.get(self.representative_type).score != "dot":
+            raise SettingError(
+                "representative_reduce",
+                self.representative_reduce,
+                f"representative_type {self.representative_type} is no keys that a query is multiplied with; take max, "
+                "or DYNAMIC or FIXED",
             )
         if self.kernel_size % 2 == 0:
             raise SettingError("kernel_size", self.kernel_size, "it must be odd, so that pooling has a middle")

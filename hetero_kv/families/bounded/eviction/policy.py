@@ -63,6 +63,7 @@ class Attended:
         scale, softcap: of the scores.
         key_array: [batch, kv_heads, capacity, k_dim] float32, of which `keys` are the beginning; None where kernels do
             not reach them.
+        question: how many of the prompt's last tokens ask what comes before; None where nobody says.
     """
 
     q: torch.Tensor
@@ -71,6 +72,7 @@ class Attended:
     scale: float
     softcap: float | None
     key_array: np.ndarray | None = None
+    question: int | None = None
 
     @property
     def tokens(self) -> int:

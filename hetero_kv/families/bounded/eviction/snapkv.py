@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch.nn.functional import avg_pool1d
@@ -15,6 +15,7 @@ from hetero_kv.families.bounded.eviction.ranking import best, protected
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import BoundedSettings, policy_setting
 from hetero_kv.families.retrieval.observation import Observation
+from hetero_kv.families.retrieval.settings import LONGEST_QUESTION
 from hetero_kv.settings.setting import SettingError, setting
 
 
@@ -23,10 +24,21 @@ class SnapKVSettings(BoundedSettings):
     """SnapKV: what the prompt's last queries attend to."""
 
     policy: str = policy_setting("snapkv")
-    window: int = setting(
-        64, "last queries of the prompt, which vote; as many newest entries are kept", unit="tokens", minimum=1
+    window: int = setting(64, "newest entries, which are kept", unit="tokens", minimum=1)
+    observation: int | Literal["question"] = setting(
+        "question",
+        "last queries of the prompt, which vote; question: the turn's question, or as many as `window` where nobody "
+        "says where it begins",
+        unit="tokens",
+        minimum=1,
     )
     kernel: int = setting(5, "average pooling of the votes along entries, odd; 1: none", unit="entries", minimum=1)
+
+    def observed(self, question: int | None) -> int:
+        """Last queries of a prompt that vote; `question` as in `Attended`."""
+        if self.observation != "question":
+            return self.observation
+        return self.window if question is None else min(question, LONGEST_QUESTION)
 
     @property
     def least(self) -> int:
@@ -53,7 +65,8 @@ class WindowVote(EvictionPolicy[V]):
     def observe(self, entries: Entries, attended: Attended) -> Entries:
         window = self.settings.window
         if attended.tokens > 1 or "window" in entries.carried:
-            observation = copy.copy(entries.carried.get("window") or Observation(window))
+            carried = entries.carried.get("window")
+            observation = copy.copy(carried or Observation(self.settings.observed(attended.question)))
             observation.watch(attended.q, attended.lse, attended.scale, attended.softcap)
             return entries.carrying(window=observation)
         votes = entries.score("vote").clone()
@@ -61,9 +74,9 @@ class WindowVote(EvictionPolicy[V]):
         return entries.scored(vote=votes)
 
     def prompt_votes(self, entries: Entries) -> torch.Tensor:
-        """The votes of the window that was just observed, pooled where entries may go: [batch, kv_heads, cached].
+        """The votes of the queries that were just observed, pooled where entries may go: [batch, kv_heads, cached].
 
-        Those of the window itself are as received.
+        Those of these queries' own tokens are as received.
         """
         observation: Observation = entries.carried["window"]
         assert observation.q is not None
