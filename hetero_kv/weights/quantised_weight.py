@@ -15,6 +15,7 @@ from cpu_ops.threads import at_most
 from cpu_ops.weight_formats import FORMATS, TILE
 from cpu_ops.weight_unpack import read_rows, unpack_tiles
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.weights.freed_memory import give_back_freed_memory
 
 FEW_ROWS = 32
 """Most rows of activations that are multiplied with codes; longer prompts unpack the weights, piece by piece."""
@@ -96,7 +97,10 @@ class QuantisedWeight:
                     f"a weight of {list(weight.shape)} holds numbers that are not finite; check its file"
                 )
             blocks.append(gguf.quantize(numbers, gguf.GGMLQuantizationType[name]))
-        return cls.of_blocks(np.concatenate(blocks), name, columns)
+        packed = cls.of_blocks(np.concatenate(blocks), name, columns)
+        blocks.clear()
+        give_back_freed_memory()
+        return packed
 
     @property
     def name(self) -> str:
