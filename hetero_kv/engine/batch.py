@@ -206,10 +206,12 @@ class Batch:
             cohort.rollback(state)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` columns (transformers passes a negative number).
+        """Forget the last `-tokens_to_remove` columns (transformers passes a negative number); of no rows, nothing.
 
         Raises HeteroKVError when a layer keeps only a window, whose older tokens are gone.
         """
+        if not self.sequences:
+            return
         for cohort in self.cohorts:
             cohort.require_croppable()
         columns = max(0, self.columns.count - abs(tokens_to_remove))

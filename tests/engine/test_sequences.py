@@ -295,3 +295,19 @@ def test_rows_that_are_not_there_cannot_be_selected(wrong):
     with pytest.raises((IndexError, HeteroKVError), match=r"row"):
         cache.select(wrong)
     assert cache.lengths == [3, 21]
+
+
+def test_of_a_cache_without_rows_a_crop_forgets_nothing():
+    fresh, emptied, joined = (HeteroCache(INJECTED) for _ in range(3))
+    with torch.no_grad():
+        for cache in (emptied, joined):
+            INJECTED(torch.full((2, 7), 3), past_key_values=cache)
+    emptied.reset()
+    HeteroCache(INJECTED).extend(joined)
+    for cache in (fresh, emptied, joined):
+        cache.crop(-3)
+        assert (cache.lengths, cache.get_seq_length()) == ([], 0)
+        with torch.no_grad():
+            INJECTED(torch.full((1, 5), 3), past_key_values=cache)
+        cache.crop(-2)
+        assert cache.lengths == [3]
