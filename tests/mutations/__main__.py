@@ -1,8 +1,13 @@
-"""Make each mistake in a copy of the project, run its tests there: `python -m tests.mutations [words of a meaning]`."""
+"""Make each mistake of `seeded.py` in a copy of the project, run its tests there, and say which were seen.
+
+Ends with 0 where every mistake was seen, with 1 where one was not, and with 2 where the tests fail without any.
+"""
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +18,8 @@ from pathlib import Path
 from tests.mutations.seeded import MUTATIONS, Mutation
 
 PROJECT = Path(__file__).parents[2]
+#: Seconds that the tests of a mutation have.
+LONGEST = 900
 # Compiled kernels are good for as long as their files are the same.
 _COMPILED = ("*.nbi", "*.nbc")
 
@@ -30,52 +37,78 @@ def copied(target: Path) -> None:
             shutil.copy2(source, target / name)
 
 
-def passes(project: Path, tests: tuple[str, ...]) -> bool:
-    """Whether these tests pass. Raises RuntimeError where there are none, or pytest cannot run."""
+def first_failure(project: Path, tests: tuple[str, ...]) -> str | None:
+    """The test that fails first; None where all pass. Raises RuntimeError where pytest cannot run them."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=LONGEST)
+    except subprocess.TimeoutExpired:
+        return f"none ended within {LONGEST} s"
     if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest ended with {done.returncode} for {' '.join(tests)}:\n{done.stdout[-2000:]}")
-    return done.returncode == 0
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", done.stdout, re.MULTILINE)
+    return None if done.returncode == 0 else failed[1] if failed else "a test that pytest does not name"
 
 
-def is_killed(project: Path, mutation: Mutation) -> bool:
-    """Whether a test of this mutation fails in `project`, which is then as it was."""
+def killer(project: Path, mutation: Mutation) -> str | None:
+    """The test that fails where this mutation is made in `project`, which is then as it was; None where none does."""
     file = project / mutation.file
     text, times = file.read_text(), file.stat()
     if text.count(mutation.old) != 1:
         raise RuntimeError(f"{mutation.file} has {mutation.old!r} {text.count(mutation.old)} times, not once")
     try:
         file.write_text(text.replace(mutation.old, mutation.new))
-        return not passes(project, mutation.tests)
+        return first_failure(project, mutation.tests)
     finally:
         file.write_text(text)
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def main(words: str) -> int:
-    """Print a line per mutation; returns how many survived."""
-    chosen = [mutation for mutation in MUTATIONS if words in mutation.meaning]
-    survived = 0
+def chosen(words: list[str]) -> list[Mutation]:
+    """The mutations with one of these words, or sequences of them, in what they mean; all where there are none."""
+    return [mutation for mutation in MUTATIONS if not words or any(each in mutation.meaning for each in words)]
+
+
+def survivors(mutations: list[Mutation]) -> list[Mutation]:
+    """Those that no test sees; prints a row of the table for each mutation. Raises RuntimeError as `first_failure`."""
+    survived = []
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         project = Path(folder)
         copied(project)
-        tests = tuple(sorted({test for mutation in chosen for test in mutation.tests}))
-        if not passes(project, tests):
-            raise RuntimeError("the tests fail without any mutation; mend that first")
-        print("| mutation | file | result | s |\n|---|---|---|---|", flush=True)
-        for mutation in chosen:
+        if failed := first_failure(project, tuple(sorted({test for each in mutations for test in each.tests}))):
+            raise RuntimeError(f"{failed} fails without any mutation; mend that first")
+        print("| mutation | file | result | test that fails first | s |\n|---|---|---|---|---|", flush=True)
+        for mutation in mutations:
             start = time.perf_counter()
-            killed = is_killed(project, mutation)
-            survived += not killed
-            result = "killed" if killed else "SURVIVED"
-            print(
-                f"| {mutation.meaning} | `{mutation.file}` | {result} | {time.perf_counter() - start:.0f} |", flush=True
-            )
-    print(f"\n{len(chosen) - survived} of {len(chosen)} killed")
+            seen_by = killer(project, mutation)
+            if seen_by is None:
+                survived.append(mutation)
+            cells = mutation.meaning, f"`{mutation.file}`", "killed" if seen_by else "SURVIVED", seen_by or ""
+            print(f"| {' | '.join(cells)} | {time.perf_counter() - start:.0f} |", flush=True)
+    print(f"\n{len(mutations) - len(survived)} of {len(mutations)} killed")
     return survived
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="say which there are, and make none")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="words of what a mutation means; may be repeated"
+    )
+    asked = parser.parse_args()
+    mutations = chosen(asked.only)
+    if not mutations:
+        parser.error(f"no mutation is called {' or '.join(asked.only)}; --list says which there are")
+    if asked.list:
+        print("\n".join(f"{mutation.meaning} ({mutation.file})" for mutation in mutations))
+        return 0
+    try:
+        return 1 if survivors(mutations) else 0
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
 if __name__ == "__main__":
-    sys.exit(min(1, main(" ".join(sys.argv[1:]))))
+    sys.exit(main())
