@@ -32,8 +32,12 @@ def json_text(value: Any, default: Callable[[Any], Any] | None = None) -> str:
     Where standard output is not UTF-8, all that is not ASCII is.
     """
     encoding = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "")
-    text = json.dumps(value, indent=2, ensure_ascii=not encoding.startswith("utf"), default=default)
-    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+    return escaped(json.dumps(value, indent=2, ensure_ascii=not encoding.startswith("utf"), default=default))
+
+
+def escaped(json_content: str) -> str:
+    """The same JSON, in which what `printable` takes out is escaped: a file of it can be looked at in a terminal."""
+    return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", json_content)
 
 
 class _PrintableConsole(Console):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from hetero_kv.errors import shown
 from hetero_kv.evals.checked_lines import parsed
 from hetero_kv.evals.sample import Sample, Score
+from hetero_kv.printing import escaped
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Result:
     def to_json(self) -> str:
         """One line of JSON, without the line's end."""
         plain = {**asdict(self), "cost": self.cost.to_plain()}
-        return json.dumps(plain, ensure_ascii=False, allow_nan=False)
+        return escaped(json.dumps(plain, ensure_ascii=False, allow_nan=False))
 
     @classmethod
     def from_json(cls, line: str) -> Result:

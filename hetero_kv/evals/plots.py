@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import re
+import warnings
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
@@ -12,6 +14,9 @@ from typing import Any
 from hetero_kv.durable_file import write_atomically
 
 _logger = logging.getLogger(__name__)
+
+_NOT_IN_FILE_NAMES = r"[^\w.-]"
+_LONGEST_NAME = 100
 
 WITHOUT_MATPLOTLIB = (
     "No plots were drawn: matplotlib is not installed. `pip install 'hetero-kv[plots]'`, then the same command draws "
@@ -25,19 +30,23 @@ def draw_plots(folder: Path, summary: Mapping[str, Any]) -> tuple[list[Path], st
     Returns the files, and why there are none where matplotlib is missing, which is no error.
     """
     try:
-        import matplotlib.figure  # noqa: F401
+        import matplotlib.figure
     except ImportError:
         _logger.warning(WITHOUT_MATPLOTLIB)
         return [], WITHOUT_MATPLOTLIB
     drawn = []
-    for name, figure in _figures(summary):
-        folder.mkdir(exist_ok=True)
-        path = folder / f"{name.replace('/', '_')}.png"
-        # The same summary gives the same file: no date and no version in it.
-        image = io.BytesIO()
-        figure.savefig(image, format="png", dpi=120, metadata={"Software": None})
-        write_atomically(path, image.getvalue())
-        drawn.append(path)
+    # Names of files, and so of methods, may have dollar signs, between which there would be a formula.
+    with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
+        # Which shows the character, whatever it does to a terminal.
+        warnings.filterwarnings("ignore", r"Glyph \d+ .*missing from", UserWarning)
+        for name, figure in _figures(summary):
+            folder.mkdir(exist_ok=True)
+            path = folder / f"{re.sub(_NOT_IN_FILE_NAMES, '_', name)[:_LONGEST_NAME]}.png"
+            # The same summary gives the same file: no date and no version in it.
+            image = io.BytesIO()
+            figure.savefig(image, format="png", dpi=120, metadata={"Software": None})
+            write_atomically(path, image.getvalue())
+            drawn.append(path)
     return drawn, None
 
 

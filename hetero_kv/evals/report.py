@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hetero_kv.durable_file import write_atomically
 from hetero_kv.engine.statistics import Statistic
+from hetero_kv.evals.markdown import code, plain, table
 from hetero_kv.evals.plots import draw_plots
 from hetero_kv.evals.run_folder import as_utf8, read_settings, writing
 from hetero_kv.evals.summary import COSTS
+from hetero_kv.printing import escaped
 
 # Prompt files have lengths of their own; a table has room for some.
 _MOST_LENGTHS = 12
@@ -24,7 +26,7 @@ def write_reports(out: Path, summary: Mapping[str, Any], costs: Mapping[str, Any
     """
     with writing(out):
         for name, content in (("summary.json", summary), ("costs.json", costs)):
-            text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
+            text = escaped(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
             write_atomically(out / name, as_utf8(f"{text}\n"))
         plots, missing = draw_plots(out / "plots", summary)
     environment = read_settings(out)["environment"]
@@ -68,7 +70,9 @@ def _parts(
         yield "## Left out"
         yield _left_out(summary)
     yield "## Plots"
-    yield no_plots or "\n\n".join(f"![{Path(plot).stem}]({plot})" for plot in plots) or "There is nothing to draw."
+    yield (
+        no_plots or "\n\n".join(f"![{plain(Path(plot).stem)}]({plot})" for plot in plots) or "There is nothing to draw."
+    )
 
 
 def _origin(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
@@ -84,8 +88,8 @@ def _origin(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
         "samples": f"{settings['samples']} per length and depth, seed {settings['seed']}",
         "haystack": settings["haystack"]["name"] if settings["haystack"] else "noise sentences",
     }
+    command = environment.get("command_line")
     rows = {
-        "command": f"`{environment['command_line']}`" if environment.get("command_line") else None,
         "model": ", ".join(models) or None,
         **(generated if settings["tasks"] else {}),
         "limit": f"the first {settings['limit']} samples of each task and data file" if settings["limit"] else None,
@@ -96,7 +100,8 @@ def _origin(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
         "machine": f"{environment['processor'] or environment['system']}, {environment['cpus']} CPUs"
         + (f", {environment['gpu']}" if environment.get("gpu") else ""),
     }
-    return "\n".join(f"- {name}: {value}" for name, value in rows.items() if value)
+    lines = [f"- command: {code(command)}"] if command else []
+    return "\n".join((*lines, *(f"- {name}: {plain(value)}" for name, value in rows.items() if value)))
 
 
 def _scores(tasks: Mapping[str, Any], methods: Sequence[str], baseline: str | None) -> str:
@@ -108,10 +113,10 @@ def _scores(tasks: Mapping[str, Any], methods: Sequence[str], baseline: str | No
     note = "Mean scores, from 0 to 1; more is better."
     if baseline is not None:
         note += (
-            f" Below each: its difference to {baseline} over the same samples, and in brackets the interval that 95 % "
-            "of bootstrap resamples fall into; of few samples it is too narrow."
+            f" Below each: its difference to {plain(baseline)} over the same samples, and in brackets the interval "
+            "that 95 % of bootstrap resamples fall into; of few samples it is too narrow."
         )
-    return f"{note}\n\n{_table(['task', 'samples', *methods], rows)}"
+    return f"{note}\n\n{table(['task', 'samples', *methods], rows)}"
 
 
 def _score_cell(of_method: Mapping[str, Any] | None) -> str:
@@ -120,7 +125,7 @@ def _score_cell(of_method: Mapping[str, Any] | None) -> str:
     cell = f"{of_method['score']:.3f}"
     if "difference" in of_method:
         low, high = of_method["difference_interval"]
-        cell += f"<br>{of_method['difference']:+.3f} [{low:+.3f}, {high:+.3f}]"
+        cell += f"\n{of_method['difference']:+.3f} [{low:+.3f}, {high:+.3f}]"
     return cell
 
 
@@ -140,7 +145,7 @@ def _perplexity(of_task: Mapping[str, Any], methods: Sequence[str], stride: int)
         "Perplexity of the tokens after the prefilled beginning, mean over the passages of a length; less is better. "
         f"Methods are fed these tokens {fed}; the untouched model "
         "reads them in chunks with full attention. The score in the tables above is 1 / perplexity of each passage.\n\n"
-        + _table(["method", *(f"{length} tokens" for length in lengths)], rows)
+        + table(["method", *(f"{length} tokens" for length in lengths)], rows)
     )
 
 
@@ -160,7 +165,7 @@ def _fidelity(of_task: Mapping[str, Any], methods: Sequence[str]) -> str:
         "The untouched model's greedy continuation, forced through each method: the share of decoded tokens with the "
         "same likeliest next token, the Kullback-Leibler divergence of the next token (nats), and the share of the "
         "full attention mass that the attended blocks covered.\n\n"
-        + _table(["method", "top-1 agreement", "KL divergence", "block recall"], rows)
+        + table(["method", "top-1 agreement", "KL divergence", "block recall"], rows)
     )
     recalls = {method: of_task[method]["block_recall"] for method in shown if of_task[method].get("block_recall")}
     if recalls:
@@ -169,7 +174,7 @@ def _fidelity(of_task: Mapping[str, Any], methods: Sequence[str]) -> str:
             [str(layer), *("" if recall[layer] is None else f"{recall[layer]:.4f}" for recall in recalls.values())]
             for layer in layers
         ]
-        text += "\n\nBlock recall by layer:\n\n" + _table(["layer", *recalls], by_layer)
+        text += "\n\nBlock recall by layer:\n\n" + table(["layer", *recalls], by_layer)
     return text
 
 
@@ -182,7 +187,7 @@ def _by_length(task: str, of_task: Mapping[str, Any], methods: Sequence[str]) ->
         [length, *(f"{at['score']:.3f}" if (at := of_task[m]["lengths"].get(length)) else "" for m in shown)]
         for length in lengths
     ]
-    return f"{task}:\n\n{_table(['tokens', *shown], rows)}"
+    return f"{plain(task)}:\n\n{table(['tokens', *shown], rows)}"
 
 
 def _methods(methods: Mapping[str, Any], attended: Mapping[str, Mapping[str, float]]) -> str:
@@ -198,7 +203,7 @@ def _methods(methods: Mapping[str, Any], attended: Mapping[str, Mapping[str, flo
     note = (
         "Tokens that a decode step attends to, the mean over layers, by the length of the prompt. " if lengths else ""
     )
-    return f"{note}Every setting is in `summary.json`.\n\n" + _table(
+    return f"{note}Every setting is in `summary.json`.\n\n" + table(
         ["method", "rules", *(f"of {length}" for length in lengths)], rows
     )
 
@@ -209,9 +214,11 @@ def _sharing(methods: Mapping[str, Any], costs: Mapping[str, Any]) -> str:
         of_method = costs.get(method, {}).values()
         samples, shared = (sum(at[name] for at in of_method) for name in ("samples", "shared_prefills"))
         if shared:
-            lines.append(f"- {method}: took the prefill that was recorded once per sample, for {shared} of {samples}")
+            lines.append(
+                f"- {plain(method)}: took the prefill that was recorded once per sample, for {shared} of {samples}"
+            )
         elif samples:
-            lines.append(f"- {method}: prefilled by itself, {samples} samples")
+            lines.append(f"- {plain(method)}: prefilled by itself, {samples} samples")
     return (
         "Methods whose prefill is full attention start from one recorded prefill of each sample; it is the same as "
         "their own, up to rounding where their chunk_size differs.\n\n" + "\n".join(lines)
@@ -245,7 +252,7 @@ def _cost(costs: Mapping[str, Any], stride: int | None) -> str:
         note += " Of what layers count, means over the layers that do, at the end:"
         note += "".join(f" {known[name].title} — {known[name].meaning};" for name in counted if name in known)
         note = f"{note.rstrip(':;')}."
-    return f"{note}\n\n" + _table(["method", "tokens", "prefill s", "decode tokens/s", "KV MB", *titles], rows)
+    return f"{note}\n\n" + table(["method", "tokens", "prefill s", "decode tokens/s", "KV MB", *titles], rows)
 
 
 def _known_statistics() -> Mapping[str, Statistic]:
@@ -260,9 +267,9 @@ def _counted(value: float | None) -> str:
 
 
 def _left_out(summary: Mapping[str, Any]) -> str:
-    lines = [f"- sample {entry['sample']}: {entry['reason']}" for entry in summary["skipped_samples"]]
+    lines = [f"- sample {plain(entry['sample'])}: {plain(entry['reason'])}" for entry in summary["skipped_samples"]]
     for file, skipped in summary["skipped_lines"].items():
-        lines += [f"- {file}, line {entry['line']}: {entry['reason']}" for entry in skipped]
+        lines += [f"- {plain(file)}, line {entry['line']}: {plain(entry['reason'])}" for entry in skipped]
     shown = 40
     more = [f"- and {len(lines) - shown} more, in `summary.json`"] if len(lines) > shown else []
     return "\n".join(("These were run for no method.", "", *lines[:shown], *more))
@@ -279,11 +286,3 @@ def _part(of_method: Mapping[str, Any], length: str, part: str, form: str) -> st
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
-
-
-def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-    ruler = ["---", *["---:"] * (len(heading) - 1)]
-    return "\n".join((line(heading), line(ruler), *map(line, rows)))

@@ -18,6 +18,7 @@ from hetero_kv.durable_file import PARTIAL, sync_folder, write_atomically
 from hetero_kv.errors import HeteroKVError, shown
 from hetero_kv.evals.checked_lines import parsed, with_checksum, without_checksum
 from hetero_kv.evals.outcome import Result
+from hetero_kv.printing import escaped
 
 SETTINGS, RESULTS = "run.json", "results.jsonl"
 
@@ -225,7 +226,7 @@ def _settle(path: Path, settings: Mapping[str, Any], environment: Mapping[str, A
     if os.path.lexists(path / RESULTS):
         raise HeteroKVError(f"out {str(path)!r} has a {RESULTS} but no {SETTINGS}; give another folder")
     content = {"settings": asked, "environment": dict(environment), "line_checksums": True}
-    write_atomically(path / SETTINGS, as_utf8(json.dumps(content, indent=2, ensure_ascii=False) + "\n"))
+    write_atomically(path / SETTINGS, as_utf8(escaped(json.dumps(content, indent=2, ensure_ascii=False)) + "\n"))
 
 
 def _drop_unfinished_line(path: Path) -> None:

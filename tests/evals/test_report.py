@@ -5,15 +5,19 @@ from __future__ import annotations
 import builtins
 import json
 import random
+import re
+from dataclasses import replace
 
 import pytest
 
 from hetero_kv.evals.bootstrap import mean_interval
+from hetero_kv.evals.markdown import code
 from hetero_kv.evals.outcome import Cost, Result
 from hetero_kv.evals.plots import draw_plots
 from hetero_kv.evals.report import write_reports
 from hetero_kv.evals.run_folder import SETTINGS
 from hetero_kv.evals.summary import costs, summarize
+from hetero_kv.printing import printable
 
 RUN = {
     "tasks": {"needle": None},
@@ -152,6 +156,54 @@ def test_what_was_left_out_is_listed(reported):
     assert "- sample needle/4096/0/0: too long" in text
     assert "- data.jsonl, line 3: not JSON" in text
     assert "## Left out" not in reported()
+
+
+#: Commands of a terminal; ends of lines and cells; a link, an image, HTML, code; a formula that is none; a path.
+HOSTILE = "\x1b]0;t\x07\x9b2J\u202e a|b\\|c\n\n# d <script> ![e](http://f) `g` $\\frac{ ../h\0"
+
+
+def test_names_of_others_command_no_terminal_break_no_table_and_make_no_links(reported, tmp_path, recwarn):
+    results = [
+        replace(each, task=HOSTILE, method=HOSTILE, sample=f"{HOSTILE}{number}") for number, each in enumerate(RESULTS)
+    ]
+    methods = {"full": {}, HOSTILE: {"model": HOSTILE, "dtype": HOSTILE, "device": "cpu", "rules": HOSTILE}}
+    settings = {**RUN, "methods": methods, "data": [{"name": HOSTILE}], "baseline": HOSTILE}
+    skipped = Result(HOSTILE, HOSTILE, "hash", 4096, 0.0, skipped=HOSTILE)
+    attended = {HOSTILE: {"1024": 300.0, "2048": 400.0}}
+    text = reported([*results, skipped], settings=settings, skipped={HOSTILE: [(3, HOSTILE)]}, attended=attended)
+    shown = "]0;t2J a&#124;b&#92;&#124;c # d &#60;script&#62; ![e&#93;(http://f) &#96;g&#96; $&#92;frac{ ../h"
+    assert f"| task | samples | full | {shown.replace(' # d', '<br><br># d')} |" in text
+    assert f"- sample {shown}: {shown}" in text
+    assert f"- {shown}, line 3: {shown}" in text
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]|<script|\\](?=.http)", text)
+    # Headings, lists and cells are ours alone.
+    assert not [line for line in text.splitlines() if line.startswith("# d")]
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert all(len({line.count("|") for line in each.splitlines()}) == 1 for each in tables)
+    assert not recwarn.list
+    written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
+    assert [name for name in written if not name.startswith("plots/")] == [
+        "costs.json",
+        "report.md",
+        SETTINGS,
+        "summary.json",
+    ]
+    assert len(written) > 4
+    for name in ("summary.json", "costs.json"):
+        content = (tmp_path / name).read_text()
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", content)
+        # Nothing is lost in what programs read.
+        assert HOSTILE in {*json.loads(content), *json.loads(content).get("tasks", ())}
+
+
+def test_a_command_with_backticks_stays_code():
+    assert [code(text) for text in ("a", "`a", "a ``b` c\n")] == ["`a`", "`` `a ``", "```a ``b` c```"]
+
+
+def test_a_result_of_hostile_texts_is_a_printable_line_and_the_same_after_it():
+    full = replace(RESULTS[0], predictions=(HOSTILE,), sample=HOSTILE)
+    assert printable(full.to_json()) == full.to_json()
+    assert Result.from_json(full.to_json()) == full
 
 
 def test_perplexity_and_fidelity_have_tables_of_their_own(reported):
