@@ -21,6 +21,7 @@ from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.engine.undo import undo_on_error, way_back
 from hetero_kv.engine.untouched import forked
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.models.text_encoding import CHARACTERS_OF_A_TOKEN
 from hetero_kv.models.turns import TurnTokens, about
 
 # getrusage counts kilobytes, except on macOS.
@@ -38,10 +39,6 @@ class _Said:
 
     tokens: list[int]
     go_back: Callable[[], None]
-
-
-# No vocabulary in use has words of more characters, but for white space.
-_CHARACTERS_OF_A_TOKEN = 128
 
 
 class _StoppedInPrefill(Exception):
@@ -161,10 +158,10 @@ class Conversation:
     def _require_encodable(self, question: str) -> None:
         """Raise CacheFullError for a question so long that encoding it is in vain: that alone takes memory and time."""
         capacity = self.max_seq_len
-        if capacity is not None and len(question) > capacity * _CHARACTERS_OF_A_TOKEN:
+        if capacity is not None and len(question) > capacity * CHARACTERS_OF_A_TOKEN:
             raise CacheFullError(
                 f"the question has {len(question):,} characters, of which no more than "
-                f"{capacity * _CHARACTERS_OF_A_TOKEN:,} can fit: max_seq_len is {capacity}; shorten the question, or "
+                f"{capacity * CHARACTERS_OF_A_TOKEN:,} can fit: max_seq_len is {capacity}; shorten the question, or "
                 "raise max_seq_len"
             )
 

@@ -23,6 +23,7 @@ from hetero_kv.evals.outcome import Cost, Outcome
 from hetero_kv.evals.sample import Sample
 from hetero_kv.evals.shared_prefill import RecordedPrefill, record_prefill, shares_prefill
 from hetero_kv.models import LoadedModel
+from hetero_kv.models.text_encoding import CHARACTERS_OF_A_TOKEN
 from hetero_kv.models.turns import TurnTokens
 from hetero_kv.rules.injection import Injection, eject, inject
 
@@ -146,6 +147,12 @@ class ConfiguredModel:
 
     def refusal(self, sample: Sample) -> str | None:
         """See Subject: a sample that does not fit into `max_seq_len`."""
+        characters, most = sum(map(len, sample.turns)), self.max_seq_len * CHARACTERS_OF_A_TOKEN
+        if characters > most:
+            return (
+                f"it has {characters:,} characters, of which no more than {most:,} can fit, and max_seq_len is "
+                f"{self.max_seq_len}; shorten it, or raise max_seq_len"
+            )
         needed = self.prompt(sample).capacity
         if needed <= self.max_seq_len:
             return None

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from hetero_kv.errors import ConfigError
 from hetero_kv.evals.config_spec import BASELINE
 from hetero_kv.evals.configured_model import ConfiguredModel, Prefilled
 from hetero_kv.evals.generation import cache_bytes, counted, greedy
@@ -30,22 +31,31 @@ class Fidelity(LogitsTask):
     name = "fidelity"
     meaning = "agreement with the untouched model on its own continuation of your texts: top-1, KL, block recall"
 
+    def require_methods(self, request: LogitsTaskRequest, model: ConfiguredModel) -> None:
+        """See LogitsTask: a file is asked whole, and one that does not fit is not left out of what was asked for."""
+        for file in request.prompt_files:
+            if reason := model.refusal(self._sample(request, file.name, 0, file.text)):
+                raise ConfigError(f"prompt_file {file.name!r} cannot be asked: {reason}")
+
     def samples(self, request: LogitsTaskRequest) -> Iterator[Sample]:
         if request.prompt_files:
             texts = [(file.name, len(request.encode(file.text)), file.text) for file in request.prompt_files]
         else:
             texts = list(text_windows(self.name, request))
         for called, length, text in texts:
-            yield Sample(
-                id=f"{self.name}/{called}",
-                task=self.name,
-                turns=(text,),
-                answers=((),),
-                length=length,
-                depth=None,
-                max_new_tokens=max(2, request.max_new_tokens),
-                raw_prompt=not request.prompt_files,
-            )
+            yield self._sample(request, called, length, text)
+
+    def _sample(self, request: LogitsTaskRequest, called: str, length: int, text: str) -> Sample:
+        return Sample(
+            id=f"{self.name}/{called}",
+            task=self.name,
+            turns=(text,),
+            answers=((),),
+            length=length,
+            depth=None,
+            max_new_tokens=max(2, request.max_new_tokens),
+            raw_prompt=not request.prompt_files,
+        )
 
     def measure(self, sample: Sample, model: ConfiguredModel, methods: Sequence[str]) -> Iterator[Outcome]:
         prompt = model.prompt(sample)

@@ -14,6 +14,10 @@ from tokenizers import Tokenizer
 
 from hetero_kv.errors import HeteroKVError
 
+#: No vocabulary in use has words of more characters, but for white space: what has more for each token there is room
+#: for cannot fit, and encoding it would take memory and time in vain.
+CHARACTERS_OF_A_TOKEN = 128
+
 
 class Piece(NamedTuple):
     """A part of a prompt.

@@ -7,6 +7,7 @@ import torch
 from tiny_evaluation import SPARSE, tiny_loaded
 
 from hetero_kv import eject, inject
+from hetero_kv.errors import ConfigError
 from hetero_kv.evals import ConfiguredModel, RunOptions, config_specs, run
 from hetero_kv.evals.shared_prefill import record_prefill
 from hetero_kv.evals.teacher_forcing import force, full_attention_continuation
@@ -45,6 +46,22 @@ def test_each_file_is_one_prompt_whole(done):
     ]
     # The chat template of the tiny model is four tokens around a question.
     assert [result.cost.prompt_tokens for result in done.results] == [len(QUESTION) + 3] * 8
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_file_that_cannot_fit_is_refused_by_name_before_anything_is_done(loaded, files, tmp_path, times, monkeypatch):
+    (tmp_path / "long.txt").write_text(QUESTION * times)
+    model = ConfiguredModel(loaded, config_specs(["quest"]), settings={**SPARSE, "max_seq_len": 300})
+    encoded = []
+    encode = model.turns._encoder.encode
+    monkeypatch.setattr(model.turns._encoder, "encode", lambda pieces: encoded.extend(pieces) or encode(pieces))
+    needed = {1: f"takes {len(QUESTION) + 3 + 12} tokens with its", 1000: f"has {1000 * len(QUESTION):,} characters"}
+    options = RunOptions(prompt_files=(tmp_path / "long.txt",), max_new_tokens=12)
+    with pytest.raises(ConfigError, match=rf"prompt_file 'long\.txt' cannot be asked: it {needed[times]}.* is 300; "):
+        run(["fidelity"], model, tmp_path / "out", options)
+    assert not (tmp_path / "out").exists()
+    # What has more characters than there can be is not even encoded.
+    assert (max(len(piece.content) for piece in encoded) >= len(QUESTION)) == (times == 1)
 
 
 def test_full_attention_through_blocks_is_faithful(done):
