@@ -129,7 +129,8 @@ MUTATIONS = (
         "hetero_kv/engine/undo.py",
         "        completed(go_back)",
         "        pass",
-        (f"{_FORWARDS}[blocks by bounds]",),
+        # Retrieval by bounds changes nothing before a forward's end.
+        (f"{_FORWARDS}[entries]",),
     ),
     Mutation(
         "a crop that is interrupted while blocks go is taken for one that has not begun",
@@ -165,7 +166,7 @@ MUTATIONS = (
         "            # Later steps have put other chunks into the slots.\n"
         "            self.context.outliers.residents.empty()",
         "            pass",
-        (f"{_SHADOWKV}going_back_after_a_failure_leaves_no_trace",),
+        (f"{_SHADOWKV}slots_forget_the_chunks_of_steps_that_were_undone",),
     ),
     Mutation(
         "a window holds one token too many",

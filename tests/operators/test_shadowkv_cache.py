@@ -78,10 +78,29 @@ def test_slots_hold_what_the_factors_say_also_when_these_are_made_anew(llama):
     logits(llama, cache, random_tokens(30, 3), random_tokens(1, 4))
     assert [layer.counted.factored for layer in cache.layers] != factored
     for layer in cache.layers:
-        residents = layer.context.outliers.residents
-        held = residents.keys.unflatten(2, (-1, 4))
-        assert (residents.ids >= 0).all()
-        torch.testing.assert_close(held, layer.rebuilt(residents.ids), rtol=1e-4, atol=1e-5)
+        require_current(layer)
+
+
+def require_current(layer):
+    """Fail unless the slots, of which none is empty, hold what their chunks' factors say."""
+    residents = layer.context.outliers.residents
+    held = residents.keys.unflatten(2, (-1, 4))
+    assert (residents.ids >= 0).all()
+    torch.testing.assert_close(held, layer.rebuilt(residents.ids), rtol=1e-4, atol=1e-5)
+
+
+def test_slots_forget_the_chunks_of_steps_that_were_undone(llama):
+    # Most chunks are chosen, those among them that the lost tokens made.
+    cache = injected(llama, rank=9, sparse_budget=80, outlier_chunks=0, project_generated=True)
+    logits(llama, cache, random_tokens(100, 1), *random_tokens(2, 2).split(1, dim=1))
+    before, chunks = cache.snapshot(), [layer.context.length // 4 for layer in cache.layers]
+    logits(llama, cache, *random_tokens(14, 3).split(1, dim=1))
+    slots = [layer.context.outliers.residents.ids for layer in cache.layers]
+    assert all((ids >= first).any() for ids, first in zip(slots, chunks, strict=True))
+    cache.rollback(before)
+    logits(llama, cache, *random_tokens(14, 4).split(1, dim=1))
+    for layer in cache.layers:
+        require_current(layer)
 
 
 def test_forks_go_their_own_ways(llama):
