@@ -16,6 +16,7 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hetero_kv.models.boundary import refusals
+from hetero_kv.models.config_contract import require_possible_config, require_weights
 from hetero_kv.models.end_of_turn import end_of_turn_ids
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf_file import GGUFFile
@@ -222,6 +223,8 @@ def _origin(location: Location) -> dict[str, Any]:
 
 
 def _config(location: Location, gguf: GGUFFile | None, trust_remote_code: bool) -> Any:
+    if location.pretrained is not None:
+        require_possible_config(location.pretrained, local_files_only=location.offline)
     config = AutoConfig.from_pretrained(**_origin(location), trust_remote_code=trust_remote_code)
     if gguf is None:
         return config
@@ -249,6 +252,9 @@ def _refuse_unread_rope(gguf: GGUFFile, config: Any) -> None:
 def _model(location: Location, gguf: GGUFFile | None, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     if gguf is None:
         origin = _origin(location)
+        folder = Path(str(location.pretrained)).expanduser()
+        if folder.is_dir():
+            require_weights(folder, config, trust_remote_code)
     else:
         origin = {"pretrained_model_name_or_path": str(gguf.path.parent), "gguf_file": gguf.path.name}
         if hasattr(transformers, "GgufConfig"):

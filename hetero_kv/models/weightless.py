@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hetero_kv.models.boundary import refusals
+from hetero_kv.models.config_contract import require_possible_config
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf_file import GGUFFile
 from hetero_kv.models.gguf_reading import one_reading
@@ -74,4 +75,5 @@ def _config_in(path: Path) -> Any:
     if not path.is_file():
         raise ModelError(f"there is no configuration {str(path)!r}; check the path")
     with refusals(repr(str(path)), "is no transformers configuration"):
+        require_possible_config(path)
         return AutoConfig.from_pretrained(str(path))
