@@ -108,7 +108,7 @@ OPERATIONS = {
     "reset": lambda cache, other: cache.reset(),
 }
 #: How many places of an operation fail, and how many of its moments are interrupted, besides the first and last ones.
-OPERATED = 4
+OPERATED = 2
 
 
 @pytest.fixture
@@ -147,11 +147,10 @@ def are_same(found, expected, allowed):
     )
 
 
-@pytest.mark.usefixtures("collections_are_cheap")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_an_operation_that_fails_anywhere_is_done_or_not_done(family):
+def require_done_or_not_done(family, chosen):
+    """Let operations fail, and be interrupted, at the places `chosen(places)`; returns how many were."""
     architecture, rules = FAMILIES[family]
-    model, chance = tiny_model(architecture), random.Random(family)
+    model, tries = tiny_model(architecture), 0
     cache = injected(model, rules, forks=3)
     for part in CONVERSATION:
         answered(model, cache, part, Faults())
@@ -168,12 +167,30 @@ def test_an_operation_that_fails_anywhere_is_done_or_not_done(family):
         for kind in (Faults, Moments):
             counted = kind()
             counted.run(partial(operate, cache.fork(), cache.fork()))
-            for at in sampled(counted.passed, OPERATED, chance):
+            for at in chosen(counted.passed):
                 twins = cache.fork(), cache.fork()
                 where = failed(kind(at), partial(operate, *twins))
                 gc.collect()
                 require_no_leak(cache, *twins)
                 found = states(model, *twins)
                 assert any(are_same(found, each, allowed) for each in (before, after)), f"{name}, {where}"
+                tries += 1
                 del twins
                 require_no_leak(cache)
+    return tries
+
+
+@pytest.mark.usefixtures("collections_are_cheap")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_operation_that_fails_anywhere_is_done_or_not_done(family):
+    chance = random.Random(family)
+    assert require_done_or_not_done(family, lambda places: sampled(places, OPERATED, chance)) > 30
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("collections_are_cheap")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_operation_that_fails_at_each_of_its_places_is_done_or_not_done(family):
+    tries = require_done_or_not_done(family, range)
+    print(f"{family}: {tries:,} failures")
+    assert tries > 30

@@ -1,4 +1,4 @@
-"""Make each mistake of `seeded.py` in a copy of the project, run its tests there, and say which were seen.
+"""Make each mistake of `seeded.py` and `refused.py` in a copy of the project, and say whether its tests saw it.
 
 Ends with 0 where every mistake was seen, with 1 where one was not, and with 2 where the tests fail without any.
 """
@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.mutations.refused import REFUSED
 from tests.mutations.seeded import MUTATIONS, Mutation
 
 PROJECT = Path(__file__).parents[2]
@@ -67,7 +68,9 @@ def killer(project: Path, mutation: Mutation) -> str | None:
 
 def chosen(words: list[str]) -> list[Mutation]:
     """The mutations with one of these words, or sequences of them, in what they mean; all where there are none."""
-    return [mutation for mutation in MUTATIONS if not words or any(each in mutation.meaning for each in words)]
+    return [
+        mutation for mutation in (*MUTATIONS, *REFUSED) if not words or any(each in mutation.meaning for each in words)
+    ]
 
 
 def survivors(mutations: list[Mutation]) -> list[Mutation]:

