@@ -46,6 +46,8 @@ def first_failure(project: Path, tests: tuple[str, ...]) -> str | None:
         done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=LONGEST)
     except subprocess.TimeoutExpired:
         return f"none ended within {LONGEST} s"
+    if done.returncode < 0:
+        return f"none ended: signal {-done.returncode} came first"
     if done.returncode not in (0, 1):
         raise RuntimeError(f"pytest ended with {done.returncode} for {' '.join(tests)}:\n{done.stdout[-2000:]}")
     failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", done.stdout, re.MULTILINE)
