@@ -104,7 +104,9 @@ def error_of(path):
     return str(raised.value)
 
 
-@pytest.mark.parametrize("name", ["~nobody/x", "~nobody/x.yaml", "a\0b", "x" * 5000, "..", "/", "", "\ud800"])
+@pytest.mark.parametrize(
+    "name", ["~nobody/x", "~no-such-user/x", "~no-such-user/x.yaml", "a\0b", "x" * 5000, "..", "/", "", "\ud800"]
+)
 def test_a_name_that_no_file_has_is_an_error(tmp_path, name):
     with pytest.raises(ConfigError, match="extends: there is no "):
         parse_rules({"extends": [name]})

@@ -262,11 +262,11 @@ RUNS = (
         (f"{_DURABLE}content_is_on_the_disk_before_the_name_and_the_name_before_it_returns",),
     ),
     Mutation(
-        "a fetched file's name is not written out",
+        "a moved file's new name is not written out",
         "hetero_kv/durable_file.py",
         "    sync_folder(target.parent)",
         "    pass",
-        (f"{_FETCHING}content_is_on_the_disk_before_its_name_and_the_name_before_the_pieces_go",),
+        (f"{_DURABLE}content_is_on_the_disk_before_the_name_and_the_name_before_it_returns",),
     ),
     Mutation(
         "a write that fails leaves half of a file beside",
