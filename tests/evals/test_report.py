@@ -159,7 +159,7 @@ def test_what_was_left_out_is_listed(reported):
 
 
 #: Commands of a terminal; ends of lines and cells; a link, an image, HTML, code; a formula that is none; a path.
-HOSTILE = "\x1b]0;t\x07\x9b2J\u202e a|b\\|c\n\n# d <script> ![e](http://f) `g` $\\frac{ ../h\0"
+HOSTILE = "\x1b]0;t\x07\x9b2J\u202e a|b\\|c\n\n# d <script> ![e](http://f) `g` $\\frac{$ ../h\0"
 
 
 def test_names_of_others_command_no_terminal_break_no_table_and_make_no_links(reported, tmp_path, recwarn):
@@ -171,7 +171,7 @@ def test_names_of_others_command_no_terminal_break_no_table_and_make_no_links(re
     skipped = Result(HOSTILE, HOSTILE, "hash", 4096, 0.0, skipped=HOSTILE)
     attended = {HOSTILE: {"1024": 300.0, "2048": 400.0}}
     text = reported([*results, skipped], settings=settings, skipped={HOSTILE: [(3, HOSTILE)]}, attended=attended)
-    shown = "]0;t2J a&#124;b&#92;&#124;c # d &#60;script&#62; ![e&#93;(http://f) &#96;g&#96; $&#92;frac{ ../h"
+    shown = "]0;t2J a&#124;b&#92;&#124;c # d &#60;script&#62; ![e&#93;(http://f) &#96;g&#96; $&#92;frac{$ ../h"
     assert f"| task | samples | full | {shown.replace(' # d', '<br><br># d')} |" in text
     assert f"- sample {shown}: {shown}" in text
     assert f"- {shown}, line 3: {shown}" in text
