@@ -3,50 +3,90 @@
 import numpy as np
 from numba import njit
 
+from cpu_ops.exponential import LOG2_E, exp2
 from cpu_ops.top_k import select
+
+MEAN, LARGEST, SOFTMAX, LARGEST_SOFTMAX = 0, 1, 2, 3
+"""A kv head's score of a block: the mean or the maximum of its group's scores, or of their softmax over the blocks."""
 
 
 @njit(cache=True, nogil=True)
-def best_blocks(scores, count, allowed, shared, largest):
+def best_blocks(scores, count, allowed, shared, reduce):
     """Positions of the `count` best blocks, ascending; ties go to the lower position.
 
-    scores: [rows, kv_heads, group, blocks] float32. A kv head's score is the mean over its group, or the maximum where
-    `largest`; where `shared`, all kv heads are summed and choose together. allowed: [rows, 1 where shared, else
-    kv_heads, n] int32, positions that may be chosen, at least `count`; all where n is 0.
+    scores: [rows, kv_heads, group, blocks] float32, reduced as `reduced_scores` does. allowed: [rows, 1 where shared,
+    else kv_heads, n] int32, positions that may be chosen, at least `count`; all where n is 0.
 
     Returns [rows, 1 where shared, else kv_heads, count] int32.
     """
-    rows, kv_heads, group, blocks = scores.shape
+    rows, kv_heads = scores.shape[:2]
     lists = 1 if shared else kv_heads
-    reduced = np.zeros((rows * lists, blocks), np.float32)
-    head_scores = np.empty(blocks, np.float32)
+    reduced = reduced_scores(scores, shared, reduce)
+    if allowed.shape[2] > 0:
+        forbid_others(reduced, allowed)
+    positions = np.empty((rows * lists, count), np.int32)
+    blocks = np.full(rows * lists, scores.shape[3], np.int32)
+    select(reduced, blocks, np.full(rows * lists, count, np.int32), positions)
+    return positions.reshape(rows, lists, count)
+
+
+@njit
+def reduced_scores(scores, shared, reduce):
+    """What lists of blocks are chosen by, from scores [rows, kv_heads, group, blocks] float32.
+
+    reduce: how a kv head's score comes from its group's: MEAN, LARGEST, SOFTMAX (the mean of each query head's softmax
+    over the blocks) or LARGEST_SOFTMAX (their maximum, as in ShadowKV). Where `shared`, all kv heads are summed and
+    choose together.
+
+    Returns [rows * (1 where shared, else kv_heads), blocks] float32.
+    """
+    rows, kv_heads, group, blocks = scores.shape
+    reduced = np.zeros((rows * (1 if shared else kv_heads), blocks), np.float32)
+    head_scores, of_query = np.empty(blocks, np.float32), np.empty(blocks, np.float32)
     for row in range(rows):
         for head in range(kv_heads):
-            for block in range(blocks):
-                head_scores[block] = scores[row, head, 0, block]
-            for query in range(1, group):
-                for block in range(blocks):
-                    score = scores[row, head, query, block]
-                    if not largest:
-                        head_scores[block] += score
-                    elif score > head_scores[block] or np.isnan(score):
-                        head_scores[block] = score
-            if not largest:
+            for query in range(group):
+                of_query[:] = scores[row, head, query]
+                if reduce >= SOFTMAX:
+                    _to_softmax(of_query)
+                if query == 0:
+                    head_scores[:] = of_query
+                elif reduce in (MEAN, SOFTMAX):
+                    for block in range(blocks):
+                        head_scores[block] += of_query[block]
+                else:
+                    for block in range(blocks):
+                        if of_query[block] > head_scores[block] or np.isnan(of_query[block]):
+                            head_scores[block] = of_query[block]
+            if reduce in (MEAN, SOFTMAX):
                 for block in range(blocks):
                     head_scores[block] /= np.float32(group)
             target = row if shared else row * kv_heads + head
             for block in range(blocks):
                 reduced[target, block] += head_scores[block]
-    if allowed.shape[2] > 0:
-        _forbid_others(reduced, allowed)
-    positions = np.empty((rows * lists, count), np.int32)
-    select(reduced, np.full(rows * lists, blocks, np.int32), np.full(rows * lists, count, np.int32), positions)
-    return positions.reshape(rows, lists, count)
+    return reduced
+
+
+@njit(fastmath={"contract", "nsz"}, error_model="numpy")
+def _to_softmax(scores):
+    """Replace scores [blocks] by their softmax; -inf becomes 0, and so does everything where there is nothing else."""
+    most = np.float32(-np.inf)
+    for block in range(scores.size):
+        most = max(most, scores[block])
+    total = np.float64(0)
+    for block in range(scores.size):
+        scores[block] = exp2((scores[block] - most) * LOG2_E) if most > -np.inf else np.float32(0)
+        total += scores[block]
+    for block in range(scores.size):
+        scores[block] = np.float32(scores[block] / max(total, 1e-30))
 
 
 @njit
-def _forbid_others(reduced, allowed):
-    """Let every score [rows * lists, blocks] be -inf whose position is not among allowed [rows, lists, n]."""
+def forbid_others(reduced, allowed):
+    """Let every score [rows * lists, blocks] be -inf whose position is not among allowed [rows, lists, n].
+
+    Entries of `allowed` below 0 are none.
+    """
     rows, lists, n = allowed.shape
     for row in range(rows):
         for each in range(lists):
@@ -55,7 +95,8 @@ def _forbid_others(reduced, allowed):
             scores[:] = -np.inf
             for place in range(n):
                 position = allowed[row, each, place]
-                scores[position] = before[position]
+                if position >= 0:
+                    scores[position] = before[position]
 
 
 @njit(cache=True, nogil=True)

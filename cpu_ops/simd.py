@@ -20,17 +20,18 @@ def emit_score_rows(
     v: Vectors, storage: str, size: int, rows: int, columns: int, pitch: int, q: ir.Value, k: ir.Value, scores: ir.Value
 ) -> None:
     """The code of `score_rows`, on pointers."""
-    parts = _tile_products(v, storage, size, False, rows, columns, q, k)
+    parts = _tile_products(v, storage, size, "dot", rows, columns, q, k)
     leaves = [parts[g * columns + t] if g < rows else v.zero for t in range(columns) for g in range(pitch)]
     for first in range(0, len(leaves), v.lanes):
         v.store(v.lane_sums(leaves[first : first + v.lanes]), offset(v.builder, scores, first))
 
 
 def _tile_products(
-    v: Vectors, storage: str, size: int, bound: bool, rows: int, columns: int, q: ir.Value, k: ir.Value
+    v: Vectors, storage: str, size: int, mode: str, rows: int, columns: int, q: ir.Value, k: ir.Value
 ) -> list[ir.Value]:
-    """Vectors whose lanes sum to the score of query g and token t, at [g * columns + t]."""
+    """Vectors whose lanes sum to the score of query g and token t, at [g * columns + t]; mode as for `score_tile`."""
     builder, kind = v.builder, STORAGE_TYPES[storage]
+    bound = mode == "quest"
     stride, step = kind.units(size), max(v.lanes, kind.group)
     sums = v.slots([v.zero] * (rows * columns))
 
@@ -49,6 +50,9 @@ def _tile_products(
                 if bound:
                     most, least = (builder.fmul(query, stored[2 * t + side]) for side in (0, 1))
                     added = builder.fadd(builder.load(cell), v.call("maxnum", most, least))
+                elif mode == "squares":
+                    product = builder.fmul(query, stored[t])
+                    added = v.call("fmuladd", product, product, builder.load(cell))
                 else:
                     added = v.call("fmuladd", query, stored[t], builder.load(cell))
                 builder.store(added, cell)
@@ -68,17 +72,16 @@ def score_tile(typingctx, lanes, mode, storage, dim, queries, q, q_at, keys, k_a
     """Score a stored vector for a tile of queries: scores[s_at + g * s_stride] for g < queries.
 
     mode "dot": the inner product of query g and the vector. mode "quest": of two vectors, maximum and minimum, the
-    upper bound sum_d max(q_d * max_d, q_d * min_d) (Quest, algorithm 1).
+    upper bound sum_d max(q_d * max_d, q_d * min_d) (Quest, algorithm 1). mode "squares": sum_d (q_d * r_d)^2.
     """
-    bound = mode.literal_value == "quest"
-    width, name, size, rows = (a.literal_value for a in (lanes, storage, dim, queries))
+    width, how, name, size, rows = (a.literal_value for a in (lanes, mode, storage, dim, queries))
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         v = Vectors(builder, width)
         q_pointer = array_pointer(context, builder, q, arguments[5], arguments[6])
         k_pointer = array_pointer(context, builder, keys, arguments[7], arguments[8])
         s_pointer = array_pointer(context, builder, scores, arguments[9], arguments[10])
-        parts = _tile_products(v, name, size, bound, rows, 1, q_pointer, k_pointer)
+        parts = _tile_products(v, name, size, how, rows, 1, q_pointer, k_pointer)
         for first in range(0, rows, width):
             total = v.lane_sums(parts[first : first + width])
             for g in range(first, min(rows, first + width)):

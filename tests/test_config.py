@@ -150,13 +150,22 @@ def test_settings_that_are_no_mapping_are_an_error(mapping: Any) -> None:
         ({"head_select_mode": "SHRED"}, "it must be SHARED or SEPARATE; did you mean SHARED?"),
         (
             {"anchor_type": "MEAM"},
-            "anchor_type is 'MEAM'; it must be MAX or MEAN or QUEST or DYNAMIC or FIXED; did you mean MEAN?",
+            "anchor_type is 'MEAM'; it must be MAX or MEAN or MEANSTD or QUEST or DYNAMIC or FIXED; did you mean MEAN?",
         ),
         (
             {"representative_type": "MEAN", "representative_num": 2},
             "representative_num is 2; representative_type MEAN takes 1",
         ),
         ({"representative_type": "QUEST"}, "representative_num is 1; representative_type QUEST takes 2"),
+        (
+            {"representative_type": "DYNAMIC", "rest": "estimate"},
+            "rest is 'estimate'; representative_type DYNAMIC holds no mean to estimate a block by; take MEAN "
+            "or MEANSTD, or rest drop",
+        ),
+        ({"representative_type": "QUEST", "representative_num": 2, "rerank": 2}, "take MEAN or MEANSTD, or rerank 1"),
+        ({"target_mass": 0.9}, "target_mass is 0.9; representative_type DYNAMIC holds no mean"),
+        ({"target_mass": 1.5}, "target_mass is 1.5; it must be a number from 0 to 1, or none"),
+        ({"group_reduce": "softmx"}, "did you mean softmax?"),
         ({"representative_num": 129}, "a block of block_size 128 has no more keys than that"),
         ({"kernel_size": 4}, "kernel_size is 4; it must be odd"),
         ({"block_size": 16, "kv_type": "Q8_0"}, "block_size is 16; kv_type Q8_0 needs a multiple of 32, such as 32"),

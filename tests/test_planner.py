@@ -21,6 +21,7 @@ from hetero_kv.adapter.footprint import BytesPerToken, WindowFootprint
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.families.retrieval import representatives
+from hetero_kv.families.retrieval.choosing import Derived
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.footprint import PagedFootprint, bytes_per_token
 from hetero_kv.families.retrieval.layer import RetrievalLayer
@@ -144,14 +145,16 @@ def test_bytes_per_token_are_those_of_the_pool(kv_type, representative_type):
     block_size=st.sampled_from([8, 24, 128]),
     representative_num=st.integers(0, 5),
     accumulates=st.booleans(),
+    derived=st.builds(Derived, st.booleans(), st.booleans()),
 )
 @settings(deadline=None)
 def test_the_footprints_bytes_per_token_are_those_that_a_pool_allocates(
-    kv_type, shape, block_size, representative_num, accumulates
+    kv_type, shape, block_size, representative_num, accumulates, derived
 ):
     kind = storage.get(kv_type)
-    pool = BlockPool(3, shape.kv_heads, block_size, shape.k_dim, shape.v_dim, kind, representative_num, accumulates)
-    planned = bytes_per_token(shape, kind, block_size, representative_num, accumulates)
+    counts = representative_num, accumulates
+    pool = BlockPool(3, shape.kv_heads, block_size, shape.k_dim, shape.v_dim, kind, *counts, *derived)
+    planned = bytes_per_token(shape, kind, block_size, *counts, derived)
     assert planned.total * block_size == pytest.approx(pool.bytes_per_block, rel=1e-12)
     assert planned.keys * block_size == pool.keys[0].nbytes
     assert planned.values * block_size == pool.values[0].nbytes

@@ -56,6 +56,8 @@ class Store:
         storage: StorageType,
         representative_num: int = 0,
         accumulates: bool = False,
+        value_means: bool = False,
+        key_codes: bool = False,
     ) -> BlockPool:
         """The pool of a layer for blocks of `layout`, made when it is first asked for; see BlockPool for the rest."""
         allocator = self.allocators[layout]
@@ -69,6 +71,8 @@ class Store:
                 storage,
                 representative_num,
                 accumulates,
+                value_means,
+                key_codes,
             )
         return allocator.pools[layer_idx]
 

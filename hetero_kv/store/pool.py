@@ -8,8 +8,10 @@ import mmap
 import numpy as np
 import torch
 
-from hetero_kv.store.storage import StorageType
+from hetero_kv.store.storage import Q4_0, StorageType
 
+#: How `key_codes` are stored.
+CODES = Q4_0
 # Blocks converted at once: bounds the temporary copy.
 _BLOCKS_AT_ONCE = 64
 
@@ -25,6 +27,11 @@ class BlockPool:
         values: [num_blocks, kv_heads, block_size, storage.elements(v_dim)], likewise.
         representatives: [num_blocks, kv_heads, representative_num, k_dim] in `storage.for_representatives`.
         key_array, value_array, representative_array: the kernels' views of the same memory.
+        value_means: [num_blocks, kv_heads, 1, v_dim] in `storage.for_representatives`; None where nobody asked for
+            them.
+        key_codes: [num_blocks, kv_heads, block_size, CODES.elements(k_dim)], how keys differ from their block's mean;
+            None where nobody asked for them.
+        value_mean_array, key_code_array: the kernels' views.
         accumulated: [num_blocks, kv_heads, block_size] float32, the attention that each key had received from the
             queries that an operator watched when its block got its representatives; None where no operator does.
     """
@@ -39,6 +46,8 @@ class BlockPool:
         storage: StorageType,
         representative_num: int,
         accumulates: bool = False,
+        value_means: bool = False,
+        key_codes: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -49,16 +58,25 @@ class BlockPool:
         self.representatives, self.representative_array = _untouched(
             (num_blocks, kv_heads, representative_num), k_dim, kind
         )
+        self.value_means: torch.Tensor | None = None
+        self.value_mean_array: np.ndarray | None = None
+        self.key_codes: torch.Tensor | None = None
+        self.key_code_array: np.ndarray | None = None
+        if value_means:
+            self.value_means, self.value_mean_array = _untouched((num_blocks, kv_heads, 1), v_dim, kind)
+        if key_codes:
+            self.key_codes, self.key_code_array = _untouched((num_blocks, kv_heads, block_size), k_dim, CODES)
         self.accumulated = torch.empty(num_blocks, kv_heads, block_size) if accumulates else None
 
     @property
     def bytes_per_block(self) -> int:
-        """DRAM that one block takes: keys, values, representatives, and accumulated attention where it is kept."""
+        """DRAM that one block takes: keys, values, representatives, and what else is kept of it."""
         return sum(array[0].numel() * array.element_size() for array in self._arrays)
 
     @property
     def _arrays(self) -> list[torch.Tensor]:
-        arrays = (self.keys, self.values, self.representatives, self.accumulated)
+        derived = (self.representatives, self.value_means, self.key_codes, self.accumulated)
+        arrays = (self.keys, self.values, *derived)
         return [array for array in arrays if array is not None]
 
     def copy(self, source: int, target: int) -> None:
@@ -89,6 +107,18 @@ class BlockPool:
         stop = offset + keys.shape[1]
         self.storage.write(self.keys[block, :, offset:stop], keys)
         self.storage.write(self.values[block, :, offset:stop], values)
+
+    def derive(self, ids: torch.Tensor) -> None:
+        """Compute what is kept of the full blocks `ids` [blocks] int64 beside their representatives.
+
+        Of those the first must be the mean of a block's keys, where there are `key_codes`.
+        """
+        if self.value_means is not None:
+            means = self.storage.decode(self.values[ids]).float().mean(dim=2, keepdim=True)
+            self.value_means[ids] = self.storage.for_representatives.encode(means)
+        if self.key_codes is not None:
+            means = self.storage.for_representatives.decode(self.representatives[ids][:, :, :1]).float()
+            self.key_codes[ids] = CODES.encode(self.storage.decode(self.keys[ids]).float() - means)
 
     def read(self, ids: np.ndarray, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the positions [start, stop) of a sequence in blocks `ids`, as the storage decodes them.

@@ -23,6 +23,14 @@ def test_max_and_mean_are_per_channel():
     torch.testing.assert_close(representatives.get("MEAN").compute(keys, 1, None)[:, :, 0], keys.sum(dim=2) / 8)
 
 
+def test_a_mean_comes_with_the_standard_deviation_of_the_block_itself():
+    keys = random_blocks()
+    vectors = representatives.get("MEANSTD").compute(keys, 2, None)
+    torch.testing.assert_close(vectors[:, :, 0], keys.sum(dim=2) / 8)
+    squares = (keys - vectors[:, :, :1]).pow(2).sum(dim=2) / 8
+    torch.testing.assert_close(vectors[:, :, 1], squares.sqrt())
+
+
 @pytest.mark.parametrize(("count", "positions"), [(1, [0]), (2, [0, 4]), (3, [0, 2, 5]), (8, list(range(8)))])
 def test_fixed_takes_keys_at_equal_steps(count, positions):
     keys = random_blocks()
@@ -54,5 +62,5 @@ def test_the_quest_score_bounds_every_query_key_product_of_its_block(seed, scale
 
 
 def test_an_unknown_type_names_the_known_ones():
-    with pytest.raises(ValueError, match="'MEDIAN' is not known; known: MAX, MEAN, QUEST, DYNAMIC, FIXED"):
+    with pytest.raises(ValueError, match="'MEDIAN' is not known; known: MAX, MEAN, MEANSTD, QUEST, DYNAMIC, FIXED"):
         representatives.get("MEDIAN")

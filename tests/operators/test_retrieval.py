@@ -9,13 +9,14 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+from cpu_ops.estimating_step import EstimatingStep
 from cpu_ops.retrieval_step import EVERYTHING, RetrievalStep
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.operators import RetrievalAttention
 from hetero_kv.rules.rule_file import parse_rules
 
-TYPES = {"MAX": 1, "MEAN": 1, "QUEST": 2, "DYNAMIC": 2, "FIXED": 3}
+TYPES = {"MAX": 1, "MEAN": 1, "MEANSTD": 2, "QUEST": 2, "DYNAMIC": 2, "FIXED": 3}
 SMALL = {"block_size": 4, "local_windows_len": 8, "initial_len": 4, "chunk_size": 16, "max_seq_len": 512}
 _LLAMA = tiny_model("llama", num_hidden_layers=4)
 
@@ -48,30 +49,35 @@ def logits(model, cache, *parts):
 def recorded(monkeypatch):
     """A list that fills with (layer, token, positions in the Context, q, cache layer) of every selection."""
     record, given = [], []
-    attend, call = RetrievalAttention._attend_natively, RetrievalStep.__call__
+    attend = RetrievalAttention._attend_natively
 
-    def noted(native, q, k, v, position, table, first, end, which, positions, *rest):
-        largest = call(native, q, k, v, position, table, first, end, which, positions, *rest)
-        if which != EVERYTHING:
-            given.append(positions.copy())
-        return largest
+    def noting(call):
+        def noted(native, q, k, v, position, table, first, end, which, positions, *rest):
+            largest = call(native, q, k, v, position, table, first, end, which, positions, *rest)
+            if which != EVERYTHING:
+                given.append(positions.copy())
+            return largest
+
+        return noted
 
     def kept(self, native, layer, step, blocks, q, *rest):
         given.clear()
-        attend(self, native, layer, step, blocks, q, *rest)
+        masses = attend(self, native, layer, step, blocks, q, *rest)
         if given:
             by_kv_head = q.reshape(len(q), -1, native.group, q.shape[3])
             decoded = step.past - step.cohort.prompt_length
             record.append((self.layer_idx, decoded, given[0], by_kv_head.copy(), layer))
+        return masses
 
-    monkeypatch.setattr(RetrievalStep, "__call__", noted)
+    for kind in (RetrievalStep, EstimatingStep):
+        monkeypatch.setattr(kind, "__call__", noting(kind.__call__))
     monkeypatch.setattr(RetrievalAttention, "_attend_natively", kept)
     return record
 
 
 @pytest.mark.parametrize(("representative_type", "number"), list(TYPES.items()))
 @pytest.mark.parametrize("head_select_mode", ["SHARED", "SEPARATE"])
-@pytest.mark.parametrize("group_reduce", ["mean", "max"])
+@pytest.mark.parametrize("group_reduce", ["mean", "max", "softmax", "softmax_max"])
 def test_the_blocks_chosen_while_decoding_are_the_references(
     llama, monkeypatch, representative_type, number, head_select_mode, group_reduce
 ):
@@ -96,9 +102,14 @@ def test_the_blocks_chosen_while_decoding_are_the_references(
             if representative_type == "QUEST":
                 high, low = (q[0][:, :, None] * part.numpy() for part in _by_head(keys.amax(2), keys.amin(2)))
                 scores = np.maximum(high, low).sum(-1)
+            elif representative_type == "MEANSTD":
+                mean, deviation = _by_head(keys.mean(2).numpy(), keys.std(2, correction=0).numpy())
+                scores = (q[0][:, :, None] * mean).sum(-1) + np.sqrt((q[0][:, :, None] ** 2 * deviation**2).sum(-1))
             else:
                 scores = np.einsum("hgd,bhrd->hgbr", q[0], vectors.numpy()).max(-1)
-            per_head = scores.mean(1) if group_reduce == "mean" else scores.max(1)
+            if group_reduce.startswith("softmax"):
+                scores = torch.from_numpy(scores * 0.25).softmax(-1).numpy()
+            per_head = scores.mean(1) if group_reduce in ("mean", "softmax") else scores.max(1)
             lists = [per_head.sum(0)] if head_select_mode == "SHARED" else list(per_head)
             expected = [sorted(np.argsort(-scores, kind="stable")[:3].tolist()) for scores in lists]
             assert positions[0].tolist() == expected
@@ -125,7 +136,7 @@ def test_a_bound_has_no_mean(llama):
 
 def _by_head(*vectors):
     """[blocks, kv_heads, dim] -> [kv_heads, 1, blocks, dim], to be multiplied with [kv_heads, group, 1, dim]."""
-    return [vector.transpose(0, 1)[:, None] for vector in vectors]
+    return [vector.swapaxes(0, 1)[:, None] for vector in vectors]
 
 
 # Scores that are capped, and attention sinks that are learned, are part of what keys have received.

@@ -18,7 +18,7 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store import storage
 
-REPRESENTATIVES = {"MAX": 1, "MEAN": 1, "QUEST": 2, "DYNAMIC": 2, "FIXED": 3}
+REPRESENTATIVES = {"MAX": 1, "MEAN": 1, "MEANSTD": 2, "QUEST": 2, "DYNAMIC": 2, "FIXED": 3}
 RECIPES = ("dense", "ktransformers", "kvretrieval", "quest", "snapkv", "infllm", "streaming")
 # Blocks of 32, the least that Q8_0 and Q4_0 take: ten of them move to the Context in 300 tokens.
 KINDS = list(enumerate(itertools.product(REPRESENTATIVES, ["SHARED", "SEPARATE"])))

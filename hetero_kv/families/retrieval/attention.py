@@ -16,8 +16,6 @@ from torch import nn
 
 from cpu_ops.attention import attend_blocks
 from cpu_ops.causal_attention import attend_blocks_causal
-from cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN, RetrievalStep
-from cpu_ops.threads import one_kernel_at_a_time
 from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, kernel_array
@@ -28,24 +26,26 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.statistics import BLOCK_RECALL
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval import representatives
+from hetero_kv.families.retrieval.choosing import Derived
+from hetero_kv.families.retrieval.decode import RetrievalDecode
 from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
-from hetero_kv.families.retrieval.prefill import RetrievalPrefill
-from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS, SharedSelections, with_entered
+from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, ESTIMATED_SHARE
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
 
 
-class RetrievalAttention(RetrievalPrefill):
+class RetrievalAttention(RetrievalDecode):
     """Prefills exactly, chunk by chunk; decodes over Initial, Local and the best `second_block_count` blocks.
 
-    With a budget that covers the Context the result is full attention, to the storage type's precision.
+    With a budget that covers the Context the result is full attention, to the storage type's precision; under
+    `target_mass`, which may attend to less, the budget is `least_block_count`.
     """
 
     meaning = "keeps everything in DRAM blocks, attends to the blocks that the query retrieves"
-    statistics = (BLOCK_RECALL,)
+    statistics = (BLOCK_RECALL, ESTIMATED_SHARE, ATTENDED_BLOCKS)
 
     @classmethod
     def operator_for(cls, module: nn.Module) -> type[Operator]:
@@ -56,7 +56,9 @@ class RetrievalAttention(RetrievalPrefill):
 
     def new_cache_layer(self) -> RetrievalLayer:
         layout = RetrievalLayout.of_settings(self.settings, closes_alone=self.accumulates)
-        return RetrievalLayer(layout, storage.get(self.settings.kv_type), self.settings.stored_representatives)
+        settings = self.settings
+        derived = Derived() if self.budget is None else Derived.of(settings)
+        return RetrievalLayer(layout, storage.get(settings.kv_type), settings.stored_representatives, derived)
 
     # -- decode
 
@@ -68,7 +70,10 @@ class RetrievalAttention(RetrievalPrefill):
         dtype = torch.bfloat16 if call.q.dtype is torch.bfloat16 and not is_completed else torch.float32
         native = layer.token_step
         if native is None or not native.fits(ARRAY_DTYPES[dtype], call.softcap is not None):
-            native = layer.token_step = self._token_step(layer, call, blocks, dtype)
+            assert layer.pool is not None
+            group = call.q.shape[1] // call.k.shape[1]
+            native = self._bound_step(layer.pool, blocks.lengths, group, call.softcap is not None, dtype)
+            layer.token_step = native
         closes = blocks.newly_closed[0] != blocks.newly_closed[1]
         is_stored = closes or not native.stores or layer.window is not None
         if is_stored:
@@ -82,9 +87,17 @@ class RetrievalAttention(RetrievalPrefill):
         k, v = (q, q) if is_stored else (kernel_array(call.k, dtype), kernel_array(call.v, dtype))
         position = None if is_stored else step.past
         scale, softcap, array = call.scale, call.softcap or 0.0, kernel_array(out, dtype)
-        self._attend_natively(native, layer, step, blocks, q, k, v, position, scale, softcap, array, lse)
+        in_window, beside = None, None
+        if layer.window is not None:
+            in_window = layer.window.attend(call.q, scale, call.softcap)
+            beside = in_window[1].to("cpu", torch.float32).reshape(lse.shape).numpy() if self.targets else None
+        masses = self._attend_natively(
+            native, layer, step, blocks, q, k, v, position, scale, softcap, array, lse, beside
+        )  # fmt: skip
         if is_completed or self.engine.measure_recall:
-            out, lse = self._completed(layer, blocks, call, out, lse)
+            out, lse = self._completed(layer, blocks, call, out, lse, masses, in_window)
+        elif masses is not None:
+            self._count_share(layer, *masses)
         if self.accumulates:
             layer.scale, layer.softcap = call.scale, call.softcap
             seen = call.q.squeeze(2).to("cpu", torch.float32).contiguous().numpy()
@@ -93,17 +106,6 @@ class RetrievalAttention(RetrievalPrefill):
             if layer.unseen.count >= layer.layout.block_size:
                 layer.accumulate_unseen(step.length)
         return out if out.dtype is call.q.dtype else out.to(call.q.dtype)
-
-    def _token_step(
-        self, layer: RetrievalLayer, call: bridge.AttentionCall, blocks: StepBlocks, dtype: torch.dtype
-    ) -> RetrievalStep:
-        pool = layer.pool
-        assert pool is not None
-        return RetrievalStep(
-            pool.key_array, pool.value_array, pool.representative_array, blocks.lengths,
-            call.q.shape[1] // call.k.shape[1], self.representative_type.score, call.softcap is not None,
-            ARRAY_DTYPES[dtype], self.threads,
-        )  # fmt: skip
 
     def prepare_arrays(self, cache: HeteroCache, dtype: Any, softcap: float | None) -> Any:
         if len(cache.steps) != 1 or self.accumulates or self.engine.measure_recall:
@@ -122,85 +124,30 @@ class RetrievalAttention(RetrievalPrefill):
         native, layer, step, blocks = prepared
         q, k, v = arrays.q, arrays.k, arrays.v
         lse = np.empty((len(q), k.shape[1], native.group), np.float32)
-        self._attend_natively(
+        masses = self._attend_natively(
             native, layer, step, blocks, q, k, v, step.past, scale, softcap, arrays.attended, lse
         )  # fmt: skip
-
-    def _attend_natively(
-        self, native: RetrievalStep, layer: RetrievalLayer, step: Step, blocks: StepBlocks, q: np.ndarray,
-        k: np.ndarray, v: np.ndarray, position: int | None, scale: float, softcap: float, out: np.ndarray,
-        lse: np.ndarray,
-    ) -> None:  # fmt: skip
-        """Have the token stored, unless `position` is None, its blocks chosen and attended to."""
-        table, first, end = blocks.table, min(layer.layout.sink_blocks, blocks.closed), blocks.closed
-        if layer.window is not None:
-            # Attention sink and recent window are attended to where that lies.
-            table, first, end = np.ascontiguousarray(table[:, first:end]), 0, end - first
-        which, positions, allowed = EVERYTHING, NOTHING_FORBIDDEN, NOTHING_FORBIDDEN
-        if self.budget is not None and self.budget < end - first:
-            which, positions, allowed = self._choice(layer, step, len(table), lse.shape[1], end - first)
-        largest_score = self.settings.group_reduce == "max"
-        with one_kernel_at_a_time:
-            largest = native(
-                q, k, v, -1 if position is None else position, table, first, end, which, positions, allowed,
-                self.shared, largest_score, scale, softcap, out, lse,
-            )  # fmt: skip
-        if largest:
-            layer.require_storable(largest)
-
-    def _choice(
-        self, layer: RetrievalLayer, step: Step, rows: int, kv_heads: int, context: int
-    ) -> tuple[int, np.ndarray, np.ndarray]:
-        """Which of the Context's blocks this step attends to: (which, positions, allowed) of `RetrievalStep`.
-
-        Reused where the schedule says so, else chosen. KTransformers' pseudo code: the first layer of every
-        `layer_step` layers selects, at every `token_step`-th token; all others take what was selected last, and the
-        blocks that have left Local since. Where the first layers attend to everything, the next one selects.
-        """
-        settings = self.settings
-        if settings.layer_step == settings.token_step == 1:
-            return self._best(layer, rows, kv_heads, context)
-        shared, layout, lists = step.cohort.shared, layer.layout, 1 if self.shared else kv_heads
-        selections: SharedSelections = shared.setdefault(SELECTIONS, {})
-        selected_at: SharedSelections = shared.setdefault(SELECTED_AT, {})
-        key = (self.layer_idx // settings.layer_step, layout.block_size, layout.sink_blocks, layout.local_len, lists)
-        decoded = step.past - step.cohort.prompt_length
-        last = selections.get(key)
-        # None behind a prompt, and where tokens were cropped.
-        if last is not None:
-            seen, when = selected_at[key][0]
-            if when // settings.token_step == decoded // settings.token_step:
-                return AS_GIVEN, with_entered(last, int(seen), context), NOTHING_FORBIDDEN
-        which, positions, allowed = self._best(layer, rows, kv_heads, context)
-        selections[key], selected_at[key] = positions, np.tile(np.array([context, decoded]), (rows, 1))
-        return which, positions, allowed
-
-    def _best(
-        self, layer: RetrievalLayer, rows: int, kv_heads: int, context: int
-    ) -> tuple[int, np.ndarray, np.ndarray]:
-        """The best blocks of the Context, among those that preselection left."""
-        assert self.budget is not None
-        allowed = NOTHING_FORBIDDEN
-        if layer.state.candidates is not None:
-            candidates = layer.state.allowed(context)
-            assert candidates is not None
-            if candidates.shape[2] <= self.budget:
-                return AS_GIVEN, candidates, NOTHING_FORBIDDEN
-            allowed = candidates
-        # Written by the call, which comes before anybody reads it.
-        positions = np.empty((rows, 1 if self.shared else kv_heads, self.budget), dtype=np.int32)
-        return (CHOSEN if self.budget else AS_GIVEN), positions, allowed
+        if masses is not None:
+            self._count_share(layer, *masses)
 
     def _completed(
-        self, layer: RetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall, out: torch.Tensor, lse: np.ndarray
-    ) -> tuple[torch.Tensor, np.ndarray]:
-        """Attention over the blocks, out [batch, heads, 1, v_dim] and lse, with the window's and the learned sink."""
-        device = call.q.device
-        out, whole = out.to(device), torch.from_numpy(lse).view(out.shape[:3]).to(device)
-        if layer.window is not None:
-            out, whole = merge_attention(out, whole, *layer.window.attend(call.q, call.scale, call.softcap))
+        self, layer: RetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall, out: torch.Tensor, lse: np.ndarray,
+        masses: np.ndarray | None, in_window: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, np.ndarray]:  # fmt: skip
+        """Attention over the blocks, out [batch, heads, 1, v_dim] and lse, with the window's and the learned sink.
+
+        masses: of `EstimatingStep`; None where nothing is estimated. in_window: attention over the window, as out, lse.
+        """
+        device, shape = call.q.device, out.shape[:3]
+        out, whole = out.to(device), torch.from_numpy(lse).view(shape).to(device)
+        attended, total = (whole, whole) if masses is None else torch.from_numpy(masses).view(2, *shape).to(device)
+        if in_window is not None:
+            out, whole = merge_attention(out, whole, *in_window)
+            attended, total = (torch.logaddexp(each, in_window[1]) for each in (attended, total))
+        if masses is not None:
+            self._count_share(layer, attended.cpu().numpy(), total.cpu().numpy())
         if self.engine.measure_recall:
-            self._measure_recall(layer, blocks, call, whole)
+            self._measure_recall(layer, blocks, call, attended)
         if call.sink is not None:
             out, whole = apply_sink(out, whole, call.sink)
         return out, whole.cpu().numpy()
@@ -208,7 +155,10 @@ class RetrievalAttention(RetrievalPrefill):
     def _measure_recall(
         self, layer: RetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall, lse: torch.Tensor
     ) -> None:
-        """Add the share of the full attention mass that this step covered, the mean over rows and heads."""
+        """Add the share of the full attention mass that this step covered, the mean over rows and heads.
+
+        lse: of what it attended to, [batch, heads, 1] float32.
+        """
         pool = layer.pool
         assert pool is not None
         by_kv_head = call.q.squeeze(2).unflatten(1, (pool.keys.shape[1], -1))
@@ -224,13 +174,14 @@ class RetrievalAttention(RetrievalPrefill):
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
         """Compile what decoding and short turns need, or load it from Numba's cache, before a token waits for it."""
         kind, settings = storage.get(self.settings.kv_type), self.settings
-        pool = BlockPool(1, kv_heads, settings.block_size, k_dim, v_dim, kind, settings.stored_representatives)
+        derived = Derived() if self.budget is None else Derived.of(settings).fitting(k_dim)
+        pool = BlockPool(
+            1, kv_heads, settings.block_size, k_dim, v_dim, kind, settings.stored_representatives, False, *derived
+        )
         q, one = np.zeros((1, kv_heads, group, k_dim), np.float32), np.ones((1, 1), np.int32)
         ids = np.zeros((1, 1, 1), np.int32)
         attend_blocks_causal(q[:, None], pool.key_array, pool.value_array, ids, one, one[0], 1.0, softcap)
-        arrays = pool.key_array, pool.value_array, pool.representative_array, one[0]
-        dtype = ARRAY_DTYPES.get(self._own_config.dtype, np.float32)
-        RetrievalStep(*arrays, group, self.representative_type.score, softcap > 0, dtype, self.threads)
+        self._bound_step(pool, one[0], group, softcap > 0, self._own_config.dtype)
 
     # -- what others ask
 
@@ -246,7 +197,8 @@ class RetrievalAttention(RetrievalPrefill):
         return super().settings_in_layer() | own
 
     def footprint(self, shape: KVShape) -> PagedFootprint:
-        return PagedFootprint.of(shape, self.settings, self.accumulates)
+        derived = Derived() if self.budget is None else Derived.of(self.settings).fitting(shape.k_dim)
+        return PagedFootprint.of(shape, self.settings, self.accumulates, derived)
 
     def attended_tokens(self, length: int) -> float:
         return RetrievalLayout.of_settings(self.settings).attended_tokens(length, self.budget)

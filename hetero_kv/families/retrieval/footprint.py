@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from hetero_kv.adapter.footprint import BytesPerToken, Demand, LayerFootprint, Share, Term, register
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.store import storage
+from hetero_kv.store.pool import CODES
 from hetero_kv.store.storage import StorageType
 
 WINDOWS = register(Term("windows", "Initial and Local of every layer"))
@@ -20,7 +22,12 @@ _ACCUMULATED_BYTES = 4
 
 
 def bytes_per_token(
-    shape: KVShape, kind: StorageType, block_size: int, representative_num: int, accumulates: bool
+    shape: KVShape,
+    kind: StorageType,
+    block_size: int,
+    representative_num: int,
+    accumulates: bool,
+    derived: Derived = NONE_DERIVED,
 ) -> BytesPerToken:
     """What a token takes in DRAM blocks.
 
@@ -29,8 +36,11 @@ def bytes_per_token(
         block_size: tokens of a block.
         representative_num: representatives of a block and kv head.
         accumulates: whether blocks hold the attention that each key received.
+        derived: what else they hold.
     """
     of_block = representative_num * kind.for_representatives.bytes_per_vector(shape.k_dim)
+    of_block += kind.for_representatives.bytes_per_vector(shape.v_dim) if derived.value_means else 0
+    of_block += block_size * CODES.bytes_per_vector(shape.k_dim) if derived.key_codes else 0
     received = block_size * _ACCUMULATED_BYTES if accumulates else 0
     return BytesPerToken(
         keys=shape.kv_heads * kind.bytes_per_vector(shape.k_dim),
@@ -51,13 +61,15 @@ class PagedFootprint(LayerFootprint):
     device_window: int = 0
 
     @classmethod
-    def of(cls, shape: KVShape, settings: RetrievalSettings, accumulates: bool) -> PagedFootprint:
-        """Of a layer under `settings`; `accumulates` as for `bytes_per_token`."""
+    def of(
+        cls, shape: KVShape, settings: RetrievalSettings, accumulates: bool, derived: Derived = NONE_DERIVED
+    ) -> PagedFootprint:
+        """Of a layer under `settings`; `accumulates` and `derived` as for `bytes_per_token`."""
         block_size, kind = settings.block_size, storage.get(settings.kv_type)
         layout = RetrievalLayout.of_settings(settings)
         return cls(
             shape,
-            stored=bytes_per_token(shape, kind, block_size, settings.stored_representatives, accumulates),
+            stored=bytes_per_token(shape, kind, block_size, settings.stored_representatives, accumulates, derived),
             block_size=block_size,
             # A GPU's copy has room for the block that is about to leave Local.
             device_window=(layout.sink_blocks + 1) * block_size + layout.local_len,

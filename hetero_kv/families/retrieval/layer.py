@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from cpu_ops.estimating_step import EstimatingStep
 from cpu_ops.retrieval_step import RetrievalStep
 from cpu_ops.token_store import store_token, stores
 from gpu_ops.column_sums import column_sums
 from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
-from hetero_kv.engine.statistics import BLOCK_RECALL
 from hetero_kv.engine.step import Step, StepBlocks
+from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.state import RetrievalState
@@ -31,6 +32,7 @@ class RetrievalLayer(BufferedLayer):
         layout: how a sequence is divided.
         storage: number format of the pool.
         representative_num: representatives per block and kv head.
+        derived: what else is kept of a block.
 
     Attributes:
         window: attention sink and recent window on the compute device; None where that is the CPU, which reads them
@@ -41,10 +43,13 @@ class RetrievalLayer(BufferedLayer):
     state: RetrievalState
     softcap: float | None
 
-    def __init__(self, layout: RetrievalLayout, storage: StorageType, representative_num: int) -> None:
+    def __init__(
+        self, layout: RetrievalLayout, storage: StorageType, representative_num: int, derived: Derived = NONE_DERIVED
+    ) -> None:
         super().__init__(storage)
         self.layout = layout
         self.representative_num = representative_num
+        self.derived = derived
         self.state = self._blank_state()
         self.window: DeviceWindow | None = None
         #: Queries that were decoded since the attention that keys receive was last accumulated.
@@ -52,7 +57,7 @@ class RetrievalLayer(BufferedLayer):
         self.scale, self.softcap = 1.0, None
         self._is_prepared = self._stores_natively = False
         #: The native call of a decoded token, bound to the pool.
-        self.token_step: RetrievalStep | None = None
+        self.token_step: RetrievalStep | EstimatingStep | None = None
 
     def _blank_state(self) -> RetrievalState:
         return RetrievalState(open_start=self.layout.sink_blocks * self.layout.block_size)
@@ -82,8 +87,9 @@ class RetrievalLayer(BufferedLayer):
         _, kv_heads, _, k_dim = keys.shape
         shape, layout = (kv_heads, k_dim, values.shape[-1]), self.layout
         pool = self.pool = self.cohort.store.pool(
-            self.layer_idx, layout, *shape, self.storage, self.representative_num, layout.closes_alone
-        )
+            self.layer_idx, layout, *shape, self.storage, self.representative_num, layout.closes_alone,
+            *self.derived.fitting(k_dim),
+        )  # fmt: skip
         if self.window is None and _needs_window(keys.device):
             sink = self.layout.sink_blocks * self.layout.block_size
             self.window = DeviceWindow(sink, self.layout.local_len, self.layout.block_size, keys, values)
@@ -246,7 +252,7 @@ class RetrievalLayer(BufferedLayer):
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        return {BLOCK_RECALL.name: self.state.recall}
+        return self.state.statistics
 
 
 def _needs_window(device: torch.device) -> bool:

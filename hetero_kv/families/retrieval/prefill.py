@@ -19,6 +19,7 @@ from hetero_kv.engine.step import Step
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.families.retrieval import representatives
 from hetero_kv.families.retrieval.budgets import layer_budget
+from hetero_kv.families.retrieval.choosing import choice_of
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.preselection import block_votes, preselect
@@ -26,6 +27,7 @@ from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.retrieval.short_turn import is_short, received_attention, store_and_attend
 from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS
 from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.settings.setting import LARGEST
 
 # Blocks whose representatives are computed at once: bounds the float32 copy of their keys.
 _CLOSED_AT_ONCE = 64
@@ -47,8 +49,14 @@ class RetrievalPrefill(AttentionOperator):
         self.shared = settings.head_select_mode == "SHARED"
         layers = self._own_config.num_hidden_layers
         self.budget = layer_budget("second_block_count", settings.second_block_count, self.layer_idx, layers)
+        self.targets = settings.target_mass != "none"
+        if self.targets and self.budget is None:
+            self.budget = LARGEST
         if self.layer_idx < settings.dense_layer_num:
             self.budget = None
+        #: Blocks of the Context with which it is attended to in full.
+        self.covering = settings.least_block_count if self.targets and self.budget is not None else self.budget
+        self.choice = choice_of(settings) if self.budget is not None else None
         preselected = layer_budget("preselect_block_count", settings.preselect_block_count, self.layer_idx, layers)
         self.preselected = preselected if settings.preselect_block and self.budget is not None else None
         self.accumulates = self.representative_type.needs_attention and self.budget is not None
@@ -152,6 +160,7 @@ class RetrievalPrefill(AttentionOperator):
                     # The mean of q·r_i is q·(the mean of r_i).
                     vectors = vectors.mean(dim=2, keepdim=True)
                 pool.representatives[ids] = vectors.to(pool.representatives.dtype)
+                pool.derive(ids)
 
     @property
     def observed_queries(self) -> int:

@@ -27,9 +27,12 @@ class RepresentativeType:
         name: as written in YAML (`representative_type`).
         meaning: one line for the documentation.
         compute: keys and the attention they received -> representatives, as `Compute` says.
-        score: how a query is scored against them: "dot" is max_i q·r_i, "quest" is Σ_d max(q_d·r0_d, q_d·r1_d).
+        score: how a query is scored against them: "dot" is max_i q·r_i, "quest" is Σ_d max(q_d·r0_d, q_d·r1_d),
+            "deviation" is q·r0 + sqrt(Σ_d (q_d·r1_d)²).
         counts: the `representative_num` that it allows, as (least, most); most is None for any up to block_size.
         needs_attention: whether it is computed from the attention that the keys received.
+        has_mean: whether the first is the mean of the block's keys, and the second, where there is one, their standard
+            deviation per channel: of such a block it can be estimated how much attention it receives.
     """
 
     name: str
@@ -38,6 +41,7 @@ class RepresentativeType:
     score: str
     counts: tuple[int, int | None]
     needs_attention: bool
+    has_mean: bool = False
 
 
 _REGISTRY: dict[str, RepresentativeType] = {}
@@ -50,11 +54,12 @@ def register(
     score: str = "dot",
     counts: tuple[int, int | None] = (1, 1),
     needs_attention: bool = False,
+    has_mean: bool = False,
 ) -> Callable[[Compute], Compute]:
     """Make the decorated function known as representative type `name`."""
 
     def keep(compute: Compute) -> Compute:
-        _REGISTRY[name] = RepresentativeType(name, meaning, compute, score, counts, needs_attention)
+        _REGISTRY[name] = RepresentativeType(name, meaning, compute, score, counts, needs_attention, has_mean)
         return compute
 
     return keep
@@ -78,10 +83,24 @@ def maximum(keys: torch.Tensor, representative_num: int, received: torch.Tensor 
     return keys.amax(dim=2, keepdim=True)
 
 
-@register("MEAN", meaning="the mean of the block's keys, per channel")
+@register("MEAN", meaning="the mean of the block's keys, per channel", has_mean=True)
 def mean(keys: torch.Tensor, representative_num: int, received: torch.Tensor | None) -> torch.Tensor:
     """The mean key of each block: [blocks, kv_heads, 1, k_dim]."""
     return keys.mean(dim=2, keepdim=True)
+
+
+@register(
+    "MEANSTD",
+    meaning="the mean and the standard deviation of the block's keys, per channel: a score above the average key's",
+    score="deviation",
+    counts=(2, 2),
+    has_mean=True,
+)
+def mean_and_deviation(keys: torch.Tensor, representative_num: int, received: torch.Tensor | None) -> torch.Tensor:
+    """Channel-wise mean, then standard deviation (of the block itself: divided by n): [blocks, kv_heads, 2, k_dim]."""
+    import torch
+
+    return torch.stack([keys.mean(dim=2), keys.std(dim=2, correction=0)], dim=2)
 
 
 @register(

@@ -84,9 +84,30 @@ class RetrievalSettings(Settings):
         "SHARED: one choice of blocks for all kv heads; SEPARATE: each kv head its own",
         names_method="{}",
     )
-    group_reduce: Literal["mean", "max"] = setting(
-        "mean", "a kv head's score of a block from those of its group's query heads"
+    group_reduce: Literal["mean", "max", "softmax", "softmax_max"] = setting(
+        "mean",
+        "a kv head's score of a block from those of its group's query heads: their mean or maximum; softmax, "
+        "softmax_max: mean or maximum of each head's softmax over the blocks",
     )
+    rest: Literal["drop", "estimate"] = setting(
+        "drop",
+        "Context blocks that are not attended to; estimate: each counts as one token of its mean key and mean value, "
+        "with the weight of all its tokens",
+    )
+    rerank: int = setting(
+        1,
+        "times the blocks to be attended to that representatives propose, and coarse scores of their keys choose from; "
+        "1: the representatives choose",
+        minimum=1,
+    )
+    target_mass: float | Literal["none"] = setting(
+        "none",
+        "share of the attention that as few blocks as possible are to reach, by estimate, for each list of blocks; "
+        "second_block_count is the most then",
+        minimum=0,
+        maximum=1,
+    )
+    least_block_count: int = setting(1, "with target_mass, Context blocks attended at least", unit="blocks", minimum=0)
     layer_step: int = setting(1, "reselect in every n-th layer, reuse its blocks between", unit="layers", minimum=1)
     token_step: int = setting(
         1, "reselect at every n-th generated token, reuse the blocks between", unit="tokens", minimum=1
@@ -121,6 +142,7 @@ class RetrievalSettings(Settings):
                 self.representative_num,
                 f"representative_type {self.representative_type} takes {allowed}",
             )
+        self._require_mean()
         if self.representative_num > self.block_size and most is None:
             raise SettingError(
                 "representative_num",
@@ -144,3 +166,19 @@ class RetrievalSettings(Settings):
                 f"kv_type {self.kv_type} needs a multiple of {multiple}, such as "
                 f"{-(-self.block_size // multiple) * multiple}; or take kv_type FP16",
             )
+
+    def _require_mean(self) -> None:
+        """Raise SettingError for what needs an estimate of a block's attention under a type that has none."""
+        from hetero_kv.families.retrieval import representatives
+
+        if representatives.get(self.representative_type).has_mean:
+            return
+        known = " or ".join(name for name in representatives.names() if representatives.get(name).has_mean)
+        for key, neutral in (("rest", "drop"), ("rerank", 1), ("target_mass", "none")):
+            if getattr(self, key) != neutral:
+                raise SettingError(
+                    key,
+                    getattr(self, key),
+                    f"representative_type {self.representative_type} holds no mean to estimate a block by; take "
+                    f"{known}, or {key} {neutral}",
+                )

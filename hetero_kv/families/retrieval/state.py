@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from hetero_kv.engine.statistics import BLOCK_RECALL
 from hetero_kv.families.retrieval.observation import Observation
+from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, ESTIMATED_SHARE
 
 #: What a cohort's layers share: selections that they hand to each other.
 SELECTIONS = "retrieval selections"
@@ -29,6 +31,8 @@ class RetrievalState:
         accumulated: attention that the keys from `open_start` on have received, [rows, kv_heads, tokens] float32, as
             far as any was received; None where nothing was.
         recall_sum, recall_steps: sum and number of the measured shares of attention mass.
+        share_sum, share_steps: likewise, of the estimated ones.
+        blocks_sum, blocks_steps: likewise, of the blocks that were chosen where their number is the step's own.
     """
 
     observation: Observation | None = None
@@ -38,11 +42,24 @@ class RetrievalState:
     accumulated: torch.Tensor | None = None
     recall_sum: float = 0.0
     recall_steps: int = 0
+    share_sum: float = 0.0
+    share_steps: int = 0
+    blocks_sum: float = 0.0
+    blocks_steps: int = 0
 
     @property
     def recall(self) -> float | None:
         """Mean share of the full attention mass that the attended blocks covered; None when not measured."""
         return self.recall_sum / self.recall_steps if self.recall_steps else None
+
+    @property
+    def statistics(self) -> dict[str, float | int | None]:
+        """What was counted, under the names of the statistics."""
+        return {
+            BLOCK_RECALL.name: self.recall,
+            ESTIMATED_SHARE.name: self.share_sum / self.share_steps if self.share_steps else None,
+            ATTENDED_BLOCKS.name: self.blocks_sum / self.blocks_steps if self.blocks_steps else None,
+        }
 
     def selected(self, rows: list[int]) -> RetrievalState:
         """The state when row i is what row `rows[i]` was."""

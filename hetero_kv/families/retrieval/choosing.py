@@ -1,0 +1,49 @@
+"""From settings to how kernels choose blocks, and to what a pool holds for it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
+from cpu_ops.estimating_step import Choice
+from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.store import storage
+from hetero_kv.store.storage.ggml import GROUP
+
+REDUCTIONS = {"mean": MEAN, "max": LARGEST, "softmax": SOFTMAX, "softmax_max": LARGEST_SOFTMAX}
+"""`group_reduce` as `cpu_ops.chosen_blocks` calls it."""
+
+
+class Derived(NamedTuple):
+    """What is kept of a block beside its keys, values and representatives.
+
+    Attributes:
+        value_means: the mean of its values, by which the rest is estimated.
+        key_codes: how its keys differ from their mean, in four bits, by which candidates are scored.
+    """
+
+    value_means: bool = False
+    key_codes: bool = False
+
+    @classmethod
+    def of(cls, settings: RetrievalSettings) -> Derived:
+        """As settings ask for. Keys that are stored in few bits are scored as they are."""
+        is_coarse = storage.get(settings.kv_type).for_representatives.name != settings.kv_type
+        return cls(settings.rest == "estimate", settings.rerank > 1 and not is_coarse)
+
+    def fitting(self, k_dim: int) -> Derived:
+        """Of keys of this dimension, which are scored as they are where the codes' groups do not fit it."""
+        return self._replace(key_codes=self.key_codes and k_dim % GROUP == 0)
+
+
+NONE_DERIVED = Derived()
+
+
+def choice_of(settings: RetrievalSettings) -> Choice | None:
+    """How blocks are chosen where that takes an estimate; None where it takes the scores alone."""
+    target = 0.0 if settings.target_mass == "none" else float(settings.target_mass)
+    reduce = REDUCTIONS[settings.group_reduce]
+    is_plain = reduce in (MEAN, LARGEST) and settings.rest == "drop" and settings.rerank == 1 and not target
+    if is_plain and settings.representative_type != "MEANSTD":
+        return None
+    return Choice(reduce, settings.rerank, target, settings.least_block_count)

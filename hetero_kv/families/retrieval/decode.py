@@ -1,0 +1,126 @@
+"""The part of retrieval attention that chooses a decoded token's blocks, and has them attended to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from cpu_ops.estimating_step import EstimatingStep
+from cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN, RetrievalStep
+from cpu_ops.threads import one_kernel_at_a_time
+from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES
+from hetero_kv.engine.step import Step, StepBlocks
+from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.families.retrieval.prefill import RetrievalPrefill
+from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS, SharedSelections, with_entered
+from hetero_kv.store.pool import BlockPool
+
+
+class RetrievalDecode(RetrievalPrefill):
+    """What `RetrievalAttention` does with blocks in DRAM when a token is decoded."""
+
+    def _bound_step(
+        self, pool: BlockPool, lengths: np.ndarray, group: int, softcapped: bool, dtype: torch.dtype
+    ) -> RetrievalStep | EstimatingStep:
+        """The native call for a layer with this pool, `lengths` tokens in its blocks, for queries of `dtype`."""
+        arrays = pool.key_array, pool.value_array, pool.representative_array, lengths
+        kind = self.representative_type
+        bound = *arrays, group, kind.score, softcapped, ARRAY_DTYPES.get(dtype, np.float32), self.threads
+        if self.choice is None:
+            return RetrievalStep(*bound)
+        return EstimatingStep(*bound, self.choice, kind.has_mean, pool.value_mean_array, pool.key_code_array)
+
+    def _attend_natively(
+        self, native: RetrievalStep | EstimatingStep, layer: RetrievalLayer, step: Step, blocks: StepBlocks,
+        q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int | None, scale: float, softcap: float,
+        out: np.ndarray, lse: np.ndarray, beside: np.ndarray | None = None,
+    ) -> np.ndarray | None:  # fmt: skip
+        """Have the token stored, unless `position` is None, its blocks chosen and attended to.
+
+        beside: the log-sum-exp of what is attended to elsewhere, as `lse`. Returns the `masses` of `EstimatingStep`;
+        None where nothing is estimated.
+        """
+        table, first, end = blocks.table, min(layer.layout.sink_blocks, blocks.closed), blocks.closed
+        if layer.window is not None:
+            # Attention sink and recent window are attended to where that lies.
+            table, first, end = np.ascontiguousarray(table[:, first:end]), 0, end - first
+        which, positions, allowed = EVERYTHING, NOTHING_FORBIDDEN, NOTHING_FORBIDDEN
+        if self.covering is not None and self.covering < end - first:
+            which, positions, allowed = self._choice(layer, step, len(table), lse.shape[1], end - first)
+        at = -1 if position is None else position
+        given = q, k, v, at, table, first, end, which, positions, allowed, self.shared
+        masses = None
+        if isinstance(native, EstimatingStep):
+            masses = np.empty((2, *lse.shape), np.float32)
+            if beside is None:
+                beside = np.full(lse.shape, -np.inf, np.float32)
+            largest = native(*given, scale, softcap, beside, out, lse, masses)
+            if self.choice is not None and self.choice.target:
+                self._count_blocks(layer, end - first if which == EVERYTHING else (positions >= 0).sum(axis=2).mean())
+        else:
+            with one_kernel_at_a_time:
+                largest = native(*given, self.settings.group_reduce == "max", scale, softcap, out, lse)
+        if largest:
+            layer.require_storable(largest)
+        return masses
+
+    @staticmethod
+    def _count_blocks(layer: RetrievalLayer, blocks: float) -> None:
+        state = layer.state
+        layer.state = replace(state, blocks_sum=state.blocks_sum + float(blocks), blocks_steps=state.blocks_steps + 1)
+
+    @staticmethod
+    def _count_share(layer: RetrievalLayer, attended: np.ndarray, total: np.ndarray) -> None:
+        """Add the share of the attention mass that a step covered by estimate, from log-sum-exps; NaN: of none."""
+        share, state = float(np.exp(attended - total).mean()), layer.state
+        if share == share:
+            layer.state = replace(state, share_sum=state.share_sum + share, share_steps=state.share_steps + 1)
+
+    def _choice(
+        self, layer: RetrievalLayer, step: Step, rows: int, kv_heads: int, context: int
+    ) -> tuple[int, np.ndarray, np.ndarray]:
+        """Which of the Context's blocks this step attends to: (which, positions, allowed) of `RetrievalStep`.
+
+        Reused where the schedule says so, else chosen. KTransformers' pseudo code: the first layer of every
+        `layer_step` layers selects, at every `token_step`-th token; all others take what was selected last, and the
+        blocks that have left Local since. Where the first layers attend to everything, the next one selects.
+        """
+        settings = self.settings
+        if settings.layer_step == settings.token_step == 1:
+            return self._best(layer, rows, kv_heads, context)
+        shared, layout, lists = step.cohort.shared, layer.layout, 1 if self.shared else kv_heads
+        selections: SharedSelections = shared.setdefault(SELECTIONS, {})
+        selected_at: SharedSelections = shared.setdefault(SELECTED_AT, {})
+        key = (
+            self.layer_idx // settings.layer_step, layout.block_size, layout.sink_blocks, layout.local_len, lists,
+            # Where the number of blocks differs from list to list, only steps that know of it can take it over.
+            self.targets,
+        )  # fmt: skip
+        decoded = step.past - step.cohort.prompt_length
+        last = selections.get(key)
+        # None behind a prompt, and where tokens were cropped.
+        if last is not None:
+            seen, when = selected_at[key][0]
+            if when // settings.token_step == decoded // settings.token_step:
+                return AS_GIVEN, with_entered(last, int(seen), context), NOTHING_FORBIDDEN
+        which, positions, allowed = self._best(layer, rows, kv_heads, context)
+        selections[key], selected_at[key] = positions, np.tile(np.array([context, decoded]), (rows, 1))
+        return which, positions, allowed
+
+    def _best(
+        self, layer: RetrievalLayer, rows: int, kv_heads: int, context: int
+    ) -> tuple[int, np.ndarray, np.ndarray]:
+        """The best blocks of the Context, among those that preselection left."""
+        assert self.budget is not None
+        allowed, most = NOTHING_FORBIDDEN, min(self.budget, context)
+        if layer.state.candidates is not None:
+            candidates = layer.state.allowed(context)
+            assert candidates is not None
+            if candidates.shape[2] <= self.budget and not self.targets:
+                return AS_GIVEN, candidates, NOTHING_FORBIDDEN
+            allowed, most = candidates, min(most, candidates.shape[2])
+        # Written by the call, which comes before anybody reads it.
+        positions = np.empty((rows, 1 if self.shared else kv_heads, most), dtype=np.int32)
+        return (CHOSEN if most else AS_GIVEN), positions, allowed

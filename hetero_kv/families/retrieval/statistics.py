@@ -1,0 +1,18 @@
+"""What retrieval layers count, beside the share of the attention mass that is measured."""
+
+from hetero_kv.engine.statistics import Statistic, register
+
+ESTIMATED_SHARE = register(
+    Statistic(
+        "estimated_share",
+        "attention mass covered, by estimate",
+        "share of the attention mass that the attended blocks are estimated to cover, the mean over steps and heads",
+    )
+)
+ATTENDED_BLOCKS = register(
+    Statistic(
+        "attended_blocks",
+        "Context blocks attended to",
+        "blocks of the Context that a kv head attends to, the mean over steps, where a number of its own is chosen",
+    )
+)

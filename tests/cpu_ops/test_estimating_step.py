@@ -1,0 +1,244 @@
+"""A step that estimates: against a reference in torch that says the same in a few lines."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cpu_ops.candidate_masses import candidate_masses
+from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
+from cpu_ops.estimating_step import Choice, EstimatingStep
+from cpu_ops.mean_scores import mean_scores
+from cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN
+from hetero_kv.store import storage
+
+# As the tiny llama's pool in tests/operators, so that no kernel is compiled for this alone.
+ROWS, KV_HEADS, GROUP, DIM, BLOCK, BLOCKS = 2, 2, 2, 16, 4, 12
+POOL = ROWS * BLOCKS + 3
+FIRST, END, POSITION, SCALE = 1, BLOCKS - 2, (BLOCKS - 1) * BLOCK + 2, 0.6
+CONTEXT = END - FIRST
+
+
+class Problem:
+    """A pool in which two rows have 12 blocks each, the last one with room, and a token of each row."""
+
+    def __init__(self, seed, size=1.0, representative_num=2):
+        rng = np.random.default_rng(seed)
+        shape = (POOL, KV_HEADS, BLOCK, DIM)
+        self.keys, self.values = (size * rng.standard_normal((2, *shape))).astype(np.float32)
+        keys, values = torch.from_numpy(self.keys), torch.from_numpy(self.values)
+        vectors = torch.stack([keys.mean(2), keys.std(2, correction=0)][:representative_num], dim=2)
+        self.representatives = vectors.contiguous().numpy()
+        self.value_means = values.mean(2, keepdim=True).numpy()
+        self.lengths = np.full(POOL, BLOCK, np.int32)
+        self.table = rng.permutation(POOL)[: ROWS * BLOCKS].reshape(ROWS, BLOCKS).astype(np.int32)
+        self.lengths[self.table[:, -1]] = POSITION % BLOCK + 1
+        self.q, self.k, self.v = (
+            rng.standard_normal((ROWS, heads, 1, DIM)).astype(np.float32)
+            for heads in (KV_HEADS * GROUP, KV_HEADS, KV_HEADS)
+        )
+        self.positions = NOTHING_FORBIDDEN
+        self.out = np.empty((ROWS, KV_HEADS * GROUP, 1, DIM), np.float32)
+        self.lse = np.empty((ROWS, KV_HEADS, GROUP), np.float32)
+        self.masses = np.empty((2, ROWS, KV_HEADS, GROUP), np.float32)
+
+    def step(self, choice, *, estimates=True, softcap=0.0):
+        return EstimatingStep(
+            self.keys, self.values, self.representatives, self.lengths, GROUP, "deviation", softcap > 0, np.float32, 1,
+            choice, True, self.value_means if estimates else None, None,
+        )  # fmt: skip
+
+    def run(
+        self, step, which=CHOSEN, most=4, shared=False, softcap=0.0, allowed=NOTHING_FORBIDDEN, beside=-np.inf,
+        positions=None,
+    ):  # fmt: skip
+        lists = 1 if shared else KV_HEADS
+        self.positions = np.empty((ROWS, lists, most), np.int32) if positions is None else positions
+        return step(
+            self.q, self.k, self.v, POSITION, self.table, FIRST, END, which, self.positions, allowed, shared, SCALE,
+            softcap, np.full_like(self.lse, beside), self.out, self.lse, self.masses,
+        )  # fmt: skip
+
+
+def scores_of(problem, row, softcap):
+    """A row's scores of all keys [kv_heads, group, blocks, block], of its means, and one deviation above."""
+    q = torch.from_numpy(problem.q).view(ROWS, KV_HEADS, GROUP, DIM)[row].double()
+    parts = problem.keys, problem.representatives
+    keys, vectors = (torch.from_numpy(part[problem.table[row]]).double() for part in parts)
+    cap = (lambda x: softcap * torch.tanh(x / softcap)) if softcap else (lambda x: x)
+    exact = cap(torch.einsum("hgd,bhtd->hgbt", q, keys) * SCALE)
+    exact[:, :, -1, POSITION % BLOCK + 1 :] = -math.inf
+    mean = torch.einsum("hgd,bhd->hgb", q, vectors[:, :, 0]) * SCALE
+    if vectors.shape[2] == 1:
+        return exact, cap(mean), cap(mean)
+    deviation = torch.einsum("hgd,bhd->hgb", q**2, vectors[:, :, 1] ** 2).sqrt() * SCALE
+    return exact, cap(mean), cap(mean + deviation)
+
+
+def reduced(scores, reduce, shared):
+    """What each list chooses by, from [kv_heads, group, blocks]."""
+    scores = scores.softmax(-1) if reduce in (SOFTMAX, LARGEST_SOFTMAX) else scores
+    by_head = scores.mean(1) if reduce in (MEAN, SOFTMAX) else scores.amax(1)
+    return by_head.sum(0, keepdim=True) if shared else by_head
+
+
+def spread(mean, likely):
+    """The log-sum-exp of a block of scores around a mean, one of which is one deviation above."""
+    deviation, log_n = likely - mean, math.log(BLOCK)
+    follows = deviation**2 < 2 * log_n
+    return mean + torch.where(follows, log_n + deviation**2 / 2, deviation * math.sqrt(2 * log_n))
+
+
+def taken(by, masses, among, times, choice, most, shared, window):
+    """`times` the best of each list's blocks `among`, as many as settings say, or as reach the target."""
+    order = reduced(by, choice.reduce, shared).tolist()
+    share = torch.exp(masses - torch.logaddexp(masses.logsumexp(-1), window)[..., None])
+    found = []
+    for each, may in enumerate(among):
+        heads = slice(None) if shared else slice(each, each + 1)
+        ranked, count = sorted(may, key=lambda block, scores=order[each]: -scores[block]), most
+        if choice.target:
+            reached, count = float(1 - share[heads].sum(-1).mean()), 0
+            while count < min(most, len(ranked)) and (reached < choice.target or count < choice.least):
+                reached += float(share[heads, :, ranked[count]].mean())
+                count += 1
+        found.append(sorted(ranked[: count * times]))
+    return found
+
+
+def reference(problem, choice, most, *, shared=False, softcap=0.0, estimates=True, beside=-math.inf, allowed=None):
+    """Per row: chosen positions of each list, out, lse, and the mass of what was attended to and of everything."""
+    for row in range(ROWS):
+        exact, mean, likely = scores_of(problem, row, softcap)
+        inside = slice(FIRST, END)
+        window = torch.cat([exact[:, :, :FIRST].flatten(2), exact[:, :, END:].flatten(2)], -1).logsumexp(-1)
+        window = torch.logaddexp(window, torch.tensor(beside).double())
+        weights, masses = mean[:, :, inside] + math.log(BLOCK), spread(mean[:, :, inside], likely[:, :, inside])
+        among = [sorted(range(CONTEXT)) if allowed is None else allowed] * (1 if shared else KV_HEADS)
+        settled = choice, most, shared, window
+        chosen = taken(likely[:, :, inside], masses, among, choice.rerank, *settled)
+        if choice.rerank > 1:
+            looked = exact[:, :, inside].logsumexp(-1)
+            for head in range(KV_HEADS):
+                at = chosen[0 if shared else head]
+                masses[head, :, at] = weights[head, :, at] = looked[head][:, at]
+            chosen = taken(masses, masses, chosen, 1, *settled)
+        out, lse, attended = [], [], []
+        parts = problem.values, problem.value_means
+        values, means = (torch.from_numpy(part[problem.table[row]]).double() for part in parts)
+        around = [b for b in range(BLOCKS) if not FIRST <= b < END]
+        for head in range(KV_HEADS):
+            blocks = [FIRST + b for b in chosen[0 if shared else head]] + around
+            rest = [b for b in range(FIRST, END) if b not in blocks] if estimates else []
+            parts = [exact[head][:, blocks].flatten(1), weights[head][:, [b - FIRST for b in rest]]]
+            vectors = torch.cat([values[blocks, head].flatten(0, 1), means[rest, head, 0]])
+            out.append(torch.cat(parts, -1).softmax(-1) @ vectors)
+            lse.append(torch.cat(parts, -1).logsumexp(-1))
+            left = [b for b in range(CONTEXT) if FIRST + b not in blocks]
+            attended.append([parts[0].logsumexp(-1), torch.cat([parts[0], masses[head][:, left]], -1).logsumexp(-1)])
+        yield chosen, torch.stack(out), torch.stack(lse), [torch.stack(each) for each in zip(*attended, strict=True)]
+
+
+def assert_same(problem, expected):
+    for row, (chosen, out, lse, masses) in enumerate(expected):
+        assert [[p for p in each if p >= 0] for each in problem.positions[row].tolist()] == chosen
+        np.testing.assert_allclose(problem.out[row].reshape(out.shape), out, rtol=2e-4, atol=2e-5)
+        np.testing.assert_allclose(problem.lse[row], lse, rtol=1e-4, atol=1e-5)
+        for found, mass in zip(problem.masses[:, row], masses, strict=True):
+            np.testing.assert_allclose(found, mass, rtol=1e-4, atol=1e-5)
+
+
+choices = st.builds(
+    Choice,
+    reduce=st.sampled_from([SOFTMAX, LARGEST_SOFTMAX, MEAN, LARGEST]),
+    rerank=st.sampled_from([1, 1, 2]),
+    target=st.sampled_from([0.0, 0.5, 0.9, 0.99]),
+    least=st.integers(0, 3),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    choice=choices,
+    most=st.integers(1, CONTEXT),
+    shared=st.booleans(),
+    softcap=st.sampled_from([0.0, 3.0]),
+    estimates=st.booleans(),
+    among=st.sampled_from([None, [0, 2, 3, 5, 6, 8]]),
+    beside=st.sampled_from([-math.inf, 0.0, 2.0]),
+    size=st.sampled_from([0.3, 1.5]),
+    representative_num=st.sampled_from([1, 2]),
+    seed=st.integers(0, 10**6),
+)
+def test_what_is_chosen_attended_to_and_estimated_is_the_references(
+    choice, most, shared, softcap, estimates, among, beside, size, representative_num, seed
+):
+    problem = Problem(seed, size, representative_num)
+    if among is not None:
+        most = min(most, len(among))
+    lists = 1 if shared else KV_HEADS
+    allowed = NOTHING_FORBIDDEN if among is None else np.full((ROWS, lists, len(among)), among, np.int32)
+    step = problem.step(choice, estimates=estimates, softcap=softcap)
+    problem.run(step, most=most, shared=shared, softcap=softcap, allowed=allowed, beside=beside)
+    kept = {"shared": shared, "softcap": softcap, "estimates": estimates, "beside": beside, "allowed": among}
+    assert_same(problem, reference(problem, choice, most, **kept))
+
+
+@pytest.mark.parametrize("rest", ["estimated", "dropped"])
+def test_a_step_reports_the_mass_that_it_estimates_for_everything(rest):
+    problem = Problem(3)
+    problem.run(problem.step(Choice(), estimates=rest == "estimated"))
+    whole = Problem(3)
+    whole.run(whole.step(Choice()))
+    np.testing.assert_allclose(problem.masses, whole.masses, rtol=1e-6)
+    assert (problem.masses[0] < problem.masses[1]).all()
+    assert (problem.lse == problem.masses[0]).all() == (rest == "dropped")
+
+
+def test_with_every_block_attended_to_nothing_is_estimated():
+    problem, exact = Problem(5), Problem(5)
+    problem.run(problem.step(Choice()), most=CONTEXT)
+    exact.run(exact.step(Choice()), which=EVERYTHING)
+    np.testing.assert_allclose(problem.out, exact.out, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(problem.masses, exact.masses, rtol=1e-6)
+
+
+def test_given_blocks_are_attended_to_as_far_as_there_are_any():
+    problem = Problem(7)
+    given_positions = np.array([[[1, 4, -1], [0, 2, 5]], [[3, -1, -1], [-1, -1, -1]]], np.int32)
+    problem.run(problem.step(Choice(), estimates=False), which=AS_GIVEN, positions=given_positions)
+    exact = [scores_of(problem, row, 0.0)[0] for row in range(ROWS)]
+    for row in range(ROWS):
+        for head in range(KV_HEADS):
+            blocks = [0, *(1 + p for p in given_positions[row, head] if p >= 0), 10, 11]
+            expected = exact[row][head][:, blocks].flatten(1).logsumexp(-1)
+            np.testing.assert_allclose(problem.masses[0, row, head], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+def test_candidates_have_the_mass_of_their_keys_scores(coarse):
+    # Heads of 32, which groups of four bits fit.
+    rng = np.random.default_rng(0)
+    keys = torch.from_numpy(rng.standard_normal((5, 2, 4, 32)).astype(np.float32)) + 40
+    q = rng.standard_normal((1, 2, 2, 32)).astype(np.float32)
+    table, positions = np.array([[4, 1, 3]], np.int32), np.array([[[0, 2], [1, -1]]], np.int32)
+    means = keys.mean(2, keepdim=True)
+    stored = storage.Q4_0.encode(keys - means) if coarse else keys
+    array = stored.numpy().view(storage.Q4_0.kernel_dtype) if coarse else stored.numpy()
+    masses = np.full((1, 2, 2, 3), 7, np.float32)
+    candidate_masses(q, array, means.numpy() if coarse else None, table, positions, 0.5, 0.0, masses)
+    decoded = storage.Q4_0.decode(stored) + means if coarse else keys
+    expected = torch.full((2, 2, 3), 7.0)
+    scores = torch.einsum("hgd,bhtd->hgbt", torch.from_numpy(q[0]), decoded[table[0]]) * 0.5
+    for head, at in ((0, [0, 2]), (1, [1])):
+        expected[head][:, at] = scores[head].logsumexp(-1)[:, at]
+    np.testing.assert_allclose(masses[0], expected, rtol=1e-5)
+
+
+def test_blocks_outside_the_pool_are_refused():
+    problem = Problem(1)
+    with pytest.raises(IndexError, match=f"block_ids must lie in 0..{POOL - 1}"):
+        mean_scores(problem.q.reshape(ROWS, KV_HEADS, GROUP, DIM), problem.representatives, problem.table + POOL, 1.0)

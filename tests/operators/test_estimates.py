@@ -1,0 +1,220 @@
+"""Estimates in whole models: every decoded token attends to what it says, and to the rest as a token a block."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from cpu_ops.estimating_step import EstimatingStep
+from cpu_ops.retrieval_step import EVERYTHING
+from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.families.retrieval import layer as retrieval_layer
+from hetero_kv.families.retrieval import short_turn
+from hetero_kv.rules.rule_file import parse_rules
+from hetero_kv.store import storage
+
+SMALL = {"block_size": 4, "local_windows_len": 8, "initial_len": 4, "chunk_size": 16, "max_seq_len": 256}
+ESTIMATING = {"representative_type": "MEANSTD", "representative_num": 2, "group_reduce": "softmax", "rest": "estimate"}
+RULES = [
+    {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}},
+    {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Many small steps: threads would wait for each other longer than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def injected():
+    """A tiny model with these settings in every layer, and a cache; without them again after the test."""
+    models = []
+
+    def made(architecture="llama", shape=None, **settings):
+        model = tiny_model(architecture, **(shape or {}))
+        models.append(model)
+        given = {**SMALL, "kv_type": "FP32", "second_block_count": 3, "threads_num": 1, **ESTIMATING, **settings}
+        inject(model, parse_rules({"rules": RULES, "long_context": given}))
+        return model, HeteroCache(model)
+
+    yield made
+    for model in models:
+        eject(model)
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """Holds every decoded token's attention in every layer to a reference; counts those that estimated something."""
+    seen, call = [], EstimatingStep.__call__
+
+    def held(native, q, k, v, position, table, first, end, which, positions, allowed, shared, *rest):
+        largest = call(native, q, k, v, position, table, first, end, which, positions, allowed, shared, *rest)
+        scale, softcap, _, out, lse, _ = rest
+        if which != EVERYTHING:
+            assert_reference(native, q, table, first, end, positions, scale, softcap, out, lse)
+            seen.append((positions >= 0).sum(axis=2))
+        return largest
+
+    monkeypatch.setattr(EstimatingStep, "__call__", held)
+    return seen
+
+
+def assert_reference(native, q, table, first, end, positions, scale, softcap, out, lse):
+    """Attended blocks by their keys and values; another as a token, of mean key and value, with a block's weight."""
+    keys, values = (torch.from_numpy(_decoded(part)) for part in native._pool)
+    size = keys.shape[2]
+    cap = (lambda x: softcap * torch.tanh(x / softcap)) if softcap else (lambda x: x)
+    for row, ids in enumerate(table):
+        for head in range(keys.shape[1]):
+            query = torch.from_numpy(q.reshape(len(q), keys.shape[1], native.group, -1)[row, head])
+            own = positions[row, min(head, positions.shape[1] - 1)]
+            taken = [*range(first), *(first + own[own >= 0]), *range(end, len(ids))]
+            others = [block for block in range(first, end) if block not in taken]
+            is_there = np.concatenate([np.arange(size) < native._lengths[ids[block]] for block in taken])
+            k, v = (part[ids[taken].astype(int), head].flatten(0, 1)[is_there] for part in (keys, values))
+            scores = cap(query @ k.T * scale)
+            mean_k, mean_v = (part[ids[others].astype(int), head].mean(1) for part in (keys, values))
+            scores = torch.cat([scores, cap(query @ mean_k.T * scale) + math.log(size)], dim=1)
+            expected = scores.softmax(-1) @ torch.cat([v, mean_v])
+            actual = out.reshape(len(q), keys.shape[1], native.group, -1)[row, head]
+            # Means are stored as the keys are.
+            rounding = 1e-4 if native._pool[0].dtype == np.float32 else 5e-3
+            np.testing.assert_allclose(actual, expected, rtol=rounding, atol=rounding)
+            np.testing.assert_allclose(lse[row, head], scores.logsumexp(-1), rtol=rounding, atol=rounding)
+
+
+def _decoded(pool):
+    kinds = {storage.get(name).kernel_dtype: storage.get(name) for name in storage.names()}
+    kind = kinds[pool.dtype]
+    stored = torch.from_numpy(pool.view(np.uint8)).view(kind.dtype)
+    return kind.decode(stored).float().numpy()
+
+
+def tokens(count, seed=0, rows=1):
+    return torch.randint(2, 97, (rows, count), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model, cache, *parts):
+    """Logits of prompts and single tokens, one after the other."""
+    with torch.no_grad():
+        return torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
+
+
+def answer(count, seed=1, rows=1):
+    return tokens(count, seed, rows).split(1, dim=1)
+
+
+# Scores that are capped, attention sinks that are learned, and heads of several dimensions.
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("target_mass", ["none", 0.9])
+def test_blocks_that_fill_are_estimated_like_those_of_the_prompt(injected, checked, architecture, target_mass):
+    whole = {"layer_types": ["full_attention"] * 3} if architecture in ("gemma2", "gpt_oss") else {}
+    model, cache = injected(architecture, whole, target_mass=target_mass, head_select_mode="SEPARATE")
+    logits(model, cache, tokens(45), *answer(20))
+    assert len(checked) >= 3 * 20
+    share = cache.statistics["estimated_share"]
+    assert all(0 < each < 1 for each in share)
+
+
+@pytest.mark.parametrize("kv_type", ["FP16", "BF16", "Q8_0", "Q4_0"])
+def test_every_storage_type_is_estimated_from(injected, checked, kv_type):
+    model, cache = injected(
+        "llama", {"head_dim": 32}, kv_type=kv_type, block_size=32, initial_len=32, second_block_count=1
+    )
+    logits(model, cache, tokens(190), *answer(3))
+    assert len(checked) >= 3 * 3
+
+
+def test_crops_forks_short_turns_and_beams_estimate_what_is_there(injected, checked, monkeypatch):
+    monkeypatch.setattr(short_turn, "LEAST_PAST", 1)
+    model, cache = injected()
+    logits(model, cache, tokens(60), *answer(10))
+    cache.crop(-22)
+    logits(model, cache, tokens(7, 2), *answer(9, 3))
+    twin = cache.fork()
+    logits(model, cache, *answer(6, 4))
+    logits(model, twin, *answer(6, 5))
+    greedy = {"max_new_tokens": 8, "do_sample": False}
+    model.generate(tokens(40, 6, rows=2), past_key_values=HeteroCache(model), num_beams=2, **greedy)
+    assert len(checked) > 3 * 30
+
+
+def test_a_window_on_the_compute_device_counts_for_the_target(injected, checked, monkeypatch):
+    settings = {"target_mass": 0.8, "head_select_mode": "SEPARATE", "second_block_count": 500, "least_block_count": 0}
+    model, cache = injected(**settings)
+    expected = logits(model, cache, tokens(60), *answer(12))
+    counts, shares = list(checked), cache.statistics["estimated_share"]
+    checked.clear()
+    monkeypatch.setattr(retrieval_layer, "_needs_window", lambda device: True)
+    model, cache = injected(**settings)
+    np.testing.assert_allclose(logits(model, cache, tokens(60), *answer(12)), expected, rtol=1e-3, atol=1e-4)
+    assert [each.tolist() for each in checked] == [each.tolist() for each in counts]
+    assert cache.statistics["estimated_share"] == pytest.approx(shares, rel=1e-4)
+
+
+@pytest.mark.parametrize("target_mass", [0.6, 0.95])
+def test_as_few_blocks_as_reach_the_target_are_attended_to(injected, checked, target_mass):
+    model, cache = injected(
+        target_mass=target_mass, head_select_mode="SEPARATE", second_block_count="all", least_block_count=0
+    )
+    logits(model, cache, tokens(120), *answer(5))
+    counts = np.concatenate([each.ravel() for each in checked])
+    assert counts.mean() == pytest.approx(np.mean(cache.statistics["attended_blocks"]))
+    assert counts.min() < counts.max() < 29
+    # What was attended to counts with its true mass there, and with its estimate where blocks are counted.
+    assert cache.statistics["estimated_share"] == pytest.approx([target_mass] * 3, abs=0.1)
+
+
+def test_where_all_candidates_are_looked_at_the_estimated_share_is_the_true_one(injected):
+    model, cache = injected(rerank=100, measure_recall=True, second_block_count=4)
+    logits(model, cache, tokens(70), *answer(6))
+    found = cache.statistics
+    assert found["estimated_share"] == pytest.approx(found["block_recall"], rel=1e-4)
+    assert all(share < 0.999 for share in found["block_recall"])
+
+
+def test_a_forward_that_fails_leaves_what_was_counted_as_it_was(injected):
+    model, cache = injected(target_mass=0.9)
+    logits(model, cache, tokens(60), *answer(3))
+    before = cache.statistics
+    handle = model.lm_head.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyError("behind the layers")))
+    with pytest.raises(KeyError):
+        logits(model, cache, *answer(1, 9))
+    handle.remove()
+    assert cache.statistics == before
+
+
+@pytest.mark.parametrize("settings", [{}, {"rerank": 2}, {"target_mass": 0.9, "least_block_count": 500}])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
+def test_a_covering_budget_is_exact(injected, architecture, settings):
+    whole = {"layer_types": ["full_attention"] * 3} if architecture in ("gemma2", "gpt_oss") else {}
+    model, cache = injected(architecture, whole, second_block_count=500, **settings)
+    parts = [tokens(61), *answer(20)]
+    actual = logits(model, cache, *parts)
+    eject(model)
+    with torch.no_grad():
+        expected = model(torch.cat(parts, dim=1)).logits
+    assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_codes_of_four_bits_are_kept_of_keys_that_are_stored_in_more(injected):
+    shape = {"head_dim": 32}
+    for kv_type, has_codes in (("FP16", True), ("Q8_0", False)):
+        model, cache = injected("llama", shape, kv_type=kv_type, rerank=2, block_size=32, second_block_count=1)
+        logits(model, cache, tokens(150), *answer(2))
+        pool = cache.layers[0].pool
+        assert (pool.key_codes is not None) == has_codes
+        if pool.key_codes is not None:
+            ids = cache.layers[0].block_ids(0)[1:3].astype(int)
+            keys = pool.keys[ids].float()
+            coarse = storage.Q4_0.decode(pool.key_codes[ids]) + pool.representatives[ids][:, :, :1].float()
+            assert (coarse - keys).abs().max() < 0.1 * (keys - keys.mean(2, keepdim=True)).abs().max()
