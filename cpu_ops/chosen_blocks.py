@@ -1,9 +1,15 @@
 """From scores of blocks to the blocks that a step attends to."""
 
-import numpy as np
-from numba import njit
+from functools import cache
+from typing import Any
 
+import numpy as np
+from numba import njit, types
+
+from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.exponential import LOG2_E, exp2
+from cpu_ops.kernel_address import address_of
+from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
 from cpu_ops.top_k import select
 
 MEAN, LARGEST, SOFTMAX, LARGEST_SOFTMAX = 0, 1, 2, 3
@@ -79,6 +85,28 @@ def _to_softmax(scores):
         total += scores[block]
     for block in range(scores.size):
         scores[block] = np.float32(scores[block] / max(total, 1e-30))
+
+
+@region_arguments("softmax")
+def softmax_arguments(_: str) -> tuple[Any, ...]:
+    """Of the region: (scores [lists, blocks] float32,), each list of which becomes its softmax."""
+    return (types.Array(types.float32, 2, "C"),)
+
+
+@cache
+def softmax_region() -> int:
+    """The address of the region: a step's scores are many where the context is long."""
+    code_version = CODE_VERSION
+
+    @njit(REGION, cache=True, nogil=True)
+    def softmax(thread, threads, arguments):
+        (scores,) = arguments_at("softmax", "", arguments)
+        lists = len(scores)
+        for each in range(lists * thread // threads, lists * (thread + 1) // threads):
+            _to_softmax(scores[each])
+        return np.int64(0 * code_version)
+
+    return address_of(softmax)
 
 
 @njit

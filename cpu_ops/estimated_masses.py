@@ -4,6 +4,7 @@ import numpy as np
 from numba import njit
 
 from cpu_ops.exponential import LN_2, LOG2_E, exp2
+from cpu_ops.top_k import select
 
 
 @njit(cache=True, nogil=True)
@@ -34,31 +35,6 @@ def estimated_shares(log_masses, beside, shared):
     return shares, before
 
 
-@njit(cache=True, nogil=True, fastmath={"contract", "nsz"}, error_model="numpy")
-def spread_masses(means, likely, block_size):
-    """The log-sum-exp of each block's scores, from their mean and the score one standard deviation above.
-
-    Of n = `block_size` scores that are spread normally by σ around a mean m: m + log n + σ²/2, as far as so few scores
-    can follow that, which is to σ² = 2 log n; then m + σ sqrt(2 log n), their largest (the random energy model's free
-    energy, Derrida 1981, Phys. Rev. B 24, 2613).
-
-    means, likely: [rows, kv_heads, group, blocks] float32. Returns an array like these.
-    """
-    masses = np.empty_like(means)
-    log_n = np.float32(np.log(block_size))
-    most = np.sqrt(np.float32(2) * log_n)
-    for row in range(means.shape[0]):
-        for head in range(means.shape[1]):
-            for query in range(means.shape[2]):
-                for block in range(means.shape[3]):
-                    mean = means[row, head, query, block]
-                    deviation = likely[row, head, query, block] - mean
-                    follows = deviation < most
-                    above = log_n + np.float32(0.5) * deviation * deviation if follows else deviation * most
-                    masses[row, head, query, block] = mean + above
-    return masses
-
-
 @njit(cache=True, nogil=True)
 def fewest_blocks(scores, shares, before, target, least, most):
     """How many blocks, the best first, reach a share of the attention mass: [lists] int32, `least` to `most` each.
@@ -67,13 +43,14 @@ def fewest_blocks(scores, shares, before, target, least, most):
     float32, and before [lists], as from `estimated_shares`. target: the share to be reached.
     """
     lists, blocks = scores.shape
+    most = min(most, blocks)
     counts = np.empty(lists, np.int32)
+    best = np.empty((lists, most), np.int32)
+    select(scores, np.full(lists, blocks, np.int32), np.full(lists, most, np.int32), best)
     for each in range(lists):
-        order = np.argsort(-scores[each], kind="mergesort")
+        order = best[each][np.argsort(-scores[each][best[each]], kind="mergesort")]
         reached, count = np.float64(before[each]), 0
-        while count < min(most, blocks) and (reached < target or count < least):
-            if scores[each, order[count]] == -np.inf:
-                break
+        while count < most and (reached < target or count < least) and scores[each, order[count]] > -np.inf:
             reached += shares[each, order[count]]
             count += 1
         counts[each] = count
@@ -104,17 +81,6 @@ def logaddexp(first, second):
 
 
 @njit(cache=True, nogil=True)
-def add_rest(log_masses, attended, total):
-    """Write the log-sum-exp of what is attended to and of log_masses [rows, kv_heads, group, blocks] to `total`."""
-    rows, kv_heads, group = attended.shape
-    for row in range(rows):
-        for head in range(kv_heads):
-            for query in range(group):
-                rest = log_sum_exp(log_masses[row, head, query])
-                total[row, head, query] = logaddexp(rest, attended[row, head, query])
-
-
-@njit(cache=True, nogil=True)
 def take_out(log_masses, positions):
     """Let blocks at positions [rows, 1 or kv_heads, n] have the mass 0; positions below 0 are none."""
     rows, kv_heads, group, _ = log_masses.shape
@@ -126,20 +92,3 @@ def take_out(log_masses, positions):
                 if position >= 0:
                     for query in range(group):
                         log_masses[row, head, query, position] = -np.inf
-
-
-@njit(cache=True, nogil=True)
-def put(target, positions, source):
-    """Copy the entries of blocks at positions [rows, 1 or kv_heads, n]; positions below 0 are none.
-
-    target, source: [rows, kv_heads, group, blocks] float32.
-    """
-    rows, kv_heads, group, _ = target.shape
-    lists = positions.shape[1]
-    for row in range(rows):
-        for head in range(kv_heads):
-            for place in range(positions.shape[2]):
-                position = positions[row, min(head, lists - 1), place]
-                if position >= 0:
-                    for query in range(group):
-                        target[row, head, query, position] = source[row, head, query, position]

@@ -13,70 +13,75 @@ from numba import from_dtype, njit, types
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
 from cpu_ops.exponential import tanh
+from cpu_ops.kernel_address import address_of
+from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
 from cpu_ops.simd import score_tile
 from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.tiles import tiles_for
 
 
-def mean_scores(
-    q: np.ndarray, representatives: np.ndarray, block_ids: np.ndarray, scale: float, softcap: float = 0.0
-) -> tuple[np.ndarray, np.ndarray]:
-    """Score every listed block for every query head, scaled and capped as attention's scores are.
+@region_arguments("mean scores")
+def arguments(numbers: str) -> tuple[Any, ...]:
+    """Of the regions: (q, representatives, block_ids, block_size, scale, softcap, likely, weights, masses).
 
-    q: [rows, kv_heads, group, k_dim] float32. representatives: [num_blocks, kv_heads, 1 or 2, k_dim] of a storage type,
-    means and deviations. block_ids: [rows, blocks] int32. scale multiplies the scores; softcap c > 0 then turns them
-    into c * tanh(score / c).
-
-    Returns the scores of the means and those one standard deviation above, [rows, kv_heads, group, blocks] float32
-    each; both are one array where there is one representative. Raises ValueError or TypeError for arrays that do not
-    fit together, IndexError for ids outside the pool.
+    q: [rows, kv_heads, group, k_dim] float32. representatives: [num_blocks, kv_heads, 1 or 2, k_dim], means and
+    deviations, viewed as `numbers`. block_ids: [rows, blocks] int32, in the pool. scale multiplies the scores; softcap
+    c > 0 then turns them into c * tanh(score / c). Written, [rows, kv_heads, group, blocks] float32 each: likely, the
+    scores one deviation above the mean; weights, the log-sum-exp of block_size scores that are all the mean's; masses,
+    that of as many that are spread (`spread_mass`).
     """
-    storage = storage_of(representatives.dtype)
-    kernel = kernel_for(q.shape, representatives.shape, block_ids.shape, storage.name)
-    means = np.empty((*q.shape[:3], block_ids.shape[1]), np.float32)
-    likely = np.empty_like(means) if representatives.shape[2] == 2 else means
-    if kernel(q, representatives.view(storage.kernel_dtype), block_ids, scale, softcap, means, likely) < 0:
-        raise IndexError(f"block_ids must lie in 0..{representatives.shape[0] - 1}")
-    return means, likely
+    real4, real = types.Array(types.float32, 4, "C"), types.float64
+    pool, ids = types.Array(from_dtype(np.dtype(numbers)), 4, "C"), types.Array(types.int32, 2, "C")
+    return real4, pool, ids, types.int64, real, real, real4, real4, real4
 
 
-def kernel_for(q: tuple[int, ...], representatives: tuple[int, ...], ids: tuple[int, ...], storage: str) -> Any:
-    """The kernel of `signature` for arrays of these shapes (`mean_scores`). Raises ValueError where they do not fit."""
-    fitting = len(q) == 4 and len(representatives) == 4 and representatives[1::2] == (q[1], q[3])
-    if not fitting or representatives[2] not in (1, 2) or min(q[2], q[3]) < 1:
+def region_for(q: tuple[int, ...], representatives: tuple[int, ...], dtype: np.dtype) -> int:
+    """The address of the region for arrays of these shapes. Raises ValueError where they do not fit together."""
+    storage = storage_of(dtype)
+    fitting = len(representatives) == 4 and (representatives[1], representatives[3] * storage.group) == (q[1], q[3])
+    if not fitting or representatives[2] not in (1, 2):
         raise ValueError(
             f"representatives {representatives} do not fit q {q}: kv_heads (second) and k_dim (last) must be equal, "
             "and there must be 1 or 2 of a block, its mean and its deviation"
         )
-    if len(ids) != 2 or ids[0] != q[0]:
-        raise ValueError(f"block_ids {ids} must be [{q[0]}, blocks]")
-    return _kernel(isa(), storage, q[2], representatives[2], q[3])
+    return address_of(_region(isa(), storage.name, q[2], representatives[2], q[3]))
 
 
-def signature(storage: str) -> Any:
-    """Of the kernels: (q, representatives, block_ids, scale, softcap, means, likely) to a status, < 0 an error's."""
-    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
-    real4, int2 = types.Array(types.float32, 4, "C"), types.Array(types.int32, 2, "C")
-    return types.int64(real4, pool, int2, types.float64, types.float64, real4, real4)
+@njit(error_model="numpy", fastmath={"contract", "nsz"})
+def spread_mass(mean, deviation, log_n):
+    """The log-sum-exp of n scores that are spread normally by σ around a mean m, from float32.
+
+    It is m + log n + σ²/2, as far as so few scores can follow that, which is to σ² = 2 log n; then m + σ sqrt(2 log n),
+    their largest (the random energy model's free energy, Derrida 1981, Phys. Rev. B 24, 2613).
+    """
+    most = np.sqrt(np.float32(2) * log_n)
+    return mean + (log_n + np.float32(0.5) * deviation * deviation if deviation < most else deviation * most)
+
+
+@njit
+def _capped(score, softcap):
+    """A score under a soft cap, where there is one."""
+    return np.float32(softcap) * tanh(score / np.float32(softcap)) if softcap > 0 else score
 
 
 @cache
-def _kernel(instructions: str, storage: str, group: int, representative_num: int, k_dim: int) -> Any:
+def _region(instructions: str, storage: str, group: int, representative_num: int, k_dim: int) -> Any:
     lanes, full_tiles, tile_queries, rest_queries, *_ = tiles_for(instructions, group, 1)
     full_queries = full_tiles * tile_queries
     units = STORAGE_TYPES[storage].units(k_dim)
-    code_version = CODE_VERSION
+    numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
 
-    @njit(signature(storage), cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
-    def score(q, representatives, block_ids, scale, softcap, means, likely):
+    @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def score(thread, threads, arguments):
+        q, representatives, block_ids, block_size, scale, softcap, likely, weights, masses = arguments_at(
+            "mean scores", numbers, arguments
+        )
         rows, blocks = block_ids.shape
         kv_heads = q.shape[1]
-        tile = np.empty((2, group), np.float32)
-        for row in range(rows):
-            for entry in range(blocks):
-                if block_ids[row, entry] < 0 or block_ids[row, entry] >= representatives.shape[0]:
-                    return np.int64(-1)
-        for item in range(rows * kv_heads * blocks):
+        log_n = np.float32(np.log(block_size))
+        tile = np.zeros((2, group), np.float32)
+        total = rows * kv_heads * blocks
+        for item in range(total * thread // threads, total * (thread + 1) // threads):
             entry, index = item % blocks, item // blocks
             row, head = index // kv_heads, index % kv_heads
             q_at = index * (group * k_dim)
@@ -101,17 +106,11 @@ def _kernel(instructions: str, storage: str, group: int, representative_num: int
                         representatives, r_at + units, tile, group + full_queries, 1,
                     )  # fmt: skip
             for g in range(group):
-                mean = tile[0, g]
-                means[row, head, g, entry] = _capped(mean * np.float32(scale), softcap)
-                if representative_num == 2:
-                    above = mean + np.sqrt(tile[1, g])
-                    likely[row, head, g, entry] = _capped(above * np.float32(scale), softcap)
+                mean = _capped(tile[0, g] * np.float32(scale), softcap)
+                above = _capped((tile[0, g] + np.sqrt(tile[1, g])) * np.float32(scale), softcap)
+                likely[row, head, g, entry] = above
+                weights[row, head, g, entry] = mean + log_n
+                masses[row, head, g, entry] = spread_mass(mean, above - mean, log_n)
         return np.int64(0 * code_version)
 
     return score
-
-
-@njit
-def _capped(score, softcap):
-    """A score under a soft cap, where there is one."""
-    return np.float32(softcap) * tanh(score / np.float32(softcap)) if softcap > 0 else score

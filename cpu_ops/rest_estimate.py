@@ -8,107 +8,160 @@ from numba import from_dtype, njit, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
-from cpu_ops.exponential import LN_2, LOG2_E, exp2
+from cpu_ops.estimated_masses import log_sum_exp, logaddexp
+from cpu_ops.exponential import LOG2_E, exp2
+from cpu_ops.kernel_address import address_of, called_as
+from cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
 from cpu_ops.simd import accumulate_rows
 from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.tiles import tiles_for
 
+_REAL4, _REAL3, _REAL2 = (types.Array(types.float32, dims, "C") for dims in (4, 3, 2))
 
-def add_estimates(
-    value_means: np.ndarray, table: np.ndarray, log_masses: np.ndarray, out: np.ndarray, lse: np.ndarray
-) -> None:
-    """Merge what the rest of a context is estimated to give into attention to other tokens, by their log-sum-exps.
 
-    value_means: [num_blocks, kv_heads, 1, v_dim] of a storage type. table: [rows, blocks] int32 ids. log_masses: [rows,
-    kv_heads, group, blocks] float32, the log-sum-exp of each block's scores; -inf for a block that is not estimated.
-    out: [rows, kv_heads, group, v_dim] float32 and lse [rows, kv_heads, group] float32, attention to the others, are
-    written over.
+def _given(numbers: str) -> tuple[Any, ...]:
+    """value_means, table, weights, masses, whether to estimate values."""
+    pool = types.Array(from_dtype(np.dtype(numbers)), 4, "C")
+    return pool, types.Array(types.int32, 2, "C"), _REAL4, _REAL4, types.boolean
 
-    Raises ValueError or TypeError for arrays that do not fit together, IndexError for ids outside the pool.
+
+@region_arguments("rest")
+def arguments(numbers: str) -> tuple[Any, ...]:
+    """Of the regions: value_means, table, weights, masses, estimates as for kernels, then what they write.
+
+    That is (parts, part_out, part_lse, part_mass, whole_out, whole_lse, whole_mass).
+
+    Blocks are divided among threads, lists of each row's kv heads laid end to end. What a thread finds of a list that
+    it has alone is written to whole_out [rows, kv_heads, group, v_dim], whole_lse and whole_mass [rows, kv_heads,
+    group]; what it has of others, to two parts [2 * threads, group, v_dim] and [2 * threads, group], of the lists that
+    `parts` names; -1 for none.
     """
-    storage = storage_of(value_means.dtype)
-    kernel = kernel_for(value_means.shape, table.shape, log_masses.shape, out.shape, storage.name)
-    if kernel(value_means.view(storage.kernel_dtype), table, log_masses, out, lse) < 0:
-        raise IndexError(f"ids in table must lie in 0..{value_means.shape[0] - 1}")
+    return (*_given(numbers), types.Array(types.int64, 1, "C"), _REAL3, _REAL2, _REAL2, _REAL4, _REAL3, _REAL3)
 
 
-def kernel_for(
-    value_means: tuple[int, ...],
-    table: tuple[int, ...],
-    log_masses: tuple[int, ...],
-    out: tuple[int, ...],
-    storage: str,
-) -> Any:
-    """The kernel of `signature` for arrays of these shapes (`add_estimates`). Raises ValueError where wrong."""
-    v_dim = value_means[3] * STORAGE_TYPES[storage].group
-    if value_means[1:3] != (out[1], 1) or v_dim != out[3] or log_masses != (*out[:3], table[1]) or table[0] != out[0]:
-        raise ValueError(
-            f"value_means {value_means}, table {table}, log_masses {log_masses} and out {out} do not fit each other"
-        )
-    return _kernel(isa(), storage, out[2], v_dim)
+@called_as("rest")
+def signature(numbers: str) -> Any:
+    """Of the kernels: (run, region, value_means, table, weights, masses, estimates, threads, out, lse, total).
+
+    Merge what the rest of a context is estimated to give into attention to other tokens, by their log-sum-exps.
+    value_means: [num_blocks, kv_heads, 1, v_dim], viewed as `numbers`. table: [rows, blocks] int32, ids in the pool.
+    weights, masses: [rows, kv_heads, group, blocks] float32, the log-sum-exp of each block's scores, by which its mean
+    value counts and which attention it receives; -inf for a block that is not of the rest. out: [rows, kv_heads, group,
+    v_dim] float32 and lse [rows, kv_heads, group] float32, attention to the others, are written over where `estimates`.
+    total: [rows, kv_heads, group] float32, written: the log-sum-exp of what was in lse and of the masses.
+    """
+    integer = types.int64
+    return integer(integer, integer, *_given(numbers), integer, _REAL4, _REAL3, _REAL3)
 
 
-def signature(storage: str) -> Any:
-    """Of the kernels: (value_means, table, log_masses, out, lse) to a status, an error's below 0."""
-    pool = types.Array(from_dtype(STORAGE_TYPES[storage].kernel_dtype), 4, "C")
-    real4, real3 = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
-    return types.int64(pool, types.Array(types.int32, 2, "C"), real4, real4, real3)
+def region_for(value_means: tuple[int, ...], q: tuple[int, ...], dtype: np.dtype) -> int:
+    """The address of the region for value_means of this shape, and queries [rows, kv_heads, group, k_dim]."""
+    storage = storage_of(dtype)
+    return address_of(_region(isa(), storage.name, q[2], value_means[3] * storage.group))
 
 
 @cache
-def _kernel(instructions: str, storage: str, group: int, v_dim: int) -> Any:
+def kernel_for(numbers: str) -> Any:
+    """Compile the kernel for value means viewed as `numbers`, or load it from Numba's on-disk cache."""
+    code_version = CODE_VERSION
+
+    @njit(signature(numbers), cache=True, nogil=True, error_model="numpy")
+    def add_rest(run, region, value_means, table, weights, masses, estimates, threads, out, lse, total):
+        rows, kv_heads, group, v_dim = out.shape
+        parts = np.full(2 * threads, -1, np.int64)
+        part_out = np.empty((2 * threads, group, v_dim), np.float32)
+        part_lse, part_mass = np.empty((2 * threads, group), np.float32), np.empty((2 * threads, group), np.float32)
+        whole_out = np.empty(out.shape, np.float32)
+        whole_lse, whole_mass = np.full(lse.shape, -np.inf, np.float32), np.full(lse.shape, -np.inf, np.float32)
+        given = (
+            value_means, table, weights, masses, estimates, parts, part_out, part_lse, part_mass,
+            whole_out, whole_lse, whole_mass,
+        )  # fmt: skip
+        run_region("rest", numbers, run, region, threads, given)
+        for row in range(rows):
+            for head in range(kv_heads):
+                for g in range(group):
+                    total[row, head, g] = logaddexp(lse[row, head, g], whole_mass[row, head, g])
+                    if estimates:
+                        _merge(out[row, head, g], lse[row, head], g, whole_out[row, head, g], whole_lse[row, head, g])
+        for part in range(parts.size):
+            if parts[part] >= 0:
+                row, head = parts[part] // kv_heads, parts[part] % kv_heads
+                for g in range(group):
+                    total[row, head, g] = logaddexp(total[row, head, g], part_mass[part, g])
+                    if estimates:
+                        _merge(out[row, head, g], lse[row, head], g, part_out[part, g], part_lse[part, g])
+        return np.int64(0 * code_version)
+
+    return add_rest
+
+
+@njit(error_model="numpy")
+def _merge(out, lses, at, other, other_lse):
+    """Let `out` [v_dim], of the log-sum-exp lses[at], be attention to what `other` is attention to as well."""
+    if other_lse == -np.inf:
+        return
+    both = logaddexp(lses[at], other_lse)
+    own, its = exp2((lses[at] - both) * LOG2_E), exp2((other_lse - both) * LOG2_E)
+    for d in range(out.size):
+        out[d] = own * out[d] + its * other[d]
+    lses[at] = both
+
+
+@cache
+def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
     lanes, full_tiles, tile_queries, rest_queries, row_size, _, columns = tiles_for(instructions, group, 1)
     full_queries, num_tiles = full_tiles * tile_queries, full_tiles + (rest_queries > 0)
     units = STORAGE_TYPES[storage].units(v_dim)
-    code_version = CODE_VERSION
+    numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
 
-    @njit(signature(storage), cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
-    def add(value_means, table, log_masses, out, lse):
-        rows, kv_heads = out.shape[:2]
+    @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def estimate(thread, threads, arguments):
+        (
+            value_means, table, weights, masses, estimates, parts, part_out, part_lse, part_mass,
+            whole_out, whole_lse, whole_mass,
+        ) = arguments_at("rest", numbers, arguments)  # fmt: skip
+        rows, kv_heads = weights.shape[:2]
         blocks = table.shape[1]
-        for row in range(rows):
-            for entry in range(blocks):
-                if table[row, entry] < 0 or table[row, entry] >= value_means.shape[0]:
-                    return np.int64(-1)
-        sums, weights = np.empty((group, v_dim), np.float32), np.zeros((num_tiles, row_size), np.float32)
-        most, total = np.empty(group, np.float32), np.empty(group, np.float64)
-        for index in range(rows * kv_heads):
+        lists = rows * kv_heads
+        first, last = lists * blocks * thread // threads, lists * blocks * (thread + 1) // threads
+        sums, factors = np.empty((group, v_dim), np.float32), np.zeros((num_tiles, row_size), np.float32)
+        lse, mass, most = np.empty(group, np.float32), np.empty(group, np.float32), np.empty(group, np.float32)
+        for index in range(lists):
+            start, stop = max(first - index * blocks, 0), min(last - index * blocks, blocks)
+            if start >= stop:
+                continue
             row, head = index // kv_heads, index % kv_heads
             for g in range(group):
-                most[g] = lse[row, head, g]
-                for entry in range(blocks):
-                    most[g] = max(most[g], log_masses[row, head, g, entry])
-                # What has been attended to is one more token, of its own weight.
-                own = exp2((lse[row, head, g] - most[g]) * LOG2_E) if most[g] > -np.inf else np.float32(0)
-                total[g] = own
-                for d in range(v_dim):
-                    sums[g, d] = own * out[row, head, g, d]
-            for entry in range(blocks):
-                any_weight = np.float32(0)
+                mass[g] = log_sum_exp(masses[row, head, g, start:stop])
+                lse[g] = log_sum_exp(weights[row, head, g, start:stop]) if estimates else np.float32(-np.inf)
+                most[g] = lse[g] if lse[g] > -np.inf else np.float32(0)
+            sums[:] = 0
+            for entry in range(start, stop if estimates else start):
+                largest = np.float32(0)
                 for g in range(group):
-                    mass = log_masses[row, head, g, entry]
-                    weight = exp2((mass - most[g]) * LOG2_E) if mass > -np.inf else np.float32(0)
-                    weights[g // tile_queries, g % tile_queries] = weight
-                    total[g] += weight
-                    any_weight = max(any_weight, weight)
-                if any_weight == 0:
+                    factor = exp2((weights[row, head, g, entry] - most[g]) * LOG2_E)
+                    factors[g // tile_queries, g % tile_queries] = factor
+                    largest = max(largest, factor)
+                if largest == 0:
                     continue
                 v_at = (np.int64(table[row, entry]) * kv_heads + head) * units
                 for tile in range(full_tiles):
                     accumulate_rows(
-                        lanes, storage, v_dim, tile_queries, row_size, columns, weights, tile * row_size,
+                        lanes, storage, v_dim, tile_queries, row_size, columns, factors, tile * row_size,
                         value_means, v_at, 1, sums, tile * (tile_queries * v_dim), value_means, v_at, 0,
                     )  # fmt: skip
                 if rest_queries > 0:
                     accumulate_rows(
-                        lanes, storage, v_dim, rest_queries, row_size, columns, weights, full_tiles * row_size,
+                        lanes, storage, v_dim, rest_queries, row_size, columns, factors, full_tiles * row_size,
                         value_means, v_at, 1, sums, full_queries * v_dim, value_means, v_at, 0,
                     )  # fmt: skip
-            for g in range(group):
-                if total[g] > 0:
-                    lse[row, head, g] = most[g] + np.float32(np.log2(total[g])) * LN_2
-                    for d in range(v_dim):
-                        out[row, head, g, d] = sums[g, d] / np.float32(total[g])
+            if stop - start == blocks:
+                whole_out[row, head], whole_lse[row, head], whole_mass[row, head] = sums, lse, mass
+            else:
+                part = 2 * thread + (0 if index * blocks < first else 1)
+                parts[part] = index
+                part_out[part], part_lse[part], part_mass[part] = sums, lse, mass
         return np.int64(0 * code_version)
 
-    return add
+    return estimate

@@ -18,7 +18,7 @@ EVERYTHING, AS_GIVEN, CHOSEN = 0, 1, 2
 """Which blocks a step attends to: all; those at given positions; those that it chooses."""
 NOTHING_FORBIDDEN = np.empty((0, 0, 0), np.int32)
 BAD_PLACE, BAD_CONTEXT, BAD_LISTS, BAD_SHAPES = -1.0, -2.0, -3.0, -4.0
-_REFUSALS = {
+REFUSALS = {
     BAD_PLACE: "the position must lie in the blocks of table, and those in the pool",
     BAD_CONTEXT: "the blocks of table must lie in the pool",
     BAD_LISTS: "lists of blocks, or their lengths, must lie in the pool",
@@ -96,7 +96,7 @@ class RetrievalStep:
             scale, softcap, self._threads, self._addresses, self._shape, out, lse,
         )  # fmt: skip
         if status < 0:
-            raise (ValueError if status == BAD_SHAPES else IndexError)(_REFUSALS[status])
+            raise (ValueError if status == BAD_SHAPES else IndexError)(REFUSALS[status])
         return float(status)
 
 

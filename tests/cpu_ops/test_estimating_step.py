@@ -8,10 +8,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpu_ops.candidate_masses import candidate_masses
+from cpu_ops import candidate_masses
 from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
 from cpu_ops.estimating_step import Choice, EstimatingStep
-from cpu_ops.mean_scores import mean_scores
+from cpu_ops.parallel_region import call_region
 from cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN
 from hetero_kv.store import storage
 
@@ -47,7 +47,7 @@ class Problem:
 
     def step(self, choice, *, estimates=True, softcap=0.0):
         return EstimatingStep(
-            self.keys, self.values, self.representatives, self.lengths, GROUP, "deviation", softcap > 0, np.float32, 1,
+            self.keys, self.values, self.representatives, self.lengths, GROUP, "deviation", softcap > 0, np.float32, 2,
             choice, True, self.value_means if estimates else None, None,
         )  # fmt: skip
 
@@ -228,17 +228,30 @@ def test_candidates_have_the_mass_of_their_keys_scores(coarse):
     means = keys.mean(2, keepdim=True)
     stored = storage.Q4_0.encode(keys - means) if coarse else keys
     array = stored.numpy().view(storage.Q4_0.kernel_dtype) if coarse else stored.numpy()
-    masses = np.full((1, 2, 2, 3), 7, np.float32)
-    candidate_masses(q, array, means.numpy() if coarse else None, table, positions, 0.5, 0.0, masses)
+    weights, masses = np.full((2, 1, 2, 2, 3), 7, np.float32)
+    # Keys that are scored as they are take nothing from the means.
+    shapes = array.shape, means.shape, array.dtype, means.numpy().dtype
+    region = candidate_masses.region_for(q.shape, *shapes, differ=coarse)
+    given_keys = array.view(np.uint8) if coarse else array
+    arguments = q, given_keys, means.numpy(), table, positions, 0.5, 0.0, weights, masses
+    call_region("candidates", f"{given_keys.dtype} float32", region, arguments, threads=2)
     decoded = storage.Q4_0.decode(stored) + means if coarse else keys
     expected = torch.full((2, 2, 3), 7.0)
     scores = torch.einsum("hgd,bhtd->hgbt", torch.from_numpy(q[0]), decoded[table[0]]) * 0.5
     for head, at in ((0, [0, 2]), (1, [1])):
         expected[head][:, at] = scores[head].logsumexp(-1)[:, at]
     np.testing.assert_allclose(masses[0], expected, rtol=1e-5)
+    np.testing.assert_array_equal(weights, masses)
 
 
-def test_blocks_outside_the_pool_are_refused():
+def test_blocks_outside_the_pool_and_other_shapes_are_refused():
     problem = Problem(1)
-    with pytest.raises(IndexError, match=f"block_ids must lie in 0..{POOL - 1}"):
-        mean_scores(problem.q.reshape(ROWS, KV_HEADS, GROUP, DIM), problem.representatives, problem.table + POOL, 1.0)
+    step = problem.step(Choice())
+    problem.table = problem.table + POOL
+    with pytest.raises(IndexError, match="blocks of table, and those in the pool"):
+        problem.run(step)
+    problem = Problem(1)
+    step = problem.step(Choice())
+    problem.masses = problem.masses[:1]
+    with pytest.raises(ValueError, match="that it was bound to"):
+        problem.run(step)

@@ -14,6 +14,7 @@ from cpu_ops.retrieval_step import EVERYTHING
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.families.retrieval import short_turn
+from hetero_kv.operators import RetrievalAttention
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store import storage
 
@@ -48,55 +49,55 @@ def injected():
 
     yield made
     for model in models:
-        eject(model)
+        if getattr(model, "hetero_kv_injection", None) is not None:
+            eject(model)
 
 
 @pytest.fixture
 def checked(monkeypatch):
     """Holds every decoded token's attention in every layer to a reference; counts those that estimated something."""
-    seen, call = [], EstimatingStep.__call__
+    seen, layers, call, attend = [], [], EstimatingStep.__call__, RetrievalAttention._attend_natively
+
+    def noted(self, native, layer, *rest):
+        layers[:] = [layer]
+        return attend(self, native, layer, *rest)
 
     def held(native, q, k, v, position, table, first, end, which, positions, allowed, shared, *rest):
         largest = call(native, q, k, v, position, table, first, end, which, positions, allowed, shared, *rest)
         scale, softcap, _, out, lse, _ = rest
         if which != EVERYTHING:
-            assert_reference(native, q, table, first, end, positions, scale, softcap, out, lse)
+            pool, lengths = layers[0].pool, layers[0].cohort.store.allocators[layers[0].layout].lengths
+            assert_reference(pool, lengths, q, table, first, end, positions, scale, softcap, out, lse)
             seen.append((positions >= 0).sum(axis=2))
         return largest
 
     monkeypatch.setattr(EstimatingStep, "__call__", held)
+    monkeypatch.setattr(RetrievalAttention, "_attend_natively", noted)
     return seen
 
 
-def assert_reference(native, q, table, first, end, positions, scale, softcap, out, lse):
+def assert_reference(pool, lengths, q, table, first, end, positions, scale, softcap, out, lse):
     """Attended blocks by their keys and values; another as a token, of mean key and value, with a block's weight."""
-    keys, values = (torch.from_numpy(_decoded(part)) for part in native._pool)
-    size = keys.shape[2]
+    keys, values = (pool.storage.decode(part).float() for part in (pool.keys, pool.values))
+    kv_heads, size = keys.shape[1:3]
+    queries, outs = (part.reshape(len(q), kv_heads, -1, part.shape[3]) for part in (q, out))
     cap = (lambda x: softcap * torch.tanh(x / softcap)) if softcap else (lambda x: x)
     for row, ids in enumerate(table):
-        for head in range(keys.shape[1]):
-            query = torch.from_numpy(q.reshape(len(q), keys.shape[1], native.group, -1)[row, head])
+        for head in range(kv_heads):
+            query = torch.from_numpy(queries[row, head])
             own = positions[row, min(head, positions.shape[1] - 1)]
             taken = [*range(first), *(first + own[own >= 0]), *range(end, len(ids))]
             others = [block for block in range(first, end) if block not in taken]
-            is_there = np.concatenate([np.arange(size) < native._lengths[ids[block]] for block in taken])
+            is_there = np.concatenate([np.arange(size) < lengths[ids[block]] for block in taken])
             k, v = (part[ids[taken].astype(int), head].flatten(0, 1)[is_there] for part in (keys, values))
             scores = cap(query @ k.T * scale)
             mean_k, mean_v = (part[ids[others].astype(int), head].mean(1) for part in (keys, values))
             scores = torch.cat([scores, cap(query @ mean_k.T * scale) + math.log(size)], dim=1)
             expected = scores.softmax(-1) @ torch.cat([v, mean_v])
-            actual = out.reshape(len(q), keys.shape[1], native.group, -1)[row, head]
             # Means are stored as the keys are.
-            rounding = 1e-4 if native._pool[0].dtype == np.float32 else 5e-3
-            np.testing.assert_allclose(actual, expected, rtol=rounding, atol=rounding)
+            rounding = 1e-4 if pool.storage is storage.FP32 else 5e-3
+            np.testing.assert_allclose(outs[row, head], expected, rtol=rounding, atol=rounding)
             np.testing.assert_allclose(lse[row, head], scores.logsumexp(-1), rtol=rounding, atol=rounding)
-
-
-def _decoded(pool):
-    kinds = {storage.get(name).kernel_dtype: storage.get(name) for name in storage.names()}
-    kind = kinds[pool.dtype]
-    stored = torch.from_numpy(pool.view(np.uint8)).view(kind.dtype)
-    return kind.decode(stored).float().numpy()
 
 
 def tokens(count, seed=0, rows=1):

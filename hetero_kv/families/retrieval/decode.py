@@ -56,7 +56,8 @@ class RetrievalDecode(RetrievalPrefill):
             masses = np.empty((2, *lse.shape), np.float32)
             if beside is None:
                 beside = np.full(lse.shape, -np.inf, np.float32)
-            largest = native(*given, scale, softcap, beside, out, lse, masses)
+            with one_kernel_at_a_time:
+                largest = native(*given, scale, softcap, beside, out, lse, masses)
             if self.choice is not None and self.choice.target:
                 self._count_blocks(layer, end - first if which == EVERYTHING else (positions >= 0).sum(axis=2).mean())
         else:
