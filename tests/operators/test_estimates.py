@@ -149,6 +149,20 @@ def test_crops_forks_short_turns_and_beams_estimate_what_is_there(injected, chec
     assert len(checked) > 3 * 30
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_mass": 0.9, "layer_step": 2, "token_step": 7, "head_select_mode": "SEPARATE"},
+        {"target_mass": 0.9, "preselect_block": True, "preselect_block_count": 6},
+        {"representative_type": "MEAN", "representative_num": 1},
+    ],
+)
+def test_what_is_reused_or_preselected_leaves_the_rest_to_be_estimated(injected, checked, settings):
+    model, cache = injected(**settings)
+    logits(model, cache, tokens(60), *answer(24))
+    assert len(checked) == 3 * 24
+
+
 def test_a_window_on_the_compute_device_counts_for_the_target(injected, checked, monkeypatch):
     settings = {"target_mass": 0.8, "head_select_mode": "SEPARATE", "second_block_count": 500, "least_block_count": 0}
     model, cache = injected(**settings)
