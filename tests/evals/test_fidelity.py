@@ -80,7 +80,8 @@ def test_a_method_that_sees_less_is_less_faithful(done):
 
 def test_the_figures_are_those_of_forcing_by_hand(loaded, done):
     prompt = loaded.tokenizer(f"<|user|>{QUESTION}<|end|><|assistant|>", return_tensors="pt")["input_ids"]
-    recording = record_prefill(loaded.model, prompt)
+    # All of the turn is the question, but for the token that opens it.
+    recording = record_prefill(loaded.model, prompt, question=prompt.shape[1] - 1)
     continuation = full_attention_continuation(loaded.model, recording, 12, {0})
     inject(loaded.model, "streaming", command_line={**SPARSE, "max_seq_len": 1000, "measure_recall": True})
     try:
