@@ -12,7 +12,8 @@ from cpu_ops.estimated_masses import log_sum_exp
 from cpu_ops.exponential import tanh
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
-from cpu_ops.simd import score_tile
+from cpu_ops.scratch import scratch
+from cpu_ops.simd import score_rows, score_tile
 from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.tiles import tiles_for
 
@@ -54,8 +55,11 @@ def region_for(
 
 @cache
 def _region(instructions: str, storage: str, kind: str, differ: bool, group: int, k_dim: int, block_size: int) -> Any:
-    lanes, full_tiles, tile_queries, rest_queries, *_ = tiles_for(instructions, group, 1)
-    full_queries = full_tiles * tile_queries
+    tiles = tiles_for(instructions, group, block_size)
+    lanes, full_tiles, tile_queries, rest_queries, row_size, tile_tokens, _ = tiles
+    full_queries, num_tiles = full_tiles * tile_queries, tiles.number
+    # A tile's scores: rows of all keys of the block, and what whole vectors write behind them.
+    tile_scores = block_size * row_size + lanes
     units, mean_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[kind].units(k_dim)
     numbers = f"{STORAGE_TYPES[storage].kernel_dtype.name} {STORAGE_TYPES[kind].kernel_dtype.name}"
     code_version = CODE_VERSION
@@ -67,9 +71,8 @@ def _region(instructions: str, storage: str, kind: str, differ: bool, group: int
         )
         rows, kv_heads = q.shape[:2]
         lists, candidates = positions.shape[1:]
-        # A column more for what the mean scores.
-        scores = np.zeros((group, block_size + 1), np.float32)
-        width = block_size + 1
+        scores, of_query = scratch(num_tiles, tile_scores), np.empty((group, block_size), np.float32)
+        of_mean = np.zeros((1, group), np.float32)
         total = rows * kv_heads * candidates
         for item in range(total * thread // threads, total * (thread + 1) // threads):
             place, index = item % candidates, item // candidates
@@ -80,33 +83,35 @@ def _region(instructions: str, storage: str, kind: str, differ: bool, group: int
             block, q_at = np.int64(table[row, position]), index * (group * k_dim)
             k_at = (block * kv_heads + head) * (block_size * units)
             m_at = (block * kv_heads + head) * (means.shape[2] * mean_units)
-            for g in range(0, full_queries, tile_queries):
-                for t in range(block_size):
-                    score_tile(
-                        lanes, "dot", storage, k_dim, tile_queries, q, q_at + g * k_dim, keys, k_at + t * units,
-                        scores, g * width + t, width,
+            for tile in range(full_tiles):
+                for t in range(0, block_size, tile_tokens):
+                    score_rows(
+                        lanes, storage, k_dim, tile_queries, tile_tokens, row_size,
+                        q, q_at + tile * (tile_queries * k_dim), keys, k_at + t * units,
+                        scores, tile * tile_scores + t * row_size,
                     )  # fmt: skip
                 if differ:
                     score_tile(
-                        lanes, "dot", kind, k_dim, tile_queries, q, q_at + g * k_dim, means, m_at,
-                        scores, g * width + block_size, width,
+                        lanes, "dot", kind, k_dim, tile_queries, q, q_at + tile * (tile_queries * k_dim), means, m_at,
+                        of_mean, tile * tile_queries, 1,
                     )  # fmt: skip
             if rest_queries > 0:
-                for t in range(block_size):
-                    score_tile(
-                        lanes, "dot", storage, k_dim, rest_queries, q, q_at + full_queries * k_dim,
-                        keys, k_at + t * units, scores, full_queries * width + t, width,
+                for t in range(0, block_size, tile_tokens):
+                    score_rows(
+                        lanes, storage, k_dim, rest_queries, tile_tokens, row_size, q, q_at + full_queries * k_dim,
+                        keys, k_at + t * units, scores, full_tiles * tile_scores + t * row_size,
                     )  # fmt: skip
                 if differ:
                     score_tile(
-                        lanes, "dot", kind, k_dim, rest_queries, q, q_at + full_queries * k_dim,
-                        means, m_at, scores, full_queries * width + block_size, width,
+                        lanes, "dot", kind, k_dim, rest_queries, q, q_at + full_queries * k_dim, means, m_at,
+                        of_mean, full_queries, 1,
                     )  # fmt: skip
             for g in range(group):
+                tile, lane = g // tile_queries, g % tile_queries
                 for t in range(block_size):
-                    score = (scores[g, t] + scores[g, block_size]) * np.float32(scale)
-                    scores[g, t] = np.float32(softcap) * tanh(score / np.float32(softcap)) if softcap > 0 else score
-                mass = log_sum_exp(scores[g, :block_size])
+                    score = (scores[tile, t * row_size + lane] + of_mean[0, g]) * np.float32(scale)
+                    of_query[g, t] = np.float32(softcap) * tanh(score / np.float32(softcap)) if softcap > 0 else score
+                mass = log_sum_exp(of_query[g])
                 weights[row, head, g, position] = mass
                 masses[row, head, g, position] = mass
         return np.int64(0 * code_version)

@@ -7,7 +7,7 @@ import numpy as np
 from numba import njit, types
 
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.exponential import LOG2_E, exp2
+from cpu_ops.exponential import LOG2_E, row_exp2, row_max
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
 from cpu_ops.top_k import select
@@ -73,18 +73,19 @@ def reduced_scores(scores, shared, reduce):
     return reduced
 
 
-@njit(fastmath={"contract", "nsz"}, error_model="numpy")
+@njit(error_model="numpy")
 def _to_softmax(scores):
     """Replace scores [blocks] by their softmax; -inf becomes 0, and so does everything where there is nothing else."""
-    most = np.float32(-np.inf)
+    row = scores.reshape(1, scores.size)
+    most = row_max(row, 0, scores.size)
+    if most == -np.inf:
+        scores[:] = 0
+        return
     for block in range(scores.size):
-        most = max(most, scores[block])
-    total = np.float64(0)
+        scores[block] *= LOG2_E
+    total = row_exp2(row, 0, scores.size, most * LOG2_E)
     for block in range(scores.size):
-        scores[block] = exp2((scores[block] - most) * LOG2_E) if most > -np.inf else np.float32(0)
-        total += scores[block]
-    for block in range(scores.size):
-        scores[block] = np.float32(scores[block] / max(total, 1e-30))
+        scores[block] /= total
 
 
 @region_arguments("softmax")

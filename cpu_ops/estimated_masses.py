@@ -3,7 +3,7 @@
 import numpy as np
 from numba import njit
 
-from cpu_ops.exponential import LN_2, LOG2_E, exp2
+from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_max
 from cpu_ops.top_k import select
 
 
@@ -30,8 +30,9 @@ def estimated_shares(log_masses, beside, shared):
                 if total == -np.inf:
                     continue
                 before[target] += weight * exp2((beside[row, head, query] - total) * LOG2_E)
+                own = shares[target]
                 for block in range(blocks):
-                    shares[target, block] += weight * exp2((masses[block] - total) * LOG2_E)
+                    own[block] += weight * exp2((masses[block] - total) * LOG2_E)
     return shares, before
 
 
@@ -57,18 +58,20 @@ def fewest_blocks(scores, shares, before, target, least, most):
     return counts
 
 
-@njit(fastmath={"contract", "nsz"}, error_model="numpy")
-def log_sum_exp(scores):
-    """log Σ exp(score) of [n] float32; -inf where there is none."""
-    most = np.float32(-np.inf)
-    for each in range(scores.size):
-        most = max(most, scores[each])
-    if most == -np.inf:
-        return most
-    total = np.float64(0)
+@njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+def _sum_of_powers(scores, most):
+    """Σ exp(score - most) of [n] float32."""
+    total = np.float32(0)
     for each in range(scores.size):
         total += exp2((scores[each] - most) * LOG2_E)
-    return np.float32(most + np.log(total))
+    return total
+
+
+@njit(error_model="numpy")
+def log_sum_exp(scores):
+    """log Σ exp(score) of [n] float32; -inf where there is none."""
+    most = row_max(scores.reshape(1, scores.size), 0, scores.size)
+    return most if most == -np.inf else most + np.log(_sum_of_powers(scores, most))
 
 
 @njit(error_model="numpy")

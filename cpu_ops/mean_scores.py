@@ -58,10 +58,21 @@ def spread_mass(mean, deviation, log_n):
     return mean + (log_n + np.float32(0.5) * deviation * deviation if deviation < most else deviation * most)
 
 
-@njit
-def _capped(score, softcap):
-    """A score under a soft cap, where there is one."""
-    return np.float32(softcap) * tanh(score / np.float32(softcap)) if softcap > 0 else score
+@njit(error_model="numpy", fastmath={"contract", "nsz"})
+def _spread(means, above, masses, scale, softcap, log_n):
+    """From products with the mean and with the squared deviations, to what is written of some blocks of a query head.
+
+    means: q·μ, becomes weights; above: Σ (q σ)², becomes likely.
+    """
+    for entry in range(means.size):
+        mean, deviation = means[entry] * scale, np.sqrt(above[entry]) * scale
+        if softcap > 0:
+            capped = softcap * tanh(mean / softcap)
+            deviation = softcap * tanh((mean + deviation) / softcap) - capped
+            mean = capped
+        above[entry] = mean + deviation
+        means[entry] = mean + log_n
+        masses[entry] = spread_mass(mean, deviation, log_n)
 
 
 @cache
@@ -106,11 +117,17 @@ def _region(instructions: str, storage: str, group: int, representative_num: int
                         representatives, r_at + units, tile, group + full_queries, 1,
                     )  # fmt: skip
             for g in range(group):
-                mean = _capped(tile[0, g] * np.float32(scale), softcap)
-                above = _capped((tile[0, g] + np.sqrt(tile[1, g])) * np.float32(scale), softcap)
-                likely[row, head, g, entry] = above
-                weights[row, head, g, entry] = mean + log_n
-                masses[row, head, g, entry] = spread_mass(mean, above - mean, log_n)
+                weights[row, head, g, entry], likely[row, head, g, entry] = tile[0, g], tile[1, g]
+        # What follows goes through each query head's blocks in whole vectors.
+        first, last = total * thread // threads, total * (thread + 1) // threads
+        for index in range(rows * kv_heads):
+            start, stop = max(first - index * blocks, 0), min(last - index * blocks, blocks)
+            if start >= stop:
+                continue
+            for g in range(group):
+                of_query = index // kv_heads, index % kv_heads, g
+                means, above = weights[of_query][start:stop], likely[of_query][start:stop]
+                _spread(means, above, masses[of_query][start:stop], np.float32(scale), np.float32(softcap), log_n)
         return np.int64(0 * code_version)
 
     return score

@@ -9,13 +9,15 @@ from numba import from_dtype, njit, types
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
 from cpu_ops.estimated_masses import log_sum_exp, logaddexp
-from cpu_ops.exponential import LOG2_E, exp2
+from cpu_ops.exponential import LOG2_E, exp2, row_exp2
 from cpu_ops.kernel_address import address_of, called_as
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
 from cpu_ops.simd import accumulate_rows
 from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.tiles import tiles_for
 
+_AT_ONCE = 32
+"""Blocks whose mean values are brought together before they are added."""
 _REAL4, _REAL3, _REAL2 = (types.Array(types.float32, dims, "C") for dims in (4, 3, 2))
 
 
@@ -125,7 +127,8 @@ def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
         blocks = table.shape[1]
         lists = rows * kv_heads
         first, last = lists * blocks * thread // threads, lists * blocks * (thread + 1) // threads
-        sums, factors = np.empty((group, v_dim), np.float32), np.zeros((num_tiles, row_size), np.float32)
+        sums, factors = np.empty((group, v_dim), np.float32), np.zeros((num_tiles, _AT_ONCE * row_size), np.float32)
+        shares, gathered = np.empty((group, _AT_ONCE), np.float32), np.empty((_AT_ONCE, units), value_means.dtype)
         lse, mass, most = np.empty(group, np.float32), np.empty(group, np.float32), np.empty(group, np.float32)
         for index in range(lists):
             start, stop = max(first - index * blocks, 0), min(last - index * blocks, blocks)
@@ -137,24 +140,32 @@ def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
                 lse[g] = log_sum_exp(weights[row, head, g, start:stop]) if estimates else np.float32(-np.inf)
                 most[g] = lse[g] if lse[g] > -np.inf else np.float32(0)
             sums[:] = 0
-            for entry in range(start, stop if estimates else start):
-                largest = np.float32(0)
+            for begin in range(start, stop if estimates else start, _AT_ONCE):
+                count = min(_AT_ONCE, stop - begin)
                 for g in range(group):
-                    factor = exp2((weights[row, head, g, entry] - most[g]) * LOG2_E)
-                    factors[g // tile_queries, g % tile_queries] = factor
-                    largest = max(largest, factor)
-                if largest == 0:
-                    continue
-                v_at = (np.int64(table[row, entry]) * kv_heads + head) * units
+                    for each in range(count):
+                        shares[g, each] = (weights[row, head, g, begin + each] - most[g]) * LOG2_E
+                    row_exp2(shares, g, count, np.float32(0))
+                found = np.int64(0)
+                for each in range(count):
+                    largest = np.float32(0)
+                    for g in range(group):
+                        largest = max(largest, shares[g, each])
+                        factors[g // tile_queries, found * row_size + g % tile_queries] = shares[g, each]
+                    # What is attended to has no part in the rest, and values that nobody has averaged are no numbers.
+                    if largest > 0:
+                        gathered[found] = value_means[table[row, begin + each], head, 0]
+                        found += 1
                 for tile in range(full_tiles):
                     accumulate_rows(
-                        lanes, storage, v_dim, tile_queries, row_size, columns, factors, tile * row_size,
-                        value_means, v_at, 1, sums, tile * (tile_queries * v_dim), value_means, v_at, 0,
+                        lanes, storage, v_dim, tile_queries, row_size, columns, factors, tile * (_AT_ONCE * row_size),
+                        gathered, 0, found, sums, tile * (tile_queries * v_dim), gathered, 0, 0,
                     )  # fmt: skip
                 if rest_queries > 0:
                     accumulate_rows(
-                        lanes, storage, v_dim, rest_queries, row_size, columns, factors, full_tiles * row_size,
-                        value_means, v_at, 1, sums, full_queries * v_dim, value_means, v_at, 0,
+                        lanes, storage, v_dim, rest_queries, row_size, columns,
+                        factors, full_tiles * (_AT_ONCE * row_size), gathered, 0, found,
+                        sums, full_queries * v_dim, gathered, 0, 0,
                     )  # fmt: skip
             if stop - start == blocks:
                 whole_out[row, head], whole_lse[row, head], whole_mass[row, head] = sums, lse, mass
