@@ -52,11 +52,13 @@ def reduced_scores(scores, shared, reduce):
     for row in range(rows):
         for head in range(kv_heads):
             for query in range(group):
-                of_query[:] = scores[row, head, query]
+                for block in range(blocks):
+                    of_query[block] = scores[row, head, query, block]
                 if reduce >= SOFTMAX:
                     _to_softmax(of_query)
                 if query == 0:
-                    head_scores[:] = of_query
+                    for block in range(blocks):
+                        head_scores[block] = of_query[block]
                 elif reduce in (MEAN, SOFTMAX):
                     for block in range(blocks):
                         head_scores[block] += of_query[block]

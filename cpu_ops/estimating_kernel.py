@@ -199,8 +199,10 @@ def _lists(table, context, positions, first, end):
     ids, counts = np.empty((rows, lists, around + wanted), np.int32), np.full((rows, lists), around, np.int32)
     for row in range(rows):
         for each in range(lists):
-            ids[row, each, :first] = table[row, :first]
-            ids[row, each, first:around] = table[row, end:]
+            for block in range(first):
+                ids[row, each, block] = table[row, block]
+            for block in range(end, table.shape[1]):
+                ids[row, each, first + block - end] = table[row, block]
             for place in range(wanted):
                 if positions[row, each, place] >= 0:
                     ids[row, each, counts[row, each]] = context[row, positions[row, each, place]]

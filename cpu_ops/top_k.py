@@ -25,33 +25,64 @@ def top_k_blocks(scores: np.ndarray, counts: np.ndarray, k: int) -> tuple[np.nda
     return indices, taken
 
 
+_SIGN, _LOWEST = np.uint32(1 << 31), np.uint32(0x007FFFFF)
+"""The bit that tells a float's sign, and what -inf and NaN are ordered by."""
+
+
+@njit
+def _order(scores, keys):
+    """Write unsigned integers that are ordered as the scores [n] float32 are: NaN as -inf, 0 and -0 alike."""
+    bits = scores.view(np.uint32)
+    for i in range(scores.size):
+        if np.isnan(scores[i]):
+            keys[i] = _LOWEST
+        elif scores[i] == 0:
+            keys[i] = _SIGN
+        else:
+            keys[i] = ~bits[i] if bits[i] & _SIGN else bits[i] | _SIGN
+
+
+@njit
+def _kth_largest(keys, k):
+    """The k-th largest of keys [n] uint32, bit by bit from the highest: each pass counts in whole vectors."""
+    found = np.uint32(0)
+    for bit in range(32):
+        tried = found | (_SIGN >> np.uint32(bit))
+        above = np.int32(0)
+        for i in range(keys.size):
+            above += np.int32(keys[i] >= tried)
+        if above >= k:
+            found = tried
+    return found
+
+
 @njit(cache=True, nogil=True)
 def select(scores, counts, taken, indices):
     """Write the positions of the `taken[i]` highest of the first `counts[i]` scores of list i to `indices[i]`."""
+    keys = np.empty(scores.shape[1], np.uint32)
     for row in range(scores.shape[0]):
         count, wanted = counts[row], taken[row]
         if wanted == 0:
             continue
-        ordered = np.empty(count, np.float32)
-        for i in range(count):
-            ordered[i] = -np.inf if np.isnan(scores[row, i]) else scores[row, i]
-        threshold = np.partition(ordered, count - wanted)[count - wanted]
+        of_row, ordered = scores[row, :count], keys[:count]
+        _order(of_row, ordered)
+        threshold = _kth_largest(ordered, wanted)
         above, nans_wanted = 0, 0
         for i in range(count):
             above += ordered[i] > threshold
         ties = wanted - above
-        # -inf ties with NaN in `ordered`, but a real score of -inf goes before any NaN.
-        if threshold == -np.inf:
+        # NaN is ordered as -inf is, but a real score of -inf goes before any NaN.
+        if threshold == _LOWEST:
             real = 0
             for i in range(count):
-                real += ordered[i] == threshold and not np.isnan(scores[row, i])
+                real += ordered[i] == threshold and not np.isnan(of_row[i])
             nans_wanted = max(0, ties - real)
             ties -= nans_wanted
         place = 0
         for i in range(count):
             if ordered[i] > threshold:
                 take = True
-            elif np.isnan(scores[row, i]):
+            elif np.isnan(of_row[i]):
                 take = nans_wanted > 0
                 nans_wanted -= take
             else:
