@@ -15,15 +15,16 @@ from cpu_ops.cpu_features import isa
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
 from cpu_ops.kernel_address import address_of
 from cpu_ops.list_attention import kernel_for as list_kernel_for
+from cpu_ops.list_checks import check_lists, check_offsets, outside_pool, wrong_array
 from cpu_ops.parallel_region import REGION, all_threads, arguments_at
 from cpu_ops.scratch import scratch
 from cpu_ops.simd import accumulate_rows, prefetch, score_rows
 from cpu_ops.softmax_rows import rows_exp2, rows_most
-from cpu_ops.storage import STORAGE_TYPES, NumberFormat, storage_of
+from cpu_ops.storage import STORAGE_TYPES, numbers_of
 from cpu_ops.threads import one_kernel_at_a_time, use_threads
 from cpu_ops.tiles import tiles_for
-from cpu_ops.work_division import BAD_COUNT, BAD_ID
 
+NO_OFFSETS = np.empty((0, 0, 0), np.uint16)
 _VALUE_TILE = 32
 """Tokens whose values are added before the partial outputs go back to memory."""
 
@@ -40,16 +41,18 @@ def attend_blocks(
     out: np.ndarray | None = None,
     lse: np.ndarray | None = None,
     threads: int | None = None,
+    key_offsets: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention of one query position per sequence to the blocks that its lists name.
 
     q: [rows, kv_heads, group, k_dim] float32, the query heads of each kv head together.
-    keys: [num_blocks, kv_heads, block_size, k_dim], values: [num_blocks, kv_heads, block_size, v_dim], of one storage
-    type (`cpu_ops.storage`; last dimension in records for those that store values in groups); untouched blocks are
-    never read. block_ids: [rows, 1 or kv_heads, max_blocks] int32, one list for all kv heads
-    or one for each; block_counts: [rows, 1 or kv_heads] int32, entries in use; block_lengths: [num_blocks] int32,
-    tokens in each block. scale multiplies the scores; softcap c > 0 then turns them into c * tanh(score / c).
-    threads: how many to use (None: Numba's setting).
+    keys: [num_blocks, kv_heads, block_size, k_dim], values: [num_blocks, kv_heads, block_size, v_dim], each of a
+    storage type (`cpu_ops.storage`; last dimension in records for those that store values in groups); untouched blocks
+    are never read. block_ids: [rows, 1 or kv_heads, max_blocks] int32, one list for all kv heads or one for each;
+    block_counts: [rows, 1 or kv_heads] int32, entries in use; block_lengths: [num_blocks] int32, tokens in each block.
+    scale multiplies the scores; softcap c > 0 then turns them into c * tanh(score / c).
+    threads: how many to use (None: Numba's setting). key_offsets: [num_blocks, kv_heads, k_dim] uint16, bits of the
+    float16 that the keys of each block are stored less of; None where they are stored as they are.
 
     Returns out [rows, kv_heads, group, v_dim] float32 and lse [rows, kv_heads, group] float32, the natural logarithm of
     the sum of exp(score); 0 and -inf where there is no token. Both are written in place when given.
@@ -57,9 +60,9 @@ def attend_blocks(
     Raises ValueError or TypeError for arrays that do not fit together, IndexError for ids, counts or lengths that
     point outside the pool.
     """
-    kernel, region, kernel_dtype, rows, kv_heads, group, v_dim = _plan(
+    kernel, region, k_dtype, v_dtype, rows, kv_heads, group, v_dim = _plan(
         q.shape, keys.shape, values.shape, block_ids.shape, block_counts.shape, block_lengths.shape,
-        keys.dtype, values.dtype, softcap > 0, isa(),
+        keys.dtype, values.dtype, softcap > 0, isa(), None if key_offsets is None else key_offsets.shape,
     )  # fmt: skip
     if out is None:
         out = np.empty((rows, kv_heads, group, v_dim), np.float32)
@@ -67,18 +70,18 @@ def attend_blocks(
         lse = np.empty((rows, kv_heads, group), np.float32)
     if out.shape != (rows, kv_heads, group, v_dim) or lse.shape != (rows, kv_heads, group):
         raise ValueError(f"out {out.shape} and lse {lse.shape} should be {(rows, kv_heads, group)} + ({v_dim},) and ()")
-    lists = block_ids, block_counts, block_lengths
+    lists = NO_OFFSETS if key_offsets is None else key_offsets, block_ids, block_counts, block_lengths
     # As `kernel_threads`, without its frames: this is called for every layer of every token.
     with one_kernel_at_a_time:
         before = get_num_threads()
         used = before if threads is None or threads == before else use_threads(threads)
         try:
             status = kernel(
-                all_threads(), region, 0, q[:, None], keys.view(kernel_dtype), values.view(kernel_dtype), *lists,
+                all_threads(), region, 0, q[:, None], keys.view(k_dtype), values.view(v_dtype), *lists,
                 scale, softcap, used, out, lse,
             )  # fmt: skip
         except TypeError as error:
-            raise TypeError(_wrong_array(q, keys, values, block_ids, block_counts, block_lengths, out, lse)) from error
+            raise TypeError(wrong_array(q, keys, values, block_ids, block_counts, block_lengths, out, lse)) from error
         finally:
             if used != before:
                 set_num_threads(before)
@@ -88,22 +91,27 @@ def attend_blocks(
 
 
 def compile_for(
-    group: int, k_dim: int, v_dim: int, block_size: int, storage: str = "float16", softcap: bool = False
-) -> None:
+    group: int, k_dim: int, v_dim: int, block_size: int, storage: str = "float16", softcap: bool = False,
+    value_storage: str | None = None, offset: bool = False,
+) -> None:  # fmt: skip
     """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first token needs it.
 
-    Raises ValueError for a storage type that is not registered.
+    storage: of keys, and of values where `value_storage` is None. offset: with `key_offsets`. Raises ValueError for a
+    type that is not registered.
     """
-    if storage not in STORAGE_TYPES:
-        raise ValueError(f"storage {storage!r} is not one of {', '.join(STORAGE_TYPES)}")
-    list_kernel_for(STORAGE_TYPES[storage].kernel_dtype.name)
-    _region(isa(), storage, group, k_dim, v_dim, block_size, softcap)
+    value_storage = value_storage or storage
+    for each in (storage, value_storage):
+        if each not in STORAGE_TYPES:
+            raise ValueError(f"storage {each!r} is not one of {', '.join(STORAGE_TYPES)}")
+    list_kernel_for(numbers_of(STORAGE_TYPES[storage], STORAGE_TYPES[value_storage]))
+    _region(isa(), storage, value_storage, group, k_dim, v_dim, block_size, softcap, offset)
 
 
 class _Plan(NamedTuple):
     kernel: Any
     region: int
-    kernel_dtype: np.dtype
+    k_dtype: np.dtype
+    v_dtype: np.dtype
     rows: int
     kv_heads: int
     group: int
@@ -114,97 +122,52 @@ class _Plan(NamedTuple):
 def _plan(
     q: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
     lengths: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype, softcapped: bool, instructions: str,
+    offsets: tuple[int, ...] | None,
 ) -> "_Plan":  # fmt: skip
     """Check that shapes fit together and find their kernel; remembered, for a token costs this once per layer."""
-    storage, v_dim = check_lists(q, keys, values, ids, counts, lengths, dtype, value_dtype)
+    k_storage, v_storage, v_dim = check_lists(q, keys, values, ids, counts, lengths, dtype, value_dtype)
     rows, kv_heads, group, k_dim = q
-    region = address_of(_region(instructions, storage.name, group, k_dim, v_dim, keys[2], softcapped))
-    kernel = list_kernel_for(storage.kernel_dtype.name)
-    return _Plan(kernel, region, storage.kernel_dtype, rows, kv_heads, group, v_dim)
+    check_offsets(offsets, keys, k_dim)
+    shape = group, k_dim, v_dim, keys[2]
+    region = address_of(_region(instructions, k_storage.name, v_storage.name, *shape, softcapped, offsets is not None))
+    kernel = list_kernel_for(numbers_of(k_storage, v_storage))
+    return _Plan(kernel, region, k_storage.kernel_dtype, v_storage.kernel_dtype, rows, kv_heads, group, v_dim)
 
 
 def region_for(
     q: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
     lengths: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype, softcapped: bool,
+    offsets: tuple[int, ...] | None = None,
 ) -> tuple[int, int]:  # fmt: skip
     """The address of the region ("attend lists") for arrays of these shapes (`attend_blocks`), and v_dim.
 
     Raises as `check_lists`.
     """
-    plan = _plan(q, keys, values, ids, counts, lengths, dtype, value_dtype, softcapped, isa())
+    plan = _plan(q, keys, values, ids, counts, lengths, dtype, value_dtype, softcapped, isa(), offsets)
     return plan.region, plan.v_dim
 
 
-def check_lists(
-    q: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
-    lengths: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype,
-) -> tuple[NumberFormat, int]:  # fmt: skip
-    """The storage type and v_dim of arrays of these shapes (`attend_blocks`), q [rows, kv_heads, group, k_dim].
-
-    Raises ValueError or TypeError where they do not fit together.
-    """
-    if len(q) != 4 or len(keys) != 4 or len(values) != 4:
-        raise ValueError(f"q {q}, keys {keys} and values {values} must have four dimensions each")
-    if value_dtype != dtype:
-        raise TypeError(f"keys are {dtype} and values {value_dtype}; store both as the same type")
-    storage = storage_of(dtype)
-    rows, kv_heads, group, k_dim = q
-    num_blocks, _, block_size, _ = keys
-    v_dim = values[3] * storage.group
-    if keys[1] != kv_heads or keys[3] * storage.group != k_dim:
-        raise ValueError(f"keys {keys} do not fit q {q}: kv_heads (second) and k_dim (last) must be equal")
-    if values[:3] != keys[:3]:
-        raise ValueError(f"values {values} do not fit keys {keys}: all but the last dimension must be equal")
-    if min(group, k_dim, values[3], block_size) < 1:
-        raise ValueError(f"q {q}, keys {keys}, values {values}: group, dims and block_size must be at least 1")
-    if len(ids) != 3 or ids[0] != rows or ids[1] not in (1, kv_heads) or counts != ids[:2]:
-        raise ValueError(
-            f"block_ids {ids} must be [{rows}, 1 or {kv_heads}, max_blocks], block_counts {counts} its first two dims"
-        )
-    if lengths != (num_blocks,):
-        raise ValueError(f"block_lengths {lengths} must hold one entry for each of the {num_blocks} blocks")
-    return storage, v_dim
-
-
-def _wrong_array(*arrays: np.ndarray) -> str:
-    names = ("q", "keys", "values", "block_ids", "block_counts", "block_lengths", "out", "lse")
-    wanted = [np.float32, arrays[1].dtype, arrays[1].dtype, np.int32, np.int32, np.int32, np.float32, np.float32]
-    wrong = [
-        f"{name} is {array.dtype}, {'' if array.flags.c_contiguous else 'not '}C-contiguous"
-        + ("" if array.flags.writeable else ", read-only")
-        for name, array, dtype in zip(names, arrays, wanted, strict=True)
-        if array.dtype != dtype or not array.flags.c_contiguous or not array.flags.writeable
-    ]
-    return f"{'; '.join(wrong)}: expected writeable C-contiguous arrays, float32 and (ids, counts, lengths) int32"
-
-
-def outside_pool(status: int, keys: np.ndarray, ids: np.ndarray, counts: np.ndarray, lengths: np.ndarray) -> str:
-    """What is wrong with lists that a kernel has refused with `status` (`cpu_ops.work_division`)."""
-    if status == BAD_COUNT:
-        return f"block_counts range over {counts.min()}..{counts.max()}; lists hold 0..{ids.shape[2]} entries"
-    if status == BAD_ID:
-        return f"block_ids name a block outside the pool's 0..{keys.shape[0] - 1}"
-    return f"block_lengths of attended blocks must lie in 0..{keys.shape[2]} (block_size)"
-
-
 @cache
-def _region(isa: str, storage: str, group: int, k_dim: int, v_dim: int, block_size: int, softcapped: bool) -> Any:
+def _region(
+    isa: str, storage: str, value_storage: str, group: int, k_dim: int, v_dim: int, block_size: int, softcapped: bool,
+    offset: bool,
+) -> Any:  # fmt: skip
     """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
     tiles = tiles_for(isa, group, block_size)
     lanes, full_tiles, tile_queries, rest_queries, row_size, tile_tokens, columns = tiles
     full_queries, num_tiles = full_tiles * tile_queries, tiles.number
     # A tile's scores: rows of all the block's tokens, and what whole vectors write behind them.
     tile_scores = -(-(block_size * row_size) // lanes) * lanes + lanes
-    k_units, v_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[storage].units(v_dim)
+    k_units, v_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[value_storage].units(v_dim)
     # Each query tile prefetches as much of the next block's keys for every token.
     share = -(-k_units // num_tiles)
     share_bytes = share * STORAGE_TYPES[storage].kernel_dtype.itemsize
-    numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
+    numbers, code_version = numbers_of(STORAGE_TYPES[storage], STORAGE_TYPES[value_storage]), CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def attend(thread, threads, arguments):
         (
-            starts, q, keys, values, block_ids, block_counts, block_lengths, scale, softcap,
+            starts, q, keys, values, key_offsets, block_ids, block_counts, block_lengths, scale, softcap,
             edges, edge_sums, edge_most, edge_total, out, lse,
         ) = arguments_at("attend lists", numbers, arguments)  # fmt: skip
         kv_heads = q.shape[2]
@@ -213,7 +176,7 @@ def _region(isa: str, storage: str, group: int, k_dim: int, v_dim: int, block_si
         factor = np.float32(scale / softcap) if softcapped else np.float32(scale * LOG2_E)
         first, last = total * thread // threads, total * (thread + 1) // threads
         scaled_q, sums = scratch(group, k_dim), scratch(group, v_dim)
-        scores = scratch(num_tiles, tile_scores)
+        scores, shifts = scratch(num_tiles, tile_scores), scratch(num_tiles, 2 * lanes)
         most, fresh, totals = np.empty((3, num_tiles, lanes), np.float32)
         for index in range(lists):
             row, head = index // kv_heads, index % kv_heads
@@ -257,6 +220,24 @@ def _region(isa: str, storage: str, group: int, k_dim: int, v_dim: int, block_si
                             scores, full_tiles * tile_scores + t * row_size,
                         )  # fmt: skip
                 vectors: Any = (count * row_size + lanes - 1) // lanes
+                if offset:
+                    o_at = (block * kv_heads + head) * k_dim
+                    for tile in range(full_tiles):
+                        score_rows(
+                            lanes, "float16", k_dim, tile_queries, 1, row_size, scaled_q, tile * (tile_queries * k_dim),
+                            key_offsets, o_at, shifts, tile * (2 * lanes),
+                        )  # fmt: skip
+                    if rest_queries > 0:
+                        score_rows(
+                            lanes, "float16", k_dim, rest_queries, 1, row_size, scaled_q, full_queries * k_dim,
+                            key_offsets, o_at, shifts, full_tiles * (2 * lanes),
+                        )  # fmt: skip
+                    for tile in range(num_tiles):
+                        for lane in range(row_size, lanes):
+                            shifts[tile, lane] = shifts[tile, lane - row_size]
+                        for vector in range(vectors):
+                            for lane in range(lanes):
+                                scores[tile, vector * lanes + lane] += shifts[tile, lane]
                 for tile in range(num_tiles):
                     scores[tile, count * row_size : vectors * lanes] = -np.inf
                     if softcapped:
@@ -277,13 +258,13 @@ def _region(isa: str, storage: str, group: int, k_dim: int, v_dim: int, block_si
                     ahead, step = next_k_at + t * num_tiles * share, tokens * share
                     for tile in range(full_tiles):
                         accumulate_rows(
-                            lanes, storage, v_dim, tile_queries, row_size, columns,
+                            lanes, value_storage, v_dim, tile_queries, row_size, columns,
                             scores, tile * tile_scores + t * row_size, values, v_at + t * v_units, tokens,
                             sums, tile * (tile_queries * v_dim), keys, ahead + tile * step, share_bytes,
                         )  # fmt: skip
                     if rest_queries > 0:
                         accumulate_rows(
-                            lanes, storage, v_dim, rest_queries, row_size, columns,
+                            lanes, value_storage, v_dim, rest_queries, row_size, columns,
                             scores, full_tiles * tile_scores + t * row_size, values, v_at + t * v_units, tokens,
                             sums, full_queries * v_dim, keys, ahead + full_tiles * step, share_bytes,
                         )  # fmt: skip

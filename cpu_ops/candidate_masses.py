@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import from_dtype, njit, types
+from numba import njit, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
@@ -14,7 +14,7 @@ from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
 from cpu_ops.scratch import scratch
 from cpu_ops.simd import score_rows, score_tile
-from cpu_ops.storage import STORAGE_TYPES, storage_of
+from cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays, storage_of
 from cpu_ops.tiles import tiles_for
 
 
@@ -22,14 +22,14 @@ from cpu_ops.tiles import tiles_for
 def arguments(numbers: str) -> tuple[Any, ...]:
     """Of the regions: (q, keys, means, table, positions, scale, softcap, weights, masses).
 
-    numbers: as kernels view keys and means, as in "uint8 uint16". q: [rows, kv_heads, group, k_dim] float32. keys:
+    numbers: as kernels view keys and means, as in "uint8,uint16". q: [rows, kv_heads, group, k_dim] float32. keys:
     [num_blocks, kv_heads, block_size, k_dim], or how they differ from means [num_blocks, kv_heads, 1 or more, k_dim],
     of which the first of a block counts. table: [rows, blocks] int32, full blocks in the pool. positions: [rows, 1 or
     kv_heads, n] int32, the candidates among those; entries below 0 are none. scale, softcap: as
     `attention.attend_blocks`. weights, masses: [rows, kv_heads, group, blocks] float32; at the candidates' positions
     the log-sum-exp of the scores of all keys of each is written to both.
     """
-    pool, means = (types.Array(from_dtype(np.dtype(each)), 4, "C") for each in numbers.split())
+    pool, means = pool_arrays(numbers)
     real4, real = types.Array(types.float32, 4, "C"), types.float64
     int3, int2 = (types.Array(types.int32, dims, "C") for dims in (3, 2))
     return real4, pool, means, int2, int3, real, real, real4, real4
@@ -61,7 +61,7 @@ def _region(instructions: str, storage: str, kind: str, differ: bool, group: int
     # A tile's scores: rows of all keys of the block, and what whole vectors write behind them.
     tile_scores = block_size * row_size + lanes
     units, mean_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[kind].units(k_dim)
-    numbers = f"{STORAGE_TYPES[storage].kernel_dtype.name} {STORAGE_TYPES[kind].kernel_dtype.name}"
+    numbers = numbers_of(STORAGE_TYPES[storage], STORAGE_TYPES[kind])
     code_version = CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})

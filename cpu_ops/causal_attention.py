@@ -11,18 +11,19 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from cpu_ops.attention import check_lists, outside_pool
+from cpu_ops.attention import NO_OFFSETS
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import ISAS, isa
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
 from cpu_ops.kernel_address import address_of
 from cpu_ops.list_attention import TOO_SHORT, kernel_for
+from cpu_ops.list_checks import check_lists, check_offsets, outside_pool
 from cpu_ops.matrix_tiles import decode_rows, multiply_tile
 from cpu_ops.parallel_region import REGION, all_threads, arguments_at
 from cpu_ops.scratch import scratch
 from cpu_ops.simd import prefetch
 from cpu_ops.softmax_rows import rows_exp2, rows_most
-from cpu_ops.storage import STORAGE_TYPES
+from cpu_ops.storage import STORAGE_TYPES, numbers_of
 from cpu_ops.threads import kernel_threads
 
 _TOKENS = 64
@@ -43,12 +44,13 @@ def attend_blocks_causal(
     scale: float,
     softcap: float = 0.0,
     threads: int | None = None,
+    key_offsets: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention of each sequence's last q_len tokens to the listed blocks, which hold those tokens too.
 
-    q: [rows, q_len, kv_heads, group, k_dim] float32. keys, values, block_ids, block_counts, block_lengths, scale and
-    softcap as for `attention.attend_blocks`; a list names the blocks in the order of the sequence, and query i sees
-    the first n - q_len + i + 1 of the n tokens in it. threads: how many to use (None: Numba's setting).
+    q: [rows, q_len, kv_heads, group, k_dim] float32. keys, values, block_ids, block_counts, block_lengths, scale,
+    softcap and key_offsets as for `attention.attend_blocks`; a list names the blocks in the order of the sequence, and
+    query i sees the first n - q_len + i + 1 of the n tokens in it. threads: how many to use (None: Numba's setting).
 
     Returns out [rows, q_len, kv_heads, group, v_dim] float32 and lse [rows, q_len, kv_heads, group] float32, the
     natural logarithm of the sum of exp(score).
@@ -59,20 +61,23 @@ def attend_blocks_causal(
     if q.ndim != 5 or q.dtype != np.float32 or q.shape[1] < 1:
         raise ValueError(f"q {q.shape} {q.dtype} must be [rows, q_len >= 1, kv_heads, group, k_dim] float32")
     rows, q_len, kv_heads, group, k_dim = q.shape
-    storage, v_dim = check_lists(
+    k_storage, v_storage, v_dim = check_lists(
         (rows, kv_heads, group, k_dim), keys.shape, values.shape, block_ids.shape, block_counts.shape,
         block_lengths.shape, keys.dtype, values.dtype,
     )  # fmt: skip
     arrays = (keys, values, block_ids, block_counts, block_lengths)
     if any(not each.flags.c_contiguous for each in arrays) or any(each.dtype != np.int32 for each in arrays[2:]):
         raise TypeError("keys, values, block_ids, block_counts and block_lengths must be C-contiguous, the last int32")
-    region = address_of(_region(isa(), storage.name, group, k_dim, v_dim, softcap > 0))
-    kernel = kernel_for(storage.kernel_dtype.name)
+    offsets = NO_OFFSETS if key_offsets is None else key_offsets
+    check_offsets(None if key_offsets is None else offsets.shape, keys.shape, k_dim)
+    shape = group, k_dim, v_dim
+    region = address_of(_region(isa(), k_storage.name, v_storage.name, *shape, softcap > 0, key_offsets is not None))
+    kernel = kernel_for(numbers_of(k_storage, v_storage))
     out = np.empty((rows, kv_heads, q_len * group, v_dim), np.float32)
     lse = np.empty((rows, kv_heads, q_len * group), np.float32)
-    pools = keys.view(storage.kernel_dtype), values.view(storage.kernel_dtype)
+    pools = keys.view(k_storage.kernel_dtype), values.view(v_storage.kernel_dtype)
     with kernel_threads(threads) as used:
-        called = all_threads(), region, q_len, np.ascontiguousarray(q), *pools, *arrays[2:]
+        called = all_threads(), region, q_len, np.ascontiguousarray(q), *pools, offsets, *arrays[2:]
         status = kernel(*called, scale, softcap, used, out, lse)
     if status == TOO_SHORT:
         raise ValueError(f"a list holds fewer tokens than the {q_len} queries that are its last")
@@ -86,7 +91,10 @@ def attend_blocks_causal(
 
 
 @cache
-def _region(instructions: str, storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool) -> Any:
+def _region(
+    instructions: str, storage: str, value_storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool,
+    offset: bool,
+) -> Any:  # fmt: skip
     """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
     lanes = ISAS[instructions].float_lanes
     most_vectors = 4 if ISAS[instructions].registers == 32 else 2
@@ -94,14 +102,14 @@ def _region(instructions: str, storage: str, group: int, k_dim: int, v_dim: int,
     tile_columns = most_vectors * lanes
     v_full = v_pad // tile_columns * tile_columns
     v_rest = (v_pad - v_full) // lanes
-    k_units, v_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[storage].units(v_dim)
+    k_units, v_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[value_storage].units(v_dim)
     tokens, height, wide = _TOKENS, _ROWS, most_vectors == 4
-    numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
+    numbers, code_version = numbers_of(STORAGE_TYPES[storage], STORAGE_TYPES[value_storage]), CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def attend(thread, threads, arguments):
         (
-            starts, q, keys, values, block_ids, block_counts, block_lengths, scale, softcap,
+            starts, q, keys, values, key_offsets, block_ids, block_counts, block_lengths, scale, softcap,
             edges, edge_sums, edge_most, edge_total, out, lse,
         ) = arguments_at("attend lists", numbers, arguments)  # fmt: skip
         q_len, kv_heads, block_size = q.shape[1], q.shape[2], keys.shape[2]
@@ -113,7 +121,7 @@ def _region(instructions: str, storage: str, group: int, k_dim: int, v_dim: int,
         first, last = total * thread // threads, total * (thread + 1) // threads
         # The queries of a tile together, so that they stay in the first-level cache.
         turned_q = scratch(-(-q_pad // tile_columns), k_dim * tile_columns)
-        wide_keys, wide_values = scratch(tokens, k_pad), scratch(tokens, v_pad)
+        wide_keys, wide_values, wide_offset = scratch(tokens, k_pad), scratch(tokens, v_pad), scratch(1, k_pad)
         scores, sums = scratch(tokens, tile_columns), scratch(q_pad, v_pad)
         most, fresh, totals = np.empty((3, q_pad), np.float32)
         for index in range(lists):
@@ -145,7 +153,15 @@ def _region(instructions: str, storage: str, group: int, k_dim: int, v_dim: int,
                     part = min(count - within, tokens - filled)
                     stored = (block * kv_heads + head) * block_size + within
                     decode_rows(lanes, storage, k_dim, keys, stored * k_units, part, wide_keys, filled * k_pad)
-                    decode_rows(lanes, storage, v_dim, values, stored * v_units, part, wide_values, filled * v_pad)
+                    if offset:
+                        o_at = (block * kv_heads + head) * k_dim
+                        decode_rows(lanes, "float16", k_dim, key_offsets, o_at, np.int64(1), wide_offset, np.int64(0))
+                        for t in range(filled, filled + part):
+                            for d in range(k_dim):
+                                wide_keys[t, d] += wide_offset[0, d]
+                    decode_rows(
+                        lanes, value_storage, v_dim, values, stored * v_units, part, wide_values, filled * v_pad
+                    )
                     filled += part
                     within += part
                     if within >= count:

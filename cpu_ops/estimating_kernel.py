@@ -11,9 +11,11 @@ from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.estimated_masses import logaddexp, take_out
 from cpu_ops.exponential import LOG2_E, exp2, tanh
 from cpu_ops.kernel_address import call_kernel
+from cpu_ops.list_attention import OFFSETS
 from cpu_ops.number_bits import number, rounded
 from cpu_ops.parallel_region import run_region
 from cpu_ops.retrieval_step import BAD_CONTEXT, BAD_LISTS, BAD_PLACE, BAD_SHAPES, CHOSEN, EVERYTHING
+from cpu_ops.storage import pool_arrays
 
 
 class Flags(NamedTuple):
@@ -31,23 +33,25 @@ class Flags(NamedTuple):
 def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
     """Compile the kernel for queries of `dtype` and pools whose memory is viewed as these, or load it from the cache.
 
-    numbers: keys and values. kind: representatives and mean values. coarse: what candidates are scored by.
+    numbers: keys and values (`storage.numbers_of`). kind: representatives and mean values. coarse: what candidates are
+    scored by, and what that differs from, as `numbers`.
     """
-    code_version, candidates_kind = CODE_VERSION, f"{coarse} {kind}"
+    code_version = CODE_VERSION
     given = types.Array(from_dtype(np.dtype(dtype)), 4, "C")
-    pool, vectors, codes = (types.Array(from_dtype(np.dtype(each)), 4, "C") for each in (numbers, kind, coarse))
+    vectors = types.Array(from_dtype(np.dtype(kind)), 4, "C")
     int3, int2, int1 = (types.Array(types.int32, dims, "C") for dims in (3, 2, 1))
     integers, lse3, real = types.Array(types.int64, 1, "C"), types.Array(types.float32, 3, "C"), types.float64
     signature = real(
-        given, given, given, pool, pool, vectors, vectors, codes, int1, types.int64, int2, types.int64, types.int64,
-        types.int64, int3, int3, types.boolean, integers, real, real, real, integers, integers, lse3, given, lse3,
-        types.Array(types.float32, 4, "C"),
+        given, given, given, *pool_arrays(numbers), vectors, vectors, *pool_arrays(coarse), OFFSETS, int1,
+        types.int64, int2, types.int64, types.int64, types.int64, int3, int3, types.boolean, integers, real, real, real,
+        integers, integers, lse3, given, lse3, types.Array(types.float32, 4, "C"),
     )  # fmt: skip
 
     @njit(signature, cache=True, nogil=True, error_model="numpy")
     def step(
-        q, k, v, keys, values, representatives, value_means, coarse_keys, lengths, position, table, first, end,
-        which, positions, allowed, shared, flags, target, scale, softcap, addresses, shape, beside, out, lse, masses,
+        q, k, v, keys, values, representatives, value_means, coarse_keys, coarse_means, key_offsets, lengths, position,
+        table, first, end, which, positions, allowed, shared, flags, target, scale, softcap, addresses, shape, beside,
+        out, lse, masses,
     ):  # fmt: skip
         reduce, rerank, least, has_mean, estimates, threads = flags
         rows, kv_heads = q.shape[0], keys.shape[1]
@@ -104,8 +108,8 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             ids, counts = _lists(table, context, positions[:, :1, :0], first, end)
             out_window, lse_window = np.empty_like(attended), np.empty_like(lse)
             attending = (
-                addresses[0], addresses[7], np.int64(0), asked, keys, values, ids, counts, lengths, scale, softcap,
-                threads, out_window, lse_window,
+                addresses[0], addresses[7], np.int64(0), asked, keys, values, key_offsets, ids, counts, lengths, scale,
+                softcap, threads, out_window, lse_window,
             )  # fmt: skip
             if call_kernel("attend lists", numbers, addresses[6], attending) < 0:
                 return BAD_LISTS
@@ -124,9 +128,9 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             call_kernel("choose", "", addresses[10], choosing)
             if looks:
                 looked = (
-                    queries, coarse_keys, representatives, context, proposed, scale, softcap, weights, block_masses,
+                    queries, coarse_keys, coarse_means, context, proposed, scale, softcap, weights, block_masses,
                 )  # fmt: skip
-                run_region("candidates", candidates_kind, addresses[0], addresses[5], threads, looked)
+                run_region("candidates", coarse, addresses[0], addresses[5], threads, looked)
                 likely[:] = block_masses
                 if reduce >= SOFTMAX:
                     run_region("softmax", "", addresses[0], addresses[4], threads, (_lists_of(likely),))
@@ -137,8 +141,8 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
         if which != EVERYTHING:
             ids, counts = _lists(table, context, positions, window_first, window_end)
         attending = (
-            addresses[0], addresses[7], np.int64(0), asked, keys, values, ids, counts, lengths, scale, softcap,
-            threads, attended, lse,
+            addresses[0], addresses[7], np.int64(0), asked, keys, values, key_offsets, ids, counts, lengths, scale,
+            softcap, threads, attended, lse,
         )  # fmt: skip
         if call_kernel("attend lists", numbers, addresses[6], attending) < 0:
             return BAD_LISTS

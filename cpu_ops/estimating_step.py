@@ -23,7 +23,7 @@ from cpu_ops.estimating_kernel import Flags, kernel_for
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import all_threads
 from cpu_ops.retrieval_step import BAD_SHAPES, REFUSALS
-from cpu_ops.storage import storage_of
+from cpu_ops.storage import numbers_of, storage_of
 
 
 class Choice(NamedTuple):
@@ -52,6 +52,7 @@ class EstimatingStep:
         has_mean: whether the first of a block's representatives is the mean of its keys and a second one their
             standard deviation; else nothing is estimated.
         value_means: [num_blocks, kv_heads, 1, v_dim] of the representatives' type; None where the rest is dropped.
+        key_offsets: as `attention.attend_blocks` takes them.
         key_codes: [num_blocks, kv_heads, block_size, k_dim] of a storage type, how keys differ from their block's mean;
             None where candidates are scored by the keys themselves.
 
@@ -65,34 +66,43 @@ class EstimatingStep:
     def __init__(
         self, keys: np.ndarray, values: np.ndarray, representatives: np.ndarray, lengths: np.ndarray, group: int,
         score: str, softcapped: bool, dtype: Any, threads: int, choice: Choice, has_mean: bool,
-        value_means: np.ndarray | None, key_codes: np.ndarray | None,
+        value_means: np.ndarray | None, key_codes: np.ndarray | None, key_offsets: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        storage, kind = storage_of(keys.dtype), storage_of(representatives.dtype)
+        storage, value_storage = storage_of(keys.dtype), storage_of(values.dtype)
+        kind, numbers = storage_of(representatives.dtype), numbers_of(storage, value_storage)
         kv_heads, k_dim = keys.shape[1], keys.shape[3] * storage.group
         q, ids = (1, kv_heads, group, k_dim), (1, 1, 1)
         attend, self.v_dim = attention.region_for(
-            q, keys.shape, values.shape, ids, ids[:2], lengths.shape, keys.dtype, values.dtype, softcapped
-        )
-        self.stores = token_store.stores(keys.dtype)
-        coarse = keys if key_codes is None else key_codes
+            q, keys.shape, values.shape, ids, ids[:2], lengths.shape, keys.dtype, values.dtype, softcapped,
+            None if key_offsets is None else key_offsets.shape,
+        )  # fmt: skip
+        self.stores = key_offsets is None and token_store.stores(keys.dtype) and token_store.stores(values.dtype)
+        coarse, coarse_means = (keys if key_codes is None else key_codes), representatives
+        if key_codes is None and key_offsets is not None:
+            coarse_means = key_offsets.view(np.float16)[:, :, None]
         means = np.empty((1, kv_heads, 1, self.v_dim), representatives.dtype) if value_means is None else value_means
         shapes = representatives.shape, representatives.dtype
         looks = has_mean and choice.rerank > 1
         self._addresses = np.array(
             [
                 all_threads(),
-                address_of(token_store.kernel_for(storage.name)) if self.stores else 0,
+                address_of(token_store.kernel_for(storage.name, value_storage.name)) if self.stores else 0,
                 0 if has_mean else address_of(scores.kernel_for(kind.kernel_dtype.name)),
                 mean_scores.region_for(q, *shapes)
                 if has_mean
                 else scores.region_for(q, shapes[0], ids[:2], ids[:1], shapes[1], score),
                 softmax_region() if choice.reduce >= SOFTMAX else 0,
                 candidate_masses.region_for(
-                    q, coarse.shape, shapes[0], coarse.dtype, shapes[1], differ=key_codes is not None
+                    q,
+                    coarse.shape,
+                    coarse_means.shape,
+                    coarse.dtype,
+                    coarse_means.dtype,
+                    differ=key_codes is not None or key_offsets is not None,
                 )
                 if looks
                 else 0,
-                address_of(list_attention.kernel_for(storage.kernel_dtype.name)),
+                address_of(list_attention.kernel_for(numbers)),
                 attend,
                 address_of(rest_estimate.kernel_for(kind.kernel_dtype.name)) if has_mean else 0,
                 rest_estimate.region_for(means.shape, q, means.dtype) if has_mean else 0,
@@ -100,11 +110,11 @@ class EstimatingStep:
             ],
             np.int64,
         )
-        names = storage.kernel_dtype.name, kind.kernel_dtype.name, storage_of(coarse.dtype).kernel_dtype.name
-        self._kernel = kernel_for(np.dtype(dtype).name, *names)
-        self._pool = tuple(
-            array.view(storage_of(array.dtype).kernel_dtype) for array in (keys, values, representatives, means, coarse)
-        )
+        coarse_numbers = numbers_of(storage_of(coarse.dtype), storage_of(coarse_means.dtype))
+        self._kernel = kernel_for(np.dtype(dtype).name, numbers, kind.kernel_dtype.name, coarse_numbers)
+        arrays = keys, values, representatives, means, coarse, coarse_means
+        viewed = tuple(array.view(storage_of(array.dtype).kernel_dtype) for array in arrays)
+        self._pool = *viewed, attention.NO_OFFSETS if key_offsets is None else key_offsets
         flags = Flags(choice.reduce, choice.rerank, choice.least, has_mean, value_means is not None, threads)
         self._flags, self._target = np.array(flags, np.int64), float(choice.target)
         self._shape = np.array([group, k_dim, self.v_dim], np.int64)

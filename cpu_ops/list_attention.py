@@ -8,11 +8,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import from_dtype, njit, types
+from numba import njit, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.kernel_address import called_as
 from cpu_ops.parallel_region import region_arguments, run_region
+from cpu_ops.storage import pool_arrays
 from cpu_ops.work_division import list_starts, merge_edges
 
 TOO_SHORT = -4
@@ -20,22 +21,23 @@ TOO_SHORT = -4
 
 
 def _arrays(numbers: str) -> tuple[Any, ...]:
-    """q, keys, values, block_ids, block_counts, block_lengths."""
-    pool = types.Array(from_dtype(np.dtype(numbers)), 4, "C")
+    """q, keys, values, key_offsets, block_ids, block_counts, block_lengths."""
     int3, int2, int1 = (types.Array(types.int32, dims, "C") for dims in (3, 2, 1))
-    return types.Array(types.float32, 5, "C"), pool, pool, int3, int2, int1
+    return types.Array(types.float32, 5, "C"), *pool_arrays(numbers), OFFSETS, int3, int2, int1
 
 
+OFFSETS = types.Array(types.uint16, 3, "C")
+"""Bits of float16: what was taken off the keys of each block and kv head (`attention.attend_blocks`)."""
 _OUT, _LSE = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
 
 
 @region_arguments("attend lists")
 def arguments(numbers: str) -> tuple[Any, ...]:
-    """Of the regions, for pools whose memory kernels view as `numbers` (`cpu_ops.storage`, `kernel_dtype`).
+    """Of the regions, for pools whose memory kernels view as `numbers` (`storage.numbers_of`).
 
-    (starts, q, keys, values, block_ids, block_counts, block_lengths, scale, softcap, edges, edge_sums, edge_most,
-    edge_total, out, lse): starts from `work_division.list_starts`; a thread's own lists go to out and lse, what it has
-    of others to two edges (`work_division.merge_edges`), -1 in `edges` for none.
+    (starts, q, keys, values, key_offsets, block_ids, block_counts, block_lengths, scale, softcap, edges, edge_sums,
+    edge_most, edge_total, out, lse): starts from `work_division.list_starts`; a thread's own lists go to out and lse,
+    what it has of others to two edges (`work_division.merge_edges`), -1 in `edges` for none.
     """
     int1, real2 = types.Array(types.int64, 1, "C"), types.Array(types.float32, 2, "C")
     factors = types.float64, types.float64
@@ -44,8 +46,8 @@ def arguments(numbers: str) -> tuple[Any, ...]:
 
 @called_as("attend lists")
 def signature(numbers: str) -> Any:
-    """Of the kernels: (run, region, least, q, keys, values, block_ids, block_counts, block_lengths, scale, softcap,
-    threads, out, lse).
+    """Of the kernels: (run, region, least, q, keys, values, key_offsets, block_ids, block_counts, block_lengths, scale,
+    softcap, threads, out, lse).
 
     run: `parallel_region.all_threads()`. region: its address. least: tokens that every list must hold. q: [rows,
     q_len, kv_heads, group, k_dim]. out: [rows, kv_heads, q_len * group, v_dim], lse without the last dimension. They
@@ -57,12 +59,13 @@ def signature(numbers: str) -> Any:
 
 @cache
 def kernel_for(numbers: str) -> Any:
-    """Compile the kernel for pools viewed as `numbers`, or load it from Numba's on-disk cache."""
+    """Compile the kernel for pools viewed as `numbers` (as `signature`), or load it from Numba's on-disk cache."""
     code_version = CODE_VERSION
 
     @njit(signature(numbers), cache=True, nogil=True, error_model="numpy")
     def attend_lists(
-        run, region, least, q, keys, values, block_ids, block_counts, block_lengths, scale, softcap, threads, out, lse
+        run, region, least, q, keys, values, key_offsets, block_ids, block_counts, block_lengths, scale, softcap,
+        threads, out, lse,
     ):  # fmt: skip
         starts = list_starts(block_ids, block_counts, block_lengths, q.shape[2], keys.shape[2])
         if starts[0] < 0:
@@ -77,7 +80,7 @@ def kernel_for(numbers: str) -> Any:
         edge_most = np.empty((2 * threads, queries), np.float32)
         edge_total = np.empty((2 * threads, queries), np.float32)
         given = (
-            starts, q, keys, values, block_ids, block_counts, block_lengths, scale, softcap,
+            starts, q, keys, values, key_offsets, block_ids, block_counts, block_lengths, scale, softcap,
             edges, edge_sums, edge_most, edge_total, out, lse,
         )  # fmt: skip
         run_region("attend lists", numbers, run, region, threads, given)

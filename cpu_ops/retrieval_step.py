@@ -12,7 +12,7 @@ from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.kernel_address import address_of, call_kernel
 from cpu_ops.number_bits import number, rounded
 from cpu_ops.parallel_region import all_threads
-from cpu_ops.storage import storage_of
+from cpu_ops.storage import numbers_of, pool_arrays, storage_of
 
 EVERYTHING, AS_GIVEN, CHOSEN = 0, 1, 2
 """Which blocks a step attends to: all; those at given positions; those that it chooses."""
@@ -38,9 +38,11 @@ class RetrievalStep:
         softcapped: whether scores of attention are capped.
         dtype: of queries, keys, values and outputs: float32, or uint16 for the bits of bfloat16.
         threads: how many to use.
+        key_offsets: as `attention.attend_blocks` takes them.
 
     Attributes:
-        stores: whether it writes blocks of this storage type; else the token has to be there already.
+        stores: whether it writes blocks of these storage types, keys as they are; else the token has to be there
+            already.
         group, v_dim: query heads of a kv head, dimension of a value.
 
     Raises ValueError or TypeError for arrays that do not fit together.
@@ -48,24 +50,27 @@ class RetrievalStep:
 
     def __init__(
         self, keys: np.ndarray, values: np.ndarray, representatives: np.ndarray, lengths: np.ndarray, group: int,
-        score: str, softcapped: bool, dtype: Any, threads: int,
+        score: str, softcapped: bool, dtype: Any, threads: int, key_offsets: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        storage, kind = storage_of(keys.dtype), storage_of(representatives.dtype)
+        storage, value_storage = storage_of(keys.dtype), storage_of(values.dtype)
+        kind, numbers = storage_of(representatives.dtype), numbers_of(storage, value_storage)
         kv_heads, k_dim = keys.shape[1], keys.shape[3] * storage.group
         q, ids = (1, kv_heads, group, k_dim), (1, 1, 1)
         attend, self.v_dim = attention.region_for(
-            q, keys.shape, values.shape, ids, ids[:2], lengths.shape, keys.dtype, values.dtype, softcapped
-        )
+            q, keys.shape, values.shape, ids, ids[:2], lengths.shape, keys.dtype, values.dtype, softcapped,
+            None if key_offsets is None else key_offsets.shape,
+        )  # fmt: skip
         scored_by = scores.region_for(q, representatives.shape, ids[:2], ids[:1], representatives.dtype, score)
-        self.stores = token_store.stores(keys.dtype)
-        store = address_of(token_store.kernel_for(storage.name)) if self.stores else 0
+        self.stores = key_offsets is None and token_store.stores(keys.dtype) and token_store.stores(values.dtype)
+        store = address_of(token_store.kernel_for(storage.name, value_storage.name)) if self.stores else 0
         scorer = address_of(scores.kernel_for(kind.kernel_dtype.name))
-        attender = address_of(list_attention.kernel_for(storage.kernel_dtype.name))
+        attender = address_of(list_attention.kernel_for(numbers))
         self._addresses = np.array([all_threads(), store, scorer, scored_by, attender, attend], np.int64)
         self._shape = np.array([group, k_dim, self.v_dim], np.int64)
-        blocks = keys.view(storage.kernel_dtype), values.view(storage.kernel_dtype)
-        self._pool = *blocks, representatives.view(kind.kernel_dtype), lengths
-        self._kernel = _kernel(np.dtype(dtype).name, storage.kernel_dtype.name, kind.kernel_dtype.name)
+        blocks = keys.view(storage.kernel_dtype), values.view(value_storage.kernel_dtype)
+        offsets = attention.NO_OFFSETS if key_offsets is None else key_offsets
+        self._pool = *blocks, offsets, representatives.view(kind.kernel_dtype), lengths
+        self._kernel = _kernel(np.dtype(dtype).name, numbers, kind.kernel_dtype.name)
         self._threads = threads
         self.group, self._bound = group, (dtype, softcapped)
 
@@ -105,18 +110,19 @@ def _kernel(dtype: str, numbers: str, representative_numbers: str) -> Any:
     code_version = CODE_VERSION
 
     given = types.Array(from_dtype(np.dtype(dtype)), 4, "C")
-    pool, kind = (types.Array(from_dtype(np.dtype(each)), 4, "C") for each in (numbers, representative_numbers))
+    kind = types.Array(from_dtype(np.dtype(representative_numbers)), 4, "C")
     int3, int2, int1 = (types.Array(types.int32, dims, "C") for dims in (3, 2, 1))
     signature = types.float64(
-        given, given, given, pool, pool, kind, int1, types.int64, int2, types.int64, types.int64, types.int64,
-        int3, int3, types.boolean, types.boolean, types.float64, types.float64, types.int64,
-        types.Array(types.int64, 1, "C"), types.Array(types.int64, 1, "C"), given, types.Array(types.float32, 3, "C"),
+        given, given, given, *pool_arrays(numbers), list_attention.OFFSETS, kind, int1, types.int64, int2,
+        types.int64, types.int64, types.int64, int3, int3, types.boolean, types.boolean, types.float64, types.float64,
+        types.int64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 1, "C"), given,
+        types.Array(types.float32, 3, "C"),
     )  # fmt: skip
 
     @njit(signature, cache=True, nogil=True, error_model="numpy")
     def step(
-        q, k, v, keys, values, representatives, lengths, position, table, first, end, which, positions, allowed,
-        shared, largest, scale, softcap, threads, addresses, shape, out, lse,
+        q, k, v, keys, values, key_offsets, representatives, lengths, position, table, first, end, which, positions,
+        allowed, shared, largest, scale, softcap, threads, addresses, shape, out, lse,
     ):  # fmt: skip
         rows, kv_heads = q.shape[0], keys.shape[1]
         group, k_dim, v_dim = shape[0], shape[1], shape[2]
@@ -165,8 +171,8 @@ def _kernel(dtype: str, numbers: str, representative_numbers: str) -> Any:
         attended = np.empty((rows, kv_heads, group, v_dim), np.float32)
         asked = queries.reshape(rows, 1, kv_heads, group, k_dim)
         attending = (
-            addresses[0], addresses[5], np.int64(0), asked, keys, values, ids, in_use, lengths, scale, softcap,
-            threads, attended, lse,
+            addresses[0], addresses[5], np.int64(0), asked, keys, values, key_offsets, ids, in_use, lengths, scale,
+            softcap, threads, attended, lse,
         )  # fmt: skip
         if call_kernel("attend lists", numbers, addresses[4], attending) < 0:
             return BAD_LISTS

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from numba import from_dtype, types
 
 Decode = Callable[[ir.IRBuilder, ir.Value, int, int], ir.Value]
 """(builder, pointer to a group, index of the first value within the group, lanes) -> vector of `lanes` float32."""
@@ -71,6 +72,17 @@ def storage_of(dtype: np.dtype) -> NumberFormat:
         known = ", ".join(str(each) for each in _BY_DTYPE)
         raise TypeError(f"no kernel reads blocks of dtype {dtype}; store them as one of: {known}")
     return storage
+
+
+def numbers_of(keys: NumberFormat, values: NumberFormat) -> str:
+    """The variant of kernels over pools whose keys and values are of these types: "numbers of keys,of values"."""
+    return f"{keys.kernel_dtype.name},{values.kernel_dtype.name}"
+
+
+def pool_arrays(numbers: str, dims: int = 4) -> tuple[Any, Any]:
+    """Numba's types of keys and values as kernels view them, for a variant of `numbers_of`."""
+    keys, values = (types.Array(from_dtype(np.dtype(each)), dims, "C") for each in numbers.split(","))
+    return keys, values
 
 
 def _load_vector(builder: ir.IRBuilder, pointer: ir.Value, element: ir.Type, lanes: int, align: int) -> ir.Value:

@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import from_dtype, njit, types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.kernel_address import called_as
 from cpu_ops.number_bits import float_to_bfloat16
-from cpu_ops.storage import STORAGE_TYPES, storage_of
+from cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays, storage_of
 
 
 @intrinsic
@@ -61,14 +61,17 @@ def store_token(
     """Write a token of every row into its block.
 
     new_keys: [rows, kv_heads, k_dim] float32, new_values: [rows, kv_heads, v_dim] float32. keys: [num_blocks, kv_heads,
-    block_size, k_dim], values: [num_blocks, kv_heads, block_size, v_dim], of one of the storage types that `stores`
-    knows. table: [rows, blocks] int32, the ids of every row's blocks in order; position: the token's in its sequence.
+    block_size, k_dim], values: [num_blocks, kv_heads, block_size, v_dim], of storage types that `stores` knows.
+    table: [rows, blocks] int32, the ids of every row's blocks in order; position: the token's in its sequence.
 
-    Returns the largest magnitude among the numbers, infinity or NaN where there are such. Raises ValueError or
-    TypeError for arrays that do not fit together, IndexError for a place that is not there.
+    Returns the largest magnitude among the numbers (where keys and values are of two types: among those of float16, the
+    one with a narrow range), infinity or NaN where there are such. Raises ValueError or TypeError for arrays that do
+    not fit together, IndexError for a place that is not there.
     """
-    kernel, dtype = _plan(new_keys.shape, new_values.shape, keys.shape, values.shape, table.shape[:1], keys.dtype)
-    largest = kernel(new_keys, new_values, keys.view(dtype), values.view(dtype), table, position)
+    kernel, k_dtype, v_dtype = _plan(
+        new_keys.shape, new_values.shape, keys.shape, values.shape, table.shape[:1], keys.dtype, values.dtype
+    )
+    largest = kernel(new_keys, new_values, keys.view(k_dtype), values.view(v_dtype), table, position)
     if largest < 0:
         raise IndexError(f"position {position} must lie in the blocks of table, which are 0..{keys.shape[0] - 1}")
     return largest
@@ -77,35 +80,37 @@ def store_token(
 @lru_cache(maxsize=4096)
 def _plan(
     new_keys: tuple[int, ...], new_values: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...],
-    rows: tuple[int, ...], dtype: np.dtype,
-) -> tuple[Any, np.dtype]:  # fmt: skip
+    rows: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype,
+) -> tuple[Any, np.dtype, np.dtype]:  # fmt: skip
     fitting = new_keys[1:] == (keys[1], keys[3]) and new_values[1:] == (values[1], values[3])
     if not fitting or not new_keys[:1] == new_values[:1] == rows or keys[:3] != values[:3]:
         raise ValueError(
             f"new_keys {new_keys}, new_values {new_values} and a table of {rows} rows do not fit keys {keys} and "
             f"values {values}"
         )
-    storage = storage_of(dtype)
-    return kernel_for(storage.name), storage.kernel_dtype
+    storage, value_storage = storage_of(dtype), storage_of(value_dtype)
+    return kernel_for(storage.name, value_storage.name), storage.kernel_dtype, value_storage.kernel_dtype
 
 
 @called_as("store")
 def signature(numbers: str) -> Any:
     """Of the kernels: (new_keys, new_values, keys, values, table, position) to what `store_token` returns, or -1.
 
-    numbers: as kernels view the pool (`cpu_ops.storage`, `kernel_dtype`).
+    numbers: as kernels view the pool (`storage.numbers_of`).
     """
     real3 = types.Array(types.float32, 3, "C")
-    pool = types.Array(from_dtype(np.dtype(numbers)), 4, "C")
-    return types.float32(real3, real3, pool, pool, types.Array(types.int32, 2, "C"), types.int64)
+    return types.float32(real3, real3, *pool_arrays(numbers), types.Array(types.int32, 2, "C"), types.int64)
 
 
 @cache
-def kernel_for(storage: str) -> Any:
-    encode = _ENCODERS[storage]
-    code_version = CODE_VERSION
+def kernel_for(storage: str, value_storage: str) -> Any:
+    encode_key, encode_value = _ENCODERS[storage], _ENCODERS[value_storage]
+    measures_keys, measures_values = (
+        storage == value_storage or each == "float16" for each in (storage, value_storage)
+    )
+    numbers, code_version = numbers_of(STORAGE_TYPES[storage], STORAGE_TYPES[value_storage]), CODE_VERSION
 
-    @njit(signature(STORAGE_TYPES[storage].kernel_dtype.name), cache=True, nogil=True)
+    @njit(signature(numbers), cache=True, nogil=True)
     def store(new_keys, new_values, keys, values, table, position):
         rows, kv_heads, k_dim = new_keys.shape
         v_dim = new_values.shape[2]
@@ -122,15 +127,15 @@ def kernel_for(storage: str) -> Any:
                 for d in range(k_dim):
                     value = new_keys[row, head, d]
                     size = abs(value)
-                    if size > largest or np.isnan(size):
+                    if measures_keys and (size > largest or np.isnan(size)):
                         largest = size
-                    keys[block, head, offset, d] = encode(value)
+                    keys[block, head, offset, d] = encode_key(value)
                 for d in range(v_dim):
                     value = new_values[row, head, d]
                     size = abs(value)
-                    if size > largest or np.isnan(size):
+                    if measures_values and (size > largest or np.isnan(size)):
                         largest = size
-                    values[block, head, offset, d] = encode(value)
+                    values[block, head, offset, d] = encode_value(value)
         return largest
 
     return store

@@ -134,7 +134,10 @@ def test_bytes_per_token_are_those_of_the_pool(kv_type, representative_type):
     append(cache, torch.randn(1, 2, 96, 64), torch.randn(1, 2, 96, 64))
     footprint = Footprint.of(injection)
     kind = storage.get(kv_type)
-    assert footprint.bytes_per_token.keys == footprint.bytes_per_token.values == 2 * 2 * kind.bytes_per_vector(64)
+    # Keys of few bits have their block's mean beside them.
+    offset = 2 * 64 / 32 if kv_type == "Q4_0" else 0
+    assert footprint.bytes_per_token.values == 2 * 2 * kind.bytes_per_vector(64)
+    assert footprint.bytes_per_token.keys == footprint.bytes_per_token.values + 2 * 2 * offset
     assert footprint.memory(96).store == 2 * layer.bytes_touched
     assert footprint.bytes_per_token.total == 2 * layer.bytes_touched / 96
 
@@ -146,17 +149,21 @@ def test_bytes_per_token_are_those_of_the_pool(kv_type, representative_type):
     representative_num=st.integers(0, 5),
     accumulates=st.booleans(),
     derived=st.builds(Derived, st.booleans(), st.booleans()),
+    value_type=st.sampled_from(storage.names()),
+    offset_keys=st.booleans(),
 )
 @settings(deadline=None)
 def test_the_footprints_bytes_per_token_are_those_that_a_pool_allocates(
-    kv_type, shape, block_size, representative_num, accumulates, derived
+    kv_type, shape, block_size, representative_num, accumulates, derived, value_type, offset_keys
 ):
-    kind = storage.get(kv_type)
+    kind, value_kind = storage.get(kv_type), storage.get(value_type)
+    dims = shape.kv_heads, block_size, shape.k_dim, shape.v_dim
     counts = representative_num, accumulates
-    pool = BlockPool(3, shape.kv_heads, block_size, shape.k_dim, shape.v_dim, kind, *counts, *derived)
-    planned = bytes_per_token(shape, kind, block_size, *counts, derived)
+    pool = BlockPool(3, *dims, kind, *counts, *derived, value_storage=value_kind, offset_keys=offset_keys)
+    planned = bytes_per_token(shape, kind, block_size, *counts, derived, value_kind, offset_keys)
     assert planned.total * block_size == pytest.approx(pool.bytes_per_block, rel=1e-12)
-    assert planned.keys * block_size == pool.keys[0].nbytes
+    offsets = pool.key_offsets[0].nbytes if offset_keys else 0
+    assert planned.keys * block_size == pytest.approx(pool.keys[0].nbytes + offsets, rel=1e-12)
     assert planned.values * block_size == pool.values[0].nbytes
 
 

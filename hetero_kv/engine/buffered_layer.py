@@ -37,18 +37,19 @@ class BufferedLayer(FamilyLayer):
 
     Args:
         storage: number format of the pool.
+        value_storage: that of its values, where it is another than that of its keys.
 
     Attributes:
         pool: the layer's blocks; None before it has tokens.
         prefill_buffer: None but while a prompt prefills.
     """
 
-    #: The setting that `storage` comes from.
-    storage_setting = "kv_type"
+    #: The settings that the storage types of keys and values come from.
+    storage_settings = ("kv_type", "kv_type")
 
-    def __init__(self, storage: StorageType) -> None:
+    def __init__(self, storage: StorageType, value_storage: StorageType | None = None) -> None:
         super().__init__()
-        self.storage = storage
+        self.key_storage, self.value_storage = storage, value_storage or storage
         self.pool: BlockPool | None = None
         self.prefill_buffer: PrefillBuffer | None = None
         self._prefilling: Step | None = None
@@ -61,20 +62,25 @@ class BufferedLayer(FamilyLayer):
         """`max_seq_len`, tokens."""
         return self.cohort.store.capacity
 
-    def _require_finite(self, *vectors: torch.Tensor) -> None:
-        """Raise HeteroKVError for a number that the storage type would turn into infinity."""
-        if self.storage.largest is None:
-            return
-        # aminmax, because abs would copy a whole prompt's keys.
-        found = max(abs(float(end)) for tensor in vectors for end in torch.aminmax(tensor))
-        if found > self.storage.largest:
-            raise self._too_large(found)
+    def _require_finite(self, keys: torch.Tensor | None, values: torch.Tensor) -> None:
+        """Raise HeteroKVError for a number that its storage type would turn into infinity; no keys: None."""
+        for vectors, storage, setting in zip(
+            (keys, values), (self.key_storage, self.value_storage), self.storage_settings, strict=True
+        ):
+            if vectors is not None and storage.largest is not None:
+                # aminmax, because abs would copy a whole prompt's keys.
+                found = max(abs(float(end)) for end in torch.aminmax(vectors))
+                if found > storage.largest:
+                    raise _too_large(found, storage, setting)
 
-    def _too_large(self, found: float) -> HeteroKVError:
-        return HeteroKVError(
-            f"a key or value of {found:.0f} is beyond {self.storage_setting} {self.storage.name}, which ends at "
-            f"{self.storage.largest:.0f}; set {self.storage_setting} to a type with a wider range, such as FP32"
-        )
+    def require_storable(self, largest: float) -> None:
+        """Raise HeteroKVError where the largest magnitude that was stored is none that the storage types hold.
+
+        Where they are two, it is that of the narrower (`cpu_ops.token_store`).
+        """
+        for storage, setting in zip((self.key_storage, self.value_storage), self.storage_settings, strict=True):
+            if storage.largest is not None and largest > storage.largest:
+                raise _too_large(largest, storage, setting)
 
     # -- prefill
 
@@ -149,3 +155,10 @@ class BufferedLayer(FamilyLayer):
         if self.pool is None or self.layout is None:
             return 0
         return self.cohort.store.allocators[self.layout].touched_blocks * self.pool.bytes_per_block
+
+
+def _too_large(found: float, storage: StorageType, setting: str) -> HeteroKVError:
+    return HeteroKVError(
+        f"a key or value of {found:.0f} is beyond {setting} {storage.name}, which ends at {storage.largest:.0f}; set "
+        f"{setting} to a type with a wider range, such as FP32"
+    )

@@ -58,6 +58,9 @@ class Store:
         accumulates: bool = False,
         value_means: bool = False,
         key_codes: bool = False,
+        *,
+        value_storage: StorageType | None = None,
+        offset_keys: bool = False,
     ) -> BlockPool:
         """The pool of a layer for blocks of `layout`, made when it is first asked for; see BlockPool for the rest."""
         allocator = self.allocators[layout]
@@ -73,6 +76,8 @@ class Store:
                 accumulates,
                 value_means,
                 key_codes,
+                value_storage=value_storage,
+                offset_keys=offset_keys,
             )
         return allocator.pools[layer_idx]
 

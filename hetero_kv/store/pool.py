@@ -8,7 +8,10 @@ import mmap
 import numpy as np
 import torch
 
-from hetero_kv.store.storage import Q4_0, StorageType
+from hetero_kv.store.storage import FP16, Q4_0, StorageType
+
+#: How `key_codes` are stored.
+CODES = Q4_0
 
 #: How `key_codes` are stored.
 CODES = Q4_0
@@ -22,16 +25,24 @@ class BlockPool:
     One large allocation per array that the operating system backs with memory only as blocks are written,
     so capacity costs nothing until it is used. Which block holds what is the block tables' to know.
 
+    Args:
+        storage: number format of keys, and of values where `value_storage` is None.
+        offset_keys: whether keys are stored as they differ from `key_offsets`.
+
     Attributes:
-        keys: [num_blocks, kv_heads, block_size, storage.elements(k_dim)] in the storage type's dtype, on the CPU.
-        values: [num_blocks, kv_heads, block_size, storage.elements(v_dim)], likewise.
-        representatives: [num_blocks, kv_heads, representative_num, k_dim] in `storage.for_representatives`.
+        keys: [num_blocks, kv_heads, block_size, key_storage.elements(k_dim)] in the storage type's dtype, on the CPU.
+        values: [num_blocks, kv_heads, block_size, value_storage.elements(v_dim)], likewise.
+        representatives: [num_blocks, kv_heads, representative_num, k_dim] in `key_storage.for_representatives`.
         key_array, value_array, representative_array: the kernels' views of the same memory.
-        value_means: [num_blocks, kv_heads, 1, v_dim] in `storage.for_representatives`; None where nobody asked for
+        value_means: [num_blocks, kv_heads, 1, v_dim] in `key_storage.for_representatives`; None where nobody asked for
             them.
         key_codes: [num_blocks, kv_heads, block_size, CODES.elements(k_dim)], how keys differ from their block's mean;
             None where nobody asked for them.
         value_mean_array, key_code_array: the kernels' views.
+        key_offsets: [num_blocks, kv_heads, 1, k_dim] float16, what was taken off the keys of a block before they were
+            stored: the mean of those of a block that is written as a whole, of the block before it where it fills
+            token by token; None where keys are stored as they are.
+        offset_array: the kernels' view, [num_blocks, kv_heads, k_dim] uint16.
         accumulated: [num_blocks, kv_heads, block_size] float32, the attention that each key had received from the
             queries that an operator watched when its block got its representatives; None where no operator does.
     """
@@ -48,13 +59,16 @@ class BlockPool:
         accumulates: bool = False,
         value_means: bool = False,
         key_codes: bool = False,
+        *,
+        value_storage: StorageType | None = None,
+        offset_keys: bool = False,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.storage = storage
+        self.key_storage, self.value_storage = storage, value_storage or storage
         kind = storage.for_representatives
         self.keys, self.key_array = _untouched((num_blocks, kv_heads, block_size), k_dim, storage)
-        self.values, self.value_array = _untouched((num_blocks, kv_heads, block_size), v_dim, storage)
+        self.values, self.value_array = _untouched((num_blocks, kv_heads, block_size), v_dim, self.value_storage)
         self.representatives, self.representative_array = _untouched(
             (num_blocks, kv_heads, representative_num), k_dim, kind
         )
@@ -66,6 +80,10 @@ class BlockPool:
             self.value_means, self.value_mean_array = _untouched((num_blocks, kv_heads, 1), v_dim, kind)
         if key_codes:
             self.key_codes, self.key_code_array = _untouched((num_blocks, kv_heads, block_size), k_dim, CODES)
+        self.key_offsets, self.offset_array = None, None
+        if offset_keys:
+            self.key_offsets, offsets = _untouched((num_blocks, kv_heads, 1), k_dim, FP16)
+            self.offset_array = offsets[:, :, 0].view(np.uint16)
         self.accumulated = torch.empty(num_blocks, kv_heads, block_size) if accumulates else None
 
     @property
@@ -75,8 +93,8 @@ class BlockPool:
 
     @property
     def _arrays(self) -> list[torch.Tensor]:
-        derived = (self.representatives, self.value_means, self.key_codes, self.accumulated)
-        arrays = (self.keys, self.values, *derived)
+        kept = (self.value_means, self.key_codes, self.key_offsets, self.accumulated)
+        arrays = (self.keys, self.values, self.representatives, *kept)
         return [array for array in arrays if array is not None]
 
     def copy(self, source: int, target: int) -> None:
@@ -99,14 +117,27 @@ class BlockPool:
                 written += self._write_full_blocks(ids[block:], new_keys, new_values)
             else:
                 count = min(self.block_size - offset, tokens - written)
-                self.write_in_block(int(ids[block]), offset, new_keys[:, :count], new_values[:, :count])
+                self._write_in_block(ids, block, offset, new_keys[:, :count], new_values[:, :count])
                 written += count
 
-    def write_in_block(self, block: int, offset: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store tokens [kv_heads, tokens, dim] in one block, from its token `offset` on."""
-        stop = offset + keys.shape[1]
-        self.storage.write(self.keys[block, :, offset:stop], keys)
-        self.storage.write(self.values[block, :, offset:stop], values)
+    def decoded_keys(self, ids: torch.Tensor) -> torch.Tensor:
+        """The keys of blocks, as they were before they were stored: [blocks, kv_heads, block_size, k_dim] of a float
+        dtype."""
+        keys = self.key_storage.decode(self.keys[ids])
+        return keys if self.key_offsets is None else keys.float() + self.key_offsets[ids].float()
+
+    def _write_in_block(
+        self, ids: np.ndarray, index: int, offset: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Store tokens [kv_heads, tokens, dim] in block `ids[index]`, from its token `offset` on."""
+        block, stop = int(ids[index]), offset + keys.shape[1]
+        if self.key_offsets is not None:
+            if offset == 0:
+                nearest = self.decoded_keys(torch.tensor([int(ids[index - 1])]))[0] if index else keys
+                self.key_offsets[block] = _offset(nearest).cpu()
+            keys = keys.float() - self.key_offsets[block].to(keys.device, torch.float32)
+        self.key_storage.write(self.keys[block, :, offset:stop], keys)
+        self.value_storage.write(self.values[block, :, offset:stop], values)
 
     def derive(self, ids: torch.Tensor) -> None:
         """Compute what is kept of the full blocks `ids` [blocks] int64 beside their representatives.
@@ -114,28 +145,37 @@ class BlockPool:
         Of those the first must be the mean of a block's keys, where there are `key_codes`.
         """
         if self.value_means is not None:
-            means = self.storage.decode(self.values[ids]).float().mean(dim=2, keepdim=True)
-            self.value_means[ids] = self.storage.for_representatives.encode(means)
+            means = self.value_storage.decode(self.values[ids]).float().mean(dim=2, keepdim=True)
+            self.value_means[ids] = self.key_storage.for_representatives.encode(means)
         if self.key_codes is not None:
-            means = self.storage.for_representatives.decode(self.representatives[ids][:, :, :1]).float()
-            self.key_codes[ids] = CODES.encode(self.storage.decode(self.keys[ids]).float() - means)
+            means = self.key_storage.for_representatives.decode(self.representatives[ids][:, :, :1]).float()
+            self.key_codes[ids] = CODES.encode(self.decoded_keys(ids).float() - means)
 
     def read(self, ids: np.ndarray, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the positions [start, stop) of a sequence in blocks `ids`, as the storage decodes them.
+        """Keys and values of the positions [start, stop) of a sequence in blocks `ids`, as the storages decode them.
 
         Returns [kv_heads, stop - start, dim] each.
         """
-        return self.read_keys(ids, start, stop), self._read(self.values, ids, start, stop)
+        first, last, part = self._place(start, stop)
+        index = torch.from_numpy(ids[first:last].astype(np.int64))
+        values = self.value_storage.decode(self.values[index].transpose(0, 1).flatten(1, 2)[:, part])
+        return self.read_keys(ids, start, stop), values
 
     def read_keys(self, ids: np.ndarray, start: int, stop: int) -> torch.Tensor:
         """As `read`, the keys alone."""
-        return self._read(self.keys, ids, start, stop)
+        first, last, part = self._place(start, stop)
+        index = torch.from_numpy(ids[first:last].astype(np.int64))
+        keys = self.key_storage.decode(self.keys[index].transpose(0, 1).flatten(1, 2)[:, part])
+        if self.key_offsets is None:
+            return keys
+        offsets = self.key_offsets[index].float().transpose(0, 1).repeat_interleave(self.block_size, dim=1).squeeze(2)
+        return keys.float() + offsets[:, part]
 
-    def _read(self, array: torch.Tensor, ids: np.ndarray, start: int, stop: int) -> torch.Tensor:
+    def _place(self, start: int, stop: int) -> tuple[int, int, slice]:
+        """The blocks [first, last) of a sequence that hold the positions [start, stop), and where these are in them."""
         first = start // self.block_size
-        index = torch.from_numpy(ids[first : -(-stop // self.block_size)].astype(np.int64))
         skipped = start - first * self.block_size
-        return self.storage.decode(array[index].transpose(0, 1).flatten(1, 2)[:, skipped : skipped + stop - start])
+        return first, -(-stop // self.block_size), slice(skipped, skipped + stop - start)
 
     def gather(self, ids: np.ndarray, length: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Copy the first `length` tokens into [kv_heads, length, dim] tensors of any dtype, on any device."""
@@ -149,13 +189,27 @@ class BlockPool:
         """Fill whole blocks, `_BLOCKS_AT_ONCE` at most; returns the tokens written."""
         count = min(keys.shape[1] // self.block_size, _BLOCKS_AT_ONCE)
         ids = ids[:count]
-        for source, target in ((keys, self.keys), (values, self.values)):
-            blocks = source[:, : count * self.block_size].unflatten(1, (count, self.block_size)).transpose(0, 1)
+        keys, values = (
+            source[:, : count * self.block_size].unflatten(1, (count, self.block_size)).transpose(0, 1)
+            for source in (keys, values)
+        )
+        if self.key_offsets is not None:
+            offsets = _offset(keys)
+            self.key_offsets[torch.from_numpy(ids.astype(np.int64))] = offsets.cpu()
+            keys = keys.float() - offsets.float()
+        parts = (keys, self.keys, self.key_storage), (values, self.values, self.value_storage)
+        for blocks, target, storage in parts:
             if int(ids[-1]) - int(ids[0]) == count - 1 and np.all(np.diff(ids) == 1):
-                self.storage.write(target[int(ids[0]) : int(ids[0]) + count], blocks)
+                storage.write(target[int(ids[0]) : int(ids[0]) + count], blocks)
             else:
-                target[torch.from_numpy(ids.astype(np.int64))] = self.storage.encode(blocks).cpu()
+                target[torch.from_numpy(ids.astype(np.int64))] = storage.encode(blocks).cpu()
         return count * self.block_size
+
+
+def _offset(keys: torch.Tensor) -> torch.Tensor:
+    """The mean of keys [..., tokens, dim] as it is stored: [..., 1, dim] float16. Any number is right, if it is one."""
+    limit = torch.finfo(torch.float16).max
+    return keys.float().mean(dim=-2, keepdim=True).clamp(-limit, limit).half()
 
 
 def _untouched(shape: tuple[int, ...], dim: int, storage: StorageType) -> tuple[torch.Tensor, np.ndarray]:

@@ -26,6 +26,7 @@ class Shape(NamedTuple):
     block_size: int
     dtype: np.dtype | type
     softcap: float = 0.0
+    value_dtype: np.dtype | type | None = None
 
 
 #: Groups of one tile, of several and of a rest, dims that are whole vectors and not, of every storage type but fp32.
@@ -44,6 +45,8 @@ SHAPES = {
     "odd sizes, bf16": Shape(1, 3, k_dim=20, v_dim=28, block_size=5, dtype=BFLOAT16),
     "qwen2 0.5b, q8_0": Shape(2, 7, k_dim=64, v_dim=64, block_size=64, dtype=Q8_0, softcap=2.0),
     "mla, q4_0": Shape(3, 1, k_dim=192, v_dim=128, block_size=32, dtype=Q4_0),
+    "q8_0 keys, q4_0 values": Shape(2, 7, k_dim=64, v_dim=64, block_size=32, dtype=Q8_0, value_dtype=Q4_0),
+    "fp16 keys, q4_0 values": Shape(2, 3, k_dim=64, v_dim=32, block_size=32, dtype=np.float16, value_dtype=Q4_0),
     "blocks of one token, fp32": Shape(2, group=6, k_dim=16, v_dim=16, block_size=1, dtype=np.float32),
     **WIDTH_SHAPES,
 }
@@ -78,7 +81,9 @@ def problem(shape, rows, separate, seed):
     heads, size = shape.kv_heads, shape.block_size
     q = rng.standard_normal((rows, heads, shape.group, shape.k_dim), np.float32)
     keys = encoded(rng.standard_normal((NUM_BLOCKS, heads, size, shape.k_dim), np.float32), shape.dtype)
-    values = encoded(rng.standard_normal((NUM_BLOCKS, heads, size, shape.v_dim), np.float32), shape.dtype)
+    values = encoded(
+        rng.standard_normal((NUM_BLOCKS, heads, size, shape.v_dim), np.float32), shape.value_dtype or shape.dtype
+    )
     lengths = rng.choice([0, 1, size - 1, size, rng.integers(0, size + 1)], NUM_BLOCKS).astype(np.int32)
     lists = heads if separate else 1
     ids = rng.integers(0, NUM_BLOCKS, (rows, lists, MAX_BLOCKS)).astype(np.int32)
@@ -106,6 +111,31 @@ def test_block_attention_equals_attention_over_the_gathered_tokens(shape, rows, 
     assert_close(attend_blocks(*arguments, threads=threads), reference(*arguments), arguments)
 
 
+def offsets_of(keys, k_dim, seed):
+    """An offset for the keys of each block and head, larger than they are: [num_blocks, kv_heads, k_dim] float16."""
+    return np.random.default_rng(seed).normal(scale=3, size=(*keys.shape[:2], k_dim)).astype(np.float16)
+
+
+@pytest.mark.parametrize("isa", available()[:2])
+@pytest.mark.parametrize("name", ["qwen2 0.5b, q8_0", "group of 7, q4_0"])
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(1, 2), separate=st.booleans(), threads=st.sampled_from([1, None]), seed=st.integers(0, 2**32))
+def test_keys_less_an_offset_are_attended_to_as_with_it(name, isa, rows, separate, threads, seed):
+    q, keys, values, *lists = problem(SHAPES[name], rows, separate, seed)
+    offsets = offsets_of(keys, SHAPES[name].k_dim, seed)
+    with forced_isa(isa):
+        actual = attend_blocks(q, keys, values, *lists, threads=threads, key_offsets=offsets.view(np.uint16))
+    expected = reference(q, decoded(keys) + offsets[:, :, None], values, *lists)
+    for mine, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(NUM_BLOCKS, 2, 64), (NUM_BLOCKS, 2, 128, 1), (NUM_BLOCKS - 1, 2, 128)])
+def test_offsets_that_fit_no_keys_are_refused(shape):
+    with pytest.raises(ValueError, match=r"key_offsets .* do not fit keys"):
+        attend_blocks(*problem(SHAPES["llama, fp16"], 1, False, 5), key_offsets=np.zeros(shape, np.uint16))
+
+
 @pytest.mark.parametrize(
     "isa", [pytest.param(isa, marks=pytest.mark.slow if isa == "generic" else ()) for isa in available()]
 )
@@ -126,7 +156,8 @@ def test_every_vector_width_computes_the_same(isa, shape, rows, separate, thread
 def test_kernels_of_different_widths_are_kept_apart():
     shape = WIDTH_SHAPES["group of 7, q4_0"]
     kernels = [
-        _region(isa, "q4_0", shape.group, shape.k_dim, shape.v_dim, shape.block_size, False) for isa in available()
+        _region(isa, "q4_0", "q4_0", shape.group, shape.k_dim, shape.v_dim, shape.block_size, False)
+        for isa in available()
     ]
     keys = [kernel._cache._index_key(kernel.signatures[0], kernel.targetctx.codegen()) for kernel in kernels]
     assert len(set(keys)) == len(available())
@@ -201,7 +232,7 @@ def _without(name, value):
     [
         ("keys", lambda a: a[:, :1], ValueError, "kv_heads"),
         ("values", lambda a: a[:, :, :64], ValueError, "do not fit keys"),
-        ("values", lambda a: a.astype(np.float32), TypeError, "store both as the same type"),
+        ("values", lambda a: a.astype(np.float64), TypeError, "values are float64"),
         ("keys", lambda a: a.astype(np.float64), TypeError, "keys are float64"),
         ("block_ids", lambda a: a[:, 0], ValueError, "max_blocks"),
         ("block_lengths", lambda a: a[:-1], ValueError, "one entry for each"),

@@ -23,13 +23,14 @@ class Shape(NamedTuple):
     v_dim: int
     dtype: np.dtype | type
     softcap: float = 0.0
+    value_dtype: np.dtype | type | None = None
 
 
 SHAPES = {
     "qwen2 0.5b, fp16": Shape(2, 7, 64, 64, np.float16),
     "odd sizes, soft-capped, fp32": Shape(1, 3, 20, 28, np.float32, 1.5),
     "bf16": Shape(1, 1, 96, 80, BFLOAT16),
-    "mla, q8_0": Shape(2, 1, 192, 128, Q8_0),
+    "mla, q8_0 keys, q4_0 values": Shape(2, 1, 192, 128, Q8_0, value_dtype=Q4_0),
     "large group, q4_0": Shape(1, 16, 64, 256, Q4_0),
 }
 
@@ -61,7 +62,7 @@ def problem(shape, rows, q_len, block_size, separate, seed):
     q = rng.standard_normal((rows, q_len, shape.kv_heads, shape.group, shape.k_dim), np.float32)
     pool = (NUM_BLOCKS, shape.kv_heads, block_size)
     keys = encoded(rng.standard_normal((*pool, shape.k_dim), np.float32), shape.dtype)
-    values = encoded(rng.standard_normal((*pool, shape.v_dim), np.float32), shape.dtype)
+    values = encoded(rng.standard_normal((*pool, shape.v_dim), np.float32), shape.value_dtype or shape.dtype)
     lengths = rng.choice([0, 1, block_size, block_size, rng.integers(0, block_size + 1)], NUM_BLOCKS).astype(np.int32)
     full = np.concatenate([np.arange(NUM_BLOCKS - -(-q_len // block_size), NUM_BLOCKS)])
     lengths[full] = block_size
@@ -91,6 +92,17 @@ def assert_close(result, expected, arguments):
 def test_it_equals_causal_attention_over_the_gathered_tokens(shape, rows, q_len, block_size, separate, threads, seed):
     arguments = problem(shape, rows, min(q_len, 3 * block_size), block_size, separate, seed)
     assert_close(attend_blocks_causal(*arguments, threads=threads), reference(*arguments), arguments)
+
+
+@pytest.mark.parametrize("q_len", [1, 7, 40])
+def test_keys_less_an_offset_are_attended_to_as_with_it(q_len):
+    shape = SHAPES["large group, q4_0"]
+    q, keys, values, *lists = problem(shape, 2, q_len, 16, True, q_len)
+    offsets = np.random.default_rng(0).normal(scale=3, size=(*keys.shape[:2], shape.k_dim)).astype(np.float16)
+    actual = attend_blocks_causal(q, keys, values, *lists, key_offsets=offsets.view(np.uint16))
+    expected = reference(q, decoded(keys) + offsets[:, :, None], values, *lists)
+    for mine, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("isa", available())

@@ -234,7 +234,7 @@ def test_candidates_have_the_mass_of_their_keys_scores(coarse):
     region = candidate_masses.region_for(q.shape, *shapes, differ=coarse)
     given_keys = array.view(np.uint8) if coarse else array
     arguments = q, given_keys, means.numpy(), table, positions, 0.5, 0.0, weights, masses
-    call_region("candidates", f"{given_keys.dtype} float32", region, arguments, threads=2)
+    call_region("candidates", f"{given_keys.dtype},float32", region, arguments, threads=2)
     decoded = storage.Q4_0.decode(stored) + means if coarse else keys
     expected = torch.full((2, 2, 3), 7.0)
     scores = torch.einsum("hgd,bhtd->hgbt", torch.from_numpy(q[0]), decoded[table[0]]) * 0.5

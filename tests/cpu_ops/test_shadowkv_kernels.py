@@ -87,7 +87,7 @@ def test_tokens_beyond_a_range_are_refused():
 def test_slots_hold_what_torch_puts_into_them(layout, dtype, kind):
     rows, heads, chunks, size, k_dim, v_dim, rank, slots = 2, 3, 12, 6, 18, 32, 9, 5
     pool = BlockPool(40, heads, size, 0, v_dim, storage.get(kind), 0)
-    pool.values.copy_(pool.storage.encode(randoms(40, heads, size, v_dim)))
+    pool.values.copy_(pool.value_storage.encode(randoms(40, heads, size, v_dim)))
     table = permutations(rows, 40, count=chunks)
     coefficients, basis = randoms(rows, chunks * size, rank).to(dtype), randoms(rows, heads, rank, k_dim).to(dtype)
     cos, sin = (randoms(chunks * size + 3, layout.pairs, seed=seed).to(dtype) for seed in (1, 2))
@@ -98,7 +98,7 @@ def test_slots_hold_what_torch_puts_into_them(layout, dtype, kind):
 
     def fetch(ids):
         blocks = table[torch.arange(rows)[:, None, None], ids]
-        return pool.storage.decode(pool.values[blocks, torch.arange(heads)[:, None]]).to(dtype)
+        return pool.value_storage.decode(pool.values[blocks, torch.arange(heads)[:, None]]).to(dtype)
 
     exact = [randoms(rows, heads, 2, size, dim).to(dtype) for dim in (k_dim, v_dim)]
     expected, actual = ResidentChunks(*exact), ResidentChunks(*exact)

@@ -12,10 +12,12 @@ from hetero_kv.store.pool import BlockPool
 
 BLOCKS, KV_HEADS, BLOCK, K_DIM, V_DIM = 6, 2, 4, 16, 8
 NATIVE = [storage.FP32, storage.FP16, storage.BF16]
+PAIRS = [*((kind, kind) for kind in NATIVE), (storage.FP16, storage.FP32), (storage.BF16, storage.FP16)]
+pairs = pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: "-".join(kind.name for kind in pair))
 
 
-def new_pool(kind):
-    return BlockPool(BLOCKS, KV_HEADS, BLOCK, K_DIM, V_DIM, kind, 1)
+def new_pool(kind, value_kind=None):
+    return BlockPool(BLOCKS, KV_HEADS, BLOCK, K_DIM, V_DIM, kind, 1, value_storage=value_kind)
 
 
 def numbers(*shape, seed, spread):
@@ -26,19 +28,24 @@ def numbers(*shape, seed, spread):
     return torch.where(coarse == 0, drawn, torch.where(coarse == 1, drawn.half().float(), drawn.bfloat16().float()))
 
 
-@pytest.mark.parametrize("kind", NATIVE, ids=lambda kind: kind.name)
+@pairs
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), rows=st.integers(1, 3), position=st.integers(0, 2 * BLOCK - 1))
-def test_a_stored_token_is_torchs_conversion_to_the_bit(kind, seed, rows, position):
-    pool = new_pool(kind)
+def test_a_stored_token_is_torchs_conversion_to_the_bit(pair, seed, rows, position):
+    pool = new_pool(*pair)
     keys = numbers(rows, KV_HEADS, K_DIM, seed=seed, spread=4)
     values = numbers(rows, KV_HEADS, V_DIM, seed=seed + 1, spread=4)
     table = np.random.default_rng(seed).permutation(BLOCKS).astype(np.int32).reshape(3, 2)[:rows].copy()
     largest = store_token(keys.numpy(), values.numpy(), pool.key_array, pool.value_array, table, position)
     blocks, offset = table[:, position // BLOCK].tolist(), position % BLOCK
-    assert torch.equal(pool.keys[blocks][:, :, offset], kind.encode(keys))
-    assert torch.equal(pool.values[blocks][:, :, offset], kind.encode(values))
-    assert largest == max(keys.abs().max(), values.abs().max())
+    assert torch.equal(pool.keys[blocks][:, :, offset], pair[0].encode(keys))
+    assert torch.equal(pool.values[blocks][:, :, offset], pair[1].encode(values))
+    measured = [
+        numbers.abs().max()
+        for numbers, kind in zip((keys, values), pair, strict=True)
+        if pair[0] is pair[1] or kind is storage.FP16
+    ]
+    assert largest == max(measured)
 
 
 @pytest.mark.parametrize("kind", NATIVE, ids=lambda kind: kind.name)

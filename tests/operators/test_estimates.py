@@ -78,7 +78,9 @@ def checked(monkeypatch):
 
 def assert_reference(pool, lengths, q, table, first, end, positions, scale, softcap, out, lse):
     """Attended blocks by their keys and values; another as a token, of mean key and value, with a block's weight."""
-    keys, values = (pool.storage.decode(part).float() for part in (pool.keys, pool.values))
+    keys, values = pool.key_storage.decode(pool.keys).float(), pool.value_storage.decode(pool.values).float()
+    if pool.key_offsets is not None:
+        keys = keys + pool.key_offsets
     kv_heads, size = keys.shape[1:3]
     queries, outs = (part.reshape(len(q), kv_heads, -1, part.shape[3]) for part in (q, out))
     cap = (lambda x: softcap * torch.tanh(x / softcap)) if softcap else (lambda x: x)
@@ -95,7 +97,7 @@ def assert_reference(pool, lengths, q, table, first, end, positions, scale, soft
             scores = torch.cat([scores, cap(query @ mean_k.T * scale) + math.log(size)], dim=1)
             expected = scores.softmax(-1) @ torch.cat([v, mean_v])
             # Means are stored as the keys are.
-            rounding = 1e-4 if pool.storage is storage.FP32 else 5e-3
+            rounding = 1e-4 if pool.key_storage is storage.FP32 else 5e-3
             np.testing.assert_allclose(outs[row, head], expected, rtol=rounding, atol=rounding)
             np.testing.assert_allclose(lse[row, head], scores.logsumexp(-1), rtol=rounding, atol=rounding)
 
@@ -135,9 +137,10 @@ def test_every_storage_type_is_estimated_from(injected, checked, kv_type):
     assert len(checked) >= 3 * 3
 
 
-def test_crops_forks_short_turns_and_beams_estimate_what_is_there(injected, checked, monkeypatch):
+@pytest.mark.parametrize("key_offset", ["none", "block_mean"])
+def test_crops_forks_short_turns_and_beams_estimate_what_is_there(injected, checked, monkeypatch, key_offset):
     monkeypatch.setattr(short_turn, "LEAST_PAST", 1)
-    model, cache = injected()
+    model, cache = injected(key_offset=key_offset)
     logits(model, cache, tokens(60), *answer(10))
     cache.crop(-22)
     logits(model, cache, tokens(7, 2), *answer(9, 3))
@@ -189,8 +192,9 @@ def test_as_few_blocks_as_reach_the_target_are_attended_to(injected, checked, ta
     assert cache.statistics["estimated_share"] == pytest.approx([target_mass] * 3, abs=0.1)
 
 
-def test_where_all_candidates_are_looked_at_the_estimated_share_is_the_true_one(injected):
-    model, cache = injected(rerank=100, measure_recall=True, second_block_count=4)
+@pytest.mark.parametrize("key_offset", ["none", "block_mean"])
+def test_where_all_candidates_are_looked_at_the_estimated_share_is_the_true_one(injected, key_offset):
+    model, cache = injected(rerank=100, measure_recall=True, second_block_count=4, key_offset=key_offset)
     logits(model, cache, tokens(70), *answer(6))
     found = cache.statistics
     assert found["estimated_share"] == pytest.approx(found["block_recall"], rel=1e-4)

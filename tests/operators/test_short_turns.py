@@ -33,6 +33,7 @@ METHODS = {
     "preselection": {"representative_type": "MEAN", **PRESELECTING},
     "DYNAMIC and preselection": {"representative_type": "DYNAMIC", "head_select_mode": "SEPARATE", **PRESELECTING},
 }
+OFFSET = {"key_offset": "block_mean", **METHODS["QUEST"]}
 #: Of two later turns: a question of two tokens is the least that is no decoded token.
 TURNS = [(2, 3), (7, 30), (30, MOST_TOKENS), (MOST_TOKENS, MOST_TOKENS + 1)]
 
@@ -165,11 +166,11 @@ def test_rows_are_what_they_are_alone(architecture, method):
         assert_same_but_for_rounding(logits, alone(model, new_cache(model), script), f"row {row}")
 
 
-@pytest.mark.parametrize("method", ["DYNAMIC", "QUEST"])
-def test_forks_that_share_a_block_answer_as_if_each_were_alone(method):
+@pytest.mark.parametrize("settings", [METHODS["DYNAMIC"], METHODS["QUEST"], OFFSET], ids=["DYNAMIC", "QUEST", "offset"])
+def test_forks_that_share_a_block_answer_as_if_each_were_alone(settings):
     model = tiny_model("llama")
     # The last of the shared blocks has room for both forks' tokens.
-    first = injected(model, retrieval(**METHODS[method]), forks=1)
+    first = injected(model, retrieval(**settings), forks=1)
     alone(model, first, [prompt(90, 0), 4])
     second = first.fork()
     answers = [alone(model, cache, [prompt(30, 5 + seed)]) for seed, cache in enumerate((first, second))]

@@ -23,11 +23,14 @@ RECIPES = ("dense", "ktransformers", "kvretrieval", "quest", "snapkv", "infllm",
 # Blocks of 32, the least that Q8_0 and Q4_0 take: ten of them move to the Context in 300 tokens.
 KINDS = list(enumerate(itertools.product(REPRESENTATIVES, ["SHARED", "SEPARATE"])))
 SMALL = {"block_size": 32, "local_windows_len": 8, "initial_len": 32, "chunk_size": 64, "max_seq_len": 512}
+TYPES = ("key_type", "value_type")
 COVERING = {"second_block_count": 500, "preselect_block_count": 500}
 _LLAMA = tiny_model("llama", num_hidden_layers=2, head_dim=32)
 
 # Keys that differ in float32's last digits may be rounded to neighbours: a step of the format, in a few places.
 PRECISION = {"FP32": 1e-5, "FP16": 1e-4, "BF16": 1e-3, "Q8_0": 1e-3, "Q4_0": 2e-2}
+#: Keys of one type, values of another: both stored by the kernel, and neither.
+MIXED = {("FP32", "FP16"): 1e-4, ("Q8_0", "Q4_0"): 2e-2}
 
 
 @pytest.fixture
@@ -40,21 +43,19 @@ def llama():
 class StoredLayer(DynamicLayer):
     """A layer of transformers' own cache whose past went through a storage type."""
 
-    def __init__(self, kind):
+    def __init__(self, key_kind, value_kind):
         super().__init__()
-        self.kind = kind
+        self.kinds = key_kind, value_kind
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Prefill attends to new tokens as they are, decoding to all as they are stored; both to a stored past."""
-        keys, values = super().update(*(self._stored(new) for new in (key_states, value_states)))
+        new_parts = zip(self.kinds, (key_states, value_states), strict=True)
+        keys, values = super().update(*(kind.decode(kind.encode(new)).to(new) for kind, new in new_parts))
         new = key_states.shape[2]
         if new == 1:
             return keys, values
         past = (tensor[:, :, :-new] for tensor in (keys, values))
         return tuple(torch.cat(pair, dim=2) for pair in zip(past, (key_states, value_states), strict=True))
-
-    def _stored(self, vectors):
-        return self.kind.decode(self.kind.encode(vectors)).to(vectors)
 
 
 def random_tokens(count, seed):
@@ -73,14 +74,14 @@ def logits(cache):
 
 @pytest.fixture(scope="module")
 def expected():
-    """Logits of the untouched model over stored keys and values, by storage type."""
+    """Logits of the untouched model over stored keys and values, by storage type, or by those of keys and of values."""
 
-    def run(kind):
+    def run(*kinds):
         cache = DynamicCache(config=_LLAMA.config)
-        cache.layers = [StoredLayer(kind) for _ in cache.layers]
+        cache.layers = [StoredLayer(*map(storage.get, kinds)) for _ in cache.layers]
         return logits(cache)
 
-    return {name: run(storage.get(name)) for name in storage.names()}
+    return {name: run(name, name) for name in storage.names()} | {pair: run(*pair) for pair in MIXED}
 
 
 def error(actual, wanted):
@@ -99,6 +100,7 @@ def test_every_representative_and_head_mode_is_exact(llama, expected, kv_type, n
         "representative_num": REPRESENTATIVES[representative_type],
         "head_select_mode": head_select_mode,
         "preselect_block": number % 3 == 0,
+        "key_offset": "none",
     }
     inject(llama, parse_rules({"rules": [every, layer], "long_context": {**SMALL, **COVERING, **settings}}))
     assert error(logits(HeteroCache(llama)), expected[kv_type]) < PRECISION[kv_type]
@@ -107,8 +109,57 @@ def test_every_representative_and_head_mode_is_exact(llama, expected, kv_type, n
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kv_type", storage.names())
 def test_every_recipe_is_exact(llama, expected, recipe, kv_type):
-    inject(llama, recipe, command_line={**SMALL, **COVERING, "kv_type": kv_type})
+    inject(llama, recipe, command_line={**SMALL, **COVERING, "kv_type": kv_type, "key_offset": "none"})
     assert error(logits(HeteroCache(llama)), expected[kv_type]) < PRECISION[kv_type]
+
+
+@pytest.mark.parametrize("pair", MIXED)
+def test_keys_of_one_type_and_values_of_another_are_exact(llama, expected, pair):
+    types = {"kv_type": pair[1], "key_type": pair[0]} if pair[0] == "FP32" else dict(zip(TYPES, pair, strict=True))
+    inject(llama, "ktransformers", command_line={**SMALL, **COVERING, "preselect_block": True, **types})
+    assert error(logits(HeteroCache(llama)), expected[pair]) < MIXED[pair]
+
+
+@pytest.mark.parametrize("recipe", ["ktransformers", "quest"])
+def test_keys_that_differ_from_their_blocks_mean_are_exact(llama, expected, recipe):
+    types = {"kv_type": "FP32", "key_offset": "block_mean"}
+    inject(llama, recipe, command_line={**SMALL, **COVERING, **types})
+    assert error(logits(HeteroCache(llama)), expected["FP32"]) < PRECISION["FP32"]
+
+
+def test_few_bits_hold_keys_with_large_biases_where_their_mean_is_taken_off():
+    model = tiny_model("qwen2", num_hidden_layers=1, hidden_size=128)
+    # Of channels that hardly turn with the position, as the biases of Qwen2.5's keys are.
+    model.model.layers[0].self_attn.k_proj.bias.data.unflatten(0, (2, 2, 16))[:, :, 13:] += 30
+    tokens, found = torch.cat([PROMPT, ANSWER[:, :100]], dim=1), {}
+    with torch.no_grad():
+        exact = model(tokens).logits
+        for offset in ("none", "auto"):
+            types = {"kv_type": "FP32", "key_type": "Q4_0", "key_offset": offset}
+            inject(model, "dense", command_line={**SMALL, **types})
+            cache = HeteroCache(model)
+            parts = [model(part, past_key_values=cache).logits for part in tokens.split([80, *(1,) * 65], dim=1)]
+            found[offset] = float((torch.cat(parts, dim=1) - exact)[:, 80:].norm() / exact[:, 80:].norm())
+            eject(model)
+    assert found["auto"] < found["none"] / 2
+
+
+@pytest.mark.parametrize(("number", "refused"), [("k_proj", "key_type FP16"), ("v_proj", None)])
+def test_a_number_is_refused_that_its_own_type_does_not_hold(number, refused):
+    model = tiny_model("llama", num_hidden_layers=1)
+    inject(model, "ktransformers", command_line={"key_type": "FP16", "value_type": "FP32", "max_seq_len": 512})
+    for tokens in (PROMPT, PROMPT[:, :1]):
+        cache = HeteroCache(model)
+        with torch.no_grad():
+            model(PROMPT, past_key_values=cache)
+            weight = getattr(model.model.layers[0].self_attn, number).weight
+            weight.mul_(1e7)
+            if refused is None:
+                model(tokens, past_key_values=cache)
+            else:
+                with pytest.raises(HeteroKVError, match=f"beyond {refused}, which ends at 65504; set {refused[:8]} to"):
+                    model(tokens, past_key_values=cache)
+            weight.div_(1e7)
 
 
 def test_what_a_storage_type_loses_grows_as_its_bytes_shrink(expected):

@@ -87,6 +87,40 @@ def test_what_is_appended_in_pieces_is_read_back_as_the_codec_decodes_it(kind, p
     assert torch.equal(read[1], kind.decode(kind.encode(values)).float())
 
 
+@settings(max_examples=25, deadline=None)
+@given(pieces=st.lists(st.integers(1, 90), min_size=1, max_size=5), seed=st.integers(0, 99))
+def test_keys_are_read_back_with_what_was_taken_off_them(pieces, seed):
+    generator = torch.Generator().manual_seed(seed)
+    # What all keys of a channel have in common is larger by far than how they differ.
+    common = 30 * torch.randn(2, 1, 32, generator=generator)
+    keys, values = (torch.randn(2, sum(pieces), 32, generator=generator) for _ in range(2))
+    exact, coarse = (BlockPool(20, 2, 32, 32, 32, kind, 1, offset_keys=True) for kind in (storage.FP32, storage.Q4_0))
+    ids, start = np.random.default_rng(seed).permutation(20).astype(np.int32), 0
+    for piece in pieces:
+        part = slice(start, start + piece)
+        for pool in (exact, coarse):
+            pool.write(ids, start, (keys + common)[:, part], values[:, part])
+        start += piece
+    torch.testing.assert_close(exact.read_keys(ids, 0, start), keys + common, rtol=0, atol=2e-5)
+    # A step is an eighth of the largest difference; the beyond of the nibble's positive end is a whole one.
+    assert (coarse.read_keys(ids, 0, start) - keys - common).abs().max() < 1.2
+    first, last = start // 3, start - start // 5
+    assert torch.equal(coarse.read_keys(ids, first, last), coarse.read_keys(ids, 0, start)[:, first:last])
+    full = start // 32
+    by_block = exact.decoded_keys(torch.from_numpy(ids[:full].astype(np.int64))).transpose(0, 1).flatten(1, 2)
+    assert torch.equal(by_block, exact.read_keys(ids, 0, full * 32))
+    pool_copy = int(ids[-1])
+    coarse.copy(int(ids[0]), pool_copy)
+    assert torch.equal(coarse.read_keys(np.array([pool_copy]), 0, 1), coarse.read_keys(ids, 0, 1))
+
+
+def test_offsets_are_finite_where_a_mean_is_beyond_half_precision():
+    pool = BlockPool(1, 1, 32, 32, 32, storage.FP32, 1, offset_keys=True)
+    keys = torch.full((1, 32, 32), 1e6)
+    pool.write(np.zeros(1, np.int32), 0, keys, keys)
+    assert torch.equal(pool.read_keys(np.zeros(1, np.int32), 0, 32), keys)
+
+
 def test_q8_0_takes_half_and_q4_0_a_quarter_of_the_dram_of_fp16():
     sizes = {name: storage.get(name).bytes_per_vector(128) for name in storage.names()}
     assert sizes == {"FP32": 512, "FP16": 256, "BF16": 256, "Q8_0": 136, "Q4_0": 72}

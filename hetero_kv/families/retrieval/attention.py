@@ -33,7 +33,6 @@ from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, ESTIMATED_SHARE
 from hetero_kv.families.window.attention import SlidingWindowAttention
-from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
 
 
@@ -56,9 +55,8 @@ class RetrievalAttention(RetrievalDecode):
 
     def new_cache_layer(self) -> RetrievalLayer:
         layout = RetrievalLayout.of_settings(self.settings, closes_alone=self.accumulates)
-        settings = self.settings
-        derived = Derived() if self.budget is None else Derived.of(settings)
-        return RetrievalLayer(layout, storage.get(settings.kv_type), settings.stored_representatives, derived)
+        derived = Derived() if self.budget is None else Derived.of(self.settings)
+        return RetrievalLayer(layout, self.settings, derived)
 
     # -- decode
 
@@ -166,21 +164,25 @@ class RetrievalAttention(RetrievalDecode):
         ids = np.ascontiguousarray(blocks.table[:, None])
         counts = np.full(ids.shape[:2], ids.shape[2], dtype=np.int32)
         arrays = q, pool.key_array, pool.value_array, ids, counts, blocks.lengths
-        _, full = attend_blocks(*arrays, call.scale, call.softcap or 0.0, threads=self.threads)
+        options: dict[str, Any] = {"threads": self.threads, "key_offsets": pool.offset_array}
+        _, full = attend_blocks(*arrays, call.scale, call.softcap or 0.0, **options)
         covered = float(torch.exp(lse.cpu().flatten() - torch.from_numpy(full).flatten()).mean())
         state = layer.state
         layer.state = replace(state, recall_sum=state.recall_sum + covered, recall_steps=state.recall_steps + 1)
 
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
         """Compile what decoding and short turns need, or load it from Numba's cache, before a token waits for it."""
-        kind, settings = storage.get(self.settings.kv_type), self.settings
+        settings, dims = self.settings, (kv_heads, self.settings.block_size, k_dim, v_dim)
         derived = Derived() if self.budget is None else Derived.of(settings).fitting(k_dim)
         pool = BlockPool(
-            1, kv_heads, settings.block_size, k_dim, v_dim, kind, settings.stored_representatives, False, *derived
-        )
+            1, *dims, settings.key_storage, settings.stored_representatives, False, *derived,
+            value_storage=settings.value_storage, offset_keys=settings.offset_keys,
+        )  # fmt: skip
         q, one = np.zeros((1, kv_heads, group, k_dim), np.float32), np.ones((1, 1), np.int32)
         ids = np.zeros((1, 1, 1), np.int32)
-        attend_blocks_causal(q[:, None], pool.key_array, pool.value_array, ids, one, one[0], 1.0, softcap)
+        attend_blocks_causal(
+            q[:, None], pool.key_array, pool.value_array, ids, one, one[0], 1.0, softcap, key_offsets=pool.offset_array
+        )
         self._bound_step(pool, one[0], group, softcap > 0, self._own_config.dtype)
 
     # -- what others ask

@@ -7,7 +7,6 @@ from typing import NamedTuple
 from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
 from cpu_ops.estimating_step import Choice
 from hetero_kv.families.retrieval.settings import RetrievalSettings
-from hetero_kv.store import storage
 from hetero_kv.store.storage.ggml import GROUP
 
 REDUCTIONS = {"mean": MEAN, "max": LARGEST, "softmax": SOFTMAX, "softmax_max": LARGEST_SOFTMAX}
@@ -28,7 +27,7 @@ class Derived(NamedTuple):
     @classmethod
     def of(cls, settings: RetrievalSettings) -> Derived:
         """As settings ask for. Keys that are stored in few bits are scored as they are."""
-        is_coarse = storage.get(settings.kv_type).for_representatives.name != settings.kv_type
+        is_coarse = settings.key_storage.for_representatives != settings.key_storage
         return cls(settings.rest == "estimate", settings.rerank > 1 and not is_coarse)
 
     def fitting(self, k_dim: int) -> Derived:

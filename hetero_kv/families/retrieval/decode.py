@@ -29,8 +29,9 @@ class RetrievalDecode(RetrievalPrefill):
         kind = self.representative_type
         bound = *arrays, group, kind.score, softcapped, ARRAY_DTYPES.get(dtype, np.float32), self.threads
         if self.choice is None:
-            return RetrievalStep(*bound)
-        return EstimatingStep(*bound, self.choice, kind.has_mean, pool.value_mean_array, pool.key_code_array)
+            return RetrievalStep(*bound, pool.offset_array)
+        beside = pool.value_mean_array, pool.key_code_array, pool.offset_array
+        return EstimatingStep(*bound, self.choice, kind.has_mean, *beside)
 
     def _attend_natively(
         self, native: RetrievalStep | EstimatingStep, layer: RetrievalLayer, step: Step, blocks: StepBlocks,

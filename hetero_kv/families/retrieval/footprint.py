@@ -11,9 +11,8 @@ from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.settings import RetrievalSettings
-from hetero_kv.store import storage
 from hetero_kv.store.pool import CODES
-from hetero_kv.store.storage import StorageType
+from hetero_kv.store.storage import FP16, StorageType
 
 WINDOWS = register(Term("windows", "Initial and Local of every layer"))
 
@@ -22,29 +21,27 @@ _ACCUMULATED_BYTES = 4
 
 
 def bytes_per_token(
-    shape: KVShape,
-    kind: StorageType,
-    block_size: int,
-    representative_num: int,
-    accumulates: bool,
-    derived: Derived = NONE_DERIVED,
-) -> BytesPerToken:
+    shape: KVShape, kind: StorageType, block_size: int, representative_num: int, accumulates: bool,
+    derived: Derived = NONE_DERIVED, value_kind: StorageType | None = None, offset_keys: bool = False,
+) -> BytesPerToken:  # fmt: skip
     """What a token takes in DRAM blocks.
 
     Args:
-        kind: number format of the blocks.
+        kind: number format of the blocks' keys, and of their values where `value_kind` is None.
         block_size: tokens of a block.
         representative_num: representatives of a block and kv head.
         accumulates: whether blocks hold the attention that each key received.
         derived: what else they hold.
+        offset_keys: whether they hold what was taken off their keys.
     """
     of_block = representative_num * kind.for_representatives.bytes_per_vector(shape.k_dim)
     of_block += kind.for_representatives.bytes_per_vector(shape.v_dim) if derived.value_means else 0
     of_block += block_size * CODES.bytes_per_vector(shape.k_dim) if derived.key_codes else 0
+    of_keys = FP16.bytes_per_vector(shape.k_dim) if offset_keys else 0
     received = block_size * _ACCUMULATED_BYTES if accumulates else 0
     return BytesPerToken(
-        keys=shape.kv_heads * kind.bytes_per_vector(shape.k_dim),
-        values=shape.kv_heads * kind.bytes_per_vector(shape.v_dim),
+        keys=shape.kv_heads * (kind.bytes_per_vector(shape.k_dim) + of_keys / block_size),
+        values=shape.kv_heads * (value_kind or kind).bytes_per_vector(shape.v_dim),
         representatives=shape.kv_heads * (of_block + received) / block_size,
     )
 
@@ -65,11 +62,12 @@ class PagedFootprint(LayerFootprint):
         cls, shape: KVShape, settings: RetrievalSettings, accumulates: bool, derived: Derived = NONE_DERIVED
     ) -> PagedFootprint:
         """Of a layer under `settings`; `accumulates` and `derived` as for `bytes_per_token`."""
-        block_size, kind = settings.block_size, storage.get(settings.kv_type)
         layout = RetrievalLayout.of_settings(settings)
+        block_size, kinds = settings.block_size, (settings.value_storage, settings.offset_keys)
+        counts = block_size, settings.stored_representatives, accumulates, derived
         return cls(
             shape,
-            stored=bytes_per_token(shape, kind, block_size, settings.stored_representatives, accumulates, derived),
+            stored=bytes_per_token(shape, settings.key_storage, *counts, *kinds),
             block_size=block_size,
             # A GPU's copy has room for the block that is about to leave Local.
             device_window=(layout.sink_blocks + 1) * block_size + layout.local_len,

@@ -19,10 +19,10 @@ from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.layout import RetrievalLayout
+from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.retrieval.state import RetrievalState
 from hetero_kv.families.retrieval.unseen import NONE_UNSEEN
 from hetero_kv.store.pool import BlockPool
-from hetero_kv.store.storage import StorageType
 
 
 class RetrievalLayer(BufferedLayer):
@@ -30,8 +30,7 @@ class RetrievalLayer(BufferedLayer):
 
     Args:
         layout: how a sequence is divided.
-        storage: number format of the pool.
-        representative_num: representatives per block and kv head.
+        settings: of the operator; number formats and representatives.
         derived: what else is kept of a block.
 
     Attributes:
@@ -43,12 +42,11 @@ class RetrievalLayer(BufferedLayer):
     state: RetrievalState
     softcap: float | None
 
-    def __init__(
-        self, layout: RetrievalLayout, storage: StorageType, representative_num: int, derived: Derived = NONE_DERIVED
-    ) -> None:
-        super().__init__(storage)
+    def __init__(self, layout: RetrievalLayout, settings: RetrievalSettings, derived: Derived = NONE_DERIVED) -> None:
+        super().__init__(settings.key_storage, settings.value_storage)
+        self.storage_settings = settings.storage_settings
         self.layout = layout
-        self.representative_num = representative_num
+        self.representative_num, self.offset_keys = settings.stored_representatives, settings.offset_keys
         self.derived = derived
         self.state = self._blank_state()
         self.window: DeviceWindow | None = None
@@ -87,13 +85,15 @@ class RetrievalLayer(BufferedLayer):
         _, kv_heads, _, k_dim = keys.shape
         shape, layout = (kv_heads, k_dim, values.shape[-1]), self.layout
         pool = self.pool = self.cohort.store.pool(
-            self.layer_idx, layout, *shape, self.storage, self.representative_num, layout.closes_alone,
-            *self.derived.fitting(k_dim),
+            self.layer_idx, layout, *shape, self.key_storage, self.representative_num, layout.closes_alone,
+            *self.derived.fitting(k_dim), value_storage=self.value_storage, offset_keys=self.offset_keys,
         )  # fmt: skip
         if self.window is None and _needs_window(keys.device):
             sink = self.layout.sink_blocks * self.layout.block_size
             self.window = DeviceWindow(sink, self.layout.local_len, self.layout.block_size, keys, values)
-        self._is_prepared, self._stores_natively = True, stores(pool.key_array.dtype)
+        self._is_prepared = True
+        natively = stores(pool.key_array.dtype) and stores(pool.value_array.dtype)
+        self._stores_natively = natively and not self.offset_keys
         return pool
 
     def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
@@ -124,17 +124,11 @@ class RetrievalLayer(BufferedLayer):
             )
         else:
             self._require_finite(keys, values)
-            block, offset = divmod(step.past, self.layout.block_size)
             for ids, row_keys, row_values in zip(blocks.table, keys, values, strict=True):
-                pool.write_in_block(int(ids[block]), offset, row_keys, row_values)
+                pool.write(ids, step.past, row_keys, row_values)
         if self.window is not None:
             self.window.append(keys, values, blocks.closed * self.layout.block_size)
         return blocks
-
-    def require_storable(self, largest: float) -> None:
-        """Raise HeteroKVError where the largest magnitude that was stored is none that the storage type holds."""
-        if self.storage.largest is not None and largest > self.storage.largest:
-            raise self._too_large(largest)
 
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         assert self.pool is not None

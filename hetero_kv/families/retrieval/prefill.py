@@ -107,7 +107,7 @@ class RetrievalPrefill(AttentionOperator):
 
         `buffer` holds the whole sequence; None behind a short turn, which is read from the pool where it is needed.
         A prompt that passes in parts has all of that at its end, so that it is as if it had come as a whole, up to the
-        precision of `kv_type`, in which later parts see the earlier.
+        precision of the storage types, in which later parts see the earlier.
         """
         if step.part.is_last:
             self._preselect(layer, step, buffer)
@@ -154,7 +154,7 @@ class RetrievalPrefill(AttentionOperator):
             for row, table in enumerate(blocks.table):
                 ids = torch.from_numpy(table[part].astype(np.int64))
                 received = None if accumulated is None else accumulated[row, first - start : part.stop - start]
-                keys = pool.storage.decode(pool.keys[ids]).float()
+                keys = pool.decoded_keys(ids).float()
                 vectors = self.representative_type.compute(keys, self.settings.representative_num, received)
                 if self.settings.representative_reduce == "mean":
                     # The mean of q·r_i is q·(the mean of r_i).

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hetero_kv.families.retrieval.budgets import Pyramid
 from hetero_kv.settings.setting import SettingError, Settings, setting
+
+if TYPE_CHECKING:
+    from hetero_kv.store.storage import StorageType
 
 #: Most queries of a question that are watched: their cost grows with their number, times the length of the context.
 LONGEST_QUESTION = 1024
@@ -114,11 +117,50 @@ class RetrievalSettings(Settings):
     )
     dense_layer_num: int = setting(0, "first layers that attend to everything", unit="layers", minimum=0)
     kv_type: str = setting("FP16", "number format of the stored keys and values", choices=_storage_types)
+    key_type: Literal["kv_type"] | str = setting(
+        "kv_type", "number format of the stored keys, where it is another than kv_type", choices=_storage_types
+    )
+    value_type: Literal["kv_type"] | str = setting(
+        "kv_type", "number format of the stored values, where it is another than kv_type", choices=_storage_types
+    )
 
     @property
     def stored_representatives(self) -> int:
         """Vectors that are stored for a block and kv head."""
         return 1 if self.representative_reduce == "mean" else self.representative_num
+
+    key_offset: Literal["auto", "none", "block_mean"] = setting(
+        "auto",
+        "block_mean: keys are stored as they differ from the mean of their block, which few bits hold better; scores "
+        "get it back; auto: where keys are stored as Q4_0",
+    )
+
+    @property
+    def offset_keys(self) -> bool:
+        """Whether keys are stored as they differ from the mean of their block."""
+        return self.key_storage.is_coarse if self.key_offset == "auto" else self.key_offset == "block_mean"
+
+    @property
+    def storage_settings(self) -> tuple[str, str]:
+        """The settings that say how keys and how values are stored."""
+        return (
+            "kv_type" if self.key_type == "kv_type" else "key_type",
+            "kv_type" if self.value_type == "kv_type" else "value_type",
+        )
+
+    @property
+    def key_storage(self) -> StorageType:
+        """How keys are stored."""
+        from hetero_kv.store import storage
+
+        return storage.get(getattr(self, self.storage_settings[0]))
+
+    @property
+    def value_storage(self) -> StorageType:
+        """How values are stored."""
+        from hetero_kv.store import storage
+
+        return storage.get(getattr(self, self.storage_settings[1]))
 
     def observed(self, question: int | None) -> int:
         """Last queries of a prompt that are watched, where its question has that many of its last tokens.
@@ -132,7 +174,6 @@ class RetrievalSettings(Settings):
     def validate(self) -> None:
         """Check settings against each other. Raises SettingError."""
         from hetero_kv.families.retrieval import representatives
-        from hetero_kv.store import storage
 
         least, most = representatives.get(self.representative_type).counts
         if self.representative_num < least or (most is not None and self.representative_num > most):
@@ -158,14 +199,15 @@ class RetrievalSettings(Settings):
             )
         if self.kernel_size % 2 == 0:
             raise SettingError("kernel_size", self.kernel_size, "it must be odd, so that pooling has a middle")
-        multiple = storage.get(self.kv_type).block_multiple
-        if self.block_size % multiple:
-            raise SettingError(
-                "block_size",
-                self.block_size,
-                f"kv_type {self.kv_type} needs a multiple of {multiple}, such as "
-                f"{-(-self.block_size // multiple) * multiple}; or take kv_type FP16",
-            )
+        for name, kind in zip(self.storage_settings, (self.key_storage, self.value_storage), strict=True):
+            multiple = kind.block_multiple
+            if self.block_size % multiple:
+                raise SettingError(
+                    "block_size",
+                    self.block_size,
+                    f"{name} {kind.name} needs a multiple of {multiple}, such as "
+                    f"{-(-self.block_size // multiple) * multiple}; or take {name} FP16",
+                )
 
     def _require_mean(self) -> None:
         """Raise SettingError for what needs an estimate of a block's attention under a type that has none."""

@@ -51,6 +51,7 @@ def store_and_attend(
         call.scale,
         call.softcap or 0.0,
         threads=threads,
+        key_offsets=pool.offset_array,
     )
     return torch.from_numpy(out).flatten(2, 3).transpose(1, 2), torch.from_numpy(lse).flatten(2, 3).transpose(1, 2)
 

@@ -60,7 +60,7 @@ class LowRankLayer(BufferedLayer):
     """
 
     layout: ContextLayout
-    storage_setting = "value_type"
+    storage_settings = ("value_type", "value_type")
 
     def __init__(self, settings: ShadowKVSettings, energy: float | None = None) -> None:
         super().__init__(storage.get(settings.value_type))
@@ -137,13 +137,13 @@ class LowRankLayer(BufferedLayer):
         if self.pool is None:
             kv_heads, v_dim = keys.shape[1], values.shape[-1]
             # Its vectors of keys have no numbers: keys are elsewhere.
-            self.pool = self.cohort.store.pool(self.layer_idx, self.layout, kv_heads, 0, v_dim, self.storage)
+            self.pool = self.cohort.store.pool(self.layer_idx, self.layout, kv_heads, 0, v_dim, self.value_storage)
         # In the store, so that forks share it: memory is page-locked once.
         if self.layer_idx not in self.cohort.store.mapped and runs_triton(values):
             self.cohort.store.mapped[self.layer_idx] = MappedMemory(self.pool.values)
-        largest = self.storage.largest
+        largest = self.value_storage.largest
         if not step.is_decode or (largest is not None and float(values.abs().max()) > largest):
-            self._require_finite(values)
+            self._require_finite(None, values)
         end = (step.made.get(id(self.layout)) or step.blocks(self.layout)).length
         if buffer is not None and step.part.is_last:
             self._store_prompt(step, buffer, end)
@@ -236,7 +236,9 @@ class LowRankLayer(BufferedLayer):
         where = (blocks * kv_heads + torch.arange(kv_heads)[:, None]).flatten()
         stored, target = self.pool.values, self.landmarks.entries
         # Decoded where it is needed: of a quantised type there is less to copy.
-        values = self.storage.decode(gathered_rows(stored.flatten(0, 1), where, target, self._values_are_mapped()))
+        values = self.value_storage.decode(
+            gathered_rows(stored.flatten(0, 1), where, target, self._values_are_mapped())
+        )
         return values.to(target.dtype).unflatten(0, chunks.shape)
 
     def _values_are_mapped(self) -> bool:

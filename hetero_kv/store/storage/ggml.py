@@ -54,7 +54,7 @@ class QuantisedType(StorageType):
         if dim % GROUP:
             raise HeteroKVError(
                 f"kv_type {self.name} stores numbers in groups of {GROUP}, and this model's heads have dimension "
-                f"{dim}; set kv_type to FP16 or BF16"
+                f"{dim}; set kv_type to FP16 or BF16, or key_type or value_type where it is theirs"
             )
         return dim // GROUP * self.group_bytes
 
@@ -109,6 +109,10 @@ class Q8(QuantisedType):
 
 class Q4(QuantisedType):
     """Each number is scale * (nibble - 8); byte i holds number i in its low and i + 16 in its high nibble."""
+
+    @property
+    def is_coarse(self) -> bool:
+        return True
 
     def quantise(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         import torch

@@ -50,6 +50,11 @@ class StorageType:
         return self
 
     @property
+    def is_coarse(self) -> bool:
+        """Whether a number that all keys of a channel share costs the rest of them precision that matters."""
+        return False
+
+    @property
     def block_multiple(self) -> int:
         """What `block_size` must be a multiple of."""
         return 1
