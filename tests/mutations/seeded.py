@@ -77,7 +77,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a block that leaves Local between two selections is attended to by nobody",
-        "hetero_kv/families/retrieval/attention.py",
+        "hetero_kv/families/retrieval/decode.py",
         "with_entered(last, int(seen), context)",
         "last",
         (f"{_RETRIEVAL}a_block_that_leaves_local_between_two_selections_is_attended_to[SHARED]",),
@@ -185,8 +185,8 @@ MUTATIONS = (
     Mutation(
         "of a group's heads the lowest score chooses blocks",
         "cpu_ops/chosen_blocks.py",
-        "elif score > head_scores[block] or np.isnan(score):",
-        "elif score < head_scores[block] or np.isnan(score):",
+        "if of_query[block] > head_scores[block] or np.isnan(of_query[block]):",
+        "if of_query[block] < head_scores[block] or np.isnan(of_query[block]):",
         ("tests/cpu_ops/test_chosen_blocks.py",),
     ),
     Mutation(
