@@ -16,7 +16,7 @@ from cpu_ops.kernel_address import address_of
 from cpu_ops.kernel_call import on_threads
 from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
 from cpu_ops.storage import STORAGE_TYPES, storage_of
-from cpu_ops.token_store import as_bfloat16, as_float16, stores
+from cpu_ops.token_store import as_bfloat16, as_float16
 
 
 class KeyFactorArrays(NamedTuple):
@@ -95,7 +95,7 @@ def _plan(
     storage, kind = storage_of(stored_dtype), storage_of(dtype)
     k_dim, v_dim = keys[-1], values[-1]
     fitting = (
-        len(chosen) == 3 and len(keys) == 5 and len(coefficients) == 3 and stores(dtype)
+        len(chosen) == 3 and len(keys) == 5 and len(coefficients) == 3 and kind.group == 1
         and chosen == ids and keys[:2] == chosen[:2] and keys[2] > chosen[2] and values[:4] == keys[:4]
         and basis == (*chosen[:2], coefficients[2], k_dim) and coefficients[:1] == rows == chosen[:1]
         and cos == sin and cos[1:] == (pairs,) and offset >= 0 and offset + 2 * pairs <= k_dim

@@ -13,6 +13,9 @@ from cpu_ops.kernel_address import called_as
 from cpu_ops.number_bits import float_to_bfloat16
 from cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays, storage_of
 
+_GROUP = 32
+"""Numbers that share a scale in GGML's formats."""
+
 
 @intrinsic
 def _half_bits(typingctx, value):
@@ -42,12 +45,82 @@ def as_bfloat16(value):
     return float_to_bfloat16(value)
 
 
+@njit(error_model="numpy")
+def _inverse(scale):
+    """1 / scale as GGML divides, by a scale before it is rounded; 0 where that is beyond float32."""
+    inverse = np.float32(1) / scale
+    return np.float32(0) if np.isinf(inverse) else inverse
+
+
+@njit
+def _put_half(value, target, at):
+    bits = _half_bits(value)
+    target[at], target[at + 1] = np.uint8(bits & 255), np.uint8(bits >> 8)
+
+
+@njit(error_model="numpy")
+def _as_q8_0(vector, target):
+    """GGML's Q8_0 of a vector [dim] float32, in target [dim / 32 * 34] uint8."""
+    for group in range(vector.size // _GROUP):
+        at, first = group * (_GROUP + 2), group * _GROUP
+        largest = np.float32(0)
+        for i in range(first, first + _GROUP):
+            largest = max(largest, abs(vector[i]))
+        scale = largest / np.float32(127)
+        inverse = _inverse(scale)
+        _put_half(scale, target, at)
+        for i in range(_GROUP):
+            scaled = vector[first + i] * inverse
+            # Halves away from zero, as C's roundf does.
+            size = abs(scaled)
+            whole = np.floor(size)
+            whole += np.floor((size - whole) * np.float32(2))
+            target[at + 2 + i] = np.uint8(np.int64(whole if scaled >= 0 else -whole) & 255)
+
+
+@njit(error_model="numpy")
+def _as_q4_0(vector, target):
+    """GGML's Q4_0 of a vector [dim] float32, in target [dim / 32 * 18] uint8."""
+    for group in range(vector.size // _GROUP):
+        at, first = group * (_GROUP // 2 + 2), group * _GROUP
+        # The number of largest size becomes -8, which has no positive counterpart.
+        largest = vector[first]
+        for i in range(first, first + _GROUP):
+            if abs(vector[i]) > abs(largest):
+                largest = vector[i]
+        scale = largest / np.float32(-8)
+        inverse = _inverse(scale)
+        _put_half(scale, target, at)
+        for i in range(_GROUP // 2):
+            low = min(max(vector[first + i] * inverse + np.float32(8.5), np.float32(0)), np.float32(15))
+            high = min(max(vector[first + _GROUP // 2 + i] * inverse + np.float32(8.5), np.float32(0)), np.float32(15))
+            target[at + 2 + i] = np.uint8(np.int64(low) | np.int64(high) << 4)
+
+
 _ENCODERS = {"float32": as_float32, "float16": as_float16, "bfloat16": as_bfloat16}
+_GROUP_ENCODERS = {"q8_0": _as_q8_0, "q4_0": _as_q4_0}
+_NARROW = frozenset({"float16", *_GROUP_ENCODERS})
+"""Types that hold no number beyond float16's largest; scales are float16."""
+
+
+@cache
+def _writer(storage: str) -> Any:
+    """A function (vector [dim] float32, target, the vector's place in a pool) that encodes and writes."""
+    if storage in _GROUP_ENCODERS:
+        return _GROUP_ENCODERS[storage]
+    encode = _ENCODERS[storage]
+
+    @njit
+    def write(vector, target):
+        for d in range(vector.size):
+            target[d] = encode(vector[d])
+
+    return write
 
 
 def stores(dtype: np.dtype) -> bool:
     """Whether `store_token` writes blocks of this dtype."""
-    return storage_of(dtype).name in _ENCODERS
+    return storage_of(dtype).name in _ENCODERS.keys() | _GROUP_ENCODERS.keys()
 
 
 def store_token(
@@ -64,8 +137,8 @@ def store_token(
     block_size, k_dim], values: [num_blocks, kv_heads, block_size, v_dim], of storage types that `stores` knows.
     table: [rows, blocks] int32, the ids of every row's blocks in order; position: the token's in its sequence.
 
-    Returns the largest magnitude among the numbers (where keys and values are of two types: among those of float16, the
-    one with a narrow range), infinity or NaN where there are such. Raises ValueError or TypeError for arrays that do
+    Returns the largest magnitude among the numbers (where keys and values are of two types: among those whose type has
+    float16's range or less), infinity or NaN where there are such. Raises ValueError or TypeError for arrays that do
     not fit together, IndexError for a place that is not there.
     """
     kernel, k_dtype, v_dtype = _plan(
@@ -82,13 +155,14 @@ def _plan(
     new_keys: tuple[int, ...], new_values: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...],
     rows: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype,
 ) -> tuple[Any, np.dtype, np.dtype]:  # fmt: skip
-    fitting = new_keys[1:] == (keys[1], keys[3]) and new_values[1:] == (values[1], values[3])
+    storage, value_storage = storage_of(dtype), storage_of(value_dtype)
+    k_dim, v_dim = keys[3] * storage.group, values[3] * value_storage.group
+    fitting = new_keys[1:] == (keys[1], k_dim) and new_values[1:] == (values[1], v_dim)
     if not fitting or not new_keys[:1] == new_values[:1] == rows or keys[:3] != values[:3]:
         raise ValueError(
             f"new_keys {new_keys}, new_values {new_values} and a table of {rows} rows do not fit keys {keys} and "
             f"values {values}"
         )
-    storage, value_storage = storage_of(dtype), storage_of(value_dtype)
     return kernel_for(storage.name, value_storage.name), storage.kernel_dtype, value_storage.kernel_dtype
 
 
@@ -104,10 +178,8 @@ def signature(numbers: str) -> Any:
 
 @cache
 def kernel_for(storage: str, value_storage: str) -> Any:
-    encode_key, encode_value = _ENCODERS[storage], _ENCODERS[value_storage]
-    measures_keys, measures_values = (
-        storage == value_storage or each == "float16" for each in (storage, value_storage)
-    )
+    write_key, write_value = _writer(storage), _writer(value_storage)
+    measures_keys, measures_values = (storage == value_storage or each in _NARROW for each in (storage, value_storage))
     numbers, code_version = numbers_of(STORAGE_TYPES[storage], STORAGE_TYPES[value_storage]), CODE_VERSION
 
     @njit(signature(numbers), cache=True, nogil=True)
@@ -127,15 +199,15 @@ def kernel_for(storage: str, value_storage: str) -> Any:
                 for d in range(k_dim):
                     value = new_keys[row, head, d]
                     size = abs(value)
-                    if measures_keys and (size > largest or np.isnan(size)):
+                    if (size > largest and (measures_keys or np.isinf(size))) or np.isnan(size):
                         largest = size
-                    keys[block, head, offset, d] = encode_key(value)
+                write_key(new_keys[row, head], keys[block, head, offset])
                 for d in range(v_dim):
                     value = new_values[row, head, d]
                     size = abs(value)
-                    if measures_values and (size > largest or np.isnan(size)):
+                    if (size > largest and (measures_values or np.isinf(size))) or np.isnan(size):
                         largest = size
-                    values[block, head, offset, d] = encode_value(value)
+                write_value(new_values[row, head], values[block, head, offset])
         return largest
 
     return store
