@@ -18,14 +18,14 @@ from hetero_kv.engine.undo import undo_on_error
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
+from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.window.layer import WindowLayer
-from hetero_kv.store import storage
 
 BATCH, HEADS, K_DIM, V_DIM, BLOCK = 2, 2, 3, 5, 4
 
 
 def paged(accumulates=False):
-    return RetrievalLayer(RetrievalLayout.of(BLOCK, 4, 8, accumulates), storage.FP32, 1)
+    return RetrievalLayer(RetrievalLayout.of(BLOCK, 4, 8, accumulates), RetrievalSettings(kv_type="FP32"))
 
 
 def watched():

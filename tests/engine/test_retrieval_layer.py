@@ -13,13 +13,13 @@ from hetero_kv.engine.undo import undo_on_error
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
-from hetero_kv.store import storage
+from hetero_kv.families.retrieval.settings import RetrievalSettings
 
 
 def cache_of(capacity=200, block_size=4, initial_len=4, local_len=8):
     """A cache of one retrieval layer, and the layer."""
     layout = RetrievalLayout.of(block_size, initial_len, local_len)
-    cache = new_cache(lambda: RetrievalLayer(layout, storage.FP32, 1), capacity=capacity)
+    cache = new_cache(lambda: RetrievalLayer(layout, RetrievalSettings(kv_type="FP32")), capacity=capacity)
     return cache, cache.layers[0]
 
 

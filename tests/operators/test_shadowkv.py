@@ -143,7 +143,7 @@ def test_outliers_and_recent_tokens_have_exact_keys_and_the_others_the_best_of_t
     logits(llama, cache, prompt)
     with monkeypatch.context() as patched:
         for operator in llama.hetero_kv_injection.attention_operators():
-            patched.setattr(operator, "settings", type(operator.settings)(**{**COVERING, "local_chunks": 100}))
+            patched.setattr(operator, "_sized", type(operator.settings)(**{**COVERING, "local_chunks": 100}))
         covering = HeteroCache(llama)
     logits(llama, covering, prompt)
     for layer, exact in zip(cache.layers, covering.layers, strict=True):

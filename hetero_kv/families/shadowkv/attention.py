@@ -31,7 +31,6 @@ from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import CHUNK_HIT_RATE, KEY_ENERGY_OUTSIDE, KEY_RANK
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.store import storage
 
 _NONE_CHOSEN = np.empty((0, 0, 0), np.int64)
 _USE = "ShadowKVAttention would undo the rotation of keys; use RetrievalAttention there"
@@ -198,7 +197,7 @@ class ShadowKVAttention(AttentionOperator):
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
         weight = next(self.wrapped.parameters())
         if weight.device.type == "cpu":
-            stored = storage.get(self.settings.value_type).kernel
+            stored = self.settings.value_storage.kernel
             cpu_decode.compile_kernels(weight.dtype, stored, group, k_dim, v_dim)
 
     def _measure_recall(self, layer: LowRankLayer, call: bridge.AttentionCall, lse: torch.Tensor) -> None:

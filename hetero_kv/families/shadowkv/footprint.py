@@ -11,7 +11,6 @@ from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.shadowkv import layer as low_rank_layer
 from hetero_kv.families.shadowkv.partition import chunk_budget, first_context_end
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
-from hetero_kv.store import storage
 
 LOW_RANK = register(Term("low_rank", "low-rank keys, landmarks and exact chunks"))
 
@@ -32,7 +31,7 @@ class LowRankFootprint(LayerFootprint):
     @classmethod
     def of(cls, shape: KVShape, settings: ShadowKVSettings) -> LowRankFootprint:
         """Of a layer whose keys and values have that shape."""
-        kind = storage.get(settings.value_type)
+        kind = settings.value_storage
         stored = BytesPerToken(values=shape.kv_heads * kind.bytes_per_vector(shape.v_dim))
         channels = shape.kv_heads * shape.k_dim
         is_bound = settings.energy(channels) is not None

@@ -21,7 +21,6 @@ from hetero_kv.families.shadowkv.layout import ContextLayout
 from hetero_kv.families.shadowkv.outlier_chunks import Outliers, with_new_outliers
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import KEY_RANK, LowRankStatistics
-from hetero_kv.store import storage
 from hetero_kv.store.growing_tensor import GrowingTensor
 
 # Tokens that the buffers of generated tokens grow by.
@@ -60,10 +59,10 @@ class LowRankLayer(BufferedLayer):
     """
 
     layout: ContextLayout
-    storage_settings = ("value_type", "value_type")
 
     def __init__(self, settings: ShadowKVSettings, energy: float | None = None) -> None:
-        super().__init__(storage.get(settings.value_type))
+        super().__init__(settings.value_storage)
+        self.storage_settings = (settings.storage_setting,) * 2
         self.settings, self._energy = settings, energy
         self.chunk_size = settings.landmark_chunk_size
         self.layout = ContextLayout(self.chunk_size, settings)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from hetero_kv.settings.setting import SettingError, Settings, setting
+
+if TYPE_CHECKING:
+    from hetero_kv.store.storage import StorageType
 
 #: The paper's rank, and the channels of the keys of its models.
 _RANK, _CHANNELS = 160, 1024
@@ -53,7 +56,22 @@ class ShadowKVSettings(Settings):
         minimum=0,
         maximum=1,
     )
-    value_type: str = setting("FP16", "number format of the values in DRAM", choices=_storage_types)
+    kv_type: str = setting("FP16", "number format of what is stored in DRAM, the values", choices=_storage_types)
+    value_type: Literal["kv_type"] | str = setting(
+        "kv_type", "number format of the stored values, where it is another than kv_type", choices=_storage_types
+    )
+
+    @property
+    def value_storage(self) -> StorageType:
+        """How values are stored in DRAM."""
+        from hetero_kv.store import storage
+
+        return storage.get(getattr(self, self.storage_setting))
+
+    @property
+    def storage_setting(self) -> str:
+        """The setting that says how values are stored."""
+        return "kv_type" if self.value_type == "kv_type" else "value_type"
 
     @property
     def most_rank(self) -> int:
