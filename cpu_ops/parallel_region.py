@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
 from numba.core import cgutils
@@ -51,17 +52,12 @@ def all_threads() -> int:
 
     @njit(_all_threads_signature(""), parallel=True, cache=True, nogil=True)
     def run(region, threads, arguments):
+        # Numba counts the threads of a parallel loop without a sign.
         for thread in prange(threads):
-            call_kernel("region", "", region, (np_int(thread), threads, arguments))
+            call_kernel("region", "", region, (np.int64(thread), threads, arguments))
         return 0 * code_version
 
     return address_of(run)
-
-
-@njit(inline="always")
-def np_int(number):
-    """A signed integer: Numba counts the threads of a parallel loop without a sign."""
-    return types.int64(number)
 
 
 @intrinsic(prefer_literal=True)

@@ -32,6 +32,17 @@ def one_core_for_each_worker():
         yield
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Torch with one thread. In many small steps threads would wait for each other longer than they work."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def smollm2():
     """The small real model on the CPU in float32, fetched into the usual cache; for tests marked `model`."""

@@ -275,7 +275,10 @@ def _model(location: Location, gguf: GGUFFile | None, config: Any, dtype: torch.
 def _complete_generation_config(
     model: Any, tokenizer: Any, location: Location, gguf: GGUFFile | None, own: bool
 ) -> None:
-    """Make every token that ends a turn end the generation. own: whether the model has its generation config already"""
+    """Make every token that ends a turn end the generation.
+
+    own: whether transformers gave the model its generation config when it loaded it.
+    """
     if not own and location.pretrained is not None and _has_generation_config(location):
         model.generation_config = GenerationConfig.from_pretrained(
             location.pretrained, local_files_only=location.offline

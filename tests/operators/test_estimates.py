@@ -18,21 +18,14 @@ from hetero_kv.operators import RetrievalAttention
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store import storage
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = {"block_size": 4, "local_windows_len": 8, "initial_len": 4, "chunk_size": 16, "max_seq_len": 256}
 ESTIMATING = {"representative_type": "MEANSTD", "representative_num": 2, "group_reduce": "softmax", "rest": "estimate"}
 RULES = [
     {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}},
     {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Many small steps: threads would wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ from hetero_kv import eject
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.rules.rule_file import parse_rules
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LENGTHS = (3, 40, 129, 333, 700)
 PROMPTS = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
 SHORTER = [each[:length] for each, length in zip(PROMPTS, (2, 40, 129, 61, 200), strict=True)]
@@ -24,15 +26,6 @@ MODELS: dict[str, object] = {}
 
 SMALLER = {"block_size": 4, "initial_len": 4, "local_windows_len": 8, "second_block_count": 3, "observation_len": 12}
 CHUNKED = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Many small steps: threads would wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

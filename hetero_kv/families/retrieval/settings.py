@@ -123,17 +123,16 @@ class RetrievalSettings(Settings):
     value_type: Literal["kv_type"] | str = setting(
         "kv_type", "number format of the stored values, where it is another than kv_type", choices=_storage_types
     )
-
-    @property
-    def stored_representatives(self) -> int:
-        """Vectors that are stored for a block and kv head."""
-        return 1 if self.representative_reduce == "mean" else self.representative_num
-
     key_offset: Literal["auto", "none", "block_mean"] = setting(
         "auto",
         "block_mean: keys are stored as they differ from the mean of their block, which few bits hold better; scores "
         "get it back; auto: where keys are stored as Q4_0",
     )
+
+    @property
+    def stored_representatives(self) -> int:
+        """Vectors that are stored for a block and kv head."""
+        return 1 if self.representative_reduce == "mean" else self.representative_num
 
     @property
     def offset_keys(self) -> bool:
