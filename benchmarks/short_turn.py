@@ -5,15 +5,20 @@
 
 The question's forward gives the first token of the answer. Beside it, in the same rounds: a decoded token, and the
 same question with the context copied into a prefill buffer first, as longer prompts have it. Medians; the cache is
-taken back to the context after each.
+taken back to the context after each. Then the parts of the question's forward, from as many more of it with timers:
+attention to the context, products with quantised weights, and what is left (medians, which need not add up).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -21,6 +26,7 @@ from benchmarks.peers import DECODED, Ours, source_tokens
 from benchmarks.timing import interleaved_medians, seconds
 from hetero_kv.families.retrieval import short_turn
 from hetero_kv.models import DEFAULT_MODEL
+from hetero_kv.weights import quantised_weight
 
 GOAL = 4
 """Decoded tokens' time in which the answer is to begin."""
@@ -56,7 +62,31 @@ def measure(engine: Ours, context: list[int], question: list[int], repeats: int)
     }
     for action in actions.values():
         action()
-    return interleaved_medians(actions, repeats)
+    found = interleaved_medians(actions, repeats)
+    parts = [_parts(lambda: taken_back(ask)) for _ in range(repeats)]
+    return found | {name: statistics.median(each[name] for each in parts) for name in parts[0]}
+
+
+def _parts(action: Callable[[], float]) -> dict[str, float]:
+    """Seconds of the question's forward by what takes them."""
+    taken: defaultdict[str, float] = defaultdict(float)
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*given, **named)
+            finally:
+                taken[name] += time.perf_counter() - start
+
+        return call
+
+    with (
+        patch.object(short_turn, "attend_blocks_causal", timed("attention", short_turn.attend_blocks_causal)),
+        patch.object(quantised_weight, "multiply", timed("products", quantised_weight.multiply)),
+    ):
+        whole = action()
+    return {**taken, "rest": whole - sum(taken.values())}
 
 
 def main() -> None:
@@ -85,6 +115,10 @@ def main() -> None:
             f"{asked * 1e3:.1f} ms, {asked / token:.1f} tokens' time (goal {GOAL}: "
             f"{'met' if asked <= GOAL * token else 'missed'}); through a buffer {through * 1e3:.1f} ms, "
             f"{through / token:.1f}"
+        )
+        print(
+            "  parts: "
+            + ", ".join(f"{name} {figures[name] * 1e3:.1f} ms" for name in ("attention", "products", "rest"))
         )
     if given.json:
         print(json.dumps(found))
