@@ -146,7 +146,7 @@ def prose(request: Request) -> list[Prompt]:
 
 def code(request: Request) -> list[Prompt]:
     """The engine's own sources; asked for the line that defines a function of which there is one."""
-    sources = [path.read_text() for path in sorted((_PROJECT / "hetero_kv" / "kv").rglob("*.py"))]
+    sources = [path.read_text() for path in sorted((_PROJECT / "hetero_kv" / "engine").rglob("*.py"))]
     lines = "\n".join(sources).splitlines()
     text = request.fitted(lambda count: "\n".join(lines[:count]), "code")
     definitions = _definitions(text)
