@@ -1,0 +1,76 @@
+"""The recipes that the page of results compares, each at the same number of attended tokens, and as shipped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.equal_budgets import settings_for_budget
+from hetero_kv.families.retrieval.settings import RetrievalSettings
+
+SHIPPED = "as shipped"
+FRACTIONS = (32, 16, 8)
+"""Of a prompt's tokens a method attends to one in so many."""
+
+# Blocks of at most 32 tokens: of the recipes' 128 a sixteenth of 4,096 would be one.
+_PAGED: dict[str, dict[str, Any]] = {
+    "adaptive": {"block_size": 16, "initial_len": 16},
+    "quest": {"block_size": 16, "initial_len": 16},
+    "ktransformers": {"block_size": 32, "initial_len": 32},
+    "infllm": {"block_size": 32, "initial_len": 32},
+    "snapkv": {"block_size": 1, "initial_len": 0},
+    "streaming": {"block_size": 4, "initial_len": 4, "second_block_count": 0},
+}
+RECIPES = (*_PAGED, "shadowkv")
+_CHUNK, _LOCAL_CHUNKS = 8, 4
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A recipe at one budget.
+
+    Attributes:
+        fraction: the prompt's tokens to an attended one; `SHIPPED` for the recipe's own budget.
+        spec: as `--config` takes it, and as results call the method.
+    """
+
+    recipe: str
+    fraction: int | str
+    spec: str
+
+
+def cells(length: int, fractions: tuple[int, ...] = FRACTIONS, shipped: tuple[str, ...] = ("adaptive",)) -> list[Cell]:
+    """Every recipe at every share of a prompt of `length` tokens, and those of `shipped` with their own settings."""
+    found = [
+        Cell(recipe, fraction, at_budget(recipe, length // fraction, length))
+        for recipe in RECIPES
+        for fraction in fractions
+    ]
+    return found + [Cell(recipe, SHIPPED, recipe) for recipe in shipped]
+
+
+def at_budget(recipe: str, budget: int, length: int) -> str:
+    """A recipe with settings by which it attends to `budget` tokens of `length` in every layer, on average.
+
+    The sink, Local and blocks share the budget as `settings_for_budget` says. ShadowKV's local chunks are the recipe's; a
+    quarter goes to outliers. `adaptive` has no target: every list of blocks gets the same number.
+    """
+    if recipe == "shadowkv":
+        outliers = budget // 4 // _CHUNK
+        sparse = budget - _CHUNK * (_LOCAL_CHUNKS + outliers)
+        return _spec(recipe, {"outlier_chunks": outliers, "sparse_budget": max(_CHUNK, sparse // _CHUNK * _CHUNK)})
+    own = _PAGED[recipe]
+    found = settings_for_budget(RetrievalSettings(**own), budget)
+    preselected = found.pop("preselect_block_count")
+    settings = {"block_size": own["block_size"], **found}
+    if recipe == "snapkv":
+        settings["preselect_block_count"] = preselected
+    if recipe == "quest":
+        settings["dense_layer_num"] = 0
+    if recipe == "adaptive":
+        settings |= {"target_mass": "none", "least_block_count": 1}
+    return _spec(recipe, settings)
+
+
+def _spec(recipe: str, settings: dict[str, Any]) -> str:
+    return ":".join((recipe, *(f"{name}={value}" for name, value in settings.items())))
