@@ -44,14 +44,14 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
     signature = real(
         given, given, given, *pool_arrays(numbers), vectors, vectors, *pool_arrays(coarse), OFFSETS, int1,
         types.int64, int2, types.int64, types.int64, types.int64, int3, int3, types.boolean, integers, real, real, real,
-        integers, integers, lse3, given, lse3, types.Array(types.float32, 4, "C"),
+        integers, integers, lse3, given, lse3, types.Array(types.float32, 4, "C"), integers,
     )  # fmt: skip
 
     @njit(signature, cache=True, nogil=True, error_model="numpy")
     def step(
         q, k, v, keys, values, representatives, value_means, coarse_keys, coarse_means, key_offsets, lengths, position,
         table, first, end, which, positions, allowed, shared, flags, target, scale, softcap, addresses, shape, beside,
-        out, lse, masses,
+        out, lse, masses, taken,
     ):  # fmt: skip
         reduce, rerank, least, has_mean, estimates, threads = flags
         rows, kv_heads = q.shape[0], keys.shape[1]
@@ -100,6 +100,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                 asking = addresses[0], addresses[3], queries, representatives, context, in_use, threads, likely
                 call_kernel("score", kind, addresses[2], asking)
                 _scale(likely, np.float32(scale), np.float32(softcap))
+        taken[:] = 0
         window_first, window_end = first, end
         separate = which == CHOSEN and target > 0
         out_window, lse_window = attended[:0], beside
@@ -131,6 +132,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                     queries, coarse_keys, coarse_means, context, proposed, scale, softcap, weights, block_masses,
                 )  # fmt: skip
                 run_region("candidates", coarse, addresses[0], addresses[5], threads, looked)
+                taken[1] = _number(proposed)
                 likely[:] = block_masses
                 if reduce >= SOFTMAX:
                     run_region("softmax", "", addresses[0], addresses[4], threads, (_lists_of(likely),))
@@ -140,6 +142,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                 call_kernel("choose", "", addresses[10], choosing)
         if which != EVERYTHING:
             ids, counts = _lists(table, context, positions, window_first, window_end)
+            taken[0] = _number(positions)
         attending = (
             addresses[0], addresses[7], np.int64(0), asked, keys, values, key_offsets, ids, counts, lengths, scale,
             softcap, threads, attended, lse,
@@ -177,6 +180,16 @@ def _numbers(given):
         for head in range(heads):
             for d in range(dim):
                 found[row, head, d] = number(given[row, head, 0, d])
+    return found
+
+
+@njit
+def _number(positions):
+    """How many of positions [rows, lists, n] are any."""
+    found = 0
+    flat = positions.reshape(positions.size)
+    for each in range(flat.size):
+        found += flat[each] >= 0
     return found
 
 

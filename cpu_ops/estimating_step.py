@@ -59,6 +59,8 @@ class EstimatingStep:
     Attributes:
         stores: whether it writes blocks of this storage type; else the token has to be there already.
         group, v_dim: query heads of a kv head, dimension of a value.
+        taken: [2] int64, of the last call that did not take everything: how many of a context's blocks were attended
+            to, and how many were candidates whose keys were looked at, over all rows and lists of positions.
 
     Raises ValueError or TypeError for arrays that do not fit together.
     """
@@ -118,6 +120,7 @@ class EstimatingStep:
         flags = Flags(choice.reduce, choice.rerank, choice.least, has_mean, value_means is not None, threads)
         self._flags, self._target = np.array(flags, np.int64), float(choice.target)
         self._shape = np.array([group, k_dim, self.v_dim], np.int64)
+        self.taken = np.zeros(2, np.int64)
         self._lengths, self.group, self._bound = lengths, group, (dtype, softcapped)
 
     def fits(self, dtype: Any, softcapped: bool) -> bool:
@@ -140,6 +143,7 @@ class EstimatingStep:
         status = self._kernel(
             q, k, v, *self._pool, self._lengths, position, table, first, end, which, positions, allowed, shared,
             self._flags, self._target, scale, softcap, self._addresses, self._shape, beside, out, lse, masses,
+            self.taken,
         )  # fmt: skip
         if status < 0:
             raise (ValueError if status == BAD_SHAPES else IndexError)(REFUSALS[status])

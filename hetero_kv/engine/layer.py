@@ -12,6 +12,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from hetero_kv.engine.sequence import Layout
+from hetero_kv.engine.statistics import Tally
 
 if TYPE_CHECKING:
     from hetero_kv.engine.cohort import Cohort
@@ -29,6 +30,8 @@ class FamilyLayer(CacheLayerMixin):
         layer_idx: of the model's layer; set when the cache is made.
         layout: of its tokens in blocks; None for a layer without.
         state: see above.
+        read: bytes that decoded tokens' attention read, each a row's; a layer that counts them holds them in its
+            snapshots.
     """
 
     is_sliding = False
@@ -40,6 +43,7 @@ class FamilyLayer(CacheLayerMixin):
     layer_idx: int
     layout: Layout | None = None
     state: Any = None
+    read: Tally = Tally()
 
     _cohort: weakref.ref[Cohort]
 

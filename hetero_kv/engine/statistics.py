@@ -53,6 +53,33 @@ BLOCK_RECALL = register(
 )
 
 
+#: What families that attend to stored tokens have in common; a layer keeps it as a `Tally`.
+READ_BYTES = register(
+    Statistic(
+        "read_bytes",
+        "bytes read per token and layer",
+        "bytes of stored keys, values and what stands for them that a decoded token's attention read in a layer, the "
+        "mean over steps",
+    )
+)
+
+
+class Tally(NamedTuple):
+    """The sum of some numbers, and how many they are."""
+
+    total: float = 0.0
+    numbers: int = 0
+
+    def plus(self, number: float) -> Tally:
+        """With one more."""
+        return Tally(self.total + number, self.numbers + 1)
+
+    @property
+    def mean(self) -> float | None:
+        """None of no numbers."""
+        return self.total / self.numbers if self.numbers else None
+
+
 def row_means(counted: Sequence[tuple[int, LayerStatistics]]) -> dict[str, list[float | int | None]]:
     """The means over rows of what layers have counted, from groups of rows: their number, and their means.
 

@@ -262,7 +262,7 @@ def _recorded(layer: Any, rotations: _Rotations) -> RecordedLayer:
         assert layer.recorded is not None
         return replace(layer.recorded, rotation=_rotation(layer, rotations))
     if isinstance(layer, WindowLayer):
-        keys, values, _, end, length = layer.snapshot()
+        keys, values, _, end, length, _ = layer.snapshot()
         assert keys is not None
         assert values is not None
         held = slice(max(0, end - min(length, layer.window - 1)), end)

@@ -21,6 +21,7 @@ from hetero_kv.adapter.rotary_probe import of_rows, position_embeddings, require
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.statistics import READ_BYTES
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 from hetero_kv.families.bounded import eviction
@@ -43,7 +44,7 @@ class BoundedAttention(AttentionOperator):
     meaning = "keeps a fixed number of entries per kv head, chosen by an eviction policy"
     settings_class = BoundedSettings
     chosen_by = "policy"
-    statistics = (CACHED_ENTRIES,)
+    statistics = (CACHED_ENTRIES, READ_BYTES)
     changes_arguments = True
 
     settings: BoundedSettings
@@ -132,6 +133,8 @@ class BoundedAttention(AttentionOperator):
             )
         cached = layer.num_entries
         keys, values = layer.extend(call.k, call.v)
+        if step.is_decode:
+            layer.read = layer.read.plus(keys[0].nbytes + values[0].nbytes)
         q = layer.rotated(call.q, cached)
         out, lse = _attention(q, keys, values, cached, call.scale, call.softcap)
         if call.sink is not None:

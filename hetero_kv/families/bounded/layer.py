@@ -15,7 +15,7 @@ from cpu_ops.rotary import rotate_rows
 from gpu_ops.rotary import rotate
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.engine.layer import FamilyLayer
-from hetero_kv.engine.statistics import Statistic, register
+from hetero_kv.engine.statistics import READ_BYTES, Statistic, Tally, register
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.bounded.entries import Entries, no_entries
@@ -61,6 +61,7 @@ class BoundedLayer(FamilyLayer):
         self.length = 0
         self.prompt_length = 0
         self.budget: int | None = None
+        self.read = Tally()
         self.is_initialized = False
 
     # -- what transformers asks of a cache layer
@@ -268,10 +269,10 @@ class BoundedLayer(FamilyLayer):
     # -- going back, and going two ways
 
     def snapshot(self) -> tuple[Any, ...]:
-        return self.entries, self.length, self.prompt_length, self.budget
+        return self.entries, self.length, self.prompt_length, self.budget, self.read
 
     def rollback(self, snapshot: tuple[Any, ...]) -> None:
-        self.entries, self.length, self.prompt_length, self.budget = snapshot
+        self.entries, self.length, self.prompt_length, self.budget, self.read = snapshot
         self._probed, self._without_catalyst = False, None
 
     def fork(self, memo: dict[int, Any]) -> BoundedLayer:
@@ -287,4 +288,4 @@ class BoundedLayer(FamilyLayer):
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        return {CACHED_ENTRIES.name: self.num_entries}
+        return {CACHED_ENTRIES.name: self.num_entries, READ_BYTES.name: self.read.mean}

@@ -23,7 +23,7 @@ from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import Operator
 from hetero_kv.adapter.token_arrays import TokenArrays
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.statistics import BLOCK_RECALL
+from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval import representatives
 from hetero_kv.families.retrieval.choosing import Derived
@@ -31,6 +31,7 @@ from hetero_kv.families.retrieval.decode import RetrievalDecode
 from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
+from hetero_kv.families.retrieval.reading import Reading
 from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, ESTIMATED_SHARE
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.store.pool import BlockPool
@@ -44,7 +45,7 @@ class RetrievalAttention(RetrievalDecode):
     """
 
     meaning = "keeps everything in DRAM blocks, attends to the blocks that the query retrieves"
-    statistics = (BLOCK_RECALL, ESTIMATED_SHARE, ATTENDED_BLOCKS)
+    statistics = (BLOCK_RECALL, ESTIMATED_SHARE, ATTENDED_BLOCKS, READ_BYTES)
 
     @classmethod
     def operator_for(cls, module: nn.Module) -> type[Operator]:
@@ -71,7 +72,7 @@ class RetrievalAttention(RetrievalDecode):
             assert layer.pool is not None
             group = call.q.shape[1] // call.k.shape[1]
             native = self._bound_step(layer.pool, blocks.lengths, group, call.softcap is not None, dtype)
-            layer.token_step = native
+            layer.token_step, layer.reading = native, Reading.of(layer.pool, layer.window)
         closes = blocks.newly_closed[0] != blocks.newly_closed[1]
         is_stored = closes or not native.stores or layer.window is not None
         if is_stored:

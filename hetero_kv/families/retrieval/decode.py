@@ -52,21 +52,34 @@ class RetrievalDecode(RetrievalPrefill):
             which, positions, allowed = self._choice(layer, step, len(table), lse.shape[1], end - first)
         at = -1 if position is None else position
         given = q, k, v, at, table, first, end, which, positions, allowed, self.shared
-        masses = None
+        masses, attended, candidates = None, end - first if which == EVERYTHING else positions.shape[2], 0.0
         if isinstance(native, EstimatingStep):
             masses = np.empty((2, *lse.shape), np.float32)
             if beside is None:
                 beside = np.full(lse.shape, -np.inf, np.float32)
             with one_kernel_at_a_time:
                 largest = native(*given, scale, softcap, beside, out, lse, masses)
+            if which != EVERYTHING:
+                attended, candidates = (native.taken / (len(table) * positions.shape[1])).tolist()
             if self.choice is not None and self.choice.target:
-                self._count_blocks(layer, end - first if which == EVERYTHING else (positions >= 0).sum(axis=2).mean())
+                self._count_blocks(layer, attended)
         else:
             with one_kernel_at_a_time:
                 largest = native(*given, self.settings.group_reduce == "max", scale, softcap, out, lse)
+        self._count_read(layer, step.length, end - first, which, attended, candidates)
         if largest:
             layer.require_storable(largest)
         return masses
+
+    def _count_read(
+        self, layer: RetrievalLayer, length: int, context: int, which: int, attended: float, candidates: float
+    ) -> None:
+        assert layer.reading is not None
+        estimates = which != EVERYTHING and self.choice is not None and self.representative_type.has_mean
+        read = layer.reading.of_step(
+            length, context, attended, scored=which == CHOSEN or estimates, candidates=candidates, rest=estimates
+        )
+        layer.read = layer.read.plus(read)
 
     @staticmethod
     def _count_blocks(layer: RetrievalLayer, blocks: float) -> None:

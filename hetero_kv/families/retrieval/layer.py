@@ -15,10 +15,12 @@ from cpu_ops.retrieval_step import RetrievalStep
 from cpu_ops.token_store import store_token, stores
 from gpu_ops.column_sums import column_sums
 from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
+from hetero_kv.engine.statistics import READ_BYTES, Tally
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.layout import RetrievalLayout
+from hetero_kv.families.retrieval.reading import Reading
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.retrieval.state import RetrievalState
 from hetero_kv.families.retrieval.unseen import NONE_UNSEEN
@@ -56,6 +58,8 @@ class RetrievalLayer(BufferedLayer):
         self._is_prepared = self._stores_natively = False
         #: The native call of a decoded token, bound to the pool.
         self.token_step: RetrievalStep | EstimatingStep | None = None
+        #: What it reads.
+        self.reading: Reading | None = None
 
     def _blank_state(self) -> RetrievalState:
         return RetrievalState(open_start=self.layout.sink_blocks * self.layout.block_size)
@@ -63,7 +67,8 @@ class RetrievalLayer(BufferedLayer):
     def reset(self) -> None:
         """Forget what is beside the blocks."""
         self.state, self.unseen, self.window, self.pool = self._blank_state(), NONE_UNSEEN, None, None
-        self.token_step = None
+        self.token_step = self.reading = None
+        self.read = Tally()
         self.is_initialized = self._is_prepared = False
 
     # -- the parts of the sequence
@@ -219,10 +224,10 @@ class RetrievalLayer(BufferedLayer):
         self._reload_window(length)
 
     def snapshot(self) -> Any:
-        return self.state, self.unseen
+        return self.state, self.unseen, self.read
 
     def rollback(self, snapshot: Any) -> None:
-        self.state, self.unseen = snapshot
+        self.state, self.unseen, self.read = snapshot
         self._reload_window(self.cohort.length)
 
     def fork(self, memo: dict[int, Any]) -> RetrievalLayer:
@@ -246,7 +251,7 @@ class RetrievalLayer(BufferedLayer):
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        return self.state.statistics
+        return {**self.state.statistics, READ_BYTES.name: self.read.mean}
 
 
 def _needs_window(device: torch.device) -> bool:

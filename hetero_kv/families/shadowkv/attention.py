@@ -19,7 +19,7 @@ from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.recorded_prompt import RecordedPrompt
-from hetero_kv.engine.statistics import BLOCK_RECALL
+from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 from hetero_kv.families.shadowkv import cpu_decode
@@ -27,6 +27,7 @@ from hetero_kv.families.shadowkv.footprint import LowRankFootprint
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks
 from hetero_kv.families.shadowkv.layer import LowRankLayer
 from hetero_kv.families.shadowkv.partition import attended_tokens, chunk_budget
+from hetero_kv.families.shadowkv.read_bytes import read_bytes
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import CHUNK_HIT_RATE, KEY_ENERGY_OUTSIDE, KEY_RANK
 from hetero_kv.families.window.attention import SlidingWindowAttention
@@ -45,7 +46,7 @@ class ShadowKVAttention(AttentionOperator):
     meaning = "keeps keys as low-rank factors where the model computes and values in DRAM, attends to chosen chunks"
     settings_class = ShadowKVSettings
     prefills_exactly = True
-    statistics = (BLOCK_RECALL, CHUNK_HIT_RATE, KEY_RANK, KEY_ENERGY_OUTSIDE)
+    statistics = (BLOCK_RECALL, CHUNK_HIT_RATE, KEY_RANK, KEY_ENERGY_OUTSIDE, READ_BYTES)
     changes_arguments = True
 
     settings: ShadowKVSettings
@@ -143,35 +144,42 @@ class ShadowKVAttention(AttentionOperator):
             self._require_full(call)
         layer.store(step, call.k, call.v)
         decoded = self._decoded_by_kernels if cpu_decode.serves(layer, call) else self._decoded_in_torch
-        out, lse = decoded(layer, step, call)
+        out, lse, missed = decoded(layer, step, call)
+        layer.read = layer.read.plus(read_bytes(layer, missed))
         if self.engine.measure_recall:
             self._measure_recall(layer, call, lse)
         return (out if call.sink is None else apply_sink(out, lse, call.sink)[0]).to(call.q.dtype)
 
     def _decoded_by_kernels(
         self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of a step, out [batch, heads, 1, v_dim] and lse, where `cpu_decode` serves."""
-        q = cpu_decode.queries(call)
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Attention of a step, out [batch, heads, 1, v_dim] and lse, where `cpu_decode` serves.
+
+        And how many of the chosen chunks were in no slot, of all rows and heads.
+        """
+        q, missed = cpu_decode.queries(call), 0
         if layer.context.outliers is not None:
             count = self._count(layer, layer.context.outliers.ids)
             chosen = cpu_decode.chosen(layer, call, q, count, self.threads) if count else _NONE_CHOSEN
             hits = cpu_decode.held(layer, step, chosen, self.threads)
             layer.count(layer.counted.with_choices(hits, chosen.size))
-        return cpu_decode.attention(layer, call, q, self.threads)
+            missed = chosen.size - hits
+        return *cpu_decode.attention(layer, call, q, self.threads), missed
 
     def _decoded_in_torch(
         self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """As `_decoded_by_kernels`, on any device."""
+        missed = 0
         out, lse = _attention(call, layer.recent_keys.entries, layer.recent_values.entries)
         if layer.context.outliers is not None:
             residents, chosen = layer.context.outliers.residents, self._chosen_in_torch(layer, call)
             hits = residents.hold(chosen, layer.rebuilt, layer.fetched, layer.chunks)
             layer.count(layer.counted.with_choices(hits, chosen.numel()))
+            missed = chosen.numel() - hits
             if residents.keys.shape[2]:
                 out, lse = merge_attention(out, lse, *_attention(call, residents.keys, residents.values))
-        return out, lse
+        return out, lse, missed
 
     def chosen(self, layer: LowRankLayer, call: bridge.AttentionCall) -> torch.Tensor:
         """The chunks of the Context that this step attends to beside the outliers: [batch, kv_heads, n] int64."""

@@ -14,6 +14,7 @@ from gpu_ops.gather import gathered_rows
 from gpu_ops.kernel_choice import runs_triton
 from gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
+from hetero_kv.engine.statistics import READ_BYTES, Tally
 from hetero_kv.engine.step import Step
 from hetero_kv.families.shadowkv import landmarks
 from hetero_kv.families.shadowkv.key_factors import KeyFactors
@@ -71,6 +72,7 @@ class LowRankLayer(BufferedLayer):
     def _forget(self) -> None:
         self.pool = None
         self.context = _Context()
+        self.read = Tally()
         slack = SLACK if self.settings.project_generated else 0
         self.factors = KeyFactors(self.settings.most_rank, slack, self._energy)
         self.landmarks = GrowingTensor(2, slack // self.chunk_size)
@@ -249,10 +251,10 @@ class LowRankLayer(BufferedLayer):
 
     def snapshot(self) -> tuple[Any, ...]:
         growing = self.landmarks, self.recent_keys, self.recent_values
-        return self.context, self.factors.checkpoint(), [part.checkpoint() for part in growing]
+        return self.context, self.read, self.factors.checkpoint(), [part.checkpoint() for part in growing]
 
     def rollback(self, snapshot: tuple[Any, ...]) -> None:
-        self.context, factors, held = snapshot
+        self.context, self.read, factors, held = snapshot
         self.factors.restore(factors)
         for part, state in zip((self.landmarks, self.recent_keys, self.recent_values), held, strict=True):
             part.restore(state)
@@ -282,4 +284,4 @@ class LowRankLayer(BufferedLayer):
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        return {**self.counted.by_name(), KEY_RANK.name: self.factors.rank}
+        return {**self.counted.by_name(), KEY_RANK.name: self.factors.rank, READ_BYTES.name: self.read.mean}

@@ -12,6 +12,7 @@ from hetero_kv.adapter.footprint import WindowFootprint
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.engine.recorded_prompt import RecordedPrompt
+from hetero_kv.engine.statistics import READ_BYTES, Tally
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.families.window.layer import WindowLayer
@@ -23,6 +24,7 @@ class SlidingWindowAttention(AttentionOperator):
 
     meaning = "the model's own sliding-window attention, exact, with only the window kept"
     settings_class = SlidingWindowSettings
+    statistics = (READ_BYTES,)
     prefills_exactly = True
     continues_exactly = True
 
@@ -40,7 +42,7 @@ class SlidingWindowAttention(AttentionOperator):
 
     def load_prefill(self, layer: WindowLayer, step: Step, recorded: RecordedPrompt) -> None:
         # Not copied: a window never writes over the tokens that it was given.
-        layer.rollback((recorded.keys, recorded.values, 0, recorded.keys.shape[2], recorded.length))
+        layer.rollback((recorded.keys, recorded.values, 0, recorded.keys.shape[2], recorded.length, Tally()))
 
     def prefill_chunk(self, layer: WindowLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         if call.sliding_window not in (None, layer.window):
@@ -49,6 +51,8 @@ class SlidingWindowAttention(AttentionOperator):
                 f"{layer.window}"
             )
         keys, values = layer.extend(call.k, call.v)
+        if step.is_decode:
+            layer.read = layer.read.plus(keys[0].nbytes + values[0].nbytes)
         out, lse = sliding_window_attention(call.q, keys, values, layer.window, call.scale, call.softcap)
         return out if call.sink is None else apply_sink(out, lse, call.sink)[0]
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.statistics import READ_BYTES, Tally
 from hetero_kv.engine.step import Step
 
-_Snapshot = tuple[torch.Tensor | None, torch.Tensor | None, int, int, int]
+_Snapshot = tuple[torch.Tensor | None, torch.Tensor | None, int, int, int, Tally]
 
 
 class WindowLayer(FamilyLayer):
@@ -51,7 +52,7 @@ class WindowLayer(FamilyLayer):
 
     def reset(self) -> None:
         """Forget every token."""
-        self.rollback((None, None, 0, 0, 0))
+        self.rollback((None, None, 0, 0, 0, Tally()))
 
     def select(self, rows: Rows[int]) -> None:
         if self.keys is not None and self.values is not None:
@@ -122,11 +123,15 @@ class WindowLayer(FamilyLayer):
         return buffer
 
     def snapshot(self) -> _Snapshot:
-        return self.keys, self.values, self._start, self._end, self._length
+        return self.keys, self.values, self._start, self._end, self._length, self.read
 
     def rollback(self, snapshot: _Snapshot) -> None:
         """See FamilyLayer: tokens are only ever written behind those that it holds."""
-        self.keys, self.values, self._start, self._end, self._length = snapshot
+        self.keys, self.values, self._start, self._end, self._length, self.read = snapshot
+
+    @property
+    def statistics(self) -> dict[str, float | int | None]:
+        return {READ_BYTES.name: self.read.mean}
 
     @property
     def dram_bytes(self) -> int:

@@ -1,0 +1,122 @@
+"""Bytes that a decoded token reads, in whole models: those of all keys and values, and of what was chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from bounded_models import bounded
+from shadowkv_models import injected as shadowkv
+from tiny_models import tiny_model
+
+from hetero_kv import HeteroCache, inject
+from hetero_kv.families.retrieval import layer as retrieval_layer
+from hetero_kv.rules.rule_file import parse_rules
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RULES = [
+    {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}},
+    {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
+]
+SMALL = {"block_size": 4, "local_windows_len": 8, "initial_len": 4, "chunk_size": 16, "max_seq_len": 256}
+QUEST = {"representative_type": "QUEST", "representative_num": 2}
+MEANSTD = {"representative_type": "MEANSTD", "representative_num": 2, "group_reduce": "softmax"}
+# A prompt of 60 tokens and one more are a block of the attention sink, 12 of the Context, and 9 tokens. A key or a
+# value has 2 heads of 16 float32.
+PROMPT, CONTEXT, AROUND, VECTOR = 60, 12, 13, 2 * 16 * 4
+TOKEN, REPRESENTATIVES = 2 * VECTOR, 2 * VECTOR
+
+
+def retrieving(model, **settings):
+    given = {**SMALL, "kv_type": "FP32", "second_block_count": 3, "threads_num": 1, **settings}
+    inject(model, parse_rules({"rules": RULES, "long_context": given}))
+    return HeteroCache(model)
+
+
+def after(model, cache, prompt=PROMPT, decoded=1, rows=1):
+    """What is read of each layer, on average, when tokens have been decoded behind a prompt."""
+    ids = torch.randint(2, 97, (rows, prompt + decoded), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model(ids[:, :prompt], past_key_values=cache)
+        assert cache.statistics["read_bytes"] == [None] * len(cache.layers)
+        for token in ids[:, prompt:].split(1, dim=1):
+            model(token, past_key_values=cache)
+    return cache.statistics["read_bytes"]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("kv_type", "token"), [("FP32", TOKEN), ("FP16", TOKEN // 2)])
+def test_where_everything_is_attended_to_all_keys_and_values_are_read(llama, rows, kv_type, token):
+    cache = retrieving(llama, second_block_count="all", kv_type=kv_type)
+    assert after(llama, cache, decoded=3, rows=rows) == [token * (PROMPT + 2)] * 3
+
+
+CHOSEN = AROUND * TOKEN + 3 * 4 * TOKEN + CONTEXT * REPRESENTATIVES
+
+
+@pytest.mark.parametrize(
+    ("settings", "read"),
+    [
+        (QUEST, CHOSEN),
+        ({**QUEST, "group_reduce": "softmax"}, CHOSEN),
+        (MEANSTD, CHOSEN),
+        ({**MEANSTD, "head_select_mode": "SEPARATE", "rest": "estimate"}, CHOSEN + 9 * VECTOR),
+        # Six candidates' keys, which are scored as they are stored: four bits want groups of 32.
+        ({**MEANSTD, "rest": "estimate", "rerank": 2}, CHOSEN + 9 * VECTOR + 6 * 4 * VECTOR),
+        # Means of half precision, of 4 blocks around, 3 that are chosen, and 6 candidates.
+        ({**MEANSTD, "rerank": 2, "key_offset": "block_mean"}, CHOSEN + 6 * 4 * VECTOR + 13 * VECTOR // 2),
+        # All blocks of the Context are attended to, and no representatives are read.
+        ({**MEANSTD, "second_block_count": 12}, (PROMPT + 1) * TOKEN),
+    ],
+)
+def test_of_what_is_chosen_the_bytes_are_counted(llama, settings, read):
+    assert after(llama, retrieving(llama, **settings)) == [read] * 3
+
+
+def test_steps_that_reuse_a_choice_read_no_representatives(llama):
+    read = after(llama, retrieving(llama, layer_step=3, **QUEST))
+    assert read == [CHOSEN, *[CHOSEN - CONTEXT * REPRESENTATIVES] * 2]
+
+
+def test_under_a_target_what_is_read_follows_the_blocks_that_were_taken(llama):
+    cache = retrieving(
+        llama, **MEANSTD, target_mass=0.8, second_block_count="all", least_block_count=0, head_select_mode="SEPARATE"
+    )
+    read, blocks = after(llama, cache), cache.statistics["attended_blocks"]
+    assert 0 < min(blocks) < max(blocks) < CONTEXT
+    expected = AROUND * TOKEN + np.array(blocks) * 4 * TOKEN + CONTEXT * REPRESENTATIVES
+    assert read == pytest.approx(expected.tolist())
+
+
+def test_a_window_on_the_compute_device_is_read_there(llama, monkeypatch):
+    monkeypatch.setattr(retrieval_layer, "_needs_window", lambda device: True)
+    # Of the model's float32 there, of half precision in the blocks.
+    expected = AROUND * TOKEN + (CHOSEN - AROUND * TOKEN) // 2
+    assert after(llama, retrieving(llama, kv_type="FP16", **QUEST)) == [expected] * 3
+
+
+def test_the_model_s_own_windows_and_bounded_entries_are_read_whole(llama):
+    mistral = tiny_model("mistral", sliding_window=8)
+    assert after(mistral, retrieving(mistral)) == [8 * TOKEN] * len(mistral.model.layers)
+    assert after(llama, bounded(llama, policy="streaming_llm", budget=20), decoded=3) == [21 * TOKEN] * 3
+
+
+def test_shadowkv_reads_landmarks_and_what_its_slots_lack(llama):
+    cache = shadowkv(llama, sparse_budget=12, outlier_chunks=1, rank=8)
+    # 13 chunks of 4 and 9 recent tokens; an outlier and three chunks in slots.
+    attended, landmarks = (9 + 4 + 12) * TOKEN, 13 * VECTOR
+    missing = 2 * 3 * 4 * (8 + 16) * 4 + 2 * 8 * 16 * 4
+    assert after(llama, cache) == [attended + landmarks + missing] * 3
+
+
+def test_a_forward_that_fails_and_a_reset_count_nothing(llama):
+    cache = retrieving(llama, **QUEST)
+    before = after(llama, cache)
+    handle = llama.lm_head.register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyError("behind the layers")))
+    with pytest.raises(KeyError), torch.no_grad():
+        llama(torch.tensor([[5]]), past_key_values=cache)
+    handle.remove()
+    assert cache.statistics["read_bytes"] == before
+    cache.reset()
+    assert after(llama, cache) == before
