@@ -52,8 +52,8 @@ def cells(length: int, fractions: tuple[int, ...] = FRACTIONS, shipped: tuple[st
 def at_budget(recipe: str, budget: int, length: int) -> str:
     """A recipe with settings by which it attends to `budget` tokens of `length` in every layer, on average.
 
-    The sink, Local and blocks share the budget as `settings_for_budget` says. ShadowKV's local chunks are the recipe's; a
-    quarter goes to outliers. `adaptive` has no target: every list of blocks gets the same number.
+    The sink, Local and blocks share the budget as `settings_for_budget` says. ShadowKV's local chunks are the recipe's;
+    a quarter goes to outliers. `adaptive` has no target: every list of blocks gets the same number.
     """
     if recipe == "shadowkv":
         outliers = budget // 4 // _CHUNK

@@ -15,14 +15,14 @@ import inspect
 import json
 import random
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from hetero_kv.evals.haystack import Haystack
 from hetero_kv.evals.tasks.fitting import fit
-from hetero_kv.models import DEFAULT_MODEL, load_model
+from hetero_kv.models import DEFAULT_MODEL, open_model
 
 _MODULES = (
     "argparse", "bisect", "calendar", "collections", "configparser", "copy", "csv", "datetime", "decimal", "difflib",
@@ -120,8 +120,27 @@ def _documented() -> Iterator[tuple[str, str]]:
 KINDS = {"essays": essays, "code": code, "licences": licences, "json": objects, "dialogue": dialogue}
 
 
+def write_texts(
+    out: Path,
+    essays_file: Path,
+    tokenizer: Any,
+    length: int,
+    samples: int,
+    kinds: Sequence[str] = tuple(KINDS),
+    seed: int = 0,
+) -> None:
+    """Write the files `KIND-NN.txt` into the folder `out`, each of about `length` tokens."""
+    haystack = Haystack.from_file(essays_file)
+    out.mkdir(parents=True, exist_ok=True)
+    for kind in kinds:
+        for number in range(samples):
+            build = KINDS[kind](random.Random(f"{kind}/{number}/{seed}"), haystack)
+            found = fit(build, lambda text: len(tokenizer(text)["input_ids"]), length, kind)
+            (out / f"{kind}-{number:02}.txt").write_text(found.text)
+
+
 def main() -> None:
-    """Write the files `KIND-NN.txt`."""
+    """Write the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--haystack", type=Path, required=True, help="essays: text, or JSON with a 'text' field")
     parser.add_argument("--out", type=Path, required=True)
@@ -131,14 +150,8 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    tokenizer = load_model(given.model).tokenizer
-    haystack = Haystack.from_file(given.haystack)
-    given.out.mkdir(parents=True, exist_ok=True)
-    for kind in given.kinds.split(","):
-        for number in range(given.samples):
-            build = KINDS[kind](random.Random(f"{kind}/{number}/{given.seed}"), haystack)
-            found = fit(build, lambda text: len(tokenizer(text)["input_ids"]), given.length, kind)
-            (given.out / f"{kind}-{number:02}.txt").write_text(found.text)
+    kinds, tokenizer = given.kinds.split(","), open_model(given.model).tokenizer
+    write_texts(given.out, given.haystack, tokenizer, given.length, given.samples, kinds, given.seed)
 
 
 if __name__ == "__main__":

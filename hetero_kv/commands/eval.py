@@ -8,6 +8,7 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich import box
@@ -19,9 +20,10 @@ from hetero_kv.evals import Comparison, ConfiguredModel, Run, RunOptions, compar
 from hetero_kv.evals import run as run_evaluation
 from hetero_kv.evals.config_spec import config_words, require_effect_somewhere
 from hetero_kv.evals.options import DEFAULT_DEPTHS, DEFAULT_LENGTHS, parse_depth, parse_length, parse_list
+from hetero_kv.evals.packed_model import load_packed
 from hetero_kv.evals.runner import wanted_tasks
 from hetero_kv.evals.tasks import registry
-from hetero_kv.models import DEFAULT_MODEL, load_model
+from hetero_kv.models import DEFAULT_MODEL, load_model, open_model
 from hetero_kv.printing import console, json_text
 from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, in_force
 from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
@@ -58,6 +60,11 @@ def add_flags(parser: FlagParser) -> None:
         "--share_baseline",
         action="store_true",
         help="let `full` start from the recorded prefill too, instead of prefilling with transformers alone",
+    )
+    what.add_argument(
+        "--unpacked",
+        action="store_true",
+        help="unpack a GGUF file's weights for all methods, as transformers does (default: they stay as stored)",
     )
     what.add_argument("--out", type=Path, metavar="DIR", help="folder for results, report and plots")
     what.add_argument(
@@ -154,13 +161,14 @@ def run(flags: argparse.Namespace) -> int:
     given = [Given(COMMAND_LINE, settings), Given(SETTINGS_FILE, settings_file)]
     # Operators read this number; torch's own matrix products take it from here.
     torch.set_num_threads(in_force(EngineSettings, given, where="settings").settings.resolved_threads())
-    loaded = load_model(
-        flags.model or flags.gguf_path or DEFAULT_MODEL,
-        gguf_path=flags.gguf_path if flags.model else None,
-        dtype=flags.dtype,
-        device=flags.device,
-        trust_remote_code=flags.trust_remote_code,
-    )
+    asked: dict[str, Any] = {
+        "name_or_path": flags.model or flags.gguf_path or DEFAULT_MODEL,
+        "gguf_path": flags.gguf_path if flags.model else None,
+        "dtype": flags.dtype,
+        "device": flags.device,
+        "trust_remote_code": flags.trust_remote_code,
+    }
+    loaded = load_model(**asked) if flags.unpacked else load_packed(open_model(**asked))
     model = ConfiguredModel(
         loaded,
         configs,

@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import ConfigError
@@ -131,6 +132,7 @@ class ConfiguredModel:
             "model": self.loaded.name,
             "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
             "device": self.loaded.model.device.type,
+            "weights": LoadedWeights.of(self.loaded.model).in_short,
         }
         baseline = {**model, "prefill": "shared" if self.share_baseline else "own"}
         found = {BASELINE: baseline} if self._has_baseline else {}

@@ -18,6 +18,7 @@ from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.guard import guarded
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError, shown
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
 from hetero_kv.planning.ran_out import ran_out_of_memory
@@ -145,16 +146,21 @@ def inject(
     given = {"command_line": command_line, "settings_file": settings_file}
     engine = rule_set.engine_in_force(**given)
     plan = _plan(model, rule_set)
-    matched = ((rule, cls, path, model.get_submodule(path)) for path, (rule, cls) in plan.items())
+    modules = _modules(model)
+    matched = ((rule, cls, path, modules[path]) for path, (rule, cls) in plan.items())
     settings = rule_set.modules_in_force(matched, **given)
     rule_set.require_effect(
         command_line or {}, ((rule, cls, settings[path].settings) for path, (rule, cls) in plan.items())
     )
     plan = {
-        path: (rule, cls)
-        for path, (rule, cls) in plan.items()
-        if cls.is_wanted(model.get_submodule(path), settings[path].settings)
+        path: (rule, cls) for path, (rule, cls) in plan.items() if cls.is_wanted(modules[path], settings[path].settings)
     }
+    for path, (rule, _) in plan.items():
+        if isinstance(model.get_submodule(path), QuantizedModule):
+            raise InjectionError(
+                f"{rule.title}: the weights of {path} stay packed beneath all rules; leave weights auto, or have the "
+                "model unpacked (hetero-kv eval --unpacked)"
+            )
     injection = Injection(model, engine.settings)
     injection.sources = {"": engine.sources, **{path: settings[path].sources for path in plan}}
     try:
@@ -188,6 +194,20 @@ def eject(model: PreTrainedModel) -> None:
         raise InjectionError(f"{type(model).__name__} has no rules injected, there is nothing to eject")
     _take_out(model, injection)
     del model.hetero_kv_injection
+
+
+def eject_around_packed_weights(model: PreTrainedModel) -> None:
+    """As `eject`, but operators that keep weights packed stay in the model, beneath whatever rules are put in later.
+
+    To rules they are then the modules that they stand for, and nothing takes them out again.
+
+    Raises InjectionError when the model has no rules injected.
+    """
+    injection: Injection | None = getattr(model, "hetero_kv_injection", None)
+    if injection is not None:
+        operators = injection.operators.items()
+        injection.operators = {path: each for path, each in operators if not isinstance(each, QuantizedModule)}
+    eject(model)
 
 
 @contextmanager
@@ -237,9 +257,22 @@ def _take_out(model: nn.Module, injection: Injection) -> None:
     injection.model.__dict__.pop("forward", None)
 
 
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Path -> module, as rules see it: of packed weights that stay in the model, the module that they stand for."""
+    found: dict[str, nn.Module] = {}
+    packed: list[str] = []
+    for path, module in model.named_modules():
+        if path and not path.startswith(tuple(packed)):
+            found[path] = module
+            if isinstance(module, QuantizedModule):
+                found[path] = module.wrapped
+                packed.append(f"{path}.")
+    return found
+
+
 def _plan(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, type[Operator]]]:
     """Which rule and operator class each replaced module gets. Raises before anything is changed."""
-    modules = {path: module for path, module in model.named_modules() if path}
+    modules = _modules(model)
     unused = [rule for rule in rule_set.rules if not rule.optional]
     plan: dict[str, tuple[Rule, type[Operator]]] = {}
     closed: list[str] = []
