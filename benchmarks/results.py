@@ -3,9 +3,10 @@
     python -m benchmarks.results PART --haystack essays.json --out DIRECTORY [--length 4096] [--samples 20]
                                  [--recipes adaptive,quest,...] [--fractions 32,16,8] [--shipped adaptive] [--threads N]
 
-A part is `fidelity` (texts of five kinds, `--samples` of each), `ruler` (its eleven tasks that need no download), `needle`,
-`pairs`, `turns` or `perplexity`. Every part, length and choice of recipes is a run of `hetero-kv eval` in a folder of its own
-below `--out`; one that was stopped goes on when the same command is given again. `benchmarks.results_page` reads all of them.
+A part is `fidelity` (texts of five kinds, `--samples` of each), `ruler` (its eleven tasks that need no download),
+`needle`, `pairs`, `turns` or `perplexity`. Every part, length and choice of recipes is a run of evaluations in a folder
+of its own below `--out`; one that was stopped goes on when the same command is given again.
+`benchmarks.results_page` reads all of them.
 """
 
 from __future__ import annotations

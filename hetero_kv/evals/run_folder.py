@@ -138,6 +138,9 @@ def _require_run(content: Any) -> None:
         if not isinstance(part, dict):
             raise ValueError(f"it has no {where or SETTINGS}")
         for name, kinds in fields.items():
+            # Folders from before there were checksums do not speak of them; everything else is always written.
+            if where and name not in part:
+                raise ValueError(f"{where}.{name} is missing")
             if not isinstance(part.get(name), kinds):
                 raise ValueError(f"{where}.{name} is {shown(part.get(name), 100)}".lstrip("."))
     for name, method in content["settings"]["methods"].items():

@@ -74,6 +74,17 @@ def test_a_part_of_the_settings_that_is_of_another_kind_is_named(out, field, val
         assert field.split(".")[-1] in refused(out)
 
 
+@pytest.mark.parametrize(
+    "field", ["settings.baseline", *(f"environment.{name}" for name in ("cpus", "system", "processor"))]
+)
+def test_a_part_of_the_settings_that_is_missing_is_named(out, field):
+    part, name = field.split(".")
+    content = json.loads((out / "run.json").read_text())
+    del content[part][name]
+    (out / "run.json").write_text(json.dumps(content))
+    assert f"{field} is missing; put back the file that the run wrote" in refused(out)
+
+
 @pytest.mark.parametrize("name", ["run.json", "results.jsonl", ".lock", "run.json.partial"])
 def test_a_folder_in_the_place_of_a_file_is_named(out, name):
     (out / name).unlink(missing_ok=True)
