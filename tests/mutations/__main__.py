@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from tests.mutations.seeded import MUTATIONS, Mutation
 PROJECT = Path(__file__).parents[2]
 #: Seconds that the tests of a mutation have.
 LONGEST = 900
+#: Bytes of memory that they may take.
+MOST_MEMORY = 4 << 30
 # Compiled kernels are good for as long as their files are the same.
 _COMPILED = ("*.nbi", "*.nbc")
 
@@ -38,12 +41,25 @@ def copied(target: Path) -> None:
             shutil.copy2(source, target / name)
 
 
+def _limit_memory() -> None:
+    # Not the address space, of which CUDA reserves more than any machine has.
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
+
+
 def first_failure(project: Path, tests: tuple[str, ...]) -> str | None:
     """The test that fails first; None where all pass. Raises RuntimeError where pytest cannot run them."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=LONGEST)
+        done = subprocess.run(
+            command,
+            cwd=project,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST,
+            preexec_fn=_limit_memory,
+        )
     except subprocess.TimeoutExpired:
         return f"none ended within {LONGEST} s"
     if done.returncode < 0:

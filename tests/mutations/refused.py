@@ -1,7 +1,4 @@
-"""Mistakes where files of others come in: rules, settings, configurations, data, runs, archives.
-
-Left out are those with which a test would take all of the machine's memory.
-"""
+"""Mistakes where files of others come in: rules, settings, configurations, data, runs, archives."""
 
 from __future__ import annotations
 
@@ -53,6 +50,13 @@ RULES = (
         (f"{_YAML}a_bomb_is_refused[aliases]",),
     ),
     Mutation(
+        "a mapping that is merged counts once",
+        "hetero_kv/settings/located_yaml.py",
+        "self._count(self._expanded[node], mark)",
+        "self._count(1 if isinstance(node, yaml.MappingNode) else self._expanded[node], mark)",
+        (f"{_YAML}a_bomb_is_refused[merge keys]",),
+    ),
+    Mutation(
         "YAML may be nested as deep as Python bears",
         "hetero_kv/settings/located_yaml.py",
         "if self._depth > MOST_DEPTH:",
@@ -100,6 +104,27 @@ RULES = (
         "if _depth(bare) > MOST_GROUPS_DEEP:",
         "if False:",
         (f"{_YAML}a_pattern_that_could_not_even_be_compiled_is_refused",),
+    ),
+    Mutation(
+        "a pattern repeats as often as it says",
+        "hetero_kv/rules/module_pattern.py",
+        "if _repeats(bare) > MOST_REPEATS:",
+        "if False:",
+        (f"{_YAML}a_pattern_that_could_not_even_be_compiled_is_refused",),
+    ),
+    Mutation(
+        "repeats within repeats count one by one",
+        "hetero_kv/rules/module_pattern.py",
+        "product = min(product * max(1,",
+        "product = min(max(product,",
+        (f"{_YAML}a_pattern_that_could_not_even_be_compiled_is_refused",),
+    ),
+    Mutation(
+        "a file has any number of rules",
+        "hetero_kv/rules/rule_file.py",
+        "if len(listed) > MOST_RULES:",
+        "if False:",
+        (f"{_YAML}more_rules_than_anyone_writes_are_refused",),
     ),
     Mutation(
         "rules extend any number of files",
@@ -206,6 +231,34 @@ RUNS = (
         (f"{_RUNS}settings_of_a_run_that_are_none_are_named",),
     ),
     Mutation(
+        "a device in the place of a run's file is read to its end",
+        "hetero_kv/evals/run_folder.py",
+        "if not stat.S_ISREG(status.st_mode):",
+        "if False:",
+        (f"{_RUNS}a_device_in_the_place_of_a_file_is_not_read_for_ever",),
+    ),
+    Mutation(
+        "a folder in the place of a run's settings is a foreign error",
+        "hetero_kv/evals/run_folder.py",
+        "    except (OSError, ValueError) as error:\n        raise HeteroKVError(\n",
+        "    except ValueError as error:\n        raise HeteroKVError(\n",
+        (f"{_RUNS}a_folder_in_the_place_of_a_file_is_not_compared[run.json]",),
+    ),
+    Mutation(
+        "a folder in the place of a run's lock is a foreign error",
+        "hetero_kv/evals/run_folder.py",
+        "with writing(path):\n            path.mkdir",
+        "if True:\n            path.mkdir",
+        (f"{_RUNS}a_folder_in_the_place_of_a_file_is_named[.lock]",),
+    ),
+    Mutation(
+        "a folder in the place of what a run writes is a foreign error",
+        "hetero_kv/evals/run_folder.py",
+        "with writing(path):\n                _settle(",
+        "if True:\n                _settle(",
+        (f"{_RUNS}a_folder_in_the_place_of_a_file_is_named",),
+    ),
+    Mutation(
         "bytes that are no text in results are a foreign error",
         "hetero_kv/evals/run_folder.py",
         '    except (OSError, ValueError) as error:\n        raise HeteroKVError(f"{str(results)!r} cannot',
@@ -229,7 +282,7 @@ RUNS = (
     Mutation(
         "a full disk is a foreign error",
         "hetero_kv/evals/run_folder.py",
-        'raise HeteroKVError(f"out {str(path)!r} cannot be written: {error.strerror or error}; {remedy}") from error',
+        'raise HeteroKVError(f"out {str(path)!r} cannot be written: {reason}; {remedy}") from error',
         "raise",
         (f"{_RUNS}a_full_disk_is_an_error_that_loses_nothing",),
     ),
