@@ -1,4 +1,4 @@
-"""Make each mistake of `seeded.py` and `refused.py` in a copy of the project, and say whether its tests saw it.
+"""Make each mistake that the files beside this one list, in a copy of the project, and say whether its tests saw it.
 
 Ends with 0 where every mistake was seen, with 1 where one was not, and with 2 where the tests fail without any.
 """
@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from tests.mutations.refused import REFUSED
+from tests.mutations.run_files import RUNS
 from tests.mutations.seeded import MUTATIONS, Mutation
 
 PROJECT = Path(__file__).parents[2]
@@ -87,7 +88,9 @@ def killer(project: Path, mutation: Mutation) -> str | None:
 def chosen(words: list[str]) -> list[Mutation]:
     """The mutations with one of these words, or sequences of them, in what they mean; all where there are none."""
     return [
-        mutation for mutation in (*MUTATIONS, *REFUSED) if not words or any(each in mutation.meaning for each in words)
+        mutation
+        for mutation in (*MUTATIONS, *REFUSED, *RUNS)
+        if not words or any(each in mutation.meaning for each in words)
     ]
 
 
