@@ -7,6 +7,7 @@ from tests.mutations.seeded import Mutation
 _TRUSTED = "tests/test_trusted_rules.py::test_"
 _YAML = "tests/test_yaml_limits.py::test_"
 _CONFIG = "tests/models/test_config_contract.py::test_"
+_FOREIGN = "tests/models/test_foreign_code.py::test_"
 _FETCHING = "tests/models/test_fetching.py::test_"
 
 RULES = (
@@ -187,6 +188,13 @@ MODELS = (
         "if isinstance(value, float) and not math.isfinite(value):",
         "if False:",
         (f"{_CONFIG}a_number_that_no_model_has_is_named",),
+    ),
+    Mutation(
+        "Python files beside a model are run",
+        "hetero_kv/models/loading.py",
+        "config = AutoConfig.from_pretrained(**_origin(location), trust_remote_code=trust_remote_code)",
+        "config = AutoConfig.from_pretrained(**_origin(location), trust_remote_code=True)",
+        (f"{_FOREIGN}python_files_beside_a_model_are_not_run_unless_they_are_trusted",),
     ),
     Mutation(
         "what a model's weights lack is allocated",
