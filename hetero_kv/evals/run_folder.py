@@ -105,7 +105,9 @@ def writing(path: Path) -> Iterator[None]:
         remedy = "give another folder with --out"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = "the results so far are kept: free some space, and the same command goes on"
-        raise HeteroKVError(f"out {str(path)!r} cannot be written: {error.strerror or error}; {remedy}") from error
+        place = f"{error.filename!r}: " if isinstance(error.filename, str) else ""
+        reason = place + (error.strerror or str(error))
+        raise HeteroKVError(f"out {str(path)!r} cannot be written: {reason}; {remedy}") from error
 
 
 def as_utf8(text: str) -> bytes:
@@ -125,8 +127,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise HeteroKVError(f"{str(path)!r} holds no run: there is no {SETTINGS}; give the --out of a run") from None
     except (OSError, ValueError) as error:
         raise HeteroKVError(
-            f"{str(path / SETTINGS)!r} cannot be read: {error}; put back the file that the run wrote, or begin anew in "
-            "another folder"
+            f"{str(path / SETTINGS)!r} cannot be read: {_reason(error)}; put back the file that the run wrote, or "
+            "begin anew in another folder"
         ) from error
     return content
 
@@ -168,7 +170,7 @@ def read_results(path: Path) -> list[Result]:
     try:
         text = _content(results).decode()
     except (OSError, ValueError) as error:
-        raise HeteroKVError(f"{str(results)!r} cannot be read: {error}; give another folder") from error
+        raise HeteroKVError(f"{str(results)!r} cannot be read: {_reason(error)}; give another folder") from error
     found: dict[tuple[str, str | None], tuple[int, Result]] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         if not line:
@@ -185,13 +187,17 @@ def read_results(path: Path) -> list[Result]:
     return [result for _, result in found.values()]
 
 
+def _reason(error: OSError | ValueError) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
 def _content(path: Path) -> bytes:
     """What a file holds. Raises OSError, also for what is no file and for one that is larger than any run's."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is no file")
+        raise OSError(errno.EINVAL, "it is no file", str(path))
     if status.st_size > _MOST_BYTES:
-        raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes, and {_MOST_BYTES:,} are the most")
+        raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes, and {_MOST_BYTES:,} are the most", str(path))
     return path.read_bytes()
 
 

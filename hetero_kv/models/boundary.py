@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,6 +31,12 @@ def refusals(name: str, failed: str) -> Iterator[None]:
         raise ModelError(f"{name} does not fit into the GPU's memory; use device cpu or a smaller model") from error
     except MemoryError as error:
         raise ModelError(f"{name} does not fit into memory; use dtype bfloat16 or a smaller model") from error
+    except pickle.UnpicklingError as error:
+        # torch reads only what holds numbers, and advises to read the rest all the same.
+        raise ModelError(
+            f"{name} {failed}: a file of its weights is damaged, or holds more than numbers, which to read would be to "
+            "run it; give the model's .safetensors files"
+        ) from error
     except BaseException as error:
         # Broad, because what is read is foreign: whatever a library makes of it is about the model. Only what a user or
         # the model's own code asks for (Ctrl-C, exit) goes on its way.

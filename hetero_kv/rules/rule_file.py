@@ -125,7 +125,9 @@ def _rule_set(document: Any, path: Path | None, reading: _Reading) -> RuleSet:
     if not isinstance(listed, list):
         raise ConfigError(f"{located(source, document, 'rules')}: rules is {shown(listed)}; it must be a list of rules")
     if len(listed) > MOST_RULES:
-        raise ConfigError(f"{source}: {len(listed):,} rules; a file may have {MOST_RULES:,}")
+        raise ConfigError(
+            f"{source}: {len(listed):,} rules; a file may have {MOST_RULES:,}: have one match several modules"
+        )
     own = [_rule(each, f"{source}: rule {number}", reading) for number, each in enumerate(listed, start=1)]
     parents = [_load(each, reading.of_parent(each)) for each in _parents(document, source, path)]
     inherited = [rule for parent in parents for rule in parent.rules]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 
+import numba
 import pytest
 import torch
 
+import cpu_ops.threads  # noqa: F401  before Numba starts its own
 from hetero_kv.families.retrieval import short_turn
 
 
@@ -19,9 +21,12 @@ def short_turns_behind_any_past(monkeypatch):
 @pytest.fixture
 def one_thread_and_no_collections():
     """Threads would wait for each other longer than they work; the garbage collector comes at moments of its own."""
-    threads = torch.get_num_threads()
+    # Numba's threads have torch use as many when they start.
+    of_kernels, threads = numba.get_num_threads(), torch.get_num_threads()
+    numba.set_num_threads(1)
     torch.set_num_threads(1)
     gc.disable()
     yield
     gc.enable()
     torch.set_num_threads(threads)
+    numba.set_num_threads(of_kernels)

@@ -112,10 +112,7 @@ OPERATED = 2
 
 
 @pytest.fixture
-def collections_are_cheap():
-    """What a failed call has left in reference cycles goes at once: the rest is not looked at."""
-    gc.collect()
-    gc.freeze()
+def whole_collections_afterwards():
     yield
     gc.unfreeze()
 
@@ -155,6 +152,9 @@ def require_done_or_not_done(family, chosen):
     for part in CONVERSATION:
         answered(model, cache, part, Faults())
     next_answer(model, cache)
+    # What a failed call leaves in reference cycles goes at once: the rest, the model too, is not looked at.
+    gc.collect()
+    gc.freeze()
     for name, operate in OPERATIONS.items():
         twins = cache.fork(), cache.fork()
         before = states(model, *twins)
@@ -180,7 +180,7 @@ def require_done_or_not_done(family, chosen):
     return tries
 
 
-@pytest.mark.usefixtures("collections_are_cheap")
+@pytest.mark.usefixtures("whole_collections_afterwards")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_operation_that_fails_anywhere_is_done_or_not_done(family):
     chance = random.Random(family)
@@ -188,7 +188,7 @@ def test_an_operation_that_fails_anywhere_is_done_or_not_done(family):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("collections_are_cheap")
+@pytest.mark.usefixtures("whole_collections_afterwards")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_operation_that_fails_at_each_of_its_places_is_done_or_not_done(family):
     tries = require_done_or_not_done(family, range)

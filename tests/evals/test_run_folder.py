@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 
 import pytest
@@ -89,8 +90,16 @@ def test_a_part_of_the_settings_that_is_missing_is_named(out, field):
 def test_a_folder_in_the_place_of_a_file_is_named(out, name):
     (out / name).unlink(missing_ok=True)
     (out / name).mkdir()
-    with pytest.raises(HeteroKVError, match=r"out'|run\.json|results\.jsonl"):
+    with pytest.raises(HeteroKVError, match=re.escape(repr(str(out / name)))):
         go(out, Counting())
+
+
+@pytest.mark.parametrize("name", ["run.json", "results.jsonl"])
+def test_a_folder_in_the_place_of_a_file_is_not_compared(out, name):
+    (out / name).unlink()
+    (out / name).mkdir()
+    with pytest.raises(HeteroKVError, match=f"{re.escape(repr(str(out / name)))} cannot be read: it is no file; "):
+        compare(out, out)
 
 
 def test_a_device_in_the_place_of_a_file_is_not_read_for_ever(out):

@@ -1,4 +1,4 @@
-"""Make each mistake of `seeded.py` and `refused.py` in a copy of the project, and say whether its tests saw it.
+"""Make each mistake that the files beside this one list, in a copy of the project, and say whether its tests saw it.
 
 Ends with 0 where every mistake was seen, with 1 where one was not, and with 2 where the tests fail without any.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -16,11 +17,14 @@ import time
 from pathlib import Path
 
 from tests.mutations.refused import REFUSED
+from tests.mutations.run_files import RUNS
 from tests.mutations.seeded import MUTATIONS, Mutation
 
 PROJECT = Path(__file__).parents[2]
 #: Seconds that the tests of a mutation have.
 LONGEST = 900
+#: Bytes of memory that they may take.
+MOST_MEMORY = 4 << 30
 # Compiled kernels are good for as long as their files are the same.
 _COMPILED = ("*.nbi", "*.nbc")
 
@@ -38,12 +42,25 @@ def copied(target: Path) -> None:
             shutil.copy2(source, target / name)
 
 
+def _limit_memory() -> None:
+    # Not the address space, of which CUDA reserves more than any machine has.
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
+
+
 def first_failure(project: Path, tests: tuple[str, ...]) -> str | None:
     """The test that fails first; None where all pass. Raises RuntimeError where pytest cannot run them."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
-        done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=LONGEST)
+        done = subprocess.run(
+            command,
+            cwd=project,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST,
+            preexec_fn=_limit_memory,
+        )
     except subprocess.TimeoutExpired:
         return f"none ended within {LONGEST} s"
     if done.returncode < 0:
@@ -71,7 +88,9 @@ def killer(project: Path, mutation: Mutation) -> str | None:
 def chosen(words: list[str]) -> list[Mutation]:
     """The mutations with one of these words, or sequences of them, in what they mean; all where there are none."""
     return [
-        mutation for mutation in (*MUTATIONS, *REFUSED) if not words or any(each in mutation.meaning for each in words)
+        mutation
+        for mutation in (*MUTATIONS, *REFUSED, *RUNS)
+        if not words or any(each in mutation.meaning for each in words)
     ]
 
 

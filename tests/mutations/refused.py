@@ -1,7 +1,4 @@
-"""Mistakes where files of others come in: rules, settings, configurations, data, runs, archives.
-
-Left out are those with which a test would take all of the machine's memory.
-"""
+"""Mistakes where files of others come in: rules, settings, configurations, archives."""
 
 from __future__ import annotations
 
@@ -10,11 +7,8 @@ from tests.mutations.seeded import Mutation
 _TRUSTED = "tests/test_trusted_rules.py::test_"
 _YAML = "tests/test_yaml_limits.py::test_"
 _CONFIG = "tests/models/test_config_contract.py::test_"
+_FOREIGN = "tests/models/test_foreign_code.py::test_"
 _FETCHING = "tests/models/test_fetching.py::test_"
-_REPORT = "tests/evals/test_report.py::test_"
-_RUNS = "tests/evals/test_run_folder.py::test_"
-_DATA = "tests/evals/test_data_files.py::test_"
-_DURABLE = "tests/test_durable_file.py::test_"
 
 RULES = (
     Mutation(
@@ -51,6 +45,13 @@ RULES = (
         "            self._count(self._expanded[node], mark)\n",
         "",
         (f"{_YAML}a_bomb_is_refused[aliases]",),
+    ),
+    Mutation(
+        "a mapping that is merged counts once",
+        "hetero_kv/settings/located_yaml.py",
+        "self._count(self._expanded[node], mark)",
+        "self._count(1 if isinstance(node, yaml.MappingNode) else self._expanded[node], mark)",
+        (f"{_YAML}a_bomb_is_refused[merge keys]",),
     ),
     Mutation(
         "YAML may be nested as deep as Python bears",
@@ -100,6 +101,27 @@ RULES = (
         "if _depth(bare) > MOST_GROUPS_DEEP:",
         "if False:",
         (f"{_YAML}a_pattern_that_could_not_even_be_compiled_is_refused",),
+    ),
+    Mutation(
+        "a pattern repeats as often as it says",
+        "hetero_kv/rules/module_pattern.py",
+        "if _repeats(bare) > MOST_REPEATS:",
+        "if False:",
+        (f"{_YAML}a_pattern_that_could_not_even_be_compiled_is_refused",),
+    ),
+    Mutation(
+        "repeats within repeats count one by one",
+        "hetero_kv/rules/module_pattern.py",
+        "product = min(product * max(1,",
+        "product = min(max(product,",
+        (f"{_YAML}a_pattern_that_could_not_even_be_compiled_is_refused",),
+    ),
+    Mutation(
+        "a file has any number of rules",
+        "hetero_kv/rules/rule_file.py",
+        "if len(listed) > MOST_RULES:",
+        "if False:",
+        (f"{_YAML}more_rules_than_anyone_writes_are_refused",),
     ),
     Mutation(
         "rules extend any number of files",
@@ -168,6 +190,13 @@ MODELS = (
         (f"{_CONFIG}a_number_that_no_model_has_is_named",),
     ),
     Mutation(
+        "Python files beside a model are run",
+        "hetero_kv/models/loading.py",
+        "config = AutoConfig.from_pretrained(**_origin(location), trust_remote_code=trust_remote_code)",
+        "config = AutoConfig.from_pretrained(**_origin(location), trust_remote_code=True)",
+        (f"{_FOREIGN}python_files_beside_a_model_are_not_run_unless_they_are_trusted",),
+    ),
+    Mutation(
         "what a model's weights lack is allocated",
         "hetero_kv/models/config_contract.py",
         "if stored and parameters > most:",
@@ -190,140 +219,4 @@ MODELS = (
     ),
 )
 
-RUNS = (
-    Mutation(
-        "settings of a run are taken whatever they hold",
-        "hetero_kv/evals/run_folder.py",
-        "        _require_run(content)\n",
-        "",
-        (f"{_RUNS}settings_of_a_run_that_are_none_are_named",),
-    ),
-    Mutation(
-        "deep nesting in a run's files is a foreign error",
-        "hetero_kv/evals/checked_lines.py",
-        "except RecursionError as error:",
-        "except MemoryError as error:",
-        (f"{_RUNS}settings_of_a_run_that_are_none_are_named",),
-    ),
-    Mutation(
-        "bytes that are no text in results are a foreign error",
-        "hetero_kv/evals/run_folder.py",
-        '    except (OSError, ValueError) as error:\n        raise HeteroKVError(f"{str(results)!r} cannot',
-        '    except OSError as error:\n        raise HeteroKVError(f"{str(results)!r} cannot',
-        (f"{_RUNS}a_line_that_is_no_result_is_named",),
-    ),
-    Mutation(
-        "an edited line is taken",
-        "hetero_kv/evals/checked_lines.py",
-        "if _checksum(bare) != found[1]:",
-        "if False:",
-        (f"{_RUNS}an_edited_line_is_noticed",),
-    ),
-    Mutation(
-        "a line counts twice",
-        "hetero_kv/evals/run_folder.py",
-        "if earlier != number:",
-        "if False:",
-        (f"{_RUNS}a_line_that_is_there_twice_is_noticed",),
-    ),
-    Mutation(
-        "a full disk is a foreign error",
-        "hetero_kv/evals/run_folder.py",
-        'raise HeteroKVError(f"out {str(path)!r} cannot be written: {error.strerror or error}; {remedy}") from error',
-        "raise",
-        (f"{_RUNS}a_full_disk_is_an_error_that_loses_nothing",),
-    ),
-    Mutation(
-        "a line that did not fit is half there",
-        "hetero_kv/evals/run_folder.py",
-        "self._file.truncate(before)",
-        "pass",
-        (f"{_RUNS}a_line_that_did_not_fit_is_not_half_there",),
-    ),
-    Mutation(
-        "what a killed run left beside its files stays",
-        "hetero_kv/evals/run_folder.py",
-        "        abandoned.unlink()",
-        "        pass",
-        (f"{_RUNS}what_a_killed_run_left_beside_its_files_is_gone_when_it_goes_on",),
-    ),
-    Mutation(
-        "files have permissions of their own",
-        "hetero_kv/durable_file.py",
-        "        os.fsync(descriptor)\n        os.replace(partial, path)",
-        "        os.fsync(descriptor)\n        os.chmod(partial, 0o644)\n        os.replace(partial, path)",
-        (f"{_RUNS}files_are_the_users_alone_under_a_umask_that_says_so",),
-    ),
-    Mutation(
-        "a file's new name is not written out",
-        "hetero_kv/durable_file.py",
-        "    sync_folder(path.parent)",
-        "    pass",
-        (f"{_DURABLE}content_is_on_the_disk_before_the_name_and_the_name_before_it_returns",),
-    ),
-    Mutation(
-        "a moved file's new name is not written out",
-        "hetero_kv/durable_file.py",
-        "    sync_folder(target.parent)",
-        "    pass",
-        (f"{_DURABLE}content_is_on_the_disk_before_the_name_and_the_name_before_it_returns",),
-    ),
-    Mutation(
-        "a write that fails leaves half of a file beside",
-        "hetero_kv/durable_file.py",
-        "            os.unlink(partial)\n        raise",
-        "            pass\n        raise",
-        (f"{_DURABLE}a_full_disk_leaves_the_old_file_and_nothing_beside_it",),
-    ),
-    Mutation(
-        "a line unpacks to any size",
-        "hetero_kv/evals/text_files.py",
-        "file.readline(LONGEST_LINE + 1)",
-        "file.readline()",
-        (f"{_DATA}a_line_that_unpacks_without_end_is_not_unpacked",),
-    ),
-    Mutation(
-        "lines unpack to any size together",
-        "hetero_kv/evals/text_files.py",
-        "if left < 0:",
-        "if False:",
-        (f"{_DATA}many_lines_that_unpack_without_end_are_not_unpacked",),
-    ),
-    Mutation(
-        "a text that cannot fit is encoded to find out",
-        "hetero_kv/evals/configured_model.py",
-        "if characters > most:",
-        "if False:",
-        ("tests/evals/test_fidelity.py::test_a_file_that_cannot_fit_is_refused_by_name_before_anything_is_done",),
-    ),
-    Mutation(
-        "names of others are Markdown",
-        "hetero_kv/evals/markdown.py",
-        'return _SIGNS.sub(lambda found: f"&#{ord(found[0])};", _one_line(text))',
-        "return _one_line(text)",
-        (f"{_REPORT}names_of_others_command_no_terminal_break_no_table_and_make_no_links",),
-    ),
-    Mutation(
-        "names of others command terminals from reports",
-        "hetero_kv/evals/markdown.py",
-        '" ".join(printable(str(text)).split())',
-        '" ".join(str(text).split())',
-        (f"{_REPORT}names_of_others_command_no_terminal_break_no_table_and_make_no_links",),
-    ),
-    Mutation(
-        "names of others are formulas in plots",
-        "hetero_kv/evals/plots.py",
-        '{"text.parse_math": False}',
-        "{}",
-        (f"{_REPORT}names_of_others_command_no_terminal_break_no_table_and_make_no_links",),
-    ),
-    Mutation(
-        "names of others command terminals from summaries",
-        "hetero_kv/evals/report.py",
-        "text = escaped(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))",
-        "text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)",
-        (f"{_REPORT}names_of_others_command_no_terminal_break_no_table_and_make_no_links",),
-    ),
-)
-
-REFUSED = (*RULES, *MODELS, *RUNS)
+REFUSED = (*RULES, *MODELS)

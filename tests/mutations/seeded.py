@@ -64,8 +64,8 @@ MUTATIONS = (
     Mutation(
         "a turn that is undone leaves its budget, where that is a share",
         "hetero_kv/families/bounded/layer.py",
-        "self.entries, self.length, self.prompt_length, self.budget = snapshot",
-        "self.entries, self.length, self.prompt_length, _ = snapshot",
+        "self.entries, self.length, self.prompt_length, self.budget, self.read = snapshot",
+        "self.entries, self.length, self.prompt_length, _, self.read = snapshot",
         (f"{_BOUNDED}a_budget_that_is_a_share_is_that_of_the_last_prompt_which_was_not_undone",),
     ),
     Mutation(

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.mutations.refused import REFUSED
+from tests.mutations.run_files import RUNS
 from tests.mutations.seeded import MUTATIONS
 
 PROJECT = Path(__file__).parents[2]
 
 
-ALL = (*MUTATIONS, *REFUSED)
+ALL = (*MUTATIONS, *REFUSED, *RUNS)
 
 
 @pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.meaning)

@@ -8,6 +8,7 @@ from tiny_models import tiny_model
 from hetero_kv import eject
 
 _LLAMA = tiny_model("llama")
+_MODELS: dict[str, object] = {}
 
 
 @pytest.fixture
@@ -16,3 +17,18 @@ def llama():
     yield _LLAMA
     if getattr(_LLAMA, "hetero_kv_injection", None) is not None:
         eject(_LLAMA)
+
+
+@pytest.fixture
+def model_of():
+    """The tiny model of an architecture, the same for all tests, without rules before and after each."""
+
+    def made(architecture="llama"):
+        if architecture not in _MODELS:
+            _MODELS[architecture] = tiny_model(architecture, max_position_embeddings=1024)
+        return _MODELS[architecture]
+
+    yield made
+    for model in _MODELS.values():
+        if getattr(model, "hetero_kv_injection", None) is not None:
+            eject(model)

@@ -4,43 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ragged_rows import Batch, alone, assert_same_but_for_rounding, padded, prompt, together
+from ragged_prompts import LENGTHS, PROMPTS, TURNS
+from ragged_rows import Batch, alone, assert_same_but_for_rounding, padded, prompt
 from small_recipes import ENGINE, RECIPES, injected, new_cache, small_recipe, with_settings
-from tiny_models import tiny_model
 
 from hetero_kv import eject
-from hetero_kv.errors import HeteroKVError
 from hetero_kv.rules.rule_file import parse_rules
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LENGTHS = (3, 40, 129, 333, 700)
-PROMPTS = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
 SHORTER = [each[:length] for each, length in zip(PROMPTS, (2, 40, 129, 61, 200), strict=True)]
-TURNS = [prompt(length, 10 + seed) for seed, length in enumerate((21, 1, 9, 33, 4))]
 #: The row that leaves half-way, and what joins in its place.
 LEAVING = 2
 JOINING = prompt(75, 20), prompt(12, 21)
 HALF = 15
-MODELS: dict[str, object] = {}
 
 SMALLER = {"block_size": 4, "initial_len": 4, "local_windows_len": 8, "second_block_count": 3, "observation_len": 12}
 CHUNKED = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
-
-
-@pytest.fixture
-def model_of():
-    """The tiny model of an architecture, the same for all tests, without rules before and after each."""
-
-    def made(architecture="llama"):
-        if architecture not in MODELS:
-            MODELS[architecture] = tiny_model(architecture, max_position_embeddings=1024)
-        return MODELS[architecture]
-
-    yield made
-    for model in MODELS.values():
-        if getattr(model, "hetero_kv_injection", None) is not None:
-            eject(model)
 
 
 def operator_in(pattern, name, **kwargs):
@@ -313,52 +293,3 @@ def test_embeddings_of_a_padded_batch_are_taken(model_of):
         logits = model(inputs_embeds=embeddings, attention_mask=mask, past_key_values=cache).logits
     for row, start in zip(logits, PROMPTS, strict=False):
         assert_same_but_for_rounding(row[-len(start) :], alone(model, new_cache(model), (start,)))
-
-
-# What is asked for, what it is called in the refusal, and the mask [2, 8] of a first turn.
-REFUSED_AT_FIRST = {
-    "padding on the right": (r"(right|left)", [[1, 1, 1, 1, 1, 1, 0, 0], [1] * 8]),
-    "holes": (r"(hole|middle|inside|between|within)", [[1, 1, 0, 1, 1, 1, 1, 1], [1] * 8]),
-    "holes behind padding": (r"(hole|middle|inside|between|within)", [[0, 0, 1, 1, 0, 0, 1, 1], [1] * 8]),
-    "too few columns": (r"(column|long|cover|shape|wide)", [[1] * 7, [1] * 7]),
-    "too many columns": (r"(column|long|cover|shape|wide)", [[1] * 9, [1] * 9]),
-    "another number of rows": (r"(row|sequence|shape)", [[1] * 8] * 3),
-    "four dimensions": (r"(\b4|four|dim|shape)", [[[[True] * 8] * 8]] * 2),
-}
-
-
-@pytest.mark.parametrize("recipe", ["ktransformers", "tova"])
-@pytest.mark.parametrize("case", REFUSED_AT_FIRST)
-def test_masks_that_are_no_padding_on_the_left_are_refused_and_nothing_is_stored(case, recipe, model_of):
-    named, mask = REFUSED_AT_FIRST[case]
-    model = model_of()
-    cache = injected(model, small_recipe(recipe))
-    with pytest.raises(HeteroKVError, match=r"(?is)mask.*" + named), torch.no_grad():
-        model(torch.stack([prompt(8, 1)] * 2), attention_mask=torch.tensor(mask), past_key_values=cache)
-    assert cache.get_seq_length() == 0
-    assert_same_but_for_rounding(together(model, cache, PROMPTS[:2])[1], alone(model, new_cache(model), (PROMPTS[1],)))
-
-
-# What is stored: [[0, 0, 1, 1], [1, 1, 1, 1]]; three columns come.
-REFUSED_LATER = {
-    "the past is another": (r"(stored|past|hold|cache)", [[0, 1, 1, 1, 1, 1, 1], [1] * 7]),
-    "the past is hidden": (r"(stored|past|hold|cache)", [[0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1]]),
-    "the past is left out": (r"(column|long|cover|shape|wide)", [[0, 1, 1], [1, 1, 1]]),
-    "padding on the right": (r"(right|left)", [[0, 0, 1, 1, 1, 1, 0], [1] * 7]),
-    "holes": (r"(hole|middle|inside|between|within)", [[0, 0, 1, 1, 1, 0, 1], [1] * 7]),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED_LATER)
-def test_masks_that_contradict_what_is_stored_are_refused_and_nothing_changes(case, model_of):
-    named, mask = REFUSED_LATER[case]
-    model = model_of()
-    rows, more = [prompt(2, 1), prompt(4, 2)], [prompt(2, 3), prompt(3, 4)]
-    batch = Batch(model, injected(model, small_recipe("ktransformers")), rows)
-    with pytest.raises(HeteroKVError, match=r"(?is)mask.*" + named), torch.no_grad():
-        model(torch.stack([prompt(3, 5)] * 2), attention_mask=torch.tensor(mask), past_key_values=batch.cache)
-    assert batch.cache.lengths == [2, 4]
-    assert batch.cache.attention_mask.tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
-    batch.say(more)
-    for logits, parts in zip(batch.logits, zip(rows, more, strict=True), strict=True):
-        assert_same_but_for_rounding(logits, alone(model, new_cache(model), parts))

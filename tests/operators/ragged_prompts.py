@@ -1,0 +1,9 @@
+"""Prompts of several lengths, and turns behind them."""
+
+from __future__ import annotations
+
+from ragged_rows import prompt
+
+LENGTHS = (3, 40, 129, 333, 700)
+PROMPTS = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+TURNS = [prompt(length, 10 + seed) for seed, length in enumerate((21, 1, 9, 33, 4))]
