@@ -82,7 +82,9 @@ class EstimatingStep:
         coarse, coarse_means = (keys if key_codes is None else key_codes), representatives
         if key_codes is None and key_offsets is not None:
             coarse_means = key_offsets.view(np.float16)[:, :, None]
-        means = np.empty((1, kv_heads, 1, self.v_dim), representatives.dtype) if value_means is None else value_means
+        means = value_means
+        if means is None:
+            means = np.empty((1, kv_heads, 1, -(-self.v_dim // kind.group)), representatives.dtype)
         shapes = representatives.shape, representatives.dtype
         looks = has_mean and choice.rerank > 1
         self._addresses = np.array(
@@ -107,7 +109,7 @@ class EstimatingStep:
                 address_of(list_attention.kernel_for(numbers)),
                 attend,
                 address_of(rest_estimate.kernel_for(kind.kernel_dtype.name)) if has_mean else 0,
-                rest_estimate.region_for(means.shape, q, means.dtype) if has_mean else 0,
+                rest_estimate.region_for(q, self.v_dim, means.dtype) if has_mean else 0,
                 address_of(block_choice.kernel()),
             ],
             np.int64,

@@ -56,10 +56,9 @@ def signature(numbers: str) -> Any:
     return integer(integer, integer, *_given(numbers), integer, _REAL4, _REAL3, _REAL3)
 
 
-def region_for(value_means: tuple[int, ...], q: tuple[int, ...], dtype: np.dtype) -> int:
-    """The address of the region for value_means of this shape, and queries [rows, kv_heads, group, k_dim]."""
-    storage = storage_of(dtype)
-    return address_of(_region(isa(), storage.name, q[2], value_means[3] * storage.group))
+def region_for(q: tuple[int, ...], v_dim: int, dtype: np.dtype) -> int:
+    """The address of the region for value means of this dtype, and queries [rows, kv_heads, group, k_dim]."""
+    return address_of(_region(isa(), storage_of(dtype).name, q[2], v_dim))
 
 
 @cache

@@ -151,16 +151,22 @@ def test_bytes_per_token_are_those_of_the_pool(kv_type, representative_type):
     derived=st.builds(Derived, st.booleans(), st.booleans()),
     value_type=st.sampled_from(storage.names()),
     offset_keys=st.booleans(),
+    representative_storage=st.sampled_from([None, storage.FP32, storage.Q8_0]),
 )
 @settings(deadline=None)
 def test_the_footprints_bytes_per_token_are_those_that_a_pool_allocates(
-    kv_type, shape, block_size, representative_num, accumulates, derived, value_type, offset_keys
-):
+    kv_type, shape, block_size, representative_num, accumulates, derived, value_type, offset_keys,
+    representative_storage,
+):  # fmt: skip
     kind, value_kind = storage.get(kv_type), storage.get(value_type)
     dims = shape.kv_heads, block_size, shape.k_dim, shape.v_dim
     counts = representative_num, accumulates
-    pool = BlockPool(3, *dims, kind, *counts, *derived, value_storage=value_kind, offset_keys=offset_keys)
-    planned = bytes_per_token(shape, kind, block_size, *counts, derived, value_kind, offset_keys)
+    pool = BlockPool(
+        3, *dims, kind, *counts, *derived, value_storage=value_kind, offset_keys=offset_keys,
+        representative_storage=representative_storage,
+    )  # fmt: skip
+    kinds = derived, value_kind, offset_keys, representative_storage
+    planned = bytes_per_token(shape, kind, block_size, *counts, *kinds)
     assert planned.total * block_size == pytest.approx(pool.bytes_per_block, rel=1e-12)
     offsets = pool.key_offsets[0].nbytes if offset_keys else 0
     assert planned.keys * block_size == pytest.approx(pool.keys[0].nbytes + offsets, rel=1e-12)

@@ -61,6 +61,7 @@ class Store:
         *,
         value_storage: StorageType | None = None,
         offset_keys: bool = False,
+        representative_storage: StorageType | None = None,
     ) -> BlockPool:
         """The pool of a layer for blocks of `layout`, made when it is first asked for; see BlockPool for the rest."""
         allocator = self.allocators[layout]
@@ -78,6 +79,7 @@ class Store:
                 key_codes,
                 value_storage=value_storage,
                 offset_keys=offset_keys,
+                representative_storage=representative_storage,
             )
         return allocator.pools[layer_idx]
 

@@ -12,9 +12,6 @@ from hetero_kv.store.storage import FP16, Q4_0, StorageType
 
 #: How `key_codes` are stored.
 CODES = Q4_0
-
-#: How `key_codes` are stored.
-CODES = Q4_0
 # Blocks converted at once: bounds the temporary copy.
 _BLOCKS_AT_ONCE = 64
 
@@ -28,13 +25,14 @@ class BlockPool:
     Args:
         storage: number format of keys, and of values where `value_storage` is None.
         offset_keys: whether keys are stored as they differ from `key_offsets`.
+        representative_storage: of representatives and mean values; None for that which `storage` has for them.
 
     Attributes:
         keys: [num_blocks, kv_heads, block_size, key_storage.elements(k_dim)] in the storage type's dtype, on the CPU.
         values: [num_blocks, kv_heads, block_size, value_storage.elements(v_dim)], likewise.
-        representatives: [num_blocks, kv_heads, representative_num, k_dim] in `key_storage.for_representatives`.
+        representatives: [num_blocks, kv_heads, representative_num, representative_storage.elements(k_dim)].
         key_array, value_array, representative_array: the kernels' views of the same memory.
-        value_means: [num_blocks, kv_heads, 1, v_dim] in `key_storage.for_representatives`; None where nobody asked for
+        value_means: [num_blocks, kv_heads, 1, representative_storage.elements(v_dim)]; None where nobody asked for
             them.
         key_codes: [num_blocks, kv_heads, block_size, CODES.elements(k_dim)], how keys differ from their block's mean;
             None where nobody asked for them.
@@ -62,11 +60,12 @@ class BlockPool:
         *,
         value_storage: StorageType | None = None,
         offset_keys: bool = False,
+        representative_storage: StorageType | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.key_storage, self.value_storage = storage, value_storage or storage
-        kind = storage.for_representatives
+        self.representative_storage = kind = representative_storage or storage.for_representatives
         self.keys, self.key_array = _untouched((num_blocks, kv_heads, block_size), k_dim, storage)
         self.values, self.value_array = _untouched((num_blocks, kv_heads, block_size), v_dim, self.value_storage)
         self.representatives, self.representative_array = _untouched(
@@ -139,16 +138,26 @@ class BlockPool:
         self.key_storage.write(self.keys[block, :, offset:stop], keys)
         self.value_storage.write(self.values[block, :, offset:stop], values)
 
-    def derive(self, ids: torch.Tensor) -> None:
-        """Compute what is kept of the full blocks `ids` [blocks] int64 beside their representatives.
+    def represent(self, ids: torch.Tensor, vectors: torch.Tensor) -> None:
+        """Let `vectors` [blocks, kv_heads, representative_num, k_dim] stand for the full blocks `ids` [blocks] int64.
 
-        Of those the first must be the mean of a block's keys, where there are `key_codes`.
+        And compute what else is kept of them. The first vector must be the mean of a block's keys where there are
+        `key_codes`.
         """
+        self.representatives[ids] = self._represented(vectors)
+        self._derive(ids)
+
+    def _represented(self, vectors: torch.Tensor) -> torch.Tensor:
+        # A number beyond the type's range, of keys in a wider one, is still the largest there is.
+        largest = self.representative_storage.largest
+        return self.representative_storage.encode(vectors if largest is None else vectors.clamp(-largest, largest))
+
+    def _derive(self, ids: torch.Tensor) -> None:
         if self.value_means is not None:
             means = self.value_storage.decode(self.values[ids]).float().mean(dim=2, keepdim=True)
-            self.value_means[ids] = self.key_storage.for_representatives.encode(means)
+            self.value_means[ids] = self._represented(means)
         if self.key_codes is not None:
-            means = self.key_storage.for_representatives.decode(self.representatives[ids][:, :, :1]).float()
+            means = self.representative_storage.decode(self.representatives[ids][:, :, :1]).float()
             self.key_codes[ids] = CODES.encode(self.decoded_keys(ids).float() - means)
 
     def read(self, ids: np.ndarray, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:

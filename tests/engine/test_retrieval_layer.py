@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from caches import append, forward, new_cache
@@ -14,6 +15,8 @@ from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.store import storage
+from hetero_kv.store.pool import BlockPool
 
 
 def cache_of(capacity=200, block_size=4, initial_len=4, local_len=8):
@@ -26,6 +29,15 @@ def cache_of(capacity=200, block_size=4, initial_len=4, local_len=8):
 def tokens(count, seed=0, batch=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, 2, count, 3, generator=generator), torch.randn(batch, 2, count, 5, generator=generator)
+
+
+@pytest.mark.parametrize("kind", [storage.FP16, storage.Q8_0])
+def test_what_stands_for_keys_beyond_its_types_range_is_a_number(kind):
+    pool = BlockPool(2, 1, 4, 32, 32, storage.FP32, 1, value_means=True, representative_storage=kind)
+    pool.write(np.array([1], np.int32), 0, torch.full((1, 4, 32), 1e5), torch.ones(1, 4, 32))
+    pool.represent(torch.tensor([1]), torch.full((1, 1, 1, 32), 1e5))
+    assert kind.decode(pool.representatives[1]).float() == pytest.approx(torch.full((1, 1, 32), 65504.0), rel=1e-3)
+    assert kind.decode(pool.value_means[1]).float() == pytest.approx(torch.ones(1, 1, 32), rel=1e-3)
 
 
 @given(length=st.integers(1, 150), block=st.integers(1, 9), initial=st.integers(0, 20), local=st.integers(1, 30))

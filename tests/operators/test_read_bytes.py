@@ -74,6 +74,13 @@ def test_of_what_is_chosen_the_bytes_are_counted(llama, settings, read):
     assert after(llama, retrieving(llama, **settings)) == [read] * 3
 
 
+def test_representatives_of_eight_bits_are_counted_as_they_are_stored():
+    model = tiny_model("llama", head_dim=32)
+    read = after(model, retrieving(model, representative_storage="Q8_0", rest="estimate", **MEANSTD))
+    # A vector of 2 heads of 32 float32, or of 34 bytes each.
+    assert read == [(AROUND + 3 * 4) * 2 * 256 + CONTEXT * 2 * 68 + 9 * 68] * 3
+
+
 def test_steps_that_reuse_a_choice_read_no_representatives(llama):
     read = after(llama, retrieving(llama, layer_step=3, **QUEST))
     assert read == [CHOSEN, *[CHOSEN - CONTEXT * REPRESENTATIVES] * 2]

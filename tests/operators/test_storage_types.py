@@ -120,6 +120,14 @@ def test_keys_of_one_type_and_values_of_another_are_exact(llama, expected, pair)
     assert error(logits(HeteroCache(llama)), expected[pair]) < MIXED[pair]
 
 
+@pytest.mark.parametrize("representative_type", ["MAX", "MEAN", "MEANSTD", "QUEST"])
+def test_representatives_of_eight_bits_are_exact_too(llama, expected, representative_type):
+    kinds = {"kv_type": "FP32", "representative_storage": "Q8_0", "representative_type": representative_type}
+    counts = {"representative_num": REPRESENTATIVES[representative_type], "preselect_block": True}
+    inject(llama, "ktransformers", command_line={**SMALL, **COVERING, **kinds, **counts})
+    assert error(logits(HeteroCache(llama)), expected["FP32"]) < PRECISION["FP32"]
+
+
 @pytest.mark.parametrize("recipe", ["ktransformers", "quest"])
 def test_keys_that_differ_from_their_blocks_mean_are_exact(llama, expected, recipe):
     types = {"kv_type": "FP32", "key_offset": "block_mean"}

@@ -23,6 +23,7 @@ _ACCUMULATED_BYTES = 4
 def bytes_per_token(
     shape: KVShape, kind: StorageType, block_size: int, representative_num: int, accumulates: bool,
     derived: Derived = NONE_DERIVED, value_kind: StorageType | None = None, offset_keys: bool = False,
+    representative_kind: StorageType | None = None,
 ) -> BytesPerToken:  # fmt: skip
     """What a token takes in DRAM blocks.
 
@@ -33,9 +34,12 @@ def bytes_per_token(
         accumulates: whether blocks hold the attention that each key received.
         derived: what else they hold.
         offset_keys: whether they hold what was taken off their keys.
+        representative_kind: number format of their representatives and mean values; None for that which `kind` has for
+            them.
     """
-    of_block = representative_num * kind.for_representatives.bytes_per_vector(shape.k_dim)
-    of_block += kind.for_representatives.bytes_per_vector(shape.v_dim) if derived.value_means else 0
+    represented = representative_kind or kind.for_representatives
+    of_block = representative_num * represented.bytes_per_vector(shape.k_dim)
+    of_block += represented.bytes_per_vector(shape.v_dim) if derived.value_means else 0
     of_block += block_size * CODES.bytes_per_vector(shape.k_dim) if derived.key_codes else 0
     of_keys = FP16.bytes_per_vector(shape.k_dim) if offset_keys else 0
     received = block_size * _ACCUMULATED_BYTES if accumulates else 0
@@ -63,7 +67,8 @@ class PagedFootprint(LayerFootprint):
     ) -> PagedFootprint:
         """Of a layer under `settings`; `accumulates` and `derived` as for `bytes_per_token`."""
         layout = RetrievalLayout.of_settings(settings)
-        block_size, kinds = settings.block_size, (settings.value_storage, settings.offset_keys)
+        block_size = settings.block_size
+        kinds = settings.value_storage, settings.offset_keys, settings.representative_kind
         counts = block_size, settings.stored_representatives, accumulates, derived
         return cls(
             shape,

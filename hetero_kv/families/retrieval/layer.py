@@ -49,7 +49,7 @@ class RetrievalLayer(BufferedLayer):
         self.storage_settings = settings.storage_settings
         self.layout = layout
         self.representative_num, self.offset_keys = settings.stored_representatives, settings.offset_keys
-        self.derived = derived
+        self.representative_storage, self.derived = settings.representative_kind, derived
         self.state = self._blank_state()
         self.window: DeviceWindow | None = None
         #: Queries that were decoded since the attention that keys receive was last accumulated.
@@ -92,6 +92,7 @@ class RetrievalLayer(BufferedLayer):
         pool = self.pool = self.cohort.store.pool(
             self.layer_idx, layout, *shape, self.key_storage, self.representative_num, layout.closes_alone,
             *self.derived.fitting(k_dim), value_storage=self.value_storage, offset_keys=self.offset_keys,
+            representative_storage=self.representative_storage,
         )  # fmt: skip
         if self.window is None and _needs_window(keys.device):
             sink = self.layout.sink_blocks * self.layout.block_size

@@ -159,8 +159,7 @@ class RetrievalPrefill(AttentionOperator):
                 if self.settings.representative_reduce == "mean":
                     # The mean of q·r_i is q·(the mean of r_i).
                     vectors = vectors.mean(dim=2, keepdim=True)
-                pool.representatives[ids] = vectors.to(pool.representatives.dtype)
-                pool.derive(ids)
+                pool.represent(ids, vectors)
 
     @property
     def observed_queries(self) -> int:

@@ -30,6 +30,12 @@ def _storage_types() -> Iterable[str]:
     return storage.names()
 
 
+def _representative_storages() -> Iterable[str]:
+    from hetero_kv.store import storage
+
+    return [name for name in storage.names() if not storage.get(name).is_coarse]
+
+
 @dataclass(frozen=True)
 class RetrievalSettings(Settings):
     """KTransformers' CPU sparse attention: Initial | Context | Local, of which Context is retrieved by blocks."""
@@ -81,6 +87,12 @@ class RetrievalSettings(Settings):
         "max",
         "a block's score from those of its representatives: the highest, or their mean, by which blocks are ordered as "
         "by InfLLM's sum; their mean is stored then",
+    )
+    representative_storage: Literal["auto"] | str = setting(
+        "auto",
+        "number format of the representatives and of mean values; auto: that of the keys, FP16 where these have fewer "
+        "bits",
+        choices=_representative_storages,
     )
     head_select_mode: Literal["SHARED", "SEPARATE"] = setting(
         "SHARED",
@@ -160,6 +172,14 @@ class RetrievalSettings(Settings):
         from hetero_kv.store import storage
 
         return storage.get(getattr(self, self.storage_settings[1]))
+
+    @property
+    def representative_kind(self) -> StorageType:
+        """How representatives and mean values are stored."""
+        from hetero_kv.store import storage
+
+        name = self.representative_storage
+        return self.key_storage.for_representatives if name == "auto" else storage.get(name)
 
     def observed(self, question: int | None) -> int:
         """Last queries of a prompt that are watched, where its question has that many of its last tokens.

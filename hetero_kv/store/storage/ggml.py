@@ -54,7 +54,8 @@ class QuantisedType(StorageType):
         if dim % GROUP:
             raise HeteroKVError(
                 f"kv_type {self.name} stores numbers in groups of {GROUP}, and this model's heads have dimension "
-                f"{dim}; set kv_type to FP16 or BF16, or key_type or value_type where it is theirs"
+                f"{dim}; set kv_type to FP16 or BF16, or key_type, value_type or representative_storage where it is "
+                "theirs"
             )
         return dim // GROUP * self.group_bytes
 
