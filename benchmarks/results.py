@@ -70,7 +70,7 @@ def main() -> None:
     )
     run(
         tasks,
-        ConfiguredModel(loaded, [spec for _, spec in _named(asked)], share_baseline=True),
+        ConfiguredModel(loaded, [spec for _, spec in _named(asked)], share_baseline=True, measure_recall=False),
         out / "run",
         RunOptions(
             lengths=(given.length,),

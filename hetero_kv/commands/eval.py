@@ -62,6 +62,11 @@ def add_flags(parser: FlagParser) -> None:
         help="let `full` start from the recorded prefill too, instead of prefilling with transformers alone",
     )
     what.add_argument(
+        "--no_recall",
+        action="store_true",
+        help="fidelity: leave the covered attention mass unmeasured, whose measuring takes most of a step's time",
+    )
+    what.add_argument(
         "--unpacked",
         action="store_true",
         help="unpack a GGUF file's weights for all methods, as transformers does (default: they stay as stored)",
@@ -174,6 +179,7 @@ def run(flags: argparse.Namespace) -> int:
         configs,
         baseline=not flags.no_baseline,
         share_baseline=flags.share_baseline,
+        measure_recall=not flags.no_recall,
         settings=settings,
         settings_file=settings_file,
     )

@@ -85,6 +85,7 @@ class ConfiguredModel:
             transformers alone.
         share_baseline: let the untouched model start from the recorded prefill too, which saves a prefill per sample;
             its attention is the same up to rounding.
+        measure_recall: let tasks that can measure the attention mass which a method covers; its steps take longer then.
         settings: win over every rules file's whose operators take them, but not over what a config was given for
             itself.
         settings_file: every config wins over these.
@@ -100,6 +101,7 @@ class ConfiguredModel:
         *,
         baseline: bool = True,
         share_baseline: bool = False,
+        measure_recall: bool = True,
         settings: Mapping[str, Any] | None = None,
         settings_file: Mapping[str, Any] | None = None,
     ) -> None:
@@ -109,6 +111,7 @@ class ConfiguredModel:
         self.turns = TurnTokens(loaded.tokenizer)
         self.ends = end_tokens(loaded.model)
         self.share_baseline = share_baseline
+        self.measure_recall = measure_recall
         self._has_baseline = baseline
         self._overrides = dict(settings or {})
         self._settings_file = dict(settings_file or {})
@@ -133,6 +136,7 @@ class ConfiguredModel:
             "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
             "device": self.loaded.model.device.type,
             "weights": LoadedWeights.of(self.loaded.model).in_short,
+            **({} if self.measure_recall else {"measure_recall": False}),
         }
         baseline = {**model, "prefill": "shared" if self.share_baseline else "own"}
         found = {BASELINE: baseline} if self._has_baseline else {}

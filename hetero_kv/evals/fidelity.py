@@ -68,18 +68,19 @@ class Fidelity(LogitsTask):
             if method == BASELINE:
                 yield Outcome(BASELINE, (text,), cost, Score(1.0, {"top_1_agreement": 1.0, "kl_divergence": 0.0}))
                 continue
-            with model.prefilled(method, prompt, measure_recall=True) as ready:
+            with model.prefilled(method, prompt, measure_recall=model.measure_recall) as ready:
                 start = time.perf_counter()
                 found = force(ready.model, ready.cache, continuation)
                 seconds = time.perf_counter() - start
                 steps = len(found.agrees)
-                # Measuring the recall takes a full attention at every step: no speed can be told from these.
+                # Measuring the recall takes a full attention at every step: no speed can be told from that.
+                tokens_per_s = None if model.measure_recall else steps / seconds
                 cost = Cost(
                     len(prompt.tokens),
                     steps,
                     ready.seconds,
                     seconds,
-                    None,
+                    tokens_per_s,
                     cache_bytes(ready.cache),
                     ready.shared,
                     counted(ready.cache),

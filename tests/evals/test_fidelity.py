@@ -121,3 +121,15 @@ def test_the_baseline_is_what_methods_are_held_against_even_when_it_is_left_out(
     model = ConfiguredModel(loaded, config_specs(["streaming"]), settings=SPARSE, baseline=False)
     alone = run(["fidelity"], model, tmp_path, RunOptions(prompt_files=files, max_new_tokens=12))
     assert [result.parts for result in alone.results] == [result.parts for result in of_method(done, "streaming")]
+
+
+def test_without_recall_the_scores_are_the_same_and_speeds_can_be_read(loaded, files, done, tmp_path):
+    options = RunOptions(prompt_files=files, max_new_tokens=12)
+    model = ConfiguredModel(loaded, config_specs(["quest"]), settings=SPARSE, measure_recall=False)
+    found = run(["fidelity"], model, tmp_path / "out", options)
+    for with_it, without in zip(of_method(done, "quest"), of_method(found, "quest"), strict=True):
+        assert without.score == with_it.score
+        assert without.parts == {name: with_it.parts[name] for name in ("top_1_agreement", "kl_divergence")}
+        assert "block_recall" not in without.details
+        assert with_it.cost.tokens_per_s is None
+        assert without.cost.tokens_per_s == pytest.approx(11 / without.cost.decode_s)
