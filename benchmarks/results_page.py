@@ -1,0 +1,177 @@
+"""Tables and plots of what `benchmarks.results` has measured: recipes at equal tokens, and at equal bytes.
+
+    python -m benchmarks.results_page --out DIRECTORY [--plots docs]
+
+Prints a table in Markdown for each part and length: the mean and the interval that 95 % of bootstrap resamples of the
+samples fall into. A plot of fidelity shows divergence against bytes read, one of scored tasks their score against the
+budget. Bytes are those that a decoded token's attention reads over all layers, representatives included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.budgeted_recipes import SHIPPED
+from benchmarks.results import CELLS
+from hetero_kv.evals.bootstrap import mean_interval
+from hetero_kv.evals.config_spec import BASELINE
+from hetero_kv.evals.outcome import Result
+from hetero_kv.evals.run_folder import read_results
+
+_FULL = "full attention"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One recipe at one budget, on the samples that all rows of its table have.
+
+    Attributes:
+        fraction: the prompt's tokens to an attended one; `SHIPPED`; None for full attention.
+        results: a result per sample, in one order for all rows.
+    """
+
+    recipe: str
+    fraction: int | str | None
+    results: tuple[Result, ...]
+
+    @property
+    def budget(self) -> str:
+        """The budget in a word."""
+        return {None: "all", SHIPPED: SHIPPED}.get(self.fraction, f"1/{self.fraction}")
+
+    def values(self, name: str) -> list[float]:
+        """Of each sample its score, or one of the parts of it."""
+        return [float(result.score or 0) if name == "score" else result.parts[name] for result in self.results]
+
+    def counted(self, name: str) -> float | None:
+        """The mean of what the method's layers counted; None where they did not."""
+        found = [value for result in self.results if (value := result.cost.counted.get(name)) is not None]
+        return fmean(found) if found else None
+
+
+def rows_of(folders: Iterable[Path]) -> list[Row]:
+    """The rows of the runs in `folders`, of which every one has the same samples; those that some lack are left out."""
+    found: dict[tuple[str, int | str | None], dict[str, Result]] = {}
+    for folder in folders:
+        cells = {name: (recipe, fraction) for recipe, fraction, name in json.loads((folder / CELLS).read_text())}
+        cells[BASELINE] = (_FULL, None)
+        for result in read_results(folder / "run"):
+            if result.method is not None:
+                found.setdefault(cells[result.method], {}).setdefault(result.sample, result)
+    common = set.intersection(*(set(results) for results in found.values()))
+    order = sorted(common)
+    return [Row(*key, tuple(results[sample] for sample in order)) for key, results in found.items()]
+
+
+def fidelity_table(rows: Sequence[Row]) -> str:
+    """Agreement, divergence, tokens and bytes of every row."""
+    lines = [
+        "| recipe | tokens | agreement | KL, nats | MB read per token |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        read = row.counted("read_bytes")
+        lines.append(
+            f"| {row.recipe} | {row.budget} | {_interval(row.values('top_1_agreement'))} "
+            f"| {_interval(row.values('kl_divergence'))} | {'' if read is None else f'{read / 1e6:.2f}'} |"
+        )
+    return "\n".join(lines)
+
+
+def scores_table(rows: Sequence[Row]) -> str:
+    """Mean scores of every row over all tasks, and of each task."""
+    tasks = sorted({result.task for result in rows[0].results})
+    names = [task.rpartition("/")[2] for task in tasks]
+    lines = [
+        f"| recipe | tokens | score | {' | '.join(names)} | MB read per token |",
+        f"|---|---:|---:|{'---:|' * len(names)}---:|",
+    ]
+    for row in rows:
+        read = row.counted("read_bytes")
+        of_tasks = (fmean(float(r.score or 0) for r in row.results if r.task == task) for task in tasks)
+        lines.append(
+            f"| {row.recipe} | {row.budget} | {_interval(row.values('score'))} "
+            f"| {' | '.join(f'{value:.2f}' for value in of_tasks)} | {'' if read is None else f'{read / 1e6:.2f}'} |"
+        )
+    return "\n".join(lines)
+
+
+def _interval(values: Sequence[float]) -> str:
+    low, high = mean_interval(values)
+    digits = 3 if fmean(values) < 0.2 else 2
+    return f"{fmean(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def plot(rows: Sequence[Row], path: Path, title: str, *, fidelity: bool) -> None:
+    """Divergence against bytes, both logarithmic, or the score against the budget; a line per recipe."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    axis = figure.subplots()
+    recipes = dict.fromkeys(row.recipe for row in rows if row.fraction is not None)
+    at: Callable[[Row], Any]
+    at = (lambda row: (row.counted("read_bytes") or 0) / 1e6) if fidelity else (lambda row: 1 / row.fraction)  # type: ignore[operator]
+    of = "kl_divergence" if fidelity else "score"
+    for number, recipe in enumerate(recipes):
+        own = [row for row in rows if row.recipe == recipe and isinstance(row.fraction, int)]
+        points = sorted((at(row), fmean(row.values(of))) for row in own)
+        axis.plot(*zip(*points, strict=True), marker="osD^v<>PX*"[number % 10], label=recipe, color=f"C{number}")
+        for row in rows:
+            if fidelity and row.recipe == recipe and row.fraction == SHIPPED:
+                place = at(row), fmean(row.values(of))
+                axis.plot(
+                    *place,
+                    marker="*",
+                    markersize=15,
+                    linestyle="none",
+                    label=f"{recipe}, {SHIPPED}",
+                    color=f"C{number}",
+                )
+    if fidelity:
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xlabel("MB that attention reads per token, all layers")
+        axis.set_ylabel("divergence from full attention, nats")
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else "")
+    else:
+        (full,) = (row for row in rows if row.fraction is None)
+        axis.axhline(fmean(full.values(of)), color="0.4", linestyle="--", label=_FULL)
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda value, _: f"1/{round(1 / value)}")
+        axis.set_xlabel("share of the prompt's tokens that is attended to")
+        axis.set_ylabel("score")
+        axis.set_ylim(0, 1.02)
+    axis.set_title(f"{title}, {len(rows[0].results)} samples", fontsize=10)
+    axis.grid(alpha=0.3, which="both")
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def main() -> None:
+    """Print the tables, and write the plots where asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="as of benchmarks.results")
+    parser.add_argument("--plots", type=Path, help="folder for results-PART-LENGTH.png")
+    given = parser.parse_args()
+    runs: dict[tuple[str, str], list[Path]] = {}
+    for cells in sorted(given.out.glob(f"*/{CELLS}")):
+        part, length, _ = cells.parent.name.split("-", 2)
+        runs.setdefault((part, length), []).append(cells.parent)
+    for (part, length), folders in runs.items():
+        rows = rows_of(folders)
+        title = f"{part}, {int(length):,} tokens"
+        print(f"{title}: {len(rows[0].results)} samples\n")
+        print(fidelity_table(rows) if part == "fidelity" else scores_table(rows), end="\n\n")
+        if given.plots and any(isinstance(row.fraction, int) for row in rows):
+            plot(rows, given.plots / f"results-{part}-{length}.png", title, fidelity=part == "fidelity")
+
+
+if __name__ == "__main__":
+    main()
