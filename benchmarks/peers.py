@@ -32,6 +32,7 @@ from benchmarks.timing import interleaved_medians, seconds
 from hetero_kv import HeteroCache, inject, open_model
 from hetero_kv.models import DEFAULT_MODEL, load_model
 from hetero_kv.models.locating import locate
+from hetero_kv.threads import set_threads
 
 DECODED = 8
 """Tokens that are decoded in one go."""
@@ -257,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", default=None)
     given = parser.parse_args(arguments)
     lengths = [int(length) for length in given.lengths.split(",")]
-    torch.set_num_threads(given.threads)
+    set_threads(given.threads)
     engines: dict[str, Any] = {name: Ours(given.model, name, max(lengths) + 512) for name in _OURS}
     if given.llama_python:
         engines[LLAMA] = LlamaCpp(given.llama_python, given.model, given.threads)

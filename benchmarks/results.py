@@ -24,6 +24,7 @@ from hetero_kv import open_model
 from hetero_kv.evals import ConfiguredModel, RunOptions, config_specs, run
 from hetero_kv.evals.packed_model import load_packed
 from hetero_kv.models import DEFAULT_MODEL
+from hetero_kv.threads import set_threads
 
 CELLS = "cells.json"
 """In a run's folder: which recipe and budget a method is."""
@@ -53,7 +54,7 @@ def main() -> None:
     parser.add_argument("--shipped", default="", help="recipes that also run with their own budgets")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    set_threads(given.threads)
     recipes, shipped = given.recipes.split(","), tuple(filter(None, given.shipped.split(",")))
     asked = cells(given.length, tuple(map(int, given.fractions.split(","))), shipped)
     asked = [cell for cell in asked if cell.recipe in recipes]

@@ -26,6 +26,7 @@ from benchmarks.peers import DECODED, Ours, source_tokens
 from benchmarks.timing import interleaved_medians, seconds
 from hetero_kv.families.retrieval import short_turn
 from hetero_kv.models import DEFAULT_MODEL
+from hetero_kv.threads import set_threads
 from hetero_kv.weights import quantised_weight
 
 GOAL = 4
@@ -100,7 +101,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    set_threads(given.threads)
     ids = source_tokens(given.model, given.length + given.question)
     context, question = ids[: given.length], ids[given.length : given.length + given.question]
     found: dict[str, Any] = {}

@@ -17,14 +17,9 @@ def one_core_for_each_worker():
     if "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
-    import numba
-    import torch
+    from hetero_kv.threads import set_threads
 
-    import cpu_ops.threads  # noqa: F401
-
-    # Starts Numba's threads, which have torch use as many.
-    numba.get_num_threads()
-    torch.set_num_threads(1)
+    set_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(psutil, "cpu_count", lambda logical=True: 1)
         # For the processes that tests start.
@@ -34,13 +29,15 @@ def one_core_for_each_worker():
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """Torch with one thread. In many small steps threads would wait for each other longer than they work."""
+    """Torch and kernels with one thread. In many small steps threads would wait for each other longer than they work."""
     import torch
 
+    from hetero_kv.threads import set_threads
+
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    set_threads(1)
     yield
-    torch.set_num_threads(threads)
+    set_threads(threads)
 
 
 @pytest.fixture(scope="session")

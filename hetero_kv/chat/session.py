@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.chat.conversation import Conversation
 from hetero_kv.chat.options import ChatOptions
@@ -21,6 +19,7 @@ from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, in_fo
 from hetero_kv.rules.recipes import display
 from hetero_kv.rules.settings_file import ensure_settings_file, read_settings_file, settings_path
 from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.threads import set_threads
 
 _logger = logging.getLogger(__name__)
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
@@ -117,8 +116,7 @@ def open_session(options: ChatOptions) -> ChatSession:
         _warn_of_unused(options.flags_given)
         given = [Given(COMMAND_LINE, command_line), Given(SETTINGS_FILE, settings_file)]
         engine = in_force(EngineSettings, given, where="settings").settings
-    # Operators read this number; torch's own matrix products take it from here.
-    torch.set_num_threads(engine.resolved_threads())
+    set_threads(engine.resolved_threads())
     model, gguf_path = options.model or DEFAULT_MODEL, options.gguf_path
     if options.model is None and gguf_path is not None:
         model, gguf_path = gguf_path, None

@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich import box
 from rich.markup import escape
 from rich.table import Table
@@ -31,6 +30,7 @@ from hetero_kv.rules.settings_file import read_settings_file
 from hetero_kv.rules.trust import trusted_modules
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
+from hetero_kv.threads import set_threads
 
 _logger = logging.getLogger(__name__)
 
@@ -164,8 +164,7 @@ def run(flags: argparse.Namespace) -> int:
     require_effect_somewhere(settings, configs)
     settings_file = read_settings_file()
     given = [Given(COMMAND_LINE, settings), Given(SETTINGS_FILE, settings_file)]
-    # Operators read this number; torch's own matrix products take it from here.
-    torch.set_num_threads(in_force(EngineSettings, given, where="settings").settings.resolved_threads())
+    set_threads(in_force(EngineSettings, given, where="settings").settings.resolved_threads())
     asked: dict[str, Any] = {
         "name_or_path": flags.model or flags.gguf_path or DEFAULT_MODEL,
         "gguf_path": flags.gguf_path if flags.model else None,
