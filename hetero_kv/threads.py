@@ -14,5 +14,6 @@ def set_threads(threads: int) -> None:
     A kernel that nobody told runs on as many as Numba is set to; and as the pool is torch's too, that becomes torch's
     number.
     """
-    torch.set_num_threads(threads)
+    # First: it starts Numba's threads, which have torch use as many.
     numba.set_num_threads(at_most(threads))
+    torch.set_num_threads(threads)

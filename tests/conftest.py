@@ -29,7 +29,7 @@ def one_core_for_each_worker():
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """Torch and kernels with one thread. In many small steps threads would wait for each other longer than they work."""
+    """One thread for torch and kernels. In many small steps threads would wait for each other longer than they work."""
     import torch
 
     from hetero_kv.threads import set_threads
