@@ -15,18 +15,21 @@ from cpu_ops.top_k import select
 
 @called_as("choose")
 def signature(_: str) -> Any:
-    """Of the kernel: (scores, masses, beside, allowed, shared, reduce, target, least, most, times, positions) to 0.
+    """Of the kernel, to 0.
+
+    (scores, masses, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions)
 
     scores, allowed, shared, reduce: as `chosen_blocks.best_blocks` takes them; entries of `allowed` below 0 are none.
     target: 0, for `most` blocks, or the share of the attention that as few as possible are to reach, `least` to `most`
-    of them (`estimated_masses.fewest_blocks`), by masses [rows, kv_heads, group, blocks] and beside [rows, kv_heads,
-    group] float32 (`estimated_shares`). times: how many times so many are taken, as far as there are any. positions:
-    [rows, 1 where shared, else kv_heads, n] int32, written: those of the blocks, ascending, and -1 behind them.
+    of them (`estimated_masses.fewest_blocks`), by masses [rows, kv_heads, group, blocks], beside and elsewhere [rows,
+    kv_heads, group] float32 (`estimated_shares`). times: how many times so many are taken, as far as there are any.
+    positions: [rows, 1 where shared, else kv_heads, n] int32, written: those of the blocks, ascending, and -1 behind
+    them.
     """
     real4, real3 = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
     int3, integer = types.Array(types.int32, 3, "C"), types.int64
     flags = types.boolean, integer, types.float64, integer, integer, integer
-    return integer(real4, real4, real3, int3, *flags, int3)
+    return integer(real4, real4, real3, real3, int3, *flags, int3)
 
 
 @cache
@@ -35,7 +38,7 @@ def kernel() -> Any:
     code_version = CODE_VERSION
 
     @njit(signature(""), cache=True, nogil=True, error_model="numpy")
-    def choose(scores, masses, beside, allowed, shared, reduce, target, least, most, times, positions):
+    def choose(scores, masses, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions):
         reduced = reduced_scores(scores, shared, reduce)
         lists, blocks = reduced.shape
         among = blocks
@@ -43,7 +46,7 @@ def kernel() -> Any:
             forbid_others(reduced, allowed)
             among = allowed.shape[2]
         if target > 0:
-            shares, before = estimated_shares(masses, beside, shared)
+            shares, before = estimated_shares(masses, beside, elsewhere, shared)
             counts = fewest_blocks(reduced, shares, before, target, least, most)
         else:
             counts = np.full(lists, most, np.int32)

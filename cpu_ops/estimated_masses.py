@@ -8,11 +8,12 @@ from cpu_ops.top_k import select
 
 
 @njit(cache=True, nogil=True)
-def estimated_shares(log_masses, beside, shared):
+def estimated_shares(log_masses, beside, elsewhere, shared):
     """Shares of the attention mass, the means over the query heads that choose together.
 
     log_masses: [rows, kv_heads, group, blocks] float32, the estimated log-sum-exp of each block's scores. beside:
-    [rows, kv_heads, group] float32, the log-sum-exp of what is attended to in any case; -inf where that is nothing.
+    [rows, kv_heads, group] float32, the log-sum-exp of what is attended to in any case; elsewhere, likewise, of what
+    cannot be chosen. -inf where that is nothing.
     shared: whether all kv heads choose together.
 
     Returns shares [rows * (1 where shared, else kv_heads), blocks] float32, and those of what is beside [rows * ...].
@@ -27,6 +28,7 @@ def estimated_shares(log_masses, beside, shared):
             for query in range(group):
                 masses = log_masses[row, head, query]
                 total = logaddexp(log_sum_exp(masses), beside[row, head, query])
+                total = logaddexp(total, elsewhere[row, head, query])
                 if total == -np.inf:
                     continue
                 before[target] += weight * exp2((beside[row, head, query] - total) * LOG2_E)

@@ -6,15 +6,37 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import from_dtype, njit, types
 
+from cpu_ops.block_groups import (
+    entry_ids,
+    for_every_head,
+    forget_missing,
+    group_ids,
+    groups_of,
+    masses_of,
+    number_of,
+    opened_entries,
+    places_of,
+    positions_at,
+)
 from cpu_ops.chosen_blocks import SOFTMAX
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.estimated_masses import logaddexp, take_out
-from cpu_ops.exponential import LOG2_E, exp2, tanh
+from cpu_ops.estimated_masses import take_out
 from cpu_ops.kernel_address import call_kernel
 from cpu_ops.list_attention import OFFSETS
-from cpu_ops.number_bits import number, rounded
+from cpu_ops.number_bits import rounded
 from cpu_ops.parallel_region import run_region
-from cpu_ops.retrieval_step import BAD_CONTEXT, BAD_LISTS, BAD_PLACE, BAD_SHAPES, CHOSEN, EVERYTHING
+from cpu_ops.retrieval_step import AS_GIVEN, BAD_CONTEXT, BAD_LISTS, BAD_PLACE, BAD_SHAPES, CHOSEN, EVERYTHING
+from cpu_ops.step_parts import (
+    as_lists,
+    attended_lists,
+    by_head,
+    head_row,
+    head_rows,
+    merge_into,
+    numbers_given,
+    scale_and_cap,
+    sums_of_powers,
+)
 from cpu_ops.storage import pool_arrays
 
 
@@ -27,6 +49,8 @@ class Flags(NamedTuple):
     has_mean: int
     estimates: int
     threads: int
+    group_blocks: int
+    group_factor: int
 
 
 @cache
@@ -43,17 +67,18 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
     integers, lse3, real = types.Array(types.int64, 1, "C"), types.Array(types.float32, 3, "C"), types.float64
     signature = real(
         given, given, given, *pool_arrays(numbers), vectors, vectors, *pool_arrays(coarse), OFFSETS, int1,
-        types.int64, int2, types.int64, types.int64, types.int64, int3, int3, types.boolean, integers, real, real, real,
+        vectors, vectors, types.int64, int2, types.int64, types.int64, types.int64, int3, int3, types.boolean, integers,
+        real, real, real,
         integers, integers, lse3, given, lse3, types.Array(types.float32, 4, "C"), integers,
     )  # fmt: skip
 
     @njit(signature, cache=True, nogil=True, error_model="numpy")
     def step(
-        q, k, v, keys, values, representatives, value_means, coarse_keys, coarse_means, key_offsets, lengths, position,
-        table, first, end, which, positions, allowed, shared, flags, target, scale, softcap, addresses, shape, beside,
-        out, lse, masses, taken,
+        q, k, v, keys, values, representatives, value_means, coarse_keys, coarse_means, key_offsets, lengths,
+        group_vectors, group_values, position, table, first, end, which, positions, allowed, shared, flags, target,
+        scale, softcap, addresses, shape, beside, out, lse, masses, taken,
     ):  # fmt: skip
-        reduce, rerank, least, has_mean, estimates, threads = flags
+        reduce, rerank, least, has_mean, estimates, threads, group_blocks, group_factor = flags
         rows, kv_heads = q.shape[0], keys.shape[1]
         group, k_dim, v_dim = shape[0], shape[1], shape[2]
         heads = kv_heads * group
@@ -70,98 +95,169 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             return BAD_SHAPES
         stored = np.float64(0 * code_version)
         if position >= 0:
-            written = _numbers(k), _numbers(v), keys, values, table, position
+            written = numbers_given(k), numbers_given(v), keys, values, table, position
             stored = np.float64(call_kernel("store", numbers, addresses[1], written))
             if stored < 0:
                 return BAD_PLACE
-        queries = _numbers(q).reshape(rows, kv_heads, group, k_dim)
+        taken[:] = 0
+        queries = numbers_given(q).reshape(rows, kv_heads, group, k_dim)
         asked = queries.reshape(rows, 1, kv_heads, group, k_dim)
         attended = np.empty((rows, kv_heads, group, v_dim), np.float32)
         if which == EVERYTHING:
-            ids = table.copy().reshape(rows, 1, table.shape[1])
+            attended_ids = table.copy().reshape(rows, 1, table.shape[1])
             counts = np.full((rows, 1), table.shape[1], np.int32)
         else:
-            context = table[:, first:end].copy()
+            context, blocks, lists = table[:, first:end].copy(), end - first, positions.shape[1]
             for row in range(rows):
-                for entry in range(end - first):
+                for entry in range(blocks):
                     if context[row, entry] < 0 or context[row, entry] >= len(keys):
                         return BAD_CONTEXT
-            likely = np.empty((rows, kv_heads, group, end - first), np.float32)
+            given_positions = positions if which == AS_GIVEN else allowed
+            groups = blocks // group_blocks if group_blocks > 1 else 0
+            most_opened = given_positions.shape[2]
+            if most_opened == 0:
+                most_opened = -(-positions.shape[2] * group_factor // group_blocks)
+            if most_opened >= groups:
+                groups, most_opened = 0, 0
+            opened = np.empty((rows, lists, most_opened), np.int32)
+            of_groups = np.empty((rows, kv_heads, group, groups), np.float32)
+            group_weights, group_masses = np.empty_like(of_groups), np.empty_like(of_groups)
+            grouped = group_ids(context, group_blocks, groups)
+            if groups > 0 and (has_mean or (which == CHOSEN and given_positions.shape[2] == 0)):
+                taken[3] = groups * rows * lists
+                if has_mean:
+                    scored = (
+                        queries, group_vectors, grouped, keys.shape[2] * group_blocks, scale, softcap, of_groups,
+                        group_weights, group_masses,
+                    )  # fmt: skip
+                    run_region("mean scores", kind, addresses[0], addresses[3], threads, scored)
+                else:
+                    in_use = np.full(rows, groups, np.int32)
+                    asking = addresses[0], addresses[3], queries, group_vectors, grouped, in_use, threads, of_groups
+                    call_kernel("score", kind, addresses[2], asking)
+                    scale_and_cap(of_groups, np.float32(scale), np.float32(softcap))
+            if given_positions.shape[2] > 0:
+                groups_of(given_positions, group_blocks, groups, opened)
+            elif groups > 0:
+                by = reduce
+                if reduce >= SOFTMAX:
+                    run_region("softmax", "", addresses[0], addresses[4], threads, (as_lists(of_groups),))
+                    by = reduce - SOFTMAX
+                choosing = (
+                    of_groups, of_groups, beside, beside, allowed, shared, by, 0.0, np.int64(0), most_opened,
+                    np.int64(1), opened,
+                )  # fmt: skip
+                call_kernel("choose", "", addresses[10], choosing)
+            entries = opened_entries(opened, group_blocks, groups, blocks)
+            if which == AS_GIVEN:
+                places = places_of(positions, entries)
+            # From here on each kv head's part of a block is a row of its own, as lists of entries differ from head to
+            # head.
+            count, each_row = entries.shape[2], rows * kv_heads
+            ids = entry_ids(context, entries, kv_heads)
+            likely = np.empty((rows, kv_heads, group, count), np.float32)
             weights, block_masses = likely[:, :, :, :0].copy(), likely[:, :, :, :0].copy()
+            by_row = queries.reshape(each_row, 1, group, k_dim)
+            vectors_by_row = by_head(representatives)
             if has_mean:
                 weights, block_masses = np.empty_like(likely), np.empty_like(likely)
                 scored = (
-                    queries, representatives, context, np.int64(keys.shape[2]), scale, softcap, likely, weights,
-                    block_masses,
+                    by_row, vectors_by_row, ids, np.int64(keys.shape[2]), scale, softcap, head_rows(likely),
+                    head_rows(weights), head_rows(block_masses),
                 )  # fmt: skip
                 run_region("mean scores", kind, addresses[0], addresses[3], threads, scored)
             elif which == CHOSEN:
-                in_use = np.full(rows, end - first, np.int32)
-                asking = addresses[0], addresses[3], queries, representatives, context, in_use, threads, likely
+                in_use = np.full(each_row, count, np.int32)
+                asking = addresses[0], addresses[3], by_row, vectors_by_row, ids, in_use, threads, head_rows(likely)
                 call_kernel("score", kind, addresses[2], asking)
-                _scale(likely, np.float32(scale), np.float32(softcap))
-        taken[:] = 0
+                scale_and_cap(likely, np.float32(scale), np.float32(softcap))
+            if has_mean or which == CHOSEN:
+                taken[2] = number_of(entries)
+                if taken[2] < entries.size:
+                    forget_missing(likely, entries)
+                    forget_missing(weights, entries)
+                    forget_missing(block_masses, entries)
+            if has_mean:
+                take_out(group_weights, opened)
+                take_out(group_masses, opened)
+            elsewhere = masses_of(group_masses) if has_mean else np.full_like(lse, -np.inf)
+            taken[4] = number_of(opened)
         window_first, window_end = first, end
         separate = which == CHOSEN and target > 0
         out_window, lse_window = attended[:0], beside
         if separate:
             # What is attended to in any case counts for the target, so that it comes first.
-            ids, counts = _lists(table, context, positions[:, :1, :0], first, end)
+            attended_ids, counts = attended_lists(table, context, positions[:, :1, :0], first, end)
             out_window, lse_window = np.empty_like(attended), np.empty_like(lse)
             attending = (
-                addresses[0], addresses[7], np.int64(0), asked, keys, values, key_offsets, ids, counts, lengths, scale,
-                softcap, threads, out_window, lse_window,
+                addresses[0], addresses[7], np.int64(0), asked, keys, values, key_offsets, attended_ids, counts,
+                lengths, scale, softcap, threads, out_window, lse_window,
             )  # fmt: skip
             if call_kernel("attend lists", numbers, addresses[6], attending) < 0:
                 return BAD_LISTS
-            beside = _sums(lse_window, beside)
+            beside = sums_of_powers(lse_window, beside)
             window_first, window_end = 0, table.shape[1]
         if which == CHOSEN:
             most, by = positions.shape[2], reduce
             if reduce >= SOFTMAX:
-                run_region("softmax", "", addresses[0], addresses[4], threads, (_lists_of(likely),))
+                run_region("softmax", "", addresses[0], addresses[4], threads, (as_lists(likely),))
                 by = reduce - SOFTMAX
             looks = has_mean and rerank > 1
-            room = allowed.shape[2] if allowed.shape[2] > 0 else end - first
-            proposed = np.empty((rows, positions.shape[1], min(most * rerank, room)), np.int32) if looks else positions
+            among = places_of(allowed, entries) if allowed.shape[2] > 0 else allowed
+            room = allowed.shape[2] if allowed.shape[2] > 0 else count
+            places = np.empty((rows, lists, most), np.int32)
+            proposed = np.empty((rows, lists, min(most * rerank, room)), np.int32) if looks else places
             times = rerank if looks else np.int64(1)
-            choosing = likely, block_masses, beside, allowed, shared, by, target, least, most, times, proposed
+            choosing = (
+                likely, block_masses, beside, elsewhere, among, shared, by, target, least, most, times, proposed
+            )  # fmt: skip
             call_kernel("choose", "", addresses[10], choosing)
             if looks:
                 looked = (
-                    queries, coarse_keys, coarse_means, context, proposed, scale, softcap, weights, block_masses,
+                    by_row, by_head(coarse_keys), by_head(coarse_means), ids, for_every_head(proposed, kv_heads),
+                    scale, softcap, head_rows(weights), head_rows(block_masses),
                 )  # fmt: skip
                 run_region("candidates", coarse, addresses[0], addresses[5], threads, looked)
-                taken[1] = _number(proposed)
+                taken[1] = number_of(proposed)
                 likely[:] = block_masses
                 if reduce >= SOFTMAX:
-                    run_region("softmax", "", addresses[0], addresses[4], threads, (_lists_of(likely),))
+                    run_region("softmax", "", addresses[0], addresses[4], threads, (as_lists(likely),))
                 choosing = (
-                    likely, block_masses, beside, proposed, shared, by, target, least, most, np.int64(1), positions
+                    likely, block_masses, beside, elsewhere, proposed, shared, by, target, least, most, np.int64(1),
+                    places,
                 )  # fmt: skip
                 call_kernel("choose", "", addresses[10], choosing)
+            positions_at(places, entries, positions)
         if which != EVERYTHING:
-            ids, counts = _lists(table, context, positions, window_first, window_end)
-            taken[0] = _number(positions)
+            attended_ids, counts = attended_lists(table, context, positions, window_first, window_end)
+            taken[0] = number_of(positions)
         attending = (
-            addresses[0], addresses[7], np.int64(0), asked, keys, values, key_offsets, ids, counts, lengths, scale,
-            softcap, threads, attended, lse,
+            addresses[0], addresses[7], np.int64(0), asked, keys, values, key_offsets, attended_ids, counts, lengths,
+            scale, softcap, threads, attended, lse,
         )  # fmt: skip
         if call_kernel("attend lists", numbers, addresses[6], attending) < 0:
             return BAD_LISTS
         if separate:
-            _merge(attended, lse, out_window, lse_window)
+            merge_into(attended, lse, out_window, lse_window)
         masses[0], masses[1] = lse, lse
         if which != EVERYTHING:
             masses[1] = np.nan
             if has_mean:
-                take_out(weights, positions)
-                take_out(block_masses, positions)
+                take_out(weights, places)
+                take_out(block_masses, places)
+                total = np.empty(lse.shape, np.float32)
                 rest = (
-                    addresses[0], addresses[9], value_means, context, weights, block_masses, estimates != 0, threads,
-                    attended, lse, masses[1],
+                    addresses[0], addresses[9], by_head(value_means), ids, head_rows(weights), head_rows(block_masses),
+                    estimates != 0, threads, head_rows(attended), head_row(lse), head_row(total),
                 )  # fmt: skip
                 call_kernel("rest", kind, addresses[8], rest)
+                masses[1] = sums_of_powers(total, elsewhere)
+                if groups > 0 and estimates != 0:
+                    rest = (
+                        addresses[0], addresses[9], group_values, grouped, group_weights, group_masses, estimates != 0,
+                        threads, attended, lse, total,
+                    )  # fmt: skip
+                    call_kernel("rest", kind, addresses[8], rest)
         for row in range(rows):
             for head in range(heads):
                 for d in range(v_dim):
@@ -169,87 +265,3 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
         return stored
 
     return step
-
-
-@njit
-def _numbers(given):
-    """A step's [rows, heads, 1, dim] as float32 [rows, heads, dim]."""
-    rows, heads, _, dim = given.shape
-    found = np.empty((rows, heads, dim), np.float32)
-    for row in range(rows):
-        for head in range(heads):
-            for d in range(dim):
-                found[row, head, d] = number(given[row, head, 0, d])
-    return found
-
-
-@njit
-def _number(positions):
-    """How many of positions [rows, lists, n] are any."""
-    found = 0
-    flat = positions.reshape(positions.size)
-    for each in range(flat.size):
-        found += flat[each] >= 0
-    return found
-
-
-@njit
-def _lists_of(scores):
-    """[rows, kv_heads, group, blocks] as [lists, blocks], the same memory."""
-    return scores.reshape(scores.shape[0] * scores.shape[1] * scores.shape[2], scores.shape[3])
-
-
-@njit
-def _scale(scores, scale, softcap):
-    """Scale and cap scores as attention's are."""
-    flat = scores.reshape(scores.size)
-    for each in range(flat.size):
-        score = flat[each] * scale
-        flat[each] = softcap * tanh(score / softcap) if softcap > 0 else score
-
-
-@njit
-def _lists(table, context, positions, first, end):
-    """The blocks of `table` outside of [first, end), then those of `context` at positions, and how many: -1 is none."""
-    rows, lists, wanted = positions.shape
-    around = first + table.shape[1] - end
-    ids, counts = np.empty((rows, lists, around + wanted), np.int32), np.full((rows, lists), around, np.int32)
-    for row in range(rows):
-        for each in range(lists):
-            for block in range(first):
-                ids[row, each, block] = table[row, block]
-            for block in range(end, table.shape[1]):
-                ids[row, each, first + block - end] = table[row, block]
-            for place in range(wanted):
-                if positions[row, each, place] >= 0:
-                    ids[row, each, counts[row, each]] = context[row, positions[row, each, place]]
-                    counts[row, each] += 1
-    return ids, counts
-
-
-@njit
-def _sums(first, second):
-    """log(exp(first) + exp(second)) of two [rows, kv_heads, group]."""
-    found = np.empty_like(first)
-    for row in range(first.shape[0]):
-        for head in range(first.shape[1]):
-            for g in range(first.shape[2]):
-                found[row, head, g] = logaddexp(first[row, head, g], second[row, head, g])
-    return found
-
-
-@njit(error_model="numpy")
-def _merge(out, lse, other, other_lse):
-    """Let `out` [rows, kv_heads, group, v_dim] be attention to what `other` is attention to as well."""
-    rows, kv_heads, group, v_dim = out.shape
-    for row in range(rows):
-        for head in range(kv_heads):
-            for g in range(group):
-                both = logaddexp(lse[row, head, g], other_lse[row, head, g])
-                if both == -np.inf:
-                    continue
-                own = exp2((lse[row, head, g] - both) * LOG2_E)
-                its = exp2((other_lse[row, head, g] - both) * LOG2_E)
-                for d in range(v_dim):
-                    out[row, head, g, d] = own * out[row, head, g, d] + its * other[row, head, g, d]
-                lse[row, head, g] = both

@@ -35,12 +35,17 @@ class Choice(NamedTuple):
             blocks' keys choose among them. 1: the representatives choose.
         target: the share of the attention that as few blocks as possible are to reach; 0: as many as there is room for.
         least: with a target, so many at least.
+        group_blocks: consecutive blocks of a group; 1: none.
+        group_factor: how many times the blocks that are wanted the groups hold that are opened. The blocks of others
+            are not scored, and count together.
     """
 
     reduce: int = SOFTMAX
     rerank: int = 1
     target: float = 0.0
     least: int = 0
+    group_blocks: int = 1
+    group_factor: int = 1
 
 
 class EstimatingStep:
@@ -52,6 +57,8 @@ class EstimatingStep:
         has_mean: whether the first of a block's representatives is the mean of its keys and a second one their
             standard deviation; else nothing is estimated.
         value_means: [num_blocks, kv_heads, 1, v_dim] of the representatives' type; None where the rest is dropped.
+        group_vectors, group_values: as representatives and value_means, of the group of which a block is the last; None
+            without groups.
         key_offsets: as `attention.attend_blocks` takes them.
         key_codes: [num_blocks, kv_heads, block_size, k_dim] of a storage type, how keys differ from their block's mean;
             None where candidates are scored by the keys themselves.
@@ -59,8 +66,9 @@ class EstimatingStep:
     Attributes:
         stores: whether it writes blocks of this storage type; else the token has to be there already.
         group, v_dim: query heads of a kv head, dimension of a value.
-        taken: [2] int64, of the last call that did not take everything: how many of a context's blocks were attended
-            to, and how many were candidates whose keys were looked at, over all rows and lists of positions.
+        taken: [5] int64, of the last call, over all rows and lists of positions: how many of a context's blocks were
+            attended to, how many were candidates whose keys were looked at, how many were scored, how many groups were,
+            and how many of these were opened. All 0 where everything was taken.
 
     Raises ValueError or TypeError for arrays that do not fit together.
     """
@@ -69,6 +77,7 @@ class EstimatingStep:
         self, keys: np.ndarray, values: np.ndarray, representatives: np.ndarray, lengths: np.ndarray, group: int,
         score: str, softcapped: bool, dtype: Any, threads: int, choice: Choice, has_mean: bool,
         value_means: np.ndarray | None, key_codes: np.ndarray | None, key_offsets: np.ndarray | None = None,
+        group_vectors: np.ndarray | None = None, group_values: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         storage, value_storage = storage_of(keys.dtype), storage_of(values.dtype)
         kind, numbers = storage_of(representatives.dtype), numbers_of(storage, value_storage)
@@ -119,10 +128,18 @@ class EstimatingStep:
         arrays = keys, values, representatives, means, coarse, coarse_means
         viewed = tuple(array.view(storage_of(array.dtype).kernel_dtype) for array in arrays)
         self._pool = *viewed, attention.NO_OFFSETS if key_offsets is None else key_offsets
-        flags = Flags(choice.reduce, choice.rerank, choice.least, has_mean, value_means is not None, threads)
+        of_groups = (
+            representatives if group_vectors is None else group_vectors,
+            means if group_values is None else group_values,
+        )
+        self._groups = tuple(array.view(kind.kernel_dtype) for array in of_groups)
+        flags = Flags(
+            choice.reduce, choice.rerank, choice.least, has_mean, value_means is not None, threads,
+            choice.group_blocks if group_vectors is not None else 1, choice.group_factor,
+        )  # fmt: skip
         self._flags, self._target = np.array(flags, np.int64), float(choice.target)
         self._shape = np.array([group, k_dim, self.v_dim], np.int64)
-        self.taken = np.zeros(2, np.int64)
+        self.taken = np.zeros(5, np.int64)
         self._lengths, self.group, self._bound = lengths, group, (dtype, softcapped)
 
     def fits(self, dtype: Any, softcapped: bool) -> bool:
@@ -143,8 +160,8 @@ class EstimatingStep:
         and that with the estimated mass of the rest; NaN where nothing can be estimated.
         """
         status = self._kernel(
-            q, k, v, *self._pool, self._lengths, position, table, first, end, which, positions, allowed, shared,
-            self._flags, self._target, scale, softcap, self._addresses, self._shape, beside, out, lse, masses,
+            q, k, v, *self._pool, self._lengths, *self._groups, position, table, first, end, which, positions, allowed,
+            shared, self._flags, self._target, scale, softcap, self._addresses, self._shape, beside, out, lse, masses,
             self.taken,
         )  # fmt: skip
         if status < 0:

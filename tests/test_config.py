@@ -165,6 +165,11 @@ def test_settings_that_are_no_mapping_are_an_error(mapping: Any) -> None:
         ({"representative_type": "QUEST", "representative_num": 2, "rerank": 2}, "take MEAN or MEANSTD, or rerank 1"),
         ({"target_mass": 0.9}, "target_mass is 0.9; representative_type DYNAMIC holds no mean"),
         ({"target_mass": 1.5}, "target_mass is 1.5; it must be a number from 0 to 1, or none"),
+        (
+            {"representative_type": "FIXED", "group_blocks": 4},
+            "group_blocks is 4; representatives of representative_type FIXED do not tell those of a group of blocks; "
+            "take one of MAX, MEAN, MEANSTD, QUEST, or group_blocks 1",
+        ),
         ({"representative_storage": "Q4_0"}, "it must be auto, or FP16 or FP32 or BF16 or Q8_0"),
         ({"group_reduce": "softmx"}, "did you mean softmax?"),
         ({"representative_num": 129}, "a block of block_size 128 has no more keys than that"),

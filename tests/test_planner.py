@@ -148,7 +148,7 @@ def test_bytes_per_token_are_those_of_the_pool(kv_type, representative_type):
     block_size=st.sampled_from([8, 24, 128]),
     representative_num=st.integers(0, 5),
     accumulates=st.booleans(),
-    derived=st.builds(Derived, st.booleans(), st.booleans()),
+    derived=st.builds(Derived, st.booleans(), st.booleans(), st.booleans()),
     value_type=st.sampled_from(storage.names()),
     offset_keys=st.booleans(),
     representative_storage=st.sampled_from([None, storage.FP32, storage.Q8_0]),

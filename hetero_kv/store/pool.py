@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -36,7 +37,9 @@ class BlockPool:
             them.
         key_codes: [num_blocks, kv_heads, block_size, CODES.elements(k_dim)], how keys differ from their block's mean;
             None where nobody asked for them.
-        value_mean_array, key_code_array: the kernels' views.
+        group_representatives, group_value_means: of groups of consecutive blocks of a sequence, as of blocks, where the
+            last block of each group lies; None where nobody asked for them.
+        value_mean_array, key_code_array, group_array, group_value_array: the kernels' views.
         key_offsets: [num_blocks, kv_heads, 1, k_dim] float16, what was taken off the keys of a block before they were
             stored: the mean of those of a block that is written as a whole, of the block before it where it fills
             token by token; None where keys are stored as they are.
@@ -57,6 +60,7 @@ class BlockPool:
         accumulates: bool = False,
         value_means: bool = False,
         key_codes: bool = False,
+        grouped: bool = False,
         *,
         value_storage: StorageType | None = None,
         offset_keys: bool = False,
@@ -79,6 +83,15 @@ class BlockPool:
             self.value_means, self.value_mean_array = _untouched((num_blocks, kv_heads, 1), v_dim, kind)
         if key_codes:
             self.key_codes, self.key_code_array = _untouched((num_blocks, kv_heads, block_size), k_dim, CODES)
+        self.group_representatives: torch.Tensor | None = None
+        self.group_value_means: torch.Tensor | None = None
+        self.group_array: np.ndarray | None = None
+        self.group_value_array: np.ndarray | None = None
+        if grouped:
+            shape = num_blocks, kv_heads, representative_num
+            self.group_representatives, self.group_array = _untouched(shape, k_dim, kind)
+        if grouped and value_means:
+            self.group_value_means, self.group_value_array = _untouched((num_blocks, kv_heads, 1), v_dim, kind)
         self.key_offsets, self.offset_array = None, None
         if offset_keys:
             self.key_offsets, offsets = _untouched((num_blocks, kv_heads, 1), k_dim, FP16)
@@ -93,7 +106,8 @@ class BlockPool:
     @property
     def _arrays(self) -> list[torch.Tensor]:
         kept = (self.value_means, self.key_codes, self.key_offsets, self.accumulated)
-        arrays = (self.keys, self.values, self.representatives, *kept)
+        of_groups = (self.group_representatives, self.group_value_means)
+        arrays = (self.keys, self.values, self.representatives, *kept, *of_groups)
         return [array for array in arrays if array is not None]
 
     def copy(self, source: int, target: int) -> None:
@@ -146,6 +160,19 @@ class BlockPool:
         """
         self.representatives[ids] = self._represented(vectors)
         self._derive(ids)
+
+    def represent_groups(self, ids: torch.Tensor, combined: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Compute what stands for groups of blocks `ids` [groups, blocks] int64 from what stands for each block.
+
+        combined: [groups, blocks, kv_heads, representative_num, k_dim] to the same without blocks.
+        """
+        assert self.group_representatives is not None
+        last, kind = ids[:, -1], self.representative_storage
+        vectors = combined(kind.decode(self.representatives[ids]).float())
+        self.group_representatives[last] = self._represented(vectors)
+        if self.group_value_means is not None:
+            assert self.value_means is not None
+            self.group_value_means[last] = self._represented(kind.decode(self.value_means[ids]).float().mean(dim=1))
 
     def _represented(self, vectors: torch.Tensor) -> torch.Tensor:
         # A number beyond the type's range, of keys in a wider one, is still the largest there is.

@@ -33,6 +33,8 @@ class Problem:
         vectors = torch.stack([keys.mean(2), keys.std(2, correction=0)][:representative_num], dim=2)
         self.representatives = vectors.contiguous().numpy()
         self.value_means = values.mean(2, keepdim=True).numpy()
+        # Nobody reads what stands for groups that there are none of.
+        self.of_groups = np.full_like(self.representatives, np.nan), np.full_like(self.value_means, np.nan)
         self.lengths = np.full(POOL, BLOCK, np.int32)
         self.table = rng.permutation(POOL)[: ROWS * BLOCKS].reshape(ROWS, BLOCKS).astype(np.int32)
         self.lengths[self.table[:, -1]] = POSITION % BLOCK + 1
@@ -45,10 +47,22 @@ class Problem:
         self.lse = np.empty((ROWS, KV_HEADS, GROUP), np.float32)
         self.masses = np.empty((2, ROWS, KV_HEADS, GROUP), np.float32)
 
+    def grouped(self, row, size):
+        """Keys and values of each whole group of a row's context: [groups, kv_heads, size * block, dim]."""
+        groups = self.table[row, FIRST : FIRST + CONTEXT // size * size].reshape(-1, size)
+        parts = torch.from_numpy(self.keys), torch.from_numpy(self.values)
+        return groups[:, -1], [part[torch.from_numpy(groups)].transpose(1, 2).flatten(2, 3) for part in parts]
+
     def step(self, choice, *, estimates=True, softcap=0.0):
+        vectors, means = self.of_groups
+        for row in range(ROWS if choice.group_blocks > 1 else 0):
+            last, (keys, values) = self.grouped(row, choice.group_blocks)
+            both = torch.stack([keys.mean(2), keys.std(2, correction=0)], dim=2)
+            vectors[last], means[last] = both[:, :, : vectors.shape[2]], values.mean(2, keepdim=True)
         return EstimatingStep(
             self.keys, self.values, self.representatives, self.lengths, GROUP, "deviation", softcap > 0, np.float32, 2,
-            choice, True, self.value_means if estimates else None, None,
+            choice, True, self.value_means if estimates else None, None, None,
+            vectors if choice.group_blocks > 1 else None, means if choice.group_blocks > 1 and estimates else None,
         )  # fmt: skip
 
     def run(
@@ -68,14 +82,45 @@ def scores_of(problem, row, softcap):
     q = torch.from_numpy(problem.q).view(ROWS, KV_HEADS, GROUP, DIM)[row].double()
     parts = problem.keys, problem.representatives
     keys, vectors = (torch.from_numpy(part[problem.table[row]]).double() for part in parts)
-    cap = (lambda x: softcap * torch.tanh(x / softcap)) if softcap else (lambda x: x)
+    cap = capping(softcap)
     exact = cap(torch.einsum("hgd,bhtd->hgbt", q, keys) * SCALE)
     exact[:, :, -1, POSITION % BLOCK + 1 :] = -math.inf
+    return exact, *around_means(q, vectors, cap)
+
+
+def capping(softcap):
+    return (lambda x: softcap * torch.tanh(x / softcap)) if softcap else (lambda x: x)
+
+
+def around_means(q, vectors, cap):
+    """Scores [kv_heads, group, n] of means, and one deviation above, by vectors [n, kv_heads, 1 or 2, dim]."""
     mean = torch.einsum("hgd,bhd->hgb", q, vectors[:, :, 0]) * SCALE
     if vectors.shape[2] == 1:
-        return exact, cap(mean), cap(mean)
+        return cap(mean), cap(mean)
     deviation = torch.einsum("hgd,bhd->hgb", q**2, vectors[:, :, 1] ** 2).sqrt() * SCALE
-    return exact, cap(mean), cap(mean + deviation)
+    return cap(mean), cap(mean + deviation)
+
+
+def grouped(problem, row, choice, most, shared, softcap, allowed):
+    """Of a row: which blocks each list may take, and the weights and masses of groups, -inf of what is opened."""
+    size, lists = choice.group_blocks, 1 if shared else KV_HEADS
+    wanted = -(-most * choice.group_factor // size) if allowed is None else len(allowed)
+    groups, every = CONTEXT // size, list(range(CONTEXT))
+    if size == 1 or wanted >= groups:
+        return [every] * lists, *[torch.empty(KV_HEADS, GROUP, 0).double()] * 2
+    last, _ = problem.grouped(row, size)
+    q = torch.from_numpy(problem.q).view(ROWS, KV_HEADS, GROUP, DIM)[row].double()
+    vectors = torch.from_numpy(problem.of_groups[0][last]).double()
+    mean, likely = around_means(q, vectors, capping(softcap))
+    if allowed is None:
+        opened = [order.argsort(descending=True)[:wanted].tolist() for order in reduced(likely, choice.reduce, shared)]
+    else:
+        opened = [[block // size for block in allowed]] * lists
+    weights, masses = mean + math.log(size * BLOCK), spread(mean, likely, size * BLOCK)
+    for head in range(KV_HEADS):
+        own = [group for group in opened[0 if shared else head] if group < groups]
+        weights[head][:, own] = masses[head][:, own] = -math.inf
+    return [[b for b in every if b >= groups * size or b // size in own] for own in opened], weights, masses
 
 
 def reduced(scores, reduce, shared):
@@ -85,23 +130,24 @@ def reduced(scores, reduce, shared):
     return by_head.sum(0, keepdim=True) if shared else by_head
 
 
-def spread(mean, likely):
-    """The log-sum-exp of a block of scores around a mean, one of which is one deviation above."""
-    deviation, log_n = likely - mean, math.log(BLOCK)
+def spread(mean, likely, count=BLOCK):
+    """The log-sum-exp of `count` scores around a mean, one of which is one deviation above."""
+    deviation, log_n = likely - mean, math.log(count)
     follows = deviation**2 < 2 * log_n
     return mean + torch.where(follows, log_n + deviation**2 / 2, deviation * math.sqrt(2 * log_n))
 
 
-def taken(by, masses, among, times, choice, most, shared, window):
+def taken(by, masses, among, times, choice, most, shared, window, elsewhere):
     """`times` the best of each list's blocks `among`, as many as settings say, or as reach the target."""
     order = reduced(by, choice.reduce, shared).tolist()
-    share = torch.exp(masses - torch.logaddexp(masses.logsumexp(-1), window)[..., None])
+    total = torch.logaddexp(torch.logaddexp(masses.logsumexp(-1), window), elsewhere)
+    share, before = torch.exp(masses - total[..., None]), torch.exp(window - total)
     found = []
     for each, may in enumerate(among):
         heads = slice(None) if shared else slice(each, each + 1)
         ranked, count = sorted(may, key=lambda block, scores=order[each]: -scores[block]), most
         if choice.target:
-            reached, count = float(1 - share[heads].sum(-1).mean()), 0
+            reached, count = float(before[heads].mean()), 0
             while count < min(most, len(ranked)) and (reached < choice.target or count < choice.least):
                 reached += float(share[heads, :, ranked[count]].mean())
                 count += 1
@@ -117,9 +163,14 @@ def reference(problem, choice, most, *, shared=False, softcap=0.0, estimates=Tru
         window = torch.cat([exact[:, :, :FIRST].flatten(2), exact[:, :, END:].flatten(2)], -1).logsumexp(-1)
         window = torch.logaddexp(window, torch.tensor(beside).double())
         weights, masses = mean[:, :, inside] + math.log(BLOCK), spread(mean[:, :, inside], likely[:, :, inside])
-        among = [sorted(range(CONTEXT)) if allowed is None else allowed] * (1 if shared else KV_HEADS)
-        settled = choice, most, shared, window
-        chosen = taken(likely[:, :, inside], masses, among, choice.rerank, *settled)
+        entries, group_weights, group_masses = grouped(problem, row, choice, most, shared, softcap, allowed)
+        likely = likely[:, :, inside].clone()
+        for head in range(KV_HEADS):
+            unseen = [b for b in range(CONTEXT) if b not in entries[0 if shared else head]]
+            likely[head][:, unseen] = weights[head][:, unseen] = masses[head][:, unseen] = -math.inf
+        among = [own if allowed is None else [b for b in allowed if b in own] for own in entries]
+        settled = choice, most, shared, window, group_masses.logsumexp(-1)
+        chosen = taken(likely, masses, among, choice.rerank, *settled)
         if choice.rerank > 1:
             looked = exact[:, :, inside].logsumexp(-1)
             for head in range(KV_HEADS):
@@ -129,16 +180,23 @@ def reference(problem, choice, most, *, shared=False, softcap=0.0, estimates=Tru
         out, lse, attended = [], [], []
         parts = problem.values, problem.value_means
         values, means = (torch.from_numpy(part[problem.table[row]]).double() for part in parts)
+        group_values = torch.from_numpy(problem.of_groups[1][problem.grouped(row, choice.group_blocks)[0]]).double()
+        group_values = group_values[: group_masses.shape[2]]
         around = [b for b in range(BLOCKS) if not FIRST <= b < END]
         for head in range(KV_HEADS):
             blocks = [FIRST + b for b in chosen[0 if shared else head]] + around
             rest = [b for b in range(FIRST, END) if b not in blocks] if estimates else []
             parts = [exact[head][:, blocks].flatten(1), weights[head][:, [b - FIRST for b in rest]]]
-            vectors = torch.cat([values[blocks, head].flatten(0, 1), means[rest, head, 0]])
+            vectors = [values[blocks, head].flatten(0, 1), means[rest, head, 0]]
+            if estimates:
+                parts.append(group_weights[head])
+                vectors.append(group_values[:, head, 0])
+            vectors = torch.cat(vectors)
             out.append(torch.cat(parts, -1).softmax(-1) @ vectors)
             lse.append(torch.cat(parts, -1).logsumexp(-1))
             left = [b for b in range(CONTEXT) if FIRST + b not in blocks]
-            attended.append([parts[0].logsumexp(-1), torch.cat([parts[0], masses[head][:, left]], -1).logsumexp(-1)])
+            all_masses = torch.cat([parts[0], masses[head][:, left], group_masses[head]], -1)
+            attended.append([parts[0].logsumexp(-1), all_masses.logsumexp(-1)])
         yield chosen, torch.stack(out), torch.stack(lse), [torch.stack(each) for each in zip(*attended, strict=True)]
 
 
@@ -157,6 +215,8 @@ choices = st.builds(
     rerank=st.sampled_from([1, 1, 2]),
     target=st.sampled_from([0.0, 0.5, 0.9, 0.99]),
     least=st.integers(0, 3),
+    group_blocks=st.sampled_from([1, 2, 3]),
+    group_factor=st.integers(1, 3),
 )
 
 
@@ -185,6 +245,48 @@ def test_what_is_chosen_attended_to_and_estimated_is_the_references(
     problem.run(step, most=most, shared=shared, softcap=softcap, allowed=allowed, beside=beside)
     kept = {"shared": shared, "softcap": softcap, "estimates": estimates, "beside": beside, "allowed": among}
     assert_same(problem, reference(problem, choice, most, **kept))
+
+
+@settings(max_examples=20, deadline=None)
+@given(choice=choices, most=st.integers(1, CONTEXT), shared=st.booleans(), seed=st.integers(0, 10**6))
+def test_with_all_groups_opened_a_step_is_the_one_without_groups(choice, most, shared, seed):
+    found = []
+    for size in (max(choice.group_blocks, 2), 1):
+        problem = Problem(seed)
+        step = problem.step(choice._replace(group_blocks=size, group_factor=CONTEXT))
+        problem.run(step, most=most, shared=shared)
+        found.append([problem.positions, problem.out, problem.lse, problem.masses, step.taken])
+    for grouped, alone in zip(*found, strict=True):
+        np.testing.assert_array_equal(grouped, alone)
+
+
+def test_given_blocks_have_their_groups_opened():
+    problem = Problem(11)
+    given_positions = np.array([[[1, 4, -1], [0, 8, -1]], [[7, -1, -1], [-1, -1, -1]]], np.int32)
+    step = problem.step(Choice(group_blocks=2))
+    problem.run(step, which=AS_GIVEN, positions=given_positions)
+    # The last block of the nine is in no group, and always scored.
+    opened = [[0, 2], [0], [3], []]
+    assert step.taken.tolist() == [5, 0, 4 + 2 * sum(map(len, opened)), 4 * 4, sum(map(len, opened))]
+    for row in range(ROWS):
+        exact, mean, _ = scores_of(problem, row, 0.0)
+        for head in range(KV_HEADS):
+            own = [p for p in given_positions[row, head] if p >= 0]
+            scored = [b for b in range(CONTEXT) if b == 8 or b // 2 in opened[row * KV_HEADS + head]]
+            rest = [FIRST + b for b in scored if b not in own]
+            _, (keys, values) = problem.grouped(row, 2)
+            left = [group for group in range(4) if group not in opened[row * KV_HEADS + head]]
+            q = torch.from_numpy(problem.q).view(ROWS, KV_HEADS, GROUP, DIM)[row, head]
+            of_groups = q.double() @ keys[left, head].mean(1).double().T * SCALE + math.log(2 * BLOCK)
+            blocks = [0, *(FIRST + p for p in own), 10, 11]
+            parts = exact[head][:, blocks].flatten(1), mean[head][:, rest] + math.log(BLOCK), of_groups
+            all_values, means = (
+                torch.from_numpy(part[problem.table[row]]) for part in (problem.values, problem.value_means)
+            )
+            vectors = all_values[blocks, head].flatten(0, 1), means[rest, head, 0], values[left, head].mean(1)
+            expected = torch.cat(parts, -1).softmax(-1) @ torch.cat(vectors).double()
+            out = problem.out[row].reshape(KV_HEADS, GROUP, DIM)[head]
+            np.testing.assert_allclose(out, expected, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("rest", ["estimated", "dropped"])

@@ -28,6 +28,8 @@ _KEPT = "tests/eviction/test_kept_sets.py::test_the_kept_entries_are_those_of_th
 _RETRIEVAL = "tests/operators/test_retrieval.py::test_"
 _BOUNDED = "tests/operators/test_bounded_cache.py::test_"
 _SHADOWKV = "tests/operators/test_shadowkv_cache.py::test_"
+_GROUPS = "tests/operators/test_block_groups.py::test_"
+_STEP = "tests/cpu_ops/test_estimating_step.py::test_"
 _OPERATIONS = "tests/engine/test_faults.py::test_an_operation_that_fails_anywhere_is_done_or_not_done"
 _FORWARDS = "tests/engine/test_faults.py::test_a_forward_that_fails_anywhere_leaks_nothing_and_changes_no_answer"
 _GGML = "tests/store/test_storage.py::test_the_bytes_are_those_that_ggml_writes"
@@ -102,6 +104,34 @@ MUTATIONS = (
         "state = replace(state, candidates=None, preselected_end=0)",
         "pass",
         (f"{_RETRIEVAL}a_crop_into_what_was_preselected_makes_all_blocks_candidates",),
+    ),
+    Mutation(
+        "a group has the variance within its blocks alone",
+        "hetero_kv/families/retrieval/representatives.py",
+        "deviations.square().mean(dim=1) + means.var(dim=1, correction=0)",
+        "deviations.square().mean(dim=1)",
+        (f"{_GROUPS}a_groups_representatives_are_those_of_all_its_keys[MEANSTD]",),
+    ),
+    Mutation(
+        "a group that closes has what stood for it before",
+        "hetero_kv/families/retrieval/prefill.py",
+        "stop = (end - sink) // size\n",
+        "stop = (end - 1 - sink) // size\n",
+        (f"{_GROUPS}groups_are_kept_as_blocks_fill_and_turns_and_forks_part[settings0]",),
+    ),
+    Mutation(
+        "a target is reached as if groups that are not opened received nothing",
+        "cpu_ops/estimated_masses.py",
+        "total = logaddexp(total, elsewhere[row, head, query])",
+        "total = logaddexp(total, np.float32(-np.inf))",
+        (f"{_STEP}what_is_chosen_attended_to_and_estimated_is_the_references",),
+    ),
+    Mutation(
+        "a turn that is undone has been read",
+        "hetero_kv/families/retrieval/layer.py",
+        "self.state, self.unseen, self.read = snapshot",
+        "self.state, self.unseen, _ = snapshot",
+        ("tests/operators/test_read_bytes.py::test_a_forward_that_fails_and_a_reset_count_nothing",),
     ),
     Mutation(
         "Q8_0 divides by the rounded scale",

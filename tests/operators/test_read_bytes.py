@@ -74,6 +74,14 @@ def test_of_what_is_chosen_the_bytes_are_counted(llama, settings, read):
     assert after(llama, retrieving(llama, **settings)) == [read] * 3
 
 
+@pytest.mark.parametrize(("settings", "estimated"), [(QUEST, 0), ({**MEANSTD, "rest": "estimate"}, 4 + 1)])
+def test_of_groups_that_are_not_opened_no_blocks_are_scored(llama, settings, estimated):
+    # Of two groups of 5 blocks one is opened; two blocks are in none. Three blocks of those are attended to.
+    cache = retrieving(llama, group_blocks=5, group_factor=1, **settings)
+    read = AROUND * TOKEN + 3 * 4 * TOKEN + (2 + 5 + 2) * REPRESENTATIVES + estimated * VECTOR
+    assert after(llama, cache) == [read] * 3
+
+
 def test_representatives_of_eight_bits_are_counted_as_they_are_stored():
     model = tiny_model("llama", head_dim=32)
     read = after(model, retrieving(model, representative_storage="Q8_0", rest="estimate", **MEANSTD))

@@ -19,16 +19,18 @@ class Derived(NamedTuple):
     Attributes:
         value_means: the mean of its values, by which the rest is estimated.
         key_codes: how its keys differ from their mean, in four bits, by which candidates are scored.
+        grouped: what stands for the group of blocks that it is the last of.
     """
 
     value_means: bool = False
     key_codes: bool = False
+    grouped: bool = False
 
     @classmethod
     def of(cls, settings: RetrievalSettings) -> Derived:
         """As settings ask for. Keys that are stored in few bits are scored as they are."""
         is_coarse = settings.key_storage.for_representatives != settings.key_storage
-        return cls(settings.rest == "estimate", settings.rerank > 1 and not is_coarse)
+        return cls(settings.rest == "estimate", settings.rerank > 1 and not is_coarse, settings.group_blocks > 1)
 
     def fitting(self, k_dim: int) -> Derived:
         """Of keys of this dimension, which are scored as they are where the codes' groups do not fit it."""
@@ -39,10 +41,11 @@ NONE_DERIVED = Derived()
 
 
 def choice_of(settings: RetrievalSettings) -> Choice | None:
-    """How blocks are chosen where that takes an estimate; None where it takes the scores alone."""
+    """How blocks are chosen where that takes an estimate, or groups of them; None where it takes the scores alone."""
     target = 0.0 if settings.target_mass == "none" else float(settings.target_mass)
     reduce = REDUCTIONS[settings.group_reduce]
     is_plain = reduce in (MEAN, LARGEST) and settings.rest == "drop" and settings.rerank == 1 and not target
-    if is_plain and settings.representative_type != "MEANSTD":
+    if is_plain and settings.representative_type != "MEANSTD" and settings.group_blocks == 1:
         return None
-    return Choice(reduce, settings.rerank, target, settings.least_block_count)
+    groups = settings.group_blocks, settings.group_factor
+    return Choice(reduce, settings.rerank, target, settings.least_block_count, *groups)

@@ -14,6 +14,7 @@ from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.prefill import RetrievalPrefill
+from hetero_kv.families.retrieval.reading import Taken
 from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS, SharedSelections, with_entered
 from hetero_kv.store.pool import BlockPool
 
@@ -30,7 +31,7 @@ class RetrievalDecode(RetrievalPrefill):
         bound = *arrays, group, kind.score, softcapped, ARRAY_DTYPES.get(dtype, np.float32), self.threads
         if self.choice is None:
             return RetrievalStep(*bound, pool.offset_array)
-        beside = pool.value_mean_array, pool.key_code_array, pool.offset_array
+        beside = pool.value_mean_array, pool.key_code_array, pool.offset_array, pool.group_array, pool.group_value_array
         return EstimatingStep(*bound, self.choice, kind.has_mean, *beside)
 
     def _attend_natively(
@@ -52,7 +53,7 @@ class RetrievalDecode(RetrievalPrefill):
             which, positions, allowed = self._choice(layer, step, len(table), lse.shape[1], end - first)
         at = -1 if position is None else position
         given = q, k, v, at, table, first, end, which, positions, allowed, self.shared
-        masses, attended, candidates = None, end - first if which == EVERYTHING else positions.shape[2], 0.0
+        masses, taken = None, Taken(end - first if which == EVERYTHING else positions.shape[2])
         if isinstance(native, EstimatingStep):
             masses = np.empty((2, *lse.shape), np.float32)
             if beside is None:
@@ -60,26 +61,19 @@ class RetrievalDecode(RetrievalPrefill):
             with one_kernel_at_a_time:
                 largest = native(*given, scale, softcap, beside, out, lse, masses)
             if which != EVERYTHING:
-                attended, candidates = (native.taken / (len(table) * positions.shape[1])).tolist()
+                taken = Taken(*(native.taken / (len(table) * positions.shape[1])).tolist())
             if self.choice is not None and self.choice.target:
-                self._count_blocks(layer, attended)
+                self._count_blocks(layer, taken.attended)
         else:
             with one_kernel_at_a_time:
                 largest = native(*given, self.settings.group_reduce == "max", scale, softcap, out, lse)
-        self._count_read(layer, step.length, end - first, which, attended, candidates)
+            if which == CHOSEN:
+                taken = taken._replace(scored=end - first)
+        assert layer.reading is not None
+        layer.read = layer.read.plus(layer.reading.of_step(step.length, end - first, taken))
         if largest:
             layer.require_storable(largest)
         return masses
-
-    def _count_read(
-        self, layer: RetrievalLayer, length: int, context: int, which: int, attended: float, candidates: float
-    ) -> None:
-        assert layer.reading is not None
-        estimates = which != EVERYTHING and self.choice is not None and self.representative_type.has_mean
-        read = layer.reading.of_step(
-            length, context, attended, scored=which == CHOSEN or estimates, candidates=candidates, rest=estimates
-        )
-        layer.read = layer.read.plus(read)
 
     @staticmethod
     def _count_blocks(layer: RetrievalLayer, blocks: float) -> None:

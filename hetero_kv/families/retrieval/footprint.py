@@ -40,6 +40,7 @@ def bytes_per_token(
     represented = representative_kind or kind.for_representatives
     of_block = representative_num * represented.bytes_per_vector(shape.k_dim)
     of_block += represented.bytes_per_vector(shape.v_dim) if derived.value_means else 0
+    of_block *= 2 if derived.grouped else 1
     of_block += block_size * CODES.bytes_per_vector(shape.k_dim) if derived.key_codes else 0
     of_keys = FP16.bytes_per_vector(shape.k_dim) if offset_keys else 0
     received = block_size * _ACCUMULATED_BYTES if accumulates else 0

@@ -160,6 +160,21 @@ class RetrievalPrefill(AttentionOperator):
                     # The mean of q·r_i is q·(the mean of r_i).
                     vectors = vectors.mean(dim=2, keepdim=True)
                 pool.represent(ids, vectors)
+        if self.settings.group_blocks > 1:
+            self._close_groups(layer, blocks.table, start, end)
+
+    def _close_groups(self, layer: RetrievalLayer, tables: np.ndarray, start: int, end: int) -> None:
+        """Compute what stands for the groups whose last blocks are among [start, end), which enter the Context."""
+        pool, combined = layer.pool, self.representative_type.combined
+        assert pool is not None
+        assert combined is not None
+        size, sink = self.settings.group_blocks, layer.layout.sink_blocks
+        stop = (end - sink) // size
+        for first in range((start - sink) // size, stop, _CLOSED_AT_ONCE):
+            groups = min(stop - first, _CLOSED_AT_ONCE)
+            part = slice(sink + first * size, sink + (first + groups) * size)
+            for table in tables:
+                pool.represent_groups(torch.from_numpy(table[part].astype(np.int64)).view(groups, size), combined)
 
     @property
     def observed_queries(self) -> int:

@@ -10,6 +10,24 @@ from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.store.pool import BlockPool
 
 
+class Taken(NamedTuple):
+    """What a step takes of the Context, for each kv head, the mean.
+
+    Attributes:
+        attended: blocks that it attends to.
+        candidates: blocks whose keys it looks at.
+        scored: blocks whose representatives it reads.
+        groups: likewise, groups of blocks.
+        opened: of those, groups whose blocks are scored.
+    """
+
+    attended: float
+    candidates: float = 0.0
+    scored: float = 0.0
+    groups: float = 0.0
+    opened: float = 0.0
+
+
 class Reading(NamedTuple):
     """What there is to read of a layer's pool, bytes of all kv heads.
 
@@ -47,29 +65,19 @@ class Reading(NamedTuple):
             _of_block(pool.value_means),
         )
 
-    def of_step(
-        self, length: int, context: int, attended: float, *, scored: bool, candidates: float = 0.0, rest: bool = False
-    ) -> float:
-        """Bytes of a row that a step reads.
-
-        Args:
-            length: tokens of the sequence.
-            context: blocks of the Context.
-            attended: of those, how many a kv head attends to, the mean.
-            scored: whether the Context's representatives are read.
-            candidates: blocks of the Context whose keys are looked at, likewise.
-            rest: whether the mean values of the others are read.
-        """
-        around, inside = length - context * self.block_size, attended * self.block_size
-        blocks = attended
+    def of_step(self, length: int, context: int, taken: Taken) -> float:
+        """Bytes of a row that a step reads of a sequence of `length` tokens, whose Context has so many blocks."""
+        around, inside, blocks = length - context * self.block_size, taken.attended * self.block_size, taken.attended
         if self.in_window is None:
             read = float(around * self.token)
             blocks += -(-around // self.block_size)
         else:
-            read = around * self.in_window
-        read += inside * self.token + blocks * self.offset + candidates * self.candidate
-        read += context * self.representatives if scored else 0
-        return read + ((context - attended) * self.value_mean if rest else 0)
+            read = float(around * self.in_window)
+        read += inside * self.token + blocks * self.offset + taken.candidates * self.candidate
+        read += (taken.scored + taken.groups) * self.representatives
+        # Without representatives nothing is estimated of a block either.
+        left = taken.scored - taken.attended + taken.groups - taken.opened if taken.scored else 0
+        return read + left * self.value_mean
 
 
 def _of_block(array: torch.Tensor | None) -> int:

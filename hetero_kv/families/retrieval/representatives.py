@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 #: (keys [blocks, kv_heads, block_size, k_dim] float32, representative_num, received [blocks, kv_heads, block_size]
 #: float32, the attention that each key received, or None) -> [blocks, kv_heads, representative_num, k_dim] float32.
 Compute = Callable[["torch.Tensor", int, "torch.Tensor | None"], "torch.Tensor"]
+#: Representatives of blocks of equal size, [groups, blocks, kv_heads, representative_num, k_dim] float32 -> those of
+#: all keys of a group together, without the dimension of blocks.
+Combine = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class RepresentativeType:
         needs_attention: whether it is computed from the attention that the keys received.
         has_mean: whether the first is the mean of the block's keys, and the second, where there is one, their standard
             deviation per channel: of such a block it can be estimated how much attention it receives.
+        combined: how groups of blocks are represented; None where their blocks' representatives do not tell.
     """
 
     name: str
@@ -42,6 +46,7 @@ class RepresentativeType:
     counts: tuple[int, int | None]
     needs_attention: bool
     has_mean: bool = False
+    combined: Combine | None = None
 
 
 _REGISTRY: dict[str, RepresentativeType] = {}
@@ -55,11 +60,13 @@ def register(
     counts: tuple[int, int | None] = (1, 1),
     needs_attention: bool = False,
     has_mean: bool = False,
+    combined: Combine | None = None,
 ) -> Callable[[Compute], Compute]:
     """Make the decorated function known as representative type `name`."""
 
     def keep(compute: Compute) -> Compute:
-        _REGISTRY[name] = RepresentativeType(name, meaning, compute, score, counts, needs_attention, has_mean)
+        kept = name, meaning, compute, score, counts, needs_attention, has_mean, combined
+        _REGISTRY[name] = RepresentativeType(*kept)
         return compute
 
     return keep
@@ -77,13 +84,37 @@ def get(name: str) -> RepresentativeType:
     return _REGISTRY[name]
 
 
-@register("MAX", meaning="the maximum of the block's keys, per channel")
+def _maxima(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.amax(dim=1)
+
+
+def _means(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.mean(dim=1)
+
+
+def _means_and_deviations(blocks: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    means, deviations = blocks.unbind(dim=3)
+    # The variance of all keys: within blocks, on average, and of the blocks' means.
+    variance = deviations.square().mean(dim=1) + means.var(dim=1, correction=0)
+    return torch.stack([means.mean(dim=1), variance.sqrt()], dim=2)
+
+
+def _extremes(blocks: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    most, least = blocks.unbind(dim=3)
+    return torch.stack([most.amax(dim=1), least.amin(dim=1)], dim=2)
+
+
+@register("MAX", meaning="the maximum of the block's keys, per channel", combined=_maxima)
 def maximum(keys: torch.Tensor, representative_num: int, received: torch.Tensor | None) -> torch.Tensor:
     """The channel-wise maximum of each block: [blocks, kv_heads, 1, k_dim]."""
     return keys.amax(dim=2, keepdim=True)
 
 
-@register("MEAN", meaning="the mean of the block's keys, per channel", has_mean=True)
+@register("MEAN", meaning="the mean of the block's keys, per channel", has_mean=True, combined=_means)
 def mean(keys: torch.Tensor, representative_num: int, received: torch.Tensor | None) -> torch.Tensor:
     """The mean key of each block: [blocks, kv_heads, 1, k_dim]."""
     return keys.mean(dim=2, keepdim=True)
@@ -95,6 +126,7 @@ def mean(keys: torch.Tensor, representative_num: int, received: torch.Tensor | N
     score="deviation",
     counts=(2, 2),
     has_mean=True,
+    combined=_means_and_deviations,
 )
 def mean_and_deviation(keys: torch.Tensor, representative_num: int, received: torch.Tensor | None) -> torch.Tensor:
     """Channel-wise mean, then standard deviation (of the block itself: divided by n): [blocks, kv_heads, 2, k_dim]."""
@@ -108,6 +140,7 @@ def mean_and_deviation(keys: torch.Tensor, representative_num: int, received: to
     meaning="the maximum and the minimum of the block's keys, per channel: an upper bound of every score (Quest)",
     score="quest",
     counts=(2, 2),
+    combined=_extremes,
 )
 def quest(keys: torch.Tensor, representative_num: int, received: torch.Tensor | None) -> torch.Tensor:
     """Channel-wise maximum, then minimum: [blocks, kv_heads, 2, k_dim] (Quest, arXiv:2406.10774, section 3.3)."""

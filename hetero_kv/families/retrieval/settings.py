@@ -123,6 +123,16 @@ class RetrievalSettings(Settings):
         maximum=1,
     )
     least_block_count: int = setting(1, "with target_mass, Context blocks attended at least", unit="blocks", minimum=0)
+    group_blocks: int = setting(
+        1,
+        "blocks of a group, which is scored before them: blocks of the best groups alone are scored and chosen from; "
+        "1: all are",
+        unit="blocks",
+        minimum=1,
+    )
+    group_factor: int = setting(
+        4, "times second_block_count blocks that groups are opened with, where blocks have groups", minimum=1
+    )
     layer_step: int = setting(1, "reselect in every n-th layer, reuse its blocks between", unit="layers", minimum=1)
     token_step: int = setting(
         1, "reselect at every n-th generated token, reuse the blocks between", unit="tokens", minimum=1
@@ -203,6 +213,7 @@ class RetrievalSettings(Settings):
                 f"representative_type {self.representative_type} takes {allowed}",
             )
         self._require_mean()
+        self._require_groups()
         if self.representative_num > self.block_size and most is None:
             raise SettingError(
                 "representative_num",
@@ -227,6 +238,20 @@ class RetrievalSettings(Settings):
                     f"{name} {kind.name} needs a multiple of {multiple}, such as "
                     f"{-(-self.block_size // multiple) * multiple}; or take {name} FP16",
                 )
+
+    def _require_groups(self) -> None:
+        """Raise SettingError for groups of blocks under a type by which they cannot be represented."""
+        from hetero_kv.families.retrieval import representatives
+
+        if self.group_blocks == 1 or representatives.get(self.representative_type).combined is not None:
+            return
+        known = ", ".join(name for name in representatives.names() if representatives.get(name).combined is not None)
+        raise SettingError(
+            "group_blocks",
+            self.group_blocks,
+            f"representatives of representative_type {self.representative_type} do not tell those of a group of "
+            f"blocks; take one of {known}, or group_blocks 1",
+        )
 
     def _require_mean(self) -> None:
         """Raise SettingError for what needs an estimate of a block's attention under a type that has none."""

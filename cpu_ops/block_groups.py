@@ -1,0 +1,154 @@
+"""Groups of consecutive blocks of a context, of which some are opened: which blocks are scored by themselves."""
+
+import numpy as np
+from numba import njit
+
+from cpu_ops.estimated_masses import log_sum_exp
+
+
+@njit
+def group_ids(context, size, groups):
+    """Where what stands for the groups of `size` blocks lies: the ids of their last blocks, [rows, groups] int32.
+
+    context: [rows, blocks] int32, ids. Blocks behind the last of the `groups` are in none.
+    """
+    rows = len(context)
+    ids = np.empty((rows, groups), np.int32)
+    for row in range(rows):
+        for group in range(groups):
+            ids[row, group] = context[row, (group + 1) * size - 1]
+    return ids
+
+
+@njit
+def groups_of(positions, size, groups, opened):
+    """Write the groups that hold any of positions [rows, lists, n] to opened [rows, lists, most], ascending, -1 behind.
+
+    Positions below 0 are none; those behind the last of `groups` are in none.
+    """
+    rows, lists, _ = positions.shape
+    opened[:] = -1
+    for row in range(rows):
+        for each in range(lists):
+            holds = np.zeros(groups, np.bool_)
+            for position in positions[row, each]:
+                if position >= 0 and position // size < groups:
+                    holds[position // size] = True
+            place = 0
+            for group in range(groups):
+                if holds[group]:
+                    opened[row, each, place] = group
+                    place += 1
+
+
+@njit
+def opened_entries(opened, size, groups, blocks):
+    """The blocks of opened groups and those in no group, as positions [rows, lists, entries] int32, -1 behind them.
+
+    opened: [rows, lists, most] int32, ascending, -1 behind. groups: how many there are; 0 where every block is scored.
+    """
+    rows, lists, most = opened.shape
+    entries = np.full((rows, lists, most * size + blocks - groups * size), -1, np.int32)
+    for row in range(rows):
+        for each in range(lists):
+            place = 0
+            for group in opened[row, each]:
+                if group >= 0:
+                    for block in range(group * size, (group + 1) * size):
+                        entries[row, each, place] = block
+                        place += 1
+            for block in range(groups * size, blocks):
+                entries[row, each, place] = block
+                place += 1
+    return entries
+
+
+@njit
+def entry_ids(context, entries, kv_heads):
+    """Where the entries lie in arrays of which each kv head's part of a block is a row: [rows * kv_heads, entries].
+
+    Of an entry that is none, where any lies.
+    """
+    rows, lists, count = entries.shape
+    ids = np.zeros((rows * kv_heads, count), np.int32)
+    for row in range(rows):
+        for head in range(kv_heads):
+            own = entries[row, min(head, lists - 1)]
+            for place in range(count):
+                if own[place] >= 0:
+                    ids[row * kv_heads + head, place] = context[row, own[place]] * kv_heads + head
+    return ids
+
+
+@njit
+def forget_missing(scores, entries):
+    """Let scores [rows, kv_heads, group, entries, or none at all] be -inf where there is no entry."""
+    lists, count = entries.shape[1], scores.shape[3]
+    for row in range(scores.shape[0]):
+        for head in range(scores.shape[1]):
+            own = entries[row, min(head, lists - 1)]
+            for query in range(scores.shape[2]):
+                for place in range(count):
+                    if own[place] < 0:
+                        scores[row, head, query, place] = -np.inf
+
+
+@njit
+def places_of(positions, entries):
+    """Where positions [rows, lists, n] are among entries [rows, lists, entries], which ascend; -1 for nowhere."""
+    found = np.full(positions.shape, -1, np.int32)
+    for row in range(positions.shape[0]):
+        for each in range(positions.shape[1]):
+            own = entries[row, each]
+            count = 0
+            while count < own.size and own[count] >= 0:
+                count += 1
+            for place in range(positions.shape[2]):
+                position = positions[row, each, place]
+                at = np.searchsorted(own[:count], position)
+                if position >= 0 and at < count and own[at] == position:
+                    found[row, each, place] = at
+    return found
+
+
+@njit
+def positions_at(places, entries, positions):
+    """Write to positions [rows, lists, n] the entries at places; -1 where these are."""
+    for row in range(places.shape[0]):
+        for each in range(places.shape[1]):
+            for index in range(places.shape[2]):
+                place = places[row, each, index]
+                positions[row, each, index] = entries[row, each, place] if place >= 0 else -1
+
+
+@njit
+def for_every_head(places, kv_heads):
+    """Places [rows, lists, n] as each kv head's own: [rows * kv_heads, 1, n]."""
+    rows, lists, count = places.shape
+    found = np.empty((rows * kv_heads, 1, count), np.int32)
+    for row in range(rows):
+        for head in range(kv_heads):
+            found[row * kv_heads + head, 0] = places[row, min(head, lists - 1)]
+    return found
+
+
+@njit
+def masses_of(log_masses):
+    """The log-sum-exp of [rows, kv_heads, group, n] over n: [rows, kv_heads, group] float32."""
+    rows, kv_heads, group, count = log_masses.shape
+    found = np.full((rows, kv_heads, group), -np.inf, np.float32)
+    for row in range(rows if count > 0 else 0):
+        for head in range(kv_heads):
+            for query in range(group):
+                found[row, head, query] = log_sum_exp(log_masses[row, head, query])
+    return found
+
+
+@njit
+def number_of(positions):
+    """How many of positions [rows, lists, n] are any: those from 0 on."""
+    found = 0
+    flat = positions.reshape(positions.size)
+    for each in range(flat.size):
+        found += flat[each] >= 0
+    return found
