@@ -64,6 +64,7 @@ def main() -> None:
     if given.part == "fidelity":
         folder = given.out / f"texts-{given.length}"
         options = options | {"prompt_files": _texts(folder, given, loaded.tokenizer)}
+    settings = {"threads_num": given.threads}
     out = given.out / f"{given.part}-{given.length}-{'+'.join(recipes)}"
     out.mkdir(parents=True, exist_ok=True)
     (out / CELLS).write_text(
@@ -71,7 +72,9 @@ def main() -> None:
     )
     run(
         tasks,
-        ConfiguredModel(loaded, [spec for _, spec in _named(asked)], share_baseline=True, measure_recall=False),
+        ConfiguredModel(
+            loaded, [spec for _, spec in _named(asked)], share_baseline=True, measure_recall=False, settings=settings
+        ),
         out / "run",
         RunOptions(
             lengths=(given.length,),

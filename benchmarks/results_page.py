@@ -4,7 +4,7 @@
 
 Prints a table in Markdown for each part and length: the mean and the interval that 95 % of bootstrap resamples of the
 samples fall into. A plot of fidelity shows divergence against bytes read, one of scored tasks their score against the
-budget. Bytes are those that a decoded token's attention reads over all layers, representatives included.
+budget. Bytes are those that a decoded token's attention reads in a layer, representatives included (`read_bytes`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Row:
 
 
 def rows_of(folders: Iterable[Path]) -> list[Row]:
-    """The rows of the runs in `folders`, of which every one has the same samples; those that some lack are left out."""
+    """The rows of the runs in `folders`, of which every one has the same samples; those that some lack are left out.
+
+    None where no sample is in all of them.
+    """
     found: dict[tuple[str, int | str | None], dict[str, Result]] = {}
     for folder in folders:
         cells = {name: (recipe, fraction) for recipe, fraction, name in json.loads((folder / CELLS).read_text())}
@@ -64,22 +67,21 @@ def rows_of(folders: Iterable[Path]) -> list[Row]:
         for result in read_results(folder / "run"):
             if result.method is not None:
                 found.setdefault(cells[result.method], {}).setdefault(result.sample, result)
-    common = set.intersection(*(set(results) for results in found.values()))
-    order = sorted(common)
-    return [Row(*key, tuple(results[sample] for sample in order)) for key, results in found.items()]
+    order = sorted(set.intersection(*map(set, found.values()))) if found else []
+    return [Row(*key, tuple(results[sample] for sample in order)) for key, results in found.items() if order]
 
 
 def fidelity_table(rows: Sequence[Row]) -> str:
     """Agreement, divergence, tokens and bytes of every row."""
     lines = [
-        "| recipe | tokens | agreement | KL, nats | MB read per token |",
+        "| recipe | tokens | agreement | KL, nats | KB read |",
         "|---|---:|---:|---:|---:|",
     ]
     for row in rows:
         read = row.counted("read_bytes")
         lines.append(
             f"| {row.recipe} | {row.budget} | {_interval(row.values('top_1_agreement'))} "
-            f"| {_interval(row.values('kl_divergence'))} | {'' if read is None else f'{read / 1e6:.2f}'} |"
+            f"| {_interval(row.values('kl_divergence'))} | {'' if read is None else f'{read / 1e3:.0f}'} |"
         )
     return "\n".join(lines)
 
@@ -89,7 +91,7 @@ def scores_table(rows: Sequence[Row]) -> str:
     tasks = sorted({result.task for result in rows[0].results})
     names = [task.rpartition("/")[2] for task in tasks]
     lines = [
-        f"| recipe | tokens | score | {' | '.join(names)} | MB read per token |",
+        f"| recipe | tokens | score | {' | '.join(names)} | KB read |",
         f"|---|---:|---:|{'---:|' * len(names)}---:|",
     ]
     for row in rows:
@@ -97,7 +99,7 @@ def scores_table(rows: Sequence[Row]) -> str:
         of_tasks = (fmean(float(r.score or 0) for r in row.results if r.task == task) for task in tasks)
         lines.append(
             f"| {row.recipe} | {row.budget} | {_interval(row.values('score'))} "
-            f"| {' | '.join(f'{value:.2f}' for value in of_tasks)} | {'' if read is None else f'{read / 1e6:.2f}'} |"
+            f"| {' | '.join(f'{value:.2f}' for value in of_tasks)} | {'' if read is None else f'{read / 1e3:.0f}'} |"
         )
     return "\n".join(lines)
 
@@ -116,7 +118,7 @@ def plot(rows: Sequence[Row], path: Path, title: str, *, fidelity: bool) -> None
     axis = figure.subplots()
     recipes = dict.fromkeys(row.recipe for row in rows if row.fraction is not None)
     at: Callable[[Row], Any]
-    at = (lambda row: (row.counted("read_bytes") or 0) / 1e6) if fidelity else (lambda row: 1 / row.fraction)  # type: ignore[operator]
+    at = (lambda row: (row.counted("read_bytes") or 0) / 1e3) if fidelity else (lambda row: 1 / row.fraction)  # type: ignore[operator]
     of = "kl_divergence" if fidelity else "score"
     for number, recipe in enumerate(recipes):
         own = [row for row in rows if row.recipe == recipe and isinstance(row.fraction, int)]
@@ -136,10 +138,10 @@ def plot(rows: Sequence[Row], path: Path, title: str, *, fidelity: bool) -> None
     if fidelity:
         axis.set_xscale("log")
         axis.set_yscale("log")
-        axis.set_xlabel("MB that attention reads per token, all layers")
+        axis.set_xlabel("KB that the attention of a layer reads per token")
         axis.set_ylabel("divergence from full attention, nats")
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else "")
+        axis.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "235" else "")
     else:
         (full,) = (row for row in rows if row.fraction is None)
         axis.axhline(fmean(full.values(of)), color="0.4", linestyle="--", label=_FULL)
@@ -165,7 +167,8 @@ def main() -> None:
         part, length, _ = cells.parent.name.split("-", 2)
         runs.setdefault((part, length), []).append(cells.parent)
     for (part, length), folders in runs.items():
-        rows = rows_of(folders)
+        if not (rows := rows_of(folders)):
+            continue
         title = f"{part}, {int(length):,} tokens"
         print(f"{title}: {len(rows[0].results)} samples\n")
         print(fidelity_table(rows) if part == "fidelity" else scores_table(rows), end="\n\n")
