@@ -1,0 +1,90 @@
+"""Recipes at equal budgets, and the page that is made of what they gave."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import results_page
+from benchmarks.budgeted_recipes import FRACTIONS, RECIPES, SHIPPED, cells
+from benchmarks.results import CELLS
+from hetero_kv.evals.config_spec import config_specs
+from hetero_kv.evals.outcome import Cost, Result
+
+
+@pytest.mark.parametrize("length", [4096, 16384])
+def test_every_recipe_attends_to_its_budget(length):
+    asked = cells(length)
+    specs = config_specs([cell.spec for cell in asked])
+    assert len(specs) == len(RECIPES) * len(FRACTIONS) + 1
+    for cell, spec in zip(asked, specs, strict=True):
+        found = spec.settings
+        if cell.fraction == SHIPPED:
+            assert found == {}
+            continue
+        if cell.recipe == "shadowkv":
+            attended = found["sparse_budget"] + 8 * (found["outlier_chunks"] + 4)
+        else:
+            size = found["block_size"]
+            blocks = found["second_block_count"] * size
+            # Local is longer by up to a block less a token, by half of it on average.
+            attended = found["initial_len"] + found["local_windows_len"] + blocks + (size - 1) / 2
+        assert attended == pytest.approx(length / cell.fraction, abs=8), cell
+
+
+def line(sample, method, score, **counted):
+    return Result(
+        sample=sample,
+        task="fidelity",
+        prompt="",
+        length=64,
+        depth=None,
+        method=method,
+        score=score,
+        parts={"top_1_agreement": score, "kl_divergence": 1 - score},
+        cost=Cost(counted=counted),
+    )
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """Two runs of the same samples: quest at two budgets, of which one has not answered all, and another recipe."""
+    results = {
+        "a": [
+            *(line(name, "full", 1.0) for name in "xyz"),
+            *(
+                line(name, "quest:n=1", score, read_bytes=2000.0)
+                for name, score in zip("xyz", (0.5, 0.75, 0.0), strict=True)
+            ),
+            *(line(name, "quest:n=2", 0.75, read_bytes=4000.0) for name in "xy"),
+        ],
+        "b": [line(name, "infllm:n=1", 0.25, read_bytes=1000.0) for name in "yxz"],
+    }
+    named = {"a": [["quest", 16, "quest:n=1"], ["quest", 8, "quest:n=2"]], "b": [["infllm", 16, "infllm:n=1"]]}
+    for folder, cells_of_run in named.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / CELLS).write_text(json.dumps(cells_of_run))
+    monkeypatch.setattr(results_page, "read_results", lambda path: results[path.parent.name])
+    return [tmp_path / "a", tmp_path / "b"]
+
+
+def test_rows_have_the_samples_that_all_of_them_have(runs):
+    rows = {(row.recipe, row.fraction): row for row in results_page.rows_of(runs)}
+    assert {len(row.results) for row in rows.values()} == {2}
+    assert rows["quest", 16].values("score") == [0.5, 0.75]
+    assert rows["infllm", 16].counted("read_bytes") == 1000
+    assert results_page.rows_of([]) == []
+
+
+def test_the_table_has_means_intervals_and_bytes(runs):
+    lines = results_page.fidelity_table(results_page.rows_of(runs)).splitlines()
+    assert "| quest | 1/16 | 0.62 (0.50 to 0.75) | 0.38 (0.25 to 0.50) | 2 |" in lines
+    assert "| full attention | all | 1.00 (1.00 to 1.00) | 0.000 (0.000 to 0.000) |  |" in lines
+
+
+def test_plots_are_drawn(runs, tmp_path):
+    rows = results_page.rows_of(runs)
+    for fidelity in (True, False):
+        results_page.plot(rows, tmp_path / "plot.png", "a title", fidelity=fidelity)
+        assert (tmp_path / "plot.png").stat().st_size > 10_000
