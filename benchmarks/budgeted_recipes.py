@@ -53,8 +53,8 @@ def at_budget(recipe: str, budget: int, length: int) -> str:
     """A recipe with settings by which it attends to `budget` tokens of `length` in every layer, on average.
 
     The sink, Local and blocks share the budget as `settings_for_budget` says. ShadowKV's local chunks are the recipe's;
-    a quarter goes to outliers. `adaptive` has no target and no groups: every list of blocks gets the same number, of all
-    that there are.
+    a quarter goes to outliers. `adaptive` has no target and no groups: every list of blocks gets the same number, of
+    all that there are.
     """
     if recipe == "shadowkv":
         outliers = budget // 4 // _CHUNK
