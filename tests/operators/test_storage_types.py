@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store import storage
 
@@ -126,6 +127,12 @@ def test_representatives_of_eight_bits_are_exact_too(llama, expected, representa
     counts = {"representative_num": REPRESENTATIVES[representative_type], "preselect_block": True}
     inject(llama, "ktransformers", command_line={**SMALL, **COVERING, **kinds, **counts})
     assert error(logits(HeteroCache(llama)), expected["FP32"]) < PRECISION["FP32"]
+
+
+def test_representatives_that_groups_of_32_do_not_divide_keep_half_precision():
+    settings = RetrievalSettings(representative_storage="Q8_0")
+    assert settings.representative_kind(64, 96).name == "Q8_0"
+    assert settings.representative_kind(64, 80).name == settings.representative_kind(16, 64).name == "FP16"
 
 
 @pytest.mark.parametrize("recipe", ["ktransformers", "quest"])

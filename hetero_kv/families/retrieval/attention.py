@@ -178,7 +178,7 @@ class RetrievalAttention(RetrievalDecode):
         pool = BlockPool(
             1, *dims, settings.key_storage, settings.stored_representatives, False, *derived,
             value_storage=settings.value_storage, offset_keys=settings.offset_keys,
-            representative_storage=settings.representative_kind,
+            representative_storage=settings.representative_kind(k_dim, v_dim),
         )  # fmt: skip
         q, one = np.zeros((1, kv_heads, group, k_dim), np.float32), np.ones((1, 1), np.int32)
         ids = np.zeros((1, 1, 1), np.int32)

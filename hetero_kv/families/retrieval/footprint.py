@@ -69,7 +69,7 @@ class PagedFootprint(LayerFootprint):
         """Of a layer under `settings`; `accumulates` and `derived` as for `bytes_per_token`."""
         layout = RetrievalLayout.of_settings(settings)
         block_size = settings.block_size
-        kinds = settings.value_storage, settings.offset_keys, settings.representative_kind
+        kinds = settings.value_storage, settings.offset_keys, settings.representative_kind(shape.k_dim, shape.v_dim)
         counts = block_size, settings.stored_representatives, accumulates, derived
         return cls(
             shape,

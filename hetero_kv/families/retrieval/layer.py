@@ -49,7 +49,7 @@ class RetrievalLayer(BufferedLayer):
         self.storage_settings = settings.storage_settings
         self.layout = layout
         self.representative_num, self.offset_keys = settings.stored_representatives, settings.offset_keys
-        self.representative_storage, self.derived = settings.representative_kind, derived
+        self.representative_kind, self.derived = settings.representative_kind, derived
         self.state = self._blank_state()
         self.window: DeviceWindow | None = None
         #: Queries that were decoded since the attention that keys receive was last accumulated.
@@ -92,7 +92,7 @@ class RetrievalLayer(BufferedLayer):
         pool = self.pool = self.cohort.store.pool(
             self.layer_idx, layout, *shape, self.key_storage, self.representative_num, layout.closes_alone,
             *self.derived.fitting(k_dim), value_storage=self.value_storage, offset_keys=self.offset_keys,
-            representative_storage=self.representative_storage,
+            representative_storage=self.representative_kind(k_dim, values.shape[-1]),
         )  # fmt: skip
         if self.window is None and _needs_window(keys.device):
             sink = self.layout.sink_blocks * self.layout.block_size

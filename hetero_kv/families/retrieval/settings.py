@@ -91,7 +91,7 @@ class RetrievalSettings(Settings):
     representative_storage: Literal["auto"] | str = setting(
         "auto",
         "number format of the representatives and of mean values; auto: that of the keys, FP16 where these have fewer "
-        "bits",
+        "bits; FP16 too for heads whose dimension Q8_0's groups of 32 do not divide",
         choices=_representative_storages,
     )
     head_select_mode: Literal["SHARED", "SEPARATE"] = setting(
@@ -183,13 +183,13 @@ class RetrievalSettings(Settings):
 
         return storage.get(getattr(self, self.storage_settings[1]))
 
-    @property
-    def representative_kind(self) -> StorageType:
-        """How representatives and mean values are stored."""
+    def representative_kind(self, *dims: int) -> StorageType:
+        """How representatives and mean values of these dimensions are stored: FP16 where the setting's cannot be."""
         from hetero_kv.store import storage
 
         name = self.representative_storage
-        return self.key_storage.for_representatives if name == "auto" else storage.get(name)
+        kind = self.key_storage.for_representatives if name == "auto" else storage.get(name)
+        return kind if all(map(kind.takes, dims)) else storage.get("FP16")
 
     def observed(self, question: int | None) -> int:
         """Last queries of a prompt that are watched, where its question has that many of its last tokens.

@@ -50,12 +50,15 @@ class QuantisedType(StorageType):
         """Makes every head's part of a block, which is read by itself, begin on a cache line of 64 bytes."""
         return GROUP
 
+    def takes(self, dim: int) -> bool:
+        """See StorageType: whole groups."""
+        return dim % GROUP == 0
+
     def elements(self, dim: int) -> int:
-        if dim % GROUP:
+        if not self.takes(dim):
             raise HeteroKVError(
                 f"kv_type {self.name} stores numbers in groups of {GROUP}, and this model's heads have dimension "
-                f"{dim}; set kv_type to FP16 or BF16, or key_type, value_type or representative_storage where it is "
-                "theirs"
+                f"{dim}; set kv_type to FP16 or BF16, or key_type or value_type where it is theirs"
             )
         return dim // GROUP * self.group_bytes
 

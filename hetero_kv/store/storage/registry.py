@@ -49,6 +49,10 @@ class StorageType:
         """The type in which representatives of such keys are stored."""
         return self
 
+    def takes(self, dim: int) -> bool:
+        """Whether vectors of dimension `dim` can be stored so."""
+        return True
+
     @property
     def is_coarse(self) -> bool:
         """Whether a number that all keys of a channel share costs the rest of them precision that matters."""
