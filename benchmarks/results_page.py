@@ -58,15 +58,18 @@ class Row:
 def rows_of(folders: Iterable[Path]) -> list[Row]:
     """The rows of the runs in `folders`, of which every one has the same samples; those that some lack are left out.
 
-    None where no sample is in all of them.
+    None where no sample is in all of them. What several runs have measured is taken from the first.
     """
     found: dict[tuple[str, int | str | None], dict[str, Result]] = {}
     for folder in folders:
         cells = {name: (recipe, fraction) for recipe, fraction, name in json.loads((folder / CELLS).read_text())}
         cells[BASELINE] = (_FULL, None)
+        own: dict[tuple[str, int | str | None], dict[str, Result]] = {}
         for result in read_results(folder / "run"):
             if result.method is not None:
-                found.setdefault(cells[result.method], {}).setdefault(result.sample, result)
+                own.setdefault(cells[result.method], {})[result.sample] = result
+        # Whole, so that a row is of one run, with one set of settings.
+        found = own | found
     order = sorted(set.intersection(*map(set, found.values()))) if found else []
     return [Row(*key, tuple(results[sample] for sample in order)) for key, results in found.items() if order]
 

@@ -77,6 +77,14 @@ def test_rows_have_the_samples_that_all_of_them_have(runs):
     assert results_page.rows_of([]) == []
 
 
+def test_a_row_is_of_one_run(runs, tmp_path):
+    (tmp_path / "b" / CELLS).write_text(json.dumps([["quest", 16, "infllm:n=1"]]))
+    (of_first,) = (row for row in results_page.rows_of(runs) if row.fraction == 16)
+    assert of_first.values("score") == [0.5, 0.75]
+    (of_other,) = (row for row in results_page.rows_of(runs[::-1]) if row.fraction == 16)
+    assert of_other.values("score") == [0.25, 0.25]
+
+
 def test_the_table_has_means_intervals_and_bytes(runs):
     lines = results_page.fidelity_table(results_page.rows_of(runs)).splitlines()
     assert "| quest | 1/16 | 0.62 (0.50 to 0.75) | 0.38 (0.25 to 0.50) | 2 |" in lines
