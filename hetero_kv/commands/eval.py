@@ -64,7 +64,7 @@ def add_flags(parser: FlagParser) -> None:
     what.add_argument(
         "--no_recall",
         action="store_true",
-        help="fidelity: leave the covered attention mass unmeasured, whose measuring takes most of a step's time",
+        help="fidelity: leave the covered attention mass unmeasured, which takes a full attention at every step",
     )
     what.add_argument(
         "--unpacked",

@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from hetero_kv.engine.sequence import Layout
-from hetero_kv.engine.statistics import Tally
+from hetero_kv.engine.statistics import NO_NUMBERS, Tally
 
 if TYPE_CHECKING:
     from hetero_kv.engine.cohort import Cohort
@@ -43,7 +43,7 @@ class FamilyLayer(CacheLayerMixin):
     layer_idx: int
     layout: Layout | None = None
     state: Any = None
-    read: Tally = Tally()
+    read: Tally = NO_NUMBERS
 
     _cohort: weakref.ref[Cohort]
 

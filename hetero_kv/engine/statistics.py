@@ -80,6 +80,9 @@ class Tally(NamedTuple):
         return self.total / self.numbers if self.numbers else None
 
 
+NO_NUMBERS = Tally()
+
+
 def row_means(counted: Sequence[tuple[int, LayerStatistics]]) -> dict[str, list[float | int | None]]:
     """The means over rows of what layers have counted, from groups of rows: their number, and their means.
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model
+from token_parts import answer, logits, tokens
 
 from cpu_ops.estimating_step import EstimatingStep
 from cpu_ops.retrieval_step import EVERYTHING
@@ -61,19 +62,6 @@ def checked(monkeypatch):
     monkeypatch.setattr(EstimatingStep, "__call__", held)
     monkeypatch.setattr(RetrievalAttention, "_attend_natively", noted)
     return seen
-
-
-def tokens(count, seed=0, rows=1):
-    return torch.randint(2, 97, (rows, count), generator=torch.Generator().manual_seed(seed))
-
-
-def logits(model, cache, *parts):
-    with torch.no_grad():
-        return torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
-
-
-def answer(count, seed=1, rows=1):
-    return tokens(count, seed, rows).split(1, dim=1)
 
 
 @pytest.mark.parametrize(

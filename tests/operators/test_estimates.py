@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_model
+from token_parts import answer, logits, tokens
 
 from cpu_ops.estimating_step import EstimatingStep
 from cpu_ops.retrieval_step import EVERYTHING
@@ -95,20 +96,6 @@ def assert_reference(pool, lengths, q, table, first, end, positions, scale, soft
             expected = scores.softmax(-1) @ torch.cat([v, mean_v])
             np.testing.assert_allclose(outs[row, head], expected, rtol=1e-4, atol=1e-4)
             np.testing.assert_allclose(lse[row, head], scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
-
-
-def tokens(count, seed=0, rows=1):
-    return torch.randint(2, 97, (rows, count), generator=torch.Generator().manual_seed(seed))
-
-
-def logits(model, cache, *parts):
-    """Logits of prompts and single tokens, one after the other."""
-    with torch.no_grad():
-        return torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
-
-
-def answer(count, seed=1, rows=1):
-    return tokens(count, seed, rows).split(1, dim=1)
 
 
 # Scores that are capped, attention sinks that are learned, and heads of several dimensions.

@@ -244,8 +244,8 @@ def test_recall_and_lengths_are_counted_as_ever():
     cache = injected(model, retrieval(measure_recall=True, **METHODS["MEAN"]))
     alone(model, cache, conversation(30))
     assert cache.get_seq_length() == 90 + 11 + 30 + 11
-    assert all(0 < layer.state.recall < 1 for layer in cache.layers)
-    assert all(layer.state.recall_steps == 22 for layer in cache.layers)
+    assert all(0 < layer.state.recall.mean < 1 for layer in cache.layers)
+    assert all(layer.state.recall.numbers == 22 for layer in cache.layers)
 
 
 def test_a_number_beyond_the_storage_type_is_refused_and_the_turn_undone():

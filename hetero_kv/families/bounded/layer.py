@@ -15,7 +15,7 @@ from cpu_ops.rotary import rotate_rows
 from gpu_ops.rotary import rotate
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.engine.layer import FamilyLayer
-from hetero_kv.engine.statistics import READ_BYTES, Statistic, Tally, register
+from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES, Statistic, register
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.bounded.entries import Entries, no_entries
@@ -61,7 +61,7 @@ class BoundedLayer(FamilyLayer):
         self.length = 0
         self.prompt_length = 0
         self.budget: int | None = None
-        self.read = Tally()
+        self.read = NO_NUMBERS
         self.is_initialized = False
 
     # -- what transformers asks of a cache layer

@@ -168,8 +168,7 @@ class RetrievalAttention(RetrievalDecode):
         options: dict[str, Any] = {"threads": self.threads, "key_offsets": pool.offset_array}
         _, full = attend_blocks(*arrays, call.scale, call.softcap or 0.0, **options)
         covered = float(torch.exp(lse.cpu().flatten() - torch.from_numpy(full).flatten()).mean())
-        state = layer.state
-        layer.state = replace(state, recall_sum=state.recall_sum + covered, recall_steps=state.recall_steps + 1)
+        layer.state = replace(layer.state, recall=layer.state.recall.plus(covered))
 
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
         """Compile what decoding and short turns need, or load it from Numba's cache, before a token waits for it."""

@@ -77,15 +77,14 @@ class RetrievalDecode(RetrievalPrefill):
 
     @staticmethod
     def _count_blocks(layer: RetrievalLayer, blocks: float) -> None:
-        state = layer.state
-        layer.state = replace(state, blocks_sum=state.blocks_sum + float(blocks), blocks_steps=state.blocks_steps + 1)
+        layer.state = replace(layer.state, blocks=layer.state.blocks.plus(float(blocks)))
 
     @staticmethod
     def _count_share(layer: RetrievalLayer, attended: np.ndarray, total: np.ndarray) -> None:
         """Add the share of the attention mass that a step covered by estimate, from log-sum-exps; NaN: of none."""
-        share, state = float(np.exp(attended - total).mean()), layer.state
+        share = float(np.exp(attended - total).mean())
         if share == share:
-            layer.state = replace(state, share_sum=state.share_sum + share, share_steps=state.share_steps + 1)
+            layer.state = replace(layer.state, share=layer.state.share.plus(share))
 
     def _choice(
         self, layer: RetrievalLayer, step: Step, rows: int, kv_heads: int, context: int

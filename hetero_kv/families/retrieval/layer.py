@@ -15,7 +15,7 @@ from cpu_ops.retrieval_step import RetrievalStep
 from cpu_ops.token_store import store_token, stores
 from gpu_ops.column_sums import column_sums
 from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
-from hetero_kv.engine.statistics import READ_BYTES, Tally
+from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.device_window import DeviceWindow
@@ -68,7 +68,7 @@ class RetrievalLayer(BufferedLayer):
         """Forget what is beside the blocks."""
         self.state, self.unseen, self.window, self.pool = self._blank_state(), NONE_UNSEEN, None, None
         self.token_step = self.reading = None
-        self.read = Tally()
+        self.read = NO_NUMBERS
         self.is_initialized = self._is_prepared = False
 
     # -- the parts of the sequence

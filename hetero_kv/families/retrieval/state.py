@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from hetero_kv.engine.statistics import BLOCK_RECALL
+from hetero_kv.engine.statistics import BLOCK_RECALL, NO_NUMBERS, Tally
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, ESTIMATED_SHARE
 
@@ -30,9 +30,9 @@ class RetrievalState:
         open_start: position of the first token whose block, behind the attention sink, has no representatives yet.
         accumulated: attention that the keys from `open_start` on have received, [rows, kv_heads, tokens] float32, as
             far as any was received; None where nothing was.
-        recall_sum, recall_steps: sum and number of the measured shares of attention mass.
-        share_sum, share_steps: likewise, of the estimated ones.
-        blocks_sum, blocks_steps: likewise, of the blocks that were chosen where their number is the step's own.
+        recall: the measured shares of the full attention mass that the attended blocks covered, a step's each.
+        share: likewise, the estimated ones.
+        blocks: likewise, the blocks that were chosen where their number is the step's own.
     """
 
     observation: Observation | None = None
@@ -40,25 +40,17 @@ class RetrievalState:
     preselected_end: int = 0
     open_start: int = 0
     accumulated: torch.Tensor | None = None
-    recall_sum: float = 0.0
-    recall_steps: int = 0
-    share_sum: float = 0.0
-    share_steps: int = 0
-    blocks_sum: float = 0.0
-    blocks_steps: int = 0
-
-    @property
-    def recall(self) -> float | None:
-        """Mean share of the full attention mass that the attended blocks covered; None when not measured."""
-        return self.recall_sum / self.recall_steps if self.recall_steps else None
+    recall: Tally = NO_NUMBERS
+    share: Tally = NO_NUMBERS
+    blocks: Tally = NO_NUMBERS
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
         """What was counted, under the names of the statistics."""
         return {
-            BLOCK_RECALL.name: self.recall,
-            ESTIMATED_SHARE.name: self.share_sum / self.share_steps if self.share_steps else None,
-            ATTENDED_BLOCKS.name: self.blocks_sum / self.blocks_steps if self.blocks_steps else None,
+            BLOCK_RECALL.name: self.recall.mean,
+            ESTIMATED_SHARE.name: self.share.mean,
+            ATTENDED_BLOCKS.name: self.blocks.mean,
         }
 
     def selected(self, rows: list[int]) -> RetrievalState:

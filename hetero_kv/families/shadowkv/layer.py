@@ -14,7 +14,7 @@ from gpu_ops.gather import gathered_rows
 from gpu_ops.kernel_choice import runs_triton
 from gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
-from hetero_kv.engine.statistics import READ_BYTES, Tally
+from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step
 from hetero_kv.families.shadowkv import landmarks
 from hetero_kv.families.shadowkv.key_factors import KeyFactors
@@ -72,7 +72,7 @@ class LowRankLayer(BufferedLayer):
     def _forget(self) -> None:
         self.pool = None
         self.context = _Context()
-        self.read = Tally()
+        self.read = NO_NUMBERS
         slack = SLACK if self.settings.project_generated else 0
         self.factors = KeyFactors(self.settings.most_rank, slack, self._energy)
         self.landmarks = GrowingTensor(2, slack // self.chunk_size)

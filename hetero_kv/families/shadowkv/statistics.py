@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hetero_kv.engine.statistics import BLOCK_RECALL, Statistic, register
+from hetero_kv.engine.statistics import BLOCK_RECALL, NO_NUMBERS, Statistic, Tally, register
 
 CHUNK_HIT_RATE = register(
     Statistic(
@@ -34,7 +34,7 @@ class LowRankStatistics:
         outside, energy: squared norm of the keys that entered the Context since the keys were last factored, the part
             of it outside of the subspace and all of it, [batch] float64; None before.
         factored: how often the keys were factored.
-        recall_sum, recall_steps: sum and number of the measured shares of attention mass.
+        recall: the measured shares of the full attention mass that the attended tokens covered, a step's each.
     """
 
     hits: int = 0
@@ -42,13 +42,7 @@ class LowRankStatistics:
     outside: torch.Tensor | None = None
     energy: torch.Tensor | None = None
     factored: int = 0
-    recall_sum: float = 0.0
-    recall_steps: int = 0
-
-    @property
-    def recall(self) -> float | None:
-        """Mean share of the full attention mass that the attended tokens covered; None when not measured."""
-        return self.recall_sum / self.recall_steps if self.recall_steps else None
+    recall: Tally = NO_NUMBERS
 
     @property
     def hit_rate(self) -> float | None:
@@ -65,7 +59,7 @@ class LowRankStatistics:
     def by_name(self) -> dict[str, float | int | None]:
         """What they come to, under the names of the statistics."""
         return {
-            BLOCK_RECALL.name: self.recall,
+            BLOCK_RECALL.name: self.recall.mean,
             CHUNK_HIT_RATE.name: self.hit_rate,
             KEY_ENERGY_OUTSIDE.name: self.energy_outside,
         }
@@ -83,12 +77,12 @@ class LowRankStatistics:
     def with_choices(self, hits: int, choices: int) -> LowRankStatistics:
         """These and a step's choices."""
         # Not `replace`, which looks at every field: this is called for every layer of every token.
-        rest = self.outside, self.energy, self.factored, self.recall_sum, self.recall_steps
+        rest = self.outside, self.energy, self.factored, self.recall
         return LowRankStatistics(self.hits + hits, self.choices + choices, *rest)
 
     def with_recall(self, covered: float) -> LowRankStatistics:
         """These and a step's share of attention mass."""
-        return replace(self, recall_sum=self.recall_sum + covered, recall_steps=self.recall_steps + 1)
+        return replace(self, recall=self.recall.plus(covered))
 
     def selected(self, rows: torch.Tensor) -> LowRankStatistics:
         """These, with row i what row `rows[i]` was."""
