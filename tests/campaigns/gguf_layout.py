@@ -54,7 +54,7 @@ class Layout:
     entries: list[tuple[str, bytes]]
     tensors: list[Tensor]
     counts: dict[str, int] = field(default_factory=dict)
-    #: Written over the finished file: (place, byte).
+    #: Written over the finished file's header: (place, byte); none where a later change has made that end before it.
     flips: list[tuple[int, int]] = field(default_factory=list)
     length: int | None = None
 
@@ -98,11 +98,12 @@ class Layout:
 
     def write(self, path: Path) -> None:
         """The file, every tensor's bytes where an unchanged header has them."""
-        content = bytearray(padded(self.header()))
+        header = self.header()
+        content = bytearray(padded(header))
         for tensor in self.tensors:
             content += padded(bytes(tensor.data))
         for place, value in self.flips:
-            if place < len(content):
+            if place < len(header):
                 content[place] = value
         if self.length is not None:
             content = content[: self.length] + bytes(max(self.length - len(content), 0))
