@@ -1,4 +1,4 @@
-"""The kernel that chooses blocks by scores and estimated masses, called by address: one for all pools and shapes."""
+"""The region that chooses blocks by scores and estimated masses: one for all pools and shapes, a list for a thread."""
 
 from functools import cache
 from typing import Any
@@ -9,13 +9,14 @@ from numba import njit, types
 from cpu_ops.chosen_blocks import forbid_others, reduced_scores
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.estimated_masses import estimated_shares, fewest_blocks
-from cpu_ops.kernel_address import called_as
+from cpu_ops.kernel_address import address_of
+from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
 from cpu_ops.top_k import select
 
 
-@called_as("choose")
-def signature(_: str) -> Any:
-    """Of the kernel, to 0.
+@region_arguments("choose")
+def arguments(_: str) -> tuple[Any, ...]:
+    """Of the region.
 
     (scores, masses, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions)
 
@@ -29,31 +30,52 @@ def signature(_: str) -> Any:
     real4, real3 = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
     int3, integer = types.Array(types.int32, 3, "C"), types.int64
     flags = types.boolean, integer, types.float64, integer, integer, integer
-    return integer(real4, real4, real3, real3, int3, *flags, int3)
+    return real4, real4, real3, real3, int3, *flags, int3
+
+
+@njit
+def _choose(scores, masses, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions):
+    """Choose for one list, of one row: arrays are those of the region, and `positions` [1, n]."""
+    reduced = reduced_scores(scores, shared, reduce)
+    blocks = reduced.shape[1]
+    among = blocks
+    if allowed.shape[2] > 0:
+        forbid_others(reduced, allowed)
+        among = allowed.shape[2]
+    counts = np.full(1, most, np.int32)
+    if target > 0:
+        shares, before = estimated_shares(masses, beside, elsewhere, shared)
+        counts = fewest_blocks(reduced, shares, before, target, least, most)
+    counts[0] = min(counts[0] * times, among, positions.shape[1])
+    positions[:] = -1
+    select(reduced, np.full(1, blocks, np.int32), counts, positions)
 
 
 @cache
-def kernel() -> Any:
-    """Compile it, or load it from Numba's on-disk cache."""
+def region() -> int:
+    """The address of the region."""
     code_version = CODE_VERSION
 
-    @njit(signature(""), cache=True, nogil=True, error_model="numpy")
-    def choose(scores, masses, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions):
-        reduced = reduced_scores(scores, shared, reduce)
-        lists, blocks = reduced.shape
-        among = blocks
-        if allowed.shape[2] > 0:
-            forbid_others(reduced, allowed)
-            among = allowed.shape[2]
-        if target > 0:
-            shares, before = estimated_shares(masses, beside, elsewhere, shared)
-            counts = fewest_blocks(reduced, shares, before, target, least, most)
-        else:
-            counts = np.full(lists, most, np.int32)
-        for each in range(lists):
-            counts[each] = min(counts[each] * times, among, positions.shape[2])
-        positions[:] = -1
-        select(reduced, np.full(lists, blocks, np.int32), counts, positions.reshape(lists, positions.shape[2]))
+    @njit(REGION, cache=True, nogil=True, error_model="numpy")
+    def choose(thread, threads, arguments):
+        scores, masses, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions = (
+            arguments_at("choose", "", arguments)
+        )
+        rows, kv_heads, group, blocks = scores.shape
+        lists, heads = rows if shared else rows * kv_heads, kv_heads if shared else 1
+        # Each list is a row of its own.
+        score_rows = scores.reshape(lists, heads, group, blocks)
+        mass_rows = masses.reshape(lists, heads, group, masses.shape[3])
+        beside_rows, elsewhere_rows = beside.reshape(lists, heads, group), elsewhere.reshape(lists, heads, group)
+        chosen = positions.reshape(lists, 1, positions.shape[2])
+        anything = allowed.shape[2] == 0
+        allowed_rows = allowed if anything else allowed.reshape(lists, 1, allowed.shape[2])
+        for each in range(lists * thread // threads, lists * (thread + 1) // threads):
+            _choose(
+                score_rows[each : each + 1], mass_rows[each : each + 1], beside_rows[each : each + 1],
+                elsewhere_rows[each : each + 1], allowed_rows if anything else allowed_rows[each : each + 1],
+                shared, reduce, target, least, most, times, chosen[each],
+            )  # fmt: skip
         return np.int64(0 * code_version)
 
-    return choose
+    return address_of(choose)

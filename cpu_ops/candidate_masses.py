@@ -8,12 +8,12 @@ from numba import njit, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
-from cpu_ops.estimated_masses import log_sum_exp
-from cpu_ops.exponential import tanh
+from cpu_ops.exponential import LN_2, LOG2_E, log2, row_softcap
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
 from cpu_ops.scratch import scratch
 from cpu_ops.simd import score_rows, score_tile
+from cpu_ops.softmax_rows import rows_exp2, rows_most
 from cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays, storage_of
 from cpu_ops.tiles import tiles_for
 
@@ -58,8 +58,9 @@ def _region(instructions: str, storage: str, kind: str, differ: bool, group: int
     tiles = tiles_for(instructions, group, block_size)
     lanes, full_tiles, tile_queries, rest_queries, row_size, tile_tokens, _ = tiles
     full_queries, num_tiles = full_tiles * tile_queries, tiles.number
+    vectors = -(-(block_size * row_size) // lanes)
     # A tile's scores: rows of all keys of the block, and what whole vectors write behind them.
-    tile_scores = block_size * row_size + lanes
+    tile_scores = vectors * lanes + lanes
     units, mean_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[kind].units(k_dim)
     numbers = numbers_of(STORAGE_TYPES[storage], STORAGE_TYPES[kind])
     code_version = CODE_VERSION
@@ -71,47 +72,74 @@ def _region(instructions: str, storage: str, kind: str, differ: bool, group: int
         )
         rows, kv_heads = q.shape[:2]
         lists, candidates = positions.shape[1:]
-        scores, of_query = scratch(num_tiles, tile_scores), np.empty((group, block_size), np.float32)
-        of_mean = np.zeros((1, group), np.float32)
-        total = rows * kv_heads * candidates
-        for item in range(total * thread // threads, total * (thread + 1) // threads):
+        factor = np.float32(scale / softcap) if softcap > 0 else np.float32(scale * LOG2_E)
+        scaled_q, scores = scratch(group, k_dim), scratch(num_tiles, tile_scores)
+        most, totals = np.empty((2, num_tiles, lanes), np.float32)
+        nothing, of_mean = np.full((num_tiles, lanes), -np.inf, np.float32), np.zeros((1, group), np.float32)
+        # Lists have different numbers of candidates, which are divided evenly.
+        wanted = np.int64(0)
+        for index in range(rows * kv_heads):
+            for place in range(candidates):
+                wanted += positions[index // kv_heads, min(index % kv_heads, lists - 1), place] >= 0
+        first, last, number, before = wanted * thread // threads, wanted * (thread + 1) // threads, 0, np.int64(-1)
+        for item in range(rows * kv_heads * candidates):
             place, index = item % candidates, item // candidates
             row, head = index // kv_heads, index % kv_heads
             position = positions[row, min(head, lists - 1), place]
             if position < 0:
                 continue
-            block, q_at = np.int64(table[row, position]), index * (group * k_dim)
+            number += 1
+            if number <= first or number > last:
+                continue
+            if index != before:
+                before = index
+                for g in range(group):
+                    for d in range(k_dim):
+                        scaled_q[g, d] = q[row, head, g, d] * factor
+            block = np.int64(table[row, position])
             k_at = (block * kv_heads + head) * (block_size * units)
             m_at = (block * kv_heads + head) * (means.shape[2] * mean_units)
             for tile in range(full_tiles):
                 for t in range(0, block_size, tile_tokens):
                     score_rows(
                         lanes, storage, k_dim, tile_queries, tile_tokens, row_size,
-                        q, q_at + tile * (tile_queries * k_dim), keys, k_at + t * units,
+                        scaled_q, tile * (tile_queries * k_dim), keys, k_at + t * units,
                         scores, tile * tile_scores + t * row_size,
                     )  # fmt: skip
                 if differ:
                     score_tile(
-                        lanes, "dot", kind, k_dim, tile_queries, q, q_at + tile * (tile_queries * k_dim), means, m_at,
+                        lanes, "dot", kind, k_dim, tile_queries, scaled_q, tile * (tile_queries * k_dim), means, m_at,
                         of_mean, tile * tile_queries, 1,
                     )  # fmt: skip
             if rest_queries > 0:
                 for t in range(0, block_size, tile_tokens):
                     score_rows(
-                        lanes, storage, k_dim, rest_queries, tile_tokens, row_size, q, q_at + full_queries * k_dim,
+                        lanes, storage, k_dim, rest_queries, tile_tokens, row_size, scaled_q, full_queries * k_dim,
                         keys, k_at + t * units, scores, full_tiles * tile_scores + t * row_size,
                     )  # fmt: skip
                 if differ:
                     score_tile(
-                        lanes, "dot", kind, k_dim, rest_queries, q, q_at + full_queries * k_dim, means, m_at,
+                        lanes, "dot", kind, k_dim, rest_queries, scaled_q, full_queries * k_dim, means, m_at,
                         of_mean, full_queries, 1,
                     )  # fmt: skip
+            totals[:] = 0
+            for tile in range(num_tiles):
+                if softcap > 0:
+                    for t in range(block_size):
+                        for g in range(tile * tile_queries, min(group, (tile + 1) * tile_queries)):
+                            scores[tile, t * row_size + g - tile * tile_queries] += of_mean[0, g]
+                    row_softcap(scores, tile, block_size * row_size, np.float32(softcap) * LOG2_E)
+                scores[tile, block_size * row_size : vectors * lanes] = -np.inf
+                at: Any = tile * lanes
+                rows_most(lanes, row_size, scores, tile * tile_scores, lanes, vectors, nothing, at, most, at)
+                rows_exp2(lanes, scores, tile * tile_scores, lanes, vectors, most, at, totals, at)
             for g in range(group):
                 tile, lane = g // tile_queries, g % tile_queries
-                for t in range(block_size):
-                    score = (scores[tile, t * row_size + lane] + of_mean[0, g]) * np.float32(scale)
-                    of_query[g, t] = np.float32(softcap) * tanh(score / np.float32(softcap)) if softcap > 0 else score
-                mass = log_sum_exp(of_query[g])
+                sum_of_powers = np.float32(0)
+                for same in range(lane, lanes, row_size):
+                    sum_of_powers += totals[tile, same]
+                shift = np.float32(0) if softcap > 0 else of_mean[0, g]
+                mass = (most[tile, lane] + shift + log2(sum_of_powers)) * LN_2
                 weights[row, head, g, position] = mass
                 masses[row, head, g, position] = mass
         return np.int64(0 * code_version)

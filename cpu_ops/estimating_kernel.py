@@ -147,7 +147,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                     of_groups, of_groups, beside, beside, allowed, shared, by, 0.0, np.int64(0), most_opened,
                     np.int64(1), opened,
                 )  # fmt: skip
-                call_kernel("choose", "", addresses[10], choosing)
+                run_region("choose", "", addresses[0], addresses[10], threads, choosing)
             entries = opened_entries(opened, group_blocks, groups, blocks)
             if which == AS_GIVEN:
                 places = places_of(positions, entries)
@@ -211,7 +211,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             choosing = (
                 likely, block_masses, beside, elsewhere, among, shared, by, target, least, most, times, proposed
             )  # fmt: skip
-            call_kernel("choose", "", addresses[10], choosing)
+            run_region("choose", "", addresses[0], addresses[10], threads, choosing)
             if looks:
                 looked = (
                     by_row, by_head(coarse_keys), by_head(coarse_means), ids, for_every_head(proposed, kv_heads),
@@ -226,7 +226,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                     likely, block_masses, beside, elsewhere, proposed, shared, by, target, least, most, np.int64(1),
                     places,
                 )  # fmt: skip
-                call_kernel("choose", "", addresses[10], choosing)
+                run_region("choose", "", addresses[0], addresses[10], threads, choosing)
             positions_at(places, entries, positions)
         if which != EVERYTHING:
             attended_ids, counts = attended_lists(table, context, positions, window_first, window_end)

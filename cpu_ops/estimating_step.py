@@ -119,7 +119,7 @@ class EstimatingStep:
                 attend,
                 address_of(rest_estimate.kernel_for(kind.kernel_dtype.name)) if has_mean else 0,
                 rest_estimate.region_for(q, self.v_dim, means.dtype) if has_mean else 0,
-                address_of(block_choice.kernel()),
+                block_choice.region(),
             ],
             np.int64,
         )

@@ -129,6 +129,7 @@ def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
         sums, factors = np.empty((group, v_dim), np.float32), np.zeros((num_tiles, _AT_ONCE * row_size), np.float32)
         shares, gathered = np.empty((group, _AT_ONCE), np.float32), np.empty((_AT_ONCE, units), value_means.dtype)
         lse, mass, most = np.empty(group, np.float32), np.empty(group, np.float32), np.empty(group, np.float32)
+        largest, of_rest = np.empty(_AT_ONCE, np.float32), np.empty(_AT_ONCE + 1, np.int64)
         for index in range(lists):
             start, stop = max(first - index * blocks, 0), min(last - index * blocks, blocks)
             if start >= stop:
@@ -145,16 +146,23 @@ def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
                     for each in range(count):
                         shares[g, each] = (weights[row, head, g, begin + each] - most[g]) * LOG2_E
                     row_exp2(shares, g, count, np.float32(0))
+                # What is attended to has no part in the rest, and values that nobody has averaged are no numbers.
+                largest[:count] = 0
+                for g in range(group):
+                    for each in range(count):
+                        largest[each] = max(largest[each], shares[g, each])
                 found = np.int64(0)
                 for each in range(count):
-                    largest = np.float32(0)
-                    for g in range(group):
-                        largest = max(largest, shares[g, each])
-                        factors[g // tile_queries, found * row_size + g % tile_queries] = shares[g, each]
-                    # What is attended to has no part in the rest, and values that nobody has averaged are no numbers.
-                    if largest > 0:
-                        gathered[found] = value_means[table[row, begin + each], head, 0]
-                        found += 1
+                    of_rest[found] = each
+                    found += largest[each] > 0
+                for g in range(group):
+                    tile, lane = g // tile_queries, g % tile_queries
+                    for place in range(found):
+                        factors[tile, place * row_size + lane] = shares[g, of_rest[place]]
+                for place in range(found):
+                    block = np.int64(table[row, begin + of_rest[place]])
+                    for unit in range(units):
+                        gathered[place, unit] = value_means[block, head, 0, unit]
                 for tile in range(full_tiles):
                     accumulate_rows(
                         lanes, storage, v_dim, tile_queries, row_size, columns, factors, tile * (_AT_ONCE * row_size),

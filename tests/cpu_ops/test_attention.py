@@ -11,7 +11,7 @@ from storage_formats import decoded, encoded
 
 from cpu_ops.attention import _region, attend_blocks, compile_for
 from cpu_ops.cpu_features import available, forced_isa
-from cpu_ops.exponential import exp2, tanh
+from cpu_ops.exponential import exp2, log2, tanh
 from cpu_ops.merge import merge_partials
 from cpu_ops.storage import BFLOAT16, Q4_0, Q8_0
 
@@ -270,3 +270,10 @@ def test_exp2_and_tanh_are_accurate_to_float32():
     ours = np.array([tanh(each) for each in x])
     np.testing.assert_allclose(ours, np.tanh(x.astype(np.float64)), rtol=5e-7)
     assert exp2(np.float32(-np.inf)) == 0
+
+
+def test_log2_is_accurate_to_float32():
+    x = np.concatenate([np.geomspace(2.0**-126, 1e38, 50_001), np.linspace(0.6, 1.6, 10_001)]).astype(np.float32)
+    ours = np.array([log2(each) for each in x])
+    np.testing.assert_allclose(ours, np.log2(x.astype(np.float64)), rtol=3e-7, atol=3e-7)
+    assert [log2(np.float32(power)) for power in (0.5, 1, 8)] == [-1, 0, 3]
