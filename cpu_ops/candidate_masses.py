@@ -12,10 +12,14 @@ from cpu_ops.exponential import LN_2, LOG2_E, log2, row_softcap
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
 from cpu_ops.scratch import scratch
-from cpu_ops.simd import score_rows, score_tile
+from cpu_ops.simd import prefetch, score_rows, score_tile
 from cpu_ops.softmax_rows import rows_exp2, rows_most
 from cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays, storage_of
 from cpu_ops.tiles import tiles_for
+
+
+_AHEAD = 2
+"""Of candidates, how many before its turn one is asked for."""
 
 
 @region_arguments("candidates")
@@ -98,6 +102,12 @@ def _region(instructions: str, storage: str, kind: str, differ: bool, group: int
                         scaled_q[g, d] = q[row, head, g, d] * factor
             block = np.int64(table[row, position])
             k_at = (block * kv_heads + head) * (block_size * units)
+            ahead = positions[row, min(head, lists - 1), min(place + _AHEAD, candidates - 1)]
+            if ahead >= 0:
+                following = np.int64(table[row, ahead]) * kv_heads + head
+                prefetch(keys, following * (block_size * units), block_size * units)
+                if differ:
+                    prefetch(means, following * (means.shape[2] * mean_units), mean_units)
             m_at = (block * kv_heads + head) * (means.shape[2] * mean_units)
             for tile in range(full_tiles):
                 for t in range(0, block_size, tile_tokens):

@@ -139,12 +139,8 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             if given_positions.shape[2] > 0:
                 groups_of(given_positions, group_blocks, groups, opened)
             elif groups > 0:
-                by = reduce
-                if reduce >= SOFTMAX:
-                    run_region("softmax", "", addresses[0], addresses[4], threads, (as_lists(of_groups),))
-                    by = reduce - SOFTMAX
                 choosing = (
-                    of_groups, of_groups, beside, beside, allowed, shared, by, 0.0, np.int64(0), most_opened,
+                    of_groups, of_groups, beside, beside, allowed, shared, reduce, 0.0, np.int64(0), most_opened,
                     np.int64(1), opened,
                 )  # fmt: skip
                 run_region("choose", "", addresses[0], addresses[10], threads, choosing)
@@ -198,10 +194,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             beside = sums_of_powers(lse_window, beside)
             window_first, window_end = 0, table.shape[1]
         if which == CHOSEN:
-            most, by = positions.shape[2], reduce
-            if reduce >= SOFTMAX:
-                run_region("softmax", "", addresses[0], addresses[4], threads, (as_lists(likely),))
-                by = reduce - SOFTMAX
+            most = positions.shape[2]
             looks = has_mean and rerank > 1
             among = places_of(allowed, entries) if allowed.shape[2] > 0 else allowed
             room = allowed.shape[2] if allowed.shape[2] > 0 else count
@@ -209,7 +202,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             proposed = np.empty((rows, lists, min(most * rerank, room)), np.int32) if looks else places
             times = rerank if looks else np.int64(1)
             choosing = (
-                likely, block_masses, beside, elsewhere, among, shared, by, target, least, most, times, proposed
+                likely, block_masses, beside, elsewhere, among, shared, reduce, target, least, most, times, proposed
             )  # fmt: skip
             run_region("choose", "", addresses[0], addresses[10], threads, choosing)
             if looks:
@@ -219,12 +212,9 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                 )  # fmt: skip
                 run_region("candidates", coarse, addresses[0], addresses[5], threads, looked)
                 taken[1] = number_of(proposed)
-                likely[:] = block_masses
-                if reduce >= SOFTMAX:
-                    run_region("softmax", "", addresses[0], addresses[4], threads, (as_lists(likely),))
                 choosing = (
-                    likely, block_masses, beside, elsewhere, proposed, shared, by, target, least, most, np.int64(1),
-                    places,
+                    block_masses, block_masses, beside, elsewhere, proposed, shared, reduce, target, least, most,
+                    np.int64(1), places,
                 )  # fmt: skip
                 run_region("choose", "", addresses[0], addresses[10], threads, choosing)
             positions_at(places, entries, positions)
