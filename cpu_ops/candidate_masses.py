@@ -17,7 +17,6 @@ from cpu_ops.softmax_rows import rows_exp2, rows_most
 from cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays, storage_of
 from cpu_ops.tiles import tiles_for
 
-
 _AHEAD = 2
 """Of candidates, how many before its turn one is asked for."""
 

@@ -1,15 +1,9 @@
 """From scores of blocks to the blocks that a step attends to."""
 
-from functools import cache
-from typing import Any
-
 import numpy as np
-from numba import njit, types
+from numba import njit
 
-from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.exponential import LOG2_E, row_exp2, row_max
-from cpu_ops.kernel_address import address_of
-from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
 from cpu_ops.top_k import select
 
 MEAN, LARGEST, SOFTMAX, LARGEST_SOFTMAX = 0, 1, 2, 3
@@ -88,28 +82,6 @@ def _to_softmax(scores):
     total = row_exp2(row, 0, scores.size, most * LOG2_E)
     for block in range(scores.size):
         scores[block] /= total
-
-
-@region_arguments("softmax")
-def softmax_arguments(_: str) -> tuple[Any, ...]:
-    """Of the region: (scores [lists, blocks] float32,), each list of which becomes its softmax."""
-    return (types.Array(types.float32, 2, "C"),)
-
-
-@cache
-def softmax_region() -> int:
-    """The address of the region: a step's scores are many where the context is long."""
-    code_version = CODE_VERSION
-
-    @njit(REGION, cache=True, nogil=True)
-    def softmax(thread, threads, arguments):
-        (scores,) = arguments_at("softmax", "", arguments)
-        lists = len(scores)
-        for each in range(lists * thread // threads, lists * (thread + 1) // threads):
-            _to_softmax(scores[each])
-        return np.int64(0 * code_version)
-
-    return address_of(softmax)
 
 
 @njit

@@ -1,10 +1,12 @@
 """What share of the attention each block of a context is estimated to receive, and how few blocks reach a share."""
 
 import numpy as np
-from numba import njit
+from numba import njit, types
 
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_max
 from cpu_ops.top_k import select
+
+_LSE = types.Array(types.float32, 3, "C")
 
 
 @njit(cache=True, nogil=True)
@@ -83,6 +85,20 @@ def logaddexp(first, second):
     if least == -np.inf:
         return most
     return most + np.log2(np.float32(1) + exp2((least - most) * LOG2_E)) * LN_2
+
+
+@njit(types.float64(_LSE, _LSE), cache=True, nogil=True, error_model="numpy")
+def covered_share(attended, total):
+    """The mean over query heads of what share `attended` is of `total`, log-sum-exps [rows, kv_heads, group] float32.
+
+    NaN where one of them is.
+    """
+    sum_of_shares = 0.0
+    for row in range(total.shape[0]):
+        for head in range(total.shape[1]):
+            for query in range(total.shape[2]):
+                sum_of_shares += np.exp(attended[row, head, query] - total[row, head, query])
+    return sum_of_shares / total.size
 
 
 @njit(cache=True, nogil=True)

@@ -18,7 +18,6 @@ from cpu_ops.block_groups import (
     places_of,
     positions_at,
 )
-from cpu_ops.chosen_blocks import SOFTMAX
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.estimated_masses import take_out
 from cpu_ops.kernel_address import call_kernel
@@ -27,7 +26,6 @@ from cpu_ops.number_bits import rounded
 from cpu_ops.parallel_region import run_region
 from cpu_ops.retrieval_step import AS_GIVEN, BAD_CONTEXT, BAD_LISTS, BAD_PLACE, BAD_SHAPES, CHOSEN, EVERYTHING
 from cpu_ops.step_parts import (
-    as_lists,
     attended_lists,
     by_head,
     head_row,
@@ -143,7 +141,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                     of_groups, of_groups, beside, beside, allowed, shared, reduce, 0.0, np.int64(0), most_opened,
                     np.int64(1), opened,
                 )  # fmt: skip
-                run_region("choose", "", addresses[0], addresses[10], threads, choosing)
+                run_region("choose", "", addresses[0], addresses[9], threads, choosing)
             entries = opened_entries(opened, group_blocks, groups, blocks)
             if which == AS_GIVEN:
                 places = places_of(positions, entries)
@@ -186,10 +184,10 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             attended_ids, counts = attended_lists(table, context, positions[:, :1, :0], first, end)
             out_window, lse_window = np.empty_like(attended), np.empty_like(lse)
             attending = (
-                addresses[0], addresses[7], np.int64(0), asked, keys, values, key_offsets, attended_ids, counts,
+                addresses[0], addresses[6], np.int64(0), asked, keys, values, key_offsets, attended_ids, counts,
                 lengths, scale, softcap, threads, out_window, lse_window,
             )  # fmt: skip
-            if call_kernel("attend lists", numbers, addresses[6], attending) < 0:
+            if call_kernel("attend lists", numbers, addresses[5], attending) < 0:
                 return BAD_LISTS
             beside = sums_of_powers(lse_window, beside)
             window_first, window_end = 0, table.shape[1]
@@ -204,28 +202,28 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             choosing = (
                 likely, block_masses, beside, elsewhere, among, shared, reduce, target, least, most, times, proposed
             )  # fmt: skip
-            run_region("choose", "", addresses[0], addresses[10], threads, choosing)
+            run_region("choose", "", addresses[0], addresses[9], threads, choosing)
             if looks:
                 looked = (
                     by_row, by_head(coarse_keys), by_head(coarse_means), ids, for_every_head(proposed, kv_heads),
                     scale, softcap, head_rows(weights), head_rows(block_masses),
                 )  # fmt: skip
-                run_region("candidates", coarse, addresses[0], addresses[5], threads, looked)
+                run_region("candidates", coarse, addresses[0], addresses[4], threads, looked)
                 taken[1] = number_of(proposed)
                 choosing = (
                     block_masses, block_masses, beside, elsewhere, proposed, shared, reduce, target, least, most,
                     np.int64(1), places,
                 )  # fmt: skip
-                run_region("choose", "", addresses[0], addresses[10], threads, choosing)
+                run_region("choose", "", addresses[0], addresses[9], threads, choosing)
             positions_at(places, entries, positions)
         if which != EVERYTHING:
             attended_ids, counts = attended_lists(table, context, positions, window_first, window_end)
             taken[0] = number_of(positions)
         attending = (
-            addresses[0], addresses[7], np.int64(0), asked, keys, values, key_offsets, attended_ids, counts, lengths,
+            addresses[0], addresses[6], np.int64(0), asked, keys, values, key_offsets, attended_ids, counts, lengths,
             scale, softcap, threads, attended, lse,
         )  # fmt: skip
-        if call_kernel("attend lists", numbers, addresses[6], attending) < 0:
+        if call_kernel("attend lists", numbers, addresses[5], attending) < 0:
             return BAD_LISTS
         if separate:
             merge_into(attended, lse, out_window, lse_window)
@@ -237,17 +235,17 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                 take_out(block_masses, places)
                 total = np.empty(lse.shape, np.float32)
                 rest = (
-                    addresses[0], addresses[9], by_head(value_means), ids, head_rows(weights), head_rows(block_masses),
+                    addresses[0], addresses[8], by_head(value_means), ids, head_rows(weights), head_rows(block_masses),
                     estimates != 0, threads, head_rows(attended), head_row(lse), head_row(total),
                 )  # fmt: skip
-                call_kernel("rest", kind, addresses[8], rest)
+                call_kernel("rest", kind, addresses[7], rest)
                 masses[1] = sums_of_powers(total, elsewhere)
                 if groups > 0 and estimates != 0:
                     rest = (
-                        addresses[0], addresses[9], group_values, grouped, group_weights, group_masses, estimates != 0,
+                        addresses[0], addresses[8], group_values, grouped, group_weights, group_masses, estimates != 0,
                         threads, attended, lse, total,
                     )  # fmt: skip
-                    call_kernel("rest", kind, addresses[8], rest)
+                    call_kernel("rest", kind, addresses[7], rest)
         for row in range(rows):
             for head in range(heads):
                 for d in range(v_dim):

@@ -18,7 +18,7 @@ from cpu_ops import (
     scores,
     token_store,
 )
-from cpu_ops.chosen_blocks import SOFTMAX, softmax_region
+from cpu_ops.chosen_blocks import SOFTMAX
 from cpu_ops.estimating_kernel import Flags, kernel_for
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import all_threads
@@ -104,7 +104,6 @@ class EstimatingStep:
                 mean_scores.region_for(q, *shapes)
                 if has_mean
                 else scores.region_for(q, shapes[0], ids[:2], ids[:1], shapes[1], score),
-                softmax_region() if choice.reduce >= SOFTMAX else 0,
                 candidate_masses.region_for(
                     q,
                     coarse.shape,

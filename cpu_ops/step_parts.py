@@ -39,12 +39,6 @@ def head_row(sums):
 
 
 @njit
-def as_lists(scores):
-    """[rows, kv_heads, group, blocks] as [lists, blocks], the same memory."""
-    return scores.reshape(scores.shape[0] * scores.shape[1] * scores.shape[2], scores.shape[3])
-
-
-@njit
 def scale_and_cap(scores, scale, softcap):
     """Scale and cap scores as attention's are."""
     flat = scores.reshape(scores.size)

@@ -31,7 +31,7 @@ from hetero_kv.families.retrieval.decode import RetrievalDecode
 from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
-from hetero_kv.families.retrieval.reading import Reading
+from hetero_kv.families.retrieval.reading import Reading, Taken
 from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, ESTIMATED_SHARE
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.store.pool import BlockPool
@@ -90,13 +90,14 @@ class RetrievalAttention(RetrievalDecode):
         if layer.window is not None:
             in_window = layer.window.attend(call.q, scale, call.softcap)
             beside = in_window[1].to("cpu", torch.float32).reshape(lse.shape).numpy() if self.targets else None
-        masses = self._attend_natively(
+        estimated = self._attend_natively(
             native, layer, step, blocks, q, k, v, position, scale, softcap, array, lse, beside
         )  # fmt: skip
         if is_completed or self.engine.measure_recall:
-            out, lse = self._completed(layer, blocks, call, out, lse, masses, in_window)
-        elif masses is not None:
-            self._count_share(layer, *masses)
+            out, lse = self._completed(layer, blocks, call, out, lse, estimated, in_window)
+        elif estimated is not None:
+            (attended, total), taken = estimated
+            self._count(layer, attended, total, taken)
         if self.accumulates:
             layer.scale, layer.softcap = call.scale, call.softcap
             seen = call.q.squeeze(2).to("cpu", torch.float32).contiguous().numpy()
@@ -123,28 +124,32 @@ class RetrievalAttention(RetrievalDecode):
         native, layer, step, blocks = prepared
         q, k, v = arrays.q, arrays.k, arrays.v
         lse = np.empty((len(q), k.shape[1], native.group), np.float32)
-        masses = self._attend_natively(
+        estimated = self._attend_natively(
             native, layer, step, blocks, q, k, v, step.past, scale, softcap, arrays.attended, lse
         )  # fmt: skip
-        if masses is not None:
-            self._count_share(layer, *masses)
+        if estimated is not None:
+            (attended, total), taken = estimated
+            self._count(layer, attended, total, taken)
 
     def _completed(
         self, layer: RetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall, out: torch.Tensor, lse: np.ndarray,
-        masses: np.ndarray | None, in_window: tuple[torch.Tensor, torch.Tensor] | None,
+        estimated: tuple[np.ndarray, Taken] | None, in_window: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, np.ndarray]:  # fmt: skip
         """Attention over the blocks, out [batch, heads, 1, v_dim] and lse, with the window's and the learned sink.
 
-        masses: of `EstimatingStep`; None where nothing is estimated. in_window: attention over the window, as out, lse.
+        estimated: as `_attend_natively` returns it. in_window: attention over the window, as out, lse.
         """
         device, shape = call.q.device, out.shape[:3]
         out, whole = out.to(device), torch.from_numpy(lse).view(shape).to(device)
-        attended, total = (whole, whole) if masses is None else torch.from_numpy(masses).view(2, *shape).to(device)
+        attended = total = whole
+        if estimated is not None:
+            attended, total = torch.from_numpy(estimated[0]).view(2, *shape).to(device)
         if in_window is not None:
             out, whole = merge_attention(out, whole, *in_window)
             attended, total = (torch.logaddexp(each, in_window[1]) for each in (attended, total))
-        if masses is not None:
-            self._count_share(layer, attended.cpu().numpy(), total.cpu().numpy())
+        if estimated is not None:
+            covered, everything = (each.cpu().numpy().reshape(lse.shape) for each in (attended, total))
+            self._count(layer, covered, everything, estimated[1])
         if self.engine.measure_recall:
             self._measure_recall(layer, blocks, call, attended)
         if call.sink is not None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from cpu_ops.estimated_masses import covered_share
 from cpu_ops.estimating_step import EstimatingStep
 from cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN, RetrievalStep
 from cpu_ops.threads import one_kernel_at_a_time
@@ -38,11 +39,11 @@ class RetrievalDecode(RetrievalPrefill):
         self, native: RetrievalStep | EstimatingStep, layer: RetrievalLayer, step: Step, blocks: StepBlocks,
         q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int | None, scale: float, softcap: float,
         out: np.ndarray, lse: np.ndarray, beside: np.ndarray | None = None,
-    ) -> np.ndarray | None:  # fmt: skip
+    ) -> tuple[np.ndarray, Taken] | None:  # fmt: skip
         """Have the token stored, unless `position` is None, its blocks chosen and attended to.
 
-        beside: the log-sum-exp of what is attended to elsewhere, as `lse`. Returns the `masses` of `EstimatingStep`;
-        None where nothing is estimated.
+        beside: the log-sum-exp of what is attended to elsewhere, as `lse`. Returns the `masses` of `EstimatingStep` and
+        what was taken; None where nothing is estimated.
         """
         table, first, end = blocks.table, min(layer.layout.sink_blocks, blocks.closed), blocks.closed
         if layer.window is not None:
@@ -53,7 +54,7 @@ class RetrievalDecode(RetrievalPrefill):
             which, positions, allowed = self._choice(layer, step, len(table), lse.shape[1], end - first)
         at = -1 if position is None else position
         given = q, k, v, at, table, first, end, which, positions, allowed, self.shared
-        masses, taken = None, Taken(end - first if which == EVERYTHING else positions.shape[2])
+        estimated, taken = None, Taken(end - first if which == EVERYTHING else positions.shape[2])
         if isinstance(native, EstimatingStep):
             masses = np.empty((2, *lse.shape), np.float32)
             if beside is None:
@@ -61,9 +62,9 @@ class RetrievalDecode(RetrievalPrefill):
             with one_kernel_at_a_time:
                 largest = native(*given, scale, softcap, beside, out, lse, masses)
             if which != EVERYTHING:
-                taken = Taken(*(native.taken / (len(table) * positions.shape[1])).tolist())
-            if self.choice is not None and self.choice.target:
-                self._count_blocks(layer, taken.attended)
+                lists = len(table) * positions.shape[1]
+                taken = Taken(*[number / lists for number in native.taken.tolist()])
+            estimated = masses, taken
         else:
             with one_kernel_at_a_time:
                 largest = native(*given, self.settings.group_reduce == "max", scale, softcap, out, lse)
@@ -73,18 +74,16 @@ class RetrievalDecode(RetrievalPrefill):
         layer.read = layer.read.plus(layer.reading.of_step(step.length, end - first, taken))
         if largest:
             layer.require_storable(largest)
-        return masses
+        return estimated
 
-    @staticmethod
-    def _count_blocks(layer: RetrievalLayer, blocks: float) -> None:
-        layer.state = replace(layer.state, blocks=layer.state.blocks.plus(float(blocks)))
-
-    @staticmethod
-    def _count_share(layer: RetrievalLayer, attended: np.ndarray, total: np.ndarray) -> None:
-        """Add the share of the attention mass that a step covered by estimate, from log-sum-exps; NaN: of none."""
-        share = float(np.exp(attended - total).mean())
-        if share == share:
-            layer.state = replace(layer.state, share=layer.state.share.plus(share))
+    def _count(self, layer: RetrievalLayer, attended: np.ndarray, total: np.ndarray, taken: Taken) -> None:
+        """Add the share of the attention mass that a step covered by estimate, from log-sum-exps, and its blocks."""
+        state = layer.state
+        covered = covered_share(attended, total)
+        # NaN: of none.
+        share = state.share.plus(covered) if covered == covered else state.share
+        blocks = state.blocks.plus(taken.attended) if self.targets else state.blocks
+        layer.state = replace(state, share=share, blocks=blocks)
 
     def _choice(
         self, layer: RetrievalLayer, step: Step, rows: int, kv_heads: int, context: int
