@@ -63,7 +63,7 @@ PRESS_NAMES = {press.removesuffix("Press"): press for press in PRESSES}
 
 #: hetero-kv's side of a budget: recipe -> settings with which a step attends to that many tokens. The first four evict,
 #: as the presses do; PyramidKV with the press's beta.
-RECIPES: dict[str, Callable[[int], dict[str, int]]] = {
+RECIPES: dict[str, Callable[[int], dict[str, int | str]]] = {
     "snapkv_evict": lambda budget: {"budget": budget, "window": WINDOW},
     "pyramidkv": lambda budget: {"budget": budget, "window": WINDOW, **PRESSES["PyramidKVPress"](budget)},
     "tova": lambda budget: {"budget": budget},
@@ -81,6 +81,11 @@ RECIPES: dict[str, Callable[[int], dict[str, int]]] = {
         "second_block_count": (budget - WINDOW - 32) // 32,
     },
     "streaming": lambda budget: {"local_windows_len": budget - 4},
+    "adaptive": lambda budget: {
+        "second_block_count": (budget - WINDOW - 16) // 16,
+        "target_mass": "none",
+        "least_block_count": 1,
+    },
 }
 
 
