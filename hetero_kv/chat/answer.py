@@ -54,6 +54,20 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """How many tokens of a conversation a turn is.
+
+    Attributes:
+        question: of the question, its document and what the chat template writes around them; the first turn's system
+            message too.
+        answer: of the answer.
+    """
+
+    question: int
+    answer: int
+
+
+@dataclass(frozen=True)
 class Answer:
     """A model's answer.
 

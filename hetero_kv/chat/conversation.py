@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-import resource
-import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, StoppingCriteria, StoppingCriteriaList, TextStreamer
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
-from hetero_kv.chat.answer import Answer, FinishReason, Statistics
+from hetero_kv.chat.answer import Answer, FinishReason, Turn
+from hetero_kv.chat.watching import StoppedInPrefill, Streamer, Watch, measured
 from hetero_kv.engine.cache import HeteroCache, Progress
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.engine.undo import undo_on_error, way_back
@@ -24,8 +22,8 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.text_encoding import CHARACTERS_OF_A_TOKEN
 from hetero_kv.models.turns import TurnTokens, about
 
-# getrusage counts kilobytes, except on macOS.
-_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
+#: Turns that can be taken back. Each may hold numbers that the next has replaced: bounded entries, low-rank factors.
+MOST_UNDONE = 4
 
 
 @dataclass(frozen=True)
@@ -35,14 +33,14 @@ class _Said:
     Attributes:
         tokens: of all turns.
         go_back: takes the cache to where it holds them, the last one excepted, whatever it holds beyond.
+        turns: their sizes.
+        earlier: what it had come to before each of the last turns, none of which has any itself.
     """
 
     tokens: list[int]
     go_back: Callable[[], None]
-
-
-class _StoppedInPrefill(Exception):
-    """Raised between chunks of a prefill that the user stops."""
+    turns: tuple[Turn, ...] = ()
+    earlier: tuple[_Said, ...] = ()
 
 
 class Conversation:
@@ -66,6 +64,7 @@ class Conversation:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
+        self.system = system
         self._turns = TurnTokens(tokenizer, system)
         self.cache: Cache = self._new_cache(max_seq_len, forks)
         self._said = _Said([], self.cache.reset)
@@ -74,6 +73,41 @@ class Conversation:
     def reset(self) -> None:
         """Forget the conversation."""
         self._said = _Said([], self.cache.reset)
+        self._said.go_back()
+
+    def begin_anew(self, system: str | None) -> None:
+        """Forget the conversation, and go on with another system message; None for the chat template's own.
+
+        Raises HeteroKVError where the model's chat template takes none. The conversation is as it was.
+        """
+        turns = TurnTokens(self.tokenizer, system)
+        turns.first("?")
+        self.reset()
+        self._turns, self.system = turns, system
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The sizes of all turns so far."""
+        return self._said.turns
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether the last turn can be taken back: not before the first one, nor more than `MOST_UNDONE` in a row."""
+        return bool(self._said.earlier)
+
+    def undo(self) -> None:
+        """Take the last question and its answer back, as if it had never been asked.
+
+        Raises HeteroKVError where there is none that can be (`can_undo`).
+        """
+        if not self._said.earlier:
+            raise HeteroKVError(
+                "there is no question to take back: nothing has been asked"
+                if not self._said.turns
+                else "the question before cannot be taken back: its state is not kept; /reset forgets all of them"
+            )
+        *earlier, before = self._said.earlier
+        self._said = replace(before, earlier=tuple(earlier))
         self._said.go_back()
 
     def fork(self) -> Conversation:
@@ -89,13 +123,18 @@ class Conversation:
         self._said.go_back()
         twin = copy.copy(self)
         twin.cache = forked(self.cache)
-        twin._said = _Said(self._said.tokens, way_back(twin.cache) if self._said.tokens else twin.cache.reset)
+        go_back = way_back(twin.cache) if self._said.tokens else twin.cache.reset
+        twin._said = _Said(self._said.tokens, go_back, self._said.turns)
         return twin
 
     @property
     def context_tokens(self) -> int:
         """Tokens of the conversation so far."""
         return len(self._said.tokens)
+
+    def text_tokens(self, text: str) -> int:
+        """How many tokens a text is, by itself."""
+        return len(self._turns.text(text))
 
     @property
     def max_seq_len(self) -> int | None:
@@ -143,7 +182,7 @@ class Conversation:
             message = question if document is None else about(document, question)
             self._require_encodable(message)
             prompt, asked = self._prompt(message, None if document is None else question)
-            watch = _Watch(should_stop)
+            watch = Watch(should_stop)
             if isinstance(self.cache, HeteroCache):
                 self.cache.on_progress = watch.on_progress(on_progress)
             if seed is not None:
@@ -180,14 +219,14 @@ class Conversation:
         asked: int | None,
         max_new_tokens: int,
         sampling: dict[str, Any],
-        watch: _Watch,
+        watch: Watch,
         on_text: Callable[[str], None] | None,
     ) -> Answer:
         limit = self._new_tokens_that_fit(len(prompt), max_new_tokens)
         stored = self.cache.get_seq_length()
         input_ids = torch.tensor([prompt], device=self.model.device)
+        is_ours = isinstance(self.cache, HeteroCache)
         try:
-            is_ours = isinstance(self.cache, HeteroCache)
             with self.cache.asking(asked) if is_ours else nullcontext(), undo_on_error(self.cache):
                 output = self.model.generate(
                     input_ids,
@@ -195,11 +234,11 @@ class Conversation:
                     past_key_values=self.cache,
                     max_new_tokens=limit,
                     stopping_criteria=StoppingCriteriaList([watch]),
-                    streamer=_Streamer(self.tokenizer, on_text) if on_text else None,
+                    streamer=Streamer(self.tokenizer, on_text) if on_text else None,
                     **sampling,
                 )
-        except _StoppedInPrefill:
-            return Answer("", "stopped", self._statistics(watch, 0, 0, self.context_tokens))
+        except StoppedInPrefill:
+            return Answer("", "stopped", measured(self.cache, watch, 0, 0, self.context_tokens))
         tokens = output[0].tolist()
         generated = tokens[len(prompt) :]
         if watch.stopped:
@@ -209,10 +248,15 @@ class Conversation:
         else:
             reason = "max_new_tokens" if limit == max_new_tokens else "full"
         text = self.tokenizer.decode(generated, skip_special_tokens=True)
-        statistics = self._statistics(watch, len(prompt) - stored, len(generated), len(tokens))
+        statistics = measured(self.cache, watch, len(prompt) - stored, len(generated), len(tokens))
         answer = Answer(text, reason, statistics)
+        said = self._said
+        turn = Turn(len(prompt) - len(said.tokens), len(generated))
+        # An untouched model's cache is copied as it grows, and what was before would stay beside it.
+        most = MOST_UNDONE if is_ours else 1
+        earlier = (*said.earlier, replace(said, earlier=()))[-most:]
         # Nothing is done behind this: an interrupt finds the conversation before the question, or the one after it.
-        self._said = _Said(tokens, way_back(self.cache))
+        self._said = _Said(tokens, way_back(self.cache), (*said.turns, turn), earlier)
         return answer
 
     def _new_cache(self, max_seq_len: int | None, forks: int) -> Cache:
@@ -240,69 +284,3 @@ class Conversation:
     def _end_tokens(self) -> set[int]:
         ends = self.model.generation_config.eos_token_id
         return set(ends) if isinstance(ends, list) else {ends}
-
-    def _statistics(self, watch: _Watch, prompt_tokens: int, generated: int, context: int) -> Statistics:
-        now = time.perf_counter()
-        first = watch.first_token or now
-        is_ours = isinstance(self.cache, HeteroCache)
-        kv_bytes = self.cache.dram_bytes if is_ours else _tensor_bytes(self.cache)
-        counted = self.cache.statistics if is_ours else {}
-        return Statistics(
-            prompt_tokens=prompt_tokens,
-            context_tokens=context,
-            generated_tokens=generated,
-            time_to_first_token_s=first - watch.start,
-            prefill_s=first - watch.start,
-            decode_s=(watch.last_token or first) - first,
-            peak_dram_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT,
-            peak_vram_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
-            kv_bytes=kv_bytes,
-            kv_device_bytes=self.cache.device_bytes if is_ours else 0,
-            of_layers={name: layers for name, layers in counted.items() if any(v is not None for v in layers)},
-        )
-
-
-class _Watch(StoppingCriteria):
-    """Times the tokens as they come, and stops generation when it is asked to."""
-
-    def __init__(self, should_stop: Callable[[], bool] | None) -> None:
-        self.start = time.perf_counter()
-        self.first_token: float | None = None
-        self.last_token: float | None = None
-        self.stopped = False
-        self._should_stop = should_stop or (lambda: False)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.last_token = time.perf_counter()
-        self.first_token = self.first_token or self.last_token
-        self.stopped = self._should_stop()
-        return torch.full((input_ids.shape[0],), self.stopped, dtype=torch.bool, device=input_ids.device)
-
-    def on_progress(self, report: Progress | None) -> Progress:
-        """`report`, and an exception that ends the prefill once a stop is wanted."""
-
-        def reported(layers_done: int, layers: int, tokens_done: int, tokens: int) -> None:
-            # A decode step of one token needs no report.
-            if report is not None and tokens > 1:
-                report(layers_done, layers, tokens_done, tokens)
-            if self.first_token is None and self._should_stop():
-                raise _StoppedInPrefill
-
-        return reported
-
-
-class _Streamer(TextStreamer):
-    """Hands on decoded text as soon as it is certain."""
-
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._on_text = on_text
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            self._on_text(text)
-
-
-def _tensor_bytes(cache: Cache) -> int:
-    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
-    return sum(t.numel() * t.element_size() for t in tensors)

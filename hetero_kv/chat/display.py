@@ -1,7 +1,8 @@
-"""What the chat shows beside the answers: banner, statistics, help."""
+"""What the chat shows beside the answers: banner, statistics, what fills the context."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from statistics import fmean
 from typing import Any
@@ -12,20 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from hetero_kv.chat.answer import Answer
+from hetero_kv.chat.question import Question
 from hetero_kv.chat.session import ChatSession
 from hetero_kv.rules.registered import layer_statistics
 
-COMMANDS = {
-    "/help": "this list",
-    "/stats": "what the last answer cost, and the settings in force",
-    "/reset": "forget the conversation and start anew",
-    "/quit": "leave (Ctrl-D does too)",
-}
-
-_KEYS = {
-    '"""': "begin and end a text of several lines",
-    "Ctrl-C": "stop the answer; at the prompt, drop the line",
-}
+#: Turns that `/context` shows one by one.
+_MOST_TURNS = 10
 
 
 def banner(session: ChatSession) -> RenderableType:
@@ -43,14 +36,6 @@ def banner(session: ChatSession) -> RenderableType:
     facts.append(capacity)
     facts.append('/help lists the commands, """ begins and ends several lines, Ctrl-D leaves')
     return Group(title, *(Text(fact, style="dim") for fact in facts))
-
-
-def help_table() -> RenderableType:
-    """The commands and keys."""
-    table = Table.grid(padding=(0, 3))
-    for name, meaning in (COMMANDS | _KEYS).items():
-        table.add_row(Text(name, style="cyan"), meaning)
-    return table
 
 
 def ending(answer: Answer, session: ChatSession) -> str | None:
@@ -101,6 +86,37 @@ def statistics_table(session: ChatSession, answer: Answer | None) -> RenderableT
     table.add_row("context", f"{session.conversation.context_tokens:,} of {session.capacity:,} tokens")
     for summary in session.operators():
         table.add_row(summary.operator, Text(layer_ranges(summary.layers) + _settings_text(summary.settings)))
+    return table
+
+
+def context_table(session: ChatSession, asked: Sequence[Question], waiting: Question) -> RenderableType:
+    """What fills the context, turn by turn, what waits to go into it, and what is left.
+
+    Args:
+        asked: the questions of the conversation, the latest ones at least.
+        waiting: the documents that go before the next question.
+    """
+    talk, capacity = session.conversation, session.capacity
+    table = Table.grid(padding=(0, 3))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_row(Text("turn", style="dim"), Text("tokens", style="dim"), Text("of the context", style="dim"))
+
+    def row(what: str, tokens: int) -> None:
+        table.add_row(Text(what, no_wrap=True, overflow="ellipsis"), f"{tokens:,}", f"{tokens / capacity:.1%}")
+
+    shown = talk.turns[-_MOST_TURNS:]
+    if earlier := talk.turns[: -len(shown)]:
+        row(f"1-{len(earlier)}", sum(turn.question + turn.answer for turn in earlier))
+    for back in range(len(shown), 0, -1):
+        said = f" {asked[-back].in_short}" if back <= len(asked) else ""
+        row(f"{len(talk.turns) - back + 1}{said}", shown[-back].question)
+        row("    its answer", shown[-back].answer)
+    row("all", talk.context_tokens)
+    row("left", capacity - talk.context_tokens)
+    for document in waiting.documents:
+        row(f"waits: {document.name}", talk.text_tokens(document.text))
     return table
 
 

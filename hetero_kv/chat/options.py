@@ -54,7 +54,7 @@ class ChatOptions:
 
     Attributes:
         prompt: the question; None to be asked for one.
-        prompt_file: a text that goes before the question; `-` is standard input.
+        prompt_file: texts that go before the question; `-` is standard input.
         model: name or path; None for the default model, or for the GGUF file where that is given.
         gguf_path: the weights, where they are not with the model.
         rules: path or name of a rules file, with settings of its own where wanted.
@@ -64,7 +64,7 @@ class ChatOptions:
     """
 
     prompt: str | None
-    prompt_file: Path | None
+    prompt_file: tuple[Path, ...]
     system: str | None
     json: bool
     model: str | None
@@ -92,8 +92,10 @@ def add_flags(parser: FlagParser) -> None:
     asking.add_argument(
         "--prompt_file",
         type=Path,
+        action="append",
+        default=[],
         metavar="FILE",
-        help="a text file that goes before the first question (- is standard input)",
+        help="a text file that goes before the first question (- is standard input); may be given several times",
     )
     asking.add_argument("--system", metavar="TEXT", help="system message (default: the model's own)")
     asking.add_argument("--json", action="store_true", help="answer once, and print one JSON object")
@@ -121,6 +123,7 @@ def chat_options(flags: argparse.Namespace) -> ChatOptions:
     """
     given = {**vars(flags), "flags_given": tuple(flags.long_context)}
     del given["owners"]
+    given["prompt_file"] = tuple(flags.prompt_file)
     for flag in ("prompt", "system"):
         _require_text(flag, given[flag])
     given["mode"] = settings_from_mapping(ModeSettings, flags.mode, where=COMMAND_LINE).mode

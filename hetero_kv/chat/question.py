@@ -1,4 +1,4 @@
-"""The first question: a text from a file or a pipe, and what is asked about it."""
+"""A question: texts from files or a pipe, and what is asked about them."""
 
 from __future__ import annotations
 
@@ -15,30 +15,55 @@ from hetero_kv.models.turns import about
 # Four bytes a token, as English has, for 64 Mi tokens: more than any model's context.
 _MOST_BYTES = 4 * 2**26
 _BYTES_AT_ONCE = 2**20
+# Characters of a question where it is only named.
+_SHORT = 60
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text that goes before a question; `name` is its file's, without folders."""
+
+    name: str
+    text: str
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is sent to the model first; either part may be missing.
+    """What is sent to the model; either part may be missing.
 
     Attributes:
-        document: the text of the prompt file.
-        prompt: what is asked about it.
+        documents: what stands before it.
+        prompt: what is asked about them.
     """
 
-    document: str | None = None
+    documents: tuple[Document, ...] = ()
     prompt: str | None = None
 
     def with_prompt(self, prompt: str) -> Question:
-        """The same document with this question; "" for the document alone."""
+        """The same documents with this question; "" for the documents alone."""
         return replace(self, prompt=prompt or None)
 
     @property
+    def document(self) -> str | None:
+        """The documents as one text, each with its name above it where there are several; None where there is none."""
+        if len(self.documents) > 1:
+            return "\n\n".join(f"File: {each.name}\n\n{each.text.strip()}" for each in self.documents)
+        return self.documents[0].text if self.documents else None
+
+    @property
     def text(self) -> str:
-        """The document, a blank line, the question."""
+        """The documents, a blank line, the question."""
         if self.document is None or self.prompt is None:
             return (self.document or "").rstrip("\n") + (self.prompt or "")
         return about(self.document, self.prompt)
+
+    @property
+    def in_short(self) -> str:
+        """The documents' names and the question's first words, on one line."""
+        words = " ".join((self.prompt or "")[: 4 * _SHORT].split())
+        names = ", ".join(document.name for document in self.documents)
+        said = f"{words[: _SHORT - 1]}…" if len(words) > _SHORT else words
+        return " · ".join(part for part in (names, said) if part)
 
 
 def question_of(options: ChatOptions, *, interactive: bool) -> Question:
@@ -49,8 +74,8 @@ def question_of(options: ChatOptions, *, interactive: bool) -> Question:
     """
     if options.prompt is not None and not options.prompt.strip():
         raise ConfigError("--prompt is empty; give a question")
-    document = None if options.prompt_file is None else _document(options.prompt_file)
-    question = Question(document, options.prompt)
+    documents = tuple(_document(path) for path in options.prompt_file)
+    question = Question(documents, options.prompt)
     if interactive or question.text:
         return question
     piped = (
@@ -65,7 +90,7 @@ def question_of(options: ChatOptions, *, interactive: bool) -> Question:
     return Question(prompt=piped.strip())
 
 
-def _document(path: Path) -> str:
+def _document(path: Path) -> Document:
     if str(path) == "-":
         name = "--prompt_file -: standard input"
         content = b"" if sys.stdin is None else _read(sys.stdin.buffer, name)
@@ -80,7 +105,7 @@ def _document(path: Path) -> str:
     text = _text(content, name)
     if not text.strip():
         raise ConfigError(f"{name} is empty; give a file with text in it")
-    return text
+    return Document("standard input" if str(path) == "-" else path.name, text)
 
 
 def _read(file: BinaryIO, name: str) -> bytes:

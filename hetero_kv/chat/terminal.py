@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from contextlib import suppress
 
-from rich.console import Console
 from rich.text import Text
 
 from hetero_kv.chat.answer import Answer
 from hetero_kv.chat.answering import answer_to
-from hetero_kv.chat.display import COMMANDS, banner, ending, help_table, statistics_line, statistics_table
+from hetero_kv.chat.commands import COMMANDS, obey
+from hetero_kv.chat.display import banner, ending, statistics_line
 from hetero_kv.chat.question import Question
 from hetero_kv.chat.session import ChatSession
 from hetero_kv.cli import print_error
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.printing import console, printable
-from hetero_kv.settings.setting import nearest_spelling
 
 _QUOTES = '"""'
-# A path at the beginning of a question ("/etc/hosts says …") is not a command.
-_COMMAND = re.compile(r"/[A-Za-z]+\s*")
 
 
 class Terminal:
@@ -29,35 +25,54 @@ class Terminal:
 
     Args:
         session: what answers.
-        question: what was given on the command line. A prompt is sent at once; a document alone waits for the first
-            question, and Enter sends it as it is.
+        question: what was given on the command line. A prompt is sent at once; documents alone wait for the first
+            question, and Enter sends them as they are.
+
+    Attributes:
+        last: the last answer.
+        asked: the questions that the conversation holds.
+        waiting: documents that go before the next question.
+        unanswered: the last question, where an error or Ctrl-C kept it out of the conversation.
+        is_over: whether the user has left.
     """
 
     def __init__(self, session: ChatSession, question: Question) -> None:
         self.session = session
         self.console = console()
-        self.last: Answer | None = None
         self._first = question
-        self._document_waits = question.document is not None
-        _edit_lines(self.console)
+        self.forget()
+        self.is_over = False
+        _edit_lines()
+
+    def forget(self) -> None:
+        """Be as at the beginning of a conversation."""
+        self.last: Answer | None = None
+        self.asked: list[Question] = []
+        self.unanswered: Question | None = None
+        self.waiting = self._first.with_prompt("")
+
+    def taken_back(self) -> Question | None:
+        """The question that the conversation has just been rid of; its documents wait again."""
+        question = self.asked.pop() if self.asked else None
+        self.last = self.unanswered = None
+        if question is not None:
+            self.waiting = question.with_prompt("")
+        return question
 
     def run(self) -> int:
         """Chat until the user leaves; returns the exit status."""
         self.console.print(banner(self.session))
         if self._first.prompt is not None:
-            self._ask(self._first)
-        elif self._document_waits:
-            self._note(
-                f"the document has {len(self._first.text):,} characters; ask about it, or press Enter to send it"
-            )
-        while True:
+            self.ask(self._first)
+        else:
+            self.note_waiting()
+        while not self.is_over:
             self.console.print()
             try:
-                text = self._read()
+                self._take(self._read())
             except KeyboardInterrupt:
                 self.console.print()
-                self._note("/quit or Ctrl-D leaves")
-                continue
+                self.note("/quit or Ctrl-D leaves")
             except EOFError:
                 self.console.print()
                 return 0
@@ -68,14 +83,15 @@ class Terminal:
                         f"0x{error.object[error.start]:02x}); type it again, or set the terminal to UTF-8"
                     )
                 )
-                continue
-            if _COMMAND.fullmatch(text):
-                if not self._obey(text.strip()):
-                    return 0
-            elif self._document_waits:
-                self._ask(self._first.with_prompt(text.strip()))
-            elif text.strip():
-                self._ask(Question(prompt=text))
+            except HeteroKVError as error:
+                print_error(error)
+        return 0
+
+    def _take(self, text: str) -> None:
+        if text.startswith("/"):
+            obey(self, text)
+        elif text.strip() or self.waiting.documents:
+            self.ask(self.waiting.with_prompt(text.strip()))
 
     def _read(self) -> str:
         text = input(self._prompt(">>> "))
@@ -84,34 +100,17 @@ class Terminal:
         text = text.lstrip().removeprefix(_QUOTES)
         while not text.rstrip().endswith(_QUOTES):
             text += "\n" + input(self._prompt("... "))
-        return text.rstrip().removesuffix(_QUOTES).strip("\n")
+        # A space, because what stands in quotes is no command.
+        return " " + text.rstrip().removesuffix(_QUOTES).strip("\n")
 
     def _prompt(self, sign: str) -> str:
         # Readline must know which characters take no room on the line.
         return f"\x01\x1b[1;36m\x02{sign}\x01\x1b[0m\x02" if self.console.color_system else sign
 
-    def _obey(self, command: str) -> bool:
-        """Carry out a command; False when the chat is over."""
-        match command:
-            case "/quit":
-                return False
-            case "/help":
-                self.console.print(help_table())
-            case "/stats":
-                self.console.print(statistics_table(self.session, self.last))
-            case "/reset":
-                self.session.conversation.reset()
-                self.last = None
-                self._document_waits = self._first.document is not None
-                again = "; the document goes before the next question again" if self._document_waits else ""
-                self._note(f"the conversation is forgotten{again}")
-            case _:
-                near = nearest_spelling(command, COMMANDS) or f"; known: {', '.join(COMMANDS)}"
-                print_error(HeteroKVError(f"there is no command {command}{near}"))
-        return True
-
-    def _ask(self, question: Question) -> None:
+    def ask(self, question: Question) -> None:
+        """Send a question, and show its answer."""
         before = self.session.conversation.context_tokens
+        self.unanswered = question
         try:
             self.last = answer_to(self.session, question, on_text=_write)
         except HeteroKVError as error:
@@ -120,22 +119,34 @@ class Terminal:
         except KeyboardInterrupt:
             self.console.print()
             is_kept = self.session.conversation.context_tokens > before
-            self._note(
+            self.note(
                 f"stopped; the conversation {'has this answer' if is_kept else 'is as it was before this question'}"
             )
             return
         finally:
-            # A document that did not get into the conversation goes before the next question.
+            # Documents that did not get into the conversation go before the next question.
             if self.session.conversation.context_tokens > before:
-                self._document_waits = False
+                self.waiting, self.unanswered = Question(), None
+                self.asked.append(question)
         self.console.print()
         reason = ending(self.last, self.session)
         if reason is not None:
             self.console.print(reason, style="yellow", markup=False, highlight=False)
-        self._note(statistics_line(self.last))
+        self.note(statistics_line(self.last))
 
-    def _note(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Print a remark of the program's own."""
         self.console.print(Text(text, style="dim"))
+
+    def note_waiting(self) -> None:
+        """Say which documents wait, if any."""
+        documents = self.waiting.documents
+        if len(documents) == 1:
+            length = len(documents[0].text.strip())
+            self.note(f"{documents[0].name} has {length:,} characters; ask about it, or press Enter to send it")
+        elif documents:
+            each = ", ".join(f"{document.name} {len(document.text.strip()):,}" for document in documents)
+            self.note(f"{each} characters; ask about them, or press Enter to send them")
 
 
 def _write(piece: str) -> None:
@@ -143,7 +154,7 @@ def _write(piece: str) -> None:
     sys.stdout.flush()
 
 
-def _edit_lines(console: Console) -> None:
+def _edit_lines() -> None:
     """Line editing for `input`, where the system has it; it also lifts the terminal's limit of 4,095 bytes a line."""
     with suppress(ImportError):
         import readline

@@ -39,6 +39,15 @@ def test_the_file_stands_before_the_question_and_a_blank_line_between_them(tmp_p
     assert question_of(chat, interactive=False).text == "first line\nlast line\n\nWhat?"
 
 
+def test_several_files_stand_under_their_names(tmp_path: Path):
+    for name in ("one.txt", "two.txt"):
+        (tmp_path / name).write_text(f"\ntext of {name}\n\n")
+    chat = options("--prompt_file", tmp_path / "one.txt", "--prompt_file", tmp_path / "two.txt", "--prompt", "What?")
+    question = question_of(chat, interactive=False)
+    assert question.text == "File: one.txt\n\ntext of one.txt\n\nFile: two.txt\n\ntext of two.txt\n\nWhat?"
+    assert question.in_short == "one.txt, two.txt · What?"
+
+
 def test_a_file_alone_is_the_question(tmp_path: Path):
     (tmp_path / "text.txt").write_text("Who are you?\n")
     assert question_of(options("--prompt_file", tmp_path / "text.txt"), interactive=False).text == "Who are you?"

@@ -10,10 +10,10 @@ import pytest
 import torch
 from small_recipes import small_recipe
 from tiny_models import tiny_model
-from tiny_tokenizers import BEGIN, END, byte_level
+from tiny_tokenizers import BEGIN, END, TEMPLATE, byte_level
 
 import hetero_kv
-from hetero_kv.chat.conversation import Conversation
+from hetero_kv.chat.conversation import MOST_UNDONE, Conversation
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.observation import Observation
@@ -24,7 +24,13 @@ PACKAGE = Path(hetero_kv.__file__).parent
 #: Where an interrupt between the model's work and the bookkeeping may come; the model's own has tests in tests/engine.
 BOOKKEEPING = {
     str(PACKAGE / name)
-    for name in ("chat/conversation.py", "chat/answer.py", "models/turns.py", "models/text_encoding.py")
+    for name in (
+        "chat/conversation.py",
+        "chat/answer.py",
+        "chat/watching.py",
+        "models/turns.py",
+        "models/text_encoding.py",
+    )
 }
 TOKENIZER = byte_level(add_prefix_space=False)
 #: Answers of these many tokens.
@@ -221,6 +227,61 @@ def test_a_fork_goes_its_own_way_and_undoes_its_own_turns(model):
     with pytest.raises(HeteroKVError, match="an answer is being generated; fork the conversation before or after"):
         talk.ask("hello", **FEW, on_text=lambda text: talk.fork())
     assert talk.fork().context_tokens == talk.context_tokens
+
+
+@pytest.mark.parametrize("recipe", [None, "ktransformers", "h2o", "infllm", "shadowkv"])
+def test_a_question_that_is_taken_back_was_never_asked(recipe):
+    model = new_model(recipe)
+    talk, other = conversation(model), conversation(model)
+    assert replies(talk, "hello " * 20) == replies(other, "hello " * 20)
+    replies(talk, "never " * 20)
+    talk.undo()
+    assert talk.turns == other.turns
+    assert talk._said.tokens == other._said.tokens
+    assert replies(talk, "again " * 9, "more") == replies(other, "again " * 9, "more")
+
+
+def test_as_many_questions_as_are_kept_can_be_taken_back_in_a_row():
+    model = new_model("ktransformers")
+    talk = conversation(model)
+    questions = [f"hello {number}" for number in range(MOST_UNDONE + 1)]
+    answers = replies(talk, *questions)
+    for _ in range(MOST_UNDONE):
+        talk.undo()
+    assert not talk.can_undo
+    with pytest.raises(HeteroKVError, match="cannot be taken back: its state is not kept"):
+        talk.undo()
+    assert replies(talk, *questions[1:]) == answers[1:]
+    with pytest.raises(HeteroKVError, match="nothing has been asked"):
+        conversation(model).undo()
+
+
+def test_turns_are_the_tokens_of_the_conversation(model):
+    talk = conversation(model)
+    answers = [talk.ask(question, **FEW) for question in ("hello", "again")]
+    assert [turn.answer for turn in talk.turns] == [answer.statistics.generated_tokens for answer in answers]
+    assert sum(turn.question + turn.answer for turn in talk.turns) == talk.context_tokens
+    talk.reset()
+    assert talk.turns == ()
+
+
+def test_another_system_message_begins_anew(model):
+    talk = conversation(model)
+    talk.ask("hello", **FEW)
+    talk.begin_anew("Obey.")
+    assert talk.context_tokens == 0
+    assert replies(talk, "hello") == replies(conversation(model, system="Obey."), "hello")
+
+
+def test_a_template_that_takes_no_system_message_leaves_the_conversation_as_it_was(model):
+    tokenizer = byte_level(add_prefix_space=False)
+    tokenizer.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}" + TEMPLATE
+    talk = Conversation(model, tokenizer)
+    talk.ask("hello", **FEW)
+    before = talk.context_tokens
+    with pytest.raises(HeteroKVError, match="takes no messages of system"):
+        talk.begin_anew("Obey.")
+    assert (talk.context_tokens, talk.system) == (before, None)
 
 
 def test_a_question_cannot_forge_a_turn(model):

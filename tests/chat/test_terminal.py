@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 
 from hetero_kv.chat.answer import Answer
+from hetero_kv.chat.commands import COMMANDS
 from hetero_kv.chat.conversation import Conversation
 from hetero_kv.chat.question import Question
 from hetero_kv.chat.terminal import Terminal
@@ -184,11 +185,69 @@ def test_a_line_may_be_longer_than_the_terminal_takes_by_itself(chat: ChatInATer
 
 def test_help_lists_every_command(chat: ChatInATerminal):
     shown = chat.say("/help")
-    assert all(command in shown for command in ("/help", "/stats", "/reset", "/quit", '"""', "Ctrl-C"))
+    assert all(command in shown for command in (*COMMANDS, '"""', "Ctrl-C"))
 
 
 def test_an_unknown_command_is_answered_with_the_nearest(chat: ChatInATerminal):
     assert "there is no command /stast; did you mean /stats?" in chat.say("/stast")
+
+
+def test_what_begins_with_a_slash_is_a_command_and_behind_a_space_a_question(chat: ChatInATerminal):
+    assert "there is no command /usr/bin/env; known: /help, " in chat.say("/usr/bin/env is what?")
+    assert "/quit takes nothing behind it, and there is 'now'" in chat.say("/quit now")
+    assert "0 of 65,536 tokens" in chat.say("/stats")
+    chat.type(" /usr/bin/env is what?\n")
+    stop_the_answer(chat)
+    assert prompt_tokens(chat) == 5 + 3
+
+
+def test_a_question_is_taken_back_and_asked_again(chat: ChatInATerminal):
+    assert "error: there is no question to take back: nothing has been asked" in chat.say("/undo")
+    assert "error: there is no question to ask again" in chat.say("/retry")
+    chat.type("one two\n")
+    stop_the_answer(chat)
+    chat.type("/retry\n")
+    stop_the_answer(chat)
+    assert prompt_tokens(chat) == 5 + 2
+    assert "1 one two" in (shown := chat.say("/context"))
+    assert re.search(r"1 one two +7 +0\.0%\s+its answer +\d", shown)
+    assert "taken back: one two" in chat.say("/undo")
+    assert "0 of 65,536 tokens" in chat.say("/stats")
+    assert re.search(r"left +65,536 +100\.0%", chat.say("/context"))
+
+
+def test_the_system_message_can_be_set_and_the_conversation_begins_anew(chat: ChatInATerminal):
+    assert "the model's own system message" in chat.say("/system")
+    chat.type("one\n")
+    stop_the_answer(chat)
+    assert "the system message is set; the conversation begins anew" in chat.say("/system be brief")
+    assert "system message: be brief" in chat.say("/system")
+    chat.type("one\n")
+    stop_the_answer(chat)
+    assert prompt_tokens(chat) == 6 + 5
+    chat.say('/system ""')
+    assert "the model's own system message" in chat.say("/system")
+
+
+def test_documents_of_a_question_that_is_taken_back_wait_again(tiny_model_folder: Path, tmp_path: Path):
+    for name in ("first.txt", "second.txt"):
+        (tmp_path / name).write_text("one two three\n")
+    files = (argument for name in ("first.txt", "second.txt") for argument in ("--prompt_file", tmp_path / name))
+    chat = ChatInATerminal(tiny_model_folder, *files, "--max_new_tokens", 3)
+    try:
+        assert "first.txt 13, second.txt 13 characters; ask about them" in chat.until(PROMPT)
+        assert re.search(r"waits: second.txt +3 ", chat.say("/context"))
+        chat.say("four")
+        # Each under its name: File: first.txt
+        assert prompt_tokens(chat) == 5 + 2 * (2 + 3) + 1
+        assert "1 first.txt, second.txt · four" in chat.say("/context")
+        shown = chat.say("/undo")
+        assert "taken back: first.txt, second.txt · four" in shown
+        assert "first.txt 13, second.txt 13 characters" in shown
+        chat.say("")
+        assert prompt_tokens(chat) == 5 + 2 * (2 + 3)
+    finally:
+        chat.close()
 
 
 def test_ctrl_c_at_the_prompt_drops_the_line(chat: ChatInATerminal):
@@ -205,13 +264,13 @@ def test_the_document_goes_before_the_first_question_alone(tiny_model_folder: Pa
     try:
         banner = chat.until(PROMPT)
         assert "capacity 65,536 tokens" in banner
-        assert "the document has 13 characters" in banner
+        assert "document.txt has 13 characters; ask about it" in banner
         assert "cut off at --max_new_tokens 3" in chat.say("four")
         assert prompt_tokens(chat) == 5 + 4
         chat.say("five")
         # The last token of the answer before is processed with it: … <end> <begin> user (word) <end> <begin> assistant
         assert prompt_tokens(chat) == 1 + 7
-        assert "goes before the next question again" in chat.say("/reset")
+        assert "document.txt has 13 characters; ask about it" in chat.say("/reset")
         chat.say("")
         assert prompt_tokens(chat) == 5 + 3
         chat.type(CTRL_D)

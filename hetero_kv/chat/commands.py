@@ -1,0 +1,130 @@
+"""What a line of the chat that begins with / does: the one table of commands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hetero_kv.chat.display import context_table, statistics_table
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.settings.setting import nearest_spelling
+
+if TYPE_CHECKING:
+    from hetero_kv.chat.terminal import Terminal
+
+
+class Command(NamedTuple):
+    """One command.
+
+    Attributes:
+        meaning: one line about it.
+        act: carries it out; it is given the terminal and what stands behind the command's name.
+        argument: what may stand there, as `/help` shows it; "" where nothing may.
+    """
+
+    meaning: str
+    act: Callable[[Terminal, str], None]
+    argument: str = ""
+
+
+def obey(terminal: Terminal, line: str) -> None:
+    """Carry out a line that begins with /.
+
+    Raises HeteroKVError for a command that there is not, with the nearest one, and for what the command refuses.
+    """
+    words = line.split(maxsplit=1)
+    name, argument = words[0], words[1].strip() if len(words) > 1 else ""
+    if name not in COMMANDS:
+        near = nearest_spelling(name, COMMANDS) or f"; known: {', '.join(COMMANDS)}"
+        raise HeteroKVError(
+            f"there is no command {name}{near}{'' if near.endswith('?') else ';'} begin the line with a space to ask "
+            "what begins with /"
+        )
+    command = COMMANDS[name]
+    if argument and not command.argument:
+        raise HeteroKVError(f"{name} takes nothing behind it, and there is {argument!r}; write {name} alone")
+    command.act(terminal, argument)
+
+
+def help_table() -> RenderableType:
+    """The commands and keys."""
+    table = Table.grid(padding=(0, 3))
+    for name, command in COMMANDS.items():
+        table.add_row(Text(f"{name} {command.argument}".rstrip(), style="cyan"), command.meaning)
+    for key, meaning in _KEYS.items():
+        table.add_row(Text(key, style="cyan"), meaning)
+    return table
+
+
+def _help(terminal: Terminal, _: str) -> None:
+    terminal.console.print(help_table())
+
+
+def _stats(terminal: Terminal, _: str) -> None:
+    terminal.console.print(statistics_table(terminal.session, terminal.last))
+
+
+def _context(terminal: Terminal, _: str) -> None:
+    terminal.console.print(context_table(terminal.session, terminal.asked, terminal.waiting))
+
+
+def _system(terminal: Terminal, argument: str) -> None:
+    talk = terminal.session.conversation
+    if not argument:
+        terminal.note("the model's own system message" if talk.system is None else f"system message: {talk.system}")
+        return
+    had_said = talk.context_tokens > 0
+    talk.begin_anew(None if argument in ("''", '""') else argument)
+    terminal.forget()
+    terminal.note(f"the system message is set{'; the conversation begins anew' if had_said else ''}")
+
+
+def _undo(terminal: Terminal, _: str) -> None:
+    terminal.session.conversation.undo()
+    question = terminal.taken_back()
+    said = f": {question.in_short}" if question else ""
+    terminal.note(f"the last question and its answer are taken back{said}")
+    terminal.note_waiting()
+
+
+def _retry(terminal: Terminal, _: str) -> None:
+    question = terminal.unanswered
+    if question is None:
+        if not terminal.asked:
+            raise HeteroKVError("there is no question to ask again; ask one")
+        terminal.session.conversation.undo()
+        question = terminal.taken_back()
+    if question is not None:
+        terminal.ask(question)
+
+
+def _reset(terminal: Terminal, _: str) -> None:
+    terminal.session.conversation.reset()
+    terminal.forget()
+    terminal.note("the conversation is forgotten")
+    terminal.note_waiting()
+
+
+def _quit(terminal: Terminal, _: str) -> None:
+    terminal.is_over = True
+
+
+COMMANDS: dict[str, Command] = {
+    "/help": Command("this list", _help),
+    "/retry": Command("ask the last question once more, in place of its answer", _retry),
+    "/undo": Command("take the last question and its answer back", _undo),
+    "/system": Command('show or set the system message ("" for the model\'s own), and begin anew', _system, "[TEXT]"),
+    "/context": Command("what fills the context, and what is left", _context),
+    "/stats": Command("what the last answer cost, and the settings in force", _stats),
+    "/reset": Command("forget the conversation and start anew", _reset),
+    "/quit": Command("leave (Ctrl-D does too)", _quit),
+}
+
+_KEYS = {
+    '"""': "begin and end a text of several lines",
+    "Ctrl-C": "stop the answer; at the prompt, drop the line",
+}

@@ -1,0 +1,90 @@
+"""What looks on while an answer is generated: times, stops, the text as it comes, and what it all has cost."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import StoppingCriteria, TextStreamer
+from transformers.cache_utils import Cache
+
+from hetero_kv.chat.answer import Statistics
+from hetero_kv.engine.cache import HeteroCache, Progress
+
+# getrusage counts kilobytes, except on macOS.
+_MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
+
+
+class StoppedInPrefill(Exception):
+    """Raised between chunks of a prefill that the user stops."""
+
+
+class Watch(StoppingCriteria):
+    """Times the tokens as they come, and stops generation when it is asked to."""
+
+    def __init__(self, should_stop: Callable[[], bool] | None) -> None:
+        self.start = time.perf_counter()
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.stopped = False
+        self._should_stop = should_stop or (lambda: False)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.last_token = time.perf_counter()
+        self.first_token = self.first_token or self.last_token
+        self.stopped = self._should_stop()
+        return torch.full((input_ids.shape[0],), self.stopped, dtype=torch.bool, device=input_ids.device)
+
+    def on_progress(self, report: Progress | None) -> Progress:
+        """`report`, and an exception that ends the prefill once a stop is wanted."""
+
+        def reported(layers_done: int, layers: int, tokens_done: int, tokens: int) -> None:
+            # A decode step of one token needs no report.
+            if report is not None and tokens > 1:
+                report(layers_done, layers, tokens_done, tokens)
+            if self.first_token is None and self._should_stop():
+                raise StoppedInPrefill
+
+        return reported
+
+
+class Streamer(TextStreamer):
+    """Hands on decoded text as soon as it is certain."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self._on_text(text)
+
+
+def measured(cache: Cache, watch: Watch, prompt_tokens: int, generated: int, context: int) -> Statistics:
+    """What a turn cost that ends now; see Statistics for the numbers of tokens."""
+    now = time.perf_counter()
+    first = watch.first_token or now
+    is_ours = isinstance(cache, HeteroCache)
+    counted = cache.statistics if is_ours else {}
+    return Statistics(
+        prompt_tokens=prompt_tokens,
+        context_tokens=context,
+        generated_tokens=generated,
+        time_to_first_token_s=first - watch.start,
+        prefill_s=first - watch.start,
+        decode_s=(watch.last_token or first) - first,
+        peak_dram_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT,
+        peak_vram_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+        kv_bytes=cache.dram_bytes if is_ours else _tensor_bytes(cache),
+        kv_device_bytes=cache.device_bytes if is_ours else 0,
+        of_layers={name: layers for name, layers in counted.items() if any(v is not None for v in layers)},
+    )
+
+
+def _tensor_bytes(cache: Cache) -> int:
+    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
+    return sum(t.numel() * t.element_size() for t in tensors)
