@@ -53,10 +53,10 @@ clean:
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) -e '.[plots,eval]'
+	$(PIP) -e '.[documents,plots,eval]'
 	touch $@
 
 # Apart, so that nobody who wants to chat waits for a compiler of GPU kernels.
 $(TESTED): $(READY)
-	$(PIP) -e '.[test,plots,eval]'
+	$(PIP) -e '.[test,documents,plots,eval]'
 	touch $@

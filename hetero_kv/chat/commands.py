@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import RenderableType
@@ -10,6 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hetero_kv.chat.display import context_table, statistics_table
+from hetero_kv.chat.documents import documents_at
+from hetero_kv.chat.question import Question
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.settings.setting import nearest_spelling
 
@@ -83,6 +86,20 @@ def _system(terminal: Terminal, argument: str) -> None:
     terminal.note(f"the system message is set{'; the conversation begins anew' if had_said else ''}")
 
 
+def _file(terminal: Terminal, argument: str) -> None:
+    if argument:
+        added = documents_at(argument)
+        terminal.waiting = replace(terminal.waiting, documents=(*terminal.waiting.documents, *added))
+    if not terminal.waiting.documents:
+        raise HeteroKVError("no file waits for a question; add one: /file PATH")
+    terminal.note_waiting()
+
+
+def _drop(terminal: Terminal, _: str) -> None:
+    terminal.waiting = Question()
+    terminal.note("no file waits for the next question")
+
+
 def _undo(terminal: Terminal, _: str) -> None:
     terminal.session.conversation.undo()
     question = terminal.taken_back()
@@ -115,6 +132,8 @@ def _quit(terminal: Terminal, _: str) -> None:
 
 COMMANDS: dict[str, Command] = {
     "/help": Command("this list", _help),
+    "/file": Command("add documents to the next question: paths, patterns; alone, show those that wait", _file, "PATH"),
+    "/drop": Command("let no document wait for the next question", _drop),
     "/retry": Command("ask the last question once more, in place of its answer", _retry),
     "/undo": Command("take the last question and its answer back", _undo),
     "/system": Command('show or set the system message ("" for the model\'s own), and begin anew', _system, "[TEXT]"),

@@ -95,7 +95,8 @@ def add_flags(parser: FlagParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="a text file that goes before the first question (- is standard input); may be given several times",
+        help="a document that goes before the first question: text, HTML, PDF or DOCX (- is standard input); may be "
+        "given several times",
     )
     asking.add_argument("--system", metavar="TEXT", help="system message (default: the model's own)")
     asking.add_argument("--json", action="store_true", help="answer once, and print one JSON object")

@@ -142,10 +142,10 @@ class Terminal:
         """Say which documents wait, if any."""
         documents = self.waiting.documents
         if len(documents) == 1:
-            length = len(documents[0].text.strip())
+            length = documents[0].characters
             self.note(f"{documents[0].name} has {length:,} characters; ask about it, or press Enter to send it")
         elif documents:
-            each = ", ".join(f"{document.name} {len(document.text.strip()):,}" for document in documents)
+            each = ", ".join(f"{document.name} {document.characters:,}" for document in documents)
             self.note(f"{each} characters; ask about them, or press Enter to send them")
 
 

@@ -101,7 +101,7 @@ def test_a_folder_is_an_error(tmp_path: Path):
     [
         (b"", "is empty; give a file with text in it"),
         (b" \n\t", "is empty; give a file with text in it"),
-        (b"%PDF-1.7\n\xb5\xb6", "is not UTF-8 text (byte 9 is 0xb5); convert it to plain text"),
+        (b"# PDF-1.7\n\xb5\xb6", "is not UTF-8 text (byte 10 is 0xb5); convert it to plain text"),
         (b"text\0text", "is binary (byte 4 is 0x00), not text"),
     ],
 )
@@ -131,7 +131,7 @@ def test_a_file_that_no_context_holds_is_an_error_before_it_is_read(tmp_path: Pa
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero_kv.chat.question._MOST_BYTES", 2**21)
+    monkeypatch.setattr("hetero_kv.chat.documents.MOST_BYTES", 2**21)
 
 
 @pytest.mark.usefixtures("short")

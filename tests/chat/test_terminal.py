@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from sample_documents import pdf
 
 from hetero_kv.chat.answer import Answer
 from hetero_kv.chat.commands import COMMANDS
@@ -229,25 +230,27 @@ def test_the_system_message_can_be_set_and_the_conversation_begins_anew(chat: Ch
     assert "the model's own system message" in chat.say("/system")
 
 
-def test_documents_of_a_question_that_is_taken_back_wait_again(tiny_model_folder: Path, tmp_path: Path):
-    for name in ("first.txt", "second.txt"):
-        (tmp_path / name).write_text("one two three\n")
-    files = (argument for name in ("first.txt", "second.txt") for argument in ("--prompt_file", tmp_path / name))
-    chat = ChatInATerminal(tiny_model_folder, *files, "--max_new_tokens", 3)
-    try:
-        assert "first.txt 13, second.txt 13 characters; ask about them" in chat.until(PROMPT)
-        assert re.search(r"waits: second.txt +3 ", chat.say("/context"))
-        chat.say("four")
-        # Each under its name: File: first.txt
-        assert prompt_tokens(chat) == 5 + 2 * (2 + 3) + 1
-        assert "1 first.txt, second.txt · four" in chat.say("/context")
-        shown = chat.say("/undo")
-        assert "taken back: first.txt, second.txt · four" in shown
-        assert "first.txt 13, second.txt 13 characters" in shown
-        chat.say("")
-        assert prompt_tokens(chat) == 5 + 2 * (2 + 3)
-    finally:
-        chat.close()
+def test_files_go_before_the_next_question_and_wait_again_when_it_is_taken_back(chat: ChatInATerminal, tmp_path: Path):
+    (tmp_path / "first.pdf").write_bytes(pdf("one two three"))
+    (tmp_path / "second.md").write_text("one two three\n")
+    assert "error: no file waits for a question; add one: /file PATH" in chat.say("/file")
+    assert "error: '/nowhere.txt' cannot be read: No such file" in chat.say("/file /nowhere.txt")
+    assert "first.pdf has 13 characters; ask about it" in chat.say(f"/file {tmp_path}/first.pdf")
+    assert "first.pdf 13, second.md 13 characters; ask about them" in chat.say(f"/file {tmp_path}/*.md")
+    assert re.search(r"waits: second.md +3 ", chat.say("/context"))
+    chat.type("four\n")
+    stop_the_answer(chat)
+    # Each under its name: File: first.pdf
+    assert prompt_tokens(chat) == 5 + 2 * (2 + 3) + 1
+    assert "1 first.pdf, second.md · four" in chat.say("/context")
+    shown = chat.say("/undo")
+    assert "taken back: first.pdf, second.md · four" in shown
+    assert "first.pdf 13, second.md 13 characters" in shown
+    chat.type("\n")
+    stop_the_answer(chat)
+    assert prompt_tokens(chat) == 5 + 2 * (2 + 3)
+    chat.say("/undo")
+    assert "no file waits for the next question" in chat.say("/drop")
 
 
 def test_ctrl_c_at_the_prompt_drops_the_line(chat: ChatInATerminal):

@@ -1,0 +1,138 @@
+"""Texts that go before a question, from files of several formats: no more of one is read than a model could take."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from hetero_kv.chat.formats import Format, format_of, text_in
+from hetero_kv.errors import ConfigError
+
+# Four bytes a token, as English has, for 64 Mi tokens: more than any model's context.
+MOST_BYTES = 4 * 2**26
+#: Files that one pattern may stand for.
+MOST_FILES = 1000
+_BYTES_AT_ONCE = 2**20
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text that goes before a question; `name` is its file's, without folders."""
+
+    name: str
+    text: str
+
+    @property
+    def characters(self) -> int:
+        """How long the text is, without white space at its ends."""
+        return len(self.text.strip())
+
+
+def document_in(path: Path, what: str = "") -> Document:
+    """The text of a file: plain text, or what PDF, DOCX and HTML say.
+
+    Args:
+        path: the file; `-` is standard input.
+        what: where the path comes from, as errors say it.
+
+    Raises:
+        ConfigError: a file that cannot be read, is empty, endless, damaged or of another format, or for whose format
+            the library is not installed.
+    """
+    if str(path) == "-":
+        name = f"{what} -: standard input".lstrip()
+        content, kind = (b"", None) if sys.stdin is None else _read(sys.stdin.buffer, name, "")
+    else:
+        name = f"{what} {str(path)!r}".lstrip()
+        try:
+            with path.expanduser().open("rb") as file:
+                _require_length(os.fstat(file.fileno()).st_size, name)
+                content, kind = _read(file, name, path.suffix)
+        except OSError as error:
+            raise ConfigError(f"{name} cannot be read: {error.strerror}; give a text file") from error
+    text = decoded(content, name) if kind is None else text_in(content, kind, name, MOST_BYTES)
+    if not text.strip():
+        hint = f"; {kind.without_text}" if kind is not None and kind.without_text else "; give a file with text in it"
+        raise ConfigError(f"{name} is empty{hint}")
+    return Document("standard input" if str(path) == "-" else path.name, text)
+
+
+def documents_at(words: str) -> tuple[Document, ...]:
+    """The documents that `/file` names: a path as it is; or several, quoted as a shell has them, patterns among them.
+
+    Raises ConfigError as `document_in`, and where there is no such file, or a pattern stands for too many.
+    """
+    if Path(words).expanduser().exists():
+        return (document_in(Path(words)),)
+    try:
+        names = shlex.split(words)
+    except ValueError:  # a quotation mark that nothing closes: part of a name
+        names = [words]
+    return tuple(document_in(path) for name in names for path in _matching(name))
+
+
+def _matching(name: str) -> list[Path]:
+    path = Path(name).expanduser()
+    if path.exists() or not glob.has_magic(name):
+        return [path]
+    found = sorted(each for each in map(Path, glob.iglob(str(path), recursive=True)) if each.is_file())
+    if not found:
+        raise ConfigError(f"no file matches {name!r}; check the pattern")
+    if len(found) > MOST_FILES:
+        raise ConfigError(
+            f"{name!r} matches {len(found):,} files, and {MOST_FILES:,} are the most; give a narrower one"
+        )
+    return found
+
+
+def piped_text() -> str:
+    """What is piped into the program; "" where a terminal is there instead."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return ""
+    content, kind = _read(sys.stdin.buffer, "standard input", "")
+    if kind is not None:
+        raise ConfigError(f"standard input is {kind.name}, not a question; give it as a document: --prompt_file -")
+    return decoded(content, "standard input")
+
+
+def _read(file: BinaryIO, name: str, suffix: str) -> tuple[bytes, Format | None]:
+    """All of the file, which may be a pipe or a device: no more than a model could be asked about; and its format."""
+    content = bytearray()
+    kind = None
+    while piece := file.read(_BYTES_AT_ONCE):
+        kind = kind if content else format_of(piece, suffix)
+        if kind is None:
+            _require_no_zero(piece, len(content), name)
+        content += piece
+        _require_length(len(content), name)
+    return bytes(content), kind
+
+
+def _require_length(size: int, name: str) -> None:
+    if size > MOST_BYTES:
+        raise ConfigError(
+            f"{name} has more than {MOST_BYTES:,} bytes, which is more text than any model's context holds; give a "
+            "shorter text"
+        )
+
+
+def _require_no_zero(content: bytes, before: int, name: str) -> None:
+    if 0 in content:
+        place = before + content.index(0)
+        raise ConfigError(f"{name} is binary (byte {place} is 0x00), not text; convert it to plain UTF-8 text")
+
+
+def decoded(content: bytes, name: str) -> str:
+    """The bytes as UTF-8 text, line ends as Unix has them. Raises ConfigError."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{name} is not UTF-8 text (byte {error.start} is 0x{content[error.start]:02x}); convert it to plain text"
+        ) from error
+    return text.replace("\r\n", "\n")

@@ -1,0 +1,133 @@
+"""Takes a document apart; the program of a process of its own, started by `hetero_kv.chat.formats`.
+
+    python format_reader.py FORMAT SECONDS MEMORY MOST_BYTES < document > text
+
+What a library raises is one line on standard error, and the exit status 1. Time and memory are the system's own limits,
+so that no document is a way around them; no file can be written. It imports nothing of this package, so that it starts
+quickly and has little to reach.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import resource
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+#: What a DOCX may unpack to, as it says itself; no more than it says is ever unpacked.
+_MOST_UNPACKED = 1 << 30
+
+
+class Refused(Exception):
+    """A document that is not read, with the reason."""
+
+
+def pdf_text(content: bytes) -> Iterator[str]:
+    """The pages' texts."""
+    import pypdf
+
+    reader = pypdf.PdfReader(io.BytesIO(content))
+    if reader.is_encrypted and not reader.decrypt(""):
+        raise Refused("it is encrypted with a password")
+    for page in reader.pages:
+        yield page.extract_text().strip() + "\n\n"
+
+
+def docx_text(content: bytes) -> Iterator[str]:
+    """Paragraphs, headings and list items as Markdown has them, and rows of tables; no headers and footnotes."""
+    import docx
+    from docx.table import Table
+
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        if "word/document.xml" not in archive.namelist():
+            raise Refused("it is another zip archive")
+        if sum(member.file_size for member in archive.infolist()) > _MOST_UNPACKED:
+            raise Refused(f"it unpacks to more than {_MOST_UNPACKED:,} bytes")
+    for part in docx.Document(io.BytesIO(content)).iter_inner_content():
+        if isinstance(part, Table):
+            for row in part.rows:
+                yield "| " + " | ".join(" ".join(cell.text.split()) for cell in row.cells) + " |\n"
+            yield "\n"
+            continue
+        style = part.style.name if part.style is not None else ""
+        heading = re.fullmatch(r"Heading (\d)", style)
+        mark = "#" * int(heading[1]) + " " if heading else "- " if style.startswith("List") else ""
+        if part.text.strip():
+            yield f"{mark}{part.text}\n" + ("" if mark == "- " else "\n")
+
+
+def html_text(content: bytes) -> Iterator[str]:
+    """The page as Markdown, without scripts, styles and pictures."""
+    import bs4
+    import markdownify
+
+    soup = bs4.BeautifulSoup(content, "html.parser")
+    for element in soup(["script", "style", "template", "noscript", "svg", "img", "iframe"]):
+        element.decompose()
+    written = markdownify.MarkdownConverter(heading_style="ATX", escape_asterisks=False, escape_underscores=False)
+    text = written.convert_soup(soup)
+    yield re.sub(r"\n{3,}", "\n\n", text)
+
+
+READERS = {"PDF": pdf_text, "DOCX": docx_text, "HTML": html_text}
+
+
+def limit(seconds: int, room: int) -> None:
+    """From now on: processor time, bytes beside those in use, and no file."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    for kind, most in (
+        (resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + seconds) + 1),
+        (resource.RLIMIT_AS, _bytes_in_use() + room),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        hardest = resource.getrlimit(kind)[1]
+        # Some systems refuse to limit memory; time and length are limited all the same.
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(kind, (most if hardest == resource.RLIM_INFINITY else min(most, hardest), hardest))
+
+
+def _bytes_in_use() -> int:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:
+        return 256 << 20
+
+
+def _written(name: str, content: bytes, most_bytes: int) -> None:
+    size = 0
+    for piece in READERS[name](content):
+        encoded = piece.encode(errors="replace")
+        size += len(encoded)
+        if size > most_bytes:
+            raise Refused(f"its text has more than {most_bytes:,} bytes")
+        sys.stdout.buffer.write(encoded)
+    sys.stdout.buffer.flush()
+
+
+def main() -> int:
+    """Read a document, and write what it says; returns the exit status."""
+    name, seconds, memory, most_bytes = sys.argv[1], *map(int, sys.argv[2:])
+    logging.disable()
+    content = sys.stdin.buffer.read()
+    limit(seconds, memory)
+    try:
+        _written(name, content, most_bytes)
+    except MemoryError:
+        print(f"it takes more than {memory / 1e6:,.0f} MB", file=sys.stderr)
+    except Refused as error:
+        print(error, file=sys.stderr)
+    except Exception as error:  # libraries raise anything
+        print(f"{type(error).__name__}: {error}".partition("\n")[0][:300], file=sys.stderr)
+    else:
+        return 0
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

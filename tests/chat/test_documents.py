@@ -1,0 +1,146 @@
+"""Documents of several formats as texts, and those that are not read."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+
+import pytest
+from sample_documents import HTML, docx, pdf
+
+from hetero_kv.chat import formats
+from hetero_kv.chat.documents import document_in, documents_at
+from hetero_kv.errors import ConfigError
+
+SAMPLES = {
+    "notes.txt": (b"It was cut.\r\n", "It was cut.\n"),
+    "notes.md": (b"# Budget\n\n*cut*\n", "# Budget\n\n*cut*\n"),
+    "notes.json": (b'{"year": 2026}\n', '{"year": 2026}\n'),
+    "page.py": (b"page = '<html></html>'\n", "page = '<html></html>'\n"),
+    "notes.pdf": (pdf("It was cut.", "By half."), "It was cut.\n\nBy half.\n\n"),
+    "notes.docx": (docx(), "## Budget\n\nIt was cut.\n\n- by half\n| year | 2026 |\n\n"),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_document_is_what_it_says(tmp_path: Path, name: str):
+    content, text = SAMPLES[name]
+    (tmp_path / name).write_bytes(content)
+    document = document_in(tmp_path / name)
+    assert (document.name, document.text) == (name, text)
+
+
+@pytest.mark.parametrize("name", ["notes.html", "notes"])
+def test_a_page_is_its_text_without_scripts_styles_and_pictures(tmp_path: Path, name: str):
+    (tmp_path / name).write_bytes(HTML)
+    text = document_in(tmp_path / name).text
+    assert "# Budget\n\nIt was **cut** by snake_case & co." in text
+    assert "| 2026 |" in text
+    assert not any(unseen in text for unseen in ("never", "color", "AAAA"))
+
+
+def error_of(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        document_in(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_pdf_without_text_says_what_to_do(tmp_path: Path):
+    (tmp_path / "scan.pdf").write_bytes(pdf(""))
+    assert "is empty; its pages are pictures" in error_of(tmp_path / "scan.pdf")
+
+
+@pytest.mark.parametrize("share", [0.02, 0.4, 0.97])
+@pytest.mark.parametrize("name", ["notes.docx", "notes.pdf"])
+def test_a_document_that_is_cut_off_is_read_or_an_error_of_ours(tmp_path: Path, name: str, share: float):
+    content = SAMPLES[name][0]
+    (tmp_path / name).write_bytes(content[: int(share * len(content))])
+    try:
+        said = document_in(tmp_path / name).text
+    except ConfigError as error:
+        said = str(error)
+    right = (SAMPLES[name][1], f"cannot be read as {name[6:].upper()}: ", "is empty", "is not UTF-8", "is binary")
+    assert any(each in said for each in right)
+
+
+def archive(**members: bytes) -> bytes:
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, content in members.items():
+            file.writestr(name, content)
+    return written.getvalue()
+
+
+def test_another_archive_is_named(tmp_path: Path):
+    (tmp_path / "some.zip").write_bytes(archive(text=b"word"))
+    assert "cannot be read as DOCX: it is another zip archive" in error_of(tmp_path / "some.zip")
+
+
+def test_a_page_nested_without_end_is_an_error_of_ours(tmp_path: Path):
+    (tmp_path / "deep.html").write_bytes(b"<div>" * 20_000 + b"word")
+    assert "cannot be read as HTML: RecursionError" in error_of(tmp_path / "deep.html")
+
+
+def test_a_document_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(formats, "SECONDS", -1)
+    (tmp_path / "slow.html").write_bytes(b"<p>word" * 200_000)
+    assert "s to read as HTML; convert it" in error_of(tmp_path / "slow.html")
+
+
+def test_a_document_that_takes_too_much_memory_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(formats, "MEMORY", 64 << 20)
+    (tmp_path / "large.html").write_bytes(b"<p>word" * 200_000)
+    assert "cannot be read as HTML: it takes more than 67 MB" in error_of(tmp_path / "large.html")
+
+
+def test_a_document_of_too_much_text_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hetero_kv.chat.documents.MOST_BYTES", 1000)
+    (tmp_path / "long.pdf").write_bytes(pdf())
+    with pytest.raises(ConfigError, match="its text has more than 10 bytes"):
+        formats.text_in(pdf("It was cut."), formats.PDF, "long.pdf", 10)
+
+
+def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(formats, "PDF", formats.Format("PDF", "no_such_module", "pypdf"))
+    (tmp_path / "notes.pdf").write_bytes(SAMPLES["notes.pdf"][0])
+    message = error_of(tmp_path / "notes.pdf")
+    assert (
+        "is PDF, which the package pypdf reads, and it is not installed; pip install 'hetero-kv[documents]'" in message
+    )
+
+
+def test_paths_are_quoted_and_patterns_matched_as_a_shell_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("b.txt", "a.txt", "it's here.txt", "[x].txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "folder.txt").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    found = {
+        words: [document.text for document in documents_at(words)]
+        for words in ("?.txt", "it's here.txt", "'it'\"'s here.txt\" ~/a.txt", r"it\'s\ here.txt", "[x].txt")
+    }
+    assert list(found.values()) == [
+        ["a.txt", "b.txt"],
+        ["it's here.txt"],
+        ["it's here.txt", "a.txt"],
+        ["it's here.txt"],
+        ["[x].txt"],
+    ]
+
+
+def test_what_is_not_there_is_an_error_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for words, message in (
+        ("nowhere.txt", "'nowhere.txt' cannot be read: No such file or directory"),
+        ("*.txt", r"no file matches '\*.txt'; check the pattern"),
+        (".", "'.' cannot be read: Is a directory"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            documents_at(words)
+    monkeypatch.setattr("hetero_kv.chat.documents.MOST_FILES", 1)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    with pytest.raises(ConfigError, match=r"'\*.txt' matches 2 files, and 1 are the most"):
+        documents_at("*.txt")
