@@ -26,6 +26,14 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: "\ufffd" if found[0] >= "\ud800" else "", text)
 
 
+def marked(text: str) -> str:
+    """The text with U+FFFD for each character that `printable` takes out: as long as it was, for editors of lines.
+
+    What an editor shows by signs of its own, such as ^A, stays.
+    """
+    return _UNPRINTABLE.sub(lambda found: "\ufffd" if found[0] > "\x9f" else found[0], text)
+
+
 def json_text(value: Any, default: Callable[[Any], Any] | None = None) -> str:
     """The value as JSON that can be printed: what `printable` takes out is escaped, so that nothing is lost.
 

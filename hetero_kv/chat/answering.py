@@ -11,8 +11,13 @@ from hetero_kv.chat.question import Question
 from hetero_kv.chat.session import ChatSession
 
 
-def answer_to(session: ChatSession, question: Question, on_text: Callable[[str], None] | None = None) -> Answer:
-    """The answer to `question`; its pieces go to `on_text` as they come.
+def answer_to(
+    session: ChatSession,
+    question: Question,
+    on_text: Callable[[str], None] | None = None,
+    on_token: Callable[[int], None] | None = None,
+) -> Answer:
+    """The answer to `question`; its pieces go to `on_text` as they come, the number of tokens to `on_token`.
 
     Ctrl-C ends it at the next chunk or token with finish_reason "stopped".
 
@@ -38,6 +43,7 @@ def answer_to(session: ChatSession, question: Question, on_text: Callable[[str],
             top_p=settings.top_p,
             seed=settings.torch_seed,
             on_text=write,
+            on_token=on_token,
             on_progress=bar.report,
             should_stop=lambda: interrupt.requested,
         )

@@ -27,10 +27,13 @@ def run(flags: argparse.Namespace) -> int:
     if not interactive:
         return _answer_once(options, question)
 
+    from hetero_kv.chat.keyboard import kept_for_later
     from hetero_kv.chat.session import open_session
     from hetero_kv.chat.terminal import Terminal
 
-    return Terminal(open_session(options), question).run()
+    with kept_for_later():
+        session = open_session(options)
+    return Terminal(session, question).run()
 
 
 def _answer_once(options: ChatOptions, question: Question) -> int:

@@ -144,6 +144,8 @@ COMMANDS: dict[str, Command] = {
 }
 
 _KEYS = {
-    '"""': "begin and end a text of several lines",
+    '"""': "begin and end a text of several lines; Alt-Enter begins a line too",
+    "Up, Down": "what was typed before, in earlier chats too; Ctrl-R searches it",
+    "Tab": "complete a command, or the path behind /file",
     "Ctrl-C": "stop the answer; at the prompt, drop the line",
 }

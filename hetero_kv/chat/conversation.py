@@ -151,6 +151,7 @@ class Conversation:
         top_p: float = 1.0,
         seed: int | None = None,
         on_text: Callable[[str], None] | None = None,
+        on_token: Callable[[int], None] | None = None,
         on_progress: Progress | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Answer:
@@ -163,6 +164,7 @@ class Conversation:
             top_p: share of the probability mass that is sampled from.
             seed: makes sampling repeatable.
             on_text: called with pieces of the answer as they come.
+            on_token: called after every token with how many there are.
             on_progress: called after every prefilled chunk.
             should_stop: asked after every prefilled chunk and every token. A stop during prefill leaves the
                 conversation as it was; a stop later keeps the part of the answer that was given.
@@ -182,7 +184,7 @@ class Conversation:
             message = question if document is None else about(document, question)
             self._require_encodable(message)
             prompt, asked = self._prompt(message, None if document is None else question)
-            watch = Watch(should_stop)
+            watch = Watch(should_stop, on_token)
             if isinstance(self.cache, HeteroCache):
                 self.cache.on_progress = watch.on_progress(on_progress)
             if seed is not None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import suppress
-
 from rich.text import Text
 
 from hetero_kv.chat.answer import Answer
+from hetero_kv.chat.answer_view import answer_view
 from hetero_kv.chat.answering import answer_to
 from hetero_kv.chat.commands import COMMANDS, obey
 from hetero_kv.chat.display import banner, ending, statistics_line
+from hetero_kv.chat.keyboard import kept_for_later
+from hetero_kv.chat.line_editor import LineEditor, Typed
 from hetero_kv.chat.question import Question
 from hetero_kv.chat.session import ChatSession
 from hetero_kv.cli import print_error
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.printing import console, printable
-
-_QUOTES = '"""'
+from hetero_kv.printing import console
+from hetero_kv.rules.settings_file import settings_path
 
 
 class Terminal:
@@ -42,7 +41,9 @@ class Terminal:
         self._first = question
         self.forget()
         self.is_over = False
-        _edit_lines()
+        path = settings_path()
+        history = None if path is None else path.with_name("chat_history")
+        self._editor = LineEditor(history, COMMANDS, takes_paths=("/file",))
 
     def forget(self) -> None:
         """Be as at the beginning of a conversation."""
@@ -69,55 +70,34 @@ class Terminal:
         while not self.is_over:
             self.console.print()
             try:
-                self._take(self._read())
+                self._take(self._editor.read())
             except KeyboardInterrupt:
                 self.console.print()
                 self.note("/quit or Ctrl-D leaves")
             except EOFError:
                 self.console.print()
                 return 0
-            except UnicodeDecodeError as error:
-                print_error(
-                    HeteroKVError(
-                        f"the line is not text in {error.encoding} (byte {error.start} is "
-                        f"0x{error.object[error.start]:02x}); type it again, or set the terminal to UTF-8"
-                    )
-                )
             except HeteroKVError as error:
                 print_error(error)
         return 0
 
-    def _take(self, text: str) -> None:
-        if text.startswith("/"):
-            obey(self, text)
-        elif text.strip() or self.waiting.documents:
-            self.ask(self.waiting.with_prompt(text.strip()))
-
-    def _read(self) -> str:
-        text = input(self._prompt(">>> "))
-        if not text.lstrip().startswith(_QUOTES):
-            return text
-        text = text.lstrip().removeprefix(_QUOTES)
-        while not text.rstrip().endswith(_QUOTES):
-            text += "\n" + input(self._prompt("... "))
-        # A space, because what stands in quotes is no command.
-        return " " + text.rstrip().removesuffix(_QUOTES).strip("\n")
-
-    def _prompt(self, sign: str) -> str:
-        # Readline must know which characters take no room on the line.
-        return f"\x01\x1b[1;36m\x02{sign}\x01\x1b[0m\x02" if self.console.color_system else sign
+    def _take(self, typed: Typed) -> None:
+        if typed.is_command:
+            obey(self, typed.text)
+        elif typed.text.strip() or self.waiting.documents:
+            self.ask(self.waiting.with_prompt(typed.text.rstrip()))
 
     def ask(self, question: Question) -> None:
         """Send a question, and show its answer."""
         before = self.session.conversation.context_tokens
         self.unanswered = question
         try:
-            self.last = answer_to(self.session, question, on_text=_write)
+            with kept_for_later(), answer_view(self.console, renders_markdown=True) as view:
+                self.last = answer_to(self.session, question, on_text=view.write, on_token=view.count)
         except HeteroKVError as error:
             print_error(error)
             return
         except KeyboardInterrupt:
-            self.console.print()
             is_kept = self.session.conversation.context_tokens > before
             self.note(
                 f"stopped; the conversation {'has this answer' if is_kept else 'is as it was before this question'}"
@@ -128,7 +108,6 @@ class Terminal:
             if self.session.conversation.context_tokens > before:
                 self.waiting, self.unanswered = Question(), None
                 self.asked.append(question)
-        self.console.print()
         reason = ending(self.last, self.session)
         if reason is not None:
             self.console.print(reason, style="yellow", markup=False, highlight=False)
@@ -147,25 +126,3 @@ class Terminal:
         elif documents:
             each = ", ".join(f"{document.name} {document.characters:,}" for document in documents)
             self.note(f"{each} characters; ask about them, or press Enter to send them")
-
-
-def _write(piece: str) -> None:
-    sys.stdout.write(printable(piece))
-    sys.stdout.flush()
-
-
-def _edit_lines() -> None:
-    """Line editing for `input`, where the system has it; it also lifts the terminal's limit of 4,095 bytes a line."""
-    with suppress(ImportError):
-        import readline
-
-        # A paste of many lines arrives as one text, not as one question per line.
-        readline.parse_and_bind("set enable-bracketed-paste on")
-        readline.set_completer_delims("")
-        readline.set_completer(_completion)
-        readline.parse_and_bind("tab: complete")
-
-
-def _completion(text: str, state: int) -> str | None:
-    matching = [command for command in COMMANDS if text and command.startswith(text)]
-    return matching[state] if state < len(matching) else None

@@ -26,16 +26,23 @@ class StoppedInPrefill(Exception):
 class Watch(StoppingCriteria):
     """Times the tokens as they come, and stops generation when it is asked to."""
 
-    def __init__(self, should_stop: Callable[[], bool] | None) -> None:
+    def __init__(
+        self, should_stop: Callable[[], bool] | None = None, on_token: Callable[[int], None] | None = None
+    ) -> None:
         self.start = time.perf_counter()
         self.first_token: float | None = None
         self.last_token: float | None = None
         self.stopped = False
+        self._tokens = 0
+        self._on_token = on_token
         self._should_stop = should_stop or (lambda: False)
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         self.last_token = time.perf_counter()
         self.first_token = self.first_token or self.last_token
+        self._tokens += 1
+        if self._on_token is not None:
+            self._on_token(self._tokens)
         self.stopped = self._should_stop()
         return torch.full((input_ids.shape[0],), self.stopped, dtype=torch.bool, device=input_ids.device)
 

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import pty
+import json
 import re
-import select
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +11,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from chat_in_a_terminal import CTRL_C, CTRL_D, PATIENCE_S, PROMPT, ChatInATerminal
 from sample_documents import pdf
 
 from hetero_kv.chat.answer import Answer
 from hetero_kv.chat.commands import COMMANDS
 from hetero_kv.chat.conversation import Conversation
+from hetero_kv.chat.line_editor import LineEditor, Typed
 from hetero_kv.chat.question import Question
 from hetero_kv.chat.terminal import Terminal
 from hetero_kv.errors import HeteroKVError
@@ -28,78 +25,6 @@ from hetero_kv.models import load_model
 
 if TYPE_CHECKING:
     from hetero_kv.chat.session import ChatSession
-
-CHECKOUT = Path(__file__).parents[2]
-PROMPT = ">>> "
-CTRL_C, CTRL_D = "\x03", "\x04"
-PATIENCE_S = 120
-
-
-class ChatInATerminal:
-    """`local_chat.py` with a terminal of its own; what it shows is read without colours and cursor movements."""
-
-    def __init__(self, folder: Path, *arguments: object) -> None:
-        self.master, slave = pty.openpty()
-        words = [
-            sys.executable,
-            "local_chat.py",
-            "--model",
-            folder,
-            "--mode",
-            "normal",
-            "--dtype",
-            "float32",
-            *arguments,
-        ]
-        # A session of its own makes the terminal the process's, so that Ctrl-C reaches it.
-        self.process = subprocess.Popen(
-            list(map(str, words)),
-            cwd=CHECKOUT,
-            stdin=slave,
-            stdout=slave,
-            stderr=slave,
-            start_new_session=True,
-            env=os.environ | {"TERM": "xterm-256color", "COLUMNS": "120"},
-            preexec_fn=_take_terminal,
-        )
-        os.close(slave)
-        self.unread = ""
-
-    def type(self, text: str) -> None:
-        os.write(self.master, text.encode())
-
-    def until(self, expected: str) -> str:
-        """What is shown up to and with `expected`."""
-        deadline = time.monotonic() + PATIENCE_S
-        while expected not in self.unread:
-            ready, _, _ = select.select([self.master], [], [], max(0, deadline - time.monotonic()))
-            assert ready, f"waited for {expected!r}, and there is only {self.unread!r}"
-            try:
-                self.unread += os.read(self.master, 65536).decode(errors="replace")
-            except OSError:
-                raise AssertionError(f"waited for {expected!r}, the chat ended with {self.unread!r}") from None
-            self.unread = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r|[\x01\x02]", "", self.unread)
-        shown, _, self.unread = self.unread.partition(expected)
-        return shown + expected
-
-    def say(self, text: str) -> str:
-        """What the chat answers to a line, up to the next prompt."""
-        self.type(f"{text}\n")
-        return self.until(PROMPT)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self.master)
-
-
-def _take_terminal() -> None:
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    # What a shell starts in the background ignores Ctrl-C, and so does all that it starts.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +100,31 @@ def test_a_paste_of_several_lines_is_one_question(chat: ChatInATerminal):
     chat.type("\n")
     stop_the_answer(chat)
     assert prompt_tokens(chat) == 8
+
+
+def test_a_long_paste_is_shown_by_its_size_and_asked_as_it_is(chat: ChatInATerminal):
+    chat.type("one \x1b[200~" + "two three\n/quit\n" * 1000 + "\x1b[201~")
+    shown = chat.until("[pasted 2,000 lines]")
+    assert "quit" not in shown
+    chat.type("\n")
+    stop_the_answer(chat)
+    assert prompt_tokens(chat) == 5 + 1 + 3000
+    # Up brings it back, and the paste is one character, which goes with one key.
+    chat.type("\x1b[A\x1b[A\x7f\n")
+    stop_the_answer(chat)
+    assert prompt_tokens(chat) == 1 + 6 + 1
+
+
+def test_what_is_typed_during_an_answer_is_the_next_question(chat: ChatInATerminal):
+    chat.type("one two\n")
+    chat.until("word")
+    chat.type("three \x1b[200~four\nfive\x1b[201~\n")
+    time.sleep(0.2)
+    chat.type(CTRL_C)
+    shown = chat.until("three four")
+    assert "^C" not in shown
+    stop_the_answer(chat)
+    assert prompt_tokens(chat) == 1 + 6 + 3
 
 
 def test_a_line_may_be_longer_than_the_terminal_takes_by_itself(chat: ChatInATerminal):
@@ -298,14 +248,19 @@ def test_a_question_that_does_not_fit_is_an_error_and_the_chat_goes_on(tiny_mode
         chat.close()
 
 
-def test_a_prompt_is_asked_at_once_and_the_chat_goes_on(tiny_model_folder: Path):
+def test_a_prompt_is_asked_at_once_and_what_earlier_chats_asked_is_there(tiny_model_folder: Path, tmp_path: Path):
+    (tmp_path / "chat_history").write_text('"word2 word3"\n')
     chat = ChatInATerminal(tiny_model_folder, "--prompt", "word1", "--max_new_tokens", 3)
     try:
         assert "cut off at --max_new_tokens 3" in chat.until(PROMPT)
+        assert "cut off at --max_new_tokens 3" in chat.say("\x1b[A")
+        assert prompt_tokens(chat) == 1 + 6 + 2
         chat.type("/quit\n")
         assert chat.process.wait(PATIENCE_S) == 0
     finally:
         chat.close()
+    history = (tmp_path / "chat_history").read_text().splitlines()
+    assert [json.loads(line) for line in history] == ["word2 word3", "/stats", "/quit"]
 
 
 def test_the_chat_goes_on_after_errors_of_ours_and_lines_that_are_no_text(
@@ -318,31 +273,28 @@ def test_the_chat_goes_on_after_errors_of_ours_and_lines_that_are_no_text(
     talk = Conversation(loaded.model, loaded.tokenizer)
     asked: list[str] = []
 
-    def answer(session: object, question: Question, on_text: object) -> Answer:
+    def answer(session: object, question: Question, **_: object) -> Answer:
         asked.append(question.text)
         if question.text == "too much":
             raise OutOfMemory("no memory for the cache; shorten the question")
         return talk.ask(question.text, max_new_tokens=2)
 
-    lines = iter(
-        ["word1", "too much", UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), "caf\udce9", "word2", EOFError()]
-    )
+    lines = iter(["word1", "too much", "caf\udce9", "word2", EOFError()])
 
-    def read(_: str) -> str:
+    def read(_: object) -> Typed:
         line = next(lines)
         if isinstance(line, Exception):
             raise line
-        return line
+        return Typed(line, is_command=False)
 
     monkeypatch.setattr("hetero_kv.chat.terminal.answer_to", answer)
     monkeypatch.setattr("hetero_kv.chat.terminal.banner", lambda session: "")
-    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(LineEditor, "read", read)
     options = SimpleNamespace(answer=SimpleNamespace(max_new_tokens=2))
     session = cast("ChatSession", SimpleNamespace(conversation=talk, options=options, capacity=99))
     assert Terminal(session, Question()).run() == 0
     assert asked == ["word1", "too much", "caf\udce9", "word2"]
     errors = capsys.readouterr().err
     assert "no memory for the cache" in errors
-    assert "the line is not text in utf-8 (byte 0 is 0xff); type it again" in errors
     assert "the text is not Unicode" in errors
     assert talk.context_tokens == 2 * (6 + 2) + 1
