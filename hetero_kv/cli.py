@@ -88,7 +88,10 @@ def run_command(name: str, arguments: Sequence[str], prog: str | None = None) ->
 
 def print_error(error: Exception) -> None:
     """Print an error for the user on standard error, in red where that is a terminal."""
-    console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+    terminal = console(stderr=True)
+    # Elsewhere a line stays one.
+    is_one_line = not terminal.is_terminal
+    terminal.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=is_one_line)
 
 
 def _overview() -> str:

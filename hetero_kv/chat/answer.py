@@ -7,7 +7,7 @@ from typing import Literal
 
 from hetero_kv.engine.statistics import LayerStatistics
 
-FinishReason = Literal["end", "max_new_tokens", "stopped", "full"]
+FinishReason = Literal["end", "stop_text", "max_new_tokens", "stopped", "full"]
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ class Answer:
     """A model's answer.
 
     Attributes:
-        text: without special tokens.
-        finish_reason: "end" of turn, "max_new_tokens" reached, "stopped" by the user, or the store is "full".
+        text: without special tokens; where the chat template opened a thought, with its `<think>`.
+        finish_reason: "end" of turn, a "stop_text", "max_new_tokens" reached, "stopped" by the user,
+            or the store is "full".
     """
 
     text: str

@@ -35,7 +35,7 @@ class AnswerView(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
-    def write(self, piece: str, *, is_thinking: bool = False) -> None:
+    def write(self, piece: str, is_thinking: bool = False) -> None:
         """Show what comes next; `is_thinking` where the model thinks, and does not answer yet."""
 
     def count(self, tokens: int) -> None:
@@ -68,7 +68,7 @@ class WordsView:
         if self._column:
             self._console.print()
 
-    def write(self, piece: str, *, is_thinking: bool = False) -> None:
+    def write(self, piece: str, is_thinking: bool = False) -> None:
         """Print the words that are complete."""
         if is_thinking != self._is_thinking:
             self._flush()
@@ -118,7 +118,7 @@ class MarkdownView:
         self._print(self._text)
         self._text = ""
 
-    def write(self, piece: str, *, is_thinking: bool = False) -> None:
+    def write(self, piece: str, is_thinking: bool = False) -> None:
         """Add a piece, and draw it when it is time."""
         if is_thinking != self._is_thinking:
             self._print(self._text)

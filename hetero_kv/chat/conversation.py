@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 from hetero_kv.chat.answer import Answer, FinishReason, Turn
-from hetero_kv.chat.watching import StoppedInPrefill, Streamer, Watch, measured
+from hetero_kv.chat.watching import StoppedInPrefill, StopTexts, Streamer, Watch, measured
 from hetero_kv.engine.cache import HeteroCache, Progress
 from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.engine.undo import undo_on_error, way_back
@@ -50,6 +50,7 @@ class Conversation:
         model: with rules injected it keeps its KV in a HeteroCache; untouched, in transformers' DynamicCache.
         max_seq_len: capacity in tokens; None takes the rules' setting.
         system: the system message; None for the chat template's own.
+        thinks: whether a reasoning model thinks before it answers; None where its chat template decides.
         forks: forks that are to have room for `max_seq_len` tokens too; see HeteroCache.
     """
 
@@ -60,12 +61,13 @@ class Conversation:
         *,
         max_seq_len: int | None = None,
         system: str | None = None,
+        thinks: bool | None = None,
         forks: int = 0,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        self.system = system
-        self._turns = TurnTokens(tokenizer, system)
+        self.system, self._thinks = system, thinks
+        self._turns = TurnTokens(tokenizer, system, thinks)
         self.cache: Cache = self._new_cache(max_seq_len, forks)
         self._said = _Said([], self.cache.reset)
         self._is_answering = False
@@ -80,7 +82,7 @@ class Conversation:
 
         Raises HeteroKVError where the model's chat template takes none. The conversation is as it was.
         """
-        turns = TurnTokens(self.tokenizer, system)
+        turns = TurnTokens(self.tokenizer, system, self._thinks)
         turns.first("?")
         self.reset()
         self._turns, self.system = turns, system
@@ -149,6 +151,10 @@ class Conversation:
         max_new_tokens: int = 512,
         temperature: float = 0.0,
         top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        stop: Sequence[str] = (),
         seed: int | None = None,
         on_text: Callable[[str], None] | None = None,
         on_token: Callable[[int], None] | None = None,
@@ -162,6 +168,10 @@ class Conversation:
                 whose `observation` is `question` then look at what the question alone attends to.
             temperature: 0 takes the most likely token (greedy).
             top_p: share of the probability mass that is sampled from.
+            top_k: how many of the likeliest tokens are sampled from; 0 for all.
+            min_p: how probable a token must be to be sampled, as a share of the likeliest one's probability.
+            repetition_penalty: by how much tokens of the context become less likely, in greedy answers too; 1 for none.
+            stop: texts, none of them empty, the first of which ends the answer; it is the answer's last.
             seed: makes sampling repeatable.
             on_text: called with pieces of the answer as they come.
             on_token: called after every token with how many there are.
@@ -189,10 +199,12 @@ class Conversation:
                 self.cache.on_progress = watch.on_progress(on_progress)
             if seed is not None:
                 torch.manual_seed(seed)
-            sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-            return self._answer(
-                prompt, asked, max_new_tokens, sampling if temperature else {"do_sample": False}, watch, on_text
-            )
+            sampling: dict[str, Any] = {"do_sample": False, "repetition_penalty": repetition_penalty}
+            if temperature:
+                drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p or None}
+                sampling |= {"do_sample": True, **drawn}
+            stop_texts = StopTexts(self.tokenizer, stop, len(prompt))
+            return self._answer(prompt, asked, max_new_tokens, sampling, watch, stop_texts, on_text)
         finally:
             self._is_answering = False
 
@@ -222,11 +234,13 @@ class Conversation:
         max_new_tokens: int,
         sampling: dict[str, Any],
         watch: Watch,
+        stop: StopTexts,
         on_text: Callable[[str], None] | None,
     ) -> Answer:
         limit = self._new_tokens_that_fit(len(prompt), max_new_tokens)
         stored = self.cache.get_seq_length()
         input_ids = torch.tensor([prompt], device=self.model.device)
+        opening = self._turns.opened_thought(prompt)
         is_ours = isinstance(self.cache, HeteroCache)
         try:
             with self.cache.asking(asked) if is_ours else nullcontext(), undo_on_error(self.cache):
@@ -235,8 +249,8 @@ class Conversation:
                     attention_mask=torch.ones_like(input_ids),
                     past_key_values=self.cache,
                     max_new_tokens=limit,
-                    stopping_criteria=StoppingCriteriaList([watch]),
-                    streamer=Streamer(self.tokenizer, on_text) if on_text else None,
+                    stopping_criteria=StoppingCriteriaList([watch, stop]),
+                    streamer=Streamer(self.tokenizer, on_text, opening) if on_text else None,
                     **sampling,
                 )
         except StoppedInPrefill:
@@ -247,9 +261,11 @@ class Conversation:
             reason: FinishReason = "stopped"
         elif generated[-1] in self._end_tokens():
             reason = "end"
+        elif stop.found:
+            reason = "stop_text"
         else:
             reason = "max_new_tokens" if limit == max_new_tokens else "full"
-        text = self.tokenizer.decode(generated, skip_special_tokens=True)
+        text = opening + self.tokenizer.decode(generated, skip_special_tokens=True)
         statistics = measured(self.cache, watch, len(prompt) - stored, len(generated), len(tokens))
         answer = Answer(text, reason, statistics)
         said = self._said

@@ -42,6 +42,7 @@ def ending(answer: Answer, session: ChatSession) -> str | None:
     """Why an answer that is not complete ends where it does; None for one that is."""
     return {
         "end": None,
+        "stop_text": None,
         "stopped": "stopped",
         "max_new_tokens": f"cut off at --max_new_tokens {session.options.answer.max_new_tokens}",
         "full": f"cut off: the context of {session.capacity:,} tokens is full (--max_seq_len); /reset starts anew",

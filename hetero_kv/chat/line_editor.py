@@ -45,7 +45,7 @@ class LineEditor:
         self._pastes = Pastes()
         self._session: PromptSession[str] = PromptSession(
             [("class:sign", ">>> ")],
-            prompt_continuation=[("class:sign", "... ")],
+            prompt_continuation=lambda width, row, is_wrapped: "" if is_wrapped else [("class:sign", "... ")],
             style=_STYLE,
             multiline=True,
             key_bindings=_bindings(self._pastes),

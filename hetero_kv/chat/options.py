@@ -35,12 +35,29 @@ class AnswerSettings(Settings):
     top_p: float = setting(
         1.0, "draw from the likeliest tokens that make up this share of the probability", minimum=0, maximum=1
     )
+    top_k: int = setting(0, "draw from so many of the likeliest tokens; 0: from all", minimum=0)
+    min_p: float = setting(
+        0.0, "draw from tokens that are at least so probable, in shares of the likeliest one", minimum=0, maximum=1
+    )
+    repetition_penalty: float = setting(
+        1.0, "more than 1: tokens that stand in the context become less likely by this factor", minimum=0
+    )
+    thinking: Literal["default", "on", "off"] = setting(
+        "default", "whether a reasoning model thinks before it answers, where its chat template can say so"
+    )
     seed: int | Literal["random"] = setting("random", "makes random answers repeatable", minimum=0, maximum=2**63 - 1)
 
     def validate(self) -> None:
-        """Refuse a top_p that leaves no token to draw from. Raises SettingError."""
+        """Refuse what leaves no token to draw from. Raises SettingError."""
         if self.top_p == 0:
             raise SettingError("top_p", self.top_p, "it must be more than 0; for greedy answers set temperature 0")
+        if self.repetition_penalty == 0:
+            raise SettingError("repetition_penalty", self.repetition_penalty, "it must be more than 0; 1 for none")
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is to think; None where its template decides."""
+        return None if self.thinking == "default" else self.thinking == "on"
 
     @property
     def torch_seed(self) -> int | None:
@@ -58,6 +75,7 @@ class ChatOptions:
         model: name or path; None for the default model, or for the GGUF file where that is given.
         gguf_path: the weights, where they are not with the model.
         rules: path or name of a rules file, with settings of its own where wanted.
+        stop: texts that end an answer.
         long_context: the settings of engine and operators that were given as flags, under their own names.
         trust_rules: modules whose operators the rules may name.
         flags_given: those settings as the command line spelled them.
@@ -75,6 +93,7 @@ class ChatOptions:
     dtype: str
     trust_remote_code: bool
     answer: AnswerSettings
+    stop: tuple[str, ...]
     long_context: dict[str, Any]
     trust_rules: tuple[str, ...]
     flags_given: tuple[str, ...]
@@ -111,7 +130,14 @@ def add_flags(parser: FlagParser) -> None:
         help="rules file, or the name of a packaged one, with settings of its own where wanted: quest:block_size=32 "
         f"(default {DEFAULT_RULES})",
     )
-    parser.add_settings("answer", "answer", AnswerSettings)
+    answer = parser.add_settings("answer", "answer", AnswerSettings)
+    answer.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="an answer ends when it has this text; may be given several times",
+    )
     add_setting_flags(parser, lambda flags: [flags.rules])
 
 
@@ -125,8 +151,11 @@ def chat_options(flags: argparse.Namespace) -> ChatOptions:
     given = {**vars(flags), "flags_given": tuple(flags.long_context)}
     del given["owners"]
     given["prompt_file"] = tuple(flags.prompt_file)
-    for flag in ("prompt", "system"):
-        _require_text(flag, given[flag])
+    given["stop"] = tuple(flags.stop)
+    for flag, text in (("prompt", flags.prompt), ("system", flags.system), *(("stop", text) for text in flags.stop)):
+        _require_text(flag, text)
+    if "" in flags.stop:
+        raise ConfigError("--stop is empty, so that no answer could begin; give a text, or leave it out")
     given["mode"] = settings_from_mapping(ModeSettings, flags.mode, where=COMMAND_LINE).mode
     given["answer"] = settings_from_mapping(AnswerSettings, flags.answer, where=COMMAND_LINE)
     given["long_context"] = settings_of(flags)

@@ -133,7 +133,7 @@ def open_session(options: ChatOptions) -> ChatSession:
     loaded = opened.load()
     if injection is not None:
         injection.compile_kernels()
-    conversation = Conversation(loaded.model, loaded.tokenizer, system=options.system)
+    conversation = Conversation(loaded.model, loaded.tokenizer, system=options.system, thinks=options.answer.thinks)
     rules_name = display(rules.path) if rules and rules.path else None
     return ChatSession(options, loaded, engine, injection, rules_name, conversation)
 

@@ -13,6 +13,7 @@ from hetero_kv.chat.keyboard import kept_for_later
 from hetero_kv.chat.line_editor import LineEditor, Typed
 from hetero_kv.chat.question import Question
 from hetero_kv.chat.session import ChatSession
+from hetero_kv.chat.thinking import Thoughts
 from hetero_kv.cli import print_error
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.printing import console
@@ -93,7 +94,9 @@ class Terminal:
         self.unanswered = question
         try:
             with kept_for_later(), answer_view(self.console, renders_markdown=True) as view:
-                self.last = answer_to(self.session, question, on_text=view.write, on_token=view.count)
+                thoughts = Thoughts(view.write)
+                self.last = answer_to(self.session, question, on_text=thoughts.add, on_token=view.count)
+                thoughts.end()
         except HeteroKVError as error:
             print_error(error)
             return

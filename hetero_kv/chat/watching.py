@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from hetero_kv.engine.cache import HeteroCache, Progress
 
 # getrusage counts kilobytes, except on macOS.
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
+# Tokens of an answer that may be part of no stop text, and are decoded with its last ones.
+_TOKENS_BESIDE = 8
 
 
 class StoppedInPrefill(Exception):
@@ -59,16 +61,40 @@ class Watch(StoppingCriteria):
         return reported
 
 
-class Streamer(TextStreamer):
-    """Hands on decoded text as soon as it is certain."""
+class StopTexts(StoppingCriteria):
+    """Ends an answer that has one of the texts.
 
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
+    As transformers' `stop_strings` do, which take seconds to prepare for a large vocabulary.
+
+    Args:
+        prompt_tokens: where the answer begins.
+    """
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str], prompt_tokens: int) -> None:
+        self.found = False
+        self._tokenizer, self._texts, self._prompt_tokens = tokenizer, tuple(texts), prompt_tokens
+        # A token has at least a byte, but for the last one's beginning and what is skipped.
+        self._tail = max((len(text.encode()) for text in texts), default=0) + _TOKENS_BESIDE
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        tail = input_ids[0, max(self._prompt_tokens, input_ids.shape[1] - self._tail) :]
+        said = self._tokenizer.decode(tail, skip_special_tokens=True)
+        self.found = any(text in said for text in self._texts)
+        return torch.full((input_ids.shape[0],), self.found, dtype=torch.bool, device=input_ids.device)
+
+
+class Streamer(TextStreamer):
+    """Hands on decoded text as soon as it is certain, behind `opening`, which the prompt has for it."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None], opening: str = "") -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._on_text = on_text
+        self._opening = opening
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if text:
-            self._on_text(text)
+            self._on_text(self._opening + text)
+            self._opening = ""
 
 
 def measured(cache: Cache, watch: Watch, prompt_tokens: int, generated: int, context: int) -> Statistics:

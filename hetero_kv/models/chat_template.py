@@ -19,7 +19,24 @@ _SPACE = "\u2003"
 Messages = Sequence[Mapping[str, str]]
 
 
-def rendered(tokenizer: Any, messages: Messages, *, after: int | None = None) -> list[Piece]:
+#: What templates call the switch.
+_THINKING = re.compile(r"\b(enable_thinking|(?<![.\w'\"])thinking(?=\s+(?:is\b|and\b|or\b|==|%\}|-%\})))")
+
+
+def thinking_variable(tokenizer: Any) -> str:
+    """The name by which the tokenizer's chat template is told whether the model thinks before it answers.
+
+    Raises HeteroKVError where it knows none.
+    """
+    found = _THINKING.search(tokenizer.get_chat_template() if tokenizer.chat_template else "")
+    if found is None:
+        raise HeteroKVError("the model's chat template knows nothing of thinking; leave --thinking out")
+    return found[1]
+
+
+def rendered(
+    tokenizer: Any, messages: Messages, *, after: int | None = None, variables: Mapping[str, Any] | None = None
+) -> list[Piece]:
     """The messages in the tokenizer's chat template, up to where the next answer begins.
 
     The template is given stand-ins, in whose places the messages' texts are put then: no text changes what the template
@@ -28,6 +45,7 @@ def rendered(tokenizer: Any, messages: Messages, *, after: int | None = None) ->
     Args:
         messages: each with "role" and "content".
         after: only what comes behind this message, by its number.
+        variables: what else the template is told.
 
     Raises HeteroKVError when the template cannot be rendered, leaves a message out or changes what it says.
     """
@@ -37,7 +55,9 @@ def rendered(tokenizer: Any, messages: Messages, *, after: int | None = None) ->
         {**message, "content": f"{_SPACE}{name}{_SPACE}"} for message, name in zip(messages, stand_ins, strict=True)
     ]
     # [written, space, stand-in, space, written, …, written]
-    parts = re.split(f"({_SPACE}?)({'|'.join(map(re.escape, stand_ins))})({_SPACE}?)", _render(tokenizer, shown))
+    parts = re.split(
+        f"({_SPACE}?)({'|'.join(map(re.escape, stand_ins))})({_SPACE}?)", _render(tokenizer, shown, variables)
+    )
     if after is not None:
         if stand_ins[after] not in parts:
             raise HeteroKVError(
@@ -58,9 +78,9 @@ def rendered(tokenizer: Any, messages: Messages, *, after: int | None = None) ->
     return pieces
 
 
-def _render(tokenizer: Any, messages: Messages) -> str:
+def _render(tokenizer: Any, messages: Messages, variables: Mapping[str, Any] | None) -> str:
     try:
-        return rendered_chat(tokenizer, messages, add_generation_prompt=True)
+        return rendered_chat(tokenizer, messages, add_generation_prompt=True, variables=variables)
     except TemplateLimitError:
         raise
     except TemplateError as error:

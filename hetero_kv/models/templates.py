@@ -41,13 +41,20 @@ class TemplateLimitError(TemplateError):
     """A chat template that takes more time or memory, or writes more, than any needs."""
 
 
-def rendered_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str:
+def rendered_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """The text of a conversation, by the tokenizer's chat template.
 
     Args:
         tokenizer: a transformers tokenizer with a chat template.
         messages: of the conversation, each with its `role` and `content`.
         add_generation_prompt: whether the text ends with the beginning of an answer.
+        variables: of the template, beside those that every one has.
 
     Raises:
         TemplateLimitError: see there.
@@ -57,14 +64,15 @@ def rendered_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, add_
         template = tokenizer.get_chat_template()
     except ValueError as error:  # several, and none is the one for conversations
         raise TemplateError(f"the model has no chat template for conversations: {error}", str(error)) from error
-    variables = {
+    given = {
+        **(variables or {}),
         **tokenizer.special_tokens_map,
         "messages": [dict(message) for message in messages],
         "tools": None,
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
     }
-    request = json.dumps({"template": template, "variables": variables}, default=str)
+    request = json.dumps({"template": template, "variables": given}, default=str)
     limits = {
         "seconds": SECONDS,
         "memory": _MEMORY + _MEMORY_PER_BYTE * len(request),

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hetero_kv.models.chat_template import rendered
+from hetero_kv.models.chat_template import rendered, thinking_variable
 from hetero_kv.models.text_encoding import Piece, TextEncoder
 
 #: A longer message of which nobody says where its question begins is not taken for a question.
 LONGEST_MESSAGE = 1024
 _LINE_END = Piece("\n")
+#: What begins a reasoning model's thought.
+THOUGHT = "<think>"
+# A sign that is no word of the vocabulary takes several tokens.
+_TOKENS_OF_SIGN = 16
 
 
 def about(document: str, question: str) -> str:
@@ -26,12 +30,21 @@ class TurnTokens:
     Args:
         tokenizer: a transformers tokenizer; without a chat template the text is taken as it is.
         system: the system message, or None for the template's own.
+        thinks: whether a reasoning model thinks before it answers; None where the template decides.
+
+    Raises HeteroKVError where `thinks` is given, and the template cannot say so.
     """
 
-    def __init__(self, tokenizer: Any, system: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, system: str | None = None, thinks: bool | None = None) -> None:
         self.tokenizer = tokenizer
+        self._variables = {} if thinks is None else {thinking_variable(tokenizer): thinks}
         self.opening = [{"role": "system", "content": system}] if system else []
         self._encoder = TextEncoder(tokenizer)
+
+    def opened_thought(self, prompt: Sequence[int]) -> str:
+        """What stands at a prompt's end to have the model go on thinking: "<think>" and a line's end, or nothing."""
+        end = self.tokenizer.decode(prompt[-_TOKENS_OF_SIGN:]) if self.tokenizer.chat_template else ""
+        return f"{THOUGHT}\n" if end.rstrip().endswith(THOUGHT) else ""
 
     def text(self, text: str) -> list[int]:
         """The tokens of a text alone, without a chat template and special tokens."""
@@ -46,7 +59,7 @@ class TurnTokens:
         if not self.tokenizer.chat_template:
             return self.raw(question)
         messages = [*self.opening, {"role": "user", "content": question}]
-        return self._encoder.encode(rendered(self.tokenizer, messages))
+        return self._encoder.encode(rendered(self.tokenizer, messages, variables=self._variables))
 
     def following(self, question: str, last_token: int) -> list[int]:
         """The tokens that follow an answer up to where the next one starts.
@@ -62,7 +75,9 @@ class TurnTokens:
             {"role": "assistant", "content": "!"},
             {"role": "user", "content": question},
         ]
-        tokens = self._encoder.encode(rendered(self.tokenizer, messages, after=len(messages) - 2))
+        tokens = self._encoder.encode(
+            rendered(self.tokenizer, messages, after=len(messages) - 2, variables=self._variables)
+        )
         is_repeated = tokens[0] == last_token and last_token in self._encoder.control_ids
         return tokens[1:] if is_repeated else tokens
 
@@ -86,7 +101,8 @@ class TurnTokens:
             asked = message
         pieces = [Piece(asked)]
         if self.tokenizer.chat_template and not is_raw:
-            pieces = rendered(self.tokenizer, [*self.opening, {"role": "user", "content": asked}])[-2:]
+            messages = [*self.opening, {"role": "user", "content": asked}]
+            pieces = rendered(self.tokenizer, messages, variables=self._variables)[-2:]
         # Behind a line's end, as it is in the turn: some tokenizers begin a text otherwise than they go on.
         end = self._encoder.encode([_LINE_END, *pieces])
         number = len(end) - len(self._encoder.encode([_LINE_END]))

@@ -104,6 +104,10 @@ def test_a_missing_value_is_an_error_that_names_the_flag():
         (("--temperature", "warm"), "temperature is 'warm'; it must be a number of at least 0"),
         (("--top_p", "0"), "top_p is 0.0; it must be more than 0"),
         (("--top_p", "1.5"), "top_p is 1.5; it must be a number from 0 to 1"),
+        (("--top_k", "-1"), "top_k is -1; it must be a whole number of at least 0"),
+        (("--min_p", "2"), "min_p is 2; it must be a number from 0 to 1"),
+        (("--repetition_penalty", "0"), "repetition_penalty is 0.0; it must be more than 0; 1 for none"),
+        (("--thinking", "of"), "thinking is 'of'; it must be default or on or off; did you mean off?"),
         (("--max_new_tokens", "0"), "max_new_tokens is 0; it must be a whole number of at least 1"),
         (("--seed", "-4"), "seed is -4; it must be a whole number from 0"),
         (("--cpu_infer", "0"), "cpu_infer is 0; it must be a whole number of at least 1, or auto"),
@@ -117,6 +121,11 @@ def test_a_missing_value_is_an_error_that_names_the_flag():
 )
 def test_a_value_out_of_range_is_an_error_that_names_flag_value_and_range(arguments, message):
     assert f"command line: {message}" in error_of(*arguments)
+
+
+def test_stop_texts_may_be_several_and_none_is_empty():
+    assert options("--stop", "User:", "--stop", "1").stop == ("User:", "1")
+    assert "--stop is empty, so that no answer could begin" in error_of("--stop", "")
 
 
 def test_a_setting_under_two_names_is_an_error():
