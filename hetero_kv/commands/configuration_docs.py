@@ -149,7 +149,7 @@ def _flags() -> Iterator[str]:
 
 
 def _flag(action: argparse.Action) -> str:
-    words = ", ".join(action.option_strings)
+    words = ", ".join(action.option_strings) or action.dest
     value = f" {action.metavar}" if action.metavar and action.nargs != 0 else ""
     return f"`{words}{value}`".replace("` ", "`")
 

@@ -10,10 +10,11 @@ import errno
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.named import ModelFile, NamedModel
@@ -54,6 +55,46 @@ def fetch(model: NamedModel, report: ProgressReport) -> tuple[Path, ...]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = "free some, or set HETERO_KV_HOME to a folder on another disk"
         raise ModelError(f"{model.name} cannot be fetched into {str(folder)!r}: {error.strerror}; {remedy}") from error
+
+
+def fetched_bytes(model: NamedModel) -> int:
+    """How much of a model lies in the cache, pieces of files included; it is whole where that is its `size`."""
+    folder = cache_home() / "models" / model.name
+    return sum(path.stat().st_size for path in _parts(model, folder) if path.is_file())
+
+
+def remove(model: NamedModel) -> int:
+    """Remove a model from the cache; returns the bytes that it took. Who has it open keeps what it reads.
+
+    Raises ModelError where it is not there, is being fetched, or cannot be removed.
+    """
+    folder = cache_home() / "models" / model.name
+    taken = fetched_bytes(model)
+    if not taken:
+        raise ModelError(f"{model.name} is not in {str(folder.parent)!r}; there is nothing to remove")
+    try:
+        with FileLock(folder / LOCK, timeout=0):
+            for file in model.files:
+                (folder / file.name).unlink(missing_ok=True)
+                if _pieces(folder, file).exists():
+                    shutil.rmtree(_pieces(folder, file))
+            (folder / LOCK).unlink(missing_ok=True)
+    except Timeout as error:
+        raise ModelError(f"{model.name} is being fetched by another process; wait for it, or stop it") from error
+    except OSError as error:
+        raise ModelError(
+            f"{model.name} cannot be removed from {str(folder)!r}: {error.strerror}; see to the folder's permissions"
+        ) from error
+    # What others have put there stays.
+    with suppress(OSError):
+        folder.rmdir()
+    return taken
+
+
+def _parts(model: NamedModel, folder: Path) -> Iterator[Path]:
+    for file in model.files:
+        yield folder / file.name
+        yield from _pieces(folder, file).rglob("*")
 
 
 def _clear(model: NamedModel, folder: Path) -> None:

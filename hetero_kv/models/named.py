@@ -33,6 +33,11 @@ class NamedModel:
     context_length: int
     files: tuple[ModelFile, ...]
 
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
 
 DEFAULT_MODEL = "qwen2.5-coder-0.5b-instruct"
 

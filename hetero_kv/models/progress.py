@@ -5,12 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.console import RenderableType
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from hetero_kv.printing import console
 
 ProgressReport = Callable[[str, int, int], None]
 """Called with what is being done, the bytes done so far and the bytes in all."""
+
+
+class _OfAKnownSize(ProgressColumn):
+    """Another column, where the size of the whole is known; until then nothing, and not question marks."""
+
+    def __init__(self, column: ProgressColumn) -> None:
+        super().__init__()
+        self._column = column
+
+    def render(self, task: Task) -> RenderableType:
+        return self._column(task) if task.total else Text("")
+
+
+class _Speed(ProgressColumn):
+    """Bytes per second, from the first ones."""
+
+    def render(self, task: Task) -> RenderableType:
+        speed = task.finished_speed or task.speed or (task.completed / task.elapsed if task.elapsed else 0)
+        return Text(f"{decimal(int(speed))}/s" if speed else "", style="progress.data.speed")
 
 
 @contextmanager
@@ -22,16 +44,22 @@ def progress_line(name: str) -> Iterator[ProgressReport]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        _OfAKnownSize(DownloadColumn()),
+        _OfAKnownSize(_Speed()),
+        _OfAKnownSize(TimeRemainingColumn()),
     )
     terminal = console(stderr=True)
     with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as line:
         task = line.add_task(name, total=None)
+        doing = ""
 
         def report(activity: str, done: int, total: int) -> None:
-            line.update(task, description=f"{name}: {activity}", completed=done, total=total or None)
+            nonlocal doing
+            if activity != doing:
+                # Another kind of work has another speed.
+                doing = activity
+                line.reset(task, description=f"{name}: {activity}")
+            line.update(task, completed=done, total=total or None)
 
         yield report
 

@@ -1,0 +1,87 @@
+"""The command `models`: the named models, and what of them lies on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from rich.filesize import decimal
+from rich.markup import escape
+
+from hetero_kv.errors import ConfigError
+from hetero_kv.models.fetching import cache_home, fetch, fetched_bytes, remove
+from hetero_kv.models.named import DEFAULT_MODEL, NAMED_MODELS, NamedModel, unknown_name
+from hetero_kv.models.progress import progress_line
+from hetero_kv.printing import console, json_text
+from hetero_kv.settings.flags import FlagParser
+from hetero_kv.settings.setting import nearest_spelling
+
+
+def add_flags(parser: FlagParser) -> None:
+    """Add the command's flags to `parser`."""
+    parser.usage = f"{parser.prog} [list | fetch NAME | remove NAME] [flags]"
+    parser.epilog = "They lie in HETERO_KV_HOME, or ~/.cache/hetero_kv. A model is also fetched when it is first used."
+    parser.add_argument("action", nargs="?", default="list", help="list (the default), fetch or remove")
+    parser.add_argument("name", nargs="?", help="of the model to fetch or remove")
+    parser.add_argument("--json", action="store_true", help="list: print one JSON object")
+
+
+def run(flags: argparse.Namespace) -> int:
+    """List, fetch or remove; returns the exit status.
+
+    Raises:
+        ConfigError: another action, or a name where none belongs, or none where one does.
+        ModelError: no such model, or one that cannot be fetched or removed.
+    """
+    if flags.action == "list":
+        if flags.name is not None:
+            raise ConfigError(f"models list takes no name, and there is {flags.name!r}; leave it out")
+        _list(as_json=flags.json)
+        return 0
+    if flags.action not in _ACTIONS:
+        near = nearest_spelling(flags.action, ("list", *_ACTIONS)) or "; it must be list, fetch or remove"
+        raise ConfigError(f"models has no action {flags.action!r}{near}")
+    if flags.name is None:
+        raise ConfigError(f"models {flags.action} needs a name; give one of {', '.join(NAMED_MODELS)}")
+    if flags.name not in NAMED_MODELS:
+        raise unknown_name(flags.name)
+    console().print(_ACTIONS[flags.action](NAMED_MODELS[flags.name]), markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _fetch(model: NamedModel) -> str:
+    with progress_line(model.name) as report:
+        return "\n".join(str(path) for path in fetch(model, report))
+
+
+def _remove(model: NamedModel) -> str:
+    return f"{decimal(remove(model))} are free again"
+
+
+_ACTIONS: dict[str, Callable[[NamedModel], str]] = {"fetch": _fetch, "remove": _remove}
+
+
+def _list(*, as_json: bool) -> None:
+    there = {name: fetched_bytes(model) for name, model in NAMED_MODELS.items()}
+    if as_json:
+        models = {
+            name: {
+                "description": model.description,
+                "licence": model.licence,
+                "context_length": model.context_length,
+                "bytes": model.size,
+                "fetched_bytes": there[name],
+                "is_default": name == DEFAULT_MODEL,
+            }
+            for name, model in NAMED_MODELS.items()
+        }
+        print(json_text({"folder": str(cache_home() / "models"), "models": models}))
+        return
+    terminal = console()
+    for name, model in NAMED_MODELS.items():
+        state = "here" if there[name] == model.size else f"{decimal(there[name])} here" if there[name] else "not here"
+        default = ", the default" if name == DEFAULT_MODEL else ""
+        terminal.print(f"[bold]{escape(name)}[/bold]  {decimal(model.size)}, {state}{default}", highlight=False)
+        about = f"  {model.description}\n  {model.context_length:,} tokens of context, {model.licence}"
+        terminal.print(about, style="dim", markup=False, highlight=False, soft_wrap=True)
+    terminal.print(f"in {cache_home() / 'models'}", markup=False, highlight=False, soft_wrap=True)
