@@ -49,6 +49,12 @@ def test_the_articles_figures_stand_in_the_table(plan):
         assert row.split("│")[2].strip() == gigabytes
 
 
+def test_a_max_seq_len_beyond_what_the_model_was_made_for_is_told(plan):
+    warning = "max_seq_len: 300,000 tokens are more than the 262,144 that the model was made for"
+    assert warning in plan("--dram", 200, "--max_seq_len", 300_000)
+    assert "was made for: beyond" not in plan("--dram", 200, "--max_seq_len", 200_000)
+
+
 def test_what_does_not_fit_is_marked(plan):
     rows = plan("--dram", 40, "--gpu_memory", 24).splitlines()
     cells = {row.split("│")[1].strip(): row.split("│")[4:7] for row in rows if row.startswith("│ ") and "K" in row[:9]}

@@ -21,6 +21,7 @@ from hetero_kv.engine.untouched import forked
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.text_encoding import CHARACTERS_OF_A_TOKEN
 from hetero_kv.models.turns import TurnTokens, about
+from hetero_kv.planning.plan import beyond_training
 
 #: Turns that can be taken back. Each may hold numbers that the next has replaced: bounded entries, low-rank factors.
 MOST_UNDONE = 4
@@ -215,8 +216,13 @@ class Conversation:
             raise CacheFullError(
                 f"the question has {len(question):,} characters, of which no more than "
                 f"{capacity * CHARACTERS_OF_A_TOKEN:,} can fit: max_seq_len is {capacity}; shorten the question, or "
-                "raise max_seq_len"
+                f"raise max_seq_len{self._beyond(len(question) // CHARACTERS_OF_A_TOKEN)}"
             )
+
+    def _beyond(self, tokens: int) -> str:
+        """What a remedy of so many tokens adds where the model was made for fewer."""
+        trained = self.model.hetero_kv_injection.context_length
+        return f" ({beyond_training(tokens, trained)})" if tokens > trained else ""
 
     def _prompt(self, message: str, question: str | None) -> tuple[list[int], int | None]:
         """The tokens of the conversation up to where the answer to `message` begins, and its question's number.
@@ -287,10 +293,11 @@ class Conversation:
         if not isinstance(self.cache, HeteroCache) or capacity is None:
             return wanted
         if prompt_tokens > capacity:
+            needed = f"{prompt_tokens + wanted}{self._beyond(prompt_tokens + wanted)}"
             raise CacheFullError(
                 f"the conversation would be {prompt_tokens} tokens long and max_seq_len is {capacity}; set max_seq_len "
-                f"to at least {prompt_tokens + wanted}, shorten the question by {prompt_tokens - capacity} "
-                "tokens, or start anew (/reset)"
+                f"to at least {needed}, shorten the question by {prompt_tokens - capacity} tokens, or start anew "
+                "(/reset)"
             )
         stored = self.cache.get_seq_length()
         self.cache.require_room(1, prompt_tokens - stored)

@@ -13,6 +13,7 @@ from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.chat.conversation import Conversation
 from hetero_kv.chat.options import ChatOptions
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel, open_model
+from hetero_kv.planning.plan import beyond_training
 from hetero_kv.rules.injection import Injection, inject
 from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, in_force
@@ -134,6 +135,8 @@ def open_session(options: ChatOptions) -> ChatSession:
     if injection is not None:
         injection.compile_kernels()
     conversation = Conversation(loaded.model, loaded.tokenizer, system=options.system, thinks=options.answer.thinks)
+    if warning := beyond_training(conversation.max_seq_len or 0, loaded.context_length):
+        _logger.warning("max_seq_len: %s", warning)
     rules_name = display(rules.path) if rules and rules.path else None
     return ChatSession(options, loaded, engine, injection, rules_name, conversation)
 

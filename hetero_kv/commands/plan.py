@@ -17,7 +17,7 @@ from hetero_kv.commands.injected import InjectedModel, add_model_flags, injected
 from hetero_kv.errors import ConfigError
 from hetero_kv.models.precision import resolve_device, resolve_dtype
 from hetero_kv.planning.free_memory import Limit, dram_limits, free_gpu
-from hetero_kv.planning.plan import LONGEST, RESERVE, Footprint, Plan, resolve_max_seq_len
+from hetero_kv.planning.plan import LONGEST, RESERVE, Footprint, Plan, beyond_training, resolve_max_seq_len
 from hetero_kv.printing import console, json_text
 from hetero_kv.rules.setting_flags import add_setting_flags
 from hetero_kv.settings.flags import FlagParser
@@ -176,6 +176,8 @@ def _print(
     )
     wanted = subject.injection.engine.max_seq_len
     tokens = min(largest, shown.context_length) if wanted == "auto" else int(wanted)
+    if warning := beyond_training(tokens, shown.context_length):
+        terminal.print(f"max_seq_len: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     terminal.print(_breakdown(shown, in_force, tokens))
 
 

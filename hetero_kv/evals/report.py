@@ -13,10 +13,13 @@ from hetero_kv.evals.markdown import code, plain, table
 from hetero_kv.evals.plots import draw_plots
 from hetero_kv.evals.run_folder import as_utf8, read_settings, writing
 from hetero_kv.evals.summary import COSTS
+from hetero_kv.evals.tasks import registry
 from hetero_kv.printing import escaped
 
 # Prompt files have lengths of their own; a table has room for some.
 _MOST_LENGTHS = 12
+# Tasks on texts of the user's own.
+_OF_TEXTS = ("perplexity", "fidelity")
 
 
 def write_reports(out: Path, summary: Mapping[str, Any], costs: Mapping[str, Any]) -> None:
@@ -82,7 +85,7 @@ def _origin(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
         if "model" in what
     )
     depths = ", ".join(f"{depth:g}" for depth in settings["depths"])
-    generated = {
+    given = {
         "lengths": ", ".join(map(str, settings["lengths"])) + " tokens",
         "depths": f"{depths} % of the context",
         "samples": f"{settings['samples']} per length and depth, seed {settings['seed']}",
@@ -91,7 +94,7 @@ def _origin(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
     command = environment.get("command_line")
     rows = {
         "model": ", ".join(models) or None,
-        **(generated if settings["tasks"] else {}),
+        **{name: value for name, value in given.items() if name in _applied(settings)},
         "limit": f"the first {settings['limit']} samples of each task and data file" if settings["limit"] else None,
         "data files": ", ".join(file["name"] for file in settings["data"]) or None,
         "prompt files": ", ".join(file["name"] for file in settings["prompt_files"]) or None,
@@ -102,6 +105,22 @@ def _origin(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
     }
     lines = [f"- command: {code(command)}"] if command else []
     return "\n".join((*lines, *(f"- {name}: {plain(value)}" for name, value in rows.items() if value)))
+
+
+def _applied(settings: Mapping[str, Any]) -> set[str]:
+    """Which settings of samples some task of the run has made use of; of a task that is not known here, all."""
+    applied: set[str] = set()
+    for name in settings["tasks"]:
+        if name in _OF_TEXTS:
+            # Fidelity takes prompt files whole, perplexity windows of them; either has no noise to read.
+            applied |= {"lengths", "samples"} if name == "perplexity" or not settings["prompt_files"] else set()
+            applied |= {"haystack"} if settings["haystack"] and not settings["prompt_files"] else set()
+            continue
+        task = registry.get(name) if name in registry.names() else None
+        applied |= {"lengths", "samples"}
+        applied |= {"depths"} if task is None or task.uses_depth else set()
+        applied |= {"haystack"} if task is None or task.uses_haystack else set()
+    return applied
 
 
 def _scores(tasks: Mapping[str, Any], methods: Sequence[str], baseline: str | None) -> str:

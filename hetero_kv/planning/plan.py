@@ -18,6 +18,7 @@ __all__ = [
     "Memory",
     "OutOfMemoryError",
     "Plan",
+    "beyond_training",
     "free_dram",
     "free_gpu",
     "resolve_max_seq_len",
@@ -92,6 +93,16 @@ class Plan:
             middle = (fitting + beyond) // 2
             fitting, beyond = (middle, beyond) if self.fits(middle) else (fitting, middle)
         return fitting
+
+
+def beyond_training(tokens: int, context_length: int) -> str | None:
+    """What is to be said of a context of `tokens` where the model was made for fewer; None where it was not."""
+    if tokens <= context_length:
+        return None
+    return (
+        f"{tokens:,} tokens are more than the {context_length:,} that the model was made for: beyond these its answers "
+        "get worse, or senseless"
+    )
 
 
 def resolve_max_seq_len(wanted: int | str, plan: Plan) -> int:

@@ -366,3 +366,17 @@ def test_a_question_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch)
     monkeypatch.setattr(talk._turns, "first", None)
     with pytest.raises(CacheFullError, match=r"1,000,000 characters, .* max_seq_len is 64"):
         talk.ask("a" * 1_000_000)
+
+
+def test_a_question_beyond_what_the_model_was_made_for_says_so():
+    model = new_model("ktransformers")
+    trained = model.hetero_kv_injection.context_length
+    talk = conversation(model, max_seq_len=trained // 2)
+    beyond = rf"more than the {trained:,} that the model was made for"
+    with pytest.raises(CacheFullError, match=beyond):
+        talk.ask("a " * trained, **FEW)
+    with pytest.raises(CacheFullError, match=beyond):
+        talk.ask("a" * 300 * trained, **FEW)
+    with pytest.raises(CacheFullError) as caught:
+        talk.ask("a" * (trained * 2 // 3), **FEW)
+    assert "was made for" not in str(caught.value)

@@ -161,6 +161,20 @@ def test_a_question_that_does_not_fit_is_an_error_that_names_max_seq_len(chat: C
     assert "max_seq_len" in err
 
 
+def test_a_max_seq_len_beyond_what_the_model_was_made_for_is_warned_of(chat: Chat, caplog: pytest.LogCaptureFixture):
+    chat("--prompt", QUESTION, "--max_seq_len", 70_000)
+    assert "max_seq_len: 70,000 tokens are more than the 65,536 that the model was made for" in caplog.text
+
+
+def test_stop_texts_and_sampling_reach_the_answer(chat: Chat):
+    whole = chat.json("--prompt", QUESTION, "--mode", "normal")["answer"]
+    word = whole.split()[2]
+    report = chat.json("--prompt", QUESTION, "--mode", "normal", "--stop", word, "--temperature", 3, "--top_k", 1)
+    assert report["answer"] == whole[: whole.index(word) + len(word)]
+    assert report["finish_reason"] == "stop_text"
+    assert report["settings"]["answer"]["top_k"] == 1
+
+
 def test_flags_without_effect_in_normal_mode_are_named(chat: Chat, caplog: pytest.LogCaptureFixture):
     chat("--prompt", QUESTION, "--mode", "normal", "--block-size", 16, "--cpu_infer", 1)
     assert "--block_size: no effect in --mode normal" in caplog.text

@@ -267,6 +267,32 @@ def test_a_run_of_data_files_alone_does_not_speak_of_lengths_and_depths(reported
     assert "- limit: the first 5 samples of each task and data file" in text
 
 
+@pytest.mark.parametrize(
+    ("tasks", "files", "haystack", "named"),
+    [
+        (("needle",), (), None, {"lengths", "depths", "samples", "haystack"}),
+        (("multi_turn_needle",), (), "essays.txt", {"lengths", "samples", "haystack"}),
+        (("ruler/cwe",), (), "essays.txt", {"lengths", "samples"}),
+        (("fidelity",), ("notes.txt",), "essays.txt", {"prompt files"}),
+        (("fidelity", "kv_retrieval"), ("notes.txt",), None, {"prompt files", "lengths", "depths", "samples"}),
+        (("perplexity",), ("notes.txt",), None, {"prompt files", "lengths", "samples"}),
+        (("perplexity",), (), "essays.txt", {"lengths", "samples", "haystack"}),
+        (("somebody's",), (), None, {"lengths", "depths", "samples", "haystack"}),
+    ],
+)
+def test_a_report_names_the_settings_that_its_tasks_have_used_and_no_others(reported, tasks, files, haystack, named):
+    text = reported(
+        settings={
+            **RUN,
+            "tasks": dict.fromkeys(tasks),
+            "prompt_files": [{"name": name} for name in files],
+            "haystack": {"name": haystack} if haystack else None,
+        }
+    )
+    rows = {*re.findall(r"^- (lengths|depths|samples|haystack|prompt files): ", text, re.MULTILINE)}
+    assert rows == named
+
+
 def test_without_matplotlib_the_report_says_how_to_get_the_plots(reported, monkeypatch, caplog):
     real_import = builtins.__import__
 

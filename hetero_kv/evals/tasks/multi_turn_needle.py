@@ -27,6 +27,7 @@ class MultiTurnNeedle(GeneratedTask):
     name = "multi_turn_needle"
     meaning = f"{TURNS} needles in one text; each turn asks for another one"
     max_new_tokens = 32
+    uses_haystack = True
 
     def make(self, cell: Cell, request: TaskRequest) -> Sample:
         """The sample of one cell; `metadata` gives the needles' depths in the order they are asked for."""

@@ -36,6 +36,7 @@ class Needle(GeneratedTask):
     name = "needle"
     meaning = "a city's magic number, hidden at a depth of a long text"
     uses_depth = True
+    uses_haystack = True
     max_new_tokens = 32
 
     def make(self, cell: Cell, request: TaskRequest) -> Sample:

@@ -26,6 +26,7 @@ class Passkey(GeneratedTask):
     name = "passkey"
     meaning = "five digits hidden in noise; exact, and per digit"
     uses_depth = True
+    uses_haystack = True
     max_new_tokens = 16
 
     def make(self, cell: Cell, request: TaskRequest) -> Sample:

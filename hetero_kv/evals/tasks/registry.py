@@ -46,6 +46,7 @@ class Task(ABC):
         name: as given to `--task`.
         meaning: one line for `--help` and the documentation.
         uses_depth: whether samples are made for each depth asked for.
+        uses_haystack: whether they are made of the haystack asked for, or of noise where there is none.
         from_data_file: whether samples come only from a data file (`--data`), so that `generate` cannot make any.
         needs_data_file: whether samples are made from published data (`NAME=FILE`).
     """
@@ -53,6 +54,7 @@ class Task(ABC):
     name: str
     meaning: str
     uses_depth: bool = False
+    uses_haystack: bool = False
     from_data_file: bool = False
     needs_data_file: bool = False
 

@@ -74,6 +74,7 @@ class RulerNiah(GeneratedTask):
         self.name = f"ruler/{name}"
         self.meaning = meaning
         self.variant = variant
+        self.uses_haystack = variant.haystack == "essay"
 
     def make(self, cell: Cell, request: TaskRequest) -> Sample:
         """The sample of one cell; `metadata` gives the keys that are asked for."""
