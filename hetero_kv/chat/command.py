@@ -32,8 +32,7 @@ def run(flags: argparse.Namespace) -> int:
     from hetero_kv.chat.terminal import Terminal
 
     with kept_for_later():
-        session = open_session(options)
-    return Terminal(session, question).run()
+        return Terminal(open_session(options), question).run()
 
 
 def _answer_once(options: ChatOptions, question: Question) -> int:

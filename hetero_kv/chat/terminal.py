@@ -93,6 +93,7 @@ class Terminal:
         before = self.session.conversation.context_tokens
         self.unanswered = question
         try:
+            # Once more, because the line editor has ended the marking of pastes.
             with kept_for_later(), answer_view(self.console, renders_markdown=True) as view:
                 thoughts = Thoughts(view.write)
                 self.last = answer_to(self.session, question, on_text=thoughts.add, on_token=view.count)
