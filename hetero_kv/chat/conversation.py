@@ -103,6 +103,8 @@ class Conversation:
 
         Raises HeteroKVError where there is none that can be (`can_undo`).
         """
+        if self._is_answering:
+            raise HeteroKVError("an answer is being generated; take the question back once it is there, or stop it")
         if not self._said.earlier:
             raise HeteroKVError(
                 "there is no question to take back: nothing has been asked"

@@ -17,6 +17,8 @@ from hetero_kv.chat.question import Question
 from hetero_kv.chat.session import ChatSession
 from hetero_kv.rules.registered import layer_statistics
 
+# Characters for each token of the context, beyond which counting a document's tokens would take time in vain.
+_COUNTED_PER_TOKEN = 32
 #: Turns that `/context` shows one by one.
 _MOST_TURNS = 10
 
@@ -117,7 +119,11 @@ def context_table(session: ChatSession, asked: Sequence[Question], waiting: Ques
     row("all", talk.context_tokens)
     row("left", capacity - talk.context_tokens)
     for document in waiting.documents:
-        row(f"waits: {document.name}", talk.text_tokens(document.text))
+        what = f"waits: {document.name}"
+        if document.characters > _COUNTED_PER_TOKEN * capacity:
+            table.add_row(what, "more than fit", "")
+        else:
+            row(what, talk.text_tokens(document.text))
     return table
 
 

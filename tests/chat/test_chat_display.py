@@ -5,13 +5,21 @@ from __future__ import annotations
 import io
 import os
 import signal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from rich.console import Console, Group
 
-from hetero_kv.chat.display import layer_ranges
+from hetero_kv.chat.answer import Turn
+from hetero_kv.chat.display import context_table, layer_ranges
+from hetero_kv.chat.documents import Document
 from hetero_kv.chat.interrupt import Interrupt
 from hetero_kv.chat.prefill_bar import LONG_PROMPT_TOKENS, PrefillBar
+from hetero_kv.chat.question import Question
+
+if TYPE_CHECKING:
+    from hetero_kv.chat.session import ChatSession
 
 
 def shown(bar: PrefillBar) -> str:
@@ -48,6 +56,20 @@ def test_after_ctrl_c_the_bar_says_what_it_waits_for():
     bar.report(2, 4, 1000, 2000)
     interrupt.requested = True
     assert "stopping after this chunk" in shown(bar)
+
+
+def test_the_context_is_shown_turn_by_turn_with_what_waits():
+    turns = tuple(Turn(10 * number, number) for number in range(1, 13))
+    talk = SimpleNamespace(turns=turns, context_tokens=858, text_tokens=len)
+    session = cast("ChatSession", SimpleNamespace(conversation=talk, capacity=1000))
+    asked = [Question(prompt=f"What is {number}?") for number in range(5, 13)]
+    waiting = Question((Document("a.txt", "word"), Document("huge.txt", "a" * 32_001)))
+    console = Console(file=io.StringIO(), width=80)
+    console.print(context_table(session, asked, waiting))
+    rows = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert rows[:5] == ["turn tokens of the context", "1-2 33 3.3%", "3 30 3.0%", "its answer 3 0.3%", "4 40 4.0%"]
+    assert rows[6] == "5 What is 5? 50 5.0%"
+    assert rows[-4:] == ["all 858 85.8%", "left 142 14.2%", "waits: a.txt 4 0.4%", "waits: huge.txt more than fit"]
 
 
 @pytest.mark.parametrize(

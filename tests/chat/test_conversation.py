@@ -254,6 +254,8 @@ def test_as_many_questions_as_are_kept_can_be_taken_back_in_a_row():
     assert replies(talk, *questions[1:]) == answers[1:]
     with pytest.raises(HeteroKVError, match="nothing has been asked"):
         conversation(model).undo()
+    with pytest.raises(HeteroKVError, match="an answer is being generated; take the question back once it is there"):
+        talk.ask("hello", **FEW, on_text=lambda text: talk.undo())
 
 
 def test_turns_are_the_tokens_of_the_conversation(model):
