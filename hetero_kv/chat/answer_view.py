@@ -14,7 +14,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.live import Live
 from rich.markdown import Markdown
-from rich.segment import Segment
+from rich.segment import Segment, Segments
 from rich.text import Text
 
 from hetero_kv.printing import printable
@@ -155,7 +155,8 @@ class MarkdownView:
             return
         if self._has_printed:
             self._console.print()
-        self._console.print(_rendered(text, self._is_thinking))
+        lines = _lines(self._console, _rendered(text, self._is_thinking))
+        self._console.print(Segments([segment for line in lines for segment in (*line, Segment.line())]), end="")
         self._has_printed = True
 
 
@@ -166,11 +167,18 @@ class _Growing:
         self._content, self._about = content, about
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = console.render_lines(self._content, options, pad=False)
+        lines = _lines(console, self._content)
         for line in lines[-max(1, console.height - _SPARED_LINES) :]:
             yield from line
             yield Segment.line()
         yield Text(self._about, style="dim", no_wrap=True, overflow="ellipsis")
+
+
+def _lines(console: Console, content: RenderableType) -> list[list[Segment]]:
+    """The lines of what is rendered, without the empty ones that rich puts before and behind some blocks."""
+    lines = console.render_lines(content, pad=False)
+    full = [number for number, line in enumerate(lines) if any(segment.text.strip() for segment in line)]
+    return lines[full[0] : full[-1] + 1] if full else []
 
 
 def _last_block(text: str) -> int:

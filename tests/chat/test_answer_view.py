@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -64,8 +65,10 @@ def test_markdown_is_rendered_block_by_block_and_nothing_of_it_is_lost(monkeypat
         for number, piece in enumerate(re.findall(r"\s*\S+", ANSWER), 1):
             view.count(number)
             view.write(piece)
-    lines = [line for line in screen(shown.file.getvalue()) if line]
-    said = "\n".join(lines)
+    lines = screen(shown.file.getvalue())
+    assert lines[0]
+    assert not any(line == after == "" for line, after in pairwise(lines))
+    said = "\n".join(line for line in lines if line)
     assert said.count("Budget") == 1
     assert "It was cut.\nBy <b>half</b>, see here (https://example.org)." in said
     assert re.search(r"2026 +10", said)
