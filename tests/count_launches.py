@@ -9,7 +9,7 @@ kernel's launch and a wait cost microseconds whatever the model's size; nothing 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from tiny_models import tiny_model
 from transformers import DynamicCache
 
 from hetero_kv import eject
+from hetero_kv.rules.rule_set import RuleSet
 
 RECIPES = ("ktransformers", "quest", "adaptive", "shadowkv", "streaming_llm", "h2o", "tova")
 PROMPT, TOKENS = 120, 16
@@ -51,6 +52,16 @@ class Counts:
         return Counts(*(mine - theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
+def stored_as_shipped(rules: RuleSet) -> RuleSet:
+    """The rules with keys and values stored in FP16, which `small_recipe` stores as they are computed."""
+    half = {"kv_type": "FP16", "value_type": "FP16"}
+    changed = (
+        replace(rule, kwargs={name: half.get(name, value) for name, value in rule.kwargs.items()})
+        for rule in rules.rules
+    )
+    return replace(rules, rules=tuple(changed))
+
+
 @torch.no_grad()
 def decoded(model: Any, cache: Any, record: Record) -> Counts:
     """Counts of the tokens decoded behind a prompt."""
@@ -71,7 +82,7 @@ def counts_of(recipes: tuple[str, ...], dtype: torch.dtype = torch.bfloat16) -> 
         model = placed(tiny_model("llama").to(dtype))
         found = {"untouched": decoded(model, DynamicCache(config=model.config), gpu.record)}
         for recipe in recipes:
-            cache = injected(model, small_recipe(recipe))
+            cache = injected(model, stored_as_shipped(small_recipe(recipe)))
             found[recipe] = decoded(model, cache, gpu.record).beyond(found["untouched"])
             eject(model)
     return found

@@ -83,7 +83,7 @@ class SimulatedDevice:
     def launch(self, name: str, index: int, reads: list[SimulatedTensor], writes: list[SimulatedTensor]) -> None:
         """A kernel that reads and writes tensors of GPU `index`."""
         line = asking_line()
-        self.record.launches.append(Launch(name, line))
+        self.record.everything.append(Launch(name, line))
         self._queue(index, reads, writes, line)
 
     def _queue(self, index: int, reads: list[SimulatedTensor], writes: list[SimulatedTensor], line: str) -> Stream:
@@ -99,7 +99,7 @@ class SimulatedDevice:
     def send(self, host: torch.Tensor, to: SimulatedTensor, is_pinned: bool, is_blocking: bool) -> None:
         """Record a copy to the device, whose numbers are there already."""
         line = asking_line()
-        self.record.copies.append(Copy(to.data_on_cpu.nbytes, True, is_pinned, is_blocking, line))
+        self.record.everything.append(Copy(to.data_on_cpu.nbytes, True, is_pinned, is_blocking, line))
         stream = self._queue(to.place.index, [], [to], line)
         if is_blocking:
             self.host_waits("blocking copy to the device", stream.clock)
@@ -109,7 +109,7 @@ class SimulatedDevice:
     def fetch(self, host: torch.Tensor, of: SimulatedTensor, is_pinned: bool, is_blocking: bool) -> None:
         """Copy from the device into `host`, of one dtype; what is not blocking arrives when somebody waits."""
         line = asking_line()
-        self.record.copies.append(Copy(host.nbytes, False, is_pinned, is_blocking, line))
+        self.record.everything.append(Copy(host.nbytes, False, is_pinned, is_blocking, line))
         stream = self._queue(of.place.index, [of], [], line)
         if is_blocking:
             self.host_waits("blocking copy from the device", stream.clock)
@@ -121,7 +121,7 @@ class SimulatedDevice:
 
     def host_waits(self, cause: str, clock: Clock) -> None:
         """The host waits until the work that `clock` tells of is done. Raises SimulatedCudaError for mistakes."""
-        self.record.waits.append(Wait(cause, asking_line()))
+        self.record.everything.append(Wait(cause, asking_line()))
         self._host.learn(clock)
         self._copies.arrive(self._host)
         if self.memory.faults:

@@ -105,6 +105,11 @@ class PinnedMemory:
         self._allocated.append(tensor.untyped_storage())
         return tensor
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were ever allocated so."""
+        return sum(each.nbytes() for each in self._allocated)
+
     def register(self, start: int, size: int) -> int:
         """As cudaHostRegister: 0, or the error that some of it is registered already."""
         if any(start < begin + length and begin < start + size for begin, length in self._registered.items()):

@@ -61,18 +61,26 @@ class Record:
     """All of it, since it was last cleared.
 
     Attributes:
-        launches, copies, waits: in order.
+        everything: in order.
     """
 
     def __init__(self) -> None:
-        self.launches: list[Launch] = []
-        self.copies: list[Copy] = []
-        self.waits: list[Wait] = []
+        self.everything: list[Launch | Copy | Wait] = []
 
     def clear(self) -> None:
-        self.launches.clear()
-        self.copies.clear()
-        self.waits.clear()
+        self.everything.clear()
+
+    @property
+    def launches(self) -> list[Launch]:
+        return [each for each in self.everything if isinstance(each, Launch)]
+
+    @property
+    def copies(self) -> list[Copy]:
+        return [each for each in self.everything if isinstance(each, Copy)]
+
+    @property
+    def waits(self) -> list[Wait]:
+        return [each for each in self.everything if isinstance(each, Wait)]
 
     @property
     def own_launches(self) -> list[Launch]:
