@@ -141,7 +141,7 @@ class LowRankLayer(BufferedLayer):
             self.pool = self.cohort.store.pool(self.layer_idx, self.layout, kv_heads, 0, v_dim, self.value_storage)
         # In the store, so that forks share it: memory is page-locked once.
         if self.layer_idx not in self.cohort.store.mapped and runs_triton(values):
-            self.cohort.store.mapped[self.layer_idx] = MappedMemory(self.pool.values)
+            self.cohort.store.mapped[self.layer_idx] = MappedMemory(self.pool.values, values.device)
         largest = self.value_storage.largest
         if not step.is_decode or (largest is not None and float(values.abs().max()) > largest):
             self._require_finite(None, values)
