@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from count_launches import counts_of
+from count_launches import counts_of, stored_as_shipped
 from devices import model_on, simulated_cuda
 from simulated_cuda import Launch, Wait
 from small_recipes import injected, small_recipe
 from tiny_models import tiny_model
 
 from gpu_ops.staging import Staging
+from hetero_kv import HeteroKVError
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 
 pytestmark = pytest.mark.cuda
@@ -36,18 +37,36 @@ def decode(model, cache, *tokens):
 
 
 @torch.no_grad()
-def prompted(model, recipe):
-    cache = injected(model, small_recipe(recipe))
+def prompted(model, recipe, in_half=False):
+    rules = small_recipe(recipe)
+    cache = injected(model, stored_as_shipped(rules) if in_half else rules)
     model(torch.arange(2, 92, device="cuda")[None], past_key_values=cache)
     decode(model, cache, 5, 6)
     return cache
 
 
-@pytest.mark.parametrize("recipe", ["ktransformers", "adaptive"])
-def test_a_layer_waits_once_and_copies_twice(recipe):
-    counts = counts_of((recipe,))[recipe]
-    assert counts.launches <= 25
-    assert (counts.waits, counts.pinned, counts.pageable) == (1, 2, 0)
+def test_a_layer_waits_once_and_copies_twice():
+    found = counts_of(("ktransformers", "adaptive"), as_shipped=False)
+    for counts in (found["ktransformers"], found["adaptive"]):
+        assert counts.launches <= 25
+        assert (counts.waits, counts.pinned, counts.pageable) == (1, 2, 0)
+
+
+def test_shadowkv_waits_once_for_a_layer():
+    counts = counts_of(("shadowkv",))["shadowkv"]
+    assert (counts.waits, counts.pageable) == (1, 0)
+    # What was chosen and the largest value; misses, their slots, and their rows in DRAM.
+    assert counts.pinned <= 5
+
+
+def test_values_that_shadowkv_cannot_store_are_refused_by_name(gpu, llama_on_gpu):
+    cache = prompted(llama_on_gpu, "shadowkv", in_half=True)
+    before = cache.get_seq_length()
+    for layer in llama_on_gpu.model.layers:
+        layer.self_attn.v_proj.weight.mul_(1e6)
+    with pytest.raises(HeteroKVError, match=r"a key or value of .* is beyond value_type FP16, which ends at 65504"):
+        decode(llama_on_gpu, cache, 7)
+    assert cache.get_seq_length() == before
 
 
 def test_the_window_is_launched_before_the_cpu_begins(gpu, llama_on_gpu):

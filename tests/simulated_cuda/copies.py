@@ -21,7 +21,7 @@ def poison(tensor: torch.Tensor) -> None:
     """Overwrite a tensor on the CPU with what nobody may read."""
     filler = torch.full((tensor.element_size(),), POISON, dtype=torch.uint8)
     number = filler.view(torch.uint8 if tensor.dtype is torch.bool else tensor.dtype)
-    tensor.copy_(number.expand(tensor.shape))
+    tensor.copy_(number.reshape(()).expand(tensor.shape))
 
 
 @dataclass

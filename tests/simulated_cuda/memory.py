@@ -97,18 +97,19 @@ class PinnedMemory:
 
     def __init__(self) -> None:
         # Kept, so that no other memory comes to lie at their addresses.
-        self._allocated: list[torch.UntypedStorage] = []
+        self._allocated: dict[int, torch.UntypedStorage] = {}
         self._registered: dict[int, int] = {}
 
     def allocated(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, whose memory counts as page-locked."""
-        self._allocated.append(tensor.untyped_storage())
+        storage = tensor.untyped_storage()
+        self._allocated[storage.data_ptr()] = storage
         return tensor
 
     @property
     def nbytes(self) -> int:
         """Bytes that were ever allocated so."""
-        return sum(each.nbytes() for each in self._allocated)
+        return sum(each.nbytes() for each in self._allocated.values())
 
     def register(self, start: int, size: int) -> int:
         """As cudaHostRegister: 0, or the error that some of it is registered already."""
@@ -123,14 +124,12 @@ class PinnedMemory:
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether all of the numbers of a tensor on the CPU lie in page-locked memory."""
-        if not tensor.numel():
+        if not tensor.numel() or tensor.untyped_storage().data_ptr() in self._allocated:
             return True
         last = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         start, stop = tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-        ranges = [(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in self._allocated]
-        ranges += [(begin, begin + size) for begin, size in self._registered.items()]
-        for begin, end in sorted(ranges):
+        for begin, size in sorted(self._registered.items()):
             # Neighbours may have been registered one by one.
-            if begin <= start < end:
-                start = end
+            if begin <= start < begin + size:
+                start = begin + size
         return start >= stop
