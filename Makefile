@@ -11,7 +11,7 @@ WORKERS ?= 2
 # Of the suite's tries, how often a campaign makes as many.
 TIMES  ?= 100
 
-.PHONY: chat test test-slow campaign mutations lint format docs bench gpu-check clean
+.PHONY: chat test test-cuda test-slow campaign mutations lint format docs bench gpu-check clean
 
 chat: $(READY)  ## install, fetch the default model, open the chat in long-context mode
 	$(BIN)/python local_chat.py --mode long_context --config $(CONFIG) $(ARGS)
@@ -19,6 +19,9 @@ chat: $(READY)  ## install, fetch the default model, open the chat in long-conte
 # In the order of their names, for those that compile most kernels come early, and the last ones take moments.
 test: $(TESTED)  ## the whole suite
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-cuda: $(TESTED)  ## what of the suite runs on a GPU, or on a simulated one where there is none
+	$(BIN)/python -m pytest -m "cuda and not slow" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: $(TESTED)  ## the checks that take minutes, on the default model
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
-# Scores that are held at once: a tile of queries times a tile of keys, per head.
+# Scores that are held at once: a tile of queries times a tile of keys, per head. A CPU has them in its caches. On a
+# GPU, where a launch is as dear as many scores, the tile grows with the chunk, as the chunk's activations do.
 _QUERIES = 128
 _KEYS = 512
+_QUERIES_ON_GPU = 1024
+_KEYS_PER_QUERY_ON_GPU = 256
 
 
 def column_sums(
@@ -44,10 +47,9 @@ def column_sums(
     kv_heads, length = keys.shape[1], keys.shape[2]
     group, past = heads // kv_heads, length - n if past is None else past
     sums = torch.zeros(batch, kv_heads, 1 if group_max else group, length, dtype=torch.float32, device=q.device)
-    # Few queries have few scores: a decoded token's are one tile.
-    width = max(_KEYS, _QUERIES * _KEYS // n)
-    for start in range(0, n, _QUERIES):
-        rows = slice(start, min(start + _QUERIES, n))
+    height, width = _tile(n, q.device)
+    for start in range(0, n, height):
+        rows = slice(start, min(start + height, n))
         count = rows.stop - rows.start
         folded = q[:, :, rows].reshape(batch * kv_heads, group * count, k_dim).float() * scale
         normaliser = lse[:, :, rows].reshape(batch * kv_heads, group * count, 1).float()
@@ -69,6 +71,14 @@ def column_sums(
             summed = probabilities.sum(dim=3) if weights is None else weights[rows].float() @ probabilities
             sums[..., columns] += summed
     return sums
+
+
+def _tile(n: int, device: torch.device) -> tuple[int, int]:
+    """Queries and keys of a tile, of `n` queries. Few have few scores: a decoded token's are one tile."""
+    if device.type == "cpu":
+        return _QUERIES, max(_KEYS, _QUERIES * _KEYS // n)
+    height = min(n, _QUERIES_ON_GPU)
+    return height, max(_QUERIES * _KEYS, _KEYS_PER_QUERY_ON_GPU * n) // height
 
 
 def _scores(q: torch.Tensor, keys: torch.Tensor, lse: torch.Tensor, softcap: float | None) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from gpu_ops.host_copies import on_device
 from gpu_ops.kernel_choice import runs_triton
 
 
@@ -26,7 +27,7 @@ def gathered_rows(
 
     out = torch.empty(len(where), *stored.shape[1:], dtype=stored.dtype, device=like.device)
     with torch.cuda.device(like.device):
-        gather.gathered_rows(stored, where.to(like.device, non_blocking=True), out)
+        gather.gathered_rows(stored, on_device(where, like.device), out)
     return out
 
 

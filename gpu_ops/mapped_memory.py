@@ -23,10 +23,12 @@ class MappedMemory:
 
     Args:
         tensor: contiguous, on the CPU.
+        device: the GPU that reads it.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
         self.tensor = tensor
+        self._device = device
         self._begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
         self._end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
         self._locked = self._begin
@@ -48,7 +50,7 @@ class MappedMemory:
         error = int(torch.cuda.cudart().cudaHostRegister(self._locked, stop - self._locked, _FLAGS))
         if error:
             self._failed = True
-            _take_pending_error()
+            _take_pending_error(self._device)
             warnings.warn(
                 f"CUDA could not page-lock {(stop - self._locked) / 1e6:.0f} MB of DRAM (cudaHostRegister: error "
                 f"{error}); values are copied through a buffer instead, which is slower. Raise the limit on locked "
@@ -62,10 +64,10 @@ class MappedMemory:
         return True
 
 
-def _take_pending_error() -> None:
-    # CUDA keeps an error and gives it to whatever is launched next.
+def _take_pending_error(device: torch.device) -> None:
+    # CUDA keeps an error and gives it to whatever is launched next on that device.
     with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, device=device)
 
 
 def _unlock(ranges: list[int]) -> None:

@@ -49,7 +49,9 @@ def append(cache, keys, values, is_decode=False):
             if isinstance(layer, DynamicLayer):
                 layer.update(keys, values)
             elif step.is_decode and hasattr(layer, "store_token"):
-                layer.store_token(step, keys, values)
+                blocks = layer.store_token(step, keys, values)
+                if layer.window is not None:
+                    layer.window.append(keys, values, blocks.closed * layer.layout.block_size)
             else:
                 layer.store(step, keys, values)
 

@@ -6,6 +6,7 @@ import os
 
 import psutil
 import pytest
+from devices import device_called
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -46,3 +47,10 @@ def smollm2():
     from hetero_kv.models import load_model
 
     return load_model("smollm2-135m-instruct", dtype="float32", device="cpu")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request):
+    """The CPU, then `cuda`, which is simulated where there is no GPU."""
+    with device_called(request.param) as found:
+        yield found

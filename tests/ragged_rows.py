@@ -42,8 +42,8 @@ def together(
     given = {}
     if with_mask:
         past = [cache.attention_mask] if cache.get_seq_length() else []
-        given["attention_mask"] = torch.cat([*past, mask], dim=1)
-    logits = model(token_ids, past_key_values=cache, **given).logits
+        given["attention_mask"] = torch.cat([*past, mask], dim=1).to(model.device)
+    logits = model(token_ids.to(model.device), past_key_values=cache, **given).logits.cpu()
     return [row[-len(part) :] for row, part in zip(logits, parts, strict=True)]
 
 
@@ -54,7 +54,7 @@ def alone(model: Any, cache: HeteroCache, script: Script) -> torch.Tensor:
     for part in script:
         for _ in range(part if isinstance(part, int) else 1):
             tokens = logits[-1][-1:].argmax(dim=-1) if isinstance(part, int) else part
-            logits.append(model(tokens[None], past_key_values=cache).logits[0])
+            logits.append(model(tokens[None].to(model.device), past_key_values=cache).logits[0].cpu())
     return torch.cat(logits)
 
 

@@ -18,6 +18,7 @@ PAGES = (
     "SECURITY.md",
     "docs/architecture.md",
     "docs/adding_a_method.md",
+    "docs/cuda.md",
     "docs/gguf_files.md",
     "docs/methods.md",
 )

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tiny_models import ARCHITECTURES, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hetero_kv.adapter import bridge
 from hetero_kv.adapter.footprint import BytesPerToken, WindowFootprint
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.engine.cache import HeteroCache
@@ -118,6 +119,26 @@ def test_a_model_without_weights_is_planned_as_the_loaded_one(model_type):
     assert planned.layers == loaded.layers
     assert planned.memory(1000).store == loaded.memory(1000).store
     assert planned.memory(1000).compute - planned.weights == loaded.memory(1000).compute
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("gigabytes", [17, 20, 24, 48])
+def test_a_model_is_planned_for_the_length_that_its_run_accepts(on_gpu, gigabytes):
+    plan = llama_plan(dram=gigabytes * 10**9, gpu=gigabytes * 10**9 if on_gpu else None, on_gpu=on_gpu)
+    weights = plan.footprint.weights
+    loaded = replace(
+        plan,
+        footprint=replace(plan.footprint, weights=0),
+        **({"gpu": plan.gpu - weights} if on_gpu else {"dram": plan.dram - weights}),
+    )
+    assert plan.largest() == loaded.largest() > 0
+
+
+def test_the_settings_for_a_gpu_with_24_gb_fit_into_24_gb():
+    model = without_weights(AutoConfig.for_model("llama", **INTERNLM_7B))
+    injection = inject(model, "gpu-24gb")
+    footprint = Footprint.of(injection, dtype=torch.bfloat16, on_gpu=True)
+    assert Plan(footprint, 64 * 10**9, 24 * 10**9, K * K).fits(injection.engine.max_seq_len)
 
 
 @pytest.mark.parametrize("representative_type", representatives.names())
@@ -245,6 +266,28 @@ def test_layers_that_rules_leave_alone_take_memory_where_the_model_computes():
     assert len([layer for layer in footprint.layers if layer.block_size]) == 2
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_the_masks_of_layers_that_rules_leave_alone_are_planned(architecture, monkeypatch):
+    model, masks, made = tiny_model(architecture), [], bridge.chunk_mask
+    monkeypatch.setattr(bridge, "chunk_mask", lambda *args: masks.append(made(*args)) or masks[-1])
+    leave_two = {
+        "rules": [
+            {"match": {"name": r"layers\.[01]\.self_attn$"}, "replace": {"class": "default"}},
+            {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
+            {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}},
+        ],
+        "long_context": {"chunk_size": 16, "max_seq_len": 256},
+    }
+    footprint = Footprint.of(inject(model, parse_rules(leave_two)))
+    with torch.no_grad():
+        model(torch.randint(2, 90, (2, 200)), past_key_values=HeteroCache(model))
+    largest = max(mask.nbytes for mask in masks if mask is not None)
+    # One layer's at a time; beside the mask itself, what it is made from and what attention makes of it.
+    assert largest <= footprint.memory(200, batch=2).masks <= 8 * largest
+    replaced = Footprint.of(inject(tiny_model(architecture), "ktransformers"))
+    assert replaced.memory(200).masks == 0
+
+
 def test_prefill_holds_two_hidden_buffers_and_one_layer_whatever_the_length():
     footprint = llama_plan().footprint
     short, long = footprint.memory(8 * K), footprint.memory(16 * K)
@@ -293,7 +336,7 @@ def test_a_length_that_does_not_fit_is_refused_with_the_one_that_would():
         resolve_max_seq_len(50_000, plan)
     number = int(str(refused.value).rsplit("max_seq_len ", 1)[1].split()[0])
     assert resolve_max_seq_len(number, plan) == number
-    assert f"{RESERVE:.0%} is kept in reserve" in str(refused.value)
+    assert f"{RESERVE:.0%} of what is free beside the weights is kept in reserve" in str(refused.value)
 
 
 def test_the_gpu_is_named_when_it_is_what_is_too_small():

@@ -55,7 +55,7 @@ def _rebuild_case(setting: Setting, dtype: torch.dtype, layout: RotaryLayout) ->
 def _gather_case(setting: Setting, dtype: torch.dtype) -> Case:
     rows, count = (100, 7) if setting.tiny else (100_000, 2048)
     stored = torch.randn(rows, 8, 128).to(dtype)
-    mapped = MappedMemory(stored)
+    mapped = MappedMemory(stored, setting.device)
     is_mapped = setting.on_gpu and mapped.reach(stored.nbytes)
     where, like = torch.randint(0, rows, (count,)), torch.empty(0, device=setting.device)
     return (

@@ -57,6 +57,7 @@ def terms() -> tuple[Term, ...]:
 KEYS_VALUES = register(Term("keys_values", "keys and values, in blocks", in_store=True))
 REPRESENTATIVES = register(Term("representatives", "representatives of the blocks", in_store=True))
 SLIDING = register(Term("sliding", "the model's own sliding windows"))
+MASKS = register(Term("masks", "the mask of a chunk, in layers without an operator"))
 UNTOUCHED = register(Term("untouched", "layers without an operator"))
 
 
@@ -94,6 +95,7 @@ class Demand:
         caches: the cache and its forks, each with `batch` sequences of `tokens`, nothing shared.
         element: bytes of one number where the model computes.
         on_gpu: whether that is a GPU.
+        chunk_tokens: tokens of a prompt that pass through a layer at once.
     """
 
     tokens: int
@@ -102,6 +104,7 @@ class Demand:
     caches: int
     element: int
     on_gpu: bool
+    chunk_tokens: int
 
     @property
     def sequences(self) -> int:
@@ -168,6 +171,10 @@ class UntouchedFootprint(LayerFootprint):
     def place(self) -> str:
         return "without an operator"
 
+    def shares(self, demand: Demand) -> Iterator[Share]:
+        yield from super().shares(demand)
+        yield mask_share(demand.tokens, demand)
+
 
 @dataclass(frozen=True, kw_only=True)
 class WindowFootprint(LayerFootprint):
@@ -175,9 +182,11 @@ class WindowFootprint(LayerFootprint):
 
     Attributes:
         sliding_window: keys that a query sees, itself included.
+        is_untouched: whether it has no operator, so that transformers' attention wants a mask.
     """
 
     sliding_window: int
+    is_untouched: bool = False
 
     @property
     def place(self) -> str:
@@ -187,3 +196,13 @@ class WindowFootprint(LayerFootprint):
         # A window lies in a buffer with slack for as many tokens again.
         held = min(demand.tokens, self.sliding_window) + self.sliding_window
         yield Share(SLIDING, demand.sequences * self.kv_bytes(held, demand))
+        if self.is_untouched:
+            yield mask_share(min(demand.tokens, self.sliding_window + demand.chunk_tokens), demand)
+
+
+def mask_share(keys: int, demand: Demand) -> Share:
+    """The mask of a chunk's queries over `keys`, an estimate.
+
+    As truth values, while it is made and when it is done, and as the numbers that attention adds to its scores.
+    """
+    return Share(MASKS, demand.batch * demand.chunk_tokens * keys * (2 + demand.element), common=True)

@@ -262,7 +262,7 @@ class Conversation:
                     **sampling,
                 )
         except StoppedInPrefill:
-            return Answer("", "stopped", measured(self.cache, watch, 0, 0, self.context_tokens))
+            return Answer("", "stopped", measured(self.cache, self.model.device, watch, 0, 0, self.context_tokens))
         tokens = output[0].tolist()
         generated = tokens[len(prompt) :]
         if watch.stopped:
@@ -274,7 +274,7 @@ class Conversation:
         else:
             reason = "max_new_tokens" if limit == max_new_tokens else "full"
         text = opening + self.tokenizer.decode(generated, skip_special_tokens=True)
-        statistics = measured(self.cache, watch, len(prompt) - stored, len(generated), len(tokens))
+        statistics = measured(self.cache, self.model.device, watch, len(prompt) - stored, len(generated), len(tokens))
         answer = Answer(text, reason, statistics)
         said = self._said
         turn = Turn(len(prompt) - len(said.tokens), len(generated))

@@ -97,8 +97,10 @@ class Streamer(TextStreamer):
             self._opening = ""
 
 
-def measured(cache: Cache, watch: Watch, prompt_tokens: int, generated: int, context: int) -> Statistics:
-    """What a turn cost that ends now; see Statistics for the numbers of tokens."""
+def measured(
+    cache: Cache, device: torch.device, watch: Watch, prompt_tokens: int, generated: int, context: int
+) -> Statistics:
+    """What a turn cost that ends now; see Statistics for the numbers of tokens. The model computes on `device`."""
     now = time.perf_counter()
     first = watch.first_token or now
     is_ours = isinstance(cache, HeteroCache)
@@ -111,7 +113,7 @@ def measured(cache: Cache, watch: Watch, prompt_tokens: int, generated: int, con
         prefill_s=first - watch.start,
         decode_s=(watch.last_token or first) - first,
         peak_dram_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_UNIT,
-        peak_vram_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+        peak_vram_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         kv_bytes=cache.dram_bytes if is_ours else _tensor_bytes(cache),
         kv_device_bytes=cache.device_bytes if is_ours else 0,
         of_layers={name: layers for name, layers in counted.items() if any(v is not None for v in layers)},

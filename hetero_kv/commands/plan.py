@@ -169,7 +169,8 @@ def _print(
     largest = shown.largest()
     most = "any" if largest >= LONGEST else f"{largest:,}"
     terminal.print(
-        f"Largest max_seq_len, {in_force}, with {RESERVE:.0%} of the free memory in reserve: [bold]{most}[/bold]; "
+        f"Largest max_seq_len, {in_force}, with {RESERVE:.0%} of what is free beside the weights in reserve: "
+        f"[bold]{most}[/bold]; "
         f"the model was made for {shown.context_length:,}, so that auto is {min(largest, shown.context_length):,}",
         highlight=False,
         soft_wrap=True,

@@ -264,7 +264,8 @@ class Batch:
 
         Raises HeteroKVError for a row that is not there, or for none.
         """
-        chosen = [int(row) for row in rows]
+        # Of a tensor on a device in one copy, not a number at a time.
+        chosen = rows.tolist() if isinstance(rows, torch.Tensor) else [int(row) for row in rows]
         held = len(self.sequences)
         if not chosen or not all(0 <= row < held for row in chosen):
             raise HeteroKVError(f"rows are {chosen}, and the cache holds {held}; give indices from 0 to {held - 1}")

@@ -8,11 +8,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 PACKAGES = ("hetero-kv", "torch", "transformers", "numba", "numpy")
 
 
-def environment(command_line: str | None) -> dict[str, Any]:
-    """Versions, processor and threads, as plain data."""
+def environment(command_line: str | None, device: torch.device | None = None) -> dict[str, Any]:
+    """Versions, processor, threads and the GPU, as plain data; `device` is where the model computes, where known."""
     return {
         "command_line": command_line,
         "python": platform.python_version(),
@@ -20,7 +22,7 @@ def environment(command_line: str | None) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "gpu": _gpu(),
+        "gpu": _gpu(device),
     }
 
 
@@ -39,7 +41,7 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _gpu() -> str | None:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+def _gpu(device: torch.device | None) -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_name(device if device is not None and device.type == "cuda" else None)

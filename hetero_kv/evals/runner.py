@@ -102,7 +102,8 @@ def run(
         "methods": {name: what for subject in subjects for name, what in subject.described().items()},
     }
     out = Path(out)
-    with RunFolder.opened(out, settings, environment(command_line)) as folder:
+    device = configured.loaded.model.device if configured else None
+    with RunFolder.opened(out, settings, environment(command_line, device)) as folder:
         _run_all(samples, subjects, folder, show_progress)
         summary = summarize(settings, folder.results, skipped_lines)
         summary["attended_tokens"] = _attended(subjects, sorted({sample.length for sample in samples} - {0}))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import warnings
 from pathlib import Path
 
 import torch
@@ -21,14 +23,23 @@ DTYPES = {
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
+#: What says which NVIDIA driver is loaded, on Linux.
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
 def resolve_device(device: str) -> torch.device:
     """The device called `device`: `auto` (a CUDA GPU where there is one, else the CPU), `cpu`, `cuda` or `cuda:N`.
+
+    Warns where `auto` is the CPU because torch cannot use the GPU that is there.
 
     Raises:
         ModelError: not a device of this machine.
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    unused = "" if gpus else unused_gpu()
     if device == "auto":
+        if unused:
+            warnings.warn(f"{unused}; the model computes on the CPU", RuntimeWarning, stacklevel=2)
         return torch.device("cuda" if gpus else "cpu")
     try:
         resolved = torch.device(device)
@@ -37,10 +48,30 @@ def resolve_device(device: str) -> torch.device:
     if resolved is None or resolved.type not in ("cpu", "cuda"):
         raise ModelError(f"device is {device!r}; give auto, cpu, cuda or cuda:N")
     if resolved.type == "cuda" and (resolved.index or 0) >= gpus:
+        why = f" ({unused})" if unused else ""
         raise ModelError(
-            f"device is {device!r}, and this machine has {gpus} CUDA GPUs that torch can use; give auto or cpu"
+            f"device is {device!r}, and this machine has {gpus} CUDA GPUs that torch can use{why}; give auto or cpu"
         )
     return resolved
+
+
+def unused_gpu() -> str:
+    """Why torch, which has found no GPU, cannot use the one whose driver is loaded; "" where there is none.
+
+    A GPU that the user has hidden (CUDA_VISIBLE_DEVICES) is none.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return ""
+    try:
+        version = DRIVER.read_text().splitlines()[0].partition(":")[2].strip()
+    except (OSError, IndexError):
+        return ""
+    if torch.version.cuda is None:
+        return f"this machine has a GPU ({version}) and torch {torch.__version__} has no CUDA; install a build that has"
+    return (
+        f"this machine has a GPU ({version}) that torch {torch.__version__} cannot use, which needs a driver for CUDA "
+        f"{torch.version.cuda}; update the driver, or install a torch for an older CUDA"
+    )
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:

@@ -156,12 +156,13 @@ class Footprint:
             forks: of the cache, each grown to `tokens` with nothing shared.
         """
         forward_tokens = min((layer.forward_tokens(tokens) for layer in self.layers), default=tokens)
-        demand = Demand(tokens, forward_tokens, batch, 1 + forks, self.element, self.on_gpu)
+        chunk_tokens = min(forward_tokens, self.chunk_size)
+        demand = Demand(tokens, forward_tokens, batch, 1 + forks, self.element, self.on_gpu, chunk_tokens)
         per_token = 2 * (self.hidden_size + self.rotary_dim) * self.element + _ID_BYTES
         own = (
             Share(WEIGHTS, self.weights),
             Share(HIDDEN, batch * forward_tokens * per_token),
-            Share(ACTIVATIONS, batch * min(forward_tokens, self.chunk_size) * self.activations),
+            Share(ACTIVATIONS, batch * chunk_tokens * self.activations),
         )
         # Layers prefill one after the other.
         whole = (
@@ -185,7 +186,7 @@ def _layers(injection: Planned, config: Any) -> Iterator[LayerFootprint]:
         elif window is None:
             yield UntouchedFootprint(shape)
         else:
-            yield WindowFootprint(shape, sliding_window=window)
+            yield WindowFootprint(shape, sliding_window=window, is_untouched=True)
 
 
 def _weight_bytes(model: nn.Module, dtype: torch.dtype | None, stored: Mapping[str, str], *, packed: bool) -> int:

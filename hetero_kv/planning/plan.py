@@ -24,7 +24,7 @@ __all__ = [
     "resolve_max_seq_len",
 ]
 
-#: Share of the free memory that is left to everything else.
+#: Share of the memory that is free beside the weights that is left to everything else.
 RESERVE = 0.1
 
 #: No context is longer: what `Plan.largest` is where memory does not grow with the context (windows, bounded layers).
@@ -74,11 +74,19 @@ class Plan:
 
     def fits_dram(self, tokens: int) -> bool:
         """Whether a context of `tokens` leaves the reserve of DRAM free."""
-        return self.dram_needed(tokens) <= self.dram * (1 - RESERVE)
+        return self._leaves_reserve(self.dram_needed(tokens), self.dram, not self.footprint.on_gpu)
 
     def fits_gpu(self, tokens: int) -> bool:
         """Whether it leaves the reserve of the GPU's memory free; True where there is none, or nothing is known."""
-        return self.gpu is None or self.gpu_needed(tokens) <= self.gpu * (1 - RESERVE)
+        return self.gpu is None or self._leaves_reserve(self.gpu_needed(tokens), self.gpu, self.footprint.on_gpu)
+
+    def _leaves_reserve(self, needed: int, free: int, with_weights: bool) -> bool:
+        """Whether the reserve stays of what is free beside weights that are still to be loaded.
+
+        So that a model is planned as it will be accepted when it is loaded: then its weights are no longer free.
+        """
+        weights = self.footprint.weights if with_weights else 0
+        return needed - weights <= (free - weights) * (1 - RESERVE)
 
     def fits(self, tokens: int) -> bool:
         """Whether a context of `tokens` fits everywhere."""
@@ -137,5 +145,5 @@ def _lacking(plan: Plan, tokens: int) -> str:
     what = f"{tokens} tokens" if sequences == 1 else f"{sequences} sequences of {tokens} tokens"
     return (
         f"{what} take {needed / 1e9:.2f} GB of {of}, and {free / 1e9:.2f} GB are free "
-        f"({RESERVE:.0%} is kept in reserve)"
+        f"({RESERVE:.0%} of what is free beside the weights is kept in reserve)"
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from devices import device_called
 
 from benchmarks import gpu_check
 from benchmarks.gpu_checks import chosen_sets, exactness
@@ -54,6 +55,15 @@ def test_attention_that_leaves_tokens_out_is_no_full_attention():
     _, rules, _ = exactness.variants(subject.full_rank)["RetrievalAttention, MEAN representatives, FP16"]
     rules[-1]["replace"]["kwargs"]["second_block_count"] = 0
     assert subject.error_under(rules, torch.bfloat16) > 2 * subject.rounding[torch.bfloat16] + 2e-3
+
+
+@pytest.mark.cuda
+def test_it_runs_on_a_gpu(capsys):
+    with device_called("cuda"):
+        assert gpu_check.main(["--tiny", "--only", "kernels,sets"]) == 0
+    told = capsys.readouterr().out
+    assert "pass  kernels: gathering of rows from page-locked DRAM, float16" in told
+    assert " 0 failed, 0 need a GPU" in told
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

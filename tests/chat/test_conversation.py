@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from devices import simulated_cuda
+from simulated_cuda import placed
 from small_recipes import small_recipe
 from tiny_models import tiny_model
 from tiny_tokenizers import BEGIN, END, TEMPLATE, byte_level
@@ -64,6 +66,19 @@ def conversation(model, **settings):
 
 def replies(talk, *questions):
     return [talk.ask(question, **FEW).text for question in questions]
+
+
+@pytest.mark.cuda
+def test_the_peak_of_gpu_memory_is_that_of_the_models_gpu():
+    with simulated_cuda(devices=2):
+        elsewhere = conversation(new_model()).ask("What?", **FEW).statistics
+        model = new_model()
+        hetero_kv.inject(placed(model, "cuda:1"), small_recipe("ktransformers", chunk_size=16))
+        statistics = conversation(model).ask("What?", **FEW).statistics
+        assert statistics.peak_vram_bytes == torch.cuda.max_memory_allocated("cuda:1") > 0
+        assert statistics.kv_device_bytes > 0
+        assert torch.cuda.max_memory_allocated("cuda:0") == 0
+    assert elsewhere.peak_vram_bytes is None
 
 
 def test_methods_watch_what_the_question_attends_to_and_not_the_document(monkeypatch):

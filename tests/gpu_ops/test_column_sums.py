@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import simulated_cuda
 
 from gpu_ops import column_sums as module
 from gpu_ops.attention import chunk_attention
@@ -69,3 +70,16 @@ def test_the_highest_of_a_group_is_that_of_each_query(tiles, squared):
     expected = (rows.amax(2, keepdim=True) * weights[:, None]).sum(3)
     actual = column_sums(q, lse, k, SCALE, weights=weights, squared=squared, group_max=True)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.cuda
+def test_a_gpu_is_given_tiles_of_its_size():
+    q, k = torch.randn(1, 2, 2048, 8), torch.randn(1, 1, 4096, 8)
+    lse = torch.logsumexp(q @ k.transpose(-1, -2), dim=-1)
+    with simulated_cuda() as gpu:
+        given = [part.to("cuda") for part in (q, lse, k)]
+        gpu.record.clear()
+        sums = column_sums(*given, 1.0)
+        # Two tiles of queries, each with some eight of keys, and a few launches for each.
+        assert len(gpu.record.launches) < 2 * 8 * 10
+        torch.testing.assert_close(sums.cpu(), column_sums(q, lse, k, 1.0), rtol=1e-4, atol=1e-5)

@@ -7,6 +7,7 @@ import mmap
 import pytest
 import torch
 from caches import new_cache, prefill
+from devices import CPU, simulated_cuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ def test_what_is_reached_is_locked_once_and_released_in_the_end(reaches, offset,
         patch.setattr(torch.cuda, "cudart", lambda: driver)
         patch.setattr(mapped_memory, "_STEP", step)
         tensor = torch.empty(50 * PAGE, dtype=torch.uint8)[offset : offset + 40 * PAGE]
-        memory = MappedMemory(tensor)
+        memory = MappedMemory(tensor, CPU)
         assert not driver.locked
         for size in reaches:
             assert memory.reach(size)
@@ -101,13 +102,25 @@ def test_where_cuda_refuses_it_warns_once_and_says_no(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     monkeypatch.setattr(mapped_memory, "_STEP", PAGE)
     taken = []
-    monkeypatch.setattr(mapped_memory, "_take_pending_error", lambda: taken.append(True))
-    memory = MappedMemory(torch.empty(40 * PAGE, dtype=torch.uint8))
+    monkeypatch.setattr(mapped_memory, "_take_pending_error", taken.append)
+    memory = MappedMemory(torch.empty(40 * PAGE, dtype=torch.uint8), CPU)
     assert memory.reach(10 * PAGE)
     assert not taken
     with pytest.warns(RuntimeWarning, match=r"could not page-lock .* error 2"):
         assert not memory.reach(30 * PAGE)
     assert not memory.reach(5)
-    assert len(taken) == 1
+    assert taken == [CPU]
     del memory
     assert not driver.locked
+
+
+@pytest.mark.cuda
+def test_a_pending_error_is_taken_from_the_gpu_that_reads(monkeypatch):
+    with simulated_cuda(devices=2) as gpu:
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: Driver(pages=0))
+        memory = MappedMemory(torch.empty(40 * PAGE, dtype=torch.uint8), torch.device("cuda", 1))
+        with pytest.warns(RuntimeWarning, match="could not page-lock"):
+            assert not memory.reach(PAGE)
+        assert gpu.memory.peak[1] > 0
+        assert gpu.memory.peak[0] == 0
+        monkeypatch.undo()

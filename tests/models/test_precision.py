@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -55,6 +57,27 @@ def test_a_gpu_that_is_not_there_is_refused():
         ModelError, match=f"device is '{absent}', and this machine has {torch.cuda.device_count()} CUDA"
     ):
         resolve_device(absent)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "told"),
+    [("12.8", r"needs a driver for CUDA 12\.8; update the driver"), (None, "has no CUDA; install a build that has")],
+)
+def test_a_gpu_that_torch_cannot_use_is_told_with_the_remedy(cuda, told, monkeypatch, tmp_path):
+    (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82\nGCC version: 11\n")
+    monkeypatch.setattr(precision, "DRIVER", tmp_path / "version")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.warns(RuntimeWarning, match=rf"a GPU \(NVIDIA .*470\.82\) .*{told}.*computes on the CPU"):
+        assert resolve_device("auto") == CPU
+    with pytest.raises(ModelError, match=rf"470\.82\) .*{told}.*give auto or cpu"):
+        resolve_device("cuda")
+    # One that the user has hidden is not to be used.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert resolve_device("auto") == CPU
 
 
 def test_auto_is_a_device_of_this_machine():

@@ -49,7 +49,7 @@ def tokens(count, seed=0, batch=1):
 
 def logits(model, cache, *parts):
     with torch.no_grad():
-        return torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
+        return torch.cat([model(part.to(model.device), past_key_values=cache).logits.cpu() for part in parts], dim=1)
 
 
 def conversation(batch=1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from devices import CPU, model_on
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, eject, inject
@@ -50,7 +51,7 @@ def random_tokens(count, seed=0, batch=1):
 def logits(model, cache, *parts):
     """Logits of prompts and single tokens, one after the other."""
     with torch.no_grad():
-        return torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
+        return torch.cat([model(part.to(model.device), past_key_values=cache).logits.cpu() for part in parts], dim=1)
 
 
 def conversation(prompt, answer, turn, again, batch=1):
@@ -64,10 +65,11 @@ def relative_error(actual, expected):
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
-def error_of(model, parts, **settings):
-    """Relative error of the logits against the untouched model's, and the cache."""
+def error_of(model, parts, device=CPU, **settings):
+    """Relative error of the logits on a device against the untouched model's on the CPU, and the cache."""
     with torch.no_grad():
         expected = model(torch.cat(parts, dim=1)).logits
+    model = model_on(device, model)
     cache = injected(model, **settings)
     try:
         actual = logits(model, cache, *parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from bounded_models import bounded, conversation, logits, relative_error, tokens
+from devices import model_on, on_both
 from tiny_models import ARCHITECTURES, tiny_model
 
 from hetero_kv import eject
@@ -13,13 +14,14 @@ from hetero_kv.families.bounded.entry_room import SLACK
 from hetero_kv.planning.plan import Footprint
 
 
-@pytest.mark.parametrize("policy", eviction.names())
-def test_a_covering_budget_is_full_attention_over_two_turns(llama, policy):
+@pytest.mark.parametrize(("policy", "device"), on_both(eviction.names(), quick=("h2o", "cascade")), indirect=["device"])
+def test_a_covering_budget_is_full_attention_over_two_turns(llama, policy, device):
     parts = conversation(batch=2)
     with torch.no_grad():
         expected = llama(torch.cat(parts, dim=1)).logits
-    cache = bounded(llama, policy=policy, budget=200)
-    assert relative_error(logits(llama, cache, *parts), expected) < 1e-5
+    model = model_on(device, llama)
+    cache = bounded(model, policy=policy, budget=200)
+    assert relative_error(logits(model, cache, *parts), expected) < 1e-5
     assert cache.statistics["cached_entries"] == [95, 95, 95]
 
 

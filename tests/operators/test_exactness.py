@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import model_on, on_both
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import ARCHITECTURES, tiny_model
@@ -83,23 +84,28 @@ def test_prefill_and_decode_equal_the_untouched_model(
     assert cache.get_seq_length() == prompt + DECODED
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_generated_tokens_equal_the_untouched_models_and_a_second_turn_goes_on(architecture):
+# On `cuda`: softcaps and windows, sinks, and keys and values of two dimensions.
+@pytest.mark.parametrize(
+    ("architecture", "device"), on_both(ARCHITECTURES, quick=("gemma2", "gpt_oss", "deepseek_v3")), indirect=["device"]
+)
+def test_generated_tokens_equal_the_untouched_models_and_a_second_turn_goes_on(architecture, device):
     model = model_of(architecture)
     first, second = random_tokens(1, 37, seed=5), random_tokens(1, 11, seed=6)
     greedy = {"max_new_tokens": DECODED, "do_sample": False}
 
-    def two_turns(cache):
-        answer = model.generate(first, attention_mask=torch.ones_like(first), past_key_values=cache, **greedy)
-        again = torch.cat([answer, second], dim=1)
+    def two_turns(model, cache):
+        start, turn = first.to(model.device), second.to(model.device)
+        answer = model.generate(start, attention_mask=torch.ones_like(start), past_key_values=cache, **greedy)
+        again = torch.cat([answer, turn], dim=1)
         return model.generate(again, attention_mask=torch.ones_like(again), past_key_values=cache, **greedy)
 
-    expected = two_turns(DynamicCache(config=model.config))
-    inject(model, rules(chunk_size=16, block_size=16, local_windows_len=16, kv_type="FP32", max_seq_len=128))
+    expected = two_turns(model, DynamicCache(config=model.config))
+    ours = model_on(device, model)
+    inject(ours, rules(chunk_size=16, block_size=16, local_windows_len=16, kv_type="FP32", max_seq_len=128))
     try:
-        actual = two_turns(HeteroCache(model))
+        actual = two_turns(ours, HeteroCache(ours))
     finally:
-        eject(model)
+        eject(ours)
     assert actual.tolist() == expected.tolist()
 
 
@@ -208,9 +214,9 @@ def test_room_is_counted_by_the_embeddings_and_not_by_the_mask():
     assert cache.get_seq_length() == 60
 
 
-def test_beam_search_shares_blocks_and_equals_the_untouched_model():
-    model = model_of("llama")
-    tokens = random_tokens(1, 30, seed=9)
+def test_beam_search_shares_blocks_and_equals_the_untouched_model(device):
+    model = model_on(device, model_of("llama"))
+    tokens = random_tokens(1, 30, seed=9).to(device)
     beam = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
     expected = model.generate(tokens, past_key_values=DynamicCache(config=model.config), **beam)
     inject(model, rules(chunk_size=16, block_size=4, local_windows_len=8, kv_type="FP32", max_seq_len=128))

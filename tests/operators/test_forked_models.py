@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from devices import CPU, device_called, model_on, on_both
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, inject
@@ -66,12 +67,12 @@ def turn(seed, question=6):
 
 def logits(model, cache, parts):
     with torch.no_grad():
-        return torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
+        return torch.cat([model(part.to(model.device), past_key_values=cache).logits.cpu() for part in parts], dim=1)
 
 
-def injected(case):
+def injected(case, device=CPU):
     architecture, rules, settings = CASES[case]
-    model = tiny_model(architecture)
+    model = model_on(device, tiny_model(architecture))
     inject(model, parse_rules({"rules": rules, "long_context": {**SMALL, "second_block_count": 3, **settings}}))
     return model
 
@@ -89,9 +90,16 @@ def alone(model, *seeds):
     return [logits(model, cache, turn(seed)) for seed in seeds][-1]
 
 
-@pytest.mark.parametrize(("case", "forks"), [*((case, 0) for case in CASES), ("dynamic", 2)])
-def test_forks_that_go_on_by_turns_answer_as_if_each_were_alone(case, forks):
-    model = injected(case)
+@pytest.mark.parametrize(("case", "device"), on_both(CASES), indirect=["device"])
+def test_forks_that_go_on_by_turns_answer_as_if_each_were_alone(case, device):
+    assert_forks_answer_as_if_each_were_alone(injected(case, device), forks=0)
+
+
+def test_forks_that_have_room_of_their_own_answer_as_if_each_were_alone():
+    assert_forks_answer_as_if_each_were_alone(injected("dynamic"), forks=2)
+
+
+def assert_forks_answer_as_if_each_were_alone(model, forks):
     first = prompted(model, forks=forks)
     second, third = first.fork(), copy.deepcopy(first)
     answers = [[], [], []]
@@ -108,18 +116,21 @@ def test_forks_that_go_on_by_turns_answer_as_if_each_were_alone(case, forks):
     assert second.get_seq_length() == 0
 
 
-def test_forks_with_a_window_on_the_compute_device_answer_as_if_each_were_alone(monkeypatch):
-    monkeypatch.setattr(retrieval_layer, "_needs_window", lambda device: True)
-    model = injected("mean")
-    first = prompted(model)
-    second = first.fork()
-    for token in random_tokens(9, 1).split(1, dim=1):
-        logits(model, first, [token])
-        logits(model, second, [token + 1])
-    third = prompted(model)
-    for token in random_tokens(9, 1).split(1, dim=1):
-        logits(model, third, [token + 1])
-    assert torch.equal(logits(model, second, [random_tokens(1, 2)]), logits(model, third, [random_tokens(1, 2)]))
+@pytest.mark.parametrize("where", ["mirrored", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_forks_with_a_window_on_the_compute_device_answer_as_if_each_were_alone(where, monkeypatch):
+    if where == "mirrored":
+        monkeypatch.setattr(retrieval_layer, "_needs_window", lambda device: True)
+    with device_called("cpu" if where == "mirrored" else where) as device:
+        model = injected("mean", device)
+        first = prompted(model)
+        second = first.fork()
+        for token in random_tokens(9, 1).split(1, dim=1):
+            logits(model, first, [token])
+            logits(model, second, [token + 1])
+        third = prompted(model)
+        for token in random_tokens(9, 1).split(1, dim=1):
+            logits(model, third, [token + 1])
+        assert torch.equal(logits(model, second, [random_tokens(1, 2)]), logits(model, third, [random_tokens(1, 2)]))
 
 
 def test_a_failed_turn_of_one_fork_is_undone_without_a_trace_in_the_other():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import model_on, on_both
 from ragged_prompts import LENGTHS, PROMPTS, TURNS
 from ragged_rows import Batch, alone, assert_same_but_for_rounding, padded, prompt
 from small_recipes import ENGINE, RECIPES, injected, new_cache, small_recipe, with_settings
@@ -51,9 +52,9 @@ def assert_rows_are_what_they_are_alone(model, rules, prompts=PROMPTS):
     assert_same_but_for_rounding(batch.logits[-1], alone(model, new_cache(model), joined), "the one that joined")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_rows_of_their_own_lengths_are_what_they_are_alone(recipe, model_of):
-    assert_rows_are_what_they_are_alone(model_of(), small_recipe(recipe))
+@pytest.mark.parametrize(("recipe", "device"), on_both(RECIPES), indirect=["device"])
+def test_rows_of_their_own_lengths_are_what_they_are_alone(recipe, device, model_of):
+    assert_rows_are_what_they_are_alone(model_on(device, model_of()), small_recipe(recipe))
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "dense"])
@@ -154,9 +155,11 @@ def test_the_emptied_cache_takes_new_rows(model_of):
         assert_same_but_for_rounding(logits, alone(model, new_cache(model), (row, 3)))
 
 
-@pytest.mark.parametrize("recipe", ["ktransformers", "shadowkv_plus", "tova"])
-def test_a_row_that_is_repeated_goes_several_ways(recipe, model_of):
-    model = model_of()
+@pytest.mark.parametrize(
+    ("recipe", "device"), on_both(["ktransformers", "shadowkv_plus", "tova"], quick=("tova",)), indirect=["device"]
+)
+def test_a_row_that_is_repeated_goes_several_ways(recipe, device, model_of):
+    model = model_on(device, model_of())
     batch = Batch(model, injected(model, small_recipe(recipe)), PROMPTS[:3])
     batch.answer(3)
     batch.select([2, 0, 2])
@@ -180,10 +183,10 @@ CROPPED = {
 }
 
 
-@pytest.mark.parametrize("rules", CROPPED.values(), ids=CROPPED)
-def test_columns_that_are_cropped_are_forgotten_by_the_rows_that_had_tokens_there(rules, model_of):
-    model = model_of()
-    rules = with_settings(parse_rules({"rules": [*rules, CHUNKED]}), ENGINE)
+@pytest.mark.parametrize(("family", "device"), on_both(CROPPED, quick=CROPPED), indirect=["device"])
+def test_columns_that_are_cropped_are_forgotten_by_the_rows_that_had_tokens_there(family, device, model_of):
+    model = model_on(device, model_of())
+    rules = with_settings(parse_rules({"rules": [*CROPPED[family], CHUNKED]}), ENGINE)
     batch = Batch(model, injected(model, rules), PROMPTS[:3])
     batch.say([prompt(6, 40), prompt(1, 41), prompt(3, 42)])
     batch.cache.crop(-4)

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from devices import on_both
 from shadowkv_models import (
     CHUNKED,
     COVERING,
@@ -28,13 +29,15 @@ from hetero_kv.operators import ShadowKVAttention
 from hetero_kv.rules.rule_file import parse_rules
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_full_rank_and_a_covering_budget_are_full_attention_over_two_turns(architecture):
+@pytest.mark.parametrize(
+    ("architecture", "device"), on_both(ARCHITECTURES, quick=("llama", "glm")), indirect=["device"]
+)
+def test_full_rank_and_a_covering_budget_are_full_attention_over_two_turns(architecture, device):
     plus = len(architecture) % 2 == 0
     rank = FULL_RANK.get(architecture, 32)
     model = model_of(architecture)
     parts = conversation(120, 25, 21, 6, batch=2)
-    error, cache = error_of(model, parts, rank=rank, project_generated=plus)
+    error, cache = error_of(model, parts, device, rank=rank, project_generated=plus)
     assert error < 2e-5
     layers = [layer for layer in cache.layers if isinstance(layer, LowRankLayer)]
     assert layers

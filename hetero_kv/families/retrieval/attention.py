@@ -7,18 +7,16 @@ in full, the Context through the blocks whose representatives score best against
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from cpu_ops.attention import attend_blocks
 from cpu_ops.causal_attention import attend_blocks_causal
-from gpu_ops.merge import apply_sink, merge_attention
+from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import bridge
-from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, kernel_array
+from hetero_kv.adapter.kernel_arrays import kernel_array
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import Operator
 from hetero_kv.adapter.token_arrays import TokenArrays
@@ -27,17 +25,17 @@ from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval import representatives
 from hetero_kv.families.retrieval.choosing import Derived
-from hetero_kv.families.retrieval.decode import RetrievalDecode
 from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
-from hetero_kv.families.retrieval.reading import Reading, Taken
+from hetero_kv.families.retrieval.reading import Taken
 from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, ESTIMATED_SHARE
+from hetero_kv.families.retrieval.windowed_decode import WindowedDecode
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.store.pool import BlockPool
 
 
-class RetrievalAttention(RetrievalDecode):
+class RetrievalAttention(WindowedDecode):
     """Prefills exactly, chunk by chunk; decodes over Initial, Local and the best `second_block_count` blocks.
 
     With a budget that covers the Context the result is full attention, to the storage type's precision; under
@@ -65,16 +63,12 @@ class RetrievalAttention(RetrievalDecode):
         if call.sliding_window is not None:
             self._refuse_window(call.sliding_window)
         blocks = layer.blocks_for(step, call.k, call.v)
-        is_completed = layer.window is not None or call.sink is not None
-        dtype = torch.bfloat16 if call.q.dtype is torch.bfloat16 and not is_completed else torch.float32
-        native = layer.token_step
-        if native is None or not native.fits(ARRAY_DTYPES[dtype], call.softcap is not None):
-            assert layer.pool is not None
-            group = call.q.shape[1] // call.k.shape[1]
-            native = self._bound_step(layer.pool, blocks.lengths, group, call.softcap is not None, dtype)
-            layer.token_step, layer.reading = native, Reading.of(layer.pool, layer.window)
+        if layer.window is not None:
+            return self._decode_beside_window(layer, step, blocks, call)
+        dtype = torch.bfloat16 if call.q.dtype is torch.bfloat16 and call.sink is None else torch.float32
+        native = self._native_of(layer, blocks, call, dtype)
         closes = blocks.newly_closed[0] != blocks.newly_closed[1]
-        is_stored = closes or not native.stores or layer.window is not None
+        is_stored = closes or not native.stores
         if is_stored:
             layer.store_token(step, call.k, call.v)
         if closes:
@@ -85,26 +79,18 @@ class RetrievalAttention(RetrievalDecode):
         q = kernel_array(call.q, dtype)
         k, v = (q, q) if is_stored else (kernel_array(call.k, dtype), kernel_array(call.v, dtype))
         position = None if is_stored else step.past
-        scale, softcap, array = call.scale, call.softcap or 0.0, kernel_array(out, dtype)
-        in_window, beside = None, None
-        if layer.window is not None:
-            in_window = layer.window.attend(call.q, scale, call.softcap)
-            beside = in_window[1].to("cpu", torch.float32).reshape(lse.shape).numpy() if self.targets else None
+        array = kernel_array(out, dtype)
         estimated = self._attend_natively(
-            native, layer, step, blocks, q, k, v, position, scale, softcap, array, lse, beside
+            native, layer, step, blocks, q, k, v, position, call.scale, call.softcap or 0.0, array, lse
         )  # fmt: skip
-        if is_completed or self.engine.measure_recall:
-            out, lse = self._completed(layer, blocks, call, out, lse, estimated, in_window)
+        if call.sink is not None or self.engine.measure_recall:
+            out, lse = self._completed(layer, blocks, call, out, lse, estimated)
         elif estimated is not None:
             (attended, total), taken = estimated
             self._count(layer, attended, total, taken)
         if self.accumulates:
-            layer.scale, layer.softcap = call.scale, call.softcap
-            seen = call.q.squeeze(2).to("cpu", torch.float32).contiguous().numpy()
-            layer.unseen = layer.unseen.grown(seen, lse.reshape(rows, heads))
-            # In batches of a block's length, which costs a step little and holds few queries.
-            if layer.unseen.count >= layer.layout.block_size:
-                layer.accumulate_unseen(step.length)
+            seen = call.q.squeeze(2).to(torch.float32).contiguous().numpy()
+            self._remember(layer, step, call, seen, lse.reshape(rows, heads))
         return out if out.dtype is call.q.dtype else out.to(call.q.dtype)
 
     def prepare_arrays(self, cache: HeteroCache, dtype: Any, softcap: float | None) -> Any:
@@ -133,47 +119,22 @@ class RetrievalAttention(RetrievalDecode):
 
     def _completed(
         self, layer: RetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall, out: torch.Tensor, lse: np.ndarray,
-        estimated: tuple[np.ndarray, Taken] | None, in_window: tuple[torch.Tensor, torch.Tensor] | None,
+        estimated: tuple[np.ndarray, Taken] | None,
     ) -> tuple[torch.Tensor, np.ndarray]:  # fmt: skip
-        """Attention over the blocks, out [batch, heads, 1, v_dim] and lse, with the window's and the learned sink.
+        """Attention over the blocks, out [batch, heads, 1, v_dim] and lse, with the learned sink; notes what it covers.
 
-        estimated: as `_attend_natively` returns it. in_window: attention over the window, as out, lse.
+        estimated: as `_attend_natively` returns it.
         """
-        device, shape = call.q.device, out.shape[:3]
-        out, whole = out.to(device), torch.from_numpy(lse).view(shape).to(device)
-        attended = total = whole
+        whole = torch.from_numpy(lse).view(out.shape[:3])
+        attended = lse
         if estimated is not None:
-            attended, total = torch.from_numpy(estimated[0]).view(2, *shape).to(device)
-        if in_window is not None:
-            out, whole = merge_attention(out, whole, *in_window)
-            attended, total = (torch.logaddexp(each, in_window[1]) for each in (attended, total))
-        if estimated is not None:
-            covered, everything = (each.cpu().numpy().reshape(lse.shape) for each in (attended, total))
-            self._count(layer, covered, everything, estimated[1])
+            (attended, total), taken = estimated
+            self._count(layer, attended, total, taken)
         if self.engine.measure_recall:
-            self._measure_recall(layer, blocks, call, attended)
+            self._measure_recall(layer, blocks, call, torch.from_numpy(attended))
         if call.sink is not None:
             out, whole = apply_sink(out, whole, call.sink)
-        return out, whole.cpu().numpy()
-
-    def _measure_recall(
-        self, layer: RetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall, lse: torch.Tensor
-    ) -> None:
-        """Add the share of the full attention mass that this step covered, the mean over rows and heads.
-
-        lse: of what it attended to, [batch, heads, 1] float32.
-        """
-        pool = layer.pool
-        assert pool is not None
-        by_kv_head = call.q.squeeze(2).unflatten(1, (pool.keys.shape[1], -1))
-        q = by_kv_head.to("cpu", torch.float32).contiguous().numpy()
-        ids = np.ascontiguousarray(blocks.table[:, None])
-        counts = np.full(ids.shape[:2], ids.shape[2], dtype=np.int32)
-        arrays = q, pool.key_array, pool.value_array, ids, counts, blocks.lengths
-        options: dict[str, Any] = {"threads": self.threads, "key_offsets": pool.offset_array}
-        _, full = attend_blocks(*arrays, call.scale, call.softcap or 0.0, **options)
-        covered = float(torch.exp(lse.cpu().flatten() - torch.from_numpy(full).flatten()).mean())
-        layer.state = replace(layer.state, recall=layer.state.recall.plus(covered))
+        return out, whole.numpy()
 
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
         """Compile what decoding and short turns need, or load it from Numba's cache, before a token waits for it."""

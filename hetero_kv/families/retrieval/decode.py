@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
+from cpu_ops.attention import attend_blocks
 from cpu_ops.estimated_masses import covered_share
 from cpu_ops.estimating_step import EstimatingStep
 from cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN, RetrievalStep
 from cpu_ops.threads import one_kernel_at_a_time
+from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.prefill import RetrievalPrefill
-from hetero_kv.families.retrieval.reading import Taken
+from hetero_kv.families.retrieval.reading import Reading, Taken
 from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS, SharedSelections, with_entered
 from hetero_kv.store.pool import BlockPool
 
@@ -34,6 +37,18 @@ class RetrievalDecode(RetrievalPrefill):
             return RetrievalStep(*bound, pool.offset_array)
         beside = pool.value_mean_array, pool.key_code_array, pool.offset_array, pool.group_array, pool.group_value_array
         return EstimatingStep(*bound, self.choice, kind.has_mean, *beside)
+
+    def _native_of(
+        self, layer: RetrievalLayer, blocks: StepBlocks, call: AttentionCall, dtype: torch.dtype
+    ) -> RetrievalStep | EstimatingStep:
+        """The layer's native call, bound anew where it was bound to other numbers."""
+        native, softcapped = layer.token_step, call.softcap is not None
+        if native is None or not native.fits(ARRAY_DTYPES[dtype], softcapped):
+            assert layer.pool is not None
+            group = call.q.shape[1] // call.k.shape[1]
+            native = self._bound_step(layer.pool, blocks.lengths, group, softcapped, dtype)
+            layer.token_step, layer.reading = native, Reading.of(layer.pool, layer.window)
+        return native
 
     def _attend_natively(
         self, native: RetrievalStep | EstimatingStep, layer: RetrievalLayer, step: Step, blocks: StepBlocks,
@@ -75,6 +90,33 @@ class RetrievalDecode(RetrievalPrefill):
         if largest:
             layer.require_storable(largest)
         return estimated
+
+    def _remember(self, layer: RetrievalLayer, step: Step, call: AttentionCall, q: np.ndarray, lse: np.ndarray) -> None:
+        """Keep a query [batch, heads, k_dim] float32, and its log-sum-exp [batch, heads], for what keys receive."""
+        layer.scale, layer.softcap = call.scale, call.softcap
+        layer.unseen = layer.unseen.grown(q, lse)
+        # In batches of a block's length, which costs a step little and holds few queries.
+        if layer.unseen.count >= layer.layout.block_size:
+            layer.accumulate_unseen(step.length)
+
+    def _measure_recall(
+        self, layer: RetrievalLayer, blocks: StepBlocks, call: AttentionCall, lse: torch.Tensor
+    ) -> None:
+        """Add the share of the full attention mass that this step covered, the mean over rows and heads.
+
+        lse: of what it attended to, [batch, heads, 1] float32, or in another shape of as many numbers.
+        """
+        pool = layer.pool
+        assert pool is not None
+        by_kv_head = call.q.squeeze(2).unflatten(1, (pool.keys.shape[1], -1))
+        q = by_kv_head.to("cpu", torch.float32).contiguous().numpy()
+        ids = np.ascontiguousarray(blocks.table[:, None])
+        counts = np.full(ids.shape[:2], ids.shape[2], dtype=np.int32)
+        arrays = q, pool.key_array, pool.value_array, ids, counts, blocks.lengths
+        options: dict[str, Any] = {"threads": self.threads, "key_offsets": pool.offset_array}
+        _, full = attend_blocks(*arrays, call.scale, call.softcap or 0.0, **options)
+        covered = float(torch.exp(lse.cpu().flatten() - torch.from_numpy(full).flatten()).mean())
+        layer.state = replace(layer.state, recall=layer.state.recall.plus(covered))
 
     def _count(self, layer: RetrievalLayer, attended: np.ndarray, total: np.ndarray, taken: Taken) -> None:
         """Add the share of the attention mass that a step covered by estimate, from log-sum-exps, and its blocks."""

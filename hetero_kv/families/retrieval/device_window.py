@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from gpu_ops.attention import tiled_attention
+from gpu_ops.attention import attention_with_lse
+from gpu_ops.merge import merge_attention
 from hetero_kv.store.pool import BlockPool
 
 
@@ -29,7 +31,6 @@ class DeviceWindow:
         capacity = initial + self.ring
         self.keys = like_keys.new_zeros(*like_keys.shape[:2], capacity, like_keys.shape[3])
         self.values = like_values.new_zeros(*like_values.shape[:2], capacity, like_values.shape[3])
-        self._slots = torch.arange(capacity, device=like_keys.device)
         self._length = 0
         self._local_start = 0
 
@@ -61,7 +62,8 @@ class DeviceWindow:
     def selected(self, rows: list[int]) -> DeviceWindow:
         """A window of its own with row i what row `rows[i]` was."""
         twin = copy.copy(self)
-        twin.keys, twin.values = self.keys[rows], self.values[rows]
+        # By slices: a list of rows would go to the device in a copy that the host waits for.
+        twin.keys, twin.values = (torch.cat([part[row : row + 1] for row in rows]) for part in (self.keys, self.values))
         return twin
 
     def attend(self, q: torch.Tensor, scale: float, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,8 +77,11 @@ class DeviceWindow:
         batch, heads, _, k_dim = q.shape
         kv_heads = self.keys.shape[1]
         folded = q.reshape(batch, kv_heads, heads // kv_heads, k_dim)
-        mask = self._valid()[None, :].expand(heads // kv_heads, -1)
-        out, lse = tiled_attention(folded, self.keys, self.values, scale, softcap, mask)
+        parts = (
+            attention_with_lse(folded, self.keys[:, :, part], self.values[:, :, part], scale, softcap)
+            for part in self._held()
+        )
+        out, lse = functools.reduce(lambda before, part: merge_attention(*before, *part), parts)
         return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
 
     @property
@@ -87,9 +92,17 @@ class DeviceWindow:
     def _slot(self, position: int) -> int:
         return position if position < self.initial else self.initial + (position - self.initial) % self.ring
 
-    def _valid(self) -> torch.Tensor:
-        """[capacity] bool: which slots hold a token of Initial or Local."""
-        start, held = max(self._local_start, self.initial), max(0, self._length - self.initial)
-        offset = (self._slots - self.initial - (start - self.initial)) % self.ring
-        in_local = (self._slots >= self.initial) & (offset < held - (start - self.initial))
-        return (self._slots < min(self.initial, self._length)) | in_local
+    def _held(self) -> list[slice]:
+        """The slots that hold tokens, as few slices: those of Initial, and those of the ring, which may wrap."""
+        start = max(self._local_start, self.initial)
+        first, count = self._slot(start), max(0, self._length - start)
+        stop, end = first + count, self.initial + self.ring
+        parts = [(0, min(self.initial, self._length)), (self.initial, stop - self.ring), (first, min(stop, end))]
+        held: list[slice] = []
+        for begin, behind in parts:
+            if behind <= begin:
+                continue
+            if held and held[-1].stop == begin:
+                begin = held.pop().start
+            held.append(slice(begin, behind))
+        return held

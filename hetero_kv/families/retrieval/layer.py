@@ -14,6 +14,7 @@ from cpu_ops.estimating_step import EstimatingStep
 from cpu_ops.retrieval_step import RetrievalStep
 from cpu_ops.token_store import store_token, stores
 from gpu_ops.column_sums import column_sums
+from gpu_ops.staging import Staging
 from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
@@ -52,6 +53,7 @@ class RetrievalLayer(BufferedLayer):
         self.representative_kind, self.derived = settings.representative_kind, derived
         self.state = self._blank_state()
         self.window: DeviceWindow | None = None
+        self._staging: Staging | None = None
         #: Queries that were decoded since the attention that keys receive was last accumulated.
         self.unseen = NONE_UNSEEN
         self.scale, self.softcap = 1.0, None
@@ -118,7 +120,10 @@ class RetrievalLayer(BufferedLayer):
         return step.made.get(id(self.layout)) or step.blocks(self.layout)
 
     def store_token(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> StepBlocks:
-        """Store one token of every row, keys [batch, kv_heads, 1, k_dim] and values; returns the step's blocks."""
+        """Store one token of every row, keys [batch, kv_heads, 1, k_dim] and values; returns the step's blocks.
+
+        In the pool: the window takes its copy from the device.
+        """
         blocks = self.blocks_for(step, keys, values)
         pool = self.pool
         assert pool is not None
@@ -132,9 +137,16 @@ class RetrievalLayer(BufferedLayer):
             self._require_finite(keys, values)
             for ids, row_keys, row_values in zip(blocks.table, keys, values, strict=True):
                 pool.write(ids, step.past, row_keys, row_values)
-        if self.window is not None:
-            self.window.append(keys, values, blocks.closed * self.layout.block_size)
         return blocks
+
+    def staging_for(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Staging:
+        """What a token passes through between the device and the CPU: query, key, value and the window's log-sum-exp
+        down, attention over the blocks and its log-sum-exp back."""
+        lse = (q.shape[0], k.shape[1], q.shape[1] // k.shape[1])
+        down, up = (q.shape, k.shape, v.shape, lse), ((*q.shape[:3], v.shape[3]), lse)
+        if self._staging is None or not self._staging.fits(q.device, down, up):
+            self._staging = Staging(q.device, down, up)
+        return self._staging
 
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         assert self.pool is not None
@@ -249,6 +261,11 @@ class RetrievalLayer(BufferedLayer):
         assert self.window is not None
         assert self.pool is not None
         self.window.load(self.pool, ids, length, self.layout.context_end(length) * self.layout.block_size)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the attention sink and the recent window on a device, where they lie on one."""
+        return 0 if self.window is None else self.window.nbytes
 
     @property
     def statistics(self) -> dict[str, float | int | None]:

@@ -173,12 +173,15 @@ class ShadowKVAttention(AttentionOperator):
         missed = 0
         out, lse = _attention(call, layer.recent_keys.entries, layer.recent_values.entries)
         if layer.context.outliers is not None:
-            residents, chosen = layer.context.outliers.residents, self._chosen_in_torch(layer, call)
-            hits = residents.hold(chosen, layer.rebuilt, layer.fetched, layer.chunks)
-            layer.count(layer.counted.with_choices(hits, chosen.numel()))
-            missed = chosen.numel() - hits
+            residents = layer.context.outliers.residents
+            (wanted,) = layer.checked(self._chosen_in_torch(layer, call))
+            hits = residents.hold(wanted, layer.rebuilt, layer.fetched, layer.chunks)
+            layer.count(layer.counted.with_choices(hits, wanted.numel()))
+            missed = wanted.numel() - hits
             if residents.keys.shape[2]:
                 out, lse = merge_attention(out, lse, *_attention(call, residents.keys, residents.values))
+        else:
+            layer.checked()
         return out, lse, missed
 
     def chosen(self, layer: LowRankLayer, call: bridge.AttentionCall) -> torch.Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from gpu_ops.gather import gathered_rows
+from gpu_ops.host_copies import on_host
 from gpu_ops.kernel_choice import runs_triton
 from gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
@@ -66,6 +67,8 @@ class LowRankLayer(BufferedLayer):
         self.storage_settings = (settings.storage_setting,) * 2
         self.settings, self._energy = settings, energy
         self.chunk_size = settings.landmark_chunk_size
+        #: The largest magnitude of a decoded token's values, where nobody has looked at it yet.
+        self._unchecked: torch.Tensor | None = None
         self.layout = ContextLayout(self.chunk_size, settings)
         self._forget()
 
@@ -141,10 +144,13 @@ class LowRankLayer(BufferedLayer):
             self.pool = self.cohort.store.pool(self.layer_idx, self.layout, kv_heads, 0, v_dim, self.value_storage)
         # In the store, so that forks share it: memory is page-locked once.
         if self.layer_idx not in self.cohort.store.mapped and runs_triton(values):
-            self.cohort.store.mapped[self.layer_idx] = MappedMemory(self.pool.values)
-        largest = self.value_storage.largest
-        if not step.is_decode or (largest is not None and float(values.abs().max()) > largest):
+            self.cohort.store.mapped[self.layer_idx] = MappedMemory(self.pool.values, values.device)
+        if not step.is_decode:
             self._require_finite(None, values)
+        elif self.value_storage.largest is not None:
+            self._unchecked = values.abs().amax()
+            if values.device.type == "cpu":
+                self.checked()
         end = (step.made.get(id(self.layout)) or step.blocks(self.layout)).length
         if buffer is not None and step.part.is_last:
             self._store_prompt(step, buffer, end)
@@ -156,6 +162,18 @@ class LowRankLayer(BufferedLayer):
             self._take_in(step, self.recent_keys.entries[:, :, :count], self.recent_values.entries[:, :, :count])
             self.recent_keys.drop_first(count)
             self.recent_values.drop_first(count)
+
+    def checked(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Tensors of the device on the CPU. Raises HeteroKVError where a value that came with this token is too large.
+
+        Both with one wait for the device.
+        """
+        largest, self._unchecked = self._unchecked, None
+        if largest is None:
+            return on_host(*tensors) if tensors else ()
+        found, *copies = on_host(largest, *tensors)
+        self.require_storable(float(found))
+        return tuple(copies)
 
     def _store_prompt(self, step: Step, buffer: PrefillBuffer, end: int) -> None:
         """Let the Context reach to the local chunks; factor the keys where no factors serve them."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from gpu_ops.host_copies import on_device
 from gpu_ops.side_stream import beside, joined
 
 #: Chunks [batch, kv_heads, n] int64 -> their keys or values [batch, kv_heads, n, chunk_size, dim].
@@ -77,11 +78,11 @@ class ResidentChunks:
         """Memory of outliers and slots, bytes."""
         return sum(t.numel() * t.element_size() for t in (self._keys, self._values))
 
-    def hold(self, chosen: torch.Tensor, rebuild: Supply, fetch: Supply, chunks: int) -> int:
+    def hold(self, wanted: torch.Tensor, rebuild: Supply, fetch: Supply, chunks: int) -> int:
         """Let the slots hold the chosen chunks: those that they hold already stay, the others are rebuilt and fetched.
 
         Args:
-            chosen: [batch, kv_heads, n] int64, without repetition in a head.
+            wanted: the chosen chunks, [batch, kv_heads, n] int64 on the CPU, without repetition in a head.
             rebuild: keys on the compute device, for chunks on that device; on CUDA it runs beside `fetch`.
             fetch: values on the compute device, for chunks on the CPU.
             chunks: ids are below this.
@@ -89,7 +90,6 @@ class ResidentChunks:
         Returns how many of the chosen were there, over all heads.
         """
         device = self._keys.device
-        wanted = chosen.cpu()
         self.provide(wanted.shape[2])
         is_hit = _members(self.ids, chunks).gather(2, wanted)
         missing = (~is_hit).sum(dim=2)
@@ -100,17 +100,14 @@ class ResidentChunks:
             surplus = torch.arange(most) >= missing[..., None]
             misses = wanted.gather(2, is_hit.byte().argsort(dim=2, stable=True)[..., :most])
             slots = kept.byte().argsort(dim=2, stable=True)[..., :most].masked_fill(surplus, self.ids.shape[2])
+            lacking, at = on_device(misses, device), on_device(slots + self._outliers, device)
             with beside(device):
-                keys = rebuild(misses.to(device, non_blocking=True))
-            self._put(self._values, slots, fetch(misses))
-            self._put(self._keys, slots, joined(keys))
+                keys = rebuild(lacking)
+            _put(self._values, at, fetch(misses))
+            _put(self._keys, at, joined(keys))
             ids = torch.nn.functional.pad(self.ids, (0, 1), value=_EMPTY)
             self.ids = ids.scatter_(2, slots, misses)[..., :-1].contiguous()
         return int(is_hit.sum())
-
-    def _put(self, target: torch.Tensor, slots: torch.Tensor, new: torch.Tensor) -> None:
-        at = (slots + self._outliers).to(target.device, non_blocking=True)
-        target.scatter_(2, at[..., None, None].expand(-1, -1, -1, *new.shape[3:]), new)
 
     def _set_slots(self, slots: int, outlier_keys: torch.Tensor, outlier_values: torch.Tensor) -> None:
         """New buffers: outliers, empty slots, and one more that surplus work goes into."""
@@ -121,6 +118,10 @@ class ResidentChunks:
         )
         # All at once: an interrupt in between would leave ids of slots that are not there.
         self.ids, self._keys, self._values = ids, keys, values
+
+
+def _put(target: torch.Tensor, at: torch.Tensor, new: torch.Tensor) -> None:
+    target.scatter_(2, at[..., None, None].expand(-1, -1, -1, *new.shape[3:]), new)
 
 
 def _members(ids: torch.Tensor, chunks: int) -> torch.Tensor:

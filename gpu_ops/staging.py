@@ -1,0 +1,71 @@
+"""Numbers that pass from a device to the CPU and back at every step, in memory that is made once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+Shape = tuple[int, ...]
+
+
+class Staging:
+    """Tensors of fixed shapes on their way to the CPU, in one copy, and arrays on their way back, in another.
+
+    On CUDA both copies are asynchronous and page-locked. Whoever sends anew must have waited for what he sent before
+    (`arrived`): then the device has read what was sent back before, too, as all of it runs on one stream.
+
+    Args:
+        device: where the tensors are.
+        down: their shapes; up: those of the arrays that come back.
+
+    Attributes:
+        back: float32 arrays of the shapes `up`, to be written before `sent_back`.
+    """
+
+    def __init__(self, device: torch.device, down: Sequence[Shape], up: Sequence[Shape]) -> None:
+        self.shapes = tuple(down), tuple(up)
+        self.device = device
+        is_cuda = device.type == "cuda"
+        self._down, self._up = (_numbers(shapes, device) for shapes in self.shapes)
+        self._down_host, self._up_host = (_numbers(shapes, is_pinned=is_cuda) for shapes in self.shapes)
+        self._parts, self._returned = _views(self._down, down), _views(self._up, up)
+        self._arrays = tuple(view.numpy() for view in _views(self._down_host, down))
+        self.back: tuple[np.ndarray, ...] = tuple(view.numpy() for view in _views(self._up_host, up))
+        self._event = torch.cuda.Event() if is_cuda else None
+
+    def fits(self, device: torch.device, down: Sequence[Shape], up: Sequence[Shape]) -> bool:
+        """Whether it was made for these."""
+        return self.device == device and self.shapes == (tuple(down), tuple(up))
+
+    def send(self, *tensors: torch.Tensor) -> None:
+        """Have the tensors, of the first of the shapes `down`, copied to the CPU as float32."""
+        for part, tensor in zip(self._parts, tensors, strict=False):
+            part.copy_(tensor)
+        size = sum(tensor.numel() for tensor in tensors)
+        self._down_host[:size].copy_(self._down[:size], non_blocking=self._event is not None)
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self.device))
+
+    def arrived(self) -> tuple[np.ndarray, ...]:
+        """Wait for what was sent: float32 arrays of the shapes `down`, the same memory every time."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._arrays
+
+    def sent_back(self) -> tuple[torch.Tensor, ...]:
+        """What has been written to `back`, on the device: the same memory every time."""
+        self._up.copy_(self._up_host, non_blocking=self._event is not None)
+        return self._returned
+
+
+def _numbers(shapes: Sequence[Shape], device: torch.device | None = None, is_pinned: bool = False) -> torch.Tensor:
+    size = sum(map(math.prod, shapes))
+    return torch.empty(size, dtype=torch.float32, device=device, pin_memory=is_pinned)
+
+
+def _views(numbers: torch.Tensor, shapes: Sequence[Shape]) -> tuple[torch.Tensor, ...]:
+    parts = numbers.split([math.prod(shape) for shape in shapes])
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))

@@ -1,0 +1,62 @@
+"""A decoded token where the model computes elsewhere than on the CPU: a window there, the blocks here."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gpu_ops.merge import apply_sink, merge_attention
+from hetero_kv.adapter.bridge import AttentionCall
+from hetero_kv.engine.step import Step, StepBlocks
+from hetero_kv.families.retrieval.decode import RetrievalDecode
+from hetero_kv.families.retrieval.layer import RetrievalLayer
+
+
+class WindowedDecode(RetrievalDecode):
+    """What `RetrievalAttention` does with a token where the attention sink and the recent window lie on a device.
+
+    Query, key and value go to the CPU in one copy, for which the host waits; the device attends to its window in the
+    meantime; what the CPU attended to goes back in one copy, for which nobody waits, and is merged there.
+    """
+
+    def _decode_beside_window(
+        self, layer: RetrievalLayer, step: Step, blocks: StepBlocks, call: AttentionCall
+    ) -> torch.Tensor:
+        """`decode_step` of a layer with a window."""
+        window = layer.window
+        assert window is not None
+        native = self._native_of(layer, blocks, call, torch.float32)
+        staging = layer.staging_for(call.q, call.k, call.v)
+        scale, softcap = call.scale, call.softcap or 0.0
+        window.append(call.k, call.v, blocks.closed * layer.layout.block_size)
+        out, lse = staging.back
+        if self.choice is not None or self.accumulates:
+            # The CPU wants to know how much of the attention the window has.
+            in_window = window.attend(call.q, scale, call.softcap)
+            staging.send(call.q, call.k, call.v, in_window[1].view(lse.shape))
+        else:
+            staging.send(call.q, call.k, call.v)
+            in_window = window.attend(call.q, scale, call.softcap)
+        q, k, v, beside = staging.arrived()
+        layer.store_token(step, torch.from_numpy(k), torch.from_numpy(v))
+        if blocks.newly_closed[0] != blocks.newly_closed[1]:
+            self._close_blocks(layer, step)
+        estimated = self._attend_natively(
+            native, layer, step, blocks, q, k, v, None, scale, softcap, out, lse, beside if self.targets else None
+        )  # fmt: skip
+        device_out, device_lse = staging.sent_back()
+        merged, whole = merge_attention(*in_window, device_out, device_lse.view(call.q.shape[:3]))
+        attended = whole
+        if estimated is not None:
+            with_window, total = np.logaddexp(estimated[0], beside)
+            self._count(layer, with_window, total, estimated[1])
+            attended = torch.from_numpy(with_window)
+        if self.engine.measure_recall:
+            self._measure_recall(layer, blocks, call, attended)
+        if call.sink is not None:
+            merged, whole = apply_sink(merged, whole, call.sink)
+        if self.accumulates:
+            both = np.logaddexp(lse, beside).reshape(q.shape[:2])
+            seen = both if call.sink is None else whole.squeeze(2).cpu().numpy()
+            self._remember(layer, step, call, q.squeeze(2).copy(), seen)
+        return merged if merged.dtype is call.q.dtype else merged.to(call.q.dtype)

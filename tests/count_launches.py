@@ -1,0 +1,109 @@
+"""What a decoded token asks of a GPU in each layer: kernels launched, waits of the host, copies over the bus.
+
+    python tests/count_launches.py [RECIPE ...]
+
+Counted on a simulated device (`simulated_cuda`), with a tiny Llama in bfloat16, as a mean over decoded tokens. A
+kernel's launch and a wait cost microseconds whatever the model's size; nothing here says how many.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from devices import simulated_cuda
+from simulated_cuda import Record, placed
+from small_recipes import injected, small_recipe
+from tiny_models import tiny_model
+from transformers import DynamicCache
+
+from hetero_kv import eject
+from hetero_kv.rules.rule_set import RuleSet
+
+RECIPES = ("ktransformers", "quest", "adaptive", "shadowkv", "streaming_llm", "h2o", "tova")
+PROMPT, TOKENS = 120, 16
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Of a decoded token and layer, means.
+
+    Attributes:
+        launches: kernels.
+        pinned, pageable: copies between DRAM and the device whose host side is page-locked, or is not.
+    """
+
+    launches: float
+    waits: float
+    pinned: float
+    pageable: float
+
+    @classmethod
+    def of(cls, record: Record, layers: int) -> Counts:
+        """Of what has been recorded while `TOKENS` tokens were decoded."""
+        pageable = len(record.pageable)
+        counted = len(record.launches), len(record.waits), len(record.copies) - pageable, pageable
+        return cls(*(count / layers / TOKENS for count in counted))
+
+    def beyond(self, other: Counts) -> Counts:
+        """What is more than another's."""
+        return Counts(*(mine - theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+def stored_as_shipped(rules: RuleSet) -> RuleSet:
+    """The rules with keys and values stored in FP16, which `small_recipe` stores as they are computed."""
+    half = {"kv_type": "FP16", "value_type": "FP16"}
+    changed = (
+        replace(rule, kwargs={name: half.get(name, value) for name, value in rule.kwargs.items()})
+        for rule in rules.rules
+    )
+    return replace(rules, rules=tuple(changed))
+
+
+@torch.no_grad()
+def decoded(model: Any, cache: Any, record: Record) -> Counts:
+    """Counts of the tokens decoded behind a prompt."""
+    tokens = torch.randint(2, 97, (1, PROMPT + TOKENS + 2), generator=torch.Generator().manual_seed(0)).to("cuda")
+    parts = tokens.split([PROMPT, *[1] * (TOKENS + 2)], dim=1)
+    # The first tokens have the calls bound, and what is tried once is tried.
+    for part in parts[:3]:
+        model(part, past_key_values=cache)
+    record.clear()
+    for part in parts[3:]:
+        model(part, past_key_values=cache)
+    return Counts.of(record, model.config.num_hidden_layers)
+
+
+def counts_of(recipes: tuple[str, ...], as_shipped: bool = True) -> dict[str, Counts]:
+    """Of the untouched model, under "untouched", and of what each recipe asks beyond that.
+
+    as_shipped: store keys and values in FP16, and not as they are computed, for which tests have kernels.
+    """
+    with simulated_cuda() as gpu:
+        model = placed(tiny_model("llama").to(torch.bfloat16))
+        found = {"untouched": decoded(model, DynamicCache(config=model.config), gpu.record)}
+        for recipe in recipes:
+            rules = small_recipe(recipe)
+            rules = stored_as_shipped(rules) if as_shipped else rules
+            found[recipe] = decoded(model, injected(model, rules), gpu.record).beyond(found["untouched"])
+            eject(model)
+        # What is page-locked is released while there is a device.
+        gc.collect()
+    return found
+
+
+def table(found: dict[str, Counts]) -> str:
+    """The counts, in Markdown."""
+    lines = ["| per layer and decoded token | launches | waits | pinned copies | pageable copies |"]
+    lines.append("|---|---:|---:|---:|---:|")
+    for name, counts in found.items():
+        numbers = (f"{number:.1f}" for number in vars(counts).values())
+        lines.append(f"| {name if name == 'untouched' else f'{name}, beyond that'} | {' | '.join(numbers)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(counts_of(tuple(sys.argv[1:]) or RECIPES)))

@@ -1,0 +1,119 @@
+"""What a token decoded by retrieval asks of a GPU: one wait and two page-locked copies per layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from count_launches import counts_of, stored_as_shipped
+from devices import model_on, simulated_cuda
+from simulated_cuda import Launch, Wait
+from small_recipes import injected, small_recipe
+from tiny_models import tiny_model
+
+from gpu_ops.staging import Staging
+from hetero_kv import HeteroKVError
+from hetero_kv.families.retrieval.device_window import DeviceWindow
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture
+def gpu():
+    with simulated_cuda() as simulation:
+        yield simulation
+
+
+@pytest.fixture
+def llama_on_gpu(gpu):
+    return model_on(torch.device("cuda", 0), tiny_model("llama").to(torch.bfloat16))
+
+
+@torch.no_grad()
+def decode(model, cache, *tokens):
+    """Logits behind the last of these tokens, each decoded behind those before."""
+    for token in tokens:
+        logits = model(torch.tensor([[token]], device="cuda"), past_key_values=cache).logits
+    return logits
+
+
+@torch.no_grad()
+def prompted(model, recipe, in_half=False):
+    rules = small_recipe(recipe)
+    cache = injected(model, stored_as_shipped(rules) if in_half else rules)
+    model(torch.arange(2, 92, device="cuda")[None], past_key_values=cache)
+    decode(model, cache, 5, 6)
+    return cache
+
+
+def test_a_layer_waits_once_and_copies_twice():
+    found = counts_of(("ktransformers", "adaptive"), as_shipped=False)
+    for counts in (found["ktransformers"], found["adaptive"]):
+        assert counts.launches <= 25
+        assert (counts.waits, counts.pinned, counts.pageable) == (1, 2, 0)
+
+
+def test_shadowkv_waits_once_for_a_layer():
+    counts = counts_of(("shadowkv",))["shadowkv"]
+    assert (counts.waits, counts.pageable) == (1, 0)
+    # What was chosen and the largest value; misses, their slots, and their rows in DRAM.
+    assert counts.pinned <= 5
+
+
+def test_values_that_shadowkv_cannot_store_are_refused_by_name(gpu, llama_on_gpu):
+    cache = prompted(llama_on_gpu, "shadowkv", in_half=True)
+    before = cache.get_seq_length()
+    for layer in llama_on_gpu.model.layers:
+        layer.self_attn.v_proj.weight.mul_(1e6)
+    with pytest.raises(HeteroKVError, match=r"a key or value of .* is beyond value_type FP16, which ends at 65504"):
+        decode(llama_on_gpu, cache, 7)
+    assert cache.get_seq_length() == before
+
+
+def test_the_window_is_launched_before_the_cpu_begins(gpu, llama_on_gpu):
+    cache = prompted(llama_on_gpu, "quest")
+    gpu.record.clear()
+    decode(llama_on_gpu, cache, 7)
+    order = [
+        "flash" if isinstance(each, Launch) else "wait"
+        for each in gpu.record.everything
+        if isinstance(each, Wait) or (isinstance(each, Launch) and "flash" in each.name)
+    ]
+    # The last wait is the test's own, for nothing; of a ring that wraps there are two slices.
+    layers = [part for part in "".join(name[0] for name in order).split("w") if part]
+    assert len(layers) == 3
+    assert set(layers) <= {"f", "ff"}
+
+
+def test_a_step_leaves_as_much_memory_as_it_found(gpu, llama_on_gpu):
+    cache = prompted(llama_on_gpu, "ktransformers")
+    live, pinned = torch.cuda.memory_allocated(), gpu.pinned.nbytes
+    decode(llama_on_gpu, cache, *range(7, 15))
+    assert torch.cuda.memory_allocated() == live
+    assert gpu.pinned.nbytes == pinned
+
+
+def test_the_bytes_of_the_window_are_the_devices(gpu, llama_on_gpu):
+    cache = prompted(llama_on_gpu, "ktransformers")
+    # Three layers, two heads, keys and values of 16 numbers in bfloat16: the sink's block, Local and a block.
+    assert cache.device_bytes == 3 * 2 * 2 * 16 * 2 * (8 + 16 + 8)
+
+
+def test_beams_take_their_windows_with_them(gpu, llama_on_gpu, monkeypatch):
+    loaded = []
+    load = DeviceWindow.load
+    monkeypatch.setattr(DeviceWindow, "load", lambda self, *args: loaded.append(load(self, *args)))
+    cache = prompted(llama_on_gpu, "ktransformers")
+    assert len(loaded) == 3
+    beams = torch.tensor([0, 0, 0], device="cuda")
+    gpu.record.clear()
+    cache.select(beams)
+    cache.select([1, 0, 2])
+    # The rows' numbers alone go to the host.
+    assert [copy.nbytes for copy in gpu.record.copies] == [3 * 8]
+    assert len(loaded) == 3
+
+
+def test_a_wait_that_is_left_out_is_seen(gpu, llama_on_gpu, monkeypatch):
+    cache = prompted(llama_on_gpu, "ktransformers")
+    monkeypatch.setattr(Staging, "arrived", lambda self: self._arrays)
+    assert not decode(llama_on_gpu, cache, 7).isfinite().all()

@@ -1,0 +1,155 @@
+"""The simulated device: its streams, its memory, and what the host knows of its work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from simulated_cuda.copies import Copies
+from simulated_cuda.driver import patched
+from simulated_cuda.errors import SimulatedCudaError
+from simulated_cuda.kernels import interpreted
+from simulated_cuda.memory import Allocation, Memory, PinnedMemory
+from simulated_cuda.operators import Interception
+from simulated_cuda.record import Copy, Launch, Record, Wait, asking_line
+from simulated_cuda.streams import Clock, Event, Host, Stream
+from simulated_cuda.tensor import SimulatedTensor
+
+
+class SimulatedDevice:
+    """GPUs, all of one kind.
+
+    Args:
+        devices: how many.
+        capability: compute capability.
+        total: memory of each, bytes.
+
+    Attributes:
+        record: what was asked of them.
+        index: of the current one.
+    """
+
+    def __init__(self, devices: int, capability: tuple[int, int], total: int) -> None:
+        self.devices, self.capability, self.total = devices, capability, total
+        self.record = Record()
+        self.index = 0
+        self._host, self._copies = Host(), Copies()
+        self.memory, self.pinned = Memory(devices, self._host), PinnedMemory()
+        self._current: dict[int, Stream] = {}
+        self._streams: set[Stream] = set()
+
+    # -- streams
+
+    def index_of(self, device: Any) -> int:
+        """The index of a device as torch takes it, None for the current one. Raises RuntimeError for one too many."""
+        index = device if isinstance(device, int) else None if device is None else torch.device(device).index
+        if index is None:
+            return self.index
+        if index >= self.devices:
+            raise RuntimeError(f"CUDA error: invalid device ordinal: {index} of {self.devices}")
+        return index
+
+    def current_stream(self, device: Any = None) -> Stream:
+        index = self.index_of(device)
+        if index not in self._current:
+            self._current[index] = Stream(index)
+        return self._current[index]
+
+    @contextmanager
+    def on_device(self, device: Any) -> Iterator[None]:
+        before, self.index = self.index, self.index_of(device)
+        try:
+            yield
+        finally:
+            self.index = before
+
+    @contextmanager
+    def on_stream(self, stream: Stream) -> Iterator[None]:
+        with self.on_device(stream.index):
+            before, self._current[stream.index] = self.current_stream(stream.index), stream
+            try:
+                yield
+            finally:
+                self._current[stream.index] = before
+
+    # -- work
+
+    def allocation_of(self, data: torch.Tensor, index: int) -> Allocation:
+        return self.memory.of(data, index, self.current_stream(index))
+
+    def launch(self, name: str, index: int, reads: list[SimulatedTensor], writes: list[SimulatedTensor]) -> None:
+        """A kernel that reads and writes tensors of GPU `index`."""
+        line = asking_line()
+        self.record.everything.append(Launch(name, line))
+        self._queue(index, reads, writes, line)
+
+    def _queue(self, index: int, reads: list[SimulatedTensor], writes: list[SimulatedTensor], line: str) -> Stream:
+        stream = self.current_stream(index)
+        self._streams.add(stream)
+        stream.done += 1
+        for tensor in reads:
+            tensor.allocation.use(stream, False, line)
+        for tensor in writes:
+            tensor.allocation.use(stream, True, line)
+        return stream
+
+    def send(self, host: torch.Tensor, to: SimulatedTensor, is_pinned: bool, is_blocking: bool) -> None:
+        """Record a copy to the device, whose numbers are there already."""
+        line = asking_line()
+        self.record.everything.append(Copy(to.data_on_cpu.nbytes, True, is_pinned, is_blocking, line))
+        stream = self._queue(to.place.index, [], [to], line)
+        if is_blocking:
+            self.host_waits("blocking copy to the device", stream.clock)
+        elif is_pinned:
+            self._copies.send(host, stream, line)
+
+    def fetch(self, host: torch.Tensor, of: SimulatedTensor, is_pinned: bool, is_blocking: bool) -> None:
+        """Copy from the device into `host`, of one dtype; what is not blocking arrives when somebody waits."""
+        line = asking_line()
+        self.record.everything.append(Copy(host.nbytes, False, is_pinned, is_blocking, line))
+        stream = self._queue(of.place.index, [of], [], line)
+        if is_blocking:
+            self.host_waits("blocking copy from the device", stream.clock)
+            host.copy_(of.data_on_cpu)
+        else:
+            self._copies.fetch(host, of.data_on_cpu, stream, line)
+
+    # -- the host
+
+    def host_waits(self, cause: str, clock: Clock) -> None:
+        """The host waits until the work that `clock` tells of is done. Raises SimulatedCudaError for mistakes."""
+        self.record.everything.append(Wait(cause, asking_line()))
+        self._host.learn(clock)
+        self._copies.arrive(self._host)
+        if self.memory.faults:
+            raise SimulatedCudaError(self.memory.faults.pop())
+
+    def synchronize(self, device: Any = None) -> None:
+        """The host waits for all streams of one GPU."""
+        index = self.index_of(device)
+        self.host_waits("synchronize", {each: each.done for each in self._streams if each.index == index})
+
+
+@contextmanager
+def simulated(
+    devices: int = 1, capability: tuple[int, int] = (8, 9), total: int = 24 << 30, interpret: bool = False
+) -> Iterator[SimulatedDevice]:
+    """Within this context torch has CUDA devices, simulated ones.
+
+    At its end all work is waited for, so that what was in flight is checked too.
+
+    Args:
+        interpret: let Triton's interpreter run Triton's kernels, and not the torch functions that define them.
+    """
+    simulation = SimulatedDevice(devices, capability, total)
+    SimulatedTensor.simulation = Stream.simulation = Event.simulation = simulation
+    try:
+        with patched(simulation), interpreted(simulation, interpret), Interception(simulation):
+            yield simulation
+            for index in range(devices):
+                simulation.synchronize(index)
+    finally:
+        SimulatedTensor.simulation = Stream.simulation = Event.simulation = None

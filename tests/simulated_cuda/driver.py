@@ -1,0 +1,109 @@
+"""`torch.cuda` of a simulated device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from simulated_cuda.flash import scaled_dot_product_attention
+from simulated_cuda.streams import Event, Stream
+from simulated_cuda.tensor import SimulatedTensor
+
+_tensor = torch.tensor
+
+
+@contextmanager
+def patched(simulation: Any) -> Iterator[None]:
+    """Within this context `torch.cuda` speaks of the simulated device."""
+    with ExitStack() as stack:
+        for name, value in _names(simulation).items():
+            stack.enter_context(patch.object(torch.cuda, name, value))
+        stack.enter_context(patch.object(torch, "tensor", _made_on_host))
+        stack.enter_context(patch.object(torch.Tensor, "to", _indexed(simulation, torch.Tensor.to)))
+        stack.enter_context(patch.object(torch.Tensor, "pin_memory", _pinning(simulation)))
+        stack.enter_context(patch.object(torch.Tensor, "is_pinned", lambda self, *_: simulation.pinned.covers(self)))
+        stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention(simulation)))
+        yield
+
+
+def _names(simulation: Any) -> dict[str, Any]:
+    memory, index_of = simulation.memory, simulation.index_of
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        return simulation.total - memory.live[index_of(device)], simulation.total
+
+    def reset_peak(device: Any = None) -> None:
+        memory.peak[index_of(device)] = memory.live[index_of(device)]
+
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: simulation.devices,
+        "_lazy_init": lambda: None,
+        "current_device": lambda: simulation.index,
+        "device": simulation.on_device,
+        "get_device_name": lambda device=None: f"Simulated GPU {index_of(device)}",
+        "get_device_capability": lambda device=None: simulation.capability,
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            name=f"Simulated GPU {index_of(device)}", total_memory=simulation.total
+        ),
+        "is_bf16_supported": lambda including_emulation=True: simulation.capability >= (8, 0),
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": simulation.current_stream,
+        "stream": simulation.on_stream,
+        "synchronize": simulation.synchronize,
+        "cudart": lambda: SimpleNamespace(
+            cudaHostRegister=lambda start, size, flags: simulation.pinned.register(start, size),
+            cudaHostUnregister=simulation.pinned.unregister,
+        ),
+        "mem_get_info": mem_get_info,
+        "memory_allocated": lambda device=None: memory.live[index_of(device)],
+        "memory_reserved": lambda device=None: memory.live[index_of(device)],
+        "max_memory_allocated": lambda device=None: memory.peak[index_of(device)],
+        "max_memory_reserved": lambda device=None: memory.peak[index_of(device)],
+        "reset_peak_memory_stats": reset_peak,
+        "set_per_process_memory_fraction": lambda fraction, device=None: None,
+        "empty_cache": lambda: None,
+    }
+
+
+def _made_on_host(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    made = _tensor(data, *args, **kwargs)
+    return made if device is None else made.to(device)
+
+
+def _indexed(simulation: Any, to: Any) -> Any:
+    """`Tensor.to`, for which a device without an index is the current one: a CPU build cannot ask which that is."""
+
+    def is_device(value: Any) -> bool:
+        return isinstance(value, str | torch.device) and torch.device(value).type == "cuda"
+
+    def indexed(value: Any) -> Any:
+        return torch.device("cuda", simulation.index_of(value)) if is_device(value) else value
+
+    def moved(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return to(self, *map(indexed, args), **{name: indexed(value) for name, value in kwargs.items()})
+
+    return moved
+
+
+def _pinning(simulation: Any) -> Any:
+    return lambda self, *_: simulation.pinned.allocated(self.clone())
+
+
+def _attention(simulation: Any) -> Any:
+    """torch's attention, for which it chooses a fused kernel: one launch."""
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(q: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not isinstance(q, SimulatedTensor):
+            return original(q, *args, **kwargs)
+        return scaled_dot_product_attention(simulation, original, q, *args, **kwargs)
+
+    return attention

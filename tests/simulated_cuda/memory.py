@@ -1,0 +1,135 @@
+"""Memory of the device: who holds it, who wrote and read it, and the page-locked memory of the host."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from simulated_cuda.errors import SimulatedCudaError
+from simulated_cuda.streams import Host, Stream
+
+
+class Allocation:
+    """A storage on the device, for as long as a tensor on it lives.
+
+    Attributes:
+        index: of the device.
+        stream: on which it was made, and on which the allocator hands it out again.
+        written: the stream that last wrote to it, and how much work that had.
+        read: likewise, all that read since.
+        recorded: streams that the allocator was told of (`Tensor.record_stream`).
+    """
+
+    def __init__(self, nbytes: int, index: int, stream: Stream, freed: Callable[[Allocation], None]) -> None:
+        self.nbytes, self.index, self.stream, self._freed = nbytes, index, stream, freed
+        self.written = (stream, stream.done)
+        self.read: dict[Stream, int] = {}
+        self.recorded: set[Stream] = set()
+
+    def __del__(self) -> None:
+        self._freed(self)
+
+    def use(self, stream: Stream, writes: bool, line: str) -> None:
+        """Let the piece of work that `stream` has just queued read this, or write to it.
+
+        Raises SimulatedCudaError where that may run beside what another stream does with it.
+        """
+        before = [self.written, *(self.read.items() if writes else ())]
+        for other, count in before:
+            if not stream.has_seen(other, count):
+                raise SimulatedCudaError(
+                    f"{line} {'writes' if writes else 'reads'} memory that another stream may still "
+                    f"{'use' if writes else 'write'}: have the stream wait for it (wait_stream, wait_event)"
+                )
+        if writes:
+            self.written, self.read = (stream, stream.done), {}
+        else:
+            self.read[stream] = stream.done
+
+    def is_in_use(self, host: Host) -> bool:
+        """Whether a stream that the allocator was not told of may still use it."""
+        return any(
+            not (self.stream.has_seen(stream, count) or host.has_seen(stream, count) or stream in self.recorded)
+            for stream, count in (self.written, *self.read.items())
+        )
+
+
+class Memory:
+    """The allocations that live, and how many bytes they are, by device.
+
+    Attributes:
+        live, peak: bytes.
+        faults: what was freed too early.
+    """
+
+    def __init__(self, devices: int, host: Host) -> None:
+        self._host = host
+        self._by_address: weakref.WeakValueDictionary[int, Allocation] = weakref.WeakValueDictionary()
+        self.live, self.peak = [0] * devices, [0] * devices
+        self.faults: list[str] = []
+
+    def of(self, data: torch.Tensor, index: int, stream: Stream) -> Allocation:
+        """The allocation that a tensor's numbers lie in; a new one where there is none."""
+        storage = data.untyped_storage()
+        found = self._by_address.get(storage.data_ptr())
+        if found is not None:
+            return found
+        made = Allocation(storage.nbytes(), index, stream, self._forget)
+        if made.nbytes:
+            self._by_address[storage.data_ptr()] = made
+        self.live[index] += made.nbytes
+        self.peak[index] = max(self.peak[index], self.live[index])
+        return made
+
+    def _forget(self, allocation: Allocation) -> None:
+        self.live[allocation.index] -= allocation.nbytes
+        if allocation.is_in_use(self._host):
+            self.faults.append(
+                f"{allocation.nbytes} bytes were freed while another stream may still use them; tell the allocator "
+                "with Tensor.record_stream"
+            )
+
+
+class PinnedMemory:
+    """Page-locked memory of the host: what was allocated so, and what was registered since."""
+
+    def __init__(self) -> None:
+        # Kept, so that no other memory comes to lie at their addresses.
+        self._allocated: dict[int, torch.UntypedStorage] = {}
+        self._registered: dict[int, int] = {}
+
+    def allocated(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, whose memory counts as page-locked."""
+        storage = tensor.untyped_storage()
+        self._allocated[storage.data_ptr()] = storage
+        return tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were ever allocated so."""
+        return sum(each.nbytes() for each in self._allocated.values())
+
+    def register(self, start: int, size: int) -> int:
+        """As cudaHostRegister: 0, or the error that some of it is registered already."""
+        if any(start < begin + length and begin < start + size for begin, length in self._registered.items()):
+            return 712
+        self._registered[start] = size
+        return 0
+
+    def unregister(self, start: int) -> int:
+        """As cudaHostUnregister: 0, or the error that nothing was registered there."""
+        return 713 if self._registered.pop(start, None) is None else 0
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Whether all of the numbers of a tensor on the CPU lie in page-locked memory."""
+        if not tensor.numel() or tensor.untyped_storage().data_ptr() in self._allocated:
+            return True
+        last = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+        for begin, size in sorted(self._registered.items()):
+            # Neighbours may have been registered one by one.
+            if begin <= start < begin + size:
+                start = begin + size
+        return start >= stop

@@ -1,0 +1,175 @@
+"""Tensors that say `cuda`, whose numbers lie on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+class SimulatedTensor(torch.Tensor):
+    """A tensor of a simulated device.
+
+    Attributes:
+        data_on_cpu: its numbers.
+        place: its device.
+        allocation: the memory on the device that they lie in.
+    """
+
+    data_on_cpu: torch.Tensor
+    place: torch.device
+    allocation: Any
+    simulation: Any = None
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, index: int) -> SimulatedTensor:
+        shape = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="meta")
+        place = torch.device("cuda", index)
+        self = torch.Tensor._make_subclass(cls, shape, False, dispatch_device=True, device_for_backend_keys=place)
+        self.data_on_cpu, self.place = data, place
+        self.allocation = cls.simulation.allocation_of(data, index)
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return cls._run(function, args, kwargs or {})
+
+    @classmethod
+    def _run(cls, function: Any, args: Any, kwargs: Any) -> Any:
+        from simulated_cuda.operators import run
+
+        return run(cls.simulation, function, args, kwargs)
+
+    # What torch's own methods do in C++ with a guard of the device, which a CPU build lacks.
+
+    def data_ptr(self) -> int:
+        return self.data_on_cpu.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.data_on_cpu.untyped_storage()
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        return self._run(aten.copy_.default, (self, source, non_blocking), {})
+
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+        if self.data_on_cpu.is_contiguous(memory_format=memory_format):
+            return self
+        return torch.clone(self, memory_format=memory_format)
+
+    def __invert__(self) -> torch.Tensor:
+        return torch.bitwise_not(self)
+
+    def is_pinned(self, *_: Any) -> bool:
+        return False
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(f"can't convert {self.place} device type tensor to numpy. Use Tensor.cpu() first")
+
+    def __array__(self, *_: Any) -> Any:
+        return self.numpy()
+
+    def item(self) -> Any:
+        return self._run(aten._local_scalar_dense.default, (self,), {})
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def nonzero(self) -> torch.Tensor:
+        return self._run(aten.nonzero.default, (self,), {})
+
+    def __repr__(self, **_: Any) -> str:
+        return f"SimulatedTensor({self.data_on_cpu}, device='{self.place}')"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else repr(self)
+
+    def record_stream(self, stream: Any) -> None:
+        self.allocation.recorded.add(stream)
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __index__(self) -> int:
+        return int(self.item())
+
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        twin = torch.clone(self)
+        memo[id(self)] = twin = torch.nn.Parameter(twin, requires_grad=False) if _is_parameter(self) else twin
+        return twin
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if _makes_a_view(index):
+            return SimulatedTensor(self.data_on_cpu[index], self.place.index)
+        self._queue_indexing("index", index, [])
+        return SimulatedTensor(self.data_on_cpu[on_cpu(index)], self.place.index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if not _makes_a_view(index):
+            if _is_foreign(value):
+                raise RuntimeError("Expected all tensors to be on the same device, but index_put_ got values on cpu")
+            self._queue_indexing("index_put_", index, [self])
+            self.data_on_cpu[on_cpu(index)] = on_cpu(value)
+            return
+        part = SimulatedTensor(self.data_on_cpu[index], self.place.index)
+        if isinstance(value, SimulatedTensor) or _is_foreign(value):
+            if value.dim() > part.dim():
+                value = value.reshape(value.shape[value.dim() - part.dim() :])
+            part.copy_(value)
+        else:
+            part.fill_(value.item() if isinstance(value, torch.Tensor) else value)
+
+    def _queue_indexing(self, name: str, index: Any, written: list[SimulatedTensor]) -> None:
+        """The launch of indexing with tensors or lists, and the copies and waits before it."""
+        simulation, parts = self.simulation, index if isinstance(index, tuple) else (index,)
+        for part in parts:
+            if isinstance(part, list) or _is_foreign(part):
+                host = torch.as_tensor(part)
+                simulation.send(host, SimulatedTensor(host.clone(), self.place.index), False, True)
+            if isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8):
+                simulation.host_waits("nonzero", simulation.current_stream(self.place.index).clock)
+        reads = [part for part in parts if isinstance(part, SimulatedTensor)]
+        simulation.launch(name, self.place.index, reads if written else [*reads, self], written)
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether a value is a tensor of the CPU with a dimension: one without is a number to CUDA."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, SimulatedTensor) and value.dim() > 0
+
+
+def _makes_a_view(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is ... or isinstance(part, slice) or type(part) is int for part in parts)
+
+
+def on_cpu(tree: Any) -> Any:
+    """A tree of arguments with the numbers of the simulated tensors in it."""
+    # By hand: torch's own trees take longer than the operators of tiny models.
+    if isinstance(tree, SimulatedTensor):
+        return tree.data_on_cpu
+    if isinstance(tree, dict):
+        return {name: on_cpu(each) for name, each in tree.items()}
+    return type(tree)([on_cpu(each) for each in tree]) if type(tree) in (tuple, list) else tree
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in a tree of arguments."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, tuple | list):
+        return []
+    return [found for each in tree for found in tensors_in(each)]
