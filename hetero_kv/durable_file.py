@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +28,12 @@ def write_atomically(path: Path, content: str | bytes, *, replaces: bool = True)
     Raises:
         OSError: it cannot be written, as on a full disk. What was there is untouched, and nothing is left beside it.
     """
+    encoded = content.encode() if isinstance(content, str) else content
+    write_pieces_atomically(path, [encoded], replaces=replaces)
+
+
+def write_pieces_atomically(path: Path, pieces: Iterable[bytes | memoryview], *, replaces: bool = True) -> None:
+    """As `write_atomically`, of what `pieces` gives one after the other; what it raises leaves the file as it was."""
     partial = path.with_name(path.name + PARTIAL)
     descriptor = _locked(partial)
     try:
@@ -35,7 +42,8 @@ def write_atomically(path: Path, content: str | bytes, *, replaces: bool = True)
             return
         with open(descriptor, "wb", closefd=False) as file:
             file.truncate(0)
-            file.write(content.encode() if isinstance(content, str) else content)
+            for piece in pieces:
+                file.write(piece)
         os.fsync(descriptor)
         os.replace(partial, path)
     except BaseException:

@@ -84,6 +84,8 @@ def injected(model: Any, rules: RuleSet, **kwargs: Any) -> HeteroCache:
     return new_cache(model, **kwargs)
 
 
-def new_cache(model: Any, **kwargs: Any) -> HeteroCache:
-    """A new cache of a model with rules in it, with a tokenizer."""
+def new_cache(model: Any, load: Path | None = None, **kwargs: Any) -> HeteroCache:
+    """A new cache of a model with rules in it, with a tokenizer; or the one that was saved at `load`."""
+    if load is not None:
+        return HeteroCache.load(load, model, tokenizer=Letters(), **kwargs)
     return HeteroCache(model, tokenizer=Letters(), **kwargs)

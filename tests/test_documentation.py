@@ -36,7 +36,7 @@ FLOORS = (
     ("hetero_kv.adapter",),
     ("hetero_kv.families",),
     ("hetero_kv.operators",),
-    ("hetero_kv.planning",),
+    ("hetero_kv.contexts", "hetero_kv.planning"),
     ("hetero_kv.rules",),
     ("hetero_kv.cli", "hetero_kv.evals"),
     ("hetero_kv.chat", "hetero_kv.commands"),

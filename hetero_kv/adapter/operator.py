@@ -137,6 +137,11 @@ class AttentionOperator(Operator):
         self.wrapped.config = self._own_config
         return self.wrapped
 
+    def stored_by(self) -> dict[str, Any]:
+        """What decides, beside the model, what its cache layer holds of tokens: a saved context goes on where this is
+        the same. All settings, where an operator does not say which of them only choose what is read."""
+        return self.settings_in_layer()
+
     @abstractmethod
     def new_cache_layer(self) -> FamilyLayer:
         """An empty cache layer."""

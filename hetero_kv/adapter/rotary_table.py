@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetero_kv.adapter.rotation import Rotation
-from hetero_kv.errors import HeteroKVError
+from gpu_ops.rotary import RotaryLayout
+from hetero_kv.adapter.rotation import WAYS_TO_DOUBLE, Rotation
+from hetero_kv.engine.saved_part import SavedPart
+from hetero_kv.errors import HeteroKVError, shown
 from hetero_kv.store.growing_tensor import GrowingTensor
 
 SLACK = 512
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class RotaryTable:
@@ -92,6 +95,32 @@ class RotaryTable:
             twin._cos.append(self._cos.entries[:length])
             twin._sin.append(self._sin.entries[:length])
         return twin
+
+    def saved(self) -> SavedPart:
+        """What `restored` needs."""
+        layout = self.rotation.layout
+        numbers = {"pairs": layout.pairs, "offset": layout.offset, "interleaved": int(layout.interleaved)}
+        part = SavedPart(numbers=numbers | {"doubled": self.rotation.doubled})
+        part.put(cos=self.cos, sin=self.sin)
+        return part
+
+    @classmethod
+    def restored(cls, part: SavedPart, dim: int, device: torch.device) -> RotaryTable:
+        """The table that `saved` told, of heads of dimension `dim`. Raises DamagedContextError for another."""
+        pairs = part.integer("pairs", 0, dim // 2)
+        offset = part.integer("offset", 0, dim - 2 * pairs)
+        doubled = part.numbers.get("doubled")
+        if doubled not in WAYS_TO_DOUBLE:
+            raise part.wrong(f"doubled is {shown(doubled)}")
+        rotation = Rotation(RotaryLayout(pairs, offset, bool(part.integer("interleaved", 0, 1))), doubled)
+        table = cls(rotation)
+        cos = part.tensors.get("cos")
+        if cos is None or cos.dtype not in _DTYPES:
+            raise part.wrong("cos is missing, or no table of numbers")
+        positions = cos.shape[0] if cos.ndim else 0
+        for name, target in (("cos", table._cos), ("sin", table._sin)):
+            target.append(part.tensor(name, (positions, pairs), cos.dtype, device))
+        return table
 
     @property
     def cos(self) -> torch.Tensor:

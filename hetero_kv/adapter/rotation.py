@@ -19,6 +19,8 @@ KeysUnder = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Rounding of the model's own rotation, in units of its dtype's precision; a wrong layout is wrong by tens of percent.
 _TOLERANCE = 16
+#: See `Rotation.doubled`.
+WAYS_TO_DOUBLE = ("once", "halves", "neighbours")
 # An attention scaling of its own, which must come through as well, as YaRN's does.
 _SCALING = 1.25
 
@@ -51,7 +53,7 @@ def found_rotation(keys_under: KeysUnder, like: torch.Tensor) -> Rotation | None
     width = like.shape[-1]
     plain = keys_under(torch.ones_like(like), torch.zeros_like(like)).float()
     generator = torch.Generator().manual_seed(0)
-    for doubled in ("once", "halves", "neighbours"):
+    for doubled in WAYS_TO_DOUBLE:
         if doubled != "once" and width % 2:
             continue
         pairs = width if doubled == "once" else width // 2

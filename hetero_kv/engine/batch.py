@@ -6,36 +6,18 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Protocol, Self
+from typing import Self
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
 
+from hetero_kv.engine.cache_maker import CacheMaker
 from hetero_kv.engine.cohort import Cohort, CohortSnapshot
 from hetero_kv.engine.columns import Columns
 from hetero_kv.engine.interrupts import completed
 from hetero_kv.engine.room import require_room, room
 from hetero_kv.engine.sequence import Sequence
 from hetero_kv.engine.store import Store
-from hetero_kv.errors import HeteroKVError, OutOfMemoryError
-
-
-class CacheMaker(Protocol):
-    """What `inject` leaves on a model: it knows which layer needs which cache, and what fits into memory."""
-
-    def max_seq_len(self, wanted: int | None, batch: int, forks: int) -> int:
-        """The capacity in tokens of each of `batch` sequences and of theirs in every fork."""
-
-    def cache_layers(self) -> list[CacheLayerMixin]:
-        """One empty cache layer per layer of the model."""
-
-    def ran_out_of_memory(
-        self, error: Exception, batch: int, *, stored: int, tokens: int, capacity: int | None, held: int
-    ) -> OutOfMemoryError:
-        """What to raise when a forward of `tokens` behind `stored` of each of `batch` sequences found no memory.
-
-        `held` bytes of DRAM are taken by what is stored, in blocks for `capacity` tokens.
-        """
+from hetero_kv.errors import HeteroKVError
 
 
 @dataclass(frozen=True)
@@ -157,6 +139,19 @@ class Batch:
         require_room([(first, most)])
         first.store.provide(first.layouts, batch)
         first.open(batch)
+
+    def begin_restored(self, held: Rows[tuple[int, int]]) -> list[Cohort]:
+        """Have cohorts of so many rows and room for so many tokens each, to be filled from a file.
+
+        Raises as `require_room`.
+        """
+        self._open(sum(rows for rows, _ in held), max(tokens for _, tokens in held))
+        store = self.cohorts[0].store
+        cohorts = [Cohort(self._maker.cache_layers(), store) for _ in held]
+        for cohort, (rows, _) in zip(cohorts, held, strict=True):
+            cohort.open(rows)
+        self._have(cohorts)
+        return cohorts
 
     def spans(self, tokens: Rows[int], width: int) -> list[Span]:
         """The cohorts and their part of a call of `width` columns, of which the last `tokens` of each row are tokens.

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch import nn
 from transformers import AutoTokenizer
 from transformers.cache_utils import Cache
 
-from hetero_kv.engine.batch import Batch, BatchSnapshot, CacheMaker, Span
+from hetero_kv.engine.batch import Batch, BatchSnapshot, Span
+from hetero_kv.engine.cache_maker import injected
 from hetero_kv.engine.cohort import Cohort
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.statistics import row_means
@@ -58,11 +60,7 @@ class HeteroCache(Batch, Cache):
         forks: int = 0,
         tokenizer: Any = None,
     ) -> None:
-        maker: CacheMaker | None = getattr(model, "hetero_kv_injection", None)
-        if maker is None:
-            raise HeteroKVError(
-                f"{type(model).__name__} has no rules injected; call hetero_kv.inject(model, rules) before HeteroCache"
-            )
+        maker = injected(model)
         self.on_progress = on_progress
         self.tokenizer = tokenizer
         self._tokenized: dict[str, list[int]] = {}
@@ -91,6 +89,44 @@ class HeteroCache(Batch, Cache):
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """`max_seq_len`, or -1 where no layer keeps every token."""
         return -1 if self.max_seq_len is None else self.max_seq_len
+
+    # -- in a file
+
+    @property
+    def injection(self) -> Any:
+        """The rules in the model that this is a cache of."""
+        return self._maker
+
+    def save(self, path: str | Path, tokens: Rows[Rows[int]] | torch.Tensor | None = None) -> None:
+        """Write all that this cache holds into a safetensors file, from which `load` goes on in another process.
+
+        The file is there as a whole or not at all, whatever happens on the way; what was there gives way to it.
+
+        Args:
+            tokens: the token ids of every row, [rows, tokens] without padding, at least those that are stored: with
+                them damaged blocks can be computed anew. None where nobody knows them.
+
+        Raises ContextError where the cache holds no tokens or a layer cannot be saved, and where the file cannot be
+        written.
+        """
+        self._maker.save(path, self, tokens)
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module, **settings: Any) -> HeteroCache:
+        """The cache that `save` wrote: what comes next is bit for bit what would have come without the break.
+
+        Args:
+            model: the one of the cache that was saved, with the same rules in it; settings that only choose which
+                blocks are attended to may be others.
+            settings: as for a new cache, `max_seq_len` among them.
+
+        Raises:
+            ContextError: there is no saved context at `path`, or it is of another model, other settings or another
+                version: the message names what differs and what would fit.
+            DamagedContextError: the file is not what was written.
+            CacheFullError, OutOfMemoryError: `max_seq_len`, or memory, has no room for it.
+        """
+        return injected(model).load(path, **settings)
 
     # -- a forward
 

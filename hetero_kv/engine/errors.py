@@ -5,3 +5,11 @@ from hetero_kv.errors import HeteroKVError
 
 class CacheFullError(HeteroKVError):
     """More tokens were to be stored than `max_seq_len`, or the blocks shared with forks, allow. Nothing was stored."""
+
+
+class ContextError(HeteroKVError):
+    """A context cannot be saved, or a saved one cannot be gone on from here. Nothing was changed."""
+
+
+class DamagedContextError(ContextError):
+    """A saved context does not hold what it should: cut off, changed, or never written by this project."""

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from hetero_kv.engine.errors import ContextError
+from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.sequence import Layout
 from hetero_kv.engine.statistics import NO_NUMBERS, Tally
 
@@ -148,6 +150,30 @@ class FamilyLayer(CacheLayerMixin):
     @abstractmethod
     def select(self, rows: Sequence[int]) -> None:
         """Let row i be what row `rows[i]` was: rows leave, are reordered, or go two ways (beam search)."""
+
+    # -- in a file
+
+    def saved(self) -> SavedPart:
+        """What `restore` needs beside the blocks to go on in another process exactly as this layer would.
+
+        Raises ContextError where the layer's class does not say it.
+        """
+        raise ContextError(
+            f"layer {self.layer_idx} ({type(self).__name__}) cannot be saved: its class has no `saved` and `restore`; "
+            "take another operator for that layer, or give its cache layer the two"
+        )
+
+    def restore(self, part: SavedPart, place: Place) -> None:
+        """Be what `saved` told: this layer is empty, its cohort has the sequences, blocks are filled in later.
+
+        `part` comes from a file that anybody may have written: what is taken of it is checked.
+
+        Raises DamagedContextError where it is none that `saved` could have told.
+        """
+        raise ContextError(f"layer {self.layer_idx} ({type(self).__name__}) cannot be restored from a file")
+
+    def after_restore(self, part: SavedPart) -> None:
+        """What follows `restore` when the blocks hold what they did."""
 
     # -- what it takes and has counted
 

@@ -1,4 +1,4 @@
-"""transformers' own cache layers, of model layers without an operator: going back, going several ways, rows."""
+"""transformers' own cache layers, of model layers without an operator: going back, going several ways, rows, files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any, TypeVar
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from hetero_kv.engine.errors import ContextError
+from hetero_kv.engine.saved_part import Place, SavedPart
+
 C = TypeVar("C", bound=Cache)
 
+_GROWING = (DynamicLayer, DynamicSlidingWindowLayer)
 _PARTS = ("keys", "values", "is_initialized", "cumulative_length")
 
 
@@ -27,7 +31,7 @@ def rollback(layer: CacheLayerMixin, state: dict[str, Any]) -> None:
 def fork(layer: CacheLayerMixin, memo: dict[int, Any]) -> CacheLayerMixin:
     """A second layer with the same tokens."""
     # These never write to a tensor that they hold.
-    if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+    if type(layer) in _GROWING:
         return copy.copy(layer)
     return copy.deepcopy(layer, memo)
 
@@ -35,6 +39,29 @@ def fork(layer: CacheLayerMixin, memo: dict[int, Any]) -> CacheLayerMixin:
 def select(layer: CacheLayerMixin, rows: Sequence[int]) -> None:
     """Let row i be what row `rows[i]` was."""
     layer.reorder_cache(torch.tensor(rows, dtype=torch.int64))
+
+
+def saved(layer: CacheLayerMixin, layer_idx: int) -> SavedPart:
+    """What `restore` needs. Raises ContextError for a layer of another kind than the growing ones."""
+    if type(layer) not in _GROWING:
+        raise ContextError(
+            f"layer {layer_idx} is one of transformers' own, {type(layer).__name__}, which is not known to be saved; "
+            f"what is: {', '.join(kind.__name__ for kind in _GROWING)}, and layers with an operator"
+        )
+    part = SavedPart(numbers={"seen": getattr(layer, "cumulative_length", None)})
+    if layer.is_initialized:
+        part.put(keys=layer.keys, values=layer.values)
+    return part
+
+
+def restore(layer: CacheLayerMixin, part: SavedPart, place: Place, length: int) -> None:
+    """Let an empty layer hold what `saved` told of `length` tokens. Raises DamagedContextError where that cannot be."""
+    held = length
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = part.integer("seen", length, length)
+        held = min(length, layer.sliding_window - 1)
+    layer.lazy_initialization(place.keys, place.values)
+    layer.keys, layer.values = part.like("keys", place.keys, held), part.like("values", place.values, held)
 
 
 def forked(cache: C) -> C:

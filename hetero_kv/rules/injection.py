@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from hetero_kv.adapter.guard import guarded
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.quantized_module import QuantizedModule
+from hetero_kv.contexts.context_file import Tokens
+from hetero_kv.contexts.identity import Identity
+from hetero_kv.contexts.saving import load_context, save_context
+from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError, shown
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
 from hetero_kv.planning.ran_out import ran_out_of_memory
@@ -93,6 +98,19 @@ class Injection:
             held=held,
             chunk_size=self.engine.chunk_size,
         )
+
+    @cached_property
+    def identity(self) -> Identity:
+        """What contexts that are saved under these rules belong to: model, weights and settings."""
+        return Identity.of(self.model, self.attention_operators())
+
+    def save(self, path: str | Path, cache: HeteroCache, tokens: Tokens | None) -> None:
+        """See CacheMaker."""
+        save_context(path, cache, tokens)
+
+    def load(self, path: str | Path, **settings: Any) -> HeteroCache:
+        """See CacheMaker."""
+        return load_context(path, self.model, **settings).cache
 
     def compile_kernels(self) -> None:
         """Compile the kernels of every layer now, its weights being loaded, so that the first answer need not wait."""

@@ -118,6 +118,7 @@ class BlockAllocator:
         for table in self._tables:
             references[table.ids] += 1
         self._references = references
+        self.is_shared = self.is_shared or bool((references > 1).any())
         self._freed = [block for block in range(self._untouched - 1, -1, -1) if not references[block]]
 
     def _reclaim(self) -> None:

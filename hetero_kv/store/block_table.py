@@ -85,6 +85,10 @@ class BlockTable:
         if length % block_size and self.allocator.references(int(self._ids[kept - 1])) == 1:
             self.allocator.lengths[self._ids[kept - 1]] = length % block_size
 
+    def adopt(self, ids: np.ndarray, length: int) -> None:
+        """Hold these blocks, of `length` tokens; the allocator counts them when it counts anew (`recount`)."""
+        self._ids, self.length = ids.astype(np.int32), length
+
     def fork(self) -> BlockTable:
         """A second sequence with the same tokens, sharing the blocks."""
         twin = BlockTable(self.allocator, 0)

@@ -13,6 +13,11 @@ from hetero_kv.store.storage import FP16, Q4_0, StorageType
 
 #: How `key_codes` are stored.
 CODES = Q4_0
+#: Arrays of a pool that tokens are written to, and those that are made of a block when its contents are final.
+WRITTEN = ("keys", "values", "key_offsets")
+DERIVED = (
+    "representatives", "value_means", "key_codes", "accumulated", "group_representatives", "group_value_means",
+)  # fmt: skip
 # Blocks converted at once: bounds the temporary copy.
 _BLOCKS_AT_ONCE = 64
 
@@ -101,18 +106,17 @@ class BlockPool:
     @property
     def bytes_per_block(self) -> int:
         """DRAM that one block takes: keys, values, representatives, and what else is kept of it."""
-        return sum(array[0].numel() * array.element_size() for array in self._arrays)
+        return sum(array[0].numel() * array.element_size() for array in self.arrays.values())
 
     @property
-    def _arrays(self) -> list[torch.Tensor]:
-        kept = (self.value_means, self.key_codes, self.key_offsets, self.accumulated)
-        of_groups = (self.group_representatives, self.group_value_means)
-        arrays = (self.keys, self.values, self.representatives, *kept, *of_groups)
-        return [array for array in arrays if array is not None]
+    def arrays(self) -> dict[str, torch.Tensor]:
+        """Everything that is kept of blocks, by the attribute's name: [num_blocks, ...] each."""
+        kept = {name: getattr(self, name) for name in (*WRITTEN, *DERIVED)}
+        return {name: array for name, array in kept.items() if array is not None}
 
     def copy(self, source: int, target: int) -> None:
         """Let block `target` have the contents of block `source`."""
-        for array in self._arrays:
+        for array in self.arrays.values():
             array[target].copy_(array[source])
 
     def write(self, ids: np.ndarray, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -15,9 +15,11 @@ from cpu_ops.rotary import rotate_rows
 from gpu_ops.rotary import rotate
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES, Statistic, register
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.families.bounded import saving
 from hetero_kv.families.bounded.entries import Entries, no_entries
 from hetero_kv.families.bounded.entry_room import SLACK, kernel_threads
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
@@ -280,6 +282,12 @@ class BoundedLayer(FamilyLayer):
         twin = copy.copy(self)
         twin.rotary = copy.deepcopy(self.rotary, memo)
         return twin
+
+    def saved(self) -> SavedPart:
+        return saving.saved(self)
+
+    def restore(self, part: SavedPart, place: Place) -> None:
+        saving.restore(self, part, place)
 
     @property
     def tables_shared_with_others(self) -> tuple[Any, ...]:

@@ -34,6 +34,11 @@ from hetero_kv.families.retrieval.windowed_decode import WindowedDecode
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.store.pool import BlockPool
 
+#: Settings that decide nothing of what is stored (see `stored_by`).
+_CHOOSING = frozenset(
+    ("second_block_count", "group_reduce", "rest", "rerank", "target_mass", "least_block_count", "group_factor")
+)
+
 
 class RetrievalAttention(WindowedDecode):
     """Prefills exactly, chunk by chunk; decodes over Initial, Local and the best `second_block_count` blocks.
@@ -164,6 +169,12 @@ class RetrievalAttention(WindowedDecode):
         if self.preselected is not None:
             own["preselect_block_count"] = self.preselected
         return super().settings_in_layer() | own
+
+    def stored_by(self) -> dict[str, Any]:
+        """See AttentionOperator: how many blocks are attended to, and how they are chosen, may change."""
+        kept = {name: value for name, value in self.settings_in_layer().items() if name not in _CHOOSING}
+        derived = Derived() if self.budget is None else Derived.of(self.settings)
+        return kept | {"is_scored": self.budget is not None, "derived": list(derived)}
 
     def footprint(self, shape: KVShape) -> PagedFootprint:
         derived = Derived() if self.budget is None else Derived.of(self.settings).fitting(shape.k_dim)

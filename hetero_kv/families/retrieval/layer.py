@@ -16,8 +16,10 @@ from cpu_ops.token_store import store_token, stores
 from gpu_ops.column_sums import column_sums
 from gpu_ops.staging import Staging
 from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
+from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
+from hetero_kv.families.retrieval import saving
 from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.layout import RetrievalLayout
@@ -247,6 +249,29 @@ class RetrievalLayer(BufferedLayer):
         twin = copy.copy(self)
         twin.window = copy.deepcopy(self.window)
         return twin
+
+    def saved(self) -> SavedPart:
+        return saving.saved(self)
+
+    def restore(self, part: SavedPart, place: Place) -> None:
+        rows, kv_heads, _, k_dim = place.keys.shape
+        if self.cohort.sequences[0].tables[self.layout].length != self.cohort.length:
+            raise part.wrong("some tokens are in no block")
+        state = saving.restored_state(self, part, rows, kv_heads)
+        self.unseen = saving.restored_unseen(part, rows, kv_heads, k_dim, self.cohort.length)
+        saving.require_sound_selections(self, part)
+        self.scale, self.read = part.real("scale"), part.tally("read")
+        self.softcap = None if part.numbers.get("softcap") is None else part.real("softcap")
+        self._prepare(place.keys, place.values)
+        self.state = state
+
+    def after_restore(self, part: SavedPart) -> None:
+        if self.window is not None:
+            self._reload_window(self.cohort.length)
+            # What was appended is there as it was computed, and not as it is stored.
+            for kept, name in ((self.window.keys, "window_keys"), (self.window.values, "window_values")):
+                if part.has(name):
+                    kept.copy_(part.tensor(name, kept.shape, kept.dtype, kept.device))
 
     def select(self, rows: Rows[int]) -> None:
         self.state, self.unseen = self.state.selected(list(rows)), self.unseen.selected(list(rows))

@@ -15,9 +15,10 @@ from gpu_ops.host_copies import on_host
 from gpu_ops.kernel_choice import runs_triton
 from gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
+from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step
-from hetero_kv.families.shadowkv import landmarks
+from hetero_kv.families.shadowkv import landmarks, saving
 from hetero_kv.families.shadowkv.key_factors import KeyFactors
 from hetero_kv.families.shadowkv.layout import ContextLayout
 from hetero_kv.families.shadowkv.outlier_chunks import Outliers, with_new_outliers
@@ -137,11 +138,16 @@ class LowRankLayer(BufferedLayer):
 
     # -- storing tokens
 
-    def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
+    def have_pool(self, values: torch.Tensor) -> None:
+        """Have a pool for values like these, [batch, kv_heads, tokens, v_dim]."""
         if self.pool is None:
-            kv_heads, v_dim = keys.shape[1], values.shape[-1]
+            kv_heads, v_dim = values.shape[1], values.shape[-1]
             # Its vectors of keys have no numbers: keys are elsewhere.
             self.pool = self.cohort.store.pool(self.layer_idx, self.layout, kv_heads, 0, v_dim, self.value_storage)
+
+    def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
+        self.have_pool(values)
+        assert self.pool is not None
         # In the store, so that forks share it: memory is page-locked once.
         if self.layer_idx not in self.cohort.store.mapped and runs_triton(values):
             self.cohort.store.mapped[self.layer_idx] = MappedMemory(self.pool.values, values.device)
@@ -287,6 +293,12 @@ class LowRankLayer(BufferedLayer):
         twin.recent_keys, twin.recent_values = self.recent_keys.fork(), self.recent_values.fork()
         twin.context = replace(self.context, outliers=copy.deepcopy(self.context.outliers, memo))
         return twin
+
+    def saved(self) -> SavedPart:
+        return saving.saved(self)
+
+    def restore(self, part: SavedPart, place: Place) -> None:
+        self.context = _Context(*saving.restore(self, part, place))
 
     @property
     def device_bytes(self) -> int:

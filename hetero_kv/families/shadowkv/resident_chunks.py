@@ -34,6 +34,23 @@ class ResidentChunks:
         self._outliers = outlier_keys.shape[2]
         self._set_slots(0, outlier_keys, outlier_values)
 
+    @classmethod
+    def restored(cls, outliers: int, ids: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> ResidentChunks:
+        """With these slots, from `all_keys` and `all_values`, of whose chunks the first `outliers` are outliers."""
+        residents = cls.__new__(cls)
+        residents._outliers, residents.ids, residents._keys, residents._values = outliers, ids, keys, values
+        return residents
+
+    @property
+    def all_keys(self) -> torch.Tensor:
+        """[batch, kv_heads, outliers + slots + 1, chunk_size, k_dim]: the last chunk is nobody's."""
+        return self._keys
+
+    @property
+    def all_values(self) -> torch.Tensor:
+        """[batch, kv_heads, outliers + slots + 1, chunk_size, v_dim], likewise."""
+        return self._values
+
     def empty(self) -> None:
         """Forget what is in the slots."""
         self.ids.fill_(_EMPTY)

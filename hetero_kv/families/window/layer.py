@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.statistics import READ_BYTES, Tally
 from hetero_kv.engine.step import Step
 
@@ -128,6 +129,21 @@ class WindowLayer(FamilyLayer):
     def rollback(self, snapshot: _Snapshot) -> None:
         """See FamilyLayer: tokens are only ever written behind those that it holds."""
         self.keys, self.values, self._start, self._end, self._length, self.read = snapshot
+
+    def saved(self) -> SavedPart:
+        part = SavedPart(numbers={"seen": self._length, "read": list(self.read)})
+        if self.keys is not None and self.values is not None:
+            held = slice(max(self._start, self._end - (self.window - 1)), self._end)
+            part.put(keys=self.keys[:, :, held], values=self.values[:, :, held])
+        return part
+
+    def restore(self, part: SavedPart, place: Place) -> None:
+        length = part.integer("seen", self.cohort.length, self.cohort.length)
+        held, read = min(length, self.window - 1), part.tally("read")
+        keys, values = part.like("keys", place.keys, held), part.like("values", place.values, held)
+        self.rollback((keys, values, 0, held, length, read))
+        # With the room behind them that tokens are written to.
+        self._move_window()
 
     @property
     def statistics(self) -> dict[str, float | int | None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -67,6 +69,13 @@ class Cascade(EvictionPolicy[CascadeSettings]):
         later = torch.arange(attended.tokens - 1, -1, -1, device=attended.q.device, dtype=torch.float64)
         received = attended.column_sums(weights=((1 - gamma) * gamma**later).float(), group_max=True)
         return entries.scored(average=entries.score("average") * gamma**attended.tokens + received[:, :, 0])
+
+    def saved_memory(self, name: str, value: Any) -> dict[str, int] | None:
+        return {"tokens": value.tokens} if isinstance(value, _Seen) else None
+
+    def restored_memory(self, name: str, numbers: Mapping[str, int]) -> Any:
+        is_sound = name == "seen" and numbers.keys() == {"tokens"} and numbers["tokens"] >= 0
+        return _Seen(numbers["tokens"]) if is_sound else None
 
     def evict(self, entries: Entries, budget: int) -> Entries:
         sinks, seen = self.settings.sinks, entries.carried["seen"].tokens

@@ -36,9 +36,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -230,6 +230,16 @@ class EvictionPolicy(ABC, Generic[S]):
     @abstractmethod
     def evict(self, entries: Entries, budget: int) -> Entries:
         """The entries that stay, at most `budget`, in order. Asked when `is_due`."""
+
+    # -- in a file
+
+    def saved_memory(self, name: str, value: Any) -> dict[str, int] | None:
+        """What `entries.carried` has under `name`, no tensor, as whole numbers; None where it cannot be said so."""
+        return None
+
+    def restored_memory(self, name: str, numbers: Mapping[str, int]) -> Any:
+        """What `saved_memory` told, from a file that anybody may have written; None where it cannot have told that."""
+        return None
 
     @property
     def evicts_after_all_layers(self) -> bool:

@@ -1,0 +1,187 @@
+"""A cache as the tensors and numbers of a file, but for its blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetero_kv.engine import untouched
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.cohort import Cohort
+from hetero_kv.engine.errors import ContextError, DamagedContextError
+from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.saved_part import SavedPart, Shareable
+from hetero_kv.errors import shown
+
+#: Rows of a batch: more are nobody's.
+MOST_ROWS = 65_536
+
+
+@dataclass
+class CachePieces:
+    """What a cache writes down beside blocks.
+
+    Attributes:
+        tensors: by name in the file.
+        said: numbers, as JSON has them.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    said: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, cache: HeteroCache) -> CachePieces:
+        """Of a cache that holds tokens, no prompt being prefilled. Raises ContextError where a layer cannot be."""
+        pieces, shared = cls(), _Shared()
+        pieces.said["columns"] = cache.columns.count
+        if cache.columns.padding is not None:
+            pieces.tensors["columns"] = cache.columns.padding
+        pieces.said["cohorts"] = [
+            pieces._cohort(cohort, f"cohorts/{number}", shared) for number, cohort in enumerate(cache.cohorts)
+        ]
+        parts: list[dict[str, Any]] = []
+        while len(parts) < len(shared.objects):
+            parts.append(pieces._part(shared.objects[len(parts)].saved(), f"parts/{len(parts)}", shared))
+        pieces.said["parts"] = parts
+        return pieces
+
+    def _cohort(self, cohort: Cohort, path: str, shared: _Shared) -> dict[str, Any]:
+        layers = []
+        for index, layer in enumerate(cohort.layers):
+            part = layer.saved() if isinstance(layer, FamilyLayer) else untouched.saved(layer, index)
+            layers.append(self._part(part, f"{path}/layers/{index}", shared) | {"class": type(layer).__name__})
+        return {
+            "rows": len(cohort.sequences),
+            "length": cohort.length,
+            "prompt_length": cohort.prompt_length,
+            "stored": [cohort.sequences[0].tables[layout].length for layout in cohort.layouts],
+            "closed": [cohort.closed[layout] for layout in cohort.layouts],
+            "layers": layers,
+            "shared": [
+                [name, self._handed_on(values, f"{path}/shared/{number}")]
+                for number, (name, values) in enumerate(cohort.shared.items())
+            ],
+        }
+
+    def _handed_on(self, values: dict[Any, np.ndarray], path: str) -> list[list[Any]]:
+        """What layers hand to each other: the keys, each with its tensor's name."""
+        said = []
+        for index, (key, value) in enumerate(values.items()):
+            if tupled(json.loads(json.dumps(key))) != key:
+                raise ContextError(f"layers share something under {shown(key)}, which no file can say")
+            self.tensors[f"{path}/{index}"] = torch.from_numpy(np.ascontiguousarray(value))
+            said.append([key, f"{path}/{index}"])
+        return said
+
+    def _part(self, part: SavedPart, path: str, shared: _Shared) -> dict[str, Any]:
+        self.tensors |= {f"{path}/{name}": tensor for name, tensor in part.tensors.items()}
+        return {"numbers": part.numbers | {name: shared.number(each) for name, each in part.shared.items()}}
+
+
+class _Shared:
+    """What several layers hold, each once."""
+
+    def __init__(self) -> None:
+        self.objects: list[Shareable] = []
+
+    def number(self, wanted: Shareable) -> int:
+        for number, known in enumerate(self.objects):
+            if known is wanted:
+                return number
+        self.objects.append(wanted)
+        return len(self.objects) - 1
+
+
+@dataclass(frozen=True)
+class SaidCohort:
+    """What a file says of a cohort, checked as far as that goes without its layers.
+
+    Attributes:
+        stored, closed: by layout, in the order of `Cohort.layouts`.
+        shared: what layers hand to each other.
+    """
+
+    rows: int
+    length: int
+    prompt_length: int
+    stored: list[int]
+    closed: list[int]
+    layers: list[SavedPart]
+    classes: list[str]
+    shared: dict[Any, dict[Any, Any]]
+
+
+def said_cohorts(
+    said: dict[str, Any], names: Sequence[str], tensor: Callable[[str], torch.Tensor], where: str
+) -> tuple[list[SaidCohort], list[SavedPart]]:
+    """The cohorts, and what their layers share.
+
+    Args:
+        said: what CachePieces has said.
+        names: of the file's tensors.
+        tensor: gives one of them.
+
+    Raises DamagedContextError where that cannot be.
+    """
+    inside: dict[str, dict[str, torch.Tensor]] = {}
+    for name in names:
+        path, _, leaf = name.rpartition("/")
+        if path.startswith(("cohorts/", "parts/")) and "/shared/" not in path:
+            inside.setdefault(path, {})[leaf] = tensor(name)
+
+    def part(value: object, path: str) -> SavedPart:
+        numbers = value.get("numbers") if isinstance(value, dict) else None
+        if not isinstance(numbers, dict):
+            raise DamagedContextError(f"{where} does not say what {path} is")
+        return SavedPart(inside.get(path, {}), numbers, where=f"{where}: {path}")
+
+    cohorts, parts = said.get("cohorts"), said.get("parts")
+    if not isinstance(cohorts, list) or not cohorts or not isinstance(parts, list):
+        raise DamagedContextError(f"{where} says nothing of any sequence")
+    read = [
+        _said_cohort(value, f"cohorts/{number}", part, names, tensor, where) for number, value in enumerate(cohorts)
+    ]
+    if sum(cohort.rows for cohort in read) > MOST_ROWS:
+        raise DamagedContextError(f"{where} speaks of more than {MOST_ROWS} rows")
+    return read, [part(value, f"parts/{number}") for number, value in enumerate(parts)]
+
+
+def _said_cohort(
+    value: object,
+    path: str,
+    part: Callable[[object, str], SavedPart],
+    names: Sequence[str],
+    tensor: Callable[[str], torch.Tensor],
+    where: str,
+) -> SaidCohort:
+    if not isinstance(value, dict) or not isinstance(value.get("layers"), list):
+        raise DamagedContextError(f"{where} does not say what {path} is")
+    own = SavedPart(numbers=value, where=f"{where}: {path}")
+    rows, length = own.integer("rows", 1, MOST_ROWS), own.integer("length", 1)
+    layers = [part(each, f"{path}/layers/{index}") for index, each in enumerate(value["layers"])]
+    classes = [str(each.get("class")) for each in value["layers"]]
+    shared = {}
+    try:
+        for name, pairs in value.get("shared", []):
+            shared[tupled(name)] = {tupled(key): tensor(place).numpy() for key, place in pairs if place in names}
+    except (TypeError, ValueError) as error:
+        raise own.wrong("what layers hand to each other cannot be read") from error
+    stored, closed = _sizes(own, "stored", length), _sizes(own, "closed", length)
+    return SaidCohort(rows, length, own.integer("prompt_length", 0, length), stored, closed, layers, classes, shared)
+
+
+def _sizes(part: SavedPart, name: str, most: int) -> list[int]:
+    found = part.numbers.get(name)
+    if not isinstance(found, list) or not all(type(number) is int and 0 <= number <= most for number in found):
+        raise part.wrong(f"{name} is {shown(found)}")
+    return found
+
+
+def tupled(value: Any) -> Any:
+    """A key as it was before JSON made lists of tuples."""
+    return tuple(tupled(each) for each in value) if isinstance(value, list) else value

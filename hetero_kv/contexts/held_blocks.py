@@ -1,0 +1,105 @@
+"""The blocks that cohorts hold, in an order of their own: a sequence's one behind the other, shared ones once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hetero_kv.engine.cohort import Cohort
+from hetero_kv.engine.sequence import Layout
+from hetero_kv.store.allocator import BlockAllocator
+from hetero_kv.store.pool import DERIVED
+
+# Blocks that are copied at once.
+_AT_ONCE = 32
+# Arrays of tokens, of which what is behind the last token of a block is anybody's old numbers.
+_OF_TOKENS = ("keys", "values")
+
+
+@dataclass(frozen=True)
+class HeldBlocks:
+    """The blocks of one layout.
+
+    Attributes:
+        sources: allocators, with the ids there of the blocks of each that are held.
+        tables: by cohort and row, numbers of its blocks in the order of `sources`.
+        lengths: [blocks] int32, tokens written in each.
+        closed: [blocks] bool, whose contents are final, and what is derived from them made.
+    """
+
+    layout: Layout
+    sources: list[tuple[BlockAllocator, np.ndarray]]
+    tables: list[list[np.ndarray]]
+    lengths: np.ndarray
+    closed: np.ndarray
+
+    @classmethod
+    def of(cls, cohorts: Sequence[Cohort], layout: Layout) -> HeldBlocks:
+        """All that these cohorts hold in blocks of `layout`."""
+        numbers: dict[tuple[int, int], int] = {}
+        order: list[tuple[BlockAllocator, int]] = []
+        tables: list[list[np.ndarray]] = []
+        closed: set[int] = set()
+        # Allocator by allocator, so that each has its blocks in one run.
+        allocators = {id(cohort.store): cohort.store.allocators[layout] for cohort in cohorts}
+        for cohort in sorted(cohorts, key=lambda cohort: list(allocators).index(id(cohort.store))):
+            allocator = allocators[id(cohort.store)]
+            for sequence in cohort.sequences:
+                for index, block in enumerate(sequence.tables[layout].ids.tolist()):
+                    number = numbers.setdefault((id(allocator), block), len(order))
+                    if number == len(order):
+                        order.append((allocator, block))
+                    if index < cohort.closed[layout]:
+                        closed.add(number)
+        for cohort in cohorts:
+            key = id(allocators[id(cohort.store)])
+            rows = [sequence.tables[layout].ids.tolist() for sequence in cohort.sequences]
+            tables.append([np.array([numbers[key, block] for block in row], np.int32) for row in rows])
+        sources = [
+            (allocator, np.array([block for owner, block in order if owner is allocator], np.int64))
+            for allocator in allocators.values()
+        ]
+        lengths = np.concatenate([allocator.lengths[ids] for allocator, ids in sources])
+        return cls(layout, sources, tables, lengths, np.array([each in closed for each in range(len(order))], bool))
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.lengths)
+
+    def arrays(self) -> list[tuple[int, str, tuple[int, ...], torch.dtype]]:
+        """What is kept of a block: index of the layer, name of the pool's array, shape of a block there, dtype."""
+        pools = self.sources[0][0].pools
+        return [
+            (layer_idx, name, tuple(array.shape[1:]), array.dtype)
+            for layer_idx in sorted(pools)
+            for name, array in pools[layer_idx].arrays.items()
+            if array[0].numel()
+        ]
+
+    def rows(self, layer_idx: int, name: str, kept: np.ndarray | None = None) -> Iterator[torch.Tensor]:
+        """The blocks of one array, some at a time, as they are written: [blocks, ...].
+
+        Args:
+            kept: [blocks] bool, those that are wanted; None for all.
+        """
+        first = 0
+        for allocator, ids in self.sources:
+            array = allocator.pools[layer_idx].arrays[name]
+            wanted = np.arange(len(ids)) if kept is None else np.flatnonzero(kept[first : first + len(ids)])
+            for start in range(0, len(wanted), _AT_ONCE):
+                numbers = wanted[start : start + _AT_ONCE]
+                yield self._cleaned(array[torch.from_numpy(ids[numbers])], name, first + numbers)
+            first += len(ids)
+
+    def _cleaned(self, blocks: torch.Tensor, name: str, numbers: np.ndarray) -> torch.Tensor:
+        """`blocks`, a copy, with zeros where nothing has been written."""
+        for index, number in enumerate(numbers.tolist()):
+            if name in DERIVED and not self.closed[number]:
+                blocks[index].zero_()
+            elif name in _OF_TOKENS and self.lengths[number] < self.layout.block_size:
+                blocks[index, :, self.lengths[number] :].zero_()
+        return blocks

@@ -1,0 +1,158 @@
+"""A cache from a saved context: empty layers that become what they were, and blocks that are filled from the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.contexts.cache_pieces import SaidCohort, said_cohorts
+from hetero_kv.contexts.context_file import BLOCKS, OpenContext
+from hetero_kv.engine import untouched
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.cohort import Cohort
+from hetero_kv.engine.columns import Columns
+from hetero_kv.engine.errors import DamagedContextError
+from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.saved_part import Place, SavedPart
+from hetero_kv.engine.sequence import Layout
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What the layers of a model compute with.
+
+    Attributes:
+        by_layer: the shape of every layer's keys and values.
+    """
+
+    by_layer: Mapping[int, KVShape]
+    dtype: torch.dtype
+    device: torch.device
+
+    def place(self, layer_idx: int, rows: int, parts: list[SavedPart], made: dict[int, object]) -> Place:
+        """Where a layer of `rows` rows is restored."""
+        shape = self.by_layer[layer_idx]
+        keys, values = (
+            torch.empty(rows, shape.kv_heads, 0, dim, dtype=self.dtype, device=self.device)
+            for dim in (shape.k_dim, shape.v_dim)
+        )
+        return Place(keys, values, parts, made)
+
+
+def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes) -> None:
+    """Let an empty cache hold what a context does; its identity has been checked.
+
+    Raises:
+        DamagedContextError: the file does not hold a cache of these layers.
+        CacheFullError: `max_seq_len` has no room for it.
+    """
+    file = context.file
+    said, parts = said_cohorts(context.said, list(file.entries), file.tensor, file.where)
+    columns = _columns(context, said)
+    layers = len(cache.layers)
+    if any(len(each.layers) != layers for each in said):
+        raise DamagedContextError(f"{file.where} has not the {layers} layers of the model")
+    cohorts = cache.begin_restored([(each.rows, each.length) for each in said])
+    for number, layout in enumerate(cohorts[0].layouts):
+        _adopt(context, number, layout, cohorts, said)
+    for cohort, each in zip(cohorts, said, strict=True):
+        _restore_cohort(cohort, each, parts, shapes, file.where)
+    for number, layout in enumerate(cohorts[0].layouts):
+        _fill(context, number, layout, cohorts[0])
+    for cohort, each in zip(cohorts, said, strict=True):
+        for layer, part in zip(cohort.layers, each.layers, strict=True):
+            if isinstance(layer, FamilyLayer):
+                layer.after_restore(part)
+    cache.columns = columns
+
+
+def _columns(context: OpenContext, said: list[SaidCohort]) -> Columns:
+    where = context.file.where
+    own = SavedPart(numbers=context.said, where=where)
+    lengths = [each.length for each in said for _ in range(each.rows)]
+    count = own.integer("columns", max(lengths))
+    if "columns" not in context.file.entries:
+        if any(length != count for length in lengths):
+            raise own.wrong("rows are of several lengths, and nothing says where they begin")
+        return Columns(count)
+    own.put(columns=context.file.tensor("columns"))
+    padding = own.tensor("columns", (len(lengths), count), torch.bool, torch.device("cpu"))
+    if padding.sum(dim=1).tolist() != lengths:
+        raise own.wrong("rows have other lengths than are said")
+    return Columns(count, padding)
+
+
+def _adopt(context: OpenContext, number: int, layout: Layout, cohorts: list[Cohort], said: list[SaidCohort]) -> None:
+    """Let the sequences hold the blocks of the file, which are the first of the pools."""
+    file, path = context.file, f"layouts/{number}"
+    block_size, lengths = context.layout(number)
+    if block_size != layout.block_size or any(len(each.stored) <= number >= len(each.closed) for each in said):
+        raise DamagedContextError(f"{file.where} has not the blocks of these settings")
+    allocator = cohorts[0].store.allocators[layout]
+    if len(lengths) > allocator.num_blocks:
+        raise DamagedContextError(f"{file.where} has more blocks than its rows could fill")
+    ids = allocator.allocate(len(lengths))
+    allocator.lengths[ids] = lengths
+    held = np.zeros(len(lengths), bool)
+    for index, (cohort, each) in enumerate(zip(cohorts, said, strict=True)):
+        stored, blocks = each.stored[number], -(-each.stored[number] // block_size)
+        if each.closed[number] > blocks:
+            raise DamagedContextError(f"{file.where}: more blocks are final than there are")
+        cohort.closed[layout] = each.closed[number]
+        for row, sequence in enumerate(cohort.sequences):
+            name = f"{path}/tables/{index}/{row}"
+            part = SavedPart({name: file.tensor(name)} if name in file.entries else {}, where=file.where)
+            table = part.indices(name, (blocks,), torch.int32, len(lengths)).numpy()
+            wanted = np.full(blocks, block_size)
+            wanted[-1:] = stored - (blocks - 1) * block_size
+            if np.any(lengths[table[:-1]] != block_size) or np.any(lengths[table[-1:]] < wanted[-1:]):
+                raise part.wrong(f"{name} names blocks that are not full")
+            sequence.tables[layout].adopt(ids[table], stored)
+            held[table] = True
+    if not held.all():
+        raise DamagedContextError(f"{file.where} has blocks that no row holds")
+    allocator.recount()
+
+
+def _restore_cohort(cohort: Cohort, said: SaidCohort, parts: list[SavedPart], shapes: Shapes, where: str) -> None:
+    cohort.length, cohort.prompt_length, cohort.shared = said.length, said.prompt_length, said.shared
+    for sequence in cohort.sequences:
+        sequence.length = said.length
+    made: dict[int, object] = {}
+    for index, (layer, part) in enumerate(zip(cohort.layers, said.layers, strict=True)):
+        if type(layer).__name__ != said.classes[index]:
+            was = said.classes[index][:80]
+            raise DamagedContextError(f"{where}: layer {index} is {was}, not {type(layer).__name__}")
+        place = shapes.place(index, said.rows, parts, made)
+        if isinstance(layer, FamilyLayer):
+            layer.restore(part, place)
+            layer.is_initialized = True
+        else:
+            untouched.restore(layer, part, place, said.length)
+
+
+def _fill(context: OpenContext, number: int, layout: Layout, cohort: Cohort) -> None:
+    """Let the first blocks of the pools hold what those of the file do."""
+    file, pools = context.file, cohort.store.allocators[layout].pools
+    count = len(context.layout(number)[1])
+    wanted = {
+        f"{BLOCKS}{number}/{layer_idx}/{name}": array
+        for layer_idx, pool in pools.items()
+        for name, array in pool.arrays.items()
+        if array[0].numel()
+    }
+    there = {name for name in file.entries if name.startswith(f"{BLOCKS}{number}/")}
+    if there != set(wanted):
+        raise DamagedContextError(f"{file.where} has not the blocks of these layers")
+    for name, array in wanted.items():
+        entry = file.entries[name]
+        if entry.dtype != array.dtype or entry.shape != (count, *array.shape[1:]):
+            raise DamagedContextError(f"{file.where}: {name} is {entry.dtype} {list(entry.shape)}, not as its layer's")
+        damaged = file.damaged_rows(name, 0, count)
+        if damaged:
+            raise DamagedContextError(f"{file.where}: block {damaged[0]} of {name} is damaged")
+        file.read_into(name, 0, array[:count])

@@ -1,0 +1,80 @@
+"""Saving what a cache holds, and going on from it in another process."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hetero_kv.adapter import bridge
+from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.contexts.context_file import OpenContext, Tokens, write_context
+from hetero_kv.contexts.identity import Identity
+from hetero_kv.contexts.restoring import Shapes, restore
+from hetero_kv.engine.cache import HeteroCache
+
+
+class Injected(Protocol):
+    """What is asked of an injection: its model, and the operators in it."""
+
+    model: Any
+
+    @property
+    def identity(self) -> Identity: ...
+
+    def attention_operators(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class LoadedContext:
+    """A context that goes on.
+
+    Attributes:
+        cache: as it was saved.
+        tokens: ids of every row, as they were given; none where they were not.
+        notes: as they were given.
+    """
+
+    cache: HeteroCache
+    tokens: list[list[int]]
+    notes: dict[str, Any]
+
+
+def save_context(
+    path: str | Path, cache: HeteroCache, tokens: Tokens | None = None, notes: dict[str, Any] | None = None
+) -> None:
+    """Write all that a cache holds into one safetensors file; see `write_context`."""
+    write_context(Path(path).expanduser(), cache, cache.injection.identity, tokens, notes)
+
+
+def load_context(path: str | Path, model: Any, **settings: Any) -> LoadedContext:
+    """A cache that goes on from a saved context exactly as the one that was saved would have.
+
+    Args:
+        model: with the rules in it under which the context was saved.
+        settings: as HeteroCache takes them beside the model.
+
+    Raises:
+        ContextError: there is no context, or it was saved with another model, other settings, or another version; the
+            message says which, and what would fit.
+        DamagedContextError: the file is not what was written.
+        HeteroKVError: the model has no rules in it, or `max_seq_len` no room for the context.
+    """
+    with closing(OpenContext.at(Path(path).expanduser())) as context:
+        cache = HeteroCache(model, **settings)
+        injection: Injected = cache.injection
+        context.identity.require(injection.identity, context.file.where)
+        restore(cache, context, shapes_of(injection))
+        notes = context.said.get("notes")
+        return LoadedContext(cache, context.tokens, notes if isinstance(notes, dict) else {})
+
+
+def shapes_of(injection: Injected) -> Shapes:
+    """What the layers of a model with rules in it compute with."""
+    config, model = bridge.text_config(injection.model), injection.model
+    shapes = dict.fromkeys(range(config.num_hidden_layers), KVShape.of(config))
+    operators: list[AttentionOperator] = list(injection.attention_operators())
+    shapes |= {each.layer_idx: KVShape.of_attention(each.wrapped, config) for each in operators}
+    return Shapes(shapes, model.dtype, model.device)

@@ -1,0 +1,246 @@
+"""safetensors files with a checksum for every block: written as a whole or not at all, and checked as they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hetero_kv.contexts import tensor_header
+from hetero_kv.contexts.tensor_header import PREFIX, Entry
+from hetero_kv.durable_file import write_pieces_atomically
+from hetero_kv.engine.errors import DamagedContextError
+
+#: Tensors begin at a multiple of this.
+ALIGNMENT = 64
+#: The last tensors of a file: CRC-32 of the others, row by row; and SHA-256 of the header and of these checksums.
+CHECKSUMS, SEAL = "checksums", "seal"
+#: Tensors that hold nothing.
+PADDING = "padding."
+_SEAL_BYTES = 32
+_AT_ONCE = 1 << 23
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor to be written.
+
+    Attributes:
+        rows: gives its parts along the first dimension, contiguous and on the CPU, one behind the other; `shape` and
+            `dtype` are what they come to.
+        by_row: whether every row has a checksum, or the whole.
+        page_offset: where in a page of memory it begins; None: anywhere.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: Callable[[], Iterable[torch.Tensor]]
+    by_row: bool = False
+    page_offset: int | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Piece:
+        """Of a tensor, on any device, with one checksum."""
+        return cls(tuple(tensor.shape), tensor.dtype, lambda: [tensor.detach().to("cpu").contiguous()])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def checksums(self) -> int:
+        """How many it has."""
+        return self.shape[0] if self.by_row else 1
+
+
+def write_tensors(path: Path, pieces: Mapping[str, Piece], metadata: Mapping[str, str]) -> None:
+    """Write a file that is there as a whole or not at all.
+
+    Raises:
+        OSError: it cannot be written; what was there is as it was.
+        ValueError: there is more to say in the header than a safetensors file holds.
+    """
+    write_pieces_atomically(path, _written(pieces, metadata))
+
+
+def _written(pieces: Mapping[str, Piece], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    entries = _entries(pieces)
+    head = tensor_header.encoded(entries, metadata, mmap.PAGESIZE)
+    yield head
+    sums: list[int] = []
+    for name, entry in entries.items():
+        if name.startswith(PADDING):
+            yield bytes(entry.stop - entry.start)
+        elif name in pieces:
+            yield from _summed(pieces[name], sums)
+    checksums = torch.tensor(sums, dtype=torch.int64).numpy().tobytes()
+    yield checksums
+    yield hashlib.sha256(head + checksums).digest()
+
+
+def _summed(piece: Piece, sums: list[int]) -> Iterator[memoryview]:
+    """The bytes of a piece; their checksums are added to `sums`."""
+    whole, written = 0, 0
+    for part in piece.rows():
+        content = bytes_of(part)
+        written += len(content)
+        if piece.by_row:
+            size = piece.nbytes // piece.shape[0]
+            sums += [zlib.crc32(content[start : start + size]) for start in range(0, len(content), size)]
+        else:
+            whole = zlib.crc32(content, whole)
+        yield content
+    assert written == piece.nbytes
+    if not piece.by_row:
+        sums.append(whole)
+
+
+def _entries(pieces: Mapping[str, Piece]) -> dict[str, Entry]:
+    """Where everything lies, padding included."""
+    entries: dict[str, Entry] = {}
+    end = 0
+    for name, piece in pieces.items():
+        wanted, multiple = (0, ALIGNMENT) if piece.page_offset is None else (piece.page_offset, mmap.PAGESIZE)
+        gap = (wanted - end) % multiple
+        if gap:
+            entries[f"{PADDING}{len(entries)}"] = Entry(torch.uint8, (gap,), end, end + gap)
+        entries[name] = Entry(piece.dtype, piece.shape, end + gap, end + gap + piece.nbytes)
+        end += gap + piece.nbytes
+    gap = -end % ALIGNMENT
+    if gap:
+        entries[f"{PADDING}{len(entries)}"] = Entry(torch.uint8, (gap,), end, end + gap)
+    end += gap
+    count = sum(piece.checksums for piece in pieces.values())
+    entries[CHECKSUMS] = Entry(torch.int64, (count,), end, end + 8 * count)
+    entries[SEAL] = Entry(torch.uint8, (_SEAL_BYTES,), end + 8 * count, end + 8 * count + _SEAL_BYTES)
+    return entries
+
+
+class TensorFile:
+    """A file of `write_tensors`, open: its header and checksums are right, what they speak of is yet to be read.
+
+    Attributes:
+        entries: name -> where it lies, in the order of the file, without padding.
+        metadata: texts by name.
+        descriptor: of the open file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open a file. Raises DamagedContextError where it is none, and OSError where it cannot be opened."""
+        self.path = path
+        self.where = str(path)
+        # What is no file might wait for somebody to write into it.
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_header(self) -> None:
+        status = os.fstat(self.descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedContextError(f"{self.where} is no file")
+        prefix = os.pread(self.descriptor, PREFIX, 0)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < PREFIX or length > min(tensor_header.LONGEST, status.st_size - PREFIX):
+            raise DamagedContextError(f"{self.where} is no safetensors file, or cut off")
+        head = prefix + self._bytes(PREFIX, length)
+        self.data_start = PREFIX + length
+        size = status.st_size - self.data_start
+        entries, self.metadata = tensor_header.decoded(head[PREFIX:], size, self.where)
+        self.entries = {name: entry for name, entry in entries.items() if not name.startswith(PADDING)}
+        checksums, seal = self.entries.pop(CHECKSUMS, None), self.entries.pop(SEAL, None)
+        if checksums is None or seal is None or checksums.dtype != torch.int64 or len(checksums.shape) != 1:
+            raise DamagedContextError(f"{self.where} has no checksums; it is no saved context")
+        written = self._bytes(self.data_start + checksums.start, checksums.stop - checksums.start)
+        if hashlib.sha256(head + written).digest() != self._bytes(self.data_start + seal.start, _SEAL_BYTES):
+            raise DamagedContextError(f"{self.where}: its header or its checksums are damaged")
+        self._checksums = torch.frombuffer(bytearray(written), dtype=torch.int64).tolist() if written else []
+
+    def assign_checksums(self, by_row: Callable[[str], bool]) -> None:
+        """Find out which checksums are whose: every row's of a tensor of which `by_row` says so, else the whole's.
+
+        Raises DamagedContextError where they are too few or too many.
+        """
+        self._sums: dict[str, Sequence[int]] = {}
+        start = 0
+        for name, entry in self.entries.items():
+            count = entry.shape[0] if by_row(name) and entry.shape else 1
+            self._sums[name] = self._checksums[start : start + count]
+            start += count
+        if start != len(self._checksums):
+            raise DamagedContextError(f"{self.where} has {len(self._checksums)} checksums, where {start} are wanted")
+
+    def close(self) -> None:
+        """Close the file; what is mapped of it stays."""
+        with contextlib.suppress(OSError):
+            os.close(self.descriptor)
+
+    def offset(self, name: str, row: int = 0) -> int:
+        """Where in the file a tensor, or a row of it, begins, bytes."""
+        entry = self.entries[name]
+        return self.data_start + entry.start + row * entry.row_bytes
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor as a whole, a copy. Raises DamagedContextError where it is not what was written."""
+        entry = self.entries[name]
+        content = bytearray(self._bytes(self.data_start + entry.start, entry.stop - entry.start))
+        if [zlib.crc32(content)] != self._sums[name]:
+            raise DamagedContextError(f"{self.where}: {name} is damaged")
+        flat = torch.frombuffer(content, dtype=entry.dtype) if content else torch.empty(0, dtype=entry.dtype)
+        return flat.reshape(entry.shape)
+
+    def damaged_rows(self, name: str, first: int, stop: int) -> list[int]:
+        """Those of the rows [first, stop) of a tensor with a checksum for each that are not what was written."""
+        entry, damaged = self.entries[name], []
+        size = entry.row_bytes
+        at_once = max(1, _AT_ONCE // max(1, size))
+        for start in range(first, stop, at_once):
+            count = min(at_once, stop - start)
+            content = memoryview(self._bytes(self.offset(name, start), count * size))
+            damaged += [
+                start + row
+                for row in range(count)
+                if zlib.crc32(content[row * size : (row + 1) * size]) != self._sums[name][start + row]
+            ]
+        return damaged
+
+    def row_sums(self, name: str) -> Sequence[int]:
+        """The checksums of a tensor's rows."""
+        return self._sums[name]
+
+    def read_into(self, name: str, row: int, target: torch.Tensor) -> None:
+        """Fill a contiguous tensor on the CPU with rows of `name`, from `row` on, which has as many of the kind."""
+        content, at, position = bytes_of(target), 0, self.offset(name, row)
+        while at < len(content):
+            read = os.preadv(self.descriptor, [content[at : at + _AT_ONCE]], position + at)
+            if not read:
+                raise DamagedContextError(f"{self.where} was cut off while it was read")
+            at += read
+
+    def _bytes(self, start: int, count: int) -> bytes:
+        content = bytearray(count)
+        view, at = memoryview(content), 0
+        while at < count:
+            read = os.preadv(self.descriptor, [view[at:]], start + at)
+            if not read:
+                raise DamagedContextError(f"{self.where} was cut off while it was read")
+            at += read
+        return bytes(content)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    if not tensor.numel():
+        return memoryview(b"")
+    return tensor.flatten().view(torch.uint8).numpy().data

@@ -1,0 +1,120 @@
+"""The header of a safetensors file: which tensors there are, where, and what is said of them; checked as it is read.
+
+The format: 8 bytes, little-endian, the header's length; the header, JSON; the tensors, one behind the other without
+holes. What makes files of contexts readable by blocks, and mappable, is within it: padding is tensors of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hetero_kv.engine.errors import DamagedContextError
+from hetero_kv.errors import shown
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: Bytes before the header.
+PREFIX = 8
+#: As safetensors has it.
+LONGEST = 100_000_000
+_MOST_DIMENSIONS = 8
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the file.
+
+    Attributes:
+        start, stop: its bytes, counted from the header's end.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of each of the first dimension."""
+        return (self.stop - self.start) // self.shape[0] if self.shape[0] else 0
+
+
+def encoded(entries: Mapping[str, Entry], metadata: Mapping[str, str], multiple: int) -> bytes:
+    """The length and the header, whose end lies at a multiple of `multiple` bytes.
+
+    Raises ValueError for one that is longer than any reader takes.
+    """
+    said: dict[str, Any] = {_METADATA: dict(metadata)}
+    for name, entry in entries.items():
+        offsets = [entry.start, entry.stop]
+        said[name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+    text = json.dumps(said, separators=(",", ":")).encode()
+    text += b" " * (-(PREFIX + len(text)) % multiple)
+    if len(text) > LONGEST:
+        raise ValueError(f"a header of {len(text)} bytes, where {LONGEST} are the most")
+    return len(text).to_bytes(PREFIX, "little") + text
+
+
+def decoded(text: bytes, size: int, where: str) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The entries, in the order of their bytes, and the metadata, of a file with `size` bytes behind the header.
+
+    Raises DamagedContextError where they are not sound: nothing that follows from them reaches beyond the file.
+    """
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedContextError(f"{where} has no header that can be read ({str(error)[:80]})") from error
+    if not isinstance(said, dict):
+        raise DamagedContextError(f"{where} has no header of tensors")
+    metadata = said.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise DamagedContextError(f"{where} has metadata that are no texts")
+    entries = {name: _entry(name, value, where) for name, value in said.items()}
+    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
+    end = 0
+    for name, entry in ordered.items():
+        if entry.start != end:
+            raise DamagedContextError(f"{where}: tensor {shown(name, 60)} does not begin where the one before it ends")
+        end = entry.stop
+    if end != size:
+        raise DamagedContextError(
+            f"{where} is cut off, or too long: its tensors have {end} bytes, and there are {size}"
+        )
+    return ordered, metadata
+
+
+def _entry(name: str, value: object, where: str) -> Entry:
+    wrong = DamagedContextError(f"{where}: tensor {shown(name, 60)} is described as {shown(value, 120)}")
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise wrong
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES or not _are_sizes(shape) or not _are_sizes(offsets):
+        raise wrong
+    if len(shape) > _MOST_DIMENSIONS or len(offsets) != 2 or any(extent >= 2**48 for extent in (*shape, *offsets)):
+        raise wrong
+    entry = Entry(DTYPES[dtype], tuple(shape), *offsets)
+    if entry.stop - entry.start != math.prod(shape) * DTYPES[dtype].itemsize:
+        raise wrong
+    return entry
+
+
+def _are_sizes(value: object) -> bool:
+    return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)

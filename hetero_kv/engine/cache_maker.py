@@ -1,0 +1,45 @@
+"""What an injected model has for its caches: who makes their layers, plans their memory, saves and loads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+from transformers.cache_utils import CacheLayerMixin
+
+from hetero_kv.errors import HeteroKVError, OutOfMemoryError
+
+
+class CacheMaker(Protocol):
+    """What `inject` leaves on a model: it knows which layer needs which cache, and what fits into memory."""
+
+    def max_seq_len(self, wanted: int | None, batch: int, forks: int) -> int:
+        """The capacity in tokens of each of `batch` sequences and of theirs in every fork."""
+
+    def cache_layers(self) -> list[CacheLayerMixin]:
+        """One empty cache layer per layer of the model."""
+
+    def save(self, path: str | Path, cache: Any, tokens: Any) -> None:
+        """Write what a HeteroCache holds into a file; see `HeteroCache.save`."""
+
+    def load(self, path: str | Path, **settings: Any) -> Any:
+        """A HeteroCache that goes on from such a file; see `HeteroCache.load`."""
+
+    def ran_out_of_memory(
+        self, error: Exception, batch: int, *, stored: int, tokens: int, capacity: int | None, held: int
+    ) -> OutOfMemoryError:
+        """What to raise when a forward of `tokens` behind `stored` of each of `batch` sequences found no memory.
+
+        `held` bytes of DRAM are taken by what is stored, in blocks for `capacity` tokens.
+        """
+
+
+def injected(model: nn.Module) -> CacheMaker:
+    """The rules in a model. Raises HeteroKVError where there are none."""
+    maker: CacheMaker | None = getattr(model, "hetero_kv_injection", None)
+    if maker is None:
+        raise HeteroKVError(
+            f"{type(model).__name__} has no rules injected; call hetero_kv.inject(model, rules) before HeteroCache"
+        )
+    return maker

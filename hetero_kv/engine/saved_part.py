@@ -1,0 +1,130 @@
+"""What one layer of a cache writes down beside its blocks, and how it is checked when it comes back from a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from hetero_kv.engine.errors import DamagedContextError
+from hetero_kv.engine.statistics import Tally
+from hetero_kv.errors import shown
+
+#: More than any count of tokens, bytes or steps.
+_LARGEST = 2**53
+
+
+class Shareable(Protocol):
+    """What several layers hold together, and is written once."""
+
+    def saved(self) -> SavedPart: ...
+
+
+@dataclass
+class SavedPart:
+    """Tensors and numbers under names; what is read from a file is asked for with what it must be.
+
+    Attributes:
+        tensors: of any device; a name has no `/`.
+        numbers: what JSON has: numbers, texts, None, and lists of these.
+        shared: what other layers hold too.
+        where: how errors name it.
+    """
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    numbers: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Shareable] = field(default_factory=dict)
+    where: str = "a part"
+
+    def put(self, **tensors: torch.Tensor | None) -> None:
+        """Note these tensors, but for those that are None."""
+        self.tensors |= {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return name in self.tensors
+
+    def tensor(self, name: str, shape: Sequence[int | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The tensor of this name on `device`, which must be of `shape`, None for any extent, and of `dtype`.
+
+        Raises DamagedContextError for another, or none.
+        """
+        found = self.tensors.get(name)
+        if found is None:
+            raise self.wrong(f"{name} is missing")
+        fits = len(found.shape) == len(shape) and all(
+            wanted is None or wanted == extent for wanted, extent in zip(shape, found.shape, strict=True)
+        )
+        if not fits or found.dtype != dtype:
+            wanted = ["any" if extent is None else extent for extent in shape]
+            raise self.wrong(f"{name} is {found.dtype} {list(found.shape)}, where {dtype} {wanted} is wanted")
+        return found.to(device)
+
+    def like(self, name: str, other: torch.Tensor, extent: int | None = None) -> torch.Tensor:
+        """As `tensor`, of the dtype, device and shape of `other` but for dimension 2, which is `extent`; None: any."""
+        shape: list[int | None] = list(other.shape)
+        shape[2] = extent
+        return self.tensor(name, shape, other.dtype, other.device)
+
+    def indices(self, name: str, shape: Sequence[int | None], dtype: torch.dtype, stop: int) -> torch.Tensor:
+        """As `tensor`, on the CPU, with numbers in [0, stop)."""
+        found = self.tensor(name, shape, dtype, torch.device("cpu"))
+        if found.numel() and (int(found.min()) < 0 or int(found.max()) >= stop):
+            raise self.wrong(f"{name} has numbers outside of 0 to {stop - 1}")
+        return found
+
+    def integer(self, name: str, least: int = 0, most: int = _LARGEST) -> int:
+        """The whole number of this name. Raises DamagedContextError outside of [least, most]."""
+        found = self.numbers.get(name)
+        if type(found) is not int or not least <= found <= most:
+            raise self.wrong(f"{name} is {shown(found)}, where a whole number from {least} to {most} is wanted")
+        return found
+
+    def optional_integer(self, name: str, least: int = 0, most: int = _LARGEST) -> int | None:
+        """As `integer`, or None."""
+        return None if self.numbers.get(name) is None else self.integer(name, least, most)
+
+    def real(self, name: str) -> float:
+        """The number of this name. Raises DamagedContextError for anything else."""
+        found = self.numbers.get(name)
+        if not isinstance(found, int | float) or isinstance(found, bool):
+            raise self.wrong(f"{name} is {shown(found)}, where a number is wanted")
+        return float(found)
+
+    def tally(self, name: str) -> Tally:
+        """The sum and count of this name, written as a list of the two."""
+        found = self.numbers.get(name)
+        match found:
+            case [float() | int() as total, int() as count] if count >= 0:
+                return Tally(total, count)
+        raise self.wrong(f"{name} is {shown(found)}, where a sum and a count are wanted")
+
+    def wrong(self, what: str) -> DamagedContextError:
+        """What to raise where it does not hold what it should."""
+        return DamagedContextError(f"{self.where}: {what}; the file is damaged, or was not written by hetero-kv")
+
+
+@dataclass
+class Place:
+    """Where a layer is restored.
+
+    Attributes:
+        keys, values: [rows, kv_heads, 0, dim], no tokens, of the model's shape, dtype and device.
+        parts: what layers share, as it was written.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    parts: Sequence[SavedPart] = ()
+    _made: dict[int, Any] = field(default_factory=dict)
+
+    def shared(self, part: SavedPart, name: str, make: Callable[[SavedPart], Any]) -> Any:
+        """What `part` shares with other layers under this name, made once; None where it had none."""
+        index = part.optional_integer(name, 0, len(self.parts) - 1)
+        if index is None:
+            return None
+        if index not in self._made:
+            self._made[index] = make(self.parts[index])
+        return self._made[index]

@@ -1,0 +1,99 @@
+"""What a retrieval layer writes down of itself beside its blocks, and how it comes back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from hetero_kv.engine.saved_part import SavedPart
+from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS, RetrievalState
+from hetero_kv.families.retrieval.unseen import NONE_UNSEEN, Unseen
+
+if TYPE_CHECKING:
+    from hetero_kv.families.retrieval.layer import RetrievalLayer
+
+_TALLIES = ("recall", "share", "blocks")
+_CPU = torch.device("cpu")
+
+
+def saved(layer: RetrievalLayer) -> SavedPart:
+    """See FamilyLayer."""
+    state, part = layer.state, SavedPart()
+    part.numbers = {name: list(getattr(state, name)) for name in _TALLIES} | {
+        "read": list(layer.read),
+        "preselected_end": state.preselected_end,
+        "open_start": state.open_start,
+        "scale": layer.scale,
+        "softcap": layer.softcap,
+    }
+    candidates = None if state.candidates is None else torch.from_numpy(state.candidates)
+    part.put(candidates=candidates, accumulated=state.accumulated)
+    if layer.unseen.count:
+        queries, lse = layer.unseen.stacked()
+        part.put(queries=torch.from_numpy(queries), lse=torch.from_numpy(lse))
+    if layer.window is not None:
+        part.put(window_keys=layer.window.keys, window_values=layer.window.values)
+    return part
+
+
+def restored_state(layer: RetrievalLayer, part: SavedPart, rows: int, kv_heads: int) -> RetrievalState:
+    """The state that `saved` told. Raises DamagedContextError where it speaks of blocks that are not there."""
+    length, layout = layer.cohort.length, layer.layout
+    context = layout.context_blocks(length)
+    end = part.integer("preselected_end", 0, context)
+    open_start = part.integer("open_start", 0, max(length, layout.sink_blocks * layout.block_size))
+    candidates = accumulated = None
+    if part.has("candidates"):
+        found = part.indices("candidates", (rows, None, None), torch.int32, end).numpy()
+        if found.shape[1] not in (1, kv_heads) or not _ascends(found):
+            raise part.wrong("candidates are no choices of blocks")
+        candidates = np.ascontiguousarray(found)
+    if part.has("accumulated"):
+        accumulated = part.tensor("accumulated", (rows, kv_heads, None), torch.float32, _CPU)
+        if accumulated.shape[2] > max(0, length - open_start):
+            raise part.wrong("accumulated has more tokens than are open")
+    recall, share, blocks = (part.tally(name) for name in _TALLIES)
+    return RetrievalState(None, candidates, end, open_start, accumulated, recall, share, blocks)
+
+
+def restored_unseen(part: SavedPart, rows: int, kv_heads: int, k_dim: int, most: int) -> Unseen:
+    """The queries that are not accumulated yet, at most `most`."""
+    if not part.has("queries"):
+        return NONE_UNSEEN
+    queries = part.tensor("queries", (rows, None, None, k_dim), torch.float32, _CPU)
+    heads, count = queries.shape[1:3]
+    lse = part.tensor("lse", (rows, heads, count), torch.float32, _CPU)
+    if heads % kv_heads or not 0 < count <= most:
+        raise part.wrong(f"queries are {count} of {heads} heads")
+    each = [(queries[:, :, at].contiguous().numpy(), lse[:, :, at].contiguous().numpy()) for at in range(count)]
+    return Unseen(each, count)
+
+
+def require_sound_selections(layer: RetrievalLayer, part: SavedPart) -> None:
+    """Raise DamagedContextError unless the selections that layers of this layout hand on are blocks of the Context."""
+    shared, layout, rows = layer.cohort.shared, layer.layout, len(layer.cohort.sequences)
+    selections, selected_at = shared.get(SELECTIONS, {}), shared.get(SELECTED_AT, {})
+    if selections.keys() != selected_at.keys():
+        raise part.wrong("it is not known when blocks were selected")
+    for key, positions in selections.items():
+        if tuple(key[1:4]) != (layout.block_size, layout.sink_blocks, layout.local_len):
+            continue
+        when, seen = selected_at[key], layout.context_blocks(layer.cohort.length)
+        is_sound = (
+            positions.dtype == np.int32
+            and positions.ndim == 3
+            and len(positions) == rows
+            and when.shape == (rows, 2)
+            and when.dtype == np.int64
+            and np.all((when >= 0) & (when[:, :1] <= seen))
+            # Below 0 stands for none, where lists differ in length.
+            and np.all((positions >= -1) & (positions < when[:, :1, None]))
+        )
+        if not is_sound:
+            raise part.wrong("selected blocks are not in the Context")
+
+
+def _ascends(positions: np.ndarray) -> bool:
+    return bool(np.all(np.diff(positions, axis=2) > 0))

@@ -1,0 +1,104 @@
+"""What a ShadowKV layer writes down of itself beside its blocks of values, and how it comes back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from hetero_kv.adapter.rotary_table import RotaryTable
+from hetero_kv.engine.saved_part import Place, SavedPart
+from hetero_kv.families.shadowkv.outlier_chunks import Outliers
+from hetero_kv.families.shadowkv.resident_chunks import ResidentChunks
+from hetero_kv.families.shadowkv.statistics import LowRankStatistics
+
+if TYPE_CHECKING:
+    from hetero_kv.families.shadowkv.layer import LowRankLayer
+
+_CPU = torch.device("cpu")
+
+
+def saved(layer: LowRankLayer) -> SavedPart:
+    """See FamilyLayer."""
+    context, counted, factors = layer.context, layer.counted, layer.factors
+    part = SavedPart(
+        numbers={
+            "context": context.length,
+            "hits": counted.hits,
+            "choices": counted.choices,
+            "factored": counted.factored,
+            "recall": list(counted.recall),
+            "read": list(layer.read),
+        }
+    )
+    part.put(outside=counted.outside, energy=counted.energy, basis=factors.basis)
+    if factors.rotary is not None:
+        part.shared["rotary"] = factors.rotary
+    if context.length:
+        assert context.outliers is not None
+        residents = context.outliers.residents
+        part.put(coefficients=factors.coefficients.entries, landmarks=layer.landmarks.entries)
+        part.put(outlier_ids=context.outliers.ids, cosines=context.outliers.cosines, slots=residents.ids)
+        part.put(resident_keys=residents.all_keys, resident_values=residents.all_values)
+    if len(layer.recent_keys):
+        part.put(recent_keys=layer.recent_keys.entries, recent_values=layer.recent_values.entries)
+    return part
+
+
+def restore(layer: LowRankLayer, part: SavedPart, place: Place) -> tuple[int, Outliers | None, LowRankStatistics]:
+    """See FamilyLayer. Returns the Context's tokens, its outliers, and what was counted."""
+    length, chunk_size = layer.cohort.length, layer.chunk_size
+    end = part.integer("context", 0, length // chunk_size * chunk_size)
+    if end % chunk_size or end != layer.cohort.sequences[0].tables[layer.layout].length:
+        raise part.wrong(f"context is {end}, and its values are others")
+    dim, device = place.keys.shape[3], place.keys.device
+    layer.factors.rotary = place.shared(part, "rotary", lambda saved: RotaryTable.restored(saved, dim, device))
+    layer.read = part.tally("read")
+    layer.have_pool(place.values)
+    rotary = layer.factors.rotary
+    if rotary is not None and len(rotary) < length:
+        raise part.wrong("the rotation of some tokens is missing")
+    outliers = None
+    if end:
+        if rotary is None:
+            raise part.wrong("the rotation of the Context is missing")
+        _restore_factors(layer, part, place, end)
+        outliers = _restored_outliers(part, place, end // chunk_size, chunk_size)
+    if length - end:
+        layer.recent_keys.append(part.like("recent_keys", place.keys, length - end))
+        layer.recent_values.append(part.like("recent_values", place.values, length - end))
+    return end, outliers, _restored_statistics(part, len(place.keys), device)
+
+
+def _restore_factors(layer: LowRankLayer, part: SavedPart, place: Place, end: int) -> None:
+    rows, kv_heads, _, dim = place.keys.shape
+    dtype, device = place.keys.dtype, place.keys.device
+    layer.factors.basis = basis = part.tensor("basis", (rows, kv_heads, None, dim), dtype, device)
+    if not 0 < basis.shape[2] <= kv_heads * dim:
+        raise part.wrong(f"basis has rank {basis.shape[2]}")
+    layer.factors.coefficients.append(part.tensor("coefficients", (rows, end, basis.shape[2]), dtype, device))
+    layer.landmarks.append(part.tensor("landmarks", (rows, kv_heads, end // layer.chunk_size, dim), dtype, device))
+
+
+def _restored_outliers(part: SavedPart, place: Place, chunks: int, chunk_size: int) -> Outliers:
+    rows, kv_heads, _, dim = place.keys.shape
+    ids = part.indices("outlier_ids", (rows, kv_heads, None), torch.int64, chunks).to(place.keys.device)
+    cosines = part.tensor("cosines", ids.shape, torch.float32, place.keys.device)
+    slots = part.tensor("slots", (rows, kv_heads, None), torch.int64, _CPU)
+    if slots.numel() and (int(slots.min()) < -1 or int(slots.max()) >= chunks):
+        raise part.wrong("slots hold chunks that are not there")
+    # Outliers, slots, and one more that surplus work goes into.
+    held = ids.shape[2] + slots.shape[2] + 1
+    keys = part.tensor("resident_keys", (rows, kv_heads, held, chunk_size, dim), place.keys.dtype, place.keys.device)
+    shape = rows, kv_heads, held, chunk_size, place.values.shape[3]
+    values = part.tensor("resident_values", shape, place.values.dtype, place.values.device)
+    return Outliers(ids, cosines, ResidentChunks.restored(ids.shape[2], slots, keys, values))
+
+
+def _restored_statistics(part: SavedPart, rows: int, device: torch.device) -> LowRankStatistics:
+    choices = part.integer("choices")
+    outside = energy = None
+    if part.has("energy"):
+        outside, energy = (part.tensor(name, (rows,), torch.float64, device) for name in ("outside", "energy"))
+    counts = part.integer("hits", 0, choices), choices
+    return LowRankStatistics(*counts, outside, energy, part.integer("factored"), part.tally("recall"))

@@ -1,0 +1,48 @@
+"""A cache that was saved and loaded goes on bit for bit as the one that was not, in every family."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conversations import goes_on, said
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_families import FAMILIES, random_tokens
+from small_recipes import injected, new_cache
+from tiny_models import tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request):
+    architecture, rules = FAMILIES[request.param]
+    model = tiny_model(architecture)
+    injected(model, rules)
+    return model
+
+
+turns = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 14)), min_size=1, max_size=3)
+
+
+@settings(max_examples=3, deadline=None, derandomize=True)
+@given(sizes=turns, batch=st.integers(1, 2), seed=st.integers(0, 99))
+def test_what_follows_a_load_is_what_would_have_followed(model, tmp_path_factory, sizes, batch, seed):
+    cache = new_cache(model)
+    parts = [
+        (random_tokens(prompt, seed + index, batch), random_tokens(answer, seed - index - 1, batch))
+        for index, (prompt, answer) in enumerate(sizes)
+    ]
+    tokens = said(model, cache, *parts)
+    path = tmp_path_factory.mktemp("context") / "saved.safetensors"
+    cache.save(path, tokens)
+    loaded = new_cache(model, load=path)
+    assert loaded.lengths == cache.lengths
+    assert loaded.statistics == cache.statistics
+    fork = loaded.fork()
+    expected = goes_on(model, cache, tokens, seed)
+    assert torch.equal(goes_on(model, loaded, tokens, seed), expected)
+    assert loaded.statistics == cache.statistics
+    assert torch.equal(
+        goes_on(model, fork, tokens, seed + 1), goes_on(model, new_cache(model, load=path), tokens, seed + 1)
+    )
