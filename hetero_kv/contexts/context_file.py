@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -144,6 +145,19 @@ class OpenContext:
         except BaseException:
             file.close()
             raise
+
+    @property
+    def stored_tokens(self) -> list[list[int]]:
+        """The ids of those that are stored. Raises DamagedContextError where it is not known how many are."""
+        cohorts = self.said.get("cohorts")
+        sound = [each for each in cohorts if isinstance(each, dict)] if isinstance(cohorts, list) else []
+        parts = [SavedPart(numbers=each, where=self.file.where) for each in sound]
+        lengths = [
+            part.integer("length", 1) for part in parts for _ in range(part.integer("rows", 1, len(self.tokens)))
+        ]
+        if len(lengths) != len(self.tokens) or any(map(operator.lt, map(len, self.tokens), lengths)):
+            raise DamagedContextError(f"{self.file.where} has not the tokens of its rows")
+        return [row[:length] for row, length in zip(self.tokens, lengths, strict=True)]
 
     def close(self) -> None:
         """Close the file."""

@@ -47,7 +47,8 @@ def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes) -> None:
     """Let an empty cache hold what a context does; its identity has been checked.
 
     Raises:
-        DamagedContextError: the file does not hold a cache of these layers.
+        DamagedContextError: the file does not hold a cache of these layers; or only some of its blocks are damaged,
+            and the cache holds what is in the file: the error says up to where that is right.
         CacheFullError: `max_seq_len` has no room for it.
     """
     file = context.file
@@ -61,13 +62,16 @@ def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes) -> None:
         _adopt(context, number, layout, cohorts, said)
     for cohort, each in zip(cohorts, said, strict=True):
         _restore_cohort(cohort, each, parts, shapes, file.where)
+    damaged: list[DamagedContextError] = []
     for number, layout in enumerate(cohorts[0].layouts):
-        _fill(context, number, layout, cohorts[0])
+        damaged += _fill(context, number, layout, cohorts)
     for cohort, each in zip(cohorts, said, strict=True):
         for layer, part in zip(cohort.layers, each.layers, strict=True):
             if isinstance(layer, FamilyLayer):
                 layer.after_restore(part)
     cache.columns = columns
+    if damaged:
+        raise min(damaged, key=lambda error: error.whole)
 
 
 def _columns(context: OpenContext, said: list[SaidCohort]) -> Columns:
@@ -135,9 +139,10 @@ def _restore_cohort(cohort: Cohort, said: SaidCohort, parts: list[SavedPart], sh
             untouched.restore(layer, part, place, said.length)
 
 
-def _fill(context: OpenContext, number: int, layout: Layout, cohort: Cohort) -> None:
-    """Let the first blocks of the pools hold what those of the file do."""
-    file, pools = context.file, cohort.store.allocators[layout].pools
+def _fill(context: OpenContext, number: int, layout: Layout, cohorts: list[Cohort]) -> list[DamagedContextError]:
+    """Let the first blocks of the pools hold what those of the file do; returns the first damage of each array."""
+    file, pools = context.file, cohorts[0].store.allocators[layout].pools
+    found = []
     count = len(context.layout(number)[1])
     wanted = {
         f"{BLOCKS}{number}/{layer_idx}/{name}": array
@@ -154,5 +159,17 @@ def _fill(context: OpenContext, number: int, layout: Layout, cohort: Cohort) -> 
             raise DamagedContextError(f"{file.where}: {name} is {entry.dtype} {list(entry.shape)}, not as its layer's")
         damaged = file.damaged_rows(name, 0, count)
         if damaged:
-            raise DamagedContextError(f"{file.where}: block {damaged[0]} of {name} is damaged")
+            first = min(_places(block, layout, cohorts) for block in damaged)
+            tokens = f"tokens {first * layout.block_size} to {(first + 1) * layout.block_size - 1}"
+            said = f"{file.where}: block {damaged[0]} of {name} is damaged, of {tokens}"
+            found.append(DamagedContextError(said, first * layout.block_size))
         file.read_into(name, 0, array[:count])
+    return found
+
+
+def _places(block: int, layout: Layout, cohorts: list[Cohort]) -> int:
+    """Where in a sequence a block of the pools stands, the first such place."""
+    places = [
+        np.flatnonzero(sequence.tables[layout].ids == block) for cohort in cohorts for sequence in cohort.sequences
+    ]
+    return min(int(place[0]) for place in places if len(place))

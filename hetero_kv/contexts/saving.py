@@ -12,8 +12,10 @@ from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.contexts.context_file import OpenContext, Tokens, write_context
 from hetero_kv.contexts.identity import Identity
+from hetero_kv.contexts.repair import compute_anew
 from hetero_kv.contexts.restoring import Shapes, restore
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.errors import DamagedContextError
 
 
 class Injected(Protocol):
@@ -35,11 +37,13 @@ class LoadedContext:
         cache: as it was saved.
         tokens: ids of every row, as they were given; none where they were not.
         notes: as they were given.
+        computed: tokens of each row that were computed anew, because the file is damaged.
     """
 
     cache: HeteroCache
     tokens: list[list[int]]
     notes: dict[str, Any]
+    computed: int = 0
 
 
 def save_context(
@@ -49,11 +53,13 @@ def save_context(
     write_context(Path(path).expanduser(), cache, cache.injection.identity, tokens, notes)
 
 
-def load_context(path: str | Path, model: Any, **settings: Any) -> LoadedContext:
+def load_context(path: str | Path, model: Any, *, repair: bool = True, **settings: Any) -> LoadedContext:
     """A cache that goes on from a saved context exactly as the one that was saved would have.
 
     Args:
         model: with the rules in it under which the context was saved.
+        repair: whether what is damaged is computed anew where the context has its tokens; a warning names it. Without,
+            it is an error.
         settings: as HeteroCache takes them beside the model.
 
     Raises:
@@ -66,9 +72,15 @@ def load_context(path: str | Path, model: Any, **settings: Any) -> LoadedContext
         cache = HeteroCache(model, **settings)
         injection: Injected = cache.injection
         context.identity.require(injection.identity, context.file.where)
-        restore(cache, context, shapes_of(injection))
+        computed = 0
+        try:
+            restore(cache, context, shapes_of(injection))
+        except DamagedContextError as damage:
+            if not repair or not context.tokens:
+                raise
+            computed = compute_anew(cache, context, damage)
         notes = context.said.get("notes")
-        return LoadedContext(cache, context.tokens, notes if isinstance(notes, dict) else {})
+        return LoadedContext(cache, context.tokens, notes if isinstance(notes, dict) else {}, computed)
 
 
 def shapes_of(injection: Injected) -> Shapes:

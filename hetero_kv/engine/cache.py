@@ -118,7 +118,8 @@ class HeteroCache(Batch, Cache):
         Args:
             model: the one of the cache that was saved, with the same rules in it; settings that only choose which
                 blocks are attended to may be others.
-            settings: as for a new cache, `max_seq_len` among them.
+            settings: as for a new cache, `max_seq_len` among them; `repair=False` refuses what is damaged where it
+                could be computed anew from its tokens.
 
         Raises:
             ContextError: there is no saved context at `path`, or it is of another model, other settings or another

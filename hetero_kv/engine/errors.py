@@ -12,4 +12,12 @@ class ContextError(HeteroKVError):
 
 
 class DamagedContextError(ContextError):
-    """A saved context does not hold what it should: cut off, changed, or never written by this project."""
+    """A saved context does not hold what it should: cut off, changed, or never written by this project.
+
+    Attributes:
+        whole: tokens from the beginning on whose blocks are as they were written, where that is known; else 0.
+    """
+
+    def __init__(self, text: object = "", whole: int = 0) -> None:
+        super().__init__(text)
+        self.whole = whole

@@ -224,7 +224,7 @@ def test_a_flipped_bit_or_a_lost_end_is_never_taken(whole, data):
         damaged[at] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(damaged)
     try:
-        loaded = HeteroCache.load(path, model)
+        loaded = HeteroCache.load(path, model, repair=False)
     except DamagedContextError:
         return
     # Padding holds nothing.
@@ -247,14 +247,44 @@ def loaded_contents(cache):
     return torch.cat(parts)
 
 
-def test_a_damaged_block_is_named(whole):
-    model, path, content, _ = whole
+def with_flipped(content, path, name, row=0):
+    """The file with another bit in a row of a tensor."""
     path.write_bytes(content)
     file = tensor_file.TensorFile(path)
-    at = file.offset("blocks/0/1/values", 7) + 3
-    file.close()
     damaged = bytearray(content)
-    damaged[at] ^= 16
+    damaged[file.offset(name, row) + 3] ^= 16
+    file.close()
     path.write_bytes(damaged)
-    with pytest.raises(DamagedContextError, match="block 7 of blocks/0/1/values is damaged"):
-        HeteroCache.load(path, model)
+
+
+def test_a_damaged_block_is_named(whole):
+    model, path, content, _ = whole
+    with_flipped(content, path, "blocks/0/1/values", 7)
+    with pytest.raises(DamagedContextError, match="block 7 of blocks/0/1/values is damaged, of tokens 28 to 31"):
+        HeteroCache.load(path, model, repair=False)
+
+
+DAMAGED = [("blocks/0/1/values", 7, 22), ("cohorts/0/layers/0/keys", 0, 50)]
+
+
+@pytest.mark.parametrize(("name", "row", "computed"), DAMAGED)
+def test_what_is_damaged_is_computed_anew_from_its_tokens(tmp_path, caplog, name, row, computed):
+    # A layer with a window of its own cannot go back to the block.
+    model = made() if row else tiny_model("gemma3_text")
+    if not row:
+        inject(model, parse_rules({"rules": RULES, "long_context": SMALL}))
+    saved(model, tmp_path / "c", answer=0)
+    whole = load_from((tmp_path / "c").read_bytes(), tmp_path / "w", model)
+    with_flipped((tmp_path / "c").read_bytes(), tmp_path / "c", name, row)
+    loaded = HeteroCache.load(tmp_path / "c", model)
+    assert f"{computed} tokens from there on are computed anew" in caplog.text
+    assert name in caplog.text
+    expected = goes_on(model, whole, whole.lengths, 3)
+    torch.testing.assert_close(goes_on(model, loaded, whole.lengths, 3), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_without_tokens_damage_is_an_error(tmp_path):
+    model = made()
+    saved(model, tmp_path / "t").save(tmp_path / "c")
+    with_flipped((tmp_path / "c").read_bytes(), tmp_path / "c", "blocks/0/1/values", 7)
+    refused(tmp_path / "c", model, "block 7", kind=DamagedContextError)

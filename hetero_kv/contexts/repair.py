@@ -1,0 +1,58 @@
+"""What is damaged of a context, computed anew from its tokens."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from hetero_kv.contexts.context_file import OpenContext
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.errors import ContextError, DamagedContextError
+from hetero_kv.errors import HeteroKVError
+
+_logger = logging.getLogger(__name__)
+
+
+def compute_anew(cache: HeteroCache, context: OpenContext, damage: DamagedContextError) -> int:
+    """Let the cache hold the context's tokens, of which blocks, or what stands beside them, are damaged.
+
+    Up to the first damaged block they stay as they are in the file, where layers can go back to there and a prompt
+    behind it is computed exactly; else all are computed, as a prompt.
+
+    Returns the tokens of each row that were computed. Raises `damage` where the tokens do not suffice.
+    """
+    rows = context.stored_tokens
+    vocabulary = cache.injection.model.get_input_embeddings().num_embeddings
+    if not all(0 <= token < vocabulary for row in rows for token in row):
+        raise damage
+    kept = _kept(cache, len(rows[0]), damage.whole) if len({len(row) for row in rows}) == 1 else 0
+    width = max(map(len, rows))
+    if kept:
+        cache.crop(kept - width)
+    else:
+        cache.reset()
+    _logger.warning("%s; %d tokens from there on are computed anew", damage, width - kept)
+    # Left-padded, as rows of several lengths are.
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    model = cache.injection.model
+    last = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    try:
+        ids, mask = ids[:, kept:].to(model.device), mask.to(model.device)
+        model(input_ids=ids, attention_mask=mask, past_key_values=cache, **last)
+    except HeteroKVError as error:
+        raise ContextError(f"{damage}; computing it anew failed: {error}") from error
+    return width - kept
+
+
+def _kept(cache: HeteroCache, length: int, whole: int) -> int:
+    """Tokens that can stay: 0 where all are to be computed."""
+    is_whole = cache.columns.count == length and len(cache.cohorts) == 1 and 0 < whole < length
+    if not is_whole or not all(each.continues_exactly for each in cache.injection.attention_operators()):
+        return 0
+    try:
+        cache.cohorts[0].require_croppable()
+    except HeteroKVError:
+        return 0
+    return whole
