@@ -10,7 +10,8 @@ import torch
 
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.contexts.cache_pieces import SaidCohort, said_cohorts
-from hetero_kv.contexts.context_file import BLOCKS, OpenContext
+from hetero_kv.contexts.context_file import BLOCKS, OpenContext, Run
+from hetero_kv.contexts.tensor_file import TensorFile
 from hetero_kv.engine import untouched
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.cohort import Cohort
@@ -140,31 +141,45 @@ def _restore_cohort(cohort: Cohort, said: SaidCohort, parts: list[SavedPart], sh
 
 
 def _fill(context: OpenContext, number: int, layout: Layout, cohorts: list[Cohort]) -> list[DamagedContextError]:
-    """Let the first blocks of the pools hold what those of the file do; returns the first damage of each array."""
-    file, pools = context.file, cohorts[0].store.allocators[layout].pools
-    found = []
-    count = len(context.layout(number)[1])
-    wanted = {
+    """Let the first blocks of the pools hold what those of the files do; returns the first damage of each array."""
+    pools = cohorts[0].store.allocators[layout].pools
+    arrays = {
         f"{BLOCKS}{number}/{layer_idx}/{name}": array
         for layer_idx, pool in pools.items()
         for name, array in pool.arrays.items()
         if array[0].numel()
     }
-    there = {name for name in file.entries if name.startswith(f"{BLOCKS}{number}/")}
-    if there != set(wanted):
+    start, found, count = 0, [], len(context.layout(number)[1])
+    for run in context.runs(number):
+        file = context.holder(number, run)
+        stop = start + run.count
+        if stop > count:
+            break
+        _require_arrays(file, f"{BLOCKS}{number}/", arrays, run)
+        for name, array in arrays.items():
+            damaged = file.damaged_rows(name, run.first, run.first + run.count)
+            if damaged:
+                first = min(_places(start + block - run.first, layout, cohorts) for block in damaged)
+                tokens = f"tokens {first * layout.block_size} to {(first + 1) * layout.block_size - 1}"
+                said = f"{file.where}: block {damaged[0]} of {name} is damaged, of {tokens}"
+                found.append(DamagedContextError(said, first * layout.block_size))
+            file.read_into(name, run.first, array[start:stop])
+        start = stop
+    if start != count:
+        raise DamagedContextError(f"{context.file.where} does not say where {count} blocks are")
+    return found
+
+
+def _require_arrays(file: TensorFile, path: str, wanted: Mapping[str, torch.Tensor], run: Run) -> None:
+    """Raise DamagedContextError unless the file has a run of the blocks that these layers take."""
+    there = {name: entry for name, entry in file.entries.items() if name.startswith(path)}
+    if there.keys() != wanted.keys():
         raise DamagedContextError(f"{file.where} has not the blocks of these layers")
     for name, array in wanted.items():
-        entry = file.entries[name]
-        if entry.dtype != array.dtype or entry.shape != (count, *array.shape[1:]):
+        entry = there[name]
+        fits = entry.dtype == array.dtype and entry.shape[1:] == array.shape[1:]
+        if not fits or entry.shape[0] < run.first + run.count:
             raise DamagedContextError(f"{file.where}: {name} is {entry.dtype} {list(entry.shape)}, not as its layer's")
-        damaged = file.damaged_rows(name, 0, count)
-        if damaged:
-            first = min(_places(block, layout, cohorts) for block in damaged)
-            tokens = f"tokens {first * layout.block_size} to {(first + 1) * layout.block_size - 1}"
-            said = f"{file.where}: block {damaged[0]} of {name} is damaged, of {tokens}"
-            found.append(DamagedContextError(said, first * layout.block_size))
-        file.read_into(name, 0, array[:count])
-    return found
 
 
 def _places(block: int, layout: Layout, cohorts: list[Cohort]) -> int:

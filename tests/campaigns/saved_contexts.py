@@ -195,7 +195,10 @@ def attempt_kills(prepared: Prepared, random: randomness.Random, folder: Path) -
     def save(which: int = 1) -> None:
         prepared.caches[which].save(path, prepared.tokens)
 
-    kind = random.choice(("kill", "kill", "full", "several"))
+    kind = random.choice(("kill", "full", "several", "store", "store"))
+    if kind == "store":
+        _attempt_store(prepared, random, path.parent)
+        return
     if kind == "kill":
         killed(save, random.uniform(0, 0.03))
     elif kind == "full":
@@ -209,6 +212,37 @@ def attempt_kills(prepared: Prepared, random: randomness.Random, folder: Path) -
     save()
     if path.read_bytes() != prepared.files[1] or [each.name for each in path.parent.iterdir()] != ["c"]:
         raise WrongResultError(f"there are {[each.name for each in path.parent.iterdir()]}")
+
+
+def _attempt_store(prepared: Prepared, random: randomness.Random, folder: Path) -> None:
+    """Processes that store contexts with a common beginning at once, one of which is killed: none is lost or wrong."""
+    from hetero_kv.contexts.store import ContextStore
+
+    (tokens,) = prepared.tokens
+    with ContextStore(folder / "store") as store:
+        store.save(prepared.caches[0], tokens, "first")
+
+    def save(name: str) -> None:
+        with ContextStore(folder / "store") as store:
+            store.save(prepared.caches[1], tokens, name)
+
+    others = [_forked(lambda number=number: save(f"other {number}")) for number in range(2)]
+    was_killed = killed(lambda: save("killed"), random.uniform(0, 0.05))
+    if any(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in others):
+        raise WrongResultError("one of several processes failed to store")
+    with ContextStore(folder / "store") as store:
+        names = {each.name for each in store.contexts()}
+        if names - {"killed"} != {"first", "other 0", "other 1"} or not (was_killed or "killed" in names):
+            raise WrongResultError(f"there are {sorted(names)}")
+        if damage := [line for each in store.contexts() for line in store.verify(each)]:
+            raise WrongResultError(damage[0])
+        logits = following(prepared.model, store.path(store.named("first")), repair=False)
+        store.prune()
+        files = {each.name for each in store.folder.glob("*.safetensors*")}
+        if files != {each.file for each in store.contexts()}:
+            raise WrongResultError(f"there are {sorted(files)}")
+    if not logits.equal(prepared.expected):
+        raise WrongResultError("something else follows the context that was stored first")
 
 
 def _forked(work: Any) -> int:

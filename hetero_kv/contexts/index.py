@@ -1,0 +1,195 @@
+"""The index of a folder of contexts, in SQLite: which there are, which blocks lie in which file, and who needs them.
+
+It says nothing that the files do not say, so that one that is lost or damaged is made anew from them.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from hetero_kv.engine.errors import ContextError
+from hetero_kv.errors import said_briefly
+
+#: Raised with every change of the tables; an index of another version is made anew.
+_VERSION = 1
+# Seconds that a process waits for another that is saving.
+_PATIENCE = 600
+_TABLES = """
+CREATE TABLE IF NOT EXISTS contexts (
+    file TEXT PRIMARY KEY, name TEXT, identity TEXT NOT NULL, model TEXT NOT NULL, tokens INTEGER NOT NULL,
+    bytes INTEGER NOT NULL, created REAL NOT NULL, used REAL NOT NULL, listed INTEGER NOT NULL
+);
+CREATE UNIQUE INDEX IF NOT EXISTS names ON contexts (name) WHERE listed AND name IS NOT NULL;
+CREATE TABLE IF NOT EXISTS blocks (address BLOB PRIMARY KEY, file TEXT NOT NULL, row INTEGER NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS blocks_of ON blocks (file);
+CREATE TABLE IF NOT EXISTS needs (file TEXT NOT NULL, other TEXT NOT NULL, PRIMARY KEY (file, other)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS beginnings (address BLOB NOT NULL, file TEXT NOT NULL, PRIMARY KEY (address, file))
+    WITHOUT ROWID;
+"""
+
+
+@dataclass(frozen=True)
+class StoredContext:
+    """A context of a store.
+
+    Attributes:
+        file: its name in the folder.
+        name: as it was saved; None for one that was stored by itself.
+        model: as people know it.
+        tokens: that are stored.
+        bytes: of its own file: blocks that were there already are in others'.
+        created, used: seconds since 1970.
+        identity: fingerprint of what it belongs to.
+    """
+
+    file: str
+    name: str | None
+    model: str
+    tokens: int
+    bytes: int
+    created: float
+    used: float
+    identity: str
+
+
+@dataclass(frozen=True)
+class NewContext:
+    """What is noted of a context that was written.
+
+    Attributes:
+        blocks: addresses of those in its own file, with their layout's row there.
+        needs: other files that it has blocks in.
+        beginnings: addresses of the beginnings of its tokens.
+    """
+
+    stored: StoredContext
+    blocks: Sequence[tuple[bytes, int]]
+    needs: Sequence[str]
+    beginnings: Sequence[bytes]
+
+
+class Index:
+    """The tables; every change within `changing`, which one process at a time is in."""
+
+    NAME: ClassVar = "index.sqlite"
+
+    def __init__(self, folder: Path) -> None:
+        """Open the index of a folder, which there is. Raises sqlite3.DatabaseError where the file is none."""
+        self.path = folder / self.NAME
+        self._database = sqlite3.connect(self.path, timeout=_PATIENCE, isolation_level=None)
+        try:
+            (version,) = self._database.execute("PRAGMA user_version").fetchone()
+            if version not in (0, _VERSION):
+                raise sqlite3.DatabaseError(f"an index of version {version}, where {_VERSION} is wanted")
+            if not version:
+                self._database.executescript(f"{_TABLES} PRAGMA user_version = {_VERSION};")
+            (found,) = self._database.execute("PRAGMA quick_check").fetchone()
+            if found != "ok":
+                raise sqlite3.DatabaseError(found)
+        except BaseException:
+            self._database.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._database.close()
+
+    @classmethod
+    def discard(cls, folder: Path) -> None:
+        """Put an index aside that cannot be used."""
+        for path in (folder / cls.NAME, folder / f"{cls.NAME}-journal"):
+            if path.exists():
+                os.replace(path, path.with_name(f"{path.name}.damaged"))
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Within this context nobody else changes the store, and what is changed is there as a whole or not at all."""
+        try:
+            self._database.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            raise ContextError(f"{self.path} cannot be written ({said_briefly(error)})") from error
+        try:
+            yield
+            self._database.execute("COMMIT")
+        except BaseException:
+            self._database.execute("ROLLBACK")
+            raise
+
+    # -- what there is
+
+    def contexts(self) -> list[StoredContext]:
+        """Those that are listed, the one that was used last first."""
+        return self._stored("listed ORDER BY used DESC, created DESC")
+
+    def named(self, name: str) -> StoredContext | None:
+        """The context of this name."""
+        return next(iter(self._stored("listed AND name = ?", name)), None)
+
+    def _stored(self, where: str, *values: object) -> list[StoredContext]:
+        names = "file, name, model, tokens, bytes, created, used, identity"
+        rows = self._database.execute(f"SELECT {names} FROM contexts WHERE {where}", values)
+        return [StoredContext(*row) for row in rows]
+
+    def files(self) -> set[str]:
+        """All files that are known, with those that others need only."""
+        return {file for (file,) in self._database.execute("SELECT file FROM contexts")}
+
+    def total_bytes(self) -> int:
+        """Of all files."""
+        (total,) = self._database.execute("SELECT COALESCE(SUM(bytes), 0) FROM contexts").fetchone()
+        return int(total)
+
+    def block(self, address: bytes) -> tuple[str, int] | None:
+        """The file that a block lies in, and its row there."""
+        return self._database.execute("SELECT file, row FROM blocks WHERE address = ?", (address,)).fetchone()
+
+    def beginning_with(self, address: bytes) -> list[StoredContext]:
+        """The listed contexts whose tokens begin so, the one that was used last first."""
+        where = "listed AND file IN (SELECT file FROM beginnings WHERE address = ?) ORDER BY used DESC, tokens DESC"
+        return self._stored(where, address)
+
+    # -- within `changing`
+
+    def add(self, new: NewContext) -> None:
+        """Note a context; another of its name has it no longer, and is not listed any more."""
+        stored, execute = new.stored, self._database.execute
+        if stored.name is not None:
+            execute("UPDATE contexts SET listed = 0 WHERE name = ? AND listed", (stored.name,))
+        row = (
+            stored.file, stored.name, stored.identity, stored.model, stored.tokens, stored.bytes, stored.created,
+            stored.used,
+        )  # fmt: skip
+        execute("INSERT OR REPLACE INTO contexts VALUES (?, ?, ?, ?, ?, ?, ?, ?, 1)", row)
+        many = self._database.executemany
+        many("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?)", [(at, stored.file, row) for at, row in new.blocks])
+        many("INSERT OR IGNORE INTO needs VALUES (?, ?)", [(stored.file, other) for other in new.needs])
+        many("INSERT OR IGNORE INTO beginnings VALUES (?, ?)", [(at, stored.file) for at in new.beginnings])
+
+    def use(self, file: str) -> None:
+        """Note that a context is used now."""
+        self._database.execute("UPDATE contexts SET used = ? WHERE file = ?", (time.time(), file))
+
+    def unlist(self, file: str) -> None:
+        """Let a context be none any more; its file may be needed by others."""
+        self._database.execute("UPDATE contexts SET listed = 0 WHERE file = ?", (file,))
+
+    def forget_unneeded(self) -> list[str]:
+        """Forget the files that are not listed and nobody needs. Returns their names."""
+        forgotten: list[str] = []
+        unneeded = "SELECT file FROM contexts WHERE NOT listed AND file NOT IN (SELECT other FROM needs)"
+        while found := [file for (file,) in self._database.execute(unneeded)]:
+            self._forget(found)
+            forgotten += found
+        return forgotten
+
+    def _forget(self, files: Iterable[str]) -> None:
+        for file in files:
+            for table in ("contexts", "blocks", "needs", "beginnings"):
+                self._database.execute(f"DELETE FROM {table} WHERE file = ?", (file,))

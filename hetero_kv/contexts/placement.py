@@ -1,0 +1,80 @@
+"""Which blocks of a context lie in files that are there already."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hetero_kv.contexts import addresses
+from hetero_kv.contexts.context_file import BLOCKS, OpenContext, Run, contents_in, contents_of, rows_digest
+from hetero_kv.contexts.held_blocks import HeldBlocks
+from hetero_kv.contexts.index import Index
+from hetero_kv.contexts.tensor_file import bytes_of
+from hetero_kv.engine.errors import ContextError
+
+
+class Placement:
+    """Looks blocks up in an index, by what they are: their tokens, those before, and what is stored of them.
+
+    Args:
+        identity: fingerprint of what the context belongs to.
+        tokens: of its one sequence.
+    """
+
+    def __init__(self, index: Index, folder: Path, identity: str, tokens: Sequence[int]) -> None:
+        self._index, self._folder, self._identity, self._tokens = index, folder, identity, tokens
+
+    def __call__(self, number: int, blocks: HeldBlocks) -> list[Run]:
+        """See Placing."""
+        contents = contents_of(_sums(number, blocks))
+        (table,) = [table for rows in blocks.tables for table in rows]
+        assert list(table) == list(range(len(table)))
+        found = addresses.block_addresses(self._identity, number, self._tokens, blocks.layout.block_size, contents)
+        places = [self._index.block(address) or ("", -1) for address in found]
+        runs: list[Run] = []
+        for start, file, row, count in _grouped(places):
+            digest = self._digest(number, file, row, contents[start : start + count])
+            own = sum(run.count for run in runs if not run.file)
+            last = runs[-1] if runs else None
+            if digest:
+                runs.append(Run(file, row, count, digest))
+            elif last is not None and not last.file:
+                runs[-1] = Run("", last.first, last.count + count, "")
+            else:
+                runs.append(Run("", own, count, ""))
+        return runs
+
+    def _digest(self, number: int, file: str, row: int, contents: Sequence[str]) -> str:
+        """`rows_digest` of a run in another file; "" where it is gone, or holds others than the index says."""
+        if not file:
+            return ""
+        try:
+            with contextlib.closing(OpenContext.at(self._folder / file)) as other:
+                if contents_in(other.file, number, row, len(contents)) != list(contents):
+                    return ""
+                return rows_digest(other.file, number, row, len(contents))
+        except ContextError:
+            return ""
+
+
+def _grouped(places: Sequence[tuple[str, int]]) -> Iterator[tuple[int, str, int, int]]:
+    """Runs of rows of one file: where they start, the file, the first row there, and how many."""
+    start = 0
+    for index in range(1, len(places) + 1):
+        file, row = places[start]
+        goes_on = index < len(places) and places[index] == (file, row + (index - start if file else 0))
+        if not goes_on:
+            yield start, file, row, index - start
+            start = index
+
+
+def _sums(number: int, blocks: HeldBlocks) -> dict[str, list[int]]:
+    """The checksums of all blocks, by the name of their array, as they will be written."""
+    return {
+        f"{BLOCKS}{number}/{layer_idx}/{name}": [
+            zlib.crc32(bytes_of(block)) for part in blocks.rows(layer_idx, name) for block in part
+        ]
+        for layer_idx, name, _, _ in blocks.arrays()
+    }

@@ -1,0 +1,276 @@
+"""A folder of contexts, which share the blocks of their common beginnings."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from hetero_kv.contexts import addresses
+from hetero_kv.contexts.context_file import OpenContext, write_context
+from hetero_kv.contexts.identity import Identity
+from hetero_kv.contexts.index import Index, NewContext, StoredContext
+from hetero_kv.contexts.placement import Placement
+from hetero_kv.contexts.saving import LoadedContext, load_context
+from hetero_kv.durable_file import PARTIAL, sync_folder
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.errors import ContextError, DamagedContextError
+from hetero_kv.errors import said_briefly, shown
+
+_logger = logging.getLogger(__name__)
+_SUFFIX = ".safetensors"
+LONGEST_NAME = 100
+
+
+class ContextStore:
+    """Contexts of one sequence each, in one folder, by name or by their tokens.
+
+    Blocks that are there already are not written again: a context's file has those that are its own, and says which
+    others' it begins with. A file is removed when no context needs it any more. Several processes may use one folder.
+
+    Args:
+        folder: made where there is none.
+        limit: bytes that all files may take; what was used least recently goes first. None for no limit.
+
+    Raises ContextError where the folder cannot be used.
+    """
+
+    def __init__(self, folder: str | Path, limit: int | None = None) -> None:
+        self.folder, self.limit = Path(folder).expanduser(), limit
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._index = self._opened()
+        except (OSError, sqlite3.Error) as error:
+            raise ContextError(
+                f"{self.folder} cannot hold contexts ({said_briefly(error)}); name another folder (context_folder)"
+            ) from error
+
+    def _opened(self) -> Index:
+        is_there = (self.folder / Index.NAME).exists()
+        try:
+            index = Index(self.folder)
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError as error:
+            _logger.warning("%s: its index is damaged (%s); it is made anew", self.folder, said_briefly(error))
+            Index.discard(self.folder)
+            is_there, index = False, Index(self.folder)
+        if not is_there:
+            with index.changing():
+                for path in sorted(self.folder.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime):
+                    with contextlib.suppress(ContextError), closing(OpenContext.at(path)) as context:
+                        index.add(_noted(path, context))
+        return index
+
+    def close(self) -> None:
+        """Let go of the index."""
+        self._index.close()
+
+    def __enter__(self) -> ContextStore:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    # -- what there is
+
+    def contexts(self) -> list[StoredContext]:
+        """All of them, the one that was used last first."""
+        return self._index.contexts()
+
+    def named(self, name: str) -> StoredContext:
+        """The context of this name. Raises ContextError where there is none."""
+        found = self._index.named(name)
+        if found is None:
+            known = ", ".join(each.name for each in self.contexts() if each.name)
+            raise ContextError(f"there is no context {shown(name, 80)} in {self.folder}; there are: {known or 'none'}")
+        return found
+
+    def total_bytes(self) -> int:
+        """Of all files."""
+        return self._index.total_bytes()
+
+    def path(self, stored: StoredContext) -> Path:
+        """Of a context's own file."""
+        return self.folder / stored.file
+
+    # -- saving and loading
+
+    def save(
+        self, cache: HeteroCache, tokens: Sequence[int], name: str | None = None, notes: dict[str, Any] | None = None
+    ) -> StoredContext:
+        """Store what a cache of one sequence holds, under a name, whose earlier context gives way, or under none.
+
+        Args:
+            tokens: its token ids, at least those that are stored.
+
+        Raises ContextError where it cannot be saved; what was stored before is as it was.
+        """
+        if name is not None:
+            require_name(name)
+        if len(cache.sequences) != 1:
+            raise ContextError(f"the cache holds {len(cache.sequences)} sequences; store one at a time, or save a file")
+        identity: Identity = cache.injection.identity
+        file = secrets.token_hex(16) + _SUFFIX
+        path = self.folder / file
+        kept = dict(notes or {}) | {"name": name}
+        with self._index.changing():
+            try:
+                placement = Placement(self._index, self.folder, identity.digest, list(tokens)[: cache.lengths[0]])
+                write_context(path, cache, identity, [list(tokens)], kept, placement)
+                with closing(OpenContext.at(path)) as context:
+                    new = _noted(path, context)
+                self._index.add(new)
+                unneeded = self._index.forget_unneeded() + self._over_limit(new.stored)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                raise
+        self._unlink(unneeded)
+        return new.stored
+
+    def load(self, stored: StoredContext, model: Any, **settings: Any) -> LoadedContext:
+        """Go on from a context; see `load_context`."""
+        loaded = load_context(self.path(stored), model, **settings)
+        if stored.name is not None and loaded.notes.get("name") != stored.name:
+            raise DamagedContextError(f"{self.folder}: its index takes {stored.file} for {shown(stored.name)}")
+        with self._index.changing():
+            self._index.use(stored.file)
+        return loaded
+
+    def longest(
+        self, identity: Identity, tokens: Sequence[int], *, whole: bool = False
+    ) -> tuple[StoredContext, int] | None:
+        """The context that has most of the beginning of `tokens`, and how many; None where none has a piece of it.
+
+        At most all but the last token, which a prompt must have left.
+
+        Args:
+            whole: whether all of the context must be in `tokens`, because its layers cannot go back.
+        """
+        for address in reversed(addresses.beginnings(identity.digest, tokens[:-1])):
+            best: tuple[StoredContext, int] | None = None
+            for stored in self._index.beginning_with(address):
+                with contextlib.suppress(ContextError), closing(OpenContext.at(self.path(stored))) as context:
+                    common = _common(context.stored_tokens[0], tokens[:-1])
+                    if (best is None or common > best[1]) and not (whole and common < stored.tokens):
+                        best = stored, common
+            if best is not None:
+                return best
+        return None
+
+    def verify(self, stored: StoredContext) -> list[str]:
+        """What is wrong with a context: nothing, or a line for each damage."""
+        try:
+            with closing(OpenContext.at(self.path(stored))) as context:
+                return [str(error) for error in context.damage()]
+        except ContextError as error:
+            return [str(error)]
+
+    # -- removing
+
+    def remove(self, stored: StoredContext) -> int:
+        """Let a context go. Returns the bytes that are free by that: others may need its blocks."""
+        with self._index.changing():
+            before = self._index.total_bytes()
+            self._index.unlist(stored.file)
+            unneeded = self._index.forget_unneeded()
+            freed = before - self._index.total_bytes()
+        self._unlink(unneeded)
+        return freed
+
+    def prune(self, limit: int | None = None) -> tuple[list[StoredContext], int]:
+        """Remove what was used least recently until `limit` bytes are left, and files that belong to no context.
+
+        Returns the contexts that went, and the bytes that are free by all of that.
+        """
+        with self._index.changing():
+            held = self._held()
+            stray = [name for name in held if name not in self._index.files()]
+            before, gone = self._index.contexts(), self._over_limit(None, limit)
+            left = {each.file for each in self._index.contexts()}
+        self._unlink([*stray, *gone])
+        return [each for each in before if each.file not in left], sum(held.values()) - sum(self._held().values())
+
+    def _held(self) -> dict[str, int]:
+        """Files of contexts in the folder, finished or not, with their sizes."""
+        found = {}
+        for path in self.folder.iterdir():
+            if path.name.endswith((_SUFFIX, _SUFFIX + PARTIAL)):
+                with contextlib.suppress(FileNotFoundError):
+                    found[path.name] = path.stat().st_size
+        return found
+
+    def _over_limit(self, newest: StoredContext | None, limit: int | None = None) -> list[str]:
+        """Let contexts go until all files take no more than the limit; returns the files that are needed no more."""
+        most, unneeded = self.limit if limit is None else limit, self._index.forget_unneeded()
+        for stored in reversed(self._index.contexts()):
+            if most is None or self._index.total_bytes() <= most:
+                break
+            if newest is None or stored.file != newest.file:
+                self._index.unlist(stored.file)
+                unneeded += self._index.forget_unneeded()
+        if newest is not None and most is not None and self._index.total_bytes() > most:
+            raise ContextError(
+                f"the context takes {newest.bytes:,} bytes, and all contexts may take {most:,}; raise "
+                "context_cache_gb, or save it elsewhere (HeteroCache.save)"
+            )
+        return unneeded
+
+    def _unlink(self, files: Sequence[str]) -> None:
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.folder / file)
+        if files:
+            sync_folder(self.folder)
+
+
+def require_name(name: str) -> None:
+    """Raise ContextError for a name that no context can have."""
+    if not name.strip() or len(name) > LONGEST_NAME or not name.isprintable():
+        raise ContextError(
+            f"{shown(name, 80)} is no name for a context; give up to {LONGEST_NAME} characters that can be printed"
+        )
+
+
+def _noted(path: Path, context: OpenContext) -> NewContext:
+    """What the index notes of a file."""
+    identity, where = context.identity.digest, context.file.where
+    tokens = context.stored_tokens
+    if len(tokens) != 1:
+        raise DamagedContextError(f"{where} holds {len(tokens)} sequences with tokens, where a store has one")
+    blocks: list[tuple[bytes, int]] = []
+    needs: set[str] = set()
+    layouts = context.said.get("layouts")
+    for number in range(len(layouts) if isinstance(layouts, list) else 0):
+        start, block_size, contents = 0, context.layout(number)[0], context.contents(number)
+        found = addresses.block_addresses(identity, number, tokens[0], block_size, contents)
+        for run in context.runs(number):
+            if run.file:
+                needs.add(run.file)
+            else:
+                blocks += [(found[start + row], run.first + row) for row in range(run.count)]
+            start += run.count
+    notes = context.said.get("notes")
+    name = notes.get("name") if isinstance(notes, dict) else None
+    status = path.stat()
+    stored = StoredContext(
+        path.name, name if isinstance(name, str) else None, context.identity.model, len(tokens[0]), status.st_size,
+        status.st_mtime, max(status.st_mtime, time.time()), identity,
+    )  # fmt: skip
+    return NewContext(stored, blocks, sorted(needs), addresses.beginnings(identity, tokens[0]))
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that two sequences begin with alike."""
+    for index, (first, second) in enumerate(zip(one, other, strict=False)):
+        if first != second:
+            return index
+    return min(len(one), len(other))
