@@ -20,7 +20,7 @@ import torch
 from hetero_kv.contexts.cache_pieces import CachePieces
 from hetero_kv.contexts.held_blocks import HeldBlocks
 from hetero_kv.contexts.identity import FORMAT, Identity
-from hetero_kv.contexts.tensor_file import Piece, TensorFile, write_tensors
+from hetero_kv.contexts.tensor_file import LEAST_MAPPED, Piece, TensorFile, write_tensors
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.errors import ContextError, DamagedContextError
 from hetero_kv.engine.saved_part import SavedPart
@@ -30,8 +30,6 @@ from hetero_kv.errors import said_briefly, shown
 KEY = "hetero_kv_context"
 #: Where blocks are in the file: `blocks/LAYOUT/LAYER/ARRAY`.
 BLOCKS = "blocks/"
-# A tensor of fewer bytes is read when it is loaded: nothing is gained by mapping it.
-LEAST_MAPPED = 1 << 16
 
 _IS_FILE = re.compile(r"|[0-9a-f]{32}\.safetensors")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,9 @@ from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.sequence import Layout
+
+# Threads that read and check blocks: few are enough for a disk, and for memory.
+_READERS = 4
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,11 @@ class Shapes:
         return Place(keys, values, parts, made)
 
 
-def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes) -> None:
+def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes, *, verify: bool) -> None:
     """Let an empty cache hold what a context does; its identity has been checked.
+
+    Args:
+        verify: whether blocks are read and checked; without, they are first read when they are attended to.
 
     Raises:
         DamagedContextError: the file does not hold a cache of these layers; or only some of its blocks are damaged,
@@ -65,7 +72,7 @@ def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes) -> None:
         _restore_cohort(cohort, each, parts, shapes, file.where)
     damaged: list[DamagedContextError] = []
     for number, layout in enumerate(cohorts[0].layouts):
-        damaged += _fill(context, number, layout, cohorts)
+        damaged += _fill(context, number, layout, cohorts, verify)
     for cohort, each in zip(cohorts, said, strict=True):
         for layer, part in zip(cohort.layers, each.layers, strict=True):
             if isinstance(layer, FamilyLayer):
@@ -140,7 +147,9 @@ def _restore_cohort(cohort: Cohort, said: SaidCohort, parts: list[SavedPart], sh
             untouched.restore(layer, part, place, said.length)
 
 
-def _fill(context: OpenContext, number: int, layout: Layout, cohorts: list[Cohort]) -> list[DamagedContextError]:
+def _fill(
+    context: OpenContext, number: int, layout: Layout, cohorts: list[Cohort], verify: bool
+) -> list[DamagedContextError]:
     """Let the first blocks of the pools hold what those of the files do; returns the first damage of each array."""
     pools = cohorts[0].store.allocators[layout].pools
     arrays = {
@@ -156,18 +165,26 @@ def _fill(context: OpenContext, number: int, layout: Layout, cohorts: list[Cohor
         if stop > count:
             break
         _require_arrays(file, f"{BLOCKS}{number}/", arrays, run)
-        for name, array in arrays.items():
-            damaged = file.damaged_rows(name, run.first, run.first + run.count)
+        for name, damaged in _damaged(file, arrays, run).items() if verify else ():
             if damaged:
                 first = min(_places(start + block - run.first, layout, cohorts) for block in damaged)
                 tokens = f"tokens {first * layout.block_size} to {(first + 1) * layout.block_size - 1}"
                 said = f"{file.where}: block {damaged[0]} of {name} is damaged, of {tokens}"
                 found.append(DamagedContextError(said, first * layout.block_size))
-            file.read_into(name, run.first, array[start:stop])
+        for name, array in arrays.items():
+            file.fill(name, run.first, array[start:stop])
         start = stop
     if start != count:
         raise DamagedContextError(f"{context.file.where} does not say where {count} blocks are")
     return found
+
+
+def _damaged(file: TensorFile, names: Iterable[str], run: Run) -> dict[str, list[int]]:
+    """By array, which of a run's blocks are not what was written."""
+    listed = list(names)
+    with ThreadPoolExecutor(_READERS) as readers:
+        rows = readers.map(lambda name: file.damaged_rows(name, run.first, run.first + run.count), listed)
+        return dict(zip(listed, rows, strict=True))
 
 
 def _require_arrays(file: TensorFile, path: str, wanted: Mapping[str, torch.Tensor], run: Run) -> None:

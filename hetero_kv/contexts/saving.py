@@ -53,11 +53,15 @@ def save_context(
     write_context(Path(path).expanduser(), cache, cache.injection.identity, tokens, notes)
 
 
-def load_context(path: str | Path, model: Any, *, repair: bool = True, **settings: Any) -> LoadedContext:
+def load_context(
+    path: str | Path, model: Any, *, verify: bool = True, repair: bool = True, **settings: Any
+) -> LoadedContext:
     """A cache that goes on from a saved context exactly as the one that was saved would have.
 
     Args:
         model: with the rules in it under which the context was saved.
+        verify: whether every block is read once, to be checked; without, blocks are read when they are first attended
+            to, and what is damaged in them is not seen.
         repair: whether what is damaged is computed anew where the context has its tokens; a warning names it. Without,
             it is an error.
         settings: as HeteroCache takes them beside the model.
@@ -74,7 +78,7 @@ def load_context(path: str | Path, model: Any, *, repair: bool = True, **setting
         context.identity.require(injection.identity, context.file.where)
         computed = 0
         try:
-            restore(cache, context, shapes_of(injection))
+            restore(cache, context, shapes_of(injection), verify=verify)
         except DamagedContextError as damage:
             if not repair or not context.tokens:
                 raise

@@ -18,6 +18,7 @@ from hetero_kv.contexts import tensor_header
 from hetero_kv.contexts.tensor_header import PREFIX, Entry
 from hetero_kv.durable_file import write_pieces_atomically
 from hetero_kv.engine.errors import DamagedContextError
+from hetero_kv.store.memory import lay
 
 #: Tensors begin at a multiple of this.
 ALIGNMENT = 64
@@ -25,6 +26,8 @@ ALIGNMENT = 64
 CHECKSUMS, SEAL = "checksums", "seal"
 #: Tensors that hold nothing.
 PADDING = "padding."
+# A tensor of fewer bytes is read when it is loaded: nothing is gained by mapping it.
+LEAST_MAPPED = 1 << 16
 _SEAL_BYTES = 32
 _AT_ONCE = 1 << 23
 
@@ -219,23 +222,32 @@ class TensorFile:
         """The checksums of a tensor's rows."""
         return self._sums[name]
 
-    def read_into(self, name: str, row: int, target: torch.Tensor) -> None:
-        """Fill a contiguous tensor on the CPU with rows of `name`, from `row` on, which has as many of the kind."""
-        content, at, position = bytes_of(target), 0, self.offset(name, row)
-        while at < len(content):
-            read = os.preadv(self.descriptor, [content[at : at + _AT_ONCE]], position + at)
+    def fill(self, name: str, row: int, target: torch.Tensor) -> None:
+        """Let a contiguous tensor in `untouched` memory hold rows of `name`, from `row` on, as many of the kind.
+
+        Many bytes are mapped, where they lie as they do in the tensor, and read when they are touched.
+        """
+        if not target.numel():
+            return
+        content, position = target.flatten().view(torch.uint8).numpy(), self.offset(name, row)
+        before, behind = len(content), 0
+        if len(content) >= LEAST_MAPPED:
+            before, behind = lay(content, self.descriptor, position)
+        view = memoryview(content.data)
+        self._read(view[:before], position)
+        self._read(view[len(view) - behind :], position + len(view) - behind)
+
+    def _read(self, target: memoryview, start: int) -> None:
+        at = 0
+        while at < len(target):
+            read = os.preadv(self.descriptor, [target[at : at + _AT_ONCE]], start + at)
             if not read:
                 raise DamagedContextError(f"{self.where} was cut off while it was read")
             at += read
 
     def _bytes(self, start: int, count: int) -> bytes:
         content = bytearray(count)
-        view, at = memoryview(content), 0
-        while at < count:
-            read = os.preadv(self.descriptor, [view[at:]], start + at)
-            if not read:
-                raise DamagedContextError(f"{self.where} was cut off while it was read")
-            at += read
+        self._read(memoryview(content), start)
         return bytes(content)
 
 

@@ -119,7 +119,8 @@ class HeteroCache(Batch, Cache):
             model: the one of the cache that was saved, with the same rules in it; settings that only choose which
                 blocks are attended to may be others.
             settings: as for a new cache, `max_seq_len` among them; `repair=False` refuses what is damaged where it
-                could be computed anew from its tokens.
+                could be computed anew from its tokens, and `verify=False` does not look at blocks before they are
+                attended to.
 
         Raises:
             ContextError: there is no saved context at `path`, or it is of another model, other settings or another

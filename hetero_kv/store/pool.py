@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from hetero_kv.store.storage import FP16, Q4_0, StorageType
+from hetero_kv.store.memory import untouched
+from hetero_kv.store.storage import FP16, FP32, Q4_0, StorageType
 
 #: How `key_codes` are stored.
 CODES = Q4_0
@@ -101,7 +101,9 @@ class BlockPool:
         if offset_keys:
             self.key_offsets, offsets = _untouched((num_blocks, kv_heads, 1), k_dim, FP16)
             self.offset_array = offsets[:, :, 0].view(np.uint16)
-        self.accumulated = torch.empty(num_blocks, kv_heads, block_size) if accumulates else None
+        self.accumulated: torch.Tensor | None = None
+        if accumulates:
+            self.accumulated, _ = _untouched((num_blocks, kv_heads), block_size, FP32)
 
     @property
     def bytes_per_block(self) -> int:
@@ -255,13 +257,9 @@ def _offset(keys: torch.Tensor) -> torch.Tensor:
 def _untouched(shape: tuple[int, ...], dim: int, storage: StorageType) -> tuple[torch.Tensor, np.ndarray]:
     """Room for `shape` vectors of `dim` numbers, that the operating system gives as it is written; page-aligned.
 
-    From numpy, which asks for huge pages where torch does not: they read faster.
+    Whole pages of its own: a GPU reads it after they have been page-locked, and no page can be locked twice.
     """
-    size = math.prod(shape) * storage.bytes_per_vector(dim)
-    # Whole pages of its own: a GPU reads it after they have been page-locked, and no page can be locked twice.
-    raw = np.empty(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE, dtype=np.uint8)
-    skipped = -raw.ctypes.data % mmap.PAGESIZE
-    memory = raw[skipped : skipped + size]
+    memory = untouched(math.prod(shape) * storage.bytes_per_vector(dim))
     as_tensor = torch.from_numpy(memory).view(storage.dtype).reshape(*shape, storage.elements(dim))
     # Not -1, which is ambiguous for vectors of no numbers: a pool may hold values alone.
     as_array = memory.view(storage.kernel_dtype)

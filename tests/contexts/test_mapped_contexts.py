@@ -1,0 +1,93 @@
+"""A context that is loaded is mapped, not read, and what is written to it is the process's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conversations import goes_on, said
+from small_families import random_tokens
+from tiny_models import tiny_model
+
+from hetero_kv import HeteroCache, inject
+from hetero_kv.contexts import tensor_file
+from hetero_kv.contexts.store import ContextStore
+from hetero_kv.rules.rule_file import parse_rules
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+RULES = [
+    {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}},
+    {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
+]
+SMALL = {
+    "block_size": 4, "local_windows_len": 8, "initial_len": 4, "chunk_size": 512, "max_seq_len": 2048,
+    "second_block_count": 3, "threads_num": 1, "representative_type": "MEAN", "kv_type": "FP32",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = tiny_model("llama", max_position_embeddings=2048)
+    inject(model, parse_rules({"rules": RULES, "long_context": SMALL}))
+    return model
+
+
+@pytest.fixture
+def mapped(monkeypatch):
+    """Counts the bytes that are mapped."""
+    counted, lay = [], tensor_file.lay
+
+    def noted(target, descriptor, offset):
+        before, behind = lay(target, descriptor, offset)
+        counted.append(len(target) - before - behind)
+        return before, behind
+
+    monkeypatch.setattr(tensor_file, "lay", noted)
+    return counted
+
+
+def document(model, tokens=1201):
+    cache, ids = HeteroCache(model), random_tokens(tokens, 1, 1)
+    said(model, cache, (ids, ids[:, :0]))
+    return cache, ids[0].tolist()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_most_of_a_context_is_mapped_and_what_follows_is_the_same(model, tmp_path, mapped, verify):
+    cache, ids = document(model)
+    cache.save(tmp_path / "c", [ids])
+    before = (tmp_path / "c").read_bytes()
+    loaded = HeteroCache.load(tmp_path / "c", model, verify=verify)
+    assert sum(mapped) > 0.7 * cache.dram_bytes
+    # The memory of another goes meanwhile.
+    (tmp_path / "c").rename(tmp_path / "d")
+    assert torch.equal(goes_on(model, loaded, [0], 3), goes_on(model, cache, [0], 3))
+    loaded.crop(-600)
+    cache.crop(-600)
+    assert torch.equal(goes_on(model, loaded, [0], 4), goes_on(model, cache, [0], 4))
+    assert (tmp_path / "d").read_bytes() == before
+
+
+def test_blocks_behind_those_of_another_file_are_mapped_too(model, tmp_path, mapped):
+    with ContextStore(tmp_path) as store:
+        cache, ids = document(model, 1201)
+        store.save(cache, ids, "document")
+        more = random_tokens(700, 2, 1)
+        said(model, cache, (more, more[:, :0]))
+        stored = store.save(cache, [*ids, *more[0].tolist()], "more")
+        loaded = store.load(stored, model).cache
+        assert sum(mapped) > 0.8 * cache.dram_bytes
+        assert torch.equal(goes_on(model, loaded, [0], 3), goes_on(model, cache, [0], 3))
+
+
+def test_damage_that_nobody_looked_for_is_not_read(model, tmp_path):
+    cache, ids = document(model)
+    cache.save(tmp_path / "c", [ids])
+    file = tensor_file.TensorFile(tmp_path / "c")
+    damaged, at = bytearray((tmp_path / "c").read_bytes()), file.offset("blocks/0/2/values", 100)
+    file.close()
+    damaged[at] ^= 1
+    (tmp_path / "c").write_bytes(damaged)
+    values = HeteroCache.load(tmp_path / "c", model, verify=False).layers[2].pool.values
+    assert not torch.equal(values[100], cache.layers[2].pool.values[100])
+    assert torch.equal(values[101], cache.layers[2].pool.values[101])

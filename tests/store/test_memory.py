@@ -1,0 +1,53 @@
+"""Memory that is given as it is written, and files that are laid into it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+import pytest
+
+from hetero_kv.store.memory import lay, untouched
+
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(np.random.default_rng(0).integers(0, 256, 9 * PAGE, dtype=np.uint8).tobytes())
+    descriptor = os.open(path, os.O_RDONLY)
+    yield path.read_bytes(), descriptor
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize(("start", "size", "offset"), [(0, 4 * PAGE, PAGE), (40, 5 * PAGE + 7, 40), (0, PAGE + 1, 0)])
+def test_whole_pages_are_the_files_until_they_are_written_to(file, start, size, offset):
+    content, descriptor = file
+    memory = untouched(8 * PAGE)
+    memory[:] = 255
+    target = memory[start : start + size]
+    before, behind = lay(target, descriptor, offset)
+    assert before == -start % PAGE
+    assert (size - before - behind) % PAGE == 0
+    assert behind < PAGE
+    assert target[before : size - behind].tobytes() == content[offset + before : offset + size - behind]
+    assert (memory[: start + before] == 255).all()
+    assert (memory[start + size - behind :] == 255).all()
+    target[before] ^= 1
+    assert os.pread(descriptor, 1, offset + before)[0] == content[offset + before]
+    assert target[before] != content[offset + before]
+
+
+def test_what_does_not_lie_alike_in_its_pages_or_fills_none_is_to_be_read(file):
+    memory = untouched(4 * PAGE)
+    assert lay(memory[1:], file[1], 0) == (4 * PAGE - 1, 0)
+    assert lay(memory[: PAGE - 1], file[1], 0) == (PAGE - 1, 0)
+    assert not memory.any()
+
+
+def test_no_room_is_a_memory_error_and_none_is_wanted_for_nothing():
+    with pytest.raises(MemoryError, match="Unable to allocate"):
+        untouched(1 << 62)
+    assert untouched(0).size == 0
