@@ -35,6 +35,7 @@ COMMANDS: dict[str, Command] = {
         "hetero_kv.commands.eval", "Compare methods: retrieval tasks, perplexity, fidelity, your own files."
     ),
     "models": Command("hetero_kv.commands.models", "The named models: list, fetch, remove."),
+    "contexts": Command("hetero_kv.commands.contexts", "Saved contexts: list, show, remove, verify, prune."),
     "plan": Command("hetero_kv.commands.plan", "What a context takes, what is free, and how long a context can be."),
     "rules": Command("hetero_kv.commands.rules", "Layer by layer, what a rules file puts into a model."),
     "methods": Command("hetero_kv.commands.methods", "Every operator, representative and storage type."),

@@ -24,7 +24,7 @@ print(json.dumps([status, sorted({"torch", "transformers", "numba"} & set(sys.mo
         (["help"], 0, "lists the flags of a command"),
         (["--version"], 0, "hetero-kv "),
         (["plam", "--model", "x"], 2, "hetero-kv has no command 'plam'; did you mean plan?"),
-        (["--json", "x"], 2, "hetero-kv has no command '--json'; known: chat, eval, models, plan, rules, methods"),
+        (["--json", "x"], 2, "hetero-kv has no command '--json'; known: chat, eval, models, contexts, plan, rules, "),
     ],
 )
 def test_what_needs_no_command_imports_no_torch(arguments, status, said):

@@ -27,16 +27,23 @@ def run(flags: argparse.Namespace) -> int:
     if not interactive:
         return _answer_once(options, question)
 
+    from hetero_kv.chat.context_commands import saved
     from hetero_kv.chat.keyboard import kept_for_later
     from hetero_kv.chat.session import open_session
     from hetero_kv.chat.terminal import Terminal
+    from hetero_kv.printing import console
 
     with kept_for_later():
-        return Terminal(open_session(options), question).run()
+        session = open_session(options)
+        status = Terminal(session, question).run()
+    if options.save_context is not None and session.conversation.context_tokens:
+        console(stderr=True).print(saved(session, options.save_context), style="dim", markup=False, highlight=False)
+    return status
 
 
 def _answer_once(options: ChatOptions, question: Question) -> int:
     from hetero_kv.chat.answering import answer_to
+    from hetero_kv.chat.context_commands import saved
     from hetero_kv.chat.display import ending, statistics_line
     from hetero_kv.chat.json_report import json_report
     from hetero_kv.chat.session import open_session
@@ -53,6 +60,9 @@ def _answer_once(options: ChatOptions, question: Question) -> int:
     with redirect_stdout(sys.stderr):
         session = open_session(options)
         answer = answer_to(session, question, on_text=None if options.json else lambda piece: write(printable(piece)))
+        if options.save_context is not None and session.conversation.context_tokens:
+            said = saved(session, options.save_context)
+            console(stderr=True).print(said, style="dim", markup=False, highlight=False, soft_wrap=True)
         if options.json:
             write(json_text(json_report(session, answer)) + "\n")
         else:

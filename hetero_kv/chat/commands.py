@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hetero_kv.chat import context_commands
 from hetero_kv.chat.display import context_table, statistics_table
 from hetero_kv.chat.documents import documents_at
 from hetero_kv.chat.question import Question
@@ -137,6 +138,9 @@ COMMANDS: dict[str, Command] = {
     "/retry": Command("ask the last question once more, in place of its answer", _retry),
     "/undo": Command("take the last question and its answer back", _undo),
     "/system": Command('show or set the system message ("" for the model\'s own), and begin anew', _system, "[TEXT]"),
+    "/save": Command("save the conversation under a name", context_commands.save, "NAME"),
+    "/load": Command("go on from a saved conversation, in place of this one", context_commands.load, "NAME"),
+    "/contexts": Command("the saved conversations", context_commands.show),
     "/context": Command("what fills the context, and what is left", _context),
     "/stats": Command("what the last answer cost, and the settings in force", _stats),
     "/reset": Command("forget the conversation and start anew", _reset),

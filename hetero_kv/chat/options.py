@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hetero_kv.contexts.names import require_name
+from hetero_kv.contexts.settings import ContextCacheSettings
 from hetero_kv.errors import ConfigError
 from hetero_kv.rules.precedence import COMMAND_LINE
 from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
@@ -75,6 +77,8 @@ class ChatOptions:
         model: name or path; None for the default model, or for the GGUF file where that is given.
         gguf_path: the weights, where they are not with the model.
         rules: path or name of a rules file, with settings of its own where wanted.
+        context: name of the saved context that the conversation goes on from.
+        save_context: name that its context is saved under, when the only answer, or the chat, has ended.
         stop: texts that end an answer.
         long_context: the settings of engine and operators that were given as flags, under their own names.
         trust_rules: modules whose operators the rules may name.
@@ -93,6 +97,9 @@ class ChatOptions:
     dtype: str
     trust_remote_code: bool
     answer: AnswerSettings
+    contexts: ContextCacheSettings
+    context: str | None
+    save_context: str | None
     stop: tuple[str, ...]
     long_context: dict[str, Any]
     trust_rules: tuple[str, ...]
@@ -130,6 +137,9 @@ def add_flags(parser: FlagParser) -> None:
         help="rules file, or the name of a packaged one, with settings of its own where wanted: quest:block_size=32 "
         f"(default {DEFAULT_RULES})",
     )
+    contexts = parser.add_settings("contexts", "contexts", ContextCacheSettings)
+    contexts.add_argument("--context", metavar="NAME", help="go on from this saved context")
+    contexts.add_argument("--save_context", metavar="NAME", help="save the context under this name at the end")
     answer = parser.add_settings("answer", "answer", AnswerSettings)
     answer.add_argument(
         "--stop",
@@ -158,9 +168,24 @@ def chat_options(flags: argparse.Namespace) -> ChatOptions:
         raise ConfigError("--stop is empty, so that no answer could begin; give a text, or leave it out")
     given["mode"] = settings_from_mapping(ModeSettings, flags.mode, where=COMMAND_LINE).mode
     given["answer"] = settings_from_mapping(AnswerSettings, flags.answer, where=COMMAND_LINE)
+    given["contexts"] = settings_from_mapping(ContextCacheSettings, flags.contexts, where=COMMAND_LINE)
+    _require_rules_for_contexts(given)
     given["long_context"] = settings_of(flags)
     given["trust_rules"] = trusted_modules(flags)
     return ChatOptions(**given)
+
+
+def _require_rules_for_contexts(given: dict[str, Any]) -> None:
+    """Refuse contexts where nothing could save them, and names that none can have, before a model is loaded."""
+    for flag in ("context", "save_context"):
+        if given[flag] is not None:
+            require_name(given[flag])
+            if given["mode"] == "normal":
+                raise ConfigError(
+                    f"--{flag} has no effect in --mode normal, where the model is untouched; leave one out"
+                )
+    if given["contexts"].context_cache != "off" and given["mode"] == "normal":
+        raise ConfigError("--context_cache has no effect in --mode normal, where the model is untouched")
 
 
 def _require_text(flag: str, value: str | None) -> None:

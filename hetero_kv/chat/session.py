@@ -12,6 +12,9 @@ from typing import Any
 from hetero_kv.adapter.loaded_weights import LoadedWeights
 from hetero_kv.chat.conversation import Conversation
 from hetero_kv.chat.options import ChatOptions
+from hetero_kv.contexts.folder import open_store
+from hetero_kv.contexts.prefix_cache import PrefixCache
+from hetero_kv.contexts.store import ContextStore
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel, open_model
 from hetero_kv.planning.plan import beyond_training
 from hetero_kv.rules.injection import Injection, inject
@@ -61,6 +64,10 @@ class ChatSession:
     def capacity(self) -> int:
         """Tokens that the conversation can have; for the untouched model, those it was made for."""
         return self.conversation.max_seq_len or self.loaded.context_length
+
+    def contexts(self) -> ContextStore:
+        """The saved contexts; close it, or use it as a context manager."""
+        return open_store(self.options.contexts)
 
     @cached_property
     def weights(self) -> LoadedWeights:
@@ -134,9 +141,16 @@ def open_session(options: ChatOptions) -> ChatSession:
     loaded = opened.load()
     if injection is not None:
         injection.compile_kernels()
-    conversation = Conversation(loaded.model, loaded.tokenizer, system=options.system, thinks=options.answer.thinks)
+    use = options.contexts.context_cache
+    prefixes = None if use == "off" else PrefixCache(open_store(options.contexts), writes=use == "on")
+    conversation = Conversation(
+        loaded.model, loaded.tokenizer, system=options.system, thinks=options.answer.thinks, prefix_cache=prefixes
+    )
     if warning := beyond_training(conversation.max_seq_len or 0, loaded.context_length):
         _logger.warning("max_seq_len: %s", warning)
+    if options.context is not None:
+        with open_store(options.contexts) as store:
+            conversation.load_from(store, options.context)
     rules_name = display(rules.path) if rules and rules.path else None
     return ChatSession(options, loaded, engine, injection, rules_name, conversation)
 

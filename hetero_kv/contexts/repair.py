@@ -49,10 +49,16 @@ def compute_anew(cache: HeteroCache, context: OpenContext, damage: DamagedContex
 def _kept(cache: HeteroCache, length: int, whole: int) -> int:
     """Tokens that can stay: 0 where all are to be computed."""
     is_whole = cache.columns.count == length and len(cache.cohorts) == 1 and 0 < whole < length
-    if not is_whole or not all(each.continues_exactly for each in cache.injection.attention_operators()):
-        return 0
+    return whole if is_whole and goes_back_exactly(cache) else 0
+
+
+def goes_back_exactly(cache: HeteroCache) -> bool:
+    """Whether a prompt behind any of the tokens is computed as if those behind had never been there."""
+    if not all(each.continues_exactly for each in cache.injection.attention_operators()):
+        return False
     try:
-        cache.cohorts[0].require_croppable()
+        for cohort in cache.cohorts:
+            cohort.require_croppable()
     except HeteroKVError:
-        return 0
-    return whole
+        return False
+    return True

@@ -17,6 +17,7 @@ from hetero_kv.contexts import addresses
 from hetero_kv.contexts.context_file import OpenContext, write_context
 from hetero_kv.contexts.identity import Identity
 from hetero_kv.contexts.index import Index, NewContext, StoredContext
+from hetero_kv.contexts.names import require_name
 from hetero_kv.contexts.placement import Placement
 from hetero_kv.contexts.saving import LoadedContext, load_context
 from hetero_kv.durable_file import PARTIAL, sync_folder
@@ -26,7 +27,6 @@ from hetero_kv.errors import said_briefly, shown
 
 _logger = logging.getLogger(__name__)
 _SUFFIX = ".safetensors"
-LONGEST_NAME = 100
 
 
 class ContextStore:
@@ -141,9 +141,28 @@ class ContextStore:
         loaded = load_context(self.path(stored), model, **settings)
         if stored.name is not None and loaded.notes.get("name") != stored.name:
             raise DamagedContextError(f"{self.folder}: its index takes {stored.file} for {shown(stored.name)}")
+        self.use(stored)
+        return loaded
+
+    def use(self, stored: StoredContext) -> None:
+        """Note that a context is used now."""
         with self._index.changing():
             self._index.use(stored.file)
-        return loaded
+
+    def told(self, stored: StoredContext) -> dict[str, Any]:
+        """What a context's file tells of it: version, dtype, operators, turns, and how much it has in others' files."""
+        with closing(OpenContext.at(self.path(stored))) as context:
+            notes = context.said.get("notes")
+            turns = notes.get("turns") if isinstance(notes, dict) else None
+            operators = {str(layer.get("operator")) for layer in context.identity.layers.values()}
+            return {
+                "version": context.said.get("version"),
+                "dtype": context.identity.dtype,
+                "weights": context.identity.weights[:12],
+                "operators": sorted(operators),
+                "turns": len(turns) if isinstance(turns, list) else None,
+                "files": [stored.file, *_noted(self.path(stored), context).needs],
+            }
 
     def longest(
         self, identity: Identity, tokens: Sequence[int], *, whole: bool = False
@@ -230,14 +249,6 @@ class ContextStore:
                 os.unlink(self.folder / file)
         if files:
             sync_folder(self.folder)
-
-
-def require_name(name: str) -> None:
-    """Raise ContextError for a name that no context can have."""
-    if not name.strip() or len(name) > LONGEST_NAME or not name.isprintable():
-        raise ContextError(
-            f"{shown(name, 80)} is no name for a context; give up to {LONGEST_NAME} characters that can be printed"
-        )
 
 
 def _noted(path: Path, context: OpenContext) -> NewContext:

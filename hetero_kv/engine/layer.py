@@ -151,6 +151,9 @@ class FamilyLayer(CacheLayerMixin):
     def select(self, rows: Sequence[int]) -> None:
         """Let row i be what row `rows[i]` was: rows leave, are reordered, or go two ways (beam search)."""
 
+    def reopen(self) -> None:
+        """Let what queries have chosen of the blocks' contents be chosen anew when the next prompt has passed."""
+
     # -- in a file
 
     def saved(self) -> SavedPart:

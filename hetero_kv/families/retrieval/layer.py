@@ -250,6 +250,13 @@ class RetrievalLayer(BufferedLayer):
         twin.window = copy.deepcopy(self.window)
         return twin
 
+    def reopen(self) -> None:
+        if self.layout.closes_alone:
+            self.cohort.closed[self.layout] = 0
+            blank = self._blank_state()
+            self.state = replace(self.state, open_start=blank.open_start, accumulated=None)
+            self.unseen = NONE_UNSEEN
+
     def saved(self) -> SavedPart:
         return saving.saved(self)
 

@@ -1,0 +1,39 @@
+"""Contexts as a table and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from hetero_kv.contexts.index import StoredContext
+from hetero_kv.printing import printable
+
+
+def contexts_table(stored: Iterable[StoredContext]) -> Table:
+    """A row each: name, tokens, bytes of its own, when it was used, model."""
+    table = Table("name", "tokens", "own MB", "last used", "model", box=None, padding=(0, 2, 0, 0))
+    for column in table.columns[1:3]:
+        column.justify = "right"
+    for each in stored:
+        # Local time, as people keep it.
+        used = datetime.fromtimestamp(each.used, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
+        name = Text(printable(each.name)) if each.name else Text(each.file[:8], style="dim")
+        table.add_row(name, f"{each.tokens:,}", f"{each.bytes / 1e6:,.1f}", used, Text(printable(each.model)))
+    return table
+
+
+def as_json(stored: StoredContext) -> dict[str, Any]:
+    """What is known of a context; times are seconds since 1970, bytes those of its own file."""
+    return {
+        "name": stored.name,
+        "file": stored.file,
+        "model": stored.model,
+        "tokens": stored.tokens,
+        "bytes": stored.bytes,
+        "created": stored.created,
+        "used": stored.used,
+    }

@@ -1,0 +1,16 @@
+"""What a context can be called."""
+
+from __future__ import annotations
+
+from hetero_kv.engine.errors import ContextError
+from hetero_kv.errors import shown
+
+LONGEST_NAME = 100
+
+
+def require_name(name: str) -> None:
+    """Raise ContextError for a name that no context can have."""
+    if not name.strip() or len(name) > LONGEST_NAME or not name.isprintable():
+        raise ContextError(
+            f"{shown(name, 80)} is no name for a context; give up to {LONGEST_NAME} characters that can be printed"
+        )

@@ -1,0 +1,31 @@
+"""Where contexts are kept, how much of them, and what becomes of them by itself: the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hetero_kv.settings.setting import Settings, setting
+
+
+@dataclass(frozen=True)
+class ContextSettings(Settings):
+    """Saved contexts."""
+
+    context_folder: str = setting(
+        "auto", "folder of saved contexts; auto: contexts in HETERO_KV_HOME, or in ~/.cache/hetero_kv"
+    )
+    context_cache_gb: float | Literal["all"] = setting(
+        "all", "GB that all contexts may take: what was used least recently goes first; all: no limit", minimum=0
+    )
+
+
+@dataclass(frozen=True)
+class ContextCacheSettings(ContextSettings):
+    """Saved contexts, and how prompts use them."""
+
+    context_cache: Literal["off", "read", "on"] = setting(
+        "off",
+        "read: a conversation goes on from the longest stored beginning of its first prompt; on: and every answer's "
+        "context is stored",
+    )

@@ -1,0 +1,218 @@
+"""Conversations that go on in another process: from a file, a name, the beginning of a prompt, the command line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import astuple
+from types import SimpleNamespace
+
+import pytest
+from small_recipes import small_recipe
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hetero_kv import Conversation, HeteroKVError, inject
+from hetero_kv.chat.answer import Turn
+from hetero_kv.chat.commands import obey
+from hetero_kv.cli import main
+from hetero_kv.contexts.folder import open_store
+from hetero_kv.contexts.prefix_cache import PrefixCache
+from hetero_kv.contexts.settings import ContextSettings
+from hetero_kv.contexts.store import ContextStore
+from hetero_kv.engine.errors import ContextError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DOCUMENT = " ".join(f"word{number % 90}" for number in range(300))
+FEW = {"max_new_tokens": 5}
+
+
+@pytest.fixture(scope="module", params=["ktransformers", "streaming_llm"])
+def recipe(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def loaded(recipe, tiny_model_folder):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder).eval().requires_grad_(False)
+    inject(model, small_recipe(recipe, block_size=4, chunk_size=64))
+    return model, AutoTokenizer.from_pretrained(tiny_model_folder)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with ContextStore(tmp_path / "contexts") as store:
+        yield store
+
+
+def begun(loaded, **settings):
+    talk = Conversation(*loaded, **settings)
+    talk.ask("word1 word2", document=DOCUMENT, **FEW)
+    return talk
+
+
+def replies(talk, *questions):
+    return [talk.ask(question, **FEW).text for question in questions]
+
+
+def test_a_conversation_goes_on_from_a_file_as_if_nothing_had_been(loaded, tmp_path):
+    talk = begun(loaded, system="word7")
+    talk.save(tmp_path / "talk")
+    other = Conversation(*loaded)
+    other.load(tmp_path / "talk")
+    assert (other.turns, other.system, other.context_tokens) == (talk.turns, "word7", talk.context_tokens)
+    expected = replies(talk, "word3", "word4 word5")
+    fork = other.fork()
+    assert replies(other, "word3", "word4 word5") == expected
+    assert replies(fork, "word3", "word4 word5") == expected
+
+
+def test_a_conversation_that_cannot_be_loaded_is_as_it_was(loaded, store):
+    talk = begun(loaded)
+    before, expected = talk.fork(), talk.context_tokens
+    with pytest.raises(ContextError, match="no context 'other'"):
+        talk.load_from(store, "other")
+    assert talk.context_tokens == expected
+    assert replies(talk, "word3") == replies(before, "word3")
+
+
+def test_what_cannot_be_saved_says_why(loaded, store, tiny_model_folder):
+    with pytest.raises(ContextError, match="nothing has been asked"):
+        Conversation(*loaded).save_in(store, "nothing")
+    untouched = Conversation(AutoModelForCausalLM.from_pretrained(tiny_model_folder), loaded[1])
+    untouched.ask("word1", **FEW)
+    with pytest.raises(ContextError, match="no rules in it"):
+        untouched.save_in(store, "untouched")
+    talk = begun(loaded)
+    with pytest.raises(HeteroKVError, match="save the conversation before or after"):
+        talk.ask("word3", on_text=lambda text: talk.save_in(store, "half"), **FEW)
+
+
+def test_a_context_of_a_cache_is_one_turn(loaded, tmp_path):
+    model, tokenizer = loaded
+    talk = begun(loaded)
+    tokens = talk.cache.lengths[0]
+    talk.cache.save(tmp_path / "cache", [list(range(3, 3 + tokens))])
+    other = Conversation(model, tokenizer)
+    other.load(tmp_path / "cache")
+    assert other.turns == (Turn(tokens, 0),)
+
+
+def test_a_first_prompt_begins_with_what_is_stored(loaded, recipe, store):
+    prefixes = PrefixCache(store, writes=True)
+    first = Conversation(*loaded, prefix_cache=prefixes)
+    cost = first.ask("word1", document=DOCUMENT, **FEW).statistics.prompt_tokens
+    assert [each.name for each in store.contexts()] == [None]
+    other = Conversation(*loaded, prefix_cache=PrefixCache(store, writes=False))
+    answer = other.ask("word2 word3", document=DOCUMENT, **FEW)
+    alone = Conversation(*loaded).ask("word2 word3", document=DOCUMENT, **FEW)
+    assert answer.text == alone.text
+    # Entries that were dropped do not come back: there a context serves what begins with all of it.
+    goes_back = recipe == "ktransformers"
+    assert (answer.statistics.prompt_tokens < 0.3 * cost) == goes_back
+    assert len(store.contexts()) == 1
+    replies(other, "word5")
+    other.reset()
+    assert other.ask("word2 word3", document=DOCUMENT, **FEW).text == alone.text
+
+
+def test_a_stopped_or_refused_first_question_leaves_an_empty_conversation(loaded, store):
+    begun(loaded, prefix_cache=PrefixCache(store, writes=True))
+    talk = Conversation(*loaded, prefix_cache=PrefixCache(store, writes=False))
+    stopped = talk.ask("word2 word3", document=DOCUMENT, should_stop=lambda: True, **FEW)
+    assert stopped.finish_reason == "stopped"
+    assert talk.ask("word9", **FEW).text == Conversation(*loaded).ask("word9", **FEW).text
+
+
+def test_a_store_that_fails_costs_a_warning_and_no_answer(loaded, tmp_path, caplog):
+    with ContextStore(tmp_path / "full", limit=10) as store:
+        begun(loaded, prefix_cache=PrefixCache(store, writes=True))
+    assert "the context is not stored: the context takes" in caplog.text
+
+
+@pytest.fixture
+def chat(tiny_model_folder, tmp_path, capsys):
+    """Runs the chat command with these flags; returns its exit status, and its JSON where it is asked for."""
+    document = tmp_path / "document.txt"
+    document.write_text(DOCUMENT)
+
+    def run(*flags, document_too=True):
+        asked = ["--prompt_file", str(document)] if document_too else []
+        given = ["--model", str(tiny_model_folder), "--config", "quest", "--max_seq_len", "4096", "--block_size", "4"]
+        status = main(
+            ["chat", *given, "--max_new_tokens", "3", "--context_folder", str(tmp_path / "c"), *asked, *flags]
+        )
+        seen = capsys.readouterr()
+        return status, json.loads(seen.out) if "--json" in flags and not status else seen.err
+
+    return run
+
+
+def test_a_context_is_saved_and_gone_on_from_on_the_command_line(chat, tmp_path, capsys):
+    status, whole = chat("--prompt", "word1", "--save_context", "notes", "--json")
+    assert status == 0
+    status, short = chat("--prompt", "word2", "--context", "notes", "--json", document_too=False)
+    assert status == 0
+    assert short["prompt_tokens"] < 10 < 300 < whole["prompt_tokens"]
+    assert short["context_tokens"] > whole["context_tokens"]
+    folder = ["--context_folder", str(tmp_path / "c")]
+    assert main(["contexts", "list", "--json", *folder]) == 0
+    assert [each["name"] for each in json.loads(capsys.readouterr().out)["contexts"]] == ["notes"]
+    assert main(["contexts", "show", "notes", *folder]) == 0
+    assert "operators: ['RetrievalAttention']" in capsys.readouterr().out
+    assert main(["contexts", "verify", *folder]) == 0
+    assert "notes: whole" in capsys.readouterr().out
+    assert main(["contexts", "remove", "notes", *folder]) == 0
+    assert main(["contexts", "prune", *folder]) == 0
+    assert "removed 0 contexts" in capsys.readouterr().out
+
+
+def test_what_is_wrong_about_contexts_is_said_before_a_model_is_loaded(chat, tmp_path, capsys):
+    for flags, said in (
+        (("--mode", "normal", "--context", "notes"), "--context has no effect in --mode normal"),
+        (("--mode", "normal", "--context_cache", "on"), "--context_cache has no effect in --mode normal"),
+        (("--save_context", " "), "is no name for a context"),
+        (("--context_cache", "maybe"), "context_cache"),
+    ):
+        status, error = chat("--prompt", "word1", *flags)
+        assert status == 2
+        assert said in error
+    folder = ["--context_folder", str(tmp_path / "c")]
+    for words, said in (
+        (["lost"], "contexts has no action 'lost'; did you mean list?"),
+        (["remove"], "contexts remove needs a name"),
+        (["list", "notes"], "contexts list takes no names"),
+        (["show", "notes"], "there is no context 'notes'"),
+    ):
+        assert main(["contexts", *words, *folder]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_damage_is_named_by_verify_with_a_status_of_its_own(chat, tmp_path, capsys):
+    chat("--prompt", "word1", "--save_context", "notes")
+    (path,) = (tmp_path / "c").glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert main(["contexts", "verify", "notes", "--context_folder", str(tmp_path / "c")]) == 1
+    assert "is damaged" in capsys.readouterr().out
+
+
+def test_commands_of_the_chat_save_load_and_list(loaded, tmp_path):
+    talk, notes = begun(loaded), []
+    options = SimpleNamespace(contexts=ContextSettings(context_folder=str(tmp_path / "c")))
+    session = SimpleNamespace(conversation=talk, contexts=lambda: open_store(options.contexts))
+    terminal = SimpleNamespace(session=session, note=notes.append, forget=lambda: notes.append("forgotten"))
+    terminal.console = SimpleNamespace(print=lambda table: notes.append(table.row_count))
+    obey(terminal, "/contexts")
+    obey(terminal, "/save my notes")
+    expected = replies(talk.fork(), "word3")
+    talk.reset()
+    obey(terminal, "/load my notes")
+    obey(terminal, "/contexts")
+    assert replies(talk, "word3") == expected
+    assert notes[0].startswith("there are no contexts in ")
+    assert notes[1].startswith("saved my notes: ")
+    assert notes[2:4] == ["forgotten", f"my notes: {sum(astuple(talk.turns[0])):,} tokens, 1 turns"]
+    assert notes[4] == 1
+    with pytest.raises(HeteroKVError, match="/save needs a name"):
+        obey(terminal, "/save")
