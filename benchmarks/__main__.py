@@ -10,6 +10,7 @@ BENCHMARKS = (
     "kernel_bandwidth",
     "weight_bandwidth",
     "short_turn",
+    "contexts",
     "causal_kernel",
     "long_context",
     "prefill_memory",

@@ -5,8 +5,12 @@ Runs under whatever Python has `llama_cpp` (`pip install llama-cpp-python`), and
     {"model": path, "context": tokens, "threads": n}    loads the model anew
     {"prefill": [ids]}                                  forgets everything and evaluates the tokens
     {"decode": [ids]}                                   evaluates them one by one
+    {"eval": [ids]}                                     evaluates them together, behind what there is
+    {"save": path, "tokens": [ids]}                     writes the state file of what was evaluated
+    {"load": path}                                      goes on from a state file
 """
 
+import ctypes
 import json
 import sys
 import time
@@ -14,6 +18,7 @@ import time
 
 def main() -> None:
     """Answer commands until the input ends."""
+    import llama_cpp
     from llama_cpp import Llama, __version__
 
     llama = None
@@ -33,6 +38,19 @@ def main() -> None:
         elif "prefill" in command:
             llama.reset()
             llama.eval(command["prefill"])
+        elif "eval" in command:
+            llama.eval(command["eval"])
+        elif "save" in command:
+            tokens = command["tokens"]
+            array = (llama_cpp.llama_token * len(tokens))(*tokens)
+            if not llama_cpp.llama_state_save_file(llama.ctx, command["save"].encode(), array, len(tokens)):
+                raise RuntimeError("llama.cpp did not save its state")
+        elif "load" in command:
+            array, count = (llama_cpp.llama_token * llama.n_ctx())(), ctypes.c_size_t()
+            there = llama.n_ctx(), ctypes.byref(count)
+            if not llama_cpp.llama_state_load_file(llama.ctx, command["load"].encode(), array, *there):
+                raise RuntimeError("llama.cpp did not load its state")
+            llama.n_tokens = count.value
         else:
             for token in command["decode"]:
                 llama.eval([token])

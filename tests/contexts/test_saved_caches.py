@@ -25,7 +25,7 @@ def model(request):
 turns = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 14)), min_size=1, max_size=3)
 
 
-@settings(max_examples=3, deadline=None, derandomize=True)
+@settings(max_examples=2, deadline=None, derandomize=True)
 @given(sizes=turns, batch=st.integers(1, 2), seed=st.integers(0, 99))
 def test_what_follows_a_load_is_what_would_have_followed(model, tmp_path_factory, sizes, batch, seed):
     cache = new_cache(model)
