@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,14 +13,11 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 from hetero_kv.chat.answer import Answer, FinishReason, Turn
-from hetero_kv.chat.saved_turns import notes_of, require_savable, system_of, turns_of
+from hetero_kv.chat.saved_conversation import Said, SavedConversation
 from hetero_kv.chat.watching import StoppedInPrefill, StopTexts, Streamer, Watch, measured
-from hetero_kv.contexts.index import StoredContext
 from hetero_kv.contexts.prefix_cache import PrefixCache
-from hetero_kv.contexts.saving import load_context, save_context
-from hetero_kv.contexts.store import ContextStore
 from hetero_kv.engine.cache import HeteroCache, Progress
-from hetero_kv.engine.errors import CacheFullError, ContextError
+from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.engine.undo import undo_on_error, way_back
 from hetero_kv.engine.untouched import forked
 from hetero_kv.errors import HeteroKVError
@@ -33,24 +29,7 @@ from hetero_kv.planning.plan import beyond_training
 MOST_UNDONE = 4
 
 
-@dataclass(frozen=True)
-class _Said:
-    """What a conversation has come to; the next turn replaces it as a whole.
-
-    Attributes:
-        tokens: of all turns.
-        go_back: takes the cache to where it holds them, the last one excepted, whatever it holds beyond.
-        turns: their sizes.
-        earlier: what it had come to before each of the last turns, none of which has any itself.
-    """
-
-    tokens: list[int]
-    go_back: Callable[[], None]
-    turns: tuple[Turn, ...] = ()
-    earlier: tuple[_Said, ...] = ()
-
-
-class Conversation:
+class Conversation(SavedConversation):
     """Questions to a model and its answers; all turns stay stored, none is processed twice.
 
     Args:
@@ -80,12 +59,12 @@ class Conversation:
         self.system, self._thinks = system, thinks
         self._turns = TurnTokens(tokenizer, system, thinks)
         self.cache: Cache = self._new_cache(max_seq_len, forks)
-        self._said = _Said([], self.cache.reset)
+        self._said = Said([], self.cache.reset)
         self._is_answering = False
 
     def reset(self) -> None:
         """Forget the conversation."""
-        self._said = _Said([], self.cache.reset)
+        self._said = Said([], self.cache.reset)
         self._said.go_back()
 
     def begin_anew(self, system: str | None) -> None:
@@ -138,55 +117,8 @@ class Conversation:
         twin = copy.copy(self)
         twin.cache = forked(self.cache)
         go_back = way_back(twin.cache) if self._said.tokens else twin.cache.reset
-        twin._said = _Said(self._said.tokens, go_back, self._said.turns)
+        twin._said = Said(self._said.tokens, go_back, self._said.turns)
         return twin
-
-    def save(self, path: str | Path) -> None:
-        """Write the conversation into a file, from which `load` goes on in another process (HeteroCache.save).
-
-        Raises ContextError where nothing has been asked, or it cannot be written.
-        """
-        cache, tokens = self._savable()
-        save_context(path, cache, [tokens], notes_of(self._said.turns, self.system))
-
-    def save_in(self, store: ContextStore, name: str | None = None) -> StoredContext:
-        """As `save`, in a folder of contexts that share what they have in common."""
-        cache, tokens = self._savable()
-        return store.save(cache, tokens, name, notes_of(self._said.turns, self.system))
-
-    def _savable(self) -> tuple[HeteroCache, list[int]]:
-        self._require_idle("save")
-        cache = require_savable(self.cache, self._said.tokens)
-        self._said.go_back()
-        return cache, self._said.tokens
-
-    def load(self, path: str | Path) -> None:
-        """Go on from a saved conversation, in place of this one, exactly as it would have gone on.
-
-        Raises as `HeteroCache.load`; this conversation is as it was then.
-        """
-        self._require_idle("load")
-        loaded = load_context(path, self.model, tokenizer=self.tokenizer, **self._room)
-        if len(loaded.tokens) != 1:
-            raise ContextError(f"{path} holds no conversation: it has the tokens of {len(loaded.tokens)} rows")
-        system, tokens = system_of(loaded.notes), loaded.tokens[0]
-        turns = TurnTokens(self.tokenizer, system, self._thinks)
-        # One token at most is not stored yet: an answer's last.
-        tokens = tokens[: loaded.cache.get_seq_length() + 1]
-        self._turns, self.system, self.cache = turns, system, loaded.cache
-        self._said = _Said(tokens, way_back(loaded.cache), turns_of(loaded.notes, len(tokens)))
-
-    def load_from(self, store: ContextStore, name: str) -> None:
-        """As `load`, the context of this name in a folder."""
-        stored = store.named(name)
-        self.load(store.path(stored))
-        store.use(stored)
-
-    def _require_idle(self, what: str) -> None:
-        if self._is_answering:
-            raise HeteroKVError(
-                f"an answer is being generated; {what} the conversation before or after, not in between"
-            )
 
     @property
     def context_tokens(self) -> int:
@@ -270,20 +202,6 @@ class Conversation:
         finally:
             self._is_answering = False
 
-    def _begin_from_stored(self, prompt: list[int]) -> None:
-        """Let the cache of a conversation that begins hold what is stored of its first prompt's beginning."""
-        if self._prefix_cache is None or self._said.tokens or not isinstance(self.cache, HeteroCache):
-            return
-        begun = self._prefix_cache.begun(self.cache, prompt, tokenizer=self.tokenizer, **self._room)
-        if begun is not None:
-            self.cache = begun
-            self._said = _Said([], begun.reset)
-
-    def _keep(self) -> None:
-        if self._prefix_cache is not None and self._said.tokens and isinstance(self.cache, HeteroCache):
-            notes = notes_of(self._said.turns, self.system)
-            self._prefix_cache.keep(self.cache, self._said.tokens, notes)
-
     def _require_encodable(self, question: str) -> None:
         """Raise CacheFullError for a question so long that encoding it is in vain: that alone takes memory and time."""
         capacity = self.max_seq_len
@@ -355,7 +273,7 @@ class Conversation:
         most = MOST_UNDONE if is_ours else 1
         earlier = (*said.earlier, replace(said, earlier=()))[-most:]
         # Nothing is done behind this: an interrupt finds the conversation before the question, or the one after it.
-        self._said = _Said(tokens, way_back(self.cache), (*said.turns, turn), earlier)
+        self._said = Said(tokens, way_back(self.cache), (*said.turns, turn), earlier)
         return answer
 
     def _new_cache(self, max_seq_len: int | None, forks: int) -> Cache:
