@@ -1,14 +1,16 @@
-"""Numba's on-disk cache, one process at a time.
+"""Numba's on-disk cache, one process at a time, and whole whenever a process ends.
 
 All kernels that one function makes share an index file, whose entries name data files by number. Numba saves both
 without a lock: of two processes that save at the same moment, each may take the same number for another kernel, and an
-index that names a file before it is written lets a third load an older one. A kernel of the wrong shape reads and
-writes where it should not. Here whoever loads or saves holds a lock beside the index.
+index that names a file before it is written lets a third load an older one. So does a process that ends between the two,
+for numbers begin anew with every change of the source, and older files stay. A kernel of the wrong shape reads and
+writes where it should not. Here whoever loads or saves holds a lock beside the index, and the index comes last.
 """
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 from numba.core.caching import IndexDataCacheFile
@@ -39,9 +41,18 @@ def _alone(method: Callable[..., Any]) -> Callable[..., Any]:
     return with_lock
 
 
+def _save(self: Any, key: Any, data: Any) -> None:
+    overloads = self._load_index()
+    names = set(overloads.values())
+    name = overloads.get(key) or next(name for name in map(self._data_name, count(1)) if name not in names)
+    self._save_data(name, data)
+    if key not in overloads:
+        self._save_index({**overloads, key: name})
+
+
 def use_one_process_at_a_time() -> None:
     """Have Numba load and save kernels under the lock, from now on; once."""
     if not hasattr(IndexDataCacheFile, "hetero_kv_locks"):
         IndexDataCacheFile.hetero_kv_locks = True
-        IndexDataCacheFile.save = _alone(IndexDataCacheFile.save)
+        IndexDataCacheFile.save = _alone(_save)
         IndexDataCacheFile.load = _alone(IndexDataCacheFile.load)

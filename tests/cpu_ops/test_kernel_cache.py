@@ -39,3 +39,21 @@ def test_kernels_are_those_that_were_saved(tmp_path):
     for number in range(PROCESSES):
         for kernel in range(KERNELS):
             assert whole.load((number, kernel)) == f"{number} {kernel}"
+
+
+@pytest.mark.parametrize("part", ["_save_data", "_save_index"])
+def test_a_process_that_ends_while_it_saves_leaves_no_others_kernel_under_its_name(tmp_path, monkeypatch, part):
+    IndexDataCacheFile(str(tmp_path), "kernel", "older source").save("older", "an older kernel")
+    cache = IndexDataCacheFile(str(tmp_path), "kernel", "stamp")
+    with monkeypatch.context() as ending:
+
+        def end(*_):
+            raise KeyboardInterrupt
+
+        ending.setattr(IndexDataCacheFile, part, end)
+        with pytest.raises(KeyboardInterrupt):
+            cache.save("kernel", "the kernel")
+    assert cache.load("kernel") is None
+    cache.save("kernel", "the kernel")
+    cache.save("another", "another kernel")
+    assert (cache.load("kernel"), cache.load("another")) == ("the kernel", "another kernel")
