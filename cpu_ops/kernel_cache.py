@@ -2,8 +2,8 @@
 
 All kernels that one function makes share an index file, whose entries name data files by number. Numba saves both
 without a lock: of two processes that save at the same moment, each may take the same number for another kernel, and an
-index that names a file before it is written lets a third load an older one. So does a process that ends between the two,
-for numbers begin anew with every change of the source, and older files stay. A kernel of the wrong shape reads and
+index that names a file before it is written lets a third load an older one. So does a process that ends between the
+two, for numbers begin anew with every change of the source, and older files stay. A kernel of the wrong shape reads and
 writes where it should not. Here whoever loads or saves holds a lock beside the index, and the index comes last.
 """
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.kernel_address import called_as
@@ -118,6 +118,18 @@ def _writer(storage: str) -> Any:
     return write
 
 
+def _write(storage, vector, target):
+    """`_writer` by the storage type's name: a kernel that closed over the function itself would be another one for
+    Numba's cache in every process."""
+    raise NotImplementedError("for kernels alone")
+
+
+@overload(_write, prefer_literal=True)
+def _written(storage, vector, target):
+    writer = _writer(storage.literal_value)
+    return lambda storage, vector, target: writer(vector, target)
+
+
 def stores(dtype: np.dtype) -> bool:
     """Whether `store_token` writes blocks of this dtype."""
     return storage_of(dtype).name in _ENCODERS.keys() | _GROUP_ENCODERS.keys()
@@ -178,7 +190,6 @@ def signature(numbers: str) -> Any:
 
 @cache
 def kernel_for(storage: str, value_storage: str) -> Any:
-    write_key, write_value = _writer(storage), _writer(value_storage)
     measures_keys, measures_values = (storage == value_storage or each in _NARROW for each in (storage, value_storage))
     numbers, code_version = numbers_of(STORAGE_TYPES[storage], STORAGE_TYPES[value_storage]), CODE_VERSION
 
@@ -201,13 +212,13 @@ def kernel_for(storage: str, value_storage: str) -> Any:
                     size = abs(value)
                     if (size > largest and (measures_keys or np.isinf(size))) or np.isnan(size):
                         largest = size
-                write_key(new_keys[row, head], keys[block, head, offset])
+                _write(storage, new_keys[row, head], keys[block, head, offset])
                 for d in range(v_dim):
                     value = new_values[row, head, d]
                     size = abs(value)
                     if (size > largest and (measures_values or np.isinf(size))) or np.isnan(size):
                         largest = size
-                write_value(new_values[row, head], values[block, head, offset])
+                _write(value_storage, new_values[row, head], values[block, head, offset])
         return largest
 
     return store

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numba import njit, types
+from numba.extending import overload
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.kernel_address import address_of
@@ -197,10 +198,27 @@ def _packed(_: str) -> tuple[Any, ...]:
     return types.Array(types.uint8, 2, "C", readonly=True), types.int64, types.Array(types.uint8, 1, "C")
 
 
+@njit(inline="always")
+def _put_half(packed, at, bits):
+    packed[at] = bits & 255
+    packed[at + 1] = bits >> 8
+
+
+def _read(name, block, codes, scales, minimums):
+    """The reader of a format, by its name: a kernel that closed over the function itself would be another one for
+    Numba's cache in every process."""
+    raise NotImplementedError("for kernels alone")
+
+
+@overload(_read, prefer_literal=True)
+def _reader(name, block, codes, scales, minimums):
+    reader = _READERS[name.literal_value]
+    return lambda name, block, codes, scales, minimums: reader(block, codes, scales, minimums)
+
+
 @cache
 def _packer(name: str) -> Any:
     layout: WeightFormat = FORMATS[name]
-    read = _READERS[name]
     block_bytes, record, head = layout.block_bytes, layout.record_bytes, layout.head_bytes
     groups, group_bytes, scale_bytes, low_bytes = (
         layout.groups,
@@ -216,11 +234,6 @@ def _packer(name: str) -> Any:
     low_mask = 2**low_bits - 1
     code_version = CODE_VERSION
 
-    @njit(inline="always")
-    def put_half(packed, at, bits):
-        packed[at] = bits & 255
-        packed[at + 1] = bits >> 8
-
     @njit(REGION, cache=True, nogil=True, error_model="numpy")
     def pack_tiles(thread, threads, arguments):
         blocks, row_blocks, packed = arguments_at("pack tiles", "", arguments)
@@ -235,14 +248,14 @@ def _packer(name: str) -> Any:
                 packed[start : start + record] = 0
                 for lane in range(min(TILE, rows - tile * TILE)):
                     block = blocks[tile * TILE + lane, index * block_bytes : (index + 1) * block_bytes]
-                    scale, minimum = read(block, codes, scales, minimums)
+                    scale, minimum = _read(name, block, codes, scales, minimums)
                     first = start if two_levels else start + head
                     if exponents:
                         packed[first + lane] = scale
                     else:
-                        put_half(packed, first + 2 * lane, scale)
+                        _put_half(packed, first + 2 * lane, scale)
                     if has_minimum:
-                        put_half(packed, first + 2 * TILE + 2 * lane, minimum)
+                        _put_half(packed, first + 2 * TILE + 2 * lane, minimum)
                     for group in range(groups):
                         at = start + head + group * group_bytes
                         if two_levels:

@@ -165,6 +165,11 @@ def _half_to_float(typingctx, bits):
     return types.float32(types.uint16), codegen
 
 
+@njit(inline="always")
+def _half(data, at):
+    return _half_to_float(np.uint16(data[at]) | (np.uint16(data[at + 1]) << np.uint16(8)))
+
+
 @cache
 def _row_reader(name: str) -> Any:
     layout = FORMATS[name]
@@ -178,10 +183,6 @@ def _row_reader(name: str) -> Any:
     low_step, high_step = VECTORS * low_bits // 8, max(high_bits, 1)
     low_mask, high_mask = 2**low_bits - 1, 2**high_bits - 1
     code_version = CODE_VERSION
-
-    @njit(inline="always")
-    def half(data, at):
-        return _half_to_float(np.uint16(data[at]) | (np.uint16(data[at + 1]) << np.uint16(8)))
 
     @njit(REGION, cache=True, nogil=True)
     def read(thread, threads, arguments):
@@ -208,16 +209,16 @@ def _row_reader(name: str) -> Any:
                     if two_levels:
                         integer = data[at + part * TILE + lane]
                         factor = np.float32(np.int8(integer)) if signed_scales else np.float32(integer)
-                        scale = half(data, start + 2 * lane) * factor
+                        scale = _half(data, start + 2 * lane) * factor
                         if has_minimum:
                             integer = data[at + (parts + part) * TILE + lane]
-                            minimum = -half(data, start + 2 * TILE + 2 * lane) * np.float32(integer)
+                            minimum = -_half(data, start + 2 * TILE + 2 * lane) * np.float32(integer)
                     elif exponents:
                         scale = powers[data[at + lane]]
                     else:
-                        scale = half(data, at + 2 * lane)
+                        scale = _half(data, at + 2 * lane)
                         if has_minimum:
-                            minimum = half(data, at + 2 * TILE + 2 * lane)
+                            minimum = _half(data, at + 2 * TILE + 2 * lane)
                     out[n, group * GROUP + k] = scale * number + minimum
         return np.int64(0 * code_version)
 

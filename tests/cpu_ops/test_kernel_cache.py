@@ -7,8 +7,10 @@ import os
 
 import pytest
 from numba.core.caching import IndexDataCacheFile
+from numba.core.dispatcher import Dispatcher
 
 import cpu_ops.code_version  # noqa: F401  has Numba's cache locked
+from cpu_ops import attention, token_store, weight_blocks, weight_unpack
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="locks are POSIX's")
 PROCESSES, KERNELS = 4, 25
@@ -57,3 +59,18 @@ def test_a_process_that_ends_while_it_saves_leaves_no_others_kernel_under_its_na
     cache.save("kernel", "the kernel")
     cache.save("another", "another kernel")
     assert (cache.load("kernel"), cache.load("another")) == ("the kernel", "another kernel")
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        lambda: token_store.kernel_for("float16", "float16"),
+        lambda: weight_blocks._packer("Q8_0"),
+        lambda: weight_unpack._row_reader("Q8_0"),
+        lambda: attention._region("generic", "float32", "float32", 2, 16, 16, 4, False, False),
+    ],
+)
+def test_no_kernel_closes_over_a_function_which_no_other_process_would_find_in_the_cache(kernel):
+    held = [cell.cell_contents for cell in kernel().py_func.__closure__ or ()]
+    assert held
+    assert not [each for each in held if isinstance(each, Dispatcher)]
