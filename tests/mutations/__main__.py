@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.mutations.lasting import LASTING
 from tests.mutations.refused import REFUSED
 from tests.mutations.run_files import RUNS
 from tests.mutations.seeded import MUTATIONS, Mutation
@@ -89,7 +90,7 @@ def chosen(words: list[str]) -> list[Mutation]:
     """The mutations with one of these words, or sequences of them, in what they mean; all where there are none."""
     return [
         mutation
-        for mutation in (*MUTATIONS, *REFUSED, *RUNS)
+        for mutation in (*MUTATIONS, *REFUSED, *RUNS, *LASTING)
         if not words or any(each in mutation.meaning for each in words)
     ]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutations.lasting import LASTING
 from tests.mutations.refused import REFUSED
 from tests.mutations.run_files import RUNS
 from tests.mutations.seeded import MUTATIONS
@@ -15,7 +16,7 @@ from tests.mutations.seeded import MUTATIONS
 PROJECT = Path(__file__).parents[2]
 
 
-ALL = (*MUTATIONS, *REFUSED, *RUNS)
+ALL = (*MUTATIONS, *REFUSED, *RUNS, *LASTING)
 
 
 @pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.meaning)

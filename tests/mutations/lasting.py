@@ -1,0 +1,57 @@
+"""Mistakes in what outlasts a process: saved contexts and compiled kernels; and in what passes between devices."""
+
+from __future__ import annotations
+
+from tests.mutations.seeded import Mutation
+
+_FILES = "tests/contexts/test_context_files.py::test_"
+_STORE = "tests/contexts/test_context_store.py::test_"
+
+LASTING = (
+    Mutation(
+        "the cache's index names a kernel before it is written",
+        "cpu_ops/kernel_cache.py",
+        "    self._save_data(name, data)\n"
+        "    if key not in overloads:\n"
+        "        self._save_index({**overloads, key: name})\n",
+        "    if key not in overloads:\n"
+        "        self._save_index({**overloads, key: name})\n"
+        "    self._save_data(name, data)\n",
+        ("tests/cpu_ops/test_kernel_cache.py",),
+    ),
+    Mutation(
+        "a context is taken whatever weights it was saved with",
+        "hetero_kv/contexts/identity.py",
+        "if self.weights != here.weights:",
+        "if False:",
+        (f"{_FILES}another_model_is_refused_with_what_differs",),
+    ),
+    Mutation(
+        "a damaged block is taken as it is",
+        "hetero_kv/contexts/restoring.py",
+        "    if damaged:\n        raise min(damaged",
+        "    if False:\n        raise min(damaged",
+        (f"{_FILES}a_damaged_block_is_named",),
+    ),
+    Mutation(
+        "a file goes that another context has blocks in",
+        "hetero_kv/contexts/index.py",
+        "WHERE NOT listed AND file NOT IN (SELECT other FROM needs)",
+        "WHERE NOT listed",
+        (f"{_STORE}a_file_stays_while_another_context_needs_it",),
+    ),
+    Mutation(
+        "blocks are known by their tokens alone",
+        "hetero_kv/contexts/addresses.py",
+        '        own.update(f"{layout} {content}".encode())\n',
+        "",
+        ("tests/contexts/test_context_store.py",),
+    ),
+    Mutation(
+        "nobody waits for what a device sends",
+        "gpu_ops/staging.py",
+        "            self._event.synchronize()\n",
+        "            pass\n",
+        ("tests/gpu_ops/test_staging.py",),
+    ),
+)
