@@ -14,8 +14,8 @@ from .campaign import Campaign, WrongResultError
 from .evaluation import answered, evaluate
 
 
-def killed(work: Callable[[], None], after: float) -> bool:
-    """Fork a child that does `work`, and kill it after so many seconds; whether it was still at work."""
+def forked(work: Callable[[], None]) -> int:
+    """The number of a child that does `work`, and ends with 1 where that raises."""
     child = os.fork()
     if not child:
         status = 1
@@ -24,6 +24,12 @@ def killed(work: Callable[[], None], after: float) -> bool:
             status = 0
         finally:
             os._exit(status)
+    return child
+
+
+def killed(work: Callable[[], None], after: float) -> bool:
+    """Fork a child that does `work`, and kill it after so many seconds; whether it was still at work."""
+    child = forked(work)
     time.sleep(after)
     # A child that has ended is a zombie until it is waited for, so that the signal reaches no other process.
     os.kill(child, signal.SIGKILL)

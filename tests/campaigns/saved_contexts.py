@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .campaign import Campaign, WrongResultError
-from .kills import killed
+from .kills import forked, killed
 
 ENTRIES = {"policy": "h2o", "budget": 24}
 FACTORS = {"rank": 8, "landmark_chunk_size": 4, "outlier_chunks": 3, "local_chunks": 2, "sparse_budget": 16}
@@ -204,7 +204,7 @@ def attempt_kills(prepared: Prepared, random: randomness.Random, folder: Path) -
     elif kind == "full":
         _without_room(save, random.randrange(len(prepared.files[1])))
     else:
-        children = [_forked(lambda which=number % 2: save(which)) for number in range(_PROCESSES)]
+        children = [forked(lambda which=number % 2: save(which)) for number in range(_PROCESSES)]
         if any(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children):
             raise WrongResultError("one of several processes failed to save")
     if path.read_bytes() not in prepared.files:
@@ -226,7 +226,7 @@ def _attempt_store(prepared: Prepared, random: randomness.Random, folder: Path) 
         with ContextStore(folder / "store") as store:
             store.save(prepared.caches[1], tokens, name)
 
-    others = [_forked(lambda number=number: save(f"other {number}")) for number in range(2)]
+    others = [forked(lambda number=number: save(f"other {number}")) for number in range(2)]
     was_killed = killed(lambda: save("killed"), random.uniform(0, 0.05))
     if any(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in others):
         raise WrongResultError("one of several processes failed to store")
@@ -245,18 +245,6 @@ def _attempt_store(prepared: Prepared, random: randomness.Random, folder: Path) 
         raise WrongResultError("something else follows the context that was stored first")
 
 
-def _forked(work: Any) -> int:
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    return child
-
-
 def _without_room(save: Any, room: int) -> None:
     """Save where no file can have more than so many bytes, as on a disk that is full: an error of ours."""
     from hetero_kv.engine.errors import ContextError
@@ -269,7 +257,7 @@ def _without_room(save: Any, room: int) -> None:
             return
         raise WrongResultError("a context was saved without room")
 
-    if os.waitstatus_to_exitcode(os.waitpid(_forked(limited), 0)[1]):
+    if os.waitstatus_to_exitcode(os.waitpid(forked(limited), 0)[1]):
         raise WrongResultError("without room, something else than an error of ours was raised")
 
 

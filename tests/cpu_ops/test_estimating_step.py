@@ -8,12 +8,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpu_ops import candidate_masses
 from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
 from cpu_ops.estimating_step import Choice, EstimatingStep
-from cpu_ops.parallel_region import call_region
 from cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN
-from hetero_kv.store import storage
 
 # As the tiny llama's pool in tests/operators, so that no kernel is compiled for this alone.
 ROWS, KV_HEADS, GROUP, DIM, BLOCK, BLOCKS = 2, 2, 2, 16, 4, 12
@@ -318,32 +315,6 @@ def test_given_blocks_are_attended_to_as_far_as_there_are_any():
             blocks = [0, *(1 + p for p in given_positions[row, head] if p >= 0), 10, 11]
             expected = exact[row][head][:, blocks].flatten(1).logsumexp(-1)
             np.testing.assert_allclose(problem.masses[0, row, head], expected, rtol=1e-5)
-
-
-@pytest.mark.parametrize("coarse", [False, True])
-def test_candidates_have_the_mass_of_their_keys_scores(coarse):
-    # Heads of 32, which groups of four bits fit.
-    rng = np.random.default_rng(0)
-    keys = torch.from_numpy(rng.standard_normal((5, 2, 4, 32)).astype(np.float32)) + 40
-    q = rng.standard_normal((1, 2, 2, 32)).astype(np.float32)
-    table, positions = np.array([[4, 1, 3]], np.int32), np.array([[[0, 2], [1, -1]]], np.int32)
-    means = keys.mean(2, keepdim=True)
-    stored = storage.Q4_0.encode(keys - means) if coarse else keys
-    array = stored.numpy().view(storage.Q4_0.kernel_dtype) if coarse else stored.numpy()
-    weights, masses = np.full((2, 1, 2, 2, 3), 7, np.float32)
-    # Keys that are scored as they are take nothing from the means.
-    shapes = array.shape, means.shape, array.dtype, means.numpy().dtype
-    region = candidate_masses.region_for(q.shape, *shapes, differ=coarse)
-    given_keys = array.view(np.uint8) if coarse else array
-    arguments = q, given_keys, means.numpy(), table, positions, 0.5, 0.0, weights, masses
-    call_region("candidates", f"{given_keys.dtype},float32", region, arguments, threads=2)
-    decoded = storage.Q4_0.decode(stored) + means if coarse else keys
-    expected = torch.full((2, 2, 3), 7.0)
-    scores = torch.einsum("hgd,bhtd->hgbt", torch.from_numpy(q[0]), decoded[table[0]]) * 0.5
-    for head, at in ((0, [0, 2]), (1, [1])):
-        expected[head][:, at] = scores[head].logsumexp(-1)[:, at]
-    np.testing.assert_allclose(masses[0], expected, rtol=1e-5)
-    np.testing.assert_array_equal(weights, masses)
 
 
 def test_blocks_outside_the_pool_and_other_shapes_are_refused():
