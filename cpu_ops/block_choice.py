@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.chosen_blocks import forbid_others, reduced_scores
+from cpu_ops.chosen_blocks import SOFTMAX, forbid_others, reduced_scores
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.estimated_masses import estimated_shares, fewest_blocks
+from cpu_ops.estimated_masses import estimated_shares, fewest_blocks, softmax_and_shares
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
 from cpu_ops.top_k import select
@@ -36,7 +36,13 @@ def arguments(_: str) -> tuple[Any, ...]:
 @njit
 def _choose(scores, masses, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions):
     """Choose for one list, of one row: arrays are those of the region, and `positions` [1, n]."""
-    reduced = reduced_scores(scores, shared, reduce)
+    same = scores.ctypes.data == masses.ctypes.data and reduce >= SOFTMAX and target > 0
+    if same:
+        reduced, shares, before = softmax_and_shares(masses, beside, elsewhere, shared, reduce != SOFTMAX)
+    else:
+        reduced = reduced_scores(scores, shared, reduce)
+        if target > 0:
+            shares, before = estimated_shares(masses, beside, elsewhere, shared)
     blocks = reduced.shape[1]
     among = blocks
     if allowed.shape[2] > 0:
@@ -44,7 +50,6 @@ def _choose(scores, masses, beside, elsewhere, allowed, shared, reduce, target, 
         among = allowed.shape[2]
     counts = np.full(1, most, np.int32)
     if target > 0:
-        shares, before = estimated_shares(masses, beside, elsewhere, shared)
         counts = fewest_blocks(reduced, shares, before, target, least, most)
     counts[0] = min(counts[0] * times, among, positions.shape[1])
     positions[:] = -1

@@ -28,8 +28,8 @@ def arguments(numbers: str) -> tuple[Any, ...]:
     numbers: as kernels view keys and means, as in "uint8,uint16". q: [rows, kv_heads, group, k_dim] float32. keys:
     [num_blocks, kv_heads, block_size, k_dim], or how they differ from means [num_blocks, kv_heads, 1 or more, k_dim],
     of which the first of a block counts. table: [rows, blocks] int32, full blocks in the pool. positions: [rows, 1 or
-    kv_heads, n] int32, the candidates among those; entries below 0 are none. scale, softcap: as
-    `attention.attend_blocks`. weights, masses: [rows, kv_heads, group, blocks] float32; at the candidates' positions
+    kv_heads, n] int32, the candidates among those, entries below 0 are none; all of them where n is 0. scale, softcap:
+    as `attention.attend_blocks`. weights, masses: [rows, kv_heads, group, blocks] float32; at the candidates' positions
     the log-sum-exp of the scores of all keys of each is written to both.
     """
     pool, means = pool_arrays(numbers)
@@ -74,7 +74,8 @@ def _region(instructions: str, storage: str, kind: str, differ: bool, group: int
             "candidates", numbers, arguments
         )
         rows, kv_heads = q.shape[:2]
-        lists, candidates = positions.shape[1:]
+        lists, everything = positions.shape[1], positions.shape[2] == 0
+        candidates = table.shape[1] if everything else positions.shape[2]
         factor = np.float32(scale / softcap) if softcap > 0 else np.float32(scale * LOG2_E)
         scaled_q, scores = scratch(group, k_dim), scratch(num_tiles, tile_scores)
         most, totals = np.empty((2, num_tiles, lanes), np.float32)
@@ -83,12 +84,12 @@ def _region(instructions: str, storage: str, kind: str, differ: bool, group: int
         wanted = np.int64(0)
         for index in range(rows * kv_heads):
             for place in range(candidates):
-                wanted += positions[index // kv_heads, min(index % kv_heads, lists - 1), place] >= 0
+                wanted += everything or positions[index // kv_heads, min(index % kv_heads, lists - 1), place] >= 0
         first, last, number, before = wanted * thread // threads, wanted * (thread + 1) // threads, 0, np.int64(-1)
         for item in range(rows * kv_heads * candidates):
             place, index = item % candidates, item // candidates
             row, head = index // kv_heads, index % kv_heads
-            position = positions[row, min(head, lists - 1), place]
+            position = place if everything else np.int64(positions[row, min(head, lists - 1), place])
             if position < 0:
                 continue
             number += 1
@@ -101,7 +102,8 @@ def _region(instructions: str, storage: str, kind: str, differ: bool, group: int
                         scaled_q[g, d] = q[row, head, g, d] * factor
             block = np.int64(table[row, position])
             k_at = (block * kv_heads + head) * (block_size * units)
-            ahead = positions[row, min(head, lists - 1), min(place + _AHEAD, candidates - 1)]
+            following = min(place + _AHEAD, candidates - 1)
+            ahead = following if everything else np.int64(positions[row, min(head, lists - 1), following])
             if ahead >= 0:
                 following = np.int64(table[row, ahead]) * kv_heads + head
                 prefetch(keys, following * (block_size * units), block_size * units)

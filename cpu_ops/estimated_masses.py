@@ -3,8 +3,8 @@
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_max
-from cpu_ops.top_k import select
+from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_exp2, row_max
+from cpu_ops.top_k import LOWEST, SIGN, number_above, order
 
 _LSE = types.Array(types.float32, 3, "C")
 
@@ -40,6 +40,57 @@ def estimated_shares(log_masses, beside, elsewhere, shared):
     return shares, before
 
 
+@njit
+def softmax_and_shares(log_masses, beside, elsewhere, shared, largest):
+    """`chosen_blocks.reduced_scores` of masses by a softmax, and `estimated_shares`, by one look at each of them.
+
+    largest: whether a list takes the maximum of its query heads' softmax, instead of the mean.
+    """
+    rows, kv_heads, group, blocks = log_masses.shape
+    lists = 1 if shared else kv_heads
+    reduced = np.zeros((rows * lists, blocks), np.float32)
+    shares, before = np.zeros((rows * lists, blocks), np.float32), np.zeros(rows * lists, np.float32)
+    weight = np.float32(1) / np.float32(group * kv_heads // lists)
+    powers, of_head = np.empty((1, blocks), np.float32), np.empty(blocks, np.float32)
+    for row in range(rows):
+        for head in range(kv_heads):
+            target = row * lists + (0 if shared else head)
+            of_head[:] = 0
+            for query in range(group):
+                masses, around = log_masses[row, head, query], beside[row, head, query]
+                other = elsewhere[row, head, query]
+                most = row_max(log_masses[row, head], query, blocks)
+                highest = max(most, max(around, other))
+                if highest == -np.inf:
+                    continue
+                for block in range(blocks):
+                    powers[0, block] = masses[block] * LOG2_E
+                within = row_exp2(powers, 0, blocks, highest * LOG2_E)
+                around = exp2((around - highest) * LOG2_E)
+                total = within + around + exp2((other - highest) * LOG2_E)
+                before[target] += weight * (around / total)
+                # Where all that can be chosen has no weight beside the rest, it is ordered all the same.
+                if within < np.float32(1e-30) and most > -np.inf:
+                    for block in range(blocks):
+                        powers[0, block] = masses[block] * LOG2_E
+                    within = row_exp2(powers, 0, blocks, most * LOG2_E)
+                    total = np.float32(np.inf)
+                of_list, of_everything = np.float32(1) / within, weight / total
+                _add(powers[0], of_list, of_everything, largest, of_head, shares[target])
+            for block in range(blocks):
+                reduced[target, block] += of_head[block] if largest else of_head[block] / np.float32(group)
+    return reduced, shares, before
+
+
+@njit(fastmath={"contract", "nsz"}, error_model="numpy")
+def _add(powers, of_list, of_everything, largest, reduced, shares):
+    """Add a query head's powers, once by each factor; or take the maximum of the first."""
+    for block in range(powers.size):
+        own = powers[block] * of_list
+        reduced[block] = max(reduced[block], own) if largest else reduced[block] + own
+        shares[block] += powers[block] * of_everything
+
+
 @njit(cache=True, nogil=True)
 def fewest_blocks(scores, shares, before, target, least, most):
     """How many blocks, the best first, reach a share of the attention mass: [lists] int32, `least` to `most` each.
@@ -48,18 +99,41 @@ def fewest_blocks(scores, shares, before, target, least, most):
     float32, and before [lists], as from `estimated_shares`. target: the share to be reached.
     """
     lists, blocks = scores.shape
-    most = min(most, blocks)
-    counts = np.empty(lists, np.int32)
-    best = np.empty((lists, most), np.int32)
-    select(scores, np.full(lists, blocks, np.int32), np.full(lists, most, np.int32), best)
+    counts, keys = np.empty(lists, np.int32), np.empty(blocks, np.uint32)
     for each in range(lists):
-        order = best[each][np.argsort(-scores[each][best[each]], kind="mergesort")]
-        reached, count = np.float64(before[each]), 0
-        while count < most and (reached < target or count < least) and scores[each, order[count]] > -np.inf:
-            reached += shares[each, order[count]]
-            count += 1
-        counts[each] = count
+        order(scores[each], keys)
+        there = number_above(keys, LOWEST)
+        wanted = np.float32(target - np.float64(before[each]))
+        count = np.int64(0)
+        if wanted > 0:
+            # The highest score from which on blocks reach it, found bit by bit as `top_k.select` finds its own.
+            found = np.uint32(0)
+            for bit in range(32):
+                tried = found | (SIGN >> np.uint32(bit))
+                if _share_from(keys, shares[each], tried) >= wanted:
+                    found = tried
+            if found <= LOWEST:
+                count = there
+            else:
+                reached = _share_from(keys, shares[each], found + np.uint32(1))
+                count = number_above(keys, found)
+                for block in range(blocks):
+                    if reached >= wanted:
+                        break
+                    if keys[block] == found:
+                        reached += shares[each, block]
+                        count += 1
+        counts[each] = min(max(count, least), min(there, most))
     return counts
+
+
+@njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+def _share_from(keys, shares, lowest):
+    """What the shares [n] float32 are together of blocks whose keys [n] uint32 are `lowest` or more."""
+    found = np.float32(0)
+    for block in range(keys.size):
+        found += shares[block] if keys[block] >= lowest else np.float32(0)
+    return found
 
 
 @njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")

@@ -153,8 +153,18 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             weights, block_masses = likely[:, :, :, :0].copy(), likely[:, :, :, :0].copy()
             by_row = queries.reshape(each_row, 1, group, k_dim)
             vectors_by_row = by_head(representatives)
+            looks_at_all = has_mean and rerank == 0 and which == CHOSEN
             if has_mean:
-                weights, block_masses = np.empty_like(likely), np.empty_like(likely)
+                weights = np.empty_like(likely)
+                block_masses = weights if looks_at_all else np.empty_like(likely)
+            if looks_at_all:
+                taken[1] = number_of(entries)
+                looked = (
+                    by_row, by_head(coarse_keys), by_head(coarse_means), ids, np.empty((each_row, 1, 0), np.int32),
+                    scale, softcap, head_rows(weights), head_rows(block_masses),
+                )  # fmt: skip
+                run_region("candidates", coarse, addresses[0], addresses[4], threads, looked)
+            elif has_mean:
                 scored = (
                     by_row, vectors_by_row, ids, np.int64(keys.shape[2]), scale, softcap, head_rows(likely),
                     head_rows(weights), head_rows(block_masses),
@@ -166,8 +176,9 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                 call_kernel("score", kind, addresses[2], asking)
                 scale_and_cap(likely, np.float32(scale), np.float32(softcap))
             if has_mean or which == CHOSEN:
-                taken[2] = number_of(entries)
-                if taken[2] < entries.size:
+                scored_blocks = number_of(entries)
+                taken[2] = 0 if looks_at_all else scored_blocks
+                if scored_blocks < entries.size:
                     forget_missing(likely, entries)
                     forget_missing(weights, entries)
                     forget_missing(block_masses, entries)
@@ -193,14 +204,14 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             window_first, window_end = 0, table.shape[1]
         if which == CHOSEN:
             most = positions.shape[2]
-            looks = has_mean and rerank > 1
+            looks, scores = has_mean and rerank > 1, block_masses if looks_at_all else likely
             among = places_of(allowed, entries) if allowed.shape[2] > 0 else allowed
             room = allowed.shape[2] if allowed.shape[2] > 0 else count
             places = np.empty((rows, lists, most), np.int32)
             proposed = np.empty((rows, lists, min(most * rerank, room)), np.int32) if looks else places
             times = rerank if looks else np.int64(1)
             choosing = (
-                likely, block_masses, beside, elsewhere, among, shared, reduce, target, least, most, times, proposed
+                scores, block_masses, beside, elsewhere, among, shared, reduce, target, least, most, times, proposed
             )  # fmt: skip
             run_region("choose", "", addresses[0], addresses[9], threads, choosing)
             if looks:

@@ -12,6 +12,7 @@ from cpu_ops import (
     attention,
     block_choice,
     candidate_masses,
+    code_masses,
     list_attention,
     mean_scores,
     rest_estimate,
@@ -32,7 +33,7 @@ class Choice(NamedTuple):
     Attributes:
         reduce: of `chosen_blocks.reduced_scores`.
         rerank: how many times the blocks that are wanted the representatives propose; the scores of the proposed
-            blocks' keys choose among them. 1: the representatives choose.
+            blocks' keys choose among them. 1: the representatives choose; 0: keys of all blocks are scored.
         target: the share of the attention that as few blocks as possible are to reach; 0: as many as there is room for.
         least: with a target, so many at least.
         group_blocks: consecutive blocks of a group; 1: none.
@@ -60,8 +61,8 @@ class EstimatingStep:
         group_vectors, group_values: as representatives and value_means, of the group of which a block is the last; None
             without groups.
         key_offsets: as `attention.attend_blocks` takes them.
-        key_codes: [num_blocks, kv_heads, block_size, k_dim] of a storage type, how keys differ from their block's mean;
-            None where candidates are scored by the keys themselves.
+        key_codes: [num_blocks, kv_heads, 1, code_masses.bytes_of_block] uint8, coarse copies of the keys; None where
+            candidates are scored by the keys themselves.
 
     Attributes:
         stores: whether it writes blocks of this storage type; else the token has to be there already.
@@ -89,13 +90,23 @@ class EstimatingStep:
         )  # fmt: skip
         self.stores = key_offsets is None and token_store.stores(keys.dtype) and token_store.stores(values.dtype)
         coarse, coarse_means = (keys if key_codes is None else key_codes), representatives
-        if key_codes is None and key_offsets is not None:
+        coarse_numbers = numbers_of(storage, kind)
+        if key_codes is not None:
+            coarse_numbers = f"uint8,{kind.kernel_dtype.name}"
+        elif key_offsets is not None:
             coarse_means = key_offsets.view(np.float16)[:, :, None]
+            coarse_numbers = numbers_of(storage, storage_of(coarse_means.dtype))
         means = value_means
         if means is None:
             means = np.empty((1, kv_heads, 1, -(-self.v_dim // kind.group)), representatives.dtype)
         shapes = representatives.shape, representatives.dtype
-        looks = has_mean and choice.rerank > 1
+        looks = 0
+        if has_mean and choice.rerank != 1 and key_codes is not None:
+            looks = code_masses.region_for(q, key_codes.shape, coarse_means.shape, keys.shape[2], coarse_means.dtype)
+        elif has_mean and choice.rerank != 1:
+            looks = candidate_masses.region_for(
+                q, coarse.shape, coarse_means.shape, coarse.dtype, coarse_means.dtype, differ=key_offsets is not None
+            )
         self._addresses = np.array(
             [
                 all_threads(),
@@ -104,16 +115,7 @@ class EstimatingStep:
                 mean_scores.region_for(q, *shapes)
                 if has_mean
                 else scores.region_for(q, shapes[0], ids[:2], ids[:1], shapes[1], score),
-                candidate_masses.region_for(
-                    q,
-                    coarse.shape,
-                    coarse_means.shape,
-                    coarse.dtype,
-                    coarse_means.dtype,
-                    differ=key_codes is not None or key_offsets is not None,
-                )
-                if looks
-                else 0,
+                looks,
                 address_of(list_attention.kernel_for(numbers)),
                 attend,
                 address_of(rest_estimate.kernel_for(kind.kernel_dtype.name)) if has_mean else 0,
@@ -122,10 +124,11 @@ class EstimatingStep:
             ],
             np.int64,
         )
-        coarse_numbers = numbers_of(storage_of(coarse.dtype), storage_of(coarse_means.dtype))
         self._kernel = kernel_for(np.dtype(dtype).name, numbers, kind.kernel_dtype.name, coarse_numbers)
         arrays = keys, values, representatives, means, coarse, coarse_means
-        viewed = tuple(array.view(storage_of(array.dtype).kernel_dtype) for array in arrays)
+        viewed = tuple(
+            array if array is key_codes else array.view(storage_of(array.dtype).kernel_dtype) for array in arrays
+        )
         self._pool = *viewed, attention.NO_OFFSETS if key_offsets is None else key_offsets
         of_groups = (
             representatives if group_vectors is None else group_vectors,

@@ -12,12 +12,14 @@ from cpu_ops.estimated_masses import log_sum_exp, logaddexp
 from cpu_ops.exponential import LOG2_E, exp2, row_exp2
 from cpu_ops.kernel_address import address_of, called_as
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
-from cpu_ops.simd import accumulate_rows
+from cpu_ops.simd import accumulate_rows_at
 from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.tiles import tiles_for
 
 _AT_ONCE = 32
-"""Blocks whose mean values are brought together before they are added."""
+"""Blocks whose weights are brought together before their mean values are added."""
+_COLUMNS = {"avx512": 28, "avx2": 12, "neon": 24, "generic": 12}
+"""Vectors of partial sums at once: what a row of means is multiplied with is read from memory each time."""
 _REAL4, _REAL3, _REAL2 = (types.Array(types.float32, dims, "C") for dims in (4, 3, 2))
 
 
@@ -111,9 +113,9 @@ def _merge(out, lses, at, other, other_lse):
 
 @cache
 def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
-    lanes, full_tiles, tile_queries, rest_queries, row_size, _, columns = tiles_for(instructions, group, 1)
+    lanes, full_tiles, tile_queries, rest_queries, row_size, *_ = tiles_for(instructions, group, 1)
     full_queries, num_tiles = full_tiles * tile_queries, full_tiles + (rest_queries > 0)
-    units = STORAGE_TYPES[storage].units(v_dim)
+    columns = min(_COLUMNS[instructions] // tile_queries, -(-v_dim // lanes))
     numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
@@ -127,7 +129,7 @@ def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
         lists = rows * kv_heads
         first, last = lists * blocks * thread // threads, lists * blocks * (thread + 1) // threads
         sums, factors = np.empty((group, v_dim), np.float32), np.zeros((num_tiles, _AT_ONCE * row_size), np.float32)
-        shares, gathered = np.empty((group, _AT_ONCE), np.float32), np.empty((_AT_ONCE, units), value_means.dtype)
+        shares = np.empty((group, _AT_ONCE), np.float32)
         lse, mass, most = np.empty(group, np.float32), np.empty(group, np.float32), np.empty(group, np.float32)
         largest, of_rest = np.empty(_AT_ONCE, np.float32), np.empty(_AT_ONCE + 1, np.int64)
         for index in range(lists):
@@ -160,19 +162,17 @@ def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
                     for place in range(found):
                         factors[tile, place * row_size + lane] = shares[g, of_rest[place]]
                 for place in range(found):
-                    block = np.int64(table[row, begin + of_rest[place]])
-                    for unit in range(units):
-                        gathered[place, unit] = value_means[block, head, 0, unit]
+                    of_rest[place] = np.int64(table[row, begin + of_rest[place]]) * value_means.shape[1] + head
                 for tile in range(full_tiles):
-                    accumulate_rows(
+                    accumulate_rows_at(
                         lanes, storage, v_dim, tile_queries, row_size, columns, factors, tile * (_AT_ONCE * row_size),
-                        gathered, 0, found, sums, tile * (tile_queries * v_dim), gathered, 0, 0,
+                        value_means, of_rest, found, sums, tile * (tile_queries * v_dim),
                     )  # fmt: skip
                 if rest_queries > 0:
-                    accumulate_rows(
+                    accumulate_rows_at(
                         lanes, storage, v_dim, rest_queries, row_size, columns,
-                        factors, full_tiles * (_AT_ONCE * row_size), gathered, 0, found,
-                        sums, full_queries * v_dim, gathered, 0, 0,
+                        factors, full_tiles * (_AT_ONCE * row_size), value_means, of_rest, found,
+                        sums, full_queries * v_dim,
                     )  # fmt: skip
             if stop - start == blocks:
                 whole_out[row, head], whole_lse[row, head], whole_mass[row, head] = sums, lse, mass

@@ -115,9 +115,9 @@ def score_rows(typingctx, lanes, storage, dim, queries, tokens, row, q, q_at, ke
 
 def emit_accumulate_rows(
     v: Vectors, storage: str, size: int, rows: int, pitch: int, most: int, stretch: int,
-    p: ir.Value, values: ir.Value, count: ir.Value, sums: ir.Value, ahead: ir.Value,
+    p: ir.Value, values: ir.Value, count: ir.Value, sums: ir.Value, ahead: ir.Value, places: ir.Value | None = None,
 ) -> None:  # fmt: skip
-    """The code of `accumulate_rows`, on pointers."""
+    """The code of `accumulate_rows`, on pointers; places: int64, where in `values` each row is, if not in sequence."""
     builder, kind = v.builder, STORAGE_TYPES[storage]
     pieces = [(start, min(v.lanes, size - start)) for start in range(0, size, v.lanes)]
     tiles = [pieces[first : first + most] for first in range(0, len(pieces), most)]
@@ -130,7 +130,8 @@ def emit_accumulate_rows(
             ahead_row = offset(builder, ahead, builder.mul(loop.index, integer(stretch)))
             for place in lines[number :: len(tiles)]:
                 prefetch_line(builder, offset(builder, ahead_row, place))
-            value_row = offset(builder, values, builder.mul(loop.index, integer(kind.units(size))))
+            row = loop.index if places is None else builder.load(offset(builder, places, loop.index))
+            value_row = offset(builder, values, builder.mul(row, integer(kind.units(size))))
             stored = {
                 start: v.load(offset(builder, value_row, kind.units(start)), part, storage, start % kind.group)
                 for start, part in tile
@@ -169,6 +170,30 @@ def accumulate_rows(
 
     at = types.int64
     kinds = (lanes, storage, dim, queries, row, columns, p, at, values, at, at, sums, at, ahead, at, ahead_bytes)
+    return types.none(*kinds), codegen
+
+
+@intrinsic(prefer_literal=True)
+def accumulate_rows_at(
+    typingctx, lanes, storage, dim, queries, row, columns, p, p_at, values, places, count, sums, sums_at
+):
+    """`accumulate_rows` of value rows places[t], int64, for t < count."""
+    width, name, size, rows, pitch, most = (a.literal_value for a in (lanes, storage, dim, queries, row, columns))
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        p_pointer = array_pointer(context, builder, p, arguments[6], arguments[7])
+        v_pointer = array_pointer(context, builder, values, arguments[8], integer(0))
+        place_pointer = array_pointer(context, builder, places, arguments[9], integer(0))
+        s_pointer = array_pointer(context, builder, sums, arguments[11], arguments[12])
+        v = Vectors(builder, width)
+        nothing = byte_pointer(builder, v_pointer)
+        emit_accumulate_rows(
+            v, name, size, rows, pitch, most, 0, p_pointer, v_pointer, arguments[10], s_pointer, nothing, place_pointer
+        )
+        return context.get_dummy_value()
+
+    at = types.int64
+    kinds = (lanes, storage, dim, queries, row, columns, p, at, values, places, at, sums, at)
     return types.none(*kinds), codegen
 
 

@@ -25,21 +25,30 @@ def top_k_blocks(scores: np.ndarray, counts: np.ndarray, k: int) -> tuple[np.nda
     return indices, taken
 
 
-_SIGN, _LOWEST = np.uint32(1 << 31), np.uint32(0x007FFFFF)
+SIGN, LOWEST = np.uint32(1 << 31), np.uint32(0x007FFFFF)
 """The bit that tells a float's sign, and what -inf and NaN are ordered by."""
 
 
 @njit
-def _order(scores, keys):
+def order(scores, keys):
     """Write unsigned integers that are ordered as the scores [n] float32 are: NaN as -inf, 0 and -0 alike."""
     bits = scores.view(np.uint32)
     for i in range(scores.size):
         if np.isnan(scores[i]):
-            keys[i] = _LOWEST
+            keys[i] = LOWEST
         elif scores[i] == 0:
-            keys[i] = _SIGN
+            keys[i] = SIGN
         else:
-            keys[i] = ~bits[i] if bits[i] & _SIGN else bits[i] | _SIGN
+            keys[i] = ~bits[i] if bits[i] & SIGN else bits[i] | SIGN
+
+
+@njit
+def number_above(keys, lowest):
+    """How many of keys [n] uint32 are above `lowest`."""
+    found = np.int32(0)
+    for i in range(keys.size):
+        found += np.int32(keys[i] > lowest)
+    return found
 
 
 @njit
@@ -47,7 +56,7 @@ def _kth_largest(keys, k):
     """The k-th largest of keys [n] uint32, bit by bit from the highest: each pass counts in whole vectors."""
     found = np.uint32(0)
     for bit in range(32):
-        tried = found | (_SIGN >> np.uint32(bit))
+        tried = found | (SIGN >> np.uint32(bit))
         above = np.int32(0)
         for i in range(keys.size):
             above += np.int32(keys[i] >= tried)
@@ -65,14 +74,14 @@ def select(scores, counts, taken, indices):
         if wanted == 0:
             continue
         of_row, ordered = scores[row, :count], keys[:count]
-        _order(of_row, ordered)
+        order(of_row, ordered)
         threshold = _kth_largest(ordered, wanted)
         above, nans_wanted = 0, 0
         for i in range(count):
             above += ordered[i] > threshold
         ties = wanted - above
         # NaN is ordered as -inf is, but a real score of -inf goes before any NaN.
-        if threshold == _LOWEST:
+        if threshold == LOWEST:
             real = 0
             for i in range(count):
                 real += ordered[i] == threshold and not np.isnan(of_row[i])

@@ -1,7 +1,9 @@
 """LLVM vector code that the kernels' inner loops are put together from."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 from numba.np.arrayobj import make_array
@@ -110,31 +112,45 @@ class Vectors:
         Each level of a tree adds pairs of vectors so that half as many, twice as densely filled ones are left: two
         levels inside the 128-bit parts, where shuffles are cheapest, then those that move whole parts.
         """
+        return self._across_lanes(vectors, self.builder.fadd)
+
+    def lane_maxima(self, vectors: list[ir.Value]) -> ir.Value:
+        """Likewise, their largest numbers."""
+        return self._across_lanes(vectors, self.maximum)
+
+    def _across_lanes(self, vectors: list[ir.Value], join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
         level = vectors + [self.zero] * (self.lanes - len(vectors))
         width = 1
         while len(level) > 1:
             even, odd = _halves(self.lanes, width)
             level = [
-                self.builder.fadd(_shuffle(self.builder, a, b, even), _shuffle(self.builder, a, b, odd))
+                join(_shuffle(self.builder, a, b, even), _shuffle(self.builder, a, b, odd))
                 for a, b in zip(level[::2], level[1::2], strict=True)
             ]
             width *= 2
         return level[0]
 
+    def lane_everywhere(self, vector: ir.Value, lane: int) -> ir.Value:
+        """The number of one lane in all of them."""
+        return _shuffle(self.builder, vector, vector, [lane] * self.lanes)
+
     def across(self, vector: ir.Value, distance: int) -> ir.Value:
         """The same numbers, each in the lane whose index differs by the bit `distance`."""
         return _shuffle(self.builder, vector, vector, [lane ^ distance for lane in range(self.lanes)])
 
-    def exp2(self, x: ir.Value) -> ir.Value:
-        """2 ** x for x <= 127, to a relative error below 3e-7; 0 below the normal range (as `exponential.exp2`)."""
+    def exp2(self, x: ir.Value, coefficients: Sequence[float] | np.ndarray = COEFFICIENTS) -> ir.Value:
+        """2 ** x for x <= 127, to a relative error below 3e-7; 0 below the normal range (as `exponential.exp2`).
+
+        coefficients: of a polynomial for 2 ** f, -1/2 <= f <= 1/2, from that of f ** 0 on; fewer are less exact.
+        """
         builder, words = self.builder, ir.VectorType(_WORD, self.lanes)
         x = self.maximum(self.constant(-127), x)
         # Adding 1.5 * 2 ** 23 rounds to an integer, which then stands in the low bits of the sum.
         magic = self.constant(1.5 * 2**23)
         shifted = builder.fadd(x, magic)
         f = builder.fsub(x, builder.fsub(shifted, magic))
-        power = self.constant(COEFFICIENTS[-1])
-        for coefficient in COEFFICIENTS[-2::-1]:
+        power = self.constant(coefficients[-1])
+        for coefficient in coefficients[-2::-1]:
             power = self.call("fmuladd", power, f, self.constant(coefficient))
         biased = builder.add(builder.bitcast(shifted, words), ir.Constant(words, [127] * self.lanes))
         scale = builder.bitcast(builder.shl(biased, ir.Constant(words, [23] * self.lanes)), self.type)

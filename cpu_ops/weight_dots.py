@@ -55,9 +55,7 @@ def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Val
     return call_intrinsic(builder, f"llvm.fma.v{TILE}f32", _FLOATS, a, b, c)
 
 
-def _add_dot(
-    builder: ir.IRBuilder, how: str, sums: ir.Value, codes: ir.Value, four: ir.Value, signed: bool
-) -> ir.Value:
+def add_dot(builder: ir.IRBuilder, how: str, sums: ir.Value, codes: ir.Value, four: ir.Value, signed: bool) -> ir.Value:
     """sums + the dot products of each row's four codes with the four activations in the int32 `four`."""
     if how == "vnni512":
         name = "llvm.x86.avx512.vpdpbusd.512"
@@ -165,7 +163,7 @@ def emit_tile(
                     dots = splat(builder, start)
                     for vector in range(part * per_part, (part + 1) * per_part):
                         four = load(builder, values, _I32, 4 * vector)
-                        dots = _add_dot(builder, how, dots, codes[vector], four, signed)
+                        dots = add_dot(builder, how, dots, codes[vector], four, signed)
                     factor = builder.fmul(scales[part], splat(builder, scale))
                     acc = _fma(builder, builder.sitofp(dots, _FLOATS), factor, acc)
                     if minimums:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from cpu_ops.code_masses import bytes_of_block
+from hetero_kv.store.key_codes import encode
 from hetero_kv.store.memory import untouched
-from hetero_kv.store.storage import FP16, FP32, Q4_0, StorageType
+from hetero_kv.store.storage import FP16, FP32, StorageType
 
-#: How `key_codes` are stored.
-CODES = Q4_0
 #: Arrays of a pool that tokens are written to, and those that are made of a block when its contents are final.
 WRITTEN = ("keys", "values", "key_offsets")
 DERIVED = (
@@ -40,8 +40,8 @@ class BlockPool:
         key_array, value_array, representative_array: the kernels' views of the same memory.
         value_means: [num_blocks, kv_heads, 1, representative_storage.elements(v_dim)]; None where nobody asked for
             them.
-        key_codes: [num_blocks, kv_heads, block_size, CODES.elements(k_dim)], how keys differ from their block's mean;
-            None where nobody asked for them.
+        key_codes: [num_blocks, kv_heads, 1, bytes_of_block] uint8, how keys differ from their block's mean
+            (`store.key_codes`); None where nobody asked for them.
         group_representatives, group_value_means: of groups of consecutive blocks of a sequence, as of blocks, where the
             last block of each group lies; None where nobody asked for them.
         value_mean_array, key_code_array, group_array, group_value_array: the kernels' views.
@@ -87,7 +87,9 @@ class BlockPool:
         if value_means:
             self.value_means, self.value_mean_array = _untouched((num_blocks, kv_heads, 1), v_dim, kind)
         if key_codes:
-            self.key_codes, self.key_code_array = _untouched((num_blocks, kv_heads, block_size), k_dim, CODES)
+            memory = untouched(num_blocks * kv_heads * bytes_of_block(block_size, k_dim))
+            self.key_code_array = memory.reshape(num_blocks, kv_heads, 1, -1)
+            self.key_codes = torch.from_numpy(self.key_code_array)
         self.group_representatives: torch.Tensor | None = None
         self.group_value_means: torch.Tensor | None = None
         self.group_array: np.ndarray | None = None
@@ -191,7 +193,7 @@ class BlockPool:
             self.value_means[ids] = self._represented(means)
         if self.key_codes is not None:
             means = self.representative_storage.decode(self.representatives[ids][:, :, :1]).float()
-            self.key_codes[ids] = CODES.encode(self.decoded_keys(ids).float() - means)
+            self.key_codes[ids] = encode(self.decoded_keys(ids).float() - means)
 
     def read(self, ids: np.ndarray, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the positions [start, stop) of a sequence in blocks `ids`, as the storages decode them.

@@ -167,13 +167,14 @@ def reference(problem, choice, most, *, shared=False, softcap=0.0, estimates=Tru
             likely[head][:, unseen] = weights[head][:, unseen] = masses[head][:, unseen] = -math.inf
         among = [own if allowed is None else [b for b in allowed if b in own] for own in entries]
         settled = choice, most, shared, window, group_masses.logsumexp(-1)
-        chosen = taken(likely, masses, among, choice.rerank, *settled)
-        if choice.rerank > 1:
+        # Candidates: nothing, what the representatives propose, or everything that may be scored.
+        chosen = entries if choice.rerank == 0 else taken(likely, masses, among, choice.rerank, *settled)
+        if choice.rerank != 1:
             looked = exact[:, :, inside].logsumexp(-1)
             for head in range(KV_HEADS):
                 at = chosen[0 if shared else head]
                 masses[head, :, at] = weights[head, :, at] = looked[head][:, at]
-            chosen = taken(masses, masses, chosen, 1, *settled)
+            chosen = taken(masses, masses, among if choice.rerank == 0 else chosen, 1, *settled)
         out, lse, attended = [], [], []
         parts = problem.values, problem.value_means
         values, means = (torch.from_numpy(part[problem.table[row]]).double() for part in parts)
@@ -209,7 +210,7 @@ def assert_same(problem, expected):
 choices = st.builds(
     Choice,
     reduce=st.sampled_from([SOFTMAX, LARGEST_SOFTMAX, MEAN, LARGEST]),
-    rerank=st.sampled_from([1, 1, 2]),
+    rerank=st.sampled_from([1, 1, 2, 0]),
     target=st.sampled_from([0.0, 0.5, 0.9, 0.99]),
     least=st.integers(0, 3),
     group_blocks=st.sampled_from([1, 2, 3]),

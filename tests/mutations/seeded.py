@@ -124,6 +124,20 @@ MUTATIONS = (
         "cpu_ops/estimated_masses.py",
         "total = logaddexp(total, elsewhere[row, head, query])",
         "total = logaddexp(total, np.float32(-np.inf))",
+        ("tests/cpu_ops/test_estimated_masses.py::test_shares_are_of_everything_that_receives_attention",),
+    ),
+    Mutation(
+        "coarse copies of keys are read as if their zero were 0",
+        "cpu_ops/code_masses.py",
+        "-np.int32(ZERO) * total",
+        "np.int32(0) * total",
+        ("tests/cpu_ops/test_code_masses.py::test_masses_are_those_of_scores_by_the_codes",),
+    ),
+    Mutation(
+        "of blocks whose scores are equal none reaches a target",
+        "cpu_ops/estimated_masses.py",
+        "                count = number_above(keys, found)\n                for block",
+        "                count, reached = number_above(keys, found), np.float32(2)\n                for block",
         (f"{_STEP}what_is_chosen_attended_to_and_estimated_is_the_references",),
     ),
     Mutation(

@@ -144,7 +144,7 @@ class RetrievalAttention(WindowedDecode):
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
         """Compile what decoding and short turns need, or load it from Numba's cache, before a token waits for it."""
         settings, dims = self.settings, (kv_heads, self.settings.block_size, k_dim, v_dim)
-        derived = Derived() if self.budget is None else Derived.of(settings).fitting(k_dim)
+        derived = Derived() if self.budget is None else Derived.of(settings)
         pool = BlockPool(
             1, *dims, settings.key_storage, settings.stored_representatives, False, *derived,
             value_storage=settings.value_storage, offset_keys=settings.offset_keys,
@@ -177,7 +177,7 @@ class RetrievalAttention(WindowedDecode):
         return kept | {"is_scored": self.budget is not None, "derived": list(derived)}
 
     def footprint(self, shape: KVShape) -> PagedFootprint:
-        derived = Derived() if self.budget is None else Derived.of(self.settings).fitting(shape.k_dim)
+        derived = Derived() if self.budget is None else Derived.of(self.settings)
         return PagedFootprint.of(shape, self.settings, self.accumulates, derived)
 
     def attended_tokens(self, length: int) -> float:

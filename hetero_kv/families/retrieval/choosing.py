@@ -7,7 +7,7 @@ from typing import NamedTuple
 from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
 from cpu_ops.estimating_step import Choice
 from hetero_kv.families.retrieval.settings import RetrievalSettings
-from hetero_kv.store.storage.ggml import GROUP
+from hetero_kv.store.key_codes import has_key_codes
 
 REDUCTIONS = {"mean": MEAN, "max": LARGEST, "softmax": SOFTMAX, "softmax_max": LARGEST_SOFTMAX}
 """`group_reduce` as `cpu_ops.chosen_blocks` calls it."""
@@ -28,13 +28,10 @@ class Derived(NamedTuple):
 
     @classmethod
     def of(cls, settings: RetrievalSettings) -> Derived:
-        """As settings ask for. Keys that are stored in few bits are scored as they are."""
+        """As settings ask for. Keys that are stored in few bits, and those of small blocks, are scored as they are."""
         is_coarse = settings.key_storage.for_representatives != settings.key_storage
-        return cls(settings.rest == "estimate", settings.rerank > 1 and not is_coarse, settings.group_blocks > 1)
-
-    def fitting(self, k_dim: int) -> Derived:
-        """Of keys of this dimension, which are scored as they are where the codes' groups do not fit it."""
-        return self._replace(key_codes=self.key_codes and k_dim % GROUP == 0)
+        has_codes = settings.rerank != 1 and not is_coarse and has_key_codes(settings.block_size)
+        return cls(settings.rest == "estimate", has_codes, settings.group_blocks > 1)
 
 
 NONE_DERIVED = Derived()
@@ -48,4 +45,5 @@ def choice_of(settings: RetrievalSettings) -> Choice | None:
     if is_plain and settings.representative_type != "MEANSTD" and settings.group_blocks == 1:
         return None
     groups = settings.group_blocks, settings.group_factor
-    return Choice(reduce, settings.rerank, target, settings.least_block_count, *groups)
+    rerank = 0 if settings.rerank == "all" else int(settings.rerank)
+    return Choice(reduce, rerank, target, settings.least_block_count, *groups)

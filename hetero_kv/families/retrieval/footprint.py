@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cpu_ops.code_masses import bytes_of_block
 from hetero_kv.adapter.footprint import BytesPerToken, Demand, LayerFootprint, Share, Term, register
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.settings import RetrievalSettings
-from hetero_kv.store.pool import CODES
 from hetero_kv.store.storage import FP16, StorageType
 
 WINDOWS = register(Term("windows", "Initial and Local of every layer"))
@@ -41,7 +41,7 @@ def bytes_per_token(
     of_block = representative_num * represented.bytes_per_vector(shape.k_dim)
     of_block += represented.bytes_per_vector(shape.v_dim) if derived.value_means else 0
     of_block *= 2 if derived.grouped else 1
-    of_block += block_size * CODES.bytes_per_vector(shape.k_dim) if derived.key_codes else 0
+    of_block += bytes_of_block(block_size, shape.k_dim) if derived.key_codes else 0
     of_keys = FP16.bytes_per_vector(shape.k_dim) if offset_keys else 0
     received = block_size * _ACCUMULATED_BYTES if accumulates else 0
     return BytesPerToken(

@@ -95,7 +95,7 @@ class RetrievalLayer(BufferedLayer):
         shape, layout = (kv_heads, k_dim, values.shape[-1]), self.layout
         pool = self.pool = self.cohort.store.pool(
             self.layer_idx, layout, *shape, self.key_storage, self.representative_num, layout.closes_alone,
-            *self.derived.fitting(k_dim), value_storage=self.value_storage, offset_keys=self.offset_keys,
+            *self.derived, value_storage=self.value_storage, offset_keys=self.offset_keys,
             representative_storage=self.representative_kind(k_dim, values.shape[-1]),
         )  # fmt: skip
         if self.window is None and _needs_window(keys.device):

@@ -76,7 +76,8 @@ class Reading(NamedTuple):
         read += inside * self.token + blocks * self.offset + taken.candidates * self.candidate
         read += (taken.scored + taken.groups) * self.representatives
         # Without representatives nothing is estimated of a block either.
-        left = taken.scored - taken.attended + taken.groups - taken.opened if taken.scored else 0
+        estimated = max(taken.scored, taken.candidates)
+        left = estimated - taken.attended + taken.groups - taken.opened if estimated else 0
         return read + left * self.value_mean
 
 

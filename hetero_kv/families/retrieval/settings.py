@@ -109,10 +109,10 @@ class RetrievalSettings(Settings):
         "Context blocks that are not attended to; estimate: each counts as one token of its mean key and mean value, "
         "with the weight of all its tokens",
     )
-    rerank: int = setting(
+    rerank: int | Literal["all"] = setting(
         1,
         "times the blocks to be attended to that representatives propose, and coarse scores of their keys choose from; "
-        "1: the representatives choose",
+        "1: the representatives choose; all: every block's keys are scored, and no representatives",
         minimum=1,
     )
     target_mass: float | Literal["none"] = setting(

@@ -1,0 +1,182 @@
+"""The attention that blocks receive by coarse copies of their keys (`cpu_ops.key_codes`).
+
+A score costs a fraction of what it does in float32, and blocks that follow each other are read at the pace of memory,
+so that all of them can be looked at.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.cpu_features import isa
+from cpu_ops.exponential import LN_2, LOG2_E, log2, row_softcap
+from cpu_ops.kernel_address import address_of
+from cpu_ops.key_codes import CHANNELS, TOKENS, ZERO, bytes_of_block, code_scores, mean_scores_of, row_masses
+from cpu_ops.parallel_region import REGION, arguments_at
+from cpu_ops.scratch import scratch
+from cpu_ops.simd import prefetch
+from cpu_ops.storage import STORAGE_TYPES, numbers_of, storage_of
+from cpu_ops.tiles import tiles_for
+from cpu_ops.weight_dots import dot_instruction
+
+_AHEAD = 4
+"""Of blocks, how many before its turn one is asked for."""
+_MOST_AT_ONCE = 2
+"""Blocks that share what is read of queries; more would need more registers than there are."""
+
+
+def region_for(
+    q: tuple[int, ...], codes: tuple[int, ...], means: tuple[int, ...], block_size: int, mean_dtype: np.dtype
+) -> int:
+    """The address of a region of `candidate_masses.arguments`, for arrays of these shapes.
+
+    codes: [num_blocks, kv_heads, 1, bytes_of_block]. Raises ValueError where they do not fit together.
+    """
+    kind = storage_of(mean_dtype)
+    if {codes[1], means[1]} != {q[1]} or means[3] * kind.group != q[3]:
+        raise ValueError(f"codes {codes} and means {means} do not fit q {q}: kv_heads and k_dim must be equal")
+    if block_size % TOKENS or codes[2:] != (1, bytes_of_block(block_size, q[3])):
+        raise ValueError(f"codes {codes} do not fit blocks of {block_size} tokens of {q[3]} channels")
+    return address_of(_region(isa(), dot_instruction(), kind.name, q[2], q[3], block_size))
+
+
+@njit(error_model="numpy")
+def _quantise(queries, factor, numbers, factors, zeros):
+    """Queries [group, k_dim] as int8, [group, padded channels], with what products are multiplied by and begin at."""
+    for g in range(queries.shape[0]):
+        largest = np.float32(0)
+        for d in range(queries.shape[1]):
+            largest = max(largest, abs(queries[g, d]))
+        inverse = np.float32(127) / largest if largest > 0 else np.float32(0)
+        total = np.int32(0)
+        for d in range(queries.shape[1]):
+            number = np.int8(np.rint(queries[g, d] * inverse))
+            numbers[g, d] = number
+            total += np.int32(number)
+        factors[g], zeros[g] = factor * largest / np.float32(127), -np.int32(ZERO) * total
+
+
+def _at_once(lanes: int, queries: int) -> int:
+    """Blocks whose scores of a tile of queries fill a vector, one number each: they share what is asked for."""
+    return min(_MOST_AT_ONCE, max(1, lanes // queries))
+
+
+@cache
+def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, block_size: int) -> Any:
+    lanes, full_tiles, tile_queries, rest_queries, *_ = tiles_for(instructions, group, block_size)
+    full_queries, steps = full_tiles * tile_queries, -(-k_dim // CHANNELS)
+    at_once = _at_once(lanes, tile_queries)
+    rows, rest_rows, tiles = at_once * tile_queries, at_once * rest_queries, full_tiles + (rest_queries > 0)
+    mean_units, code_bytes = STORAGE_TYPES[kind].units(k_dim), bytes_of_block(block_size, k_dim)
+    numbers = numbers_of(STORAGE_TYPES["q8_0"], STORAGE_TYPES[kind])
+    code_version = CODE_VERSION
+
+    @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def score(thread, threads, arguments):
+        q, codes, means, table, positions, scale, softcap, weights, masses = arguments_at(
+            "candidates", numbers, arguments
+        )
+        kv_heads, lists = q.shape[1], positions.shape[1]
+        everything, same = positions.shape[2] == 0, weights.ctypes.data == masses.ctypes.data
+        places = table.shape[1] if everything else positions.shape[2]
+        factor = np.float32(scale / softcap) if softcap > 0 else np.float32(scale * LOG2_E)
+        scaled_q, scores = scratch(group, k_dim), scratch(rows, block_size)
+        quantised = np.zeros((group, steps * CHANNELS), np.int8)
+        words = quantised.view(np.int32)
+        factors, zeros = np.empty(group, np.float32), np.empty(group, np.int32)
+        of_means, most, totals = scratch(tiles, 2 * lanes), scratch(tiles, 2 * lanes), scratch(tiles, 2 * lanes)
+        wanted, now = _number_of(positions, q.shape[0] * kv_heads, kv_heads, places), np.zeros(at_once, np.int64)
+        in_means, in_codes = np.empty(at_once, np.int64), np.empty(at_once, np.int64)
+        first, last = wanted * thread // threads, wanted * (thread + 1) // threads
+        number: Any = np.int64(0)
+        for index in range(q.shape[0] * kv_heads):
+            row, head = index // kv_heads, index % kv_heads
+            own, start, stop = min(head, lists - 1), np.int64(0), np.int64(places)
+            if everything:
+                start, stop = max(first - number, start), min(last - number, stop)
+                number += places
+            if start >= stop:
+                continue
+            for g in range(group):
+                for d in range(k_dim):
+                    scaled_q[g, d] = q[row, head, g, d] * factor
+            _quantise(q[row, head], factor, quantised, factors, zeros)
+            count: Any = 0
+            for place in range(start, stop):
+                position = place if everything else np.int64(positions[row, own, place])
+                if not everything:
+                    number += position >= 0
+                    if position < 0 or number <= first or number > last:
+                        position = np.int64(-1)
+                if position >= 0:
+                    now[count] = position
+                    count += 1
+                    following = min(place + _AHEAD, stop - 1)
+                    ahead: Any = following if everything else np.int64(positions[row, own, following])
+                    if ahead >= 0:
+                        there = np.int64(table[row, ahead]) * kv_heads + head
+                        prefetch(codes, there * code_bytes, code_bytes)
+                        prefetch(means, there * (means.shape[2] * mean_units), mean_units)
+                if count < at_once and (place < stop - 1 or count == 0):
+                    continue
+                # Where the last are fewer, the first stands in for what is missing.
+                for each in range(at_once):
+                    block = np.int64(table[row, now[each if each < count else 0]]) * kv_heads + head
+                    in_means[each], in_codes[each] = block * (means.shape[2] * mean_units), block * code_bytes
+                for tile in range(full_tiles):
+                    g = tile * tile_queries
+                    mean_scores_of(
+                        lanes, kind, k_dim, tile_queries, at_once, scaled_q, g * k_dim, means, in_means,
+                        of_means, tile * 2 * lanes,
+                    )  # fmt: skip
+                    code_scores(
+                        how, steps, tile_queries, block_size, at_once, codes, in_codes, words, g * (2 * steps),
+                        factors, zeros, g, of_means, tile * 2 * lanes, scores,
+                    )  # fmt: skip
+                    if softcap > 0:
+                        row_softcap(scores.reshape(1, scores.size), 0, rows * block_size, np.float32(softcap) * LOG2_E)
+                    row_masses(lanes, rows, block_size, scores, most, totals, tile * 2 * lanes)
+                if rest_queries > 0:
+                    at = full_tiles * 2 * lanes
+                    mean_scores_of(
+                        lanes, kind, k_dim, rest_queries, at_once, scaled_q, full_queries * k_dim, means, in_means,
+                        of_means, at,
+                    )  # fmt: skip
+                    code_scores(
+                        how, steps, rest_queries, block_size, at_once, codes, in_codes, words,
+                        full_queries * (2 * steps), factors, zeros, full_queries, of_means, at, scores,
+                    )  # fmt: skip
+                    if softcap > 0:
+                        row_softcap(
+                            scores.reshape(1, scores.size), 0, rest_rows * block_size, np.float32(softcap) * LOG2_E
+                        )
+                    row_masses(lanes, rest_rows, block_size, scores, most, totals, at)
+                for tile in range(tiles):
+                    for lane in range(rows):
+                        totals[tile, lane] = (most[tile, lane] + log2(totals[tile, lane])) * LN_2
+                    of_tile = tile_queries if tile < full_tiles else rest_queries
+                    for block in range(count):
+                        for lane in range(of_tile):
+                            mass = totals[tile, block * of_tile + lane]
+                            weights[row, head, tile * tile_queries + lane, now[block]] = mass
+                            if not same:
+                                masses[row, head, tile * tile_queries + lane, now[block]] = mass
+                count = 0
+        return np.int64(0 * code_version)
+
+    return score
+
+
+@njit
+def _number_of(positions, each, kv_heads, places):
+    """How many candidates there are, of `each` lists."""
+    if positions.shape[2] == 0:
+        return np.int64(each * places)
+    found, lists = np.int64(0), positions.shape[1]
+    for index in range(each):
+        for place in range(places):
+            found += positions[index // kv_heads, min(index % kv_heads, lists - 1), place] >= 0
+    return found

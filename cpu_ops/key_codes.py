@@ -1,0 +1,174 @@
+"""Coarse copies of keys, four bits a number: how they lie, and their scores by int8 dot products, as LLVM vector code.
+
+A block's keys are kept as they differ from their mean, a token's numbers scaled by its largest. Sixteen tokens are a
+tile, whose codes lie as the dot products take them: eight channels of all its tokens fill a vector, one token behind
+the other, four of its channels in the low halves of bytes and four in the high ones. Behind a block's codes lie the
+tokens' scales. Queries are quantised to int8.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from cpu_ops.exponential import COARSE_COEFFICIENTS
+from cpu_ops.storage import STORAGE_TYPES
+from cpu_ops.vectors import Vectors, array_pointer, byte_pointer, integer, offset
+from cpu_ops.weight_codes import call_intrinsic, load, splat
+from cpu_ops.weight_dots import add_dot
+
+TOKENS, CHANNELS = 16, 8
+"""Of a tile, and those of each that a vector of codes holds."""
+ZERO = 8
+"""The code of 0."""
+_SCALE_BYTES = 2
+"""A token's scale, in half precision."""
+_BYTES, _WORDS = ir.VectorType(ir.IntType(8), 4 * TOKENS), ir.VectorType(ir.IntType(32), TOKENS)
+_FLOATS, _HALVES = ir.VectorType(ir.FloatType(), TOKENS), ir.VectorType(ir.HalfType(), TOKENS)
+
+
+def bytes_of_block(block_size: int, k_dim: int) -> int:
+    """What the copies of a block's keys take, of one kv head."""
+    return block_size * (-(-k_dim // CHANNELS) * CHANNELS // 2 + _SCALE_BYTES)
+
+
+def _pointers(
+    context: Any, builder: ir.IRBuilder, kind: Any, array: ir.Value, places_kind: Any, places: ir.Value, count: int
+) -> list[ir.Value]:
+    """The addresses of an array's elements at `places`."""
+    where = [array_pointer(context, builder, places_kind, places, integer(each)) for each in range(count)]
+    return [array_pointer(context, builder, kind, array, builder.load(each)) for each in where]
+
+
+@intrinsic(prefer_literal=True)
+def mean_scores_of(typingctx, lanes, storage, dim, queries, blocks, q, q_at, means, places, found, f_at):
+    """Products of a tile of queries with the means of blocks: found[f_at + block * queries + g], in whole vectors.
+
+    places: [blocks] int64, where in `means` each block's lies.
+    """
+    width, name, size, rows, number = (each.literal_value for each in (lanes, storage, dim, queries, blocks))
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        v = Vectors(builder, width)
+        asking = array_pointer(context, builder, q, arguments[5], arguments[6])
+        kind = STORAGE_TYPES[name]
+        parts = [v.zero] * (rows * number)
+        pointers = _pointers(context, builder, means, arguments[7], places, arguments[8], number)
+        for start in range(0, size, width):
+            lanes_left, within = min(width, size - start), start % kind.group
+            stored = [
+                v.load(offset(builder, pointer, kind.units(start)), lanes_left, name, within) for pointer in pointers
+            ]
+            for g in range(rows):
+                query = v.load(offset(builder, asking, g * size + start), lanes_left)
+                for block, numbers in enumerate(stored):
+                    cell = block * rows + g
+                    parts[cell] = v.call("fmuladd", query, numbers, parts[cell])
+        v.store(v.lane_sums(parts), array_pointer(context, builder, found, arguments[9], arguments[10]))
+        return context.get_dummy_value()
+
+    at = types.int64
+    return types.none(lanes, storage, dim, queries, blocks, q, at, means, places, found, at), codegen
+
+
+@intrinsic(prefer_literal=True)
+def code_scores(
+    typingctx, how, steps, queries, tokens, blocks, codes, places, x, x_at, factors, zeros, g_at, shifts, s_at, scores
+):
+    """The scores of blocks' tokens: scores[(block * queries + g) * tokens + t] = factors[g] * scale * product + shift.
+
+    places: [blocks] int64, where in `codes` each block's lie. x: [group, steps, 2] int32, four numbers of int8 each,
+    from x_at on. zeros: [group] int32, what products begin at. factors: [group] float32; of both the query heads from
+    g_at on. shifts: float32, shifts[s_at + block * queries + g].
+    """
+    instruction = how.literal_value
+    count, rows, size, at_once = (each.literal_value for each in (steps, queries, tokens, blocks))
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        def at(array: Any, given: int, place: ir.Value) -> ir.Value:
+            return array_pointer(context, builder, array, arguments[given], place)
+
+        pointers = [
+            byte_pointer(builder, each)
+            for each in _pointers(context, builder, codes, arguments[5], places, arguments[6], at_once)
+        ]
+        numbers, target = at(x, 7, arguments[8]), at(scores, 14, integer(0))
+        factor, zero = at(factors, 9, arguments[11]), at(zeros, 10, arguments[11])
+        shift = at(shifts, 12, arguments[13])
+        low, four_bits = ir.Constant(_BYTES, [15] * _BYTES.count), ir.Constant(_BYTES, [4] * _BYTES.count)
+
+        def number(array: ir.Value, place: int) -> ir.Value:
+            return splat(builder, builder.load(builder.gep(array, [integer(place)])))
+
+        for tile in range(size // TOKENS):
+            beginning = [number(zero, g) for g in range(rows)]
+            products = [[cgutils.alloca_once_value(builder, each) for each in beginning] for _ in pointers]
+            with cgutils.for_range(builder, integer(count)) as loop:
+                vector = builder.add(loop.index, integer(tile * count))
+                place = builder.mul(vector, integer(_BYTES.count))
+                both = [load(builder, builder.gep(pointer, [place]), _BYTES) for pointer in pointers]
+                halves = (
+                    [builder.and_(each, low) for each in both],
+                    [builder.lshr(each, four_bits) for each in both],
+                )
+                for half, parts in enumerate(halves):
+                    for g in range(rows):
+                        index = builder.add(builder.mul(loop.index, integer(2)), integer(g * 2 * count + half))
+                        four = builder.load(builder.gep(numbers, [index]))
+                        for part, sums in zip(parts, products, strict=True):
+                            product = add_dot(builder, instruction, builder.load(sums[g]), part, four, False)
+                            builder.store(product, sums[g])
+            for block, (pointer, sums) in enumerate(zip(pointers, products, strict=True)):
+                scale_at = size // TOKENS * count * _BYTES.count + tile * TOKENS * _SCALE_BYTES
+                scales = builder.fpext(load(builder, pointer, _HALVES, scale_at), _FLOATS)
+                for g in range(rows):
+                    found = builder.sitofp(builder.load(sums[g]), _FLOATS)
+                    by = builder.fmul(scales, number(factor, g))
+                    found = call_intrinsic(
+                        builder, f"llvm.fma.v{TOKENS}f32", _FLOATS, by, found, number(shift, block * rows + g)
+                    )
+                    place = offset(builder, target, (block * rows + g) * size + tile * TOKENS)
+                    builder.store(found, builder.bitcast(place, _FLOATS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    at = types.int64
+    return types.none(
+        how, steps, queries, tokens, blocks, codes, places, x, at, factors, zeros, at, shifts, at, scores
+    ), codegen
+
+
+@intrinsic(prefer_literal=True)
+def row_masses(typingctx, lanes, rows, tokens, scores, most, totals, m_at):
+    """Of `rows` rows of `tokens` scores the largest, and the sum of 2 ** (score - largest), to `most` and `totals`.
+
+    Whole vectors are written, of which the first `rows` numbers count.
+    """
+    width, count, size = (each.literal_value for each in (lanes, rows, tokens))
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        v = Vectors(builder, width)
+        pointer = array_pointer(context, builder, scores, arguments[3], integer(0))
+        of_rows = [
+            [v.load(offset(builder, pointer, g * size + t)) for t in range(0, size, width)] for g in range(count)
+        ]
+        largest = v.lane_maxima([_joined(v.maximum, row) for row in of_rows])
+        sums = []
+        for g, row in enumerate(of_rows):
+            shift = v.lane_everywhere(largest, g)
+            powers = [v.exp2(builder.fsub(vector, shift), COARSE_COEFFICIENTS) for vector in row]
+            sums.append(_joined(builder.fadd, powers))
+        v.store(largest, array_pointer(context, builder, most, arguments[4], arguments[6]))
+        v.store(v.lane_sums(sums), array_pointer(context, builder, totals, arguments[5], arguments[6]))
+        return context.get_dummy_value()
+
+    at = types.int64
+    return types.none(lanes, rows, tokens, scores, most, totals, at), codegen
+
+
+def _joined(join: Callable[[ir.Value, ir.Value], ir.Value], vectors: list[ir.Value]) -> ir.Value:
+    found = vectors[0]
+    for vector in vectors[1:]:
+        found = join(found, vector)
+    return found
