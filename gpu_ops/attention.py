@@ -1,8 +1,8 @@
 """Dense attention that also returns the log-sum-exp, on any device, from the best kernel that can.
 
-Torch's flash kernels are used where they apply; score soft-capping, which none of them knows, goes through
-`tiled_attention`, which is plain torch and defines the result. Prompts in bfloat16 on a CPU that multiplies it go
-through `cpu_ops.prompt_attention`.
+`tiled_attention` is plain torch and defines the result. On a CPU torch's flash kernel computes it, and prompts in
+bfloat16, where the CPU multiplies that, `cpu_ops.prompt_attention`; on a GPU the kernel that
+`gpu_ops.attention_backend` chooses.
 """
 
 from __future__ import annotations
@@ -12,77 +12,17 @@ import torch
 from cpu_ops import prompt_attention
 from cpu_ops.prompt_attention import attend_prompt, attends_in_bfloat16
 from cpu_ops.threads import at_most
-from gpu_ops.merge import merge_attention
+from gpu_ops import flash_attn_package
+from gpu_ops.attention_backend import AttentionKernel, kernel_for
+from gpu_ops.flash import flash_attention
+from gpu_ops.merge import apply_sink, merge_attention
+from gpu_ops.tiled_attention import tiled_attention
 
 _TILE = 256
-_KEY_TILE = 4096
 # Queries from which on a kernel that lays out all keys anew is worth it.
 _LEAST_QUERIES = 32
 # Looked up once: a decoded token calls it in every layer.
 _CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-def tiled_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    softcap: float | None = None,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention in float32, a tile of queries and a tile of keys at a time.
-
-    Args:
-        q: [batch, heads, n, k_dim].
-        k: [batch, heads, m, k_dim].
-        v: [batch, heads, m, v_dim].
-        scale: factor of the scores before softcap and softmax.
-        softcap: c > 0 turns a score s into c·tanh(s/c) (Gemma 2).
-        mask: [n, m] bool, True where a query sees a key; every query sees at least one.
-        causal: query i sees keys 0..i (n equals m).
-
-    Returns (out [batch, heads, n, v_dim] in q's dtype, lse [batch, heads, n] float32).
-    """
-    out = q.new_empty(*q.shape[:3], v.shape[-1])
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    for start in range(0, q.shape[2], _TILE):
-        rows = slice(start, min(start + _TILE, q.shape[2]))
-        out[:, :, rows], lse[:, :, rows] = _tile_of_queries(q[:, :, rows], k, v, rows, scale, softcap, mask, causal)
-    return out, lse
-
-
-def _tile_of_queries(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rows: slice,
-    scale: float,
-    softcap: float | None,
-    mask: torch.Tensor | None,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`tiled_attention` for the queries at `rows`, over a tile of keys at a time."""
-    scaled = q.float() * scale
-    out = torch.zeros(*q.shape[:3], v.shape[-1], device=q.device)
-    lse = torch.full(q.shape[:3], float("-inf"), device=q.device)
-    length = rows.stop if causal else k.shape[2]
-    for start in range(0, length, _KEY_TILE):
-        columns = slice(start, min(start + _KEY_TILE, length))
-        scores = scaled @ k[:, :, columns].float().transpose(-1, -2)
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        if causal:
-            positions = torch.arange(columns.start, columns.stop, device=q.device)
-            queries = torch.arange(rows.start, rows.stop, device=q.device)
-            scores.masked_fill_(positions[None, :] > queries[:, None], float("-inf"))
-        if mask is not None:
-            scores.masked_fill_(~mask[rows, columns], float("-inf"))
-        part_lse = torch.logsumexp(scores, dim=-1)
-        base = part_lse.masked_fill(torch.isneginf(part_lse), 0.0)
-        part = torch.exp(scores - base[..., None]) @ v[:, :, columns].float()
-        out, lse = merge_attention(out, lse, part, part_lse)
-    return out.to(q.dtype), lse
 
 
 def attention_with_lse(
@@ -94,30 +34,40 @@ def attention_with_lse(
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `tiled_attention`, from torch's flash kernel where it applies."""
-    if softcap:
+    """As `tiled_attention`, from a flash kernel where one applies."""
+    if q.is_cuda:
+        return _on_gpu(q, k, v, scale, softcap, mask, causal)
+    if softcap or q.device.type != "cpu":
         return tiled_attention(q, k, v, scale, softcap, mask, causal)
-    # Flash kernels want equal head dims, on CUDA multiples of 8.
-    v_dim, dim = v.shape[-1], -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
-    if not q.shape[-1] == v_dim == dim:
-        q, k, v = (_padded(t, dim) for t in (q, k, v))
-    aten = torch.ops.aten
-    if q.device.type == "cpu":
-        bias = None
-        if mask is not None:
-            bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
-        out, lse = _CPU_FLASH(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-    elif mask is None and dim <= 256 and _has_cuda_flash(q):
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    v_dim = v.shape[-1]
+    q, k, v = _of_one_dim(q, k, v)
+    bias = None
+    if mask is not None:
+        bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+    out, lse = _CPU_FLASH(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    return out if v_dim == v.shape[-1] else out[..., :v_dim], lse
+
+
+def _on_gpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, softcap: float | None, mask: torch.Tensor | None,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`attention_with_lse` on CUDA."""
+    kernel = kernel_for(q, k, v, is_plain=not softcap) if mask is None else AttentionKernel.TILES
+    if kernel is AttentionKernel.TILES:
+        return tiled_attention(q, k, v, scale, softcap, mask, causal)
+    if kernel is AttentionKernel.TRITON:
+        all_of_them, none = (k, v), (k[:, :, :0], v[:, :, :0])
+        past, own = (none, all_of_them) if causal else (all_of_them, none)
+        return flash_attention(q, *past, *own, scale, softcap)
+    v_dim = v.shape[-1]
+    q, k, v = _of_one_dim(q, k, v)
+    if kernel is AttentionKernel.FLASH_ATTN:
+        out, lse = flash_attn_package.attention(q, k, v, scale, softcap, causal=causal)
     else:
-        out, lse = tiled_attention(q, k, v, scale, None, mask, causal)
-    return out if v_dim == dim else out[..., :v_dim], lse[..., : q.shape[2]]
-
-
-def _has_cuda_flash(q: torch.Tensor) -> bool:
-    """Whether torch's CUDA flash kernel takes this tensor: half precision, on Ampere or later."""
-    is_half = q.dtype in (torch.float16, torch.bfloat16)
-    return q.device.type == "cuda" and is_half and torch.cuda.get_device_capability(q.device) >= (8, 0)
+        aten = torch.ops.aten
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return out if v_dim == v.shape[-1] else out[..., :v_dim], lse[..., : q.shape[2]]
 
 
 def chunk_attention(
@@ -128,14 +78,18 @@ def chunk_attention(
     v: torch.Tensor,
     scale: float,
     softcap: float | None = None,
+    sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact causal attention of a chunk: to its past without a mask, to itself with one, merged by log-sum-exp.
+
+    Triton's kernel does it in one pass, the sink included.
 
     Args:
         q: [batch, kv_heads * group, n, k_dim].
         past_k, past_v: [batch, kv_heads, past, dim], the keys and values before the chunk; past may be 0.
         k, v: [batch, kv_heads, n, dim], the chunk's own.
         scale, softcap: as in `tiled_attention`.
+        sink: [kv_heads * group], scores of learned sinks (`gpu_ops.merge.apply_sink`).
 
     Returns (out [batch, kv_heads * group, n, v_dim], lse [batch, kv_heads * group, n] float32).
     """
@@ -143,24 +97,34 @@ def chunk_attention(
     kv_heads, past = past_k.shape[1], past_k.shape[2]
     group = heads // kv_heads
     if _is_natively_bfloat16(q, v):
-        return _natively(q, past_k, past_v, k, v, scale, softcap)
+        return _with_sink(*_natively(q, past_k, past_v, k, v, scale, softcap), sink)
+    if q.is_cuda and kernel_for(q, k, v, is_plain=not softcap) is AttentionKernel.TRITON:
+        return flash_attention(q, past_k, past_v, k, v, scale, softcap, sink=sink)
     out, lse = attention_with_lse(q, _repeated(k, group), _repeated(v, group), scale, softcap, causal=True)
     if past == 0:
-        return out, lse
+        return _with_sink(out, lse, sink)
     # Without a mask the group's queries are just more queries of the kv head: the past is not repeated.
     folded = q.reshape(batch, kv_heads, group * n, q.shape[-1])
     past_out, past_lse = attention_with_lse(folded, past_k, past_v, scale, softcap)
-    return merge_attention(out, lse, past_out.reshape(batch, heads, n, -1), past_lse.reshape(batch, heads, n))
+    out, lse = merge_attention(out, lse, past_out.reshape(batch, heads, n, -1), past_lse.reshape(batch, heads, n))
+    return _with_sink(out, lse, sink)
 
 
 def sliding_window_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float, softcap: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int,
+    scale: float,
+    softcap: float | None = None,
+    sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention in which a query sees the last `window` keys, itself included.
 
     Args:
         q: [batch, kv_heads * group, n, k_dim], the last n of the m positions.
         k, v: [batch, kv_heads, m, dim].
+        sink: as in `chunk_attention`.
 
     Returns (out [batch, kv_heads * group, n, v_dim], lse [batch, kv_heads * group, n] float32).
     """
@@ -171,10 +135,30 @@ def sliding_window_attention(
         seen = slice(max(0, m - window), m)
         folded = q.reshape(batch, kv_heads, group, k_dim)
         out, lse = attention_with_lse(folded, k[:, :, seen], v[:, :, seen], scale, softcap)
-        return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
+        return _with_sink(out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1), sink)
+    past = slice(max(0, m - n - window + 1), m - n)
+    parts = k[:, :, past], v[:, :, past], k[:, :, m - n :], v[:, :, m - n :]
     if _is_natively_bfloat16(q, v):
-        past = slice(max(0, m - n - window + 1), m - n)
-        return _natively(q, k[:, :, past], v[:, :, past], k[:, :, m - n :], v[:, :, m - n :], scale, softcap, window)
+        return _with_sink(*_natively(q, *parts, scale, softcap, window), sink)
+    if q.is_cuda:
+        hides = m > window
+        kernel = kernel_for(q, k, v, is_plain=not (softcap or hides))
+        if kernel is AttentionKernel.TRITON:
+            return flash_attention(q, *parts, scale, softcap, window if hides else None, sink)
+        if not hides:
+            return chunk_attention(q, *parts, scale, softcap, sink)
+        if kernel is AttentionKernel.FLASH_ATTN:
+            padded = _of_one_dim(q, k[:, :, past.start :], v[:, :, past.start :])
+            out, lse = flash_attn_package.attention(*padded, scale, softcap, window)
+            return _with_sink(out[..., : v.shape[-1]], lse, sink)
+    return _with_sink(*_masked_by_tiles(q, k, v, window, scale, softcap), sink)
+
+
+def _masked_by_tiles(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float, softcap: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sliding_window_attention` without sinks, a tile of queries at a time, each with a mask."""
+    n, m, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     tile = max(_TILE, min(window, 1024))
     outs, lses = [], []
     for start in range(0, n, tile):
@@ -224,6 +208,17 @@ def _repeated(t: torch.Tensor, group: int) -> torch.Tensor:
     return t if group == 1 else t.repeat_interleave(group, dim=1)
 
 
-def _padded(t: torch.Tensor, dim: int) -> torch.Tensor:
-    """`t` with zero channels up to `dim`: scores and outputs stay the same, and flash kernels want equal dims."""
-    return t if t.shape[-1] == dim else torch.nn.functional.pad(t, (0, dim - t.shape[-1]))
+def _with_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    return (out, lse) if sink is None else apply_sink(out, lse, sink)
+
+
+def _of_one_dim(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values with zero channels up to one head dim: scores and outputs stay the same.
+
+    Flash kernels want equal dims, on CUDA multiples of 8.
+    """
+    dim = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
+    if q.shape[-1] == v.shape[-1] == dim:
+        return q, k, v
+    q, k, v = (torch.nn.functional.pad(t, (0, dim - t.shape[-1])) for t in (q, k, v))
+    return q, k, v

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from gpu_ops.kernel_choice import runs_triton
+
 # Scores that are held at once: a tile of queries times a tile of keys, per head. A CPU has them in its caches. On a
 # GPU, where a launch is as dear as many scores, the tile grows with the chunk, as the chunk's activations do.
 _QUERIES = 128
 _KEYS = 512
 _QUERIES_ON_GPU = 1024
 _KEYS_PER_QUERY_ON_GPU = 256
+# What Triton's kernel takes.
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LARGEST_HEAD = 256
 
 
 def column_sums(
@@ -24,6 +29,8 @@ def column_sums(
     past: int | None = None,
 ) -> torch.Tensor:
     """The column sums of a chunk's rows of the attention matrix, of which only a tile at a time is computed.
+
+    On CUDA one launch of a Triton kernel, where Triton runs and the head dim is at most 256.
 
     A row's log-sum-exp is final once its query has seen all its keys, so that sums over the chunks of a prompt add up
     to the exact sums over the whole matrix.
@@ -43,9 +50,30 @@ def column_sums(
 
     Returns [batch, kv_heads, group or 1 with group_max, length] float32.
     """
+    past = keys.shape[2] - q.shape[2] if past is None else past
+    if q.dtype in _TYPES and keys.dtype in _TYPES and q.shape[3] <= _LARGEST_HEAD and runs_triton(q):
+        from gpu_ops.triton_kernels import column_sums as kernel
+
+        with torch.cuda.device(q.device):
+            return kernel.column_sums(q, lse, keys, scale, softcap, weights, squared, group_max, past)
+    return column_sums_in_torch(q, lse, keys, scale, softcap, weights, squared, group_max, past)
+
+
+def column_sums_in_torch(
+    q: torch.Tensor,
+    lse: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    weights: torch.Tensor | None,
+    squared: bool,
+    group_max: bool,
+    past: int,
+) -> torch.Tensor:
+    """As `column_sums`, which it defines, on any device."""
     batch, heads, n, k_dim = q.shape
     kv_heads, length = keys.shape[1], keys.shape[2]
-    group, past = heads // kv_heads, length - n if past is None else past
+    group = heads // kv_heads
     sums = torch.zeros(batch, kv_heads, 1 if group_max else group, length, dtype=torch.float32, device=q.device)
     height, width = _tile(n, q.device)
     for start in range(0, n, height):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gpu_ops.attention_backend import AttentionBackend, attending_by
 from hetero_kv.adapter.model_call import ModelCall, Signature, joined_rows
 from hetero_kv.adapter.padding import tokens_per_row
 from hetero_kv.adapter.strides import run_strided
@@ -25,11 +26,12 @@ from hetero_kv.errors import UnsupportedModelError, is_out_of_memory
 _RECORDED = ("output_hidden_states", "output_attentions")
 
 
-def guarded(model: Any, *, has_head: bool) -> Callable[..., Any]:
+def guarded(model: Any, *, has_head: bool, backend: AttentionBackend) -> Callable[..., Any]:
     """`model.forward` with the guard around it.
 
     Args:
         model: the module that walks through the layers; or, with `has_head`, the whole model around it.
+        backend: what is to compute attention on a GPU.
 
     Raises, when called with a HeteroCache:
         CacheFullError: the new tokens do not fit into every layer.
@@ -52,7 +54,7 @@ def guarded(model: Any, *, has_head: bool) -> Callable[..., Any]:
         whole = signature if has_head else reentrant
         call = signature.call(args, kwargs)
         try:
-            with undo_on_error(cache), torch.no_grad():
+            with undo_on_error(cache), torch.no_grad(), attending_by(backend):
                 return _outermost(call, whole, cache, has_head)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):

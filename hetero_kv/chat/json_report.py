@@ -26,6 +26,7 @@ def json_report(session: ChatSession, answer: Answer) -> dict[str, Any]:
         "config": session.rules_name,
         "weight_bytes": session.weights.size,
         "weight_types": session.weights.in_short,
+        "attention_backend": _attention_backend(session),
         **{name: value for name, value in asdict(statistics).items() if name != "of_layers"},
         **dict.fromkeys(layer_statistics()),
         **statistics.of_layers,
@@ -33,3 +34,9 @@ def json_report(session: ChatSession, answer: Answer) -> dict[str, Any]:
         "decode_tokens_per_s": statistics.decode_tokens_per_s,
         "settings": session.settings_in_force(),
     }
+
+
+def _attention_backend(session: ChatSession) -> str | None:
+    """What has computed dense attention on a GPU; None on a CPU, and for an untouched model."""
+    used = session.injection.attention.used if session.injection else ()
+    return ", ".join(sorted(kernel.value for kernel in used)) or None

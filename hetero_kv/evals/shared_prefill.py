@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from gpu_ops.attention import chunk_attention
-from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
@@ -74,9 +73,7 @@ class RecordingAttention(AttentionOperator):
         if layer.observation is None:
             layer.observation = Observation(self.settings.observed(None))
         past_k, past_v = layer.extend(call.k, call.v)
-        out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap)
-        if call.sink is not None:
-            out, lse = apply_sink(out, lse, call.sink)
+        out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
         layer.observation.watch(call.q, lse, call.scale, call.softcap)
         return out
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from gpu_ops.attention import compile_for_prompts
+from gpu_ops.attention_backend import AttentionBackend, missing
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.guard import guarded
@@ -30,7 +31,7 @@ from hetero_kv.planning.ran_out import ran_out_of_memory
 from hetero_kv.rules.rule_file import load_rules, nearest_module_paths
 from hetero_kv.rules.rule_set import Rule, RuleSet
 from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.settings.setting import Settings
+from hetero_kv.settings.setting import SettingError, Settings
 
 
 class InjectionError(HeteroKVError):
@@ -47,6 +48,7 @@ class Injection:
         rules: module path -> the rule that put its operator there.
         sources: module path -> the source of each of its operator's settings; "" -> of the engine's.
         configs: the modules whose config was replaced by a copy, with the original.
+        attention: what is to compute attention on a GPU, and what has.
     """
 
     model: PreTrainedModel
@@ -55,6 +57,7 @@ class Injection:
     rules: dict[str, Rule] = field(default_factory=dict)
     sources: dict[str, dict[str, str]] = field(default_factory=dict)
     configs: list[tuple[Any, Any]] = field(default_factory=list)
+    attention: AttentionBackend = field(default_factory=AttentionBackend)
 
     def report(self) -> dict[str, tuple[str, Settings | None]]:
         """Module path -> (operator's name, its settings)."""
@@ -179,7 +182,10 @@ def inject(
                 f"{rule.title}: the weights of {path} stay packed beneath all rules; leave weights auto, or have the "
                 "model unpacked (hetero-kv eval --unpacked)"
             )
-    injection = Injection(model, engine.settings)
+    asked = engine.settings.attention_backend
+    if lacking := missing(asked):
+        raise SettingError("attention_backend", asked, lacking)
+    injection = Injection(model, engine.settings, attention=AttentionBackend(asked))
     injection.sources = {"": engine.sources, **{path: settings[path].sources for path in plan}}
     try:
         # The deepest modules first, so that every path is still the model's own when its turn comes.
@@ -259,10 +265,10 @@ def _guard(injection: Injection) -> None:
     """Guard the forward of the modules that build masks, and let them build none."""
     for holder, config in injection.configs:
         holder.config = bridge.with_implementation(config)
-        holder.forward = guarded(holder, has_head=False)
+        holder.forward = guarded(holder, has_head=False, backend=injection.attention)
     # With the head: what fails behind the layers is undone as well, and policies may ask for logits.
     if all(injection.model is not holder for holder, _ in injection.configs):
-        injection.model.forward = guarded(injection.model, has_head=True)
+        injection.model.forward = guarded(injection.model, has_head=True, backend=injection.attention)
 
 
 def _take_out(model: nn.Module, injection: Injection) -> None:

@@ -25,7 +25,12 @@ class EngineSettings(Settings):
         minimum=1,
         aliases=("cpu_infer",),
     )
-
+    attention_backend: str = setting(
+        "auto",
+        "what computes dense attention on a GPU: torch's flash kernel, the package flash-attn, Triton, or torch alone; "
+        "auto: torch's flash kernel, and the next of them that computes it for soft-capping, windows and float32",
+        choices=("auto", "flash_attn", "triton", "torch"),
+    )
     measure_recall: bool = setting(
         False, "measure the share of the full attention mass that the attended blocks cover (slow)"
     )

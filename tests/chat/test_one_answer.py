@@ -107,6 +107,8 @@ def test_the_weights_are_told_in_bytes_and_types(chat: Chat):
     model = load_model(str(chat.folder), dtype="float32").model
     assert report["weight_bytes"] == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     assert report["weight_types"] == "float32"
+    # Of a CPU there is nothing to choose.
+    assert report["attention_backend"] is None
     quantised = chat.json("--prompt", QUESTION, "--weights", "q8_0")
     # The layers' rows of 48 numbers are no whole blocks.
     assert quantised["weight_types"] == "Q8_0, float32"

@@ -7,9 +7,9 @@ import torch
 from cpu_ops.chunk_slots import KeyFactorArrays, hold_chunks
 from cpu_ops.landmark_choice import best_chunks
 from cpu_ops.two_range_attention import TokenRange, attend_ranges
-from gpu_ops.attention import tiled_attention
 from gpu_ops.rebuild import rebuilt_chunks_in_torch
 from gpu_ops.rotary import RotaryLayout
+from gpu_ops.tiled_attention import tiled_attention
 from hetero_kv.families.shadowkv.cpu_decode import arrays_of
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks
 from hetero_kv.families.shadowkv.resident_chunks import ResidentChunks

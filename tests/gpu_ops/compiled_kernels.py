@@ -1,59 +1,122 @@
-"""Compiles every Triton kernel for GPUs that need not be there; prints which machine code came out.
+"""Compiles every Triton kernel for GPUs that need not be there, as it is launched; prints what came out.
 
+    python tests/gpu_ops/compiled_kernels.py [all]
+
+A launch's arguments say for what it is specialised, strides and alignment among them: each is made by the function
+that launches the kernel, with tensors of a model's shapes. With `all` each is compiled for every GPU, else for one.
 Run by test_triton_kernels.py in a process of its own, since the interpreter's tests must not see compiled kernels.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-import triton
+import torch
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from gpu_ops.triton_kernels import gather, merge, rebuild
+from gpu_ops.rotary import RotaryLayout
+from gpu_ops.triton_kernels import column_sums, flash, gather, merge, products, rebuild
 
-FLOATS = ("out_a", "out_b", "out", "coefficients", "basis", "cos", "sin")
-OTHERS = {"lse_a": "*fp32", "lse_b": "*fp32", "lse": "*fp32", "chunks": "*i64", "where": "*i64", "stored": "*i16"}
-# The heads of Llama 3, and ones that are rotated in part.
-SHAPES = (
-    {"PAIRS": 64, "OFFSET": 0, "INTERLEAVED": False, "BLOCK_PAIRS": 64, "BLOCK_REST": 16},
-    {"PAIRS": 16, "OFFSET": 96, "INTERLEAVED": True, "BLOCK_PAIRS": 16, "BLOCK_REST": 128},
-)
-KERNELS = [
-    (merge._merge, {"DIM": 128, "BLOCK_DIM": 128, "BLOCK_ROWS": 32}),
-    *(
-        (
-            rebuild._rebuild,
-            {"CHUNK": 8, "RANK": 160, "DIM": 128, "PRECISION": "tf32", "BLOCK_TOKENS": 32, "BLOCK_RANK": 32, **shape},
-        )
-        for shape in SHAPES
-    ),
-    (gather._gather, {"BLOCK": 1024}),
-]
+#: Shared memory that a block of threads can have, bytes, by compute capability (CUDA C++ Programming Guide, "Technical
+#: Specifications per Compute Capability").
+SHARED = {75: 64 << 10, 80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+DIM, HALF, BRAIN, SINGLE = 128, torch.float16, torch.bfloat16, torch.float32
 
 
-def compiled(kernel: triton.JITFunction, constants: dict[str, object], capability: int, number: str) -> str:
-    """The kind of machine code of one kernel, for a GPU of this compute capability and pointers to this number type."""
-    names = kernel.arg_names
-    floats = dict.fromkeys(FLOATS, "*i16" if kernel is gather._gather else f"*{number}")
-    kinds = {**floats, **OTHERS, **dict.fromkeys(constants, "constexpr")}
-    source = ASTSource(
-        kernel,
-        {name: kinds.get(name, "i32") for name in names},
-        {(names.index(name),): value for name, value in constants.items()},
-    )
-    code = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm
-    return "machine code" if code.get("cubin") else "none"
+@dataclass
+class Device:
+    """What Triton asks of the driver of a GPU before it launches a kernel."""
+
+    capability: int
+
+    def get_current_device(self) -> int:
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+
+def zeros(*shape: int, dtype: torch.dtype = SINGLE) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def attending(dtype: torch.dtype, dim: int, *additions: Any) -> Callable[[], Any]:
+    """A prompt's chunk behind a past in a longer buffer, as a model projects it."""
+    q, keys = zeros(1, 200, 8, dim, dtype=dtype).transpose(1, 2), zeros(1, 2, 900, dim, dtype=dtype)
+    past, own = keys[:, :, :300], zeros(1, 200, 2, dim, dtype=dtype).transpose(1, 2)
+    return lambda: flash.flash_attention(q, past, past, own, own, 0.1, *additions)
+
+
+def summing(dtype: torch.dtype, group_max: bool) -> Callable[[], Any]:
+    q, keys = zeros(1, 8, 200, DIM, dtype=dtype), zeros(1, 2, 500, DIM, dtype=dtype)
+    return lambda: column_sums.column_sums(q, zeros(1, 8, 200), keys, 0.1, None, None, False, group_max, 300)
+
+
+def merging(dtype: torch.dtype) -> Callable[[], Any]:
+    a, lse = zeros(1, 8, 200, DIM, dtype=dtype), zeros(1, 8, 200)
+    return lambda: merge.merge_attention(a, lse, zeros(1, 200, 8, DIM).transpose(1, 2), lse)
+
+
+def rebuilding(dtype: torch.dtype, layout: RotaryLayout) -> Callable[[], Any]:
+    turns = zeros(4096, layout.pairs, dtype=dtype)
+    coefficients, basis = zeros(1, 4096, 160, dtype=dtype), zeros(1, 8, 160, DIM, dtype=dtype)
+    chunks = torch.zeros(1, 8, 9, dtype=torch.int64)
+    return lambda: rebuild.rebuilt_chunks(coefficients, basis, turns, turns, layout, chunks, 8)
+
+
+def gathering() -> None:
+    gather.gathered_rows(zeros(9, 8, DIM, dtype=HALF), torch.zeros(4, dtype=torch.int64), zeros(4, 8, DIM, dtype=HALF))
+
+
+#: Launches of every kernel, with the heads of Llama 3, ones that are rotated in part, and wide ones.
+LAUNCHES: dict[str, Callable[[], Any]] = {
+    "flash, float16": attending(HALF, DIM),
+    "flash, bfloat16, soft-capped, windowed, with a sink": attending(BRAIN, DIM, 50.0, 100, zeros(8, dtype=BRAIN)),
+    "flash, float16, 64": attending(HALF, 64, None, 128),
+    "flash, bfloat16, 256": attending(BRAIN, 256, 50.0),
+    "flash, float32": attending(SINGLE, DIM),
+    "column sums, bfloat16": summing(BRAIN, False),
+    "column sums, float32, of groups": summing(SINGLE, True),
+    "merge, bfloat16": merging(BRAIN),
+    "rebuild, bfloat16": rebuilding(BRAIN, RotaryLayout(64)),
+    "rebuild, float16, in part": rebuilding(HALF, RotaryLayout(16, offset=96, interleaved=True)),
+    "gather": gathering,
+}
+
+
+def compiled(launch: Callable[[], Any], capability: int) -> list[int]:
+    """Bytes of machine code, and of shared memory, of the kernel that is launched."""
+    found = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
+        kernel = run(self, *args, warmup=True, **kwargs)
+        found.append([len(kernel.asm["cubin"]), kernel.metadata.shared])
+
+    driver.set_active(Device(capability))
+    products._is_ampere = lambda tensor: capability >= 80
+    JITFunction.run = compile_only
+    try:
+        launch()
+    finally:
+        JITFunction.run = run
+    (only,) = found
+    return only
 
 
 if __name__ == "__main__":
-    print(
-        json.dumps(
-            {
-                f"{kernel.__name__}, sm_{capability}, {number}": compiled(kernel, constants, capability, number)
-                for kernel, constants in KERNELS
-                for capability, number in ((80, "bf16"), (90, "fp16"))
-            }
-        )
-    )
+    # One after the other, so that each of the GPUs has its turn.
+    turns = {
+        name: list(SHARED) if "all" in sys.argv else [list(SHARED)[turn % 6]] for turn, name in enumerate(LAUNCHES)
+    }
+    sizes = {f"{name}, sm_{each}": compiled(LAUNCHES[name], each) for name, on in turns.items() for each in on}
+    print(json.dumps({name: [*size, SHARED[int(name.rpartition("_")[2])]] for name, size in sizes.items()}))

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any, NamedTuple
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
+from bfloat16_products import mended
 
+from gpu_ops.column_sums import column_sums_in_torch
+from gpu_ops.flash import flash_attention_in_torch
 from gpu_ops.gather import gathered_rows_by_copy
 from gpu_ops.merge import merge_attention_in_torch
 from gpu_ops.rebuild import rebuilt_chunks_in_torch
 from gpu_ops.rotary import RotaryLayout
-from gpu_ops.triton_kernels import gather, merge, rebuild
+from gpu_ops.triton_kernels import column_sums, flash, gather, merge, rebuild
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Halves, a part at either end, neighbours, an odd number of pairs in the middle of nowhere, and no rotation.
@@ -27,6 +31,41 @@ LAYOUTS = (
     RotaryLayout(12, interleaved=True),
     RotaryLayout(5, offset=3, interleaved=True),
     RotaryLayout(0),
+)
+
+
+class Attention(NamedTuple):
+    """A prompt's chunk behind `past` tokens."""
+
+    past: int
+    n: int
+    own: int
+    batch: int = 1
+    kv_heads: int = 1
+    group: int = 1
+    k_dim: int = 16
+    v_dim: int = 16
+    softcap: float | None = None
+    window: int | None = None
+    has_sink: bool = False
+
+
+#: Plain and with each addition; a tile that ends within the past, one that sees none of it; keys before alone.
+ATTENTION = (
+    Attention(70, 37, 37, batch=2, kv_heads=2, group=3, k_dim=24),
+    Attention(0, 20, 20, kv_heads=2, group=2, softcap=3.0, has_sink=True),
+    Attention(50, 33, 33, group=4, window=17),
+    Attention(9, 90, 90, window=20, softcap=2.0),
+    Attention(40, 5, 0, v_dim=32, softcap=2.0),
+    Attention(30, 18, 18, group=2, window=1, has_sink=True),
+)
+
+
+#: A chunk's queries, few of them, ones of which the first see none of the keys, and each addition.
+SUMS: tuple[dict[str, Any], ...] = (
+    {"n": 70, "length": 70, "past": 0, "squared": True},
+    {"n": 5, "length": 90, "past": 85, "weights": True, "softcap": 2.0},
+    {"n": 40, "length": 50, "past": -9, "group_max": True, "weights": True},
 )
 
 
@@ -70,9 +109,38 @@ def gathered(dtype: torch.dtype, shape: tuple[int, ...], count: int) -> bool:
     return torch.equal(out, gathered_rows_by_copy(stored, where, stored))
 
 
+def attended(dtype: torch.dtype, case: Attention) -> tuple[float, float]:
+    """Of the output and of the log-sum-exp, of tensors that are not contiguous."""
+    heads = case.kv_heads * case.group
+    q = random(case.batch, case.n, heads, case.k_dim, dtype=dtype).transpose(1, 2)
+    past_k = random(case.batch, case.kv_heads, case.past + 9, case.k_dim, dtype=dtype)[:, :, : case.past]
+    past_v = random(case.batch, case.past, case.kv_heads, case.v_dim, dtype=dtype).transpose(1, 2)
+    k = random(case.batch, case.kv_heads, case.own, case.k_dim, dtype=dtype)
+    v = random(case.batch, case.kv_heads, case.own, case.v_dim, dtype=dtype)
+    sink = random(heads, dtype=dtype) * 3 if case.has_sink else None
+    given = q, past_k, past_v, k, v, 0.3, case.softcap, case.window, sink
+    pairs = zip(flash.flash_attention(*given), flash_attention_in_torch(*given), strict=True)
+    out, lse = (difference(actual, expected) for actual, expected in pairs)
+    return out, lse
+
+
+def summed(dtype: torch.dtype, key_dtype: torch.dtype, n: int, length: int, past: int, **more: Any) -> float:
+    """Of queries the last of which stand behind some of the keys, or before."""
+    q = random(2, n, 6, 24, dtype=dtype).transpose(1, 2)
+    keys = random(2, 2, length + 5, 24, dtype=key_dtype)[:, :, :length]
+    settings = {"softcap": None, "weights": None, "squared": False, "group_max": False, **more}
+    if settings["weights"]:
+        settings["weights"] = random(n).abs()
+    given = q, random(2, 6, n) + 4, keys, 0.3
+    found, expected = (sums(*given, **settings, past=past) for sums in (column_sums.column_sums, column_sums_in_torch))
+    # Sums of some hundred numbers.
+    return difference(found, expected)
+
+
 _generator = torch.Generator().manual_seed(0)
 
 if __name__ == "__main__":
+    mended()
     print(
         json.dumps(
             {
@@ -81,6 +149,16 @@ if __name__ == "__main__":
                     for dtype in DTYPES
                     for other in (dtype, torch.float32)
                     for shape in ((1, 1, 1, 1), (2, 3, 9, 24), (1, 2, 40, 128))
+                },
+                "attended": {f"{dtype}, {case}": attended(dtype, case) for dtype in DTYPES for case in ATTENTION},
+                "summed": {
+                    f"{dtype}, {key_dtype}, {case}": summed(dtype, key_dtype, **case)
+                    for dtype, key_dtype in (
+                        (torch.float32,) * 2,
+                        (torch.bfloat16,) * 2,
+                        (torch.bfloat16, torch.float16),
+                    )
+                    for case in SUMS
                 },
                 "rebuilt": {
                     f"{dtype}, {layout}, {size}, {rank}, {count}": rebuilt(dtype, layout, size, rank, count)

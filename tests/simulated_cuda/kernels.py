@@ -10,6 +10,8 @@ from unittest.mock import patch
 
 import torch
 
+from gpu_ops.column_sums import column_sums_in_torch
+from gpu_ops.flash import flash_attention_in_torch
 from gpu_ops.merge import merge_attention_in_torch
 from gpu_ops.rebuild import rebuilt_chunks_in_torch
 from gpu_ops.rotary import RotaryLayout
@@ -32,8 +34,33 @@ def _rebuild(coefficients: Any, basis: Any, cos: Any, sin: Any, chunks: Any, out
     out.copy_(rebuilt_chunks_in_torch(coefficients, basis, cos, sin, layout, chunks, fixed["CHUNK"]))
 
 
+def _flash(
+    q: Any, past_k: Any, past_v: Any, k: Any, v: Any, sink: Any, out: Any, lse: Any, n: int, past: int, own: int,
+    window: int, scale: float, softcap: float, *_: Any, **fixed: Any,
+) -> None:  # fmt: skip
+    width, scores = window if fixed["WINDOWED"] else None, sink if fixed["HAS_SINK"] else None
+    attended = flash_attention_in_torch(q, past_k, past_v, k, v, scale, softcap, width, scores)
+    out.copy_(attended[0])
+    lse.copy_(attended[1])
+
+
+def _column_sums(
+    q: Any, lse: Any, keys: Any, weights: Any, sums: Any, n: int, length: int, past: int, scale: float, softcap: float,
+    *_: Any, **fixed: Any,
+) -> None:  # fmt: skip
+    factors = weights if fixed["WEIGHTED"] else None
+    given = q, lse, keys, scale, softcap, factors, fixed["SQUARED"], fixed["HEADS"] > 1, past
+    sums.copy_(column_sums_in_torch(*given))
+
+
 #: What each kernel computes, in milliseconds less than its interpreter takes. That they are the same is tested.
-DEFINITIONS: dict[str, Callable[..., None]] = {"_merge": _merge, "_gather": _gather, "_rebuild": _rebuild}
+DEFINITIONS: dict[str, Callable[..., None]] = {
+    "_merge": _merge,
+    "_gather": _gather,
+    "_rebuild": _rebuild,
+    "_flash": _flash,
+    "_column_sums": _column_sums,
+}
 
 
 @contextmanager

@@ -70,11 +70,11 @@ class RetrievalPrefill(AttentionOperator):
                 layer.state = replace(layer.state, observation=self._new_observation(step))
         if is_short(step, call):
             out, lse = store_and_attend(layer, step, call, self.threads)
+            if call.sink is not None:
+                out, lse = apply_sink(out, lse, call.sink)
         else:
             past_k, past_v = layer.extend(call.k, call.v)
-            out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap)
-        if call.sink is not None:
-            out, lse = apply_sink(out, lse, call.sink)
+            out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
         if layer.state.observation is not None:
             layer.state.observation.watch(call.q, lse, call.scale, call.softcap)
         return out.to(call.q.dtype)

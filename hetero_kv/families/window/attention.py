@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from gpu_ops.attention import sliding_window_attention
-from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.footprint import WindowFootprint
 from hetero_kv.adapter.kv_shape import KVShape
@@ -53,8 +52,8 @@ class SlidingWindowAttention(AttentionOperator):
         keys, values = layer.extend(call.k, call.v)
         if step.is_decode:
             layer.read = layer.read.plus(keys[0].nbytes + values[0].nbytes)
-        out, lse = sliding_window_attention(call.q, keys, values, layer.window, call.scale, call.softcap)
-        return out if call.sink is None else apply_sink(out, lse, call.sink)[0]
+        given = call.q, keys, values, layer.window, call.scale, call.softcap, call.sink
+        return sliding_window_attention(*given)[0]
 
     def decode_step(self, layer: WindowLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         return self.prefill_chunk(layer, step, call)

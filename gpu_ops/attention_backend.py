@@ -1,0 +1,112 @@
+"""Which kernel computes dense attention on a GPU: torch's, the package flash-attn's, Triton's, or torch by tiles."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import Enum
+
+import torch
+
+from gpu_ops.kernel_choice import runs_triton
+
+#: What can be asked for, with what it means.
+BACKENDS = {
+    "auto": "torch's flash kernel where it computes what is asked; else flash-attn, else Triton, else torch by tiles",
+    "flash_attn": "the package flash-attn for what it computes, half precision from Ampere on; the rest as auto",
+    "triton": "the project's Triton kernel, where Triton runs",
+    "torch": "torch alone: its flash kernel, or tiles in float32",
+}
+_HALVES = (torch.float16, torch.bfloat16)
+_LARGEST_HEAD = 256
+
+
+class AttentionKernel(Enum):
+    """A kernel that computes dense attention with its log-sum-exp."""
+
+    ATEN = "torch's flash kernel"
+    FLASH_ATTN = "flash-attn"
+    TRITON = "Triton"
+    TILES = "torch, tiles in float32"
+
+
+class AttentionBackend:
+    """Which kernels are to compute attention on a GPU, and which have.
+
+    Args:
+        asked: one of `BACKENDS`.
+
+    Attributes:
+        used: kernels that have been chosen so far.
+    """
+
+    def __init__(self, asked: str = "auto") -> None:
+        self.asked = asked
+        self.used: set[AttentionKernel] = set()
+
+
+_DEFAULT = AttentionBackend()
+_present: ContextVar[AttentionBackend] = ContextVar("attention_backend")
+
+
+@contextmanager
+def attending_by(backend: AttentionBackend) -> Iterator[None]:
+    """Within this context attention on a GPU is computed as `backend` says."""
+    token = _present.set(backend)
+    try:
+        yield
+    finally:
+        _present.reset(token)
+
+
+def missing(asked: str) -> str | None:
+    """What a backend lacks here, and how to get it; None where it can be asked for."""
+    if asked == "flash_attn" and not has_flash_attn():
+        return (
+            "the package flash-attn (2.6 or later) is not installed, or was built for another torch: pip install "
+            "--no-build-isolation 'hetero-kv[flash-attn]', or set it to auto"
+        )
+    if asked == "triton" and importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install 'hetero-kv[gpu]', or set it to auto"
+    return None
+
+
+def kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_plain: bool) -> AttentionKernel:
+    """The kernel for tensors [..., dim] on CUDA; `is_plain`: without soft-capping, and no window that hides a key."""
+    backend = _present.get(_DEFAULT)
+    kernel = _kernel_for(backend.asked, q, k, v, is_plain)
+    backend.used.add(kernel)
+    return kernel
+
+
+def _kernel_for(asked: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_plain: bool) -> AttentionKernel:
+    dim = max(q.shape[-1], v.shape[-1])
+    is_alike = q.dtype == k.dtype == v.dtype and dim <= _LARGEST_HEAD
+    is_half = is_alike and q.dtype in _HALVES and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if asked == "flash_attn" and is_half and has_flash_attn():
+        return AttentionKernel.FLASH_ATTN
+    if asked != "triton" and is_half and is_plain:
+        return AttentionKernel.ATEN
+    if asked == "auto" and is_half and has_flash_attn():
+        return AttentionKernel.FLASH_ATTN
+    if asked != "torch" and is_alike and q.dtype in (torch.float32, *_HALVES) and runs_triton(q):
+        return AttentionKernel.TRITON
+    return AttentionKernel.ATEN if is_half and is_plain else AttentionKernel.TILES
+
+
+@functools.cache
+def has_flash_attn() -> bool:
+    """Whether the package flash-attn is installed, in a version that knows soft-capping (2.6)."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return False
+    import inspect
+
+    try:
+        from flash_attn import flash_attn_func
+    # It is compiled against one version of torch, and of no other can it be loaded.
+    except (ImportError, OSError):
+        return False
+    return "softcap" in inspect.signature(flash_attn_func).parameters
