@@ -63,6 +63,7 @@ def sizes(store):
 def test_contexts_of_one_beginning_take_its_blocks_once(any_model, store):
     cache, ids = document(any_model)
     whole, blocks = store.save(cache, ids, "document"), cache.cohorts[0].store.dram_bytes
+    assert not store.path(whole).stat().st_mode & 0o222
     stored, expected = [], []
     for seed in range(12):
         twin, tokens = asked(any_model, cache, ids, 50 + seed)
@@ -203,6 +204,7 @@ def test_damage_in_a_file_of_common_blocks_is_named_and_computed_anew(model, sto
     second = store.save(*asked(model, cache, ids, 7), "question")
     content = bytearray(store.path(first).read_bytes())
     content[content.index(cache.layers[1].pool.values[12, 0, 0].numpy().tobytes())] ^= 64
+    store.path(first).unlink()
     store.path(first).write_bytes(content)
     assert [line.partition(": ")[2] for line in store.verify(second)] == ["block 12 of blocks/0/1/values is damaged"]
     loaded = store.load(second, model)
