@@ -149,9 +149,12 @@ class ContextStore:
         return loaded
 
     def use(self, stored: StoredContext) -> None:
-        """Note that a context is used now."""
-        with self._index.changing():
-            self._index.use(stored.file)
+        """Note that a context is used now, where that can be written."""
+        try:
+            with self._index.changing():
+                self._index.use(stored.file)
+        except ContextError as error:
+            _logger.debug("%s: the use of a context is not noted: %s", self.folder, error)
 
     def told(self, stored: StoredContext) -> dict[str, Any]:
         """What a context's file tells of it: version, dtype, operators, turns, and how much it has in others' files."""
