@@ -18,7 +18,7 @@ class Maker:
     def __init__(self, *layers, capacity=CAPACITY):
         self.layers, self.capacity = layers, capacity
 
-    def max_seq_len(self, wanted, batch, forks):
+    def max_seq_len(self, wanted, batch, forks, held):
         return self.capacity if wanted is None else wanted
 
     def cache_layers(self):

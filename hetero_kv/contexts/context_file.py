@@ -1,153 +1,29 @@
-"""A cache in one file, and back: what is written, and what is checked before anything is taken."""
+"""A saved context, open: what is said of it, and where its blocks are; checked before anything of it is taken."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import mmap
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hetero_kv.contexts.cache_pieces import CachePieces
-from hetero_kv.contexts.held_blocks import HeldBlocks
-from hetero_kv.contexts.identity import FORMAT, Identity
-from hetero_kv.contexts.tensor_file import LEAST_MAPPED, Piece, TensorFile, write_tensors
-from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.contexts.identity import FORMAT, Identity, version
+from hetero_kv.contexts.runs import BLOCKS, Run, contents_in, damage_of, rows_digest
+from hetero_kv.contexts.tensor_file import TensorFile
 from hetero_kv.engine.errors import ContextError, DamagedContextError
+from hetero_kv.engine.held import NOTHING_HELD, Held
 from hetero_kv.engine.saved_part import SavedPart
 from hetero_kv.errors import said_briefly, shown
 
 #: The metadata under which a file says what it is.
 KEY = "hetero_kv_context"
-#: Where blocks are in the file: `blocks/LAYOUT/LAYER/ARRAY`.
-BLOCKS = "blocks/"
 
 _IS_FILE = re.compile(r"|[0-9a-f]{32}\.safetensors")
-
-
-@dataclass(frozen=True)
-class Run:
-    """Blocks that stand one behind the other in a file.
-
-    Attributes:
-        file: its name, in the same folder; "" for the context's own.
-        first, count: which of the file's.
-        digest: `rows_digest` of them, where they are in another file.
-    """
-
-    file: str
-    first: int
-    count: int
-    digest: str
-
-
-#: Rows of token ids.
-Tokens = Sequence[Sequence[int]] | torch.Tensor
-
-
-def version() -> str:
-    """Of this package."""
-    return metadata.version("hetero-kv")
-
-
-#: Of a layout's number and its blocks: the runs that they are to be written as.
-Placing = Callable[[int, HeldBlocks], list[Run]]
-
-
-def all_here(number: int, blocks: HeldBlocks) -> list[Run]:
-    """All blocks in the file itself."""
-    return [Run("", 0, blocks.count, "")] if blocks.count else []
-
-
-def write_context(
-    path: Path,
-    cache: HeteroCache,
-    identity: Identity,
-    tokens: Tokens | None,
-    notes: dict[str, Any] | None = None,
-    placing: Placing = all_here,
-) -> None:
-    """Write what a cache holds into one file, which is there as a whole or not at all.
-
-    Args:
-        tokens: the token ids of every row; a row may have more than are stored, as behind `generate`.
-        notes: what the caller wants to find again, as JSON has it.
-        placing: which blocks are in other files, beside this one, already.
-
-    Raises ContextError where the cache holds nothing or cannot be saved, or the file cannot be written.
-    """
-    if cache.steps:
-        raise ContextError("a prompt is being prefilled into this cache; save it before or after, not in between")
-    if not cache.columns.count:
-        raise ContextError("the cache holds no tokens; save it behind a prompt")
-    pieces = CachePieces.of(cache)
-    tensors = {name: Piece.of(tensor) for name, tensor in pieces.tensors.items()}
-    tensors |= {f"tokens/{row}": Piece.of(ids) for row, ids in enumerate(_token_rows(cache, tokens))}
-    layouts = []
-    for number, layout in enumerate(cache.cohorts[0].layouts):
-        blocks = HeldBlocks.of(cache.cohorts, layout)
-        runs = placing(number, blocks)
-        tensors |= _tables(blocks, f"layouts/{number}") | _block_pieces(blocks, f"{BLOCKS}{number}", runs)
-        layouts.append(
-            {"block_size": layout.block_size, "runs": [[run.file, run.first, run.count, run.digest] for run in runs]}
-        )
-    said = pieces.said | {
-        "format": FORMAT, "version": version(), "identity": identity.__dict__, "layouts": layouts, "notes": notes or {},
-    }  # fmt: skip
-    try:
-        write_tensors(path, tensors, {"format": "pt", KEY: json.dumps(said, separators=(",", ":"))})
-    except (OSError, ValueError) as error:
-        raise ContextError(f"{path} cannot be written ({said_briefly(error)}); what was there is as it was") from error
-
-
-def _token_rows(cache: HeteroCache, tokens: Tokens | None) -> list[torch.Tensor]:
-    if tokens is None:
-        return []
-    rows = [torch.as_tensor(row, dtype=torch.int32, device="cpu") for row in tokens]
-    lengths = cache.lengths
-    if len(rows) != len(lengths) or any(len(row) < length for row, length in zip(rows, lengths, strict=True)):
-        raise ContextError(
-            f"tokens are rows of {[len(row) for row in rows]}, and the cache holds rows of {lengths}: give every row's "
-            "tokens without padding, at least those that are stored"
-        )
-    return rows
-
-
-def _tables(blocks: HeldBlocks, path: str) -> dict[str, Piece]:
-    tables = {
-        f"{path}/tables/{cohort}/{row}": Piece.of(torch.from_numpy(numbers))
-        for cohort, rows in enumerate(blocks.tables)
-        for row, numbers in enumerate(rows)
-    }
-    return tables | {f"{path}/lengths": Piece.of(torch.from_numpy(blocks.lengths))}
-
-
-def _block_pieces(blocks: HeldBlocks, path: str, runs: Sequence[Run]) -> dict[str, Piece]:
-    kept = np.concatenate([np.full(run.count, not run.file) for run in runs]) if runs else np.zeros(0, bool)
-    first = int(kept.argmax()) if kept.any() else 0
-    pieces = {}
-    for layer_idx, name, shape, dtype in blocks.arrays():
-        row_bytes = torch.Size(shape).numel() * dtype.itemsize
-        count = int(kept.sum())
-        # As in a pool, in which the first of them stands behind those that are elsewhere.
-        page_offset = first * row_bytes % mmap.PAGESIZE if count * row_bytes >= LEAST_MAPPED else None
-        pieces[f"{path}/{layer_idx}/{name}"] = Piece(
-            (count, *shape),
-            dtype,
-            lambda layer_idx=layer_idx, name=name: blocks.rows(layer_idx, name, kept),  # type: ignore[misc]
-            by_row=True,
-            page_offset=page_offset,
-        )
-    return pieces
 
 
 @dataclass(frozen=True)
@@ -202,6 +78,30 @@ class OpenContext:
             raise DamagedContextError(f"{self.file.where} has not the tokens of its rows")
         return [row[:length] for row, length in zip(self.tokens, lengths, strict=True)]
 
+    def held(self) -> Held:
+        """What is there before memory is planned for the rest; nothing of what cannot be read."""
+        layouts, cohorts = (self.said.get(name) for name in ("layouts", "cohorts"))
+        if not isinstance(layouts, list) or not isinstance(cohorts, list) or not cohorts:
+            return NOTHING_HELD
+        try:
+            lengths = [
+                SavedPart(numbers=each if isinstance(each, dict) else {}, where=self.file.where).integer("length", 1)
+                for each in cohorts
+            ]
+            return Held(min(lengths), sum(self._mapped_bytes(number) for number in range(len(layouts))))
+        except DamagedContextError:
+            return NOTHING_HELD
+
+    def _mapped_bytes(self, number: int) -> int:
+        """Of a layout's blocks, those that are mapped when they are loaded."""
+        mapped = place = 0
+        for run in self.runs(number):
+            file = self.holder(number, run)
+            names = [name for name in file.entries if name.startswith(f"{BLOCKS}{number}/")]
+            mapped += sum(file.mapped_bytes(name, run.first, run.count, place) for name in names)
+            place += run.count
+        return mapped
+
     def close(self) -> None:
         """Close the file, and those beside."""
         self.file.close()
@@ -235,7 +135,7 @@ class OpenContext:
         for number in range(len(layouts) if isinstance(layouts, list) else 0):
             for run in self.runs(number):
                 try:
-                    found += _damaged(self.holder(number, run), number, run)
+                    found += damage_of(self.holder(number, run), number, run)
                 except DamagedContextError as error:
                     found.append(error)
         return found
@@ -279,36 +179,6 @@ class OpenContext:
         return said["block_size"], part.indices(name, (None,), torch.int32, said["block_size"] + 1).numpy()
 
 
-def rows_digest(file: TensorFile, number: int, first: int, count: int) -> str:
-    """One text for the checksums of blocks [first, first + count) of a layout, in all arrays."""
-    return hashlib.sha256("\n".join(contents_in(file, number, first, count)).encode()).hexdigest()
-
-
-def contents_in(file: TensorFile, number: int, first: int, count: int) -> list[str]:
-    """`contents_of` blocks [first, first + count) of a layout in a file."""
-    names = [name for name in file.entries if name.startswith(f"{BLOCKS}{number}/")]
-    return contents_of({name: file.row_sums(name)[first : first + count] for name in names})
-
-
-def contents_of(sums: Mapping[str, Sequence[int]]) -> list[str]:
-    """One text for what is stored of each block, from the checksums of all blocks by the name of their array."""
-    names = sorted(sums)
-    return [" ".join(map(str, block)) for block in zip(*(sums[name] for name in names), strict=True)]
-
-
-def _damaged(file: TensorFile, number: int, run: Run) -> list[DamagedContextError]:
-    rows = {
-        name: file.damaged_rows(name, run.first, run.first + run.count)
-        for name in file.entries
-        if name.startswith(f"{BLOCKS}{number}/")
-    }
-    return [
-        DamagedContextError(f"{file.where}: block {damaged[0]} of {name} is damaged")
-        for name, damaged in rows.items()
-        if damaged
-    ]
-
-
 def _said(file: TensorFile) -> dict[str, Any]:
     try:
         said = json.loads(file.metadata[KEY])
@@ -323,9 +193,3 @@ def _said(file: TensorFile) -> dict[str, Any]:
             "version, or prefill anew"
         )
     return said
-
-
-def inspected(path: Path) -> OpenContext:
-    """As `OpenContext.at`, closed again: what is said of it, and its tokens."""
-    with closing(OpenContext.at(path)) as context:
-        return context

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ _IDLE = {
     "output_hidden_states", "return_dict", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config",
 }  # fmt: skip
 _WRAPPED = "wrapped."
+
+
+def version() -> str:
+    """Of this package."""
+    return metadata.version("hetero-kv")
 
 
 @dataclasses.dataclass(frozen=True)

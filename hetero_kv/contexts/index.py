@@ -110,17 +110,24 @@ class Index:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Within this context nobody else changes the store, and what is changed is there as a whole or not at all."""
+        """Within this context nobody else changes the store, and what is changed is there as a whole or not at all.
+
+        Raises ContextError where that cannot be written, as on a full disk.
+        """
         try:
             self._database.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._database.execute("COMMIT")
+            except BaseException:
+                # Where a disk is full SQLite may have gone back by itself.
+                if self._database.in_transaction:
+                    self._database.execute("ROLLBACK")
+                raise
         except sqlite3.OperationalError as error:
-            raise ContextError(f"{self.path} cannot be written ({said_briefly(error)})") from error
-        try:
-            yield
-            self._database.execute("COMMIT")
-        except BaseException:
-            self._database.execute("ROLLBACK")
-            raise
+            raise ContextError(
+                f"{self.path} cannot be written ({said_briefly(error)}); what was stored is as it was"
+            ) from error
 
     # -- what there is
 

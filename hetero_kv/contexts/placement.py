@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hetero_kv.contexts import addresses
-from hetero_kv.contexts.context_file import BLOCKS, OpenContext, Run, contents_in, contents_of, rows_digest
+from hetero_kv.contexts.context_file import OpenContext
 from hetero_kv.contexts.held_blocks import HeldBlocks
 from hetero_kv.contexts.index import Index
+from hetero_kv.contexts.runs import BLOCKS, Run, contents_in, contents_of, rows_digest
 from hetero_kv.contexts.tensor_file import bytes_of
 from hetero_kv.engine.errors import ContextError
 

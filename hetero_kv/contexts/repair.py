@@ -9,7 +9,7 @@ import torch
 from hetero_kv.contexts.context_file import OpenContext
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.errors import ContextError, DamagedContextError
-from hetero_kv.errors import HeteroKVError
+from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 
 _logger = logging.getLogger(__name__)
 
@@ -28,6 +28,11 @@ def compute_anew(cache: HeteroCache, context: OpenContext, damage: DamagedContex
         raise damage
     kept = _kept(cache, len(rows[0]), damage.whole) if len({len(row) for row in rows}) == 1 else 0
     width = max(map(len, rows))
+    try:
+        # What is computed is in no file, and has to have room in memory.
+        cache.injection.max_seq_len(width, len(rows), held=context.held().first(kept))
+    except OutOfMemoryError as error:
+        raise ContextError(f"{damage}; there is no room to compute it anew: {error}") from error
     if kept:
         cache.crop(kept - width)
     else:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +10,8 @@ import torch
 
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.contexts.cache_pieces import SaidCohort, said_cohorts
-from hetero_kv.contexts.context_file import BLOCKS, OpenContext, Run
-from hetero_kv.contexts.tensor_file import TensorFile
+from hetero_kv.contexts.context_file import OpenContext
+from hetero_kv.contexts.filling import Filling
 from hetero_kv.engine import untouched
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.cohort import Cohort
@@ -21,9 +20,6 @@ from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.sequence import Layout
-
-# Threads that read and check blocks: few are enough for a disk, and for memory.
-_READERS = 4
 
 
 @dataclass(frozen=True)
@@ -70,16 +66,17 @@ def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes, *, verify:
         _adopt(context, number, layout, cohorts, said)
     for cohort, each in zip(cohorts, said, strict=True):
         _restore_cohort(cohort, each, parts, shapes, file.where)
-    damaged: list[DamagedContextError] = []
+    filling = Filling(context, cohorts, verify=verify)
     for number, layout in enumerate(cohorts[0].layouts):
-        damaged += _fill(context, number, layout, cohorts, verify)
+        filling.fill(number, layout)
+    cache.mapped_files = filling.mapped_files()
     for cohort, each in zip(cohorts, said, strict=True):
         for layer, part in zip(cohort.layers, each.layers, strict=True):
             if isinstance(layer, FamilyLayer):
                 layer.after_restore(part)
     cache.columns = columns
-    if damaged:
-        raise min(damaged, key=lambda error: error.whole)
+    if filling.damaged:
+        raise min(filling.damaged, key=lambda error: error.whole)
 
 
 def _columns(context: OpenContext, said: list[SaidCohort]) -> Columns:
@@ -145,63 +142,3 @@ def _restore_cohort(cohort: Cohort, said: SaidCohort, parts: list[SavedPart], sh
             layer.is_initialized = True
         else:
             untouched.restore(layer, part, place, said.length)
-
-
-def _fill(
-    context: OpenContext, number: int, layout: Layout, cohorts: list[Cohort], verify: bool
-) -> list[DamagedContextError]:
-    """Let the first blocks of the pools hold what those of the files do; returns the first damage of each array."""
-    pools = cohorts[0].store.allocators[layout].pools
-    arrays = {
-        f"{BLOCKS}{number}/{layer_idx}/{name}": array
-        for layer_idx, pool in pools.items()
-        for name, array in pool.arrays.items()
-        if array[0].numel()
-    }
-    start, found, count = 0, [], len(context.layout(number)[1])
-    for run in context.runs(number):
-        file = context.holder(number, run)
-        stop = start + run.count
-        if stop > count:
-            break
-        _require_arrays(file, f"{BLOCKS}{number}/", arrays, run)
-        for name, damaged in _damaged(file, arrays, run).items() if verify else ():
-            if damaged:
-                first = min(_places(start + block - run.first, layout, cohorts) for block in damaged)
-                tokens = f"tokens {first * layout.block_size} to {(first + 1) * layout.block_size - 1}"
-                said = f"{file.where}: block {damaged[0]} of {name} is damaged, of {tokens}"
-                found.append(DamagedContextError(said, first * layout.block_size))
-        for name, array in arrays.items():
-            file.fill(name, run.first, array[start:stop])
-        start = stop
-    if start != count:
-        raise DamagedContextError(f"{context.file.where} does not say where {count} blocks are")
-    return found
-
-
-def _damaged(file: TensorFile, names: Iterable[str], run: Run) -> dict[str, list[int]]:
-    """By array, which of a run's blocks are not what was written."""
-    listed = list(names)
-    with ThreadPoolExecutor(_READERS) as readers:
-        rows = readers.map(lambda name: file.damaged_rows(name, run.first, run.first + run.count), listed)
-        return dict(zip(listed, rows, strict=True))
-
-
-def _require_arrays(file: TensorFile, path: str, wanted: Mapping[str, torch.Tensor], run: Run) -> None:
-    """Raise DamagedContextError unless the file has a run of the blocks that these layers take."""
-    there = {name: entry for name, entry in file.entries.items() if name.startswith(path)}
-    if there.keys() != wanted.keys():
-        raise DamagedContextError(f"{file.where} has not the blocks of these layers")
-    for name, array in wanted.items():
-        entry = there[name]
-        fits = entry.dtype == array.dtype and entry.shape[1:] == array.shape[1:]
-        if not fits or entry.shape[0] < run.first + run.count:
-            raise DamagedContextError(f"{file.where}: {name} is {entry.dtype} {list(entry.shape)}, not as its layer's")
-
-
-def _places(block: int, layout: Layout, cohorts: list[Cohort]) -> int:
-    """Where in a sequence a block of the pools stands, the first such place."""
-    places = [
-        np.flatnonzero(sequence.tables[layout].ids == block) for cohort in cohorts for sequence in cohort.sequences
-    ]
-    return min(int(place[0]) for place in places if len(place))

@@ -10,11 +10,13 @@ from typing import Any, Protocol
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator
-from hetero_kv.contexts.context_file import OpenContext, Tokens, write_context
+from hetero_kv.contexts.context_file import OpenContext
 from hetero_kv.contexts.identity import Identity
 from hetero_kv.contexts.repair import compute_anew
 from hetero_kv.contexts.restoring import Shapes, restore
+from hetero_kv.contexts.writing import Tokens, write_context
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.cache_maker import injected
 from hetero_kv.engine.errors import DamagedContextError
 
 
@@ -73,9 +75,9 @@ def load_context(
         HeteroKVError: the model has no rules in it, or `max_seq_len` no room for the context.
     """
     with closing(OpenContext.at(Path(path).expanduser())) as context:
-        cache = HeteroCache(model, **settings)
-        injection: Injected = cache.injection
+        injection: Injected = injected(model)  # type: ignore[assignment]
         context.identity.require(injection.identity, context.file.where)
+        cache = HeteroCache(model, held=context.held(), **settings)
         computed = 0
         try:
             restore(cache, context, shapes_of(injection), verify=verify)

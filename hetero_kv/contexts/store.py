@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from hetero_kv.contexts import addresses
-from hetero_kv.contexts.context_file import OpenContext, write_context
+from hetero_kv.contexts.context_file import OpenContext
 from hetero_kv.contexts.identity import Identity
 from hetero_kv.contexts.index import Index, NewContext, StoredContext
 from hetero_kv.contexts.names import require_name
 from hetero_kv.contexts.placement import Placement
 from hetero_kv.contexts.saving import LoadedContext, load_context
+from hetero_kv.contexts.writing import write_context
 from hetero_kv.durable_file import PARTIAL, sync_folder
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.errors import ContextError, DamagedContextError
@@ -27,6 +28,7 @@ from hetero_kv.errors import said_briefly, shown
 
 _logger = logging.getLogger(__name__)
 _SUFFIX = ".safetensors"
+_NOT_WRITABLE = 0o555
 
 
 class ContextStore:
@@ -125,6 +127,8 @@ class ContextStore:
             try:
                 placement = Placement(self._index, self.folder, identity.digest, list(tokens)[: cache.lengths[0]])
                 write_context(path, cache, identity, [list(tokens)], kept, placement)
+                # Nobody writes to it again: not even who means another file.
+                path.chmod(path.stat().st_mode & _NOT_WRITABLE)
                 with closing(OpenContext.at(path)) as context:
                     new = _noted(path, context)
                 self._index.add(new)
@@ -145,9 +149,12 @@ class ContextStore:
         return loaded
 
     def use(self, stored: StoredContext) -> None:
-        """Note that a context is used now."""
-        with self._index.changing():
-            self._index.use(stored.file)
+        """Note that a context is used now, where that can be written."""
+        try:
+            with self._index.changing():
+                self._index.use(stored.file)
+        except ContextError as error:
+            _logger.debug("%s: the use of a context is not noted: %s", self.folder, error)
 
     def told(self, stored: StoredContext) -> dict[str, Any]:
         """What a context's file tells of it: version, dtype, operators, turns, and how much it has in others' files."""

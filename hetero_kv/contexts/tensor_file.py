@@ -18,7 +18,8 @@ from hetero_kv.contexts import tensor_header
 from hetero_kv.contexts.tensor_header import PREFIX, Entry
 from hetero_kv.durable_file import write_pieces_atomically
 from hetero_kv.engine.errors import DamagedContextError
-from hetero_kv.store.memory import lay
+from hetero_kv.engine.mapped_file import MappedFile
+from hetero_kv.store.memory import lay, whole_pages
 
 #: Tensors begin at a multiple of this.
 ALIGNMENT = 64
@@ -150,7 +151,7 @@ class TensorFile:
             raise
 
     def _read_header(self) -> None:
-        status = os.fstat(self.descriptor)
+        self._status = status = os.fstat(self.descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise DamagedContextError(f"{self.where} is no file")
         prefix = os.pread(self.descriptor, PREFIX, 0)
@@ -218,17 +219,29 @@ class TensorFile:
             ]
         return damaged
 
+    def mapped_bytes(self, name: str, row: int, count: int, place: int) -> int:
+        """How many bytes `fill` maps of `count` rows from `row` on where they are rows of a pool from `place` on."""
+        size = self.entries[name].row_bytes
+        if count * size < LEAST_MAPPED:
+            return 0
+        return whole_pages(place * size, count * size, self.offset(name, row))[1]
+
+    def watched(self) -> MappedFile:
+        """The file, to be watched from its opening on."""
+        return MappedFile(self.where, self.descriptor, self._status)
+
     def row_sums(self, name: str) -> Sequence[int]:
         """The checksums of a tensor's rows."""
         return self._sums[name]
 
-    def fill(self, name: str, row: int, target: torch.Tensor) -> None:
+    def fill(self, name: str, row: int, target: torch.Tensor) -> bool:
         """Let a contiguous tensor in `untouched` memory hold rows of `name`, from `row` on, as many of the kind.
 
-        Many bytes are mapped, where they lie as they do in the tensor, and read when they are touched.
+        Many bytes are mapped, where they lie as they do in the tensor, and read when they are touched; returns whether
+        any are.
         """
         if not target.numel():
-            return
+            return False
         content, position = target.flatten().view(torch.uint8).numpy(), self.offset(name, row)
         before, behind = len(content), 0
         if len(content) >= LEAST_MAPPED:
@@ -236,6 +249,7 @@ class TensorFile:
         view = memoryview(content.data)
         self._read(view[:before], position)
         self._read(view[len(view) - behind :], position + len(view) - behind)
+        return before + behind < len(view)
 
     def _read(self, target: memoryview, start: int) -> None:
         at = 0

@@ -13,6 +13,7 @@ import torch
 from hetero_kv.engine.cache_maker import CacheMaker
 from hetero_kv.engine.cohort import Cohort, CohortSnapshot
 from hetero_kv.engine.columns import Columns
+from hetero_kv.engine.held import NOTHING_HELD, Held
 from hetero_kv.engine.interrupts import completed
 from hetero_kv.engine.room import require_room, room
 from hetero_kv.engine.sequence import Sequence
@@ -55,6 +56,7 @@ class Batch:
         maker: makes the layers of a cohort, and plans their memory.
         max_seq_len: capacity of each sequence, tokens; None takes the rules' `max_seq_len`.
         forks: that are to have room to grow to `max_seq_len` too.
+        held: what is there of the sequences already, in a file from which they come.
 
     Attributes:
         cohorts: in the order of the rows.
@@ -64,11 +66,11 @@ class Batch:
     when its first tokens come.
     """
 
-    def __init__(self, maker: CacheMaker, max_seq_len: int | None, forks: int) -> None:
-        self._maker, self._wanted, self._forks = maker, max_seq_len, forks
+    def __init__(self, maker: CacheMaker, max_seq_len: int | None, forks: int, held: Held = NOTHING_HELD) -> None:
+        self._maker, self._wanted, self._forks, self._held = maker, max_seq_len, forks, held
         # Sequences that the capacity is planned for; blocks are had when the first tokens come.
         self._planned_batch = 1
-        self._begin_anew(maker.max_seq_len(max_seq_len, 1, forks))
+        self._begin_anew(maker.max_seq_len(max_seq_len, 1, forks, held))
 
     def _begin_anew(self, capacity: int) -> None:
         self._have([Cohort(self._maker.cache_layers(), Store(capacity, self._forks))])
@@ -133,7 +135,7 @@ class Batch:
             self._begin_anew(self.cohorts[0].store.capacity)
         first = self.cohorts[0]
         if batch > self._planned_batch and first.layouts:
-            capacity = self._maker.max_seq_len(self._wanted, batch, self._forks)
+            capacity = self._maker.max_seq_len(self._wanted, batch, self._forks, self._held)
             first.store, self._planned_batch = Store(capacity, self._forks), batch
         # Before any block is had: a prompt that is too long leaves the cache empty.
         require_room([(first, most)])

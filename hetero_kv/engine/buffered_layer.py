@@ -137,6 +137,8 @@ class BufferedLayer(FamilyLayer):
     def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:
         assert self._prefilling is not None
         past, total = self._prefilling.past, self._prefilling.length
+        if past and self.pool is not None and self.pool.read_ahead is not None:
+            self.pool.read_ahead.ask_all()
         new_keys, new_values = (like.new_empty(*like.shape[:2], total, like.shape[3]) for like in (keys, values))
         if past:
             self.load(new_keys[:, :, :past], new_values[:, :, :past])

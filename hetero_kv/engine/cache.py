@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -17,7 +17,9 @@ from transformers.cache_utils import Cache
 from hetero_kv.engine.batch import Batch, BatchSnapshot, Span
 from hetero_kv.engine.cache_maker import injected
 from hetero_kv.engine.cohort import Cohort
+from hetero_kv.engine.held import NOTHING_HELD, Held
 from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.mapped_file import MappedFile
 from hetero_kv.engine.statistics import row_means
 from hetero_kv.engine.step import PromptPart, Step
 from hetero_kv.engine.store import Store
@@ -41,6 +43,7 @@ class HeteroCache(Batch, Cache):
         forks: forks that are to have room to grow to `max_seq_len` too, beside this cache; DRAM is planned for them.
             Without, a cache and its forks share the room that one sequence has.
         tokenizer: for eviction policies that run a text of their own; None takes the one of the model's directory.
+        held: what is there of the sequences already, for a cache that `load` fills: memory is planned for the rest.
 
     Attributes:
         cohorts: in the order of the batch's rows.
@@ -59,6 +62,7 @@ class HeteroCache(Batch, Cache):
         *,
         forks: int = 0,
         tokenizer: Any = None,
+        held: Held = NOTHING_HELD,
     ) -> None:
         maker = injected(model)
         self.on_progress = on_progress
@@ -73,7 +77,9 @@ class HeteroCache(Batch, Cache):
         self.strided: Any = None
         #: The steps of the forward that is under way, one per cohort that takes part.
         self.steps: tuple[Step, ...] = ()
-        Batch.__init__(self, maker, max_seq_len, forks)
+        #: Files that lie in the pools' memory.
+        self.mapped_files: tuple[MappedFile, ...] = ()
+        Batch.__init__(self, maker, max_seq_len, forks, held)
         Cache.__init__(self, layers=self.layers)
 
     def _present(self, cohort: Cohort) -> None:
@@ -130,6 +136,14 @@ class HeteroCache(Batch, Cache):
         """
         return injected(model).load(path, **settings)
 
+    def require_unchanged_files(self) -> None:
+        """Raise DamagedContextError where somebody has changed a file that blocks lie in.
+
+        Every forward asks, before it begins and again before its tokens are stored.
+        """
+        for file in self.mapped_files:
+            file.require_unchanged()
+
     # -- a forward
 
     @contextmanager
@@ -139,11 +153,12 @@ class HeteroCache(Batch, Cache):
         Room is reserved in every layer first; when the context ends well the tokens are stored. When it does not, the
         caller rolls back (`undo_on_error`).
 
-        Raises CacheFullError when they do not fit.
+        Raises CacheFullError when they do not fit, and DamagedContextError as `require_unchanged_files`.
         """
         stride = self._stride
         first, last = (True, True) if stride is None else (stride[0] == 0, stride[1] == stride[2])
         part = PromptPart(first, last, self._question)
+        self.require_unchanged_files()
         if is_decode is None:
             is_decode = stride is None and spans[0].tokens == 1
         whole, row = len(spans) > 1, 0
@@ -156,6 +171,7 @@ class HeteroCache(Batch, Cache):
             self.steps = tuple(steps)
             self._present(spans[0].cohort)
             yield self.steps
+            self.require_unchanged_files()
             for step in steps:
                 step.cohort.end(step)
         finally:
@@ -272,6 +288,14 @@ class HeteroCache(Batch, Cache):
         self._all_or_nothing(lambda: self._begin_anew(self.cohorts[0].store.capacity), self)
         for sequence in held:
             sequence.free()
+        if self.mapped_files:
+            # What lay in files is to lie in memory of its own.
+            self.mapped_files, self._held, self._planned_batch = (), NOTHING_HELD, 0
+
+    def extend(self, other: Self) -> None:
+        """See Batch."""
+        super().extend(other)
+        self.mapped_files, other.mapped_files = (*self.mapped_files, *other.mapped_files), ()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let row i continue row `beam_idx[i]` (beam search): blocks are shared, not copied."""

@@ -8,14 +8,15 @@ from typing import Any, Protocol
 from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
+from hetero_kv.engine.held import NOTHING_HELD, Held
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 
 
 class CacheMaker(Protocol):
     """What `inject` leaves on a model: it knows which layer needs which cache, and what fits into memory."""
 
-    def max_seq_len(self, wanted: int | None, batch: int, forks: int) -> int:
-        """The capacity in tokens of each of `batch` sequences and of theirs in every fork."""
+    def max_seq_len(self, wanted: int | None, batch: int, forks: int, held: Held = NOTHING_HELD) -> int:
+        """The capacity in tokens of each of `batch` sequences, and of theirs in every fork; `held` is there already."""
 
     def cache_layers(self) -> list[CacheLayerMixin]:
         """One empty cache layer per layer of the model."""

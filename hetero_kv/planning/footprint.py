@@ -147,15 +147,17 @@ class Footprint:
         """The store's, over all layers."""
         return sum((layer.stored for layer in self.layers), BytesPerToken())
 
-    def memory(self, tokens: int, batch: int = 1, forks: int = 0) -> Memory:
-        """What a context takes at its peak, when a prompt of that length has prefilled its last layer.
+    def memory(self, tokens: int, batch: int = 1, forks: int = 0, stored: int = 0) -> Memory:
+        """What a context takes at its peak, when a prompt up to that length has prefilled its last layer.
 
         Args:
             tokens: of each sequence.
             batch: sequences that are processed together.
             forks: of the cache, each grown to `tokens` with nothing shared.
+            stored: tokens of each sequence that are there already, so that the longest prompt has the others.
         """
-        forward_tokens = min((layer.forward_tokens(tokens) for layer in self.layers), default=tokens)
+        prompt = max(1, tokens - stored)
+        forward_tokens = min((layer.forward_tokens(prompt) for layer in self.layers), default=prompt)
         chunk_tokens = min(forward_tokens, self.chunk_size)
         demand = Demand(tokens, forward_tokens, batch, 1 + forks, self.element, self.on_gpu, chunk_tokens)
         per_token = 2 * (self.hidden_size + self.rotary_dim) * self.element + _ID_BYTES

@@ -30,6 +30,11 @@ def free_dram() -> int:
     return dram_limits()[0].free
 
 
+def limits_addresses() -> bool:
+    """Whether this process's address space is bounded, in which what is mapped from files counts too."""
+    return any(_address_space())
+
+
 def free_gpu(device: str = "cuda") -> int:
     """Memory of a CUDA device that this process may still take, bytes: what is free, and what torch holds unused."""
     import torch

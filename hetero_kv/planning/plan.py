@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hetero_kv.engine.held import NOTHING_HELD, Held
 from hetero_kv.errors import OutOfMemoryError
 from hetero_kv.planning.footprint import Footprint, Memory
-from hetero_kv.planning.free_memory import free_dram, free_gpu
+from hetero_kv.planning.free_memory import free_dram, free_gpu, limits_addresses
 from hetero_kv.planning.planned import Planned
 
 __all__ = [
@@ -42,6 +43,7 @@ class Plan:
         context_length: what the model was made for, tokens.
         batch: sequences that are processed together.
         forks: of the cache, each with room for a context of its own.
+        held: what is there of the first sequences already.
     """
 
     footprint: Footprint
@@ -50,23 +52,31 @@ class Plan:
     context_length: int
     batch: int = 1
     forks: int = 0
+    held: Held = NOTHING_HELD
 
     @classmethod
-    def of(cls, injection: Planned, batch: int = 1, forks: int = 0) -> Plan:
+    def of(cls, injection: Planned, batch: int = 1, forks: int = 0, held: Held = NOTHING_HELD) -> Plan:
         """For a loaded model with its rules, by the memory that is free now."""
         footprint = Footprint.of(injection)
         device = str(next(injection.model.parameters()).device)
         gpu = free_gpu(device) if device.startswith("cuda") else None
-        return cls(footprint, free_dram(), gpu, injection.context_length, batch, forks)
+        if held.mapped and limits_addresses():
+            # There a mapped page counts as any other does.
+            held = Held(held.tokens)
+        return cls(footprint, free_dram(), gpu, injection.context_length, batch, forks, held)
 
     def memory(self, tokens: int) -> Memory:
         """What contexts of `tokens` take, term by term."""
-        return self.footprint.memory(tokens, self.batch, self.forks)
+        return self.footprint.memory(tokens, self.batch, self.forks, self.held.tokens)
 
     def dram_needed(self, tokens: int) -> int:
-        """DRAM that a context of `tokens` takes, bytes; without a GPU the model computes there too."""
+        """DRAM that a context of `tokens` takes, bytes; without a GPU the model computes there too.
+
+        Beside pages of files, which the system lets go of where memory is short.
+        """
         memory = self.memory(tokens)
-        return memory.store if self.footprint.on_gpu else memory.store + memory.compute
+        store = max(0, memory.store - self.held.mapped)
+        return store if self.footprint.on_gpu else store + memory.compute
 
     def gpu_needed(self, tokens: int) -> int:
         """Memory of the GPU that a context of `tokens` takes, bytes; 0 without a GPU."""

@@ -21,10 +21,11 @@ from hetero_kv.adapter.guard import guarded
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.quantized_module import QuantizedModule
-from hetero_kv.contexts.context_file import Tokens
 from hetero_kv.contexts.identity import Identity
 from hetero_kv.contexts.saving import load_context, save_context
+from hetero_kv.contexts.writing import Tokens
 from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.held import NOTHING_HELD, Held
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError, shown
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
 from hetero_kv.planning.ran_out import ran_out_of_memory
@@ -76,16 +77,17 @@ class Injection:
         """DRAM per token of one sequence, bytes, over all retrieval layers."""
         return Footprint.of(self).bytes_per_token.total
 
-    def max_seq_len(self, wanted: int | None = None, batch: int = 1, forks: int = 0) -> int:
+    def max_seq_len(self, wanted: int | None = None, batch: int = 1, forks: int = 0, held: Held = NOTHING_HELD) -> int:
         """The capacity in tokens for `wanted` tokens, or for the settings' `max_seq_len`.
 
         Args:
             batch: sequences that are processed together, each with this capacity.
             forks: of the cache, each with this capacity too.
+            held: what is there of the sequences already.
 
         Raises OutOfMemoryError when it does not fit into the free memory.
         """
-        plan = Plan.of(self, batch, forks)
+        plan = Plan.of(self, batch, forks, held)
         return resolve_max_seq_len(self.engine.max_seq_len if wanted is None else wanted, plan)
 
     def ran_out_of_memory(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -44,9 +45,8 @@ def lay(target: np.ndarray, descriptor: int, offset: int) -> tuple[int, int]:
     Raises OSError where the system refuses.
     """
     address, size = target.ctypes.data, len(target)
-    before = -address % mmap.PAGESIZE
-    mapped = (size - before) // mmap.PAGESIZE * mmap.PAGESIZE
-    if (address - offset) % mmap.PAGESIZE or mapped <= 0:
+    before, mapped = whole_pages(address, size, offset)
+    if not mapped:
         return size, 0
     got = _mmap()(
         address + before, mapped, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor,
@@ -56,6 +56,30 @@ def lay(target: np.ndarray, descriptor: int, offset: int) -> tuple[int, int]:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
     return before, size - before - mapped
+
+
+def whole_pages(address: int, size: int, offset: int) -> tuple[int, int]:
+    """What of `size` bytes at an address can be pages of a file, in which they begin at `offset`.
+
+    Returns how many bytes come before the first such page, and how many the pages have: 0 where there are none.
+    """
+    before = -address % mmap.PAGESIZE
+    pages = (size - before) // mmap.PAGESIZE * mmap.PAGESIZE
+    return (size, 0) if (address - offset) % mmap.PAGESIZE or pages <= 0 else (before, pages)
+
+
+def will_need(address: int, size: int) -> None:
+    """Have the system read those pages of files that `size` bytes at an address lie in, and do not wait for it."""
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    # Advice: what the system makes of it changes no byte.
+    _madvise()(start, address + size - start, mmap.MADV_WILLNEED)
+
+
+@cache
+def _madvise() -> Any:
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
 
 
 def _mmap() -> Any:

@@ -11,6 +11,7 @@ import torch
 from cpu_ops.code_masses import bytes_of_block
 from hetero_kv.store.key_codes import encode
 from hetero_kv.store.memory import untouched
+from hetero_kv.store.read_ahead import ReadAhead
 from hetero_kv.store.storage import FP16, FP32, StorageType
 
 #: Arrays of a pool that tokens are written to, and those that are made of a block when its contents are final.
@@ -18,6 +19,8 @@ WRITTEN = ("keys", "values", "key_offsets")
 DERIVED = (
     "representatives", "value_means", "key_codes", "accumulated", "group_representatives", "group_value_means",
 )  # fmt: skip
+#: Of these, what blocks are chosen and estimated by, of all of them at every token.
+SCORED = tuple(name for name in DERIVED if name != "accumulated")
 # Blocks converted at once: bounds the temporary copy.
 _BLOCKS_AT_ONCE = 64
 
@@ -51,6 +54,7 @@ class BlockPool:
         offset_array: the kernels' view, [num_blocks, kv_heads, k_dim] uint16.
         accumulated: [num_blocks, kv_heads, block_size] float32, the attention that each key had received from the
             queries that an operator watched when its block got its representatives; None where no operator does.
+        read_ahead: of blocks that lie in a file; None where none do.
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class BlockPool:
         self.accumulated: torch.Tensor | None = None
         if accumulates:
             self.accumulated, _ = _untouched((num_blocks, kv_heads), block_size, FP32)
+        self.read_ahead: ReadAhead | None = None
 
     @property
     def bytes_per_block(self) -> int:
@@ -117,6 +122,17 @@ class BlockPool:
         """Everything that is kept of blocks, by the attribute's name: [num_blocks, ...] each."""
         kept = {name: getattr(self, name) for name in (*WRITTEN, *DERIVED)}
         return {name: array for name, array in kept.items() if array is not None}
+
+    def lies_in_file(self, start: int, stop: int) -> None:
+        """Pages of blocks [start, stop) are mapped from a file."""
+        if self.read_ahead is None:
+            read = [array for name in WRITTEN if (array := self.arrays.get(name)) is not None and array[0].numel()]
+            self.read_ahead = ReadAhead(read, self.num_blocks)
+        self.read_ahead.add(start, stop)
+
+    def reads_ahead(self) -> bool:
+        """Whether there may be blocks in a file that are not in memory; to be asked once a step."""
+        return self.read_ahead is not None and self.read_ahead.is_worth_it()
 
     def copy(self, source: int, target: int) -> None:
         """Let block `target` have the contents of block `source`."""

@@ -192,6 +192,7 @@ def test_damage_is_named_by_verify_with_a_status_of_its_own(chat, tmp_path, caps
     (path,) = (tmp_path / "c").glob("*.safetensors")
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
+    path.unlink()
     path.write_bytes(content)
     assert main(["contexts", "verify", "notes", "--context_folder", str(tmp_path / "c")]) == 1
     assert "is damaged" in capsys.readouterr().out

@@ -153,8 +153,8 @@ def test_other_settings_are_refused_with_what_they_were(tmp_path):
 def test_another_format_is_refused_with_the_version_that_reads_it(tmp_path, monkeypatch):
     model = made()
     with monkeypatch.context() as patch:
-        patch.setattr("hetero_kv.contexts.context_file.FORMAT", identity.FORMAT + 1)
-        patch.setattr("hetero_kv.contexts.context_file.version", lambda: "99.1")
+        patch.setattr("hetero_kv.contexts.writing.FORMAT", identity.FORMAT + 1)
+        patch.setattr("hetero_kv.contexts.writing.version", lambda: "99.1")
         saved(model, tmp_path / "c")
     refused(tmp_path / "c", model, "'99.1'", f"reads format {identity.FORMAT}")
 

@@ -60,22 +60,25 @@ def sizes(store):
     return [path.stat().st_size for path in store.folder.glob("*.safetensors")]
 
 
-def test_contexts_of_one_beginning_take_its_blocks_once(any_model, store):
+@pytest.mark.parametrize("count", [12, pytest.param(100, marks=pytest.mark.slow)])
+def test_contexts_of_one_beginning_take_its_blocks_once(any_model, store, count):
     cache, ids = document(any_model)
     whole, blocks = store.save(cache, ids, "document"), cache.cohorts[0].store.dram_bytes
-    stored, expected = [], []
-    for seed in range(12):
+    assert not store.path(whole).stat().st_mode & 0o222
+    stored, expected = [], {}
+    for seed in range(count):
         twin, tokens = asked(any_model, cache, ids, 50 + seed)
         stored.append(store.save(twin, tokens, f"question {seed}"))
-        expected.append(goes_on(any_model, twin, [0], seed))
+        if seed % 11 == 0:
+            expected[seed] = goes_on(any_model, twin, [0], seed)
     assert store.total_bytes() == sum(sizes(store))
     # Beside the blocks of the question there are those that it has closed.
     assert all(each.bytes < whole.bytes - 0.7 * blocks for each in stored)
-    for seed, each in enumerate(stored):
+    assert all(store.verify(each) == [] for each in stored)
+    for seed, logits in expected.items():
         loaded = store.load(store.named(f"question {seed}"), any_model, tokenizer=cache.tokenizer)
         assert loaded.tokens[0][:COMMON] == ids
-        assert torch.equal(goes_on(any_model, loaded.cache, [0], seed), expected[seed])
-        assert store.verify(each) == []
+        assert torch.equal(goes_on(any_model, loaded.cache, [0], seed), logits)
 
 
 def test_what_goes_on_from_a_load_shares_what_it_came_from(model, store):
@@ -154,6 +157,28 @@ def test_what_was_used_least_recently_goes_first(model, tmp_path):
         assert (store.contexts(), sizes(store)) == ([], [])
 
 
+def save_many(model, store):
+    for seed in range(20):
+        store.save(*document(model, 2 + seed), f"another {seed}")
+
+
+def test_an_index_that_has_no_room_is_an_error_and_nothing_is_lost(model, store):
+    cache, ids = document(model)
+    first = store.save(cache, ids, "document")
+    database = store._index._database
+    (pages,) = database.execute("PRAGMA page_count").fetchone()
+    # As on a disk that is full.
+    database.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(
+        ContextError, match=r"index.sqlite cannot be written .*disk is full.*; what was stored is as it was"
+    ):
+        save_many(model, store)
+    kept = store.contexts()
+    assert kept[-1].file == first.file
+    assert len(sizes(store)) == len(kept)
+    assert store.verify(first) == []
+
+
 def test_files_of_no_context_go_when_it_is_pruned(model, store):
     store.save(*document(model), "a")
     for name in ("0" * 32 + ".safetensors", "1" * 32 + ".safetensors.partial"):
@@ -203,6 +228,7 @@ def test_damage_in_a_file_of_common_blocks_is_named_and_computed_anew(model, sto
     second = store.save(*asked(model, cache, ids, 7), "question")
     content = bytearray(store.path(first).read_bytes())
     content[content.index(cache.layers[1].pool.values[12, 0, 0].numpy().tobytes())] ^= 64
+    store.path(first).unlink()
     store.path(first).write_bytes(content)
     assert [line.partition(": ")[2] for line in store.verify(second)] == ["block 12 of blocks/0/1/values is damaged"]
     loaded = store.load(second, model)

@@ -5,31 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from conversations import goes_on, said
+from long_documents import document, reader
 from small_families import random_tokens
-from tiny_models import tiny_model
 
-from hetero_kv import HeteroCache, inject
+from hetero_kv import HeteroCache
 from hetero_kv.contexts import tensor_file
 from hetero_kv.contexts.store import ContextStore
-from hetero_kv.rules.rule_file import parse_rules
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-RULES = [
-    {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}},
-    {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}},
-]
-SMALL = {
-    "block_size": 4, "local_windows_len": 8, "initial_len": 4, "chunk_size": 512, "max_seq_len": 2048,
-    "second_block_count": 3, "threads_num": 1, "representative_type": "MEAN", "kv_type": "FP32",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def model():
-    model = tiny_model("llama", max_position_embeddings=2048)
-    inject(model, parse_rules({"rules": RULES, "long_context": SMALL}))
-    return model
+    return reader()
 
 
 @pytest.fixture
@@ -44,12 +32,6 @@ def mapped(monkeypatch):
 
     monkeypatch.setattr(tensor_file, "lay", noted)
     return counted
-
-
-def document(model, tokens=1201):
-    cache, ids = HeteroCache(model), random_tokens(tokens, 1, 1)
-    said(model, cache, (ids, ids[:, :0]))
-    return cache, ids[0].tolist()
 
 
 @pytest.mark.parametrize("verify", [True, False])

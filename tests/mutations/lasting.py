@@ -29,9 +29,23 @@ LASTING = (
     Mutation(
         "a damaged block is taken as it is",
         "hetero_kv/contexts/restoring.py",
-        "    if damaged:\n        raise min(damaged",
-        "    if False:\n        raise min(damaged",
+        "    if filling.damaged:\n",
+        "    if False:\n",
         (f"{_FILES}a_damaged_block_is_named",),
+    ),
+    Mutation(
+        "a file that somebody has changed goes on being used",
+        "hetero_kv/engine/mapped_file.py",
+        "        if now == self._known:\n",
+        "        if True:\n",
+        ("tests/contexts/test_changed_files.py",),
+    ),
+    Mutation(
+        "what lies in a file is planned as memory",
+        "hetero_kv/planning/plan.py",
+        "memory.store - self.held.mapped",
+        "memory.store",
+        ("tests/contexts/test_larger_than_memory.py",),
     ),
     Mutation(
         "a file goes that another context has blocks in",

@@ -16,6 +16,7 @@ from cpu_ops.threads import one_kernel_at_a_time
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES
 from hetero_kv.engine.step import Step, StepBlocks
+from hetero_kv.families.retrieval.fetching import Chosen, fetched
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.prefill import RetrievalPrefill
 from hetero_kv.families.retrieval.reading import Reading, Taken
@@ -25,6 +26,11 @@ from hetero_kv.store.pool import BlockPool
 
 class RetrievalDecode(RetrievalPrefill):
     """What `RetrievalAttention` does with blocks in DRAM when a token is decoded."""
+
+    @property
+    def _takes_largest(self) -> bool:
+        """Whether a kv head's score is its group's largest, and not their mean."""
+        return self.settings.group_reduce == "max"
 
     def _bound_step(
         self, pool: BlockPool, lengths: np.ndarray, group: int, softcapped: bool, dtype: torch.dtype
@@ -67,7 +73,10 @@ class RetrievalDecode(RetrievalPrefill):
         which, positions, allowed = EVERYTHING, NOTHING_FORBIDDEN, NOTHING_FORBIDDEN
         if self.covering is not None and self.covering < end - first:
             which, positions, allowed = self._choice(layer, step, len(table), lse.shape[1], end - first)
-        at = -1 if position is None else position
+        at, is_scored, largest = -1 if position is None else position, which == CHOSEN, self._takes_largest
+        if isinstance(native, RetrievalStep) and layer.pool is not None and layer.pool.reads_ahead():
+            chosen = Chosen(which, positions, allowed, self.shared, largest, self.representative_type.score)
+            which = fetched(layer.pool, q, table, first, end, chosen, self.threads)
         given = q, k, v, at, table, first, end, which, positions, allowed, self.shared
         estimated, taken = None, Taken(end - first if which == EVERYTHING else positions.shape[2])
         if isinstance(native, EstimatingStep):
@@ -75,20 +84,20 @@ class RetrievalDecode(RetrievalPrefill):
             if beside is None:
                 beside = np.full(lse.shape, -np.inf, np.float32)
             with one_kernel_at_a_time:
-                largest = native(*given, scale, softcap, beside, out, lse, masses)
+                stored = native(*given, scale, softcap, beside, out, lse, masses)
             if which != EVERYTHING:
                 lists = len(table) * positions.shape[1]
                 taken = Taken(*[number / lists for number in native.taken.tolist()])
             estimated = masses, taken
         else:
             with one_kernel_at_a_time:
-                largest = native(*given, self.settings.group_reduce == "max", scale, softcap, out, lse)
-            if which == CHOSEN:
+                stored = native(*given, largest, scale, softcap, out, lse)
+            if is_scored:
                 taken = taken._replace(scored=end - first)
         assert layer.reading is not None
         layer.read = layer.read.plus(layer.reading.of_step(step.length, end - first, taken))
-        if largest:
-            layer.require_storable(largest)
+        if stored:
+            layer.require_storable(stored)
         return estimated
 
     def _remember(self, layer: RetrievalLayer, step: Step, call: AttentionCall, q: np.ndarray, lse: np.ndarray) -> None:

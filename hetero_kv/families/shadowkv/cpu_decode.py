@@ -64,6 +64,8 @@ def held(layer: LowRankLayer, step: Step, chunks: np.ndarray, threads: int) -> i
     tensors = *residents.buffers, _buffer(layer.factors.coefficients)[0], basis, rotary.cos, rotary.sin
     keys, values, coefficients, vectors, cos, sin = arrays_of(*tensors)
     table = step.blocks(layer.layout).table
+    if pool.read_ahead is not None and pool.reads_ahead():
+        pool.read_ahead.ask(table[np.arange(len(table))[:, None, None], chunks])
     factors = KeyFactorArrays(coefficients, vectors, cos, sin, *rotary.rotation.layout)
     arrays = factors, table, pool.value_array
     return chunk_slots.hold_chunks(chunks, residents.ids.numpy(), keys, values, *arrays, layer.chunks, threads)

@@ -1,0 +1,127 @@
+"""The blocks of a saved context, into the pools of a cache: checked, and mapped where their pages can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from hetero_kv.contexts.context_file import OpenContext
+from hetero_kv.contexts.runs import BLOCKS, Run
+from hetero_kv.contexts.tensor_file import TensorFile
+from hetero_kv.engine.cohort import Cohort
+from hetero_kv.engine.errors import DamagedContextError
+from hetero_kv.engine.mapped_file import MappedFile
+from hetero_kv.engine.sequence import Layout
+from hetero_kv.store.memory import will_need
+from hetero_kv.store.pool import SCORED, WRITTEN, BlockPool
+
+# Threads that read and check blocks: few are enough for a disk, and for memory.
+_READERS = 4
+
+
+class Filling:
+    """Lets the first blocks of pools hold what those of files do.
+
+    Args:
+        cohorts: whose sequences hold these blocks.
+        verify: whether blocks are read and checked.
+
+    Attributes:
+        damaged: the first damage of each array.
+    """
+
+    def __init__(self, context: OpenContext, cohorts: Sequence[Cohort], *, verify: bool) -> None:
+        self._context, self._cohorts, self._verify = context, cohorts, verify
+        self.damaged: list[DamagedContextError] = []
+        self._pools: dict[int, BlockPool] = {}
+        self._mapped: dict[int, TensorFile] = {}
+
+    def fill(self, number: int, layout: Layout) -> None:
+        """The blocks of one layout, its number in the file.
+
+        Raises DamagedContextError where the file does not say where they are, or has not what these layers take.
+        """
+        pools = self._cohorts[0].store.allocators[layout].pools
+        arrays = {
+            f"{BLOCKS}{number}/{layer_idx}/{name}": array
+            for layer_idx, pool in pools.items()
+            for name, array in pool.arrays.items()
+            if array[0].numel()
+        }
+        start, count = 0, len(self._context.layout(number)[1])
+        for run in self._context.runs(number):
+            file = self._context.holder(number, run)
+            stop = start + run.count
+            if stop > count:
+                break
+            _require_arrays(file, f"{BLOCKS}{number}/", arrays, run)
+            if self._verify:
+                self._check(file, arrays, run, start, layout)
+            mapped = {name: array for name, array in arrays.items() if file.fill(name, run.first, array[start:stop])}
+            self._note(file, mapped, pools, slice(start, stop))
+            start = stop
+        if start != count:
+            raise DamagedContextError(f"{self._context.file.where} does not say where {count} blocks are")
+
+    def mapped_files(self) -> tuple[MappedFile, ...]:
+        """The files that lie in the pools' memory; what is read of them goes on from layer to layer."""
+        in_order = [self._pools[layer_idx].read_ahead for layer_idx in sorted(self._pools)]
+        for one, following in pairwise(in_order):
+            assert one is not None
+            one.following = following
+        return tuple(file.watched() for file in self._mapped.values())
+
+    def _check(
+        self, file: TensorFile, arrays: Mapping[str, torch.Tensor], run: Run, start: int, layout: Layout
+    ) -> None:
+        for name, damaged in _damaged(file, arrays, run).items():
+            if damaged:
+                first = min(_places(start + block - run.first, layout, self._cohorts) for block in damaged)
+                tokens = f"tokens {first * layout.block_size} to {(first + 1) * layout.block_size - 1}"
+                said = f"{file.where}: block {damaged[0]} of {name} is damaged, of {tokens}"
+                self.damaged.append(DamagedContextError(said, first * layout.block_size))
+
+    def _note(
+        self, file: TensorFile, mapped: Mapping[str, torch.Tensor], pools: Mapping[int, BlockPool], blocks: slice
+    ) -> None:
+        """Blocks that pages of a file are laid over are read as they are attended to; what scores them, now."""
+        for path, array in mapped.items():
+            layer_idx, name = path.split("/")[2:]
+            if name in WRITTEN:
+                self._pools[int(layer_idx)] = pools[int(layer_idx)]
+                pools[int(layer_idx)].lies_in_file(blocks.start, blocks.stop)
+            elif name in SCORED:
+                will_need(array[blocks].data_ptr(), array[blocks].nbytes)
+            self._mapped[id(file)] = file
+
+
+def _damaged(file: TensorFile, names: Iterable[str], run: Run) -> dict[str, list[int]]:
+    """By array, which of a run's blocks are not what was written."""
+    listed = list(names)
+    with ThreadPoolExecutor(_READERS) as readers:
+        rows = readers.map(lambda name: file.damaged_rows(name, run.first, run.first + run.count), listed)
+        return dict(zip(listed, rows, strict=True))
+
+
+def _require_arrays(file: TensorFile, path: str, wanted: Mapping[str, torch.Tensor], run: Run) -> None:
+    """Raise DamagedContextError unless the file has a run of the blocks that these layers take."""
+    there = {name: entry for name, entry in file.entries.items() if name.startswith(path)}
+    if there.keys() != wanted.keys():
+        raise DamagedContextError(f"{file.where} has not the blocks of these layers")
+    for name, array in wanted.items():
+        entry = there[name]
+        fits = entry.dtype == array.dtype and entry.shape[1:] == array.shape[1:]
+        if not fits or entry.shape[0] < run.first + run.count:
+            raise DamagedContextError(f"{file.where}: {name} is {entry.dtype} {list(entry.shape)}, not as its layer's")
+
+
+def _places(block: int, layout: Layout, cohorts: Sequence[Cohort]) -> int:
+    """Where in a sequence a block of the pools stands, the first such place."""
+    places = [
+        np.flatnonzero(sequence.tables[layout].ids == block) for cohort in cohorts for sequence in cohort.sequences
+    ]
+    return min(int(place[0]) for place in places if len(place))

@@ -1,0 +1,127 @@
+"""What a cache holds, written into one file."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetero_kv.contexts.cache_pieces import CachePieces
+from hetero_kv.contexts.context_file import KEY
+from hetero_kv.contexts.held_blocks import HeldBlocks
+from hetero_kv.contexts.identity import FORMAT, Identity, version
+from hetero_kv.contexts.runs import BLOCKS, Run
+from hetero_kv.contexts.tensor_file import LEAST_MAPPED, Piece, write_tensors
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.errors import ContextError
+from hetero_kv.errors import said_briefly
+
+#: Rows of token ids.
+Tokens = Sequence[Sequence[int]] | torch.Tensor
+
+
+#: Of a layout's number and its blocks: the runs that they are to be written as.
+Placing = Callable[[int, HeldBlocks], list[Run]]
+
+
+def all_here(number: int, blocks: HeldBlocks) -> list[Run]:
+    """All blocks in the file itself."""
+    return [Run("", 0, blocks.count, "")] if blocks.count else []
+
+
+def write_context(
+    path: Path,
+    cache: HeteroCache,
+    identity: Identity,
+    tokens: Tokens | None,
+    notes: dict[str, Any] | None = None,
+    placing: Placing = all_here,
+) -> None:
+    """Write what a cache holds into one file, which is there as a whole or not at all.
+
+    Args:
+        tokens: the token ids of every row; a row may have more than are stored, as behind `generate`.
+        notes: what the caller wants to find again, as JSON has it.
+        placing: which blocks are in other files, beside this one, already.
+
+    Raises ContextError where the cache holds nothing or cannot be saved, the file cannot be written, or one that blocks
+    of the cache lie in was changed.
+    """
+    if cache.steps:
+        raise ContextError("a prompt is being prefilled into this cache; save it before or after, not in between")
+    if not cache.columns.count:
+        raise ContextError("the cache holds no tokens; save it behind a prompt")
+    cache.require_unchanged_files()
+    pieces = CachePieces.of(cache)
+    tensors = {name: Piece.of(tensor) for name, tensor in pieces.tensors.items()}
+    tensors |= {f"tokens/{row}": Piece.of(ids) for row, ids in enumerate(_token_rows(cache, tokens))}
+    layouts = []
+    for number, layout in enumerate(cache.cohorts[0].layouts):
+        blocks = HeldBlocks.of(cache.cohorts, layout)
+        runs = placing(number, blocks)
+        tensors |= _tables(blocks, f"layouts/{number}") | _block_pieces(cache, blocks, f"{BLOCKS}{number}", runs)
+        layouts.append(
+            {"block_size": layout.block_size, "runs": [[run.file, run.first, run.count, run.digest] for run in runs]}
+        )
+    said = pieces.said | {
+        "format": FORMAT, "version": version(), "identity": identity.__dict__, "layouts": layouts, "notes": notes or {},
+    }  # fmt: skip
+    try:
+        write_tensors(path, tensors, {"format": "pt", KEY: json.dumps(said, separators=(",", ":"))})
+    except ContextError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ContextError(f"{path} cannot be written ({said_briefly(error)}); what was there is as it was") from error
+
+
+def _token_rows(cache: HeteroCache, tokens: Tokens | None) -> list[torch.Tensor]:
+    if tokens is None:
+        return []
+    rows = [torch.as_tensor(row, dtype=torch.int32, device="cpu") for row in tokens]
+    lengths = cache.lengths
+    if len(rows) != len(lengths) or any(len(row) < length for row, length in zip(rows, lengths, strict=True)):
+        raise ContextError(
+            f"tokens are rows of {[len(row) for row in rows]}, and the cache holds rows of {lengths}: give every row's "
+            "tokens without padding, at least those that are stored"
+        )
+    return rows
+
+
+def _tables(blocks: HeldBlocks, path: str) -> dict[str, Piece]:
+    tables = {
+        f"{path}/tables/{cohort}/{row}": Piece.of(torch.from_numpy(numbers))
+        for cohort, rows in enumerate(blocks.tables)
+        for row, numbers in enumerate(rows)
+    }
+    return tables | {f"{path}/lengths": Piece.of(torch.from_numpy(blocks.lengths))}
+
+
+def _block_pieces(cache: HeteroCache, blocks: HeldBlocks, path: str, runs: Sequence[Run]) -> dict[str, Piece]:
+    kept = np.concatenate([np.full(run.count, not run.file) for run in runs]) if runs else np.zeros(0, bool)
+    first = int(kept.argmax()) if kept.any() else 0
+    pieces = {}
+
+    def rows(layer_idx: int, name: str) -> Iterator[torch.Tensor]:
+        yield from blocks.rows(layer_idx, name, kept)
+        # What lies in a file that somebody changed must not be sealed as right.
+        cache.require_unchanged_files()
+
+    for layer_idx, name, shape, dtype in blocks.arrays():
+        row_bytes = torch.Size(shape).numel() * dtype.itemsize
+        count = int(kept.sum())
+        # As in a pool, in which the first of them stands behind those that are elsewhere.
+        page_offset = first * row_bytes % mmap.PAGESIZE if count * row_bytes >= LEAST_MAPPED else None
+        pieces[f"{path}/{layer_idx}/{name}"] = Piece(
+            (count, *shape),
+            dtype,
+            partial(rows, layer_idx, name),
+            by_row=True,
+            page_offset=page_offset,
+        )
+    return pieces

@@ -1,0 +1,166 @@
+"""A context whose blocks lie in files needs no memory for them, and they are read before they are attended to."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conversations import goes_on
+from long_documents import document, reader
+
+from hetero_kv import HeteroCache
+from hetero_kv.engine.errors import ContextError
+from hetero_kv.engine.held import Held
+from hetero_kv.errors import OutOfMemoryError
+from hetero_kv.planning import plan
+from hetero_kv.store import read_ahead
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROOM = 1300
+
+
+@pytest.fixture(scope="module")
+def model():
+    return reader()
+
+
+@pytest.fixture(scope="module")
+def told(model, tmp_path_factory):
+    """A cache, and the file of its context."""
+    path = tmp_path_factory.mktemp("contexts") / "document"
+    cache, ids = document(model)
+    cache.save(path, [ids])
+    return cache, path
+
+
+@pytest.fixture
+def little_memory(model, told, monkeypatch):
+    """As much as the rest of a context takes with half of its blocks."""
+    planned = plan.Plan.of(model.hetero_kv_injection, held=Held(told[0].lengths[0]))
+    free = round((planned.dram_needed(ROOM) - told[0].dram_bytes / 2) / (1 - plan.RESERVE))
+    monkeypatch.setattr(plan, "free_dram", lambda: free)
+    monkeypatch.setattr(plan, "limits_addresses", lambda: False)
+    return free
+
+
+def mapped_and_private(path):
+    """Bytes of memory that a file is laid over, and how many of these are this process's own: it wrote there."""
+    mapped = private = 0
+    counts = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            counts = line.endswith(f" {path}")
+        elif counts and line.startswith(("Size:", "Anonymous:")):
+            size = 1024 * int(line.split()[1])
+            mapped, private = mapped + size * line.startswith("Size"), private + size * line.startswith("Anon")
+    return mapped, private
+
+
+def test_a_context_that_is_larger_than_memory_goes_on_as_another(model, told, little_memory):
+    cache, path = told
+    with pytest.raises(OutOfMemoryError, match="max_seq_len is 1300"):
+        HeteroCache(model, ROOM)
+    loaded = HeteroCache.load(path, model, max_seq_len=ROOM)
+    assert loaded.lengths == cache.lengths
+    assert torch.equal(goes_on(model, loaded, [0], 3), goes_on(model, cache.fork(), [0], 3))
+    mapped, private = mapped_and_private(path)
+    assert mapped > 0.8 * cache.dram_bytes
+    assert private < 0.1 * mapped
+    # Without the file its memory is planned as any other.
+    loaded.reset()
+    with pytest.raises(OutOfMemoryError, match="max_seq_len is 1300"):
+        goes_on(model, loaded, [0], 3)
+
+
+def test_where_addresses_are_limited_mapped_pages_count(model, told, little_memory, monkeypatch):
+    monkeypatch.setattr(plan, "limits_addresses", lambda: True)
+    with pytest.raises(OutOfMemoryError, match="max_seq_len is 1300"):
+        HeteroCache.load(told[1], model, max_seq_len=ROOM)
+
+
+def test_what_is_damaged_is_computed_anew_only_where_there_is_room(model, told, little_memory, tmp_path):
+    cache, path = told
+    content, at = (
+        bytearray(path.read_bytes()),
+        path.read_bytes().index(cache.layers[0].pool.values[3].numpy().tobytes()),
+    )
+    content[at] ^= 1
+    (tmp_path / "c").write_bytes(content)
+    with pytest.raises(ContextError, match=r"block 3 of .* is damaged.* there is no room to compute it anew"):
+        HeteroCache.load(tmp_path / "c", model, max_seq_len=ROOM)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The ranges of memory that the system is asked to read, [address, bytes]."""
+    ranges: list[tuple[int, int]] = []
+    monkeypatch.setattr(read_ahead, "will_need", lambda *given: ranges.append(given))
+    return ranges
+
+
+def blocks_in(ranges, array):
+    """The blocks of a pool's array that lie in ranges of memory."""
+    size, begin = array[0].nbytes, array.data_ptr()
+    found = [
+        np.arange((start - begin) // size, (start - begin + length) // size)
+        for start, length in ranges
+        if begin <= start < begin + array.nbytes
+    ]
+    return set(np.concatenate(found).tolist()) if found else set()
+
+
+def decoded(model, cache, token):
+    with torch.no_grad():
+        return model(torch.tensor([[token]]), past_key_values=cache).logits
+
+
+@pytest.fixture
+def no_waits(monkeypatch):
+    """Pages that this process has had to wait for: a number that the test sets."""
+    waits = {"ru_majflt": 0}
+
+    class Usage:
+        @property
+        def ru_majflt(self):
+            return waits["ru_majflt"]
+
+    monkeypatch.setattr(read_ahead.resource, "getrusage", lambda who: Usage())
+    return waits
+
+
+def test_the_blocks_that_a_token_chooses_are_read_before_it_attends_to_them(model, told, asked, no_waits):
+    cache, path = told
+    loaded, twin = HeteroCache.load(path, model, verify=False), cache.fork()
+    asked.clear()
+    assert torch.equal(decoded(model, loaded, 5), decoded(model, twin, 5))
+    for layer in loaded.layers:
+        # Three that are chosen by each head, the first, and those at the end: of 300.
+        blocks = blocks_in(asked, layer.pool.keys)
+        assert blocks == blocks_in(asked, layer.pool.values)
+        assert 0 in blocks
+        assert 4 <= len(blocks) <= 12
+    asked.clear()
+    for token in range(6, 6 + 2 * read_ahead._QUIET_LOOKS):
+        assert torch.equal(decoded(model, loaded, token), decoded(model, twin, token))
+        if token == 6 + read_ahead._QUIET_LOOKS:
+            asked.clear()
+    assert asked == []
+    no_waits["ru_majflt"] += 1
+    assert torch.equal(decoded(model, loaded, 7), decoded(model, twin, 7))
+    assert asked != []
+
+
+def test_a_question_has_all_blocks_read_a_layer_ahead(model, told, asked, no_waits):
+    loaded = HeteroCache.load(told[1], model, verify=False)
+    asked.clear()
+    whole = set(range(len(loaded.sequences[0].tables[loaded.layers[0].layout].ids) - 1))
+    seen = []
+    loaded.on_progress = lambda *_: seen.append(
+        tuple(blocks_in(asked, layer.pool.keys) >= whole for layer in loaded.layers)
+    )
+    goes_on(model, loaded, [0], 3)
+    assert list(dict.fromkeys(seen)) == [(False, False, False), (True, True, False), (True, True, True)]
