@@ -22,7 +22,7 @@ class TokenProblem:
         q: [rows, kv_heads, group, dim]. keys, values: [rows, kv_heads, length, dim], as the pool has them.
     """
 
-    def __init__(self, name, seed=0, softcap=0.0, dim=DIM, block=BLOCK, **settings):
+    def __init__(self, name, seed=0, softcap=0.0, dim=DIM, block=BLOCK, low_rank=None, **settings):
         random = torch.Generator().manual_seed(seed)
         self.dim, self.block, self.softcap, length = dim, block, softcap, BLOCKS * block - 3
         self.settings = choosers.get(name).settings(**{"kv_type": "FP32", "block_size": block, **settings})
@@ -37,8 +37,11 @@ class TokenProblem:
         lengths = np.full(ROWS * BLOCKS + 3, block, np.int32)
         lengths[table[:, -1]] = length - (BLOCKS - 1) * block
         self.q = 2 * torch.randn(ROWS, KV_HEADS, GROUP, dim, generator=random)
-        # Keys have a direction in common, as models' have.
+        # Keys have a direction in common, as models' have, and differ in as many as `low_rank` says, or in all.
         keys, values = torch.randn(2, ROWS, KV_HEADS, length, dim, generator=random)
+        if low_rank is not None:
+            keys[..., low_rank:] = 0
+            keys = keys @ torch.linalg.qr(torch.randn(dim, dim, generator=random)).Q
         keys += torch.randn(KV_HEADS, 1, dim, generator=random)
         for ids, row_keys, row_values in zip(table, keys, values, strict=True):
             self.pool.write(ids, 0, row_keys, row_values)

@@ -88,6 +88,11 @@ class RetrievalLayer(BufferedLayer):
         """Index of the block at which the recent window begins."""
         return self.layout.context_end(self.cohort.length)
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether blocks hold the attention that their keys had received when they were closed."""
+        return self.layout.closes_alone
+
     def kept_beside(self, kv_heads: int, k_dim: int, v_dim: int) -> Mapping[str, Beside]:
         """What a method keeps of blocks of such keys and values in arrays of its own."""
         return {}
@@ -99,7 +104,7 @@ class RetrievalLayer(BufferedLayer):
         _, kv_heads, _, k_dim = keys.shape
         shape, layout = (kv_heads, k_dim, values.shape[-1]), self.layout
         pool = self.pool = self.cohort.store.pool(
-            self.layer_idx, layout, *shape, self.key_storage, self.representative_num, layout.closes_alone,
+            self.layer_idx, layout, *shape, self.key_storage, self.representative_num, self.accumulates,
             *self.derived.fitting(k_dim), value_storage=self.value_storage, offset_keys=self.offset_keys,
             representative_storage=self.representative_kind(k_dim, values.shape[-1]), beside=self.kept_beside(*shape),
         )  # fmt: skip

@@ -62,6 +62,10 @@ class TokenRetrievalLayer(RetrievalLayer):
     def _blank_state(self) -> TokenState:
         return TokenState(open_start=self.layout.sink_blocks * self.layout.block_size)
 
+    @property
+    def accumulates(self) -> bool:
+        return False
+
     def kept_beside(self, kv_heads: int, k_dim: int, v_dim: int) -> Mapping[str, Beside]:
         return {} if self.chooser is None else self.chooser.arrays(KVShape(kv_heads, k_dim, v_dim))
 
