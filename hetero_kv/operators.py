@@ -8,6 +8,7 @@ from hetero_kv.adapter.quantized_module import QuantizedEmbedding, QuantizedLine
 from hetero_kv.families.bounded.attention import BoundedAttention
 from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.families.shadowkv.attention import ShadowKVAttention
+from hetero_kv.families.token_retrieval.attention import TokenRetrievalAttention
 from hetero_kv.families.window.attention import SlidingWindowAttention
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "RetrievalAttention",
     "ShadowKVAttention",
     "SlidingWindowAttention",
+    "TokenRetrievalAttention",
 ]

@@ -29,6 +29,7 @@ SMALL = {
     "outlier_chunks": 3,
     "local_chunks": 2,
     "budget": 40,
+    "token_budget": 12,
     "stride": 16,
     "sinks": 4,
     "window": 8,

@@ -11,7 +11,7 @@ import torch
 from hetero_kv.engine.cohort import Cohort
 from hetero_kv.engine.sequence import Layout
 from hetero_kv.store.allocator import BlockAllocator
-from hetero_kv.store.pool import DERIVED
+from hetero_kv.store.pool import WRITTEN
 
 # Blocks that are copied at once.
 _AT_ONCE = 32
@@ -98,7 +98,7 @@ class HeldBlocks:
     def _cleaned(self, blocks: torch.Tensor, name: str, numbers: np.ndarray) -> torch.Tensor:
         """`blocks`, a copy, with zeros where nothing has been written."""
         for index, number in enumerate(numbers.tolist()):
-            if name in DERIVED and not self.closed[number]:
+            if name not in WRITTEN and not self.closed[number]:
                 blocks[index].zero_()
             elif name in _OF_TOKENS and self.lengths[number] < self.layout.block_size:
                 blocks[index, :, self.lengths[number] :].zero_()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from hetero_kv.engine.sequence import Layout, Sequence
 from hetero_kv.store.allocator import BlockAllocator
 from hetero_kv.store.block_table import BlockTable
-from hetero_kv.store.pool import BlockPool
+from hetero_kv.store.pool import Beside, BlockPool
 from hetero_kv.store.storage import StorageType
 
 
@@ -63,6 +63,7 @@ class Store:
         value_storage: StorageType | None = None,
         offset_keys: bool = False,
         representative_storage: StorageType | None = None,
+        beside: Mapping[str, Beside] | None = None,
     ) -> BlockPool:
         """The pool of a layer for blocks of `layout`, made when it is first asked for; see BlockPool for the rest."""
         allocator = self.allocators[layout]
@@ -82,6 +83,7 @@ class Store:
                 value_storage=value_storage,
                 offset_keys=offset_keys,
                 representative_storage=representative_storage,
+                beside=beside,
             )
         return allocator.pools[layer_idx]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,25 @@ SCORED = tuple(name for name in DERIVED if name != "accumulated")
 _BLOCKS_AT_ONCE = 64
 
 
+class Beside(NamedTuple):
+    """An array that a method keeps of blocks beside the tokens, made when a block's contents are final.
+
+    Attributes:
+        shape: of a block and kv head, all dimensions but the last.
+        dim: numbers of the last one.
+        storage: their format.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    storage: StorageType
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a block and kv head."""
+        return math.prod(self.shape) * self.storage.bytes_per_vector(self.dim)
+
+
 class BlockPool:
     """Fixed number of blocks of `block_size` tokens, each holding all kv heads of one layer.
 
@@ -35,6 +55,7 @@ class BlockPool:
         storage: number format of keys, and of values where `value_storage` is None.
         offset_keys: whether keys are stored as they differ from `key_offsets`.
         representative_storage: of representatives and mean values; None for that which `storage` has for them.
+        beside: what else a method keeps of blocks, by names of its own.
 
     Attributes:
         keys: [num_blocks, kv_heads, block_size, key_storage.elements(k_dim)] in the storage type's dtype, on the CPU.
@@ -55,6 +76,8 @@ class BlockPool:
         accumulated: [num_blocks, kv_heads, block_size] float32, the attention that each key had received from the
             queries that an operator watched when its block got its representatives; None where no operator does.
         read_ahead: of blocks that lie in a file; None where none do.
+        beside, beside_arrays: [num_blocks, kv_heads, *shape, storage.elements(dim)] of every `Beside`, by name, and the
+            kernels' views.
     """
 
     def __init__(
@@ -74,6 +97,7 @@ class BlockPool:
         value_storage: StorageType | None = None,
         offset_keys: bool = False,
         representative_storage: StorageType | None = None,
+        beside: Mapping[str, Beside] | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -111,6 +135,11 @@ class BlockPool:
         if accumulates:
             self.accumulated, _ = _untouched((num_blocks, kv_heads), block_size, FP32)
         self.read_ahead: ReadAhead | None = None
+        self.beside: dict[str, torch.Tensor] = {}
+        self.beside_arrays: dict[str, np.ndarray] = {}
+        for name, each in (beside or {}).items():
+            of_pool = num_blocks, kv_heads, *each.shape
+            self.beside[name], self.beside_arrays[name] = _untouched(of_pool, each.dim, each.storage)
 
     @property
     def bytes_per_block(self) -> int:
@@ -119,9 +148,9 @@ class BlockPool:
 
     @property
     def arrays(self) -> dict[str, torch.Tensor]:
-        """Everything that is kept of blocks, by the attribute's name: [num_blocks, ...] each."""
+        """Everything that is kept of blocks, by the attribute's name, or its own: [num_blocks, ...] each."""
         kept = {name: getattr(self, name) for name in (*WRITTEN, *DERIVED)}
-        return {name: array for name, array in kept.items() if array is not None}
+        return {name: array for name, array in kept.items() if array is not None} | self.beside
 
     def lies_in_file(self, start: int, stop: int) -> None:
         """Pages of blocks [start, stop) are mapped from a file."""

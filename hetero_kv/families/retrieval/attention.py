@@ -11,14 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from cpu_ops.causal_attention import attend_blocks_causal
 from gpu_ops.merge import apply_sink
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kernel_arrays import kernel_array
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.adapter.operator import Operator
 from hetero_kv.adapter.token_arrays import TokenArrays
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
@@ -31,7 +29,6 @@ from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.reading import Taken
 from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, ESTIMATED_SHARE
 from hetero_kv.families.retrieval.windowed_decode import WindowedDecode
-from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.store.pool import BlockPool
 
 #: Settings that decide nothing of what is stored (see `stored_by`).
@@ -49,13 +46,6 @@ class RetrievalAttention(WindowedDecode):
 
     meaning = "keeps everything in DRAM blocks, attends to the blocks that the query retrieves"
     statistics = (BLOCK_RECALL, ESTIMATED_SHARE, ATTENDED_BLOCKS, READ_BYTES)
-
-    @classmethod
-    def operator_for(cls, module: nn.Module) -> type[Operator]:
-        """A layer with a sliding window of the model's own keeps that: retrieval never applies to it."""
-        if hasattr(module, "config") and hasattr(module, "layer_idx") and bridge.layer_window(module) is not None:
-            return SlidingWindowAttention
-        return cls
 
     def new_cache_layer(self) -> RetrievalLayer:
         layout = RetrievalLayout.of_settings(self.settings, closes_alone=self.accumulates)

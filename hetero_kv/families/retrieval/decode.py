@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 
-from cpu_ops.attention import attend_blocks
 from cpu_ops.estimated_masses import covered_share
 from cpu_ops.estimating_step import EstimatingStep
 from cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING, NOTHING_FORBIDDEN, RetrievalStep
@@ -20,6 +18,7 @@ from hetero_kv.families.retrieval.fetching import Chosen, fetched
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.prefill import RetrievalPrefill
 from hetero_kv.families.retrieval.reading import Reading, Taken
+from hetero_kv.families.retrieval.recall import covered_mass
 from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS, SharedSelections, with_entered
 from hetero_kv.store.pool import BlockPool
 
@@ -115,16 +114,8 @@ class RetrievalDecode(RetrievalPrefill):
 
         lse: of what it attended to, [batch, heads, 1] float32, or in another shape of as many numbers.
         """
-        pool = layer.pool
-        assert pool is not None
-        by_kv_head = call.q.squeeze(2).unflatten(1, (pool.keys.shape[1], -1))
-        q = by_kv_head.to("cpu", torch.float32).contiguous().numpy()
-        ids = np.ascontiguousarray(blocks.table[:, None])
-        counts = np.full(ids.shape[:2], ids.shape[2], dtype=np.int32)
-        arrays = q, pool.key_array, pool.value_array, ids, counts, blocks.lengths
-        options: dict[str, Any] = {"threads": self.threads, "key_offsets": pool.offset_array}
-        _, full = attend_blocks(*arrays, call.scale, call.softcap or 0.0, **options)
-        covered = float(torch.exp(lse.cpu().flatten() - torch.from_numpy(full).flatten()).mean())
+        assert layer.pool is not None
+        covered = covered_mass(layer.pool, blocks, call, lse, self.threads)
         layer.state = replace(layer.state, recall=layer.state.recall.plus(covered))
 
     def _count(self, layer: RetrievalLayer, attended: np.ndarray, total: np.ndarray, taken: Taken) -> None:

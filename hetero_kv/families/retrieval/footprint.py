@@ -11,7 +11,7 @@ from hetero_kv.adapter.footprint import BytesPerToken, Demand, LayerFootprint, S
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.layout import RetrievalLayout
-from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.families.retrieval.paged_settings import PagedSettings
 from hetero_kv.store.storage import FP16, StorageType
 
 WINDOWS = register(Term("windows", "Initial and Local of every layer"))
@@ -23,7 +23,7 @@ _ACCUMULATED_BYTES = 4
 def bytes_per_token(
     shape: KVShape, kind: StorageType, block_size: int, representative_num: int, accumulates: bool,
     derived: Derived = NONE_DERIVED, value_kind: StorageType | None = None, offset_keys: bool = False,
-    representative_kind: StorageType | None = None,
+    representative_kind: StorageType | None = None, beside: int = 0,
 ) -> BytesPerToken:  # fmt: skip
     """What a token takes in DRAM blocks.
 
@@ -36,6 +36,7 @@ def bytes_per_token(
         offset_keys: whether they hold what was taken off their keys.
         representative_kind: number format of their representatives and mean values; None for that which `kind` has for
             them.
+        beside: bytes of what a method keeps of a block and kv head in arrays of its own.
     """
     represented = representative_kind or kind.for_representatives
     of_block = representative_num * represented.bytes_per_vector(shape.k_dim)
@@ -47,7 +48,7 @@ def bytes_per_token(
     return BytesPerToken(
         keys=shape.kv_heads * (kind.bytes_per_vector(shape.k_dim) + of_keys / block_size),
         values=shape.kv_heads * (value_kind or kind).bytes_per_vector(shape.v_dim),
-        representatives=shape.kv_heads * (of_block + received) / block_size,
+        representatives=shape.kv_heads * (of_block + received + beside) / block_size,
     )
 
 
@@ -64,16 +65,17 @@ class PagedFootprint(LayerFootprint):
 
     @classmethod
     def of(
-        cls, shape: KVShape, settings: RetrievalSettings, accumulates: bool, derived: Derived = NONE_DERIVED
-    ) -> PagedFootprint:
-        """Of a layer under `settings`; `accumulates` and `derived` as for `bytes_per_token`."""
+        cls, shape: KVShape, settings: PagedSettings, accumulates: bool, derived: Derived = NONE_DERIVED,
+        beside: int = 0,
+    ) -> PagedFootprint:  # fmt: skip
+        """Of a layer under `settings`; `accumulates`, `derived` and `beside` as for `bytes_per_token`."""
         layout = RetrievalLayout.of_settings(settings)
         block_size = settings.block_size
         kinds = settings.value_storage, settings.offset_keys, settings.representative_kind(shape.k_dim, shape.v_dim)
         counts = block_size, settings.stored_representatives, accumulates, derived
         return cls(
             shape,
-            stored=bytes_per_token(shape, settings.key_storage, *counts, *kinds),
+            stored=bytes_per_token(shape, settings.key_storage, *counts, *kinds, beside),
             block_size=block_size,
             # A GPU's copy has room for the block that is about to leave Local.
             device_window=(layout.sink_blocks + 1) * block_size + layout.local_len,

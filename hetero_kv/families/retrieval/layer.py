@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import replace
 from typing import Any
@@ -23,11 +24,11 @@ from hetero_kv.families.retrieval import saving
 from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.layout import RetrievalLayout
+from hetero_kv.families.retrieval.paged_settings import PagedSettings
 from hetero_kv.families.retrieval.reading import Reading
-from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.retrieval.state import RetrievalState
 from hetero_kv.families.retrieval.unseen import NONE_UNSEEN
-from hetero_kv.store.pool import BlockPool
+from hetero_kv.store.pool import Beside, BlockPool
 
 
 class RetrievalLayer(BufferedLayer):
@@ -47,7 +48,7 @@ class RetrievalLayer(BufferedLayer):
     state: RetrievalState
     softcap: float | None
 
-    def __init__(self, layout: RetrievalLayout, settings: RetrievalSettings, derived: Derived = NONE_DERIVED) -> None:
+    def __init__(self, layout: RetrievalLayout, settings: PagedSettings, derived: Derived = NONE_DERIVED) -> None:
         super().__init__(settings.key_storage, settings.value_storage)
         self.storage_settings = settings.storage_settings
         self.layout = layout
@@ -87,6 +88,15 @@ class RetrievalLayer(BufferedLayer):
         """Index of the block at which the recent window begins."""
         return self.layout.context_end(self.cohort.length)
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether blocks hold the attention that their keys had received when they were closed."""
+        return self.layout.closes_alone
+
+    def kept_beside(self, kv_heads: int, k_dim: int, v_dim: int) -> Mapping[str, Beside]:
+        """What a method keeps of blocks of such keys and values in arrays of its own."""
+        return {}
+
     # -- storing tokens
 
     def _prepare(self, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
@@ -94,9 +104,9 @@ class RetrievalLayer(BufferedLayer):
         _, kv_heads, _, k_dim = keys.shape
         shape, layout = (kv_heads, k_dim, values.shape[-1]), self.layout
         pool = self.pool = self.cohort.store.pool(
-            self.layer_idx, layout, *shape, self.key_storage, self.representative_num, layout.closes_alone,
+            self.layer_idx, layout, *shape, self.key_storage, self.representative_num, self.accumulates,
             *self.derived, value_storage=self.value_storage, offset_keys=self.offset_keys,
-            representative_storage=self.representative_kind(k_dim, values.shape[-1]),
+            representative_storage=self.representative_kind(k_dim, values.shape[-1]), beside=self.kept_beside(*shape),
         )  # fmt: skip
         if self.window is None and _needs_window(keys.device):
             sink = self.layout.sink_blocks * self.layout.block_size

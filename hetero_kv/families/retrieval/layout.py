@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetero_kv.engine.sequence import Layout
-from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.families.retrieval.paged_settings import PagedSettings
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RetrievalLayout(Layout):
     closes_alone: bool = False
 
     @classmethod
-    def of_settings(cls, settings: RetrievalSettings, closes_alone: bool = False) -> RetrievalLayout:
+    def of_settings(cls, settings: PagedSettings, closes_alone: bool = False) -> RetrievalLayout:
         """As an operator's settings say."""
         return cls.of(settings.block_size, settings.initial_len, settings.local_windows_len, closes_alone)
 

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numba
 import numpy as np
 import torch
 from torch import nn
 
-from gpu_ops.attention import chunk_attention
-from gpu_ops.merge import apply_sink
-from hetero_kv.adapter import bridge
-from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.engine.buffered_layer import PrefillBuffer
-from hetero_kv.engine.recorded_prompt import RecordedPrompt
 from hetero_kv.engine.step import Step
-from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.families.retrieval import representatives
 from hetero_kv.families.retrieval.budgets import layer_budget
 from hetero_kv.families.retrieval.choosing import choice_of
+from hetero_kv.families.retrieval.exact_prefill import ExactPrefill
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.preselection import block_votes, preselect
 from hetero_kv.families.retrieval.settings import RetrievalSettings
-from hetero_kv.families.retrieval.short_turn import is_short, received_attention, store_and_attend
+from hetero_kv.families.retrieval.short_turn import received_attention
 from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.setting import LARGEST
@@ -33,19 +27,16 @@ from hetero_kv.settings.setting import LARGEST
 _CLOSED_AT_ONCE = 64
 
 
-class RetrievalPrefill(AttentionOperator):
+class RetrievalPrefill(ExactPrefill):
     """What `RetrievalAttention` does with prompts."""
 
     settings_class = RetrievalSettings
-    prefills_exactly = True
-    continues_exactly = True
 
     settings: RetrievalSettings
 
     def __init__(self, path: str, wrapped: nn.Module, settings: RetrievalSettings, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
         self.representative_type = representatives.get(settings.representative_type)
-        self.threads = min(engine.resolved_threads(), numba.config.NUMBA_NUM_THREADS)
         self.shared = settings.head_select_mode == "SHARED"
         layers = self._own_config.num_hidden_layers
         self.budget = layer_budget("second_block_count", settings.second_block_count, self.layer_idx, layers)
@@ -61,59 +52,11 @@ class RetrievalPrefill(AttentionOperator):
         self.preselected = preselected if settings.preselect_block and self.budget is not None else None
         self.accumulates = self.representative_type.needs_attention and self.budget is not None
 
-    def prefill_chunk(self, layer: RetrievalLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        if call.sliding_window is not None:
-            self._refuse_window(call.sliding_window)
-        if layer.prefill_buffer is None:
-            layer.accumulate_unseen(step.past)
-            if step.part.is_first:
-                layer.state = replace(layer.state, observation=self._new_observation(step))
-        if is_short(step, call):
-            out, lse = store_and_attend(layer, step, call, self.threads)
-            if call.sink is not None:
-                out, lse = apply_sink(out, lse, call.sink)
-        else:
-            past_k, past_v = layer.extend(call.k, call.v)
-            out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
-        if layer.state.observation is not None:
-            layer.state.observation.watch(call.q, lse, call.scale, call.softcap)
-        return out.to(call.q.dtype)
-
-    def load_prefill(self, layer: RetrievalLayer, step: Step, recorded: RecordedPrompt) -> None:
-        observation = self._new_observation(step)
-        if observation is not None:
-            recorded.show_last_queries(observation)
-        layer.state = replace(layer.state, observation=observation)
-        buffer = PrefillBuffer(recorded.keys, recorded.values, past=0, length=recorded.length)
-        layer.store(step, recorded.keys, recorded.values, buffer)
-        self.end_of_prompt(layer, step, buffer)
-
     def _new_observation(self, step: Step) -> Observation | None:
         watched = self.accumulates or self.preselected is not None
         return Observation(self.settings.observed(step.part.question)) if watched else None
 
-    def _refuse_window(self, window: int) -> None:
-        raise UnsupportedModelError(
-            f"{self.path}: the model asks for a sliding window of {window}; use SlidingWindowAttention there"
-        )
-
-    def end_prefill(self, layer: RetrievalLayer, step: Step) -> None:
-        buffer = layer.end_prefill(step)
-        if step.keeps:
-            self.end_of_prompt(layer, step, buffer)
-
-    def end_of_prompt(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer | None) -> None:
-        """What follows when a layer has stored a prompt: votes of its last queries, representatives of new blocks.
-
-        `buffer` holds the whole sequence; None behind a short turn, which is read from the pool where it is needed.
-        A prompt that passes in parts has all of that at its end, so that it is as if it had come as a whole, up to the
-        precision of the storage types, in which later parts see the earlier.
-        """
-        if step.part.is_last:
-            self._preselect(layer, step, buffer)
-            self._close_blocks(layer, step)
-
-    def _preselect(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer | None) -> None:
+    def _look_back(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer | None) -> None:
         """Take what the prompt's last queries looked at: preselect, and accumulate it for representatives."""
         for shared in (SELECTIONS, SELECTED_AT):
             step.cohort.shared.pop(shared, None)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from hetero_kv.families.retrieval.budgets import Pyramid
+from hetero_kv.families.retrieval.paged_settings import PagedSettings
 from hetero_kv.settings.setting import SettingError, Settings, setting
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def _representative_storages() -> Iterable[str]:
 
 
 @dataclass(frozen=True)
-class RetrievalSettings(Settings):
+class RetrievalSettings(PagedSettings, Settings):
     """KTransformers' CPU sparse attention: Initial | Context | Local, of which Context is retrieved by blocks."""
 
     block_size: int = setting(128, "tokens of a Context block", unit="tokens", minimum=1)
@@ -156,33 +157,6 @@ class RetrievalSettings(Settings):
         """Vectors that are stored for a block and kv head."""
         return 1 if self.representative_reduce == "mean" else self.representative_num
 
-    @property
-    def offset_keys(self) -> bool:
-        """Whether keys are stored as they differ from the mean of their block."""
-        return self.key_storage.is_coarse if self.key_offset == "auto" else self.key_offset == "block_mean"
-
-    @property
-    def storage_settings(self) -> tuple[str, str]:
-        """The settings that say how keys and how values are stored."""
-        return (
-            "kv_type" if self.key_type == "kv_type" else "key_type",
-            "kv_type" if self.value_type == "kv_type" else "value_type",
-        )
-
-    @property
-    def key_storage(self) -> StorageType:
-        """How keys are stored."""
-        from hetero_kv.store import storage
-
-        return storage.get(getattr(self, self.storage_settings[0]))
-
-    @property
-    def value_storage(self) -> StorageType:
-        """How values are stored."""
-        from hetero_kv.store import storage
-
-        return storage.get(getattr(self, self.storage_settings[1]))
-
     def representative_kind(self, *dims: int) -> StorageType:
         """How representatives and mean values of these dimensions are stored: FP16 where the setting's cannot be."""
         from hetero_kv.store import storage
@@ -229,15 +203,7 @@ class RetrievalSettings(Settings):
             )
         if self.kernel_size % 2 == 0:
             raise SettingError("kernel_size", self.kernel_size, "it must be odd, so that pooling has a middle")
-        for name, kind in zip(self.storage_settings, (self.key_storage, self.value_storage), strict=True):
-            multiple = kind.block_multiple
-            if self.block_size % multiple:
-                raise SettingError(
-                    "block_size",
-                    self.block_size,
-                    f"{name} {kind.name} needs a multiple of {multiple}, such as "
-                    f"{-(-self.block_size // multiple) * multiple}; or take {name} FP16",
-                )
+        self.require_whole_groups()
 
     def _require_groups(self) -> None:
         """Raise SettingError for groups of blocks under a type by which they cannot be represented."""

@@ -1,0 +1,100 @@
+"""Prompts of families that keep everything in blocks: they attend exactly, and what follows when they are stored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numba
+import torch
+from torch import nn
+
+from gpu_ops.attention import chunk_attention
+from gpu_ops.merge import apply_sink
+from hetero_kv.adapter import bridge
+from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.engine.buffered_layer import PrefillBuffer
+from hetero_kv.engine.recorded_prompt import RecordedPrompt
+from hetero_kv.engine.step import Step
+from hetero_kv.errors import UnsupportedModelError
+from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.families.retrieval.observation import Observation
+from hetero_kv.families.retrieval.short_turn import is_short, store_and_attend
+from hetero_kv.families.window.attention import SlidingWindowAttention
+from hetero_kv.settings.engine_settings import EngineSettings
+
+
+class ExactPrefill(AttentionOperator):
+    """An operator whose layers are RetrievalLayers; what is derived from blocks is its own (`_close_blocks`)."""
+
+    prefills_exactly = True
+    continues_exactly = True
+
+    def __init__(self, path: str, wrapped: nn.Module, settings: object, engine: EngineSettings) -> None:
+        super().__init__(path, wrapped, settings, engine)
+        self.threads = min(engine.resolved_threads(), numba.config.NUMBA_NUM_THREADS)
+
+    @classmethod
+    def operator_for(cls, module: nn.Module) -> type[Operator]:
+        """A layer with a sliding window of the model's own keeps that: retrieval never applies to it."""
+        if hasattr(module, "config") and hasattr(module, "layer_idx") and bridge.layer_window(module) is not None:
+            return SlidingWindowAttention
+        return cls
+
+    def prefill_chunk(self, layer: RetrievalLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
+        if call.sliding_window is not None:
+            self._refuse_window(call.sliding_window)
+        if layer.prefill_buffer is None:
+            layer.accumulate_unseen(step.past)
+            if step.part.is_first:
+                layer.state = replace(layer.state, observation=self._new_observation(step))
+        if is_short(step, call):
+            out, lse = store_and_attend(layer, step, call, self.threads)
+            if call.sink is not None:
+                out, lse = apply_sink(out, lse, call.sink)
+        else:
+            past_k, past_v = layer.extend(call.k, call.v)
+            out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
+        if layer.state.observation is not None:
+            layer.state.observation.watch(call.q, lse, call.scale, call.softcap)
+        return out.to(call.q.dtype)
+
+    def load_prefill(self, layer: RetrievalLayer, step: Step, recorded: RecordedPrompt) -> None:
+        observation = self._new_observation(step)
+        if observation is not None:
+            recorded.show_last_queries(observation)
+        layer.state = replace(layer.state, observation=observation)
+        buffer = PrefillBuffer(recorded.keys, recorded.values, past=0, length=recorded.length)
+        layer.store(step, recorded.keys, recorded.values, buffer)
+        self.end_of_prompt(layer, step, buffer)
+
+    def _new_observation(self, step: Step) -> Observation | None:
+        """What watches the last queries of a prompt that begins; None where nobody reads what they look at."""
+        return None
+
+    def _refuse_window(self, window: int) -> None:
+        raise UnsupportedModelError(
+            f"{self.path}: the model asks for a sliding window of {window}; use SlidingWindowAttention there"
+        )
+
+    def end_prefill(self, layer: RetrievalLayer, step: Step) -> None:
+        buffer = layer.end_prefill(step)
+        if step.keeps:
+            self.end_of_prompt(layer, step, buffer)
+
+    def end_of_prompt(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer | None) -> None:
+        """What follows when a layer has stored a prompt: votes of its last queries, what is derived from new blocks.
+
+        `buffer` holds the whole sequence; None behind a short turn, which is read from the pool where it is needed.
+        A prompt that passes in parts has all of that at its end, so that it is as if it had come as a whole, up to the
+        precision of the storage types, in which later parts see the earlier.
+        """
+        if step.part.is_last:
+            self._look_back(layer, step, buffer)
+            self._close_blocks(layer, step)
+
+    def _look_back(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer | None) -> None:
+        """Take what the prompt's last queries looked at."""
+
+    def _close_blocks(self, layer: RetrievalLayer, step: Step) -> None:
+        """Derive what is kept of the blocks that enter the Context."""
+        raise NotImplementedError("an operator whose blocks are scored derives something from them")

@@ -1,0 +1,70 @@
+"""How keys and values are stored, as the settings of families that keep everything in blocks say it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hetero_kv.settings.setting import SettingError
+
+if TYPE_CHECKING:
+    from hetero_kv.store.storage import StorageType
+
+
+class PagedSettings:
+    """How a sequence is divided and stored, of settings with these fields, and what follows from them."""
+
+    block_size: int
+    initial_len: int
+    local_windows_len: int
+    kv_type: str
+    key_type: str
+    value_type: str
+    key_offset: str
+
+    @property
+    def offset_keys(self) -> bool:
+        """Whether keys are stored as they differ from the mean of their block."""
+        return self.key_storage.is_coarse if self.key_offset == "auto" else self.key_offset == "block_mean"
+
+    @property
+    def storage_settings(self) -> tuple[str, str]:
+        """The settings that say how keys and how values are stored."""
+        return (
+            "kv_type" if self.key_type == "kv_type" else "key_type",
+            "kv_type" if self.value_type == "kv_type" else "value_type",
+        )
+
+    @property
+    def key_storage(self) -> StorageType:
+        """How keys are stored."""
+        from hetero_kv.store import storage
+
+        return storage.get(getattr(self, self.storage_settings[0]))
+
+    @property
+    def value_storage(self) -> StorageType:
+        """How values are stored."""
+        from hetero_kv.store import storage
+
+        return storage.get(getattr(self, self.storage_settings[1]))
+
+    @property
+    def stored_representatives(self) -> int:
+        """Vectors that are stored for a block and kv head."""
+        return 0
+
+    def representative_kind(self, *dims: int) -> StorageType:
+        """How representatives and mean values of these dimensions are stored."""
+        return self.key_storage.for_representatives
+
+    def require_whole_groups(self) -> None:
+        """Raise SettingError for blocks that the storage types do not take."""
+        for name, kind in zip(self.storage_settings, (self.key_storage, self.value_storage), strict=True):
+            multiple = kind.block_multiple
+            if self.block_size % multiple:
+                raise SettingError(
+                    "block_size",
+                    self.block_size,
+                    f"{name} {kind.name} needs a multiple of {multiple}, such as "
+                    f"{-(-self.block_size // multiple) * multiple}; or take {name} FP16",
+                )

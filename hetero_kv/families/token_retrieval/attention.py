@@ -1,0 +1,189 @@
+"""Token retrieval: everything kept in DRAM blocks, single tokens of the Context attended to, beside sink and window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from cpu_ops.causal_attention import attend_blocks_causal
+from gpu_ops.merge import apply_sink, merge_attention
+from hetero_kv.adapter import bridge
+from hetero_kv.adapter.kernel_arrays import kernel_array
+from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
+from hetero_kv.engine.step import Step, StepBlocks
+from hetero_kv.errors import HeteroKVError
+from hetero_kv.families.retrieval.exact_prefill import ExactPrefill
+from hetero_kv.families.retrieval.footprint import PagedFootprint
+from hetero_kv.families.retrieval.recall import covered_mass
+from hetero_kv.families.retrieval.statistics import ESTIMATED_SHARE
+from hetero_kv.families.token_retrieval import choosers
+from hetero_kv.families.token_retrieval.choosers import Answer, Asked, TokenSettings
+from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_KNOWN
+from hetero_kv.families.token_retrieval.layer import TokenLayout, TokenRetrievalLayer
+from hetero_kv.families.token_retrieval.statistics import ATTENDED_TOKENS
+from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.store.pool import BlockPool
+
+
+class TokenRetrievalAttention(ExactPrefill):
+    """Prefills exactly; decodes over Initial, Local and the Context's tokens that a chooser takes, by each kv head.
+
+    With a budget that covers the Context the result is full attention, to the storage type's precision.
+    """
+
+    meaning = "keeps everything in DRAM blocks, attends to single tokens that the query retrieves"
+    settings_class = TokenSettings
+    chosen_by = "chooser"
+    statistics = (BLOCK_RECALL, ESTIMATED_SHARE, ATTENDED_TOKENS, READ_BYTES)
+
+    settings: TokenSettings
+
+    def __init__(self, path: str, wrapped: nn.Module, settings: TokenSettings, engine: EngineSettings) -> None:
+        super().__init__(path, wrapped, settings, engine)
+        registered = choosers.get(settings.chooser)
+        if type(settings) is not registered.settings:
+            raise HeteroKVError(
+                f"{path}: chooser {settings.chooser} has the settings {registered.settings.__name__}, not "
+                f"{type(settings).__name__}"
+            )
+        is_dense = self.layer_idx < settings.dense_layer_num
+        self.chooser = None if is_dense else registered.chooser(settings, self.layer_idx)
+        if self.chooser is not None:
+            self.chooser.require_suitable(path, KVShape.of_attention(wrapped, self._own_config))
+
+    @classmethod
+    def settings_class_for(cls, kwargs: Mapping[Any, Any]) -> type[TokenSettings]:
+        """See Operator: the settings of the chooser that `kwargs` names."""
+        name = str(kwargs.get("chooser", TokenSettings.chooser)).casefold()
+        known = {known.casefold(): known for known in choosers.names()}
+        # What is no chooser's name is refused as a setting, with its place.
+        return choosers.get(known[name]).settings if name in known else TokenSettings
+
+    def new_cache_layer(self) -> TokenRetrievalLayer:
+        return TokenRetrievalLayer(self.settings, self.chooser)
+
+    def _close_blocks(self, layer: TokenRetrievalLayer, step: Step) -> None:
+        layer.close(step)
+
+    # -- decode
+
+    def decode_step(self, layer: TokenRetrievalLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
+        if call.sliding_window is not None:
+            self._refuse_window(call.sliding_window)
+        blocks = layer.blocks_for(step, call.k, call.v)
+        if layer.window is not None:
+            layer.window.append(call.k, call.v, blocks.closed * layer.layout.block_size)
+        layer.store_token(step, call.k, call.v)
+        if blocks.newly_closed[0] != blocks.newly_closed[1]:
+            layer.close(step)
+        out, lse, mass = self._attended(layer, step, blocks, call)
+        if self.engine.measure_recall:
+            assert layer.pool is not None
+            covered = covered_mass(layer.pool, blocks, call, mass, self.threads)
+            layer.state = replace(layer.state, recall=layer.state.recall.plus(covered))
+        if call.sink is not None:
+            out, _ = apply_sink(out, lse, call.sink)
+        return out if out.dtype is call.q.dtype else out.to(call.q.dtype)
+
+    def _attended(
+        self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks, call: bridge.AttentionCall
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Attention of a token that is stored: out [batch, heads, 1, v_dim], lse [batch, heads, 1], mass likewise.
+
+        mass: the lse of the tokens that were attended to, each counted once. The attention sink and the recent window
+        are attended to where they lie, on the device where that has a window.
+        """
+        pool, table, chooser = layer.pool, blocks.table, self.chooser
+        assert pool is not None
+        first, end = min(layer.layout.sink_blocks, blocks.closed), blocks.closed
+        tokens = (end - first) * pool.block_size
+        chooses = chooser is not None and tokens > 0 and not chooser.covers(tokens)
+        q = kernel_array(call.q, torch.float32).reshape(len(table), pool.keys.shape[1], -1, call.q.shape[3])
+        asked = Asked(
+            q, pool, table, first, end, blocks.lengths, call.scale, call.softcap or 0.0, _NO_LSE, layer.state.known,
+            self.threads,
+        )  # fmt: skip
+        if layer.window is not None:
+            out, lse = layer.window.attend(call.q, call.scale, call.softcap)
+        else:
+            out, lse = _of_heads(call, *asked.attend_blocks(asked.elsewhere if chooses else table))
+        if chooses:
+            assert chooser is not None
+            answer = chooser.attend(asked._replace(beside=lse.to("cpu", torch.float32).view(q.shape[:3])))
+            self._count(layer, step, end - first, answer)
+            chosen_out, chosen_lse, chosen_mass = _of_heads(call, answer.out, answer.lse, answer.mass)
+        else:
+            layer.count(step.length, end - first, tokens, 0.0)
+            if layer.window is None or not tokens:
+                return out, lse, lse
+            chosen_out, chosen_lse = _of_heads(call, *asked.attend_blocks(asked.context))
+            chosen_mass = chosen_lse
+        mass = torch.logaddexp(lse.float(), chosen_mass)
+        return *merge_attention(out, lse, chosen_out, chosen_lse), mass
+
+    def _count(self, layer: TokenRetrievalLayer, step: Step, context: int, answer: Answer) -> None:
+        layer.count(step.length, context, answer.tokens, answer.read)
+        if answer.share is not None:
+            layer.state = replace(layer.state, share=layer.state.share.plus(answer.share))
+
+    def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
+        """Compile what decoding and short turns need, or load it from Numba's cache, before a token waits for it."""
+        settings, shape = self.settings, KVShape(kv_heads, k_dim, v_dim)
+        dims = kv_heads, settings.block_size, k_dim, v_dim
+        pool = BlockPool(
+            3, *dims, settings.key_storage, 0, value_storage=settings.value_storage, offset_keys=settings.offset_keys,
+            beside=None if self.chooser is None else self.chooser.arrays(shape),
+        )  # fmt: skip
+        table, lengths = np.arange(3, dtype=np.int32)[None], np.full(3, settings.block_size, np.int32)
+        q, counts = np.ones((1, kv_heads, group, k_dim), np.float32), np.full((1, 1), 3, np.int32)
+        attend_blocks_causal(
+            q[:, None], pool.key_array, pool.value_array, table[None], counts, lengths, 1.0, softcap,
+            key_offsets=pool.offset_array,
+        )  # fmt: skip
+        known = NOTHING_KNOWN if self.chooser is None else self.chooser.close(pool, table, 1, 2, NOTHING_KNOWN)
+        asked = Asked(q, pool, table, 1, 2, lengths, 1.0, softcap, _NO_LSE, known, self.threads)
+        _, lse = asked.attend_blocks(asked.elsewhere)
+        if self.chooser is not None:
+            self.chooser.attend(asked._replace(beside=lse))
+
+    # -- what others ask
+
+    @classmethod
+    def registries(cls) -> Mapping[str, Mapping[str, str]]:
+        known = {name: choosers.get(name).meaning for name in choosers.names()}
+        return {"Ways to choose tokens of TokenRetrievalAttention (chooser)": known}
+
+    def stored_by(self) -> dict[str, Any]:
+        """See AttentionOperator: what decides nothing of what is kept of blocks may change."""
+        choosing = frozenset() if self.chooser is None else self.chooser.choosing
+        kept = {name: value for name, value in self.settings_in_layer().items() if name not in choosing}
+        return kept | {"is_chosen": self.chooser is not None}
+
+    def footprint(self, shape: KVShape) -> PagedFootprint:
+        arrays = {} if self.chooser is None else self.chooser.arrays(shape)
+        beside = sum(array.nbytes for array in arrays.values())
+        return PagedFootprint.of(shape, self.settings, accumulates=False, beside=beside)
+
+    def attended_tokens(self, length: int) -> float:
+        layout = TokenLayout.of_settings(self.settings)
+        tokens = layout.context_blocks(length) * layout.block_size
+        if self.chooser is None or self.chooser.covers(tokens):
+            return length
+        return length - tokens + self.chooser.attended_tokens(tokens)
+
+
+#: Of nothing yet.
+_NO_LSE = torch.empty(0)
+
+
+def _of_heads(call: bridge.AttentionCall, *parts: torch.Tensor) -> list[torch.Tensor]:
+    """An output [rows, kv_heads, group, v_dim] and tensors without its last dimension, as `call` has its heads."""
+    heads = call.q.shape[:3]
+    shapes = [(*heads, parts[0].shape[3]), *[heads] * (len(parts) - 1)]
+    return [part.reshape(shape).to(call.q.device) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,0 +1,23 @@
+"""Ways to choose tokens, one file each; every module of this package is imported, so that a new file is enough."""
+
+import importlib
+import pkgutil
+
+from hetero_kv.families.token_retrieval.choosers.chooser import Answer, Asked, Chooser
+from hetero_kv.families.token_retrieval.choosers.registry import RegisteredChooser, get, names, register
+from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings, chooser_setting
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = [
+    "Answer",
+    "Asked",
+    "Chooser",
+    "RegisteredChooser",
+    "TokenSettings",
+    "chooser_setting",
+    "get",
+    "names",
+    "register",
+]

@@ -1,0 +1,110 @@
+"""Loki (Singhania et al. 2024, arXiv:2406.02542): a few principal components of the keys score them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cpu_ops.component_scores import component_scores
+from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.families.token_retrieval.choosers.best_tokens import BestTokens, Coarse
+from hetero_kv.families.token_retrieval.choosers.chooser import Asked, Known, encoded
+from hetero_kv.families.token_retrieval.choosers.registry import register
+from hetero_kv.families.token_retrieval.choosers.settings import (
+    BudgetedSettings,
+    chooser_setting,
+    part_of,
+    require_share,
+)
+from hetero_kv.settings.setting import setting
+from hetero_kv.store.pool import Beside, BlockPool
+
+# Blocks whose keys are looked at at once: bounds their float32 copy.
+_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class LokiSettings(BudgetedSettings):
+    """Loki: keys are scored by their first principal components."""
+
+    chooser: str = chooser_setting("loki")
+    token_budget: int | float = setting(
+        0.25,
+        "Context tokens that each kv head attends to: a whole number is tokens, a number up to 1.0 the share of the "
+        "Context",
+        minimum=0,
+    )
+    key_components: int | float = setting(
+        0.25,
+        "principal components by which all keys are scored: a whole number, or a number up to 1.0 as the share of a "
+        "key's dimension",
+        minimum=0,
+    )
+
+    def validate(self) -> None:
+        """Check settings against each other. Raises SettingError."""
+        super().validate()
+        require_share("key_components", self.key_components, "components")
+
+
+@register("loki", meaning="scores keys by their first principal components (Loki)", settings=LokiSettings)
+class Loki(BestTokens[LokiSettings]):
+    """Algorithm 1. The components are those of the keys that enter the Context first: the first long prompt's."""
+
+    learns = True
+
+    def arrays(self, shape: KVShape) -> Mapping[str, Beside]:
+        storage = self.settings.key_storage.for_representatives
+        return {"key_components": Beside((self._components(shape.k_dim),), self.settings.block_size, storage)}
+
+    def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"basis": ((shape.kv_heads, shape.k_dim, self._components(shape.k_dim)), torch.float32)}
+
+    def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
+        if not known:
+            bases = [principal_components(_keys(pool, table, first, end)) for table in tables]
+            known = {"basis": torch.stack(bases)[..., : self._components(bases[0].shape[2])].contiguous()}
+        storage = self.settings.key_storage.for_representatives
+        for table, basis in zip(tables, known["basis"], strict=True):
+            for ids, keys in _keys(pool, table, first, end):
+                pool.beside["key_components"][ids] = encoded(storage, (keys @ basis).transpose(2, 3).contiguous())
+        return known
+
+    def coarse(self, asked: Asked) -> Coarse:
+        q = torch.from_numpy(asked.q) @ asked.known["basis"]
+        rows, kv_heads, group, r = q.shape
+        columns = asked.pool.beside_arrays["key_components"]
+        every = np.ascontiguousarray(np.broadcast_to(np.arange(r, dtype=np.int32), (rows, kv_heads, r)))
+        products = component_scores(q.contiguous().numpy(), every, columns, asked.context, asked.threads)
+        # Scores from some components differ from the true ones by what all keys have in common, and are compared among
+        # themselves.
+        beside = torch.full((rows, kv_heads, group), -torch.inf)
+        return Coarse(asked.capped(torch.from_numpy(products)), beside, asked.tokens * kv_heads * r * columns.itemsize)
+
+    def _components(self, k_dim: int) -> int:
+        return part_of(self.settings.key_components, k_dim)
+
+
+def principal_components(parts: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Directions of the most variance, in descending order, of keys [blocks, kv_heads, n, dim] that come in parts.
+
+    Returns [kv_heads, dim, dim] float32, a direction a column.
+    """
+    count, total, products = 0, torch.zeros(()), torch.zeros(())
+    for _, keys in parts:
+        by_head = keys.transpose(0, 1).flatten(1, 2).double()
+        count, total = count + by_head.shape[1], total + by_head.sum(dim=1)
+        products = products + by_head.transpose(1, 2) @ by_head
+    mean = total / count
+    covariance = products / count - mean[:, :, None] * mean[:, None]
+    return torch.linalg.eigh(covariance).eigenvectors.flip(2).float()
+
+
+def _keys(pool: BlockPool, table: np.ndarray, first: int, end: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Ids of a row's blocks [first, end) and their keys, [blocks, kv_heads, block_size, k_dim] float32, in parts."""
+    for start in range(first, end, _AT_ONCE):
+        ids = torch.from_numpy(table[start : min(start + _AT_ONCE, end)].astype(np.int64))
+        yield ids, pool.decoded_keys(ids).float()

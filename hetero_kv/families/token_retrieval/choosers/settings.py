@@ -1,0 +1,90 @@
+"""The settings that every way to choose tokens has; each one's own dataclass inherits one of these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hetero_kv.families.retrieval.paged_settings import PagedSettings
+from hetero_kv.settings.setting import SettingError, Settings, setting
+
+
+def _choosers() -> Iterable[str]:
+    from hetero_kv.families.token_retrieval.choosers import names
+
+    return names()
+
+
+def _storage_types() -> Iterable[str]:
+    from hetero_kv.store import storage
+
+    return storage.names()
+
+
+def chooser_setting(name: str) -> Any:
+    """The field `chooser` of the settings of the chooser called `name`."""
+    return setting(name, "how a step chooses among the Context's tokens", choices=_choosers, names_method="{}")
+
+
+@dataclass(frozen=True)
+class TokenSettings(PagedSettings, Settings):
+    """Initial | Context | Local, of which the Context's tokens are retrieved one by one, by each kv head."""
+
+    chooser: str = chooser_setting("sparq")
+    block_size: int = setting(128, "tokens of a block, the unit in which they are stored", unit="tokens", minimum=1)
+    initial_len: int = setting(
+        128, "attention sink: the first tokens (in whole blocks), always attended", unit="tokens", minimum=0
+    )
+    local_windows_len: int = setting(128, "window of the newest tokens, always attended", unit="tokens", minimum=1)
+    dense_layer_num: int = setting(0, "first layers that attend to everything", unit="layers", minimum=0)
+    kv_type: str = setting("FP16", "number format of the stored keys and values", choices=_storage_types)
+    key_type: Literal["kv_type"] | str = setting(
+        "kv_type", "number format of the stored keys, where it is another than kv_type", choices=_storage_types
+    )
+    value_type: Literal["kv_type"] | str = setting(
+        "kv_type", "number format of the stored values, where it is another than kv_type", choices=_storage_types
+    )
+    key_offset: Literal["auto", "none", "block_mean"] = setting(
+        "auto",
+        "block_mean: keys are stored as they differ from the mean of their block, which few bits hold better; scores "
+        "get it back; auto: where keys are stored as Q4_0",
+    )
+
+    def validate(self) -> None:
+        """Check settings against each other. Raises SettingError."""
+        self.require_whole_groups()
+
+
+@dataclass(frozen=True)
+class BudgetedSettings(TokenSettings):
+    """As many tokens as a budget says."""
+
+    token_budget: int | float = setting(
+        1024,
+        "Context tokens that each kv head attends to: a whole number is tokens, a number up to 1.0 the share of the "
+        "Context",
+        minimum=0,
+    )
+
+    def budget(self, tokens: int) -> int:
+        """How many of the Context's tokens are attended to."""
+        asked = math.ceil(self.token_budget * tokens) if isinstance(self.token_budget, float) else self.token_budget
+        return min(asked, tokens)
+
+    def validate(self) -> None:
+        """Check settings against each other. Raises SettingError."""
+        super().validate()
+        require_share("token_budget", self.token_budget, "tokens")
+
+
+def require_share(name: str, value: float, units: str) -> None:
+    """Raise SettingError for a number that is neither whole nor a share."""
+    if isinstance(value, float) and not 0 < value <= 1:
+        raise SettingError(name, value, f"as a share it must be above 0 and at most 1.0; {units} are a whole number")
+
+
+def part_of(value: float, whole: int) -> int:
+    """So many of `whole`, as a number or a share says, one at least."""
+    return max(1, min(whole, math.ceil(value * whole) if isinstance(value, float) else int(value)))

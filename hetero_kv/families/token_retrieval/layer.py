@@ -1,0 +1,134 @@
+"""The cache of a layer whose tokens are retrieved one by one: blocks as in retrieval, and what a chooser keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+
+from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.engine.saved_part import Place, SavedPart
+from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES, Tally
+from hetero_kv.engine.step import Step
+from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.families.retrieval.layout import RetrievalLayout
+from hetero_kv.families.retrieval.reading import Reading, Taken
+from hetero_kv.families.retrieval.state import RetrievalState
+from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_KNOWN, Chooser, Known
+from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings
+from hetero_kv.families.token_retrieval.statistics import ATTENDED_TOKENS
+from hetero_kv.store.pool import Beside
+
+
+@dataclass(frozen=True)
+class TokenLayout(RetrievalLayout):
+    """Initial | Context | Local, in tables of this family's own: what its choosers learn, blocks are derived by."""
+
+
+@dataclass(frozen=True)
+class TokenState(RetrievalState):
+    """What is remembered beside the tokens.
+
+    Attributes:
+        known: what the chooser has learned of the sequences.
+        learned: blocks that it was learned from, so many from the beginning on; without one of them it is void.
+        tokens: tokens of the Context that a kv head attended to, a step's each.
+    """
+
+    known: Known = field(default_factory=dict)
+    learned: int = 0
+    tokens: Tally = NO_NUMBERS
+
+    def selected(self, rows: list[int]) -> TokenState:
+        """The state when row i is what row `rows[i]` was."""
+        chosen = super().selected(rows)
+        assert isinstance(chosen, TokenState)
+        return replace(chosen, known={name: tensor[rows] for name, tensor in self.known.items()})
+
+
+class TokenRetrievalLayer(RetrievalLayer):
+    """Keys and values in a pool, and beside them what `chooser` keeps; None where everything is attended to."""
+
+    layout: TokenLayout
+    state: TokenState
+
+    def __init__(self, settings: TokenSettings, chooser: Chooser | None) -> None:
+        self.chooser = chooser
+        super().__init__(
+            TokenLayout.of_settings(settings, closes_alone=chooser is not None and chooser.learns), settings
+        )
+
+    def _blank_state(self) -> TokenState:
+        return TokenState(open_start=self.layout.sink_blocks * self.layout.block_size)
+
+    @property
+    def accumulates(self) -> bool:
+        return False
+
+    def kept_beside(self, kv_heads: int, k_dim: int, v_dim: int) -> Mapping[str, Beside]:
+        return {} if self.chooser is None else self.chooser.arrays(KVShape(kv_heads, k_dim, v_dim))
+
+    def close(self, step: Step) -> None:
+        """Derive what the chooser keeps of the blocks that enter the Context."""
+        blocks, pool, sink = step.blocks(self.layout), self.pool, self.layout.sink_blocks
+        first, end = max(blocks.newly_closed[0], sink), blocks.newly_closed[1]
+        if self.chooser is None or first >= end:
+            return
+        assert pool is not None
+        known = self.chooser.close(pool, blocks.table, first, end, self.state.known)
+        if known is not self.state.known:
+            self.state = replace(self.state, known=known, learned=end)
+
+    def count(self, length: int, context: int, tokens: float, beside: float) -> None:
+        """Count a step's reading of a sequence of `length` tokens, whose Context has so many blocks.
+
+        tokens: of the Context, that a kv head attended to. beside: bytes that were read to choose them.
+        """
+        if self.reading is None:
+            assert self.pool is not None
+            self.reading = Reading.of(self.pool, self.window)
+        reading = self.reading
+        around = reading.of_step(length, context, Taken(0))
+        # Of tokens that lie apart the mean of the block is read with each that has another block.
+        offsets = min(tokens, float(context)) * reading.offset
+        self.read = self.read.plus(around + tokens * reading.token + offsets + beside)
+        if self.chooser is not None:
+            self.state = replace(self.state, tokens=self.state.tokens.plus(tokens))
+
+    def crop(self, length: int) -> None:
+        super().crop(length)
+        if self.state.known and length // self.layout.block_size < self.state.learned:
+            self._forget()
+
+    def reopen(self) -> None:
+        super().reopen()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Learn anew, and derive anew what is kept of all blocks."""
+        if self.state.known:
+            self.cohort.closed[self.layout] = 0
+            self.state = replace(self.state, known=NOTHING_KNOWN, learned=0)
+
+    def saved(self) -> SavedPart:
+        part = super().saved()
+        part.numbers |= {"learned": self.state.learned, "tokens": list(self.state.tokens)}
+        part.put(**{f"known_{name}": tensor for name, tensor in self.state.known.items()})
+        return part
+
+    def restore(self, part: SavedPart, place: Place) -> None:
+        super().restore(part, place)
+        rows, kv_heads, _, k_dim = place.keys.shape
+        shape, known = KVShape(kv_heads, k_dim, place.values.shape[-1]), {}
+        wanted = {} if self.chooser is None else self.chooser.known_shapes(shape)
+        learned = part.integer("learned", 0, self.layout.closed(self.cohort.length))
+        if learned:
+            for name, (of_row, dtype) in wanted.items():
+                known[name] = part.tensor(f"known_{name}", (rows, *of_row), dtype, torch.device("cpu"))
+        old = {each.name: getattr(self.state, each.name) for each in fields(RetrievalState)}
+        self.state = TokenState(**old, known=known, learned=learned, tokens=part.tally("tokens"))
+
+    @property
+    def statistics(self) -> dict[str, float | int | None]:
+        return {**self.state.statistics, READ_BYTES.name: self.read.mean, ATTENDED_TOKENS.name: self.state.tokens.mean}
