@@ -10,6 +10,7 @@ from hetero_kv.rules.rule_file import parse_rules
 SMALL = {
     "streaming_llm": {"stride": 13},
     "tova": {"stride": 13},
+    "bigbird": {"stride": 13, "block_size": 4},
     "cascade": {"stride": 13, "sinks": 4, "gamma": 0.9},
     "sirllm": {"stride": 13},
     "snapkv": {"window": 8},

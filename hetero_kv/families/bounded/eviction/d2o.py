@@ -12,7 +12,7 @@ from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.allocation import shared_out
 from hetero_kv.families.bounded.eviction.merging import merged, nearest
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
-from hetero_kv.families.bounded.eviction.ranking import best, protected
+from hetero_kv.families.bounded.eviction.ranking import best, others, protected
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import BoundedSettings, policy_setting
 from hetero_kv.settings.setting import setting
@@ -91,7 +91,7 @@ class D2O(EvictionPolicy[D2OSettings]):
         limit = self.settings.threshold
         if isinstance(limit, float) and limit > 1:
             return kept
-        evicted = entries.kept(_others(index, entries.num_entries))
+        evicted = entries.kept(others(index, entries.num_entries))
         similarities, matches = nearest(evicted.keys, kept.keys)
         if isinstance(limit, float):
             return merged(kept, evicted, similarities, matches, similarities >= limit)
@@ -105,10 +105,3 @@ class D2O(EvictionPolicy[D2OSettings]):
         if threshold is None:
             return newest
         return self.settings.beta * newest + (1 - self.settings.beta) * threshold
-
-
-def _others(index: torch.Tensor, cached: int) -> torch.Tensor:
-    """The indices 0 to `cached` that are not in `index` [batch, kv_heads, count], ascending."""
-    batch, kv_heads, _ = index.shape
-    gone = torch.ones(batch, kv_heads, cached, dtype=torch.bool, device=index.device).scatter(-1, index, False)
-    return torch.arange(cached, device=index.device).expand(batch, kv_heads, cached)[gone].view(batch, kv_heads, -1)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from hetero_kv.families.bounded.entries import Entries
+from hetero_kv.families.bounded.eviction.draws import drawn
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
 from hetero_kv.families.bounded.eviction.ranking import best
 from hetero_kv.families.bounded.eviction.registry import register
@@ -39,13 +38,3 @@ class RandomChoice(EvictionPolicy[RandomSettings]):
 
     def evict(self, entries: Entries, budget: int) -> Entries:
         return entries.kept(best(entries.score("draw"), budget))
-
-
-def drawn(positions: torch.Tensor, seed: int, layer_idx: int) -> torch.Tensor:
-    """Numbers that look uniform, by position, kv head and layer: [batch, kv_heads, cached] -> the same shape, int64."""
-    heads = torch.arange(positions.shape[1], device=positions.device)[:, None]
-    mixed = positions * 1_000_003 + heads * 7_919 + layer_idx * 104_729 + seed * 15_485_863
-    # SplitMix64's finaliser; int64 wraps around.
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        mixed = (mixed ^ (mixed >> shift)) * factor
-    return mixed ^ (mixed >> 31)

@@ -33,3 +33,10 @@ def protected(scores: torch.Tensor, *, first: int = 0, last: int = 0) -> torch.T
     scores[..., :first] = float("inf")
     scores[..., scores.shape[-1] - last :] = float("inf")
     return scores
+
+
+def others(index: torch.Tensor, cached: int) -> torch.Tensor:
+    """The indices 0 to `cached` that are not in `index` [batch, kv_heads, count], ascending."""
+    batch, kv_heads, _ = index.shape
+    gone = torch.ones(batch, kv_heads, cached, dtype=torch.bool, device=index.device).scatter(-1, index, False)
+    return torch.arange(cached, device=index.device).expand(batch, kv_heads, cached)[gone].view(batch, kv_heads, -1)

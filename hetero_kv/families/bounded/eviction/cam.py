@@ -1,0 +1,68 @@
+"""CaM (Zhang et al., ICML 2024): heavy hitters, with the values of what is evicted merged into the newest tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hetero_kv.families.bounded.entries import Entries
+from hetero_kv.families.bounded.entry_room import SLACK
+from hetero_kv.families.bounded.eviction.draws import uniform
+from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
+from hetero_kv.families.bounded.eviction.ranking import best, others, protected
+from hetero_kv.families.bounded.eviction.registry import register
+from hetero_kv.families.bounded.eviction.settings import BoundedSettings, policy_setting
+from hetero_kv.settings.setting import setting
+
+
+@dataclass(frozen=True)
+class CaMSettings(BoundedSettings):
+    """CaM: heavy hitters and the newest tokens, the values of the evicted merged into the newest."""
+
+    policy: str = policy_setting("cam")
+    recent_ratio: float = setting(
+        0.5, "share of the budget that the newest tokens have, which evicted values are added to", minimum=0, maximum=1
+    )
+    seed: int = setting(0, "of the draws that say which evicted values are added", minimum=0)
+
+
+@register(
+    "cam",
+    meaning="as h2o; the values of the evicted are added to the newest tokens', by chance, as attention has it",
+    settings=CaMSettings,
+)
+class CaM(EvictionPolicy[CaMSettings]):
+    """Ranks entries by the attention received from all queries so far, as H2O does; merges by the mean attention of
+    the queries that saw an entry, all heads of the group alike.
+
+    An evicted value is added to each of the r newest, divided by r, with the probability that its mean attention has
+    to that of these: what they add to a later output is then, in the mean, what it would have added itself.
+    """
+
+    def observe(self, entries: Entries, attended: Attended) -> Entries:
+        index = torch.arange(entries.num_entries, device=attended.keys.device)
+        saw = (entries.num_entries - index).clamp(max=attended.tokens)
+        return entries.scored(
+            received=entries.score("received") + attended.column_sums().sum(dim=2),
+            queries=entries.score("queries") + saw,
+        )
+
+    def evict(self, entries: Entries, budget: int) -> Entries:
+        recent = max(1, round(budget * self.settings.recent_ratio))
+        index = best(protected(entries.score("received"), last=recent), budget)
+        mean = entries.score("received") / entries.score("queries")
+        gone = others(index, entries.num_entries)
+        odds = mean.gather(-1, gone) / mean[..., -recent:].mean(dim=-1, keepdim=True)
+        draws = uniform(entries.positions.gather(-1, gone), self.settings.seed, self.layer_idx)
+        joins = draws < odds
+        kept = entries.kept(index)
+        if not joins.any():
+            return kept
+        evicted = entries.values.gather(2, gone[..., None].expand(*gone.shape, entries.values.shape[3]))
+        # A product, whose order of addition is the same every time.
+        share = (joins.float()[..., None, :] @ evicted.float()) / recent
+        changed = kept.moved(SLACK)
+        newest = changed.values[:, :, -recent:]
+        newest.copy_(newest.float() + share)
+        return changed

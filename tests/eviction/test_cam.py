@@ -1,0 +1,96 @@
+"""CaM: what stays, and which values are added to it, is what the paper says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dense_policies import probabilities
+from test_d2o import FEW, passes, received, run, turns  # noqa: F401
+from test_kept_sets import bounded, tokens
+from tiny_models import tiny_model
+
+from hetero_kv import eject
+from hetero_kv.families.bounded.eviction.draws import uniform
+
+BUDGET, RECENT, SEED = 40, 10, 5
+
+
+def reference(calls, layer_idx, scale):
+    """(positions, values) of one layer's heads after each pass, with one evicted value merged after the other."""
+    held = None
+    for q, k, v in calls:
+        if held is None:
+            held = [[] for _ in k]
+        first = max((entry[2] for entry in held[0]), default=-1) + 1
+        for head, keys, values in zip(held, k.double(), v.double(), strict=True):
+            head += [[key, value, first + i, 0.0, 0] for i, (key, value) in enumerate(zip(keys, values, strict=True))]
+        keys = torch.stack([torch.stack([entry[0] for entry in head]) for head in held])
+        seen = probabilities(q, keys, scale)
+        for number, head in enumerate(held):
+            for i, entry in enumerate(head):
+                entry[3] += float(seen[number, :, :, i].sum())
+                entry[4] += min(q.shape[1], len(head) - i)
+            recent = head[-RECENT:]
+            by_sum = sorted(range(len(head) - RECENT), key=lambda i, head=head: -head[i][3])
+            gone = [head[i] for i in by_sum[BUDGET - RECENT :]]
+            recent_mean = sum(entry[3] / entry[4] for entry in recent) / RECENT
+            for _, value, position, total, queries in gone:
+                at = torch.full((1, number + 1, 1), position)
+                if float(uniform(at, SEED, layer_idx)[0, number]) < total / queries / recent_mean:
+                    for entry in recent:
+                        entry[1] = entry[1] + value / RECENT
+            held[number] = [entry for entry in head if all(entry is not one for one in gone)]
+        yield [[entry[2] for entry in head] for head in held], [[entry[1] for entry in head] for head in held]
+
+
+@pytest.mark.parametrize(("architecture", "heads"), [("llama", {}), ("qwen3", {"num_attention_heads": 6})])
+def test_the_entries_and_what_is_added_to_their_values_are_those_of_the_reference(
+    received,  # noqa: F811
+    architecture,
+    heads,
+):
+    model = tiny_model(architecture, **heads)
+    cache = bounded(model, policy="cam", budget=BUDGET, recent_ratio=RECENT / BUDGET, seed=SEED)
+    with torch.no_grad():
+        held = []
+        for part in turns():
+            model(part, past_key_values=cache)
+            held.append([layer.entries for layer in cache.layers])
+    for index in range(len(cache.layers)):
+        scale = model.model.layers[index].self_attn.scaling
+        steps = reference(passes(received[index]), index, scale)
+        for step, (positions, values) in zip(held, steps, strict=True):
+            assert step[index].positions[0].tolist() == positions
+            expected = torch.stack([torch.stack(head) for head in values])
+            torch.testing.assert_close(step[index].values[0].double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_another_seed_keeps_the_same_entries_with_other_values_and_h2o_keeps_them_unmerged():
+    model = tiny_model("llama")
+    kept = {}
+    for name, settings in {"cam": {"seed": 1}, "other": {"seed": 2}, "again": {"seed": 1}, "h2o": {}}.items():
+        policy = name if name == "h2o" else "cam"
+        cache = bounded(model, policy=policy, budget=BUDGET, **settings)
+        with torch.no_grad():
+            model(tokens(117), past_key_values=cache)
+        kept[name] = cache.layers[0].entries
+        eject(model)
+    assert all(entries.positions.equal(kept["cam"].positions) for entries in kept.values())
+    assert kept["cam"].values.equal(kept["again"].values)
+    half = BUDGET // 2
+    for name in ("other", "h2o"):
+        assert not kept["cam"].values[:, :, half:].equal(kept[name].values[:, :, half:])
+        assert kept["cam"].values[:, :, :half].equal(kept[name].values[:, :, :half])
+
+
+def test_draws_are_spread_evenly_and_differ_by_layer_head_and_seed():
+    positions = torch.arange(20000).expand(1, 2, -1)
+    draws = uniform(positions, 0, 0)
+    assert float((torch.histc(draws, bins=10, min=0, max=1) / 4000 - 1).abs().max()) < 0.05
+    assert 0 <= float(draws.min()) <= float(draws.max()) < 1
+    for one, other in (
+        (draws[:, 0], draws[:, 1]),
+        (draws, uniform(positions, 0, 1)),
+        (draws, uniform(positions, 1, 0)),
+    ):
+        assert abs(float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])) < 0.03
