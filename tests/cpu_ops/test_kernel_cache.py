@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from numba.core.caching import IndexDataCacheFile
@@ -74,3 +77,37 @@ def test_no_kernel_closes_over_a_function_which_no_other_process_would_find_in_t
     held = [cell.cell_contents for cell in kernel().py_func.__closure__ or ()]
     assert held
     assert not [each for each in held if isinstance(each, Dispatcher)]
+
+
+_FAMILY = """
+import sys
+from numba import int64, njit
+import cpu_ops.code_version
+from cpu_ops.kernel_address import address_of
+
+def kernel(number):
+    @njit(int64(int64), cache=True)
+    def times(x):
+        return x * number
+    return times
+
+kernels = [kernel(int(number)) for number in sys.argv[1:]]
+print(*[each(10) for each in kernels], len({address_of(each) for each in kernels}))
+"""
+
+
+def test_kernels_that_two_processes_have_compiled_are_told_apart_by_a_third(tmp_path):
+    # Both compile one kernel alone, so that by Numba's own count both would have one name.
+    program = tmp_path / "family.py"
+    program.write_text(_FAMILY)
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": path}
+
+    def printed(*numbers):
+        done = subprocess.run(
+            [sys.executable, str(program), *numbers], env=environment, capture_output=True, text=True, check=True
+        )
+        return done.stdout.split()
+
+    assert [printed("2"), printed("3")] == [["20", "1"], ["30", "1"]]
+    assert printed("2", "3") == ["20", "30", "2"]
