@@ -242,3 +242,9 @@ def test_redrawn_units_come_nearer_to_what_is_missing_and_are_left_alone_when_no
     assert len(result) == len(units)
     if abs(missing) <= 5:
         assert result == units
+
+
+def test_a_length_beyond_all_that_there_is_to_ask_about_is_an_error():
+    words = ["one", "two", "three"]
+    with pytest.raises(HeteroKVError, match="length 500 is too great, its longest prompt has some 3 tokens"):
+        fit(lambda count: " ".join(words[:count]), lambda text: len(text.split()), 500, "words")

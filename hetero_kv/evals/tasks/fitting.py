@@ -40,7 +40,7 @@ def fit(
         least: the fewest units.
 
     Raises:
-        HeteroKVError: `least` units are too many for `target`.
+        HeteroKVError: `least` units are too many for `target`, or all that there are too few.
     """
     tried: dict[int, Fitted] = {}
 
@@ -61,6 +61,11 @@ def fit(
         if other.tokens > target:
             high = other
         elif other.units > low.units:
+            if high is None and other.text == low.text:
+                raise HeteroKVError(
+                    f"task {task}: length {target} is too great, its longest prompt has some {low.tokens} tokens; "
+                    "give smaller --lengths"
+                )
             low = other
         if high is not None and high.units - low.units <= 1:
             break
