@@ -46,7 +46,12 @@ def cells(length: int, fractions: tuple[int, ...] = FRACTIONS, shipped: tuple[st
         for recipe in RECIPES
         for fraction in fractions
     ]
-    return found + [Cell(recipe, SHIPPED, recipe) for recipe in shipped]
+    return found + [Cell(recipe, SHIPPED, _as_shipped(recipe)) for recipe in shipped]
+
+
+def _as_shipped(recipe: str) -> str:
+    """A recipe with its own settings; `adaptive` chooses from the first block on, where it would be exact."""
+    return _spec(recipe, {"whole_block_count": 0}) if recipe == "adaptive" else recipe
 
 
 def at_budget(recipe: str, budget: int, length: int) -> str:

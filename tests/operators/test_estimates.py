@@ -147,6 +147,15 @@ def test_what_is_reused_or_preselected_leaves_the_rest_to_be_estimated(injected,
     assert len(checked) == 3 * 24
 
 
+def test_a_context_of_up_to_so_many_blocks_is_attended_to_as_a_whole(injected, checked):
+    model, cache = injected(target_mass=0.5, whole_block_count=12, head_select_mode="SEPARATE")
+    # 13 blocks behind the sink and Local are the first Context that is chosen from, at the fifth of the last tokens.
+    logits(model, cache, tokens(60), *answer(5))
+    before = len(checked)
+    logits(model, cache, *answer(7, 9))
+    assert (before, len(checked)) == (0, 3 * 7)
+
+
 def test_a_window_on_the_compute_device_counts_for_the_target(injected, checked, monkeypatch):
     settings = {"target_mass": 0.8, "head_select_mode": "SEPARATE", "second_block_count": 500, "least_block_count": 0}
     model, cache = injected(**settings)
@@ -194,7 +203,14 @@ def test_a_forward_that_fails_leaves_what_was_counted_as_it_was(injected):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"rerank": 2}, {"rerank": "all"}, {"target_mass": 0.9, "least_block_count": 500}]
+    "settings",
+    [
+        {},
+        {"rerank": 2},
+        {"rerank": "all"},
+        {"target_mass": 0.9, "least_block_count": 500},
+        {"target_mass": 0.5, "whole_block_count": 500},
+    ],
 )
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
 def test_a_covering_budget_is_exact(injected, architecture, settings):

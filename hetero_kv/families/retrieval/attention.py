@@ -33,15 +33,18 @@ from hetero_kv.store.pool import BlockPool
 
 #: Settings that decide nothing of what is stored (see `stored_by`).
 _CHOOSING = frozenset(
-    ("second_block_count", "group_reduce", "rest", "rerank", "target_mass", "least_block_count", "group_factor")
-)
+    (
+        "second_block_count", "group_reduce", "rest", "rerank", "target_mass", "least_block_count", "whole_block_count",
+        "group_factor",
+    )
+)  # fmt: skip
 
 
 class RetrievalAttention(WindowedDecode):
     """Prefills exactly, chunk by chunk; decodes over Initial, Local and the best `second_block_count` blocks.
 
     With a budget that covers the Context the result is full attention, to the storage type's precision; under
-    `target_mass`, which may attend to less, the budget is `least_block_count`.
+    `target_mass`, which may attend to less, that is `least_block_count` or `whole_block_count`.
     """
 
     meaning = "keeps everything in DRAM blocks, attends to the blocks that the query retrieves"

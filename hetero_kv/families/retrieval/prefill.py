@@ -46,7 +46,9 @@ class RetrievalPrefill(ExactPrefill):
         if self.layer_idx < settings.dense_layer_num:
             self.budget = None
         #: Blocks of the Context with which it is attended to in full.
-        self.covering = settings.least_block_count if self.targets and self.budget is not None else self.budget
+        self.covering = self.budget
+        if self.targets and self.budget is not None:
+            self.covering = max(settings.least_block_count, settings.whole_block_count)
         self.choice = choice_of(settings) if self.budget is not None else None
         preselected = layer_budget("preselect_block_count", settings.preselect_block_count, self.layer_idx, layers)
         self.preselected = preselected if settings.preselect_block and self.budget is not None else None

@@ -124,6 +124,13 @@ class RetrievalSettings(PagedSettings, Settings):
         maximum=1,
     )
     least_block_count: int = setting(1, "with target_mass, Context blocks attended at least", unit="blocks", minimum=0)
+    whole_block_count: int = setting(
+        0,
+        "with target_mass, Context blocks up to which all of them are attended to, which is exact, and faster than a "
+        "choice among few",
+        unit="blocks",
+        minimum=0,
+    )
     group_blocks: int = setting(
         1,
         "blocks of a group, which is scored before them: blocks of the best groups alone are scored and chosen from; "
