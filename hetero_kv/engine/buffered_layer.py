@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,13 +24,15 @@ class PrefillBuffer:
         keys: [batch, kv_heads, capacity, k_dim] in the model's dtype.
         values: [batch, kv_heads, capacity, v_dim] in the model's dtype.
         past: tokens that were stored before this prefill.
-        length: tokens in the buffer.
+        length: tokens of the sequence so far, those of the buffer the last.
+        first: position of the first token in the buffer; those before, up to `past`, are in the pool alone.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     past: int
     length: int
+    first: int = 0
 
 
 class BufferedLayer(FamilyLayer):
@@ -73,6 +76,14 @@ class BufferedLayer(FamilyLayer):
                 if found > storage.largest:
                     raise _too_large(found, storage, setting)
 
+    def _require_within(self, largest: Sequence[float]) -> None:
+        """Raise HeteroKVError where the largest magnitude of a key, or that of a value, is none that is stored."""
+        for found, storage, setting in zip(
+            largest, (self.key_storage, self.value_storage), self.storage_settings, strict=True
+        ):
+            if storage.largest is not None and found > storage.largest:
+                raise _too_large(found, storage, setting)
+
     def require_storable(self, largest: float) -> None:
         """Raise HeteroKVError where the largest magnitude that was stored is none that the storage types hold.
 
@@ -104,7 +115,7 @@ class BufferedLayer(FamilyLayer):
         buffer, self.prefill_buffer = self.prefill_buffer, None
         if buffer is None or not step.keeps:
             return None
-        new = slice(buffer.past, buffer.length)
+        new = slice(buffer.past - buffer.first, buffer.length - buffer.first)
         self.store(step, buffer.keys[:, :, new], buffer.values[:, :, new], buffer)
         return buffer
 
@@ -123,15 +134,17 @@ class BufferedLayer(FamilyLayer):
             keys: [batch, kv_heads, tokens, k_dim] of the chunk.
             values: [batch, kv_heads, tokens, v_dim].
 
-        Returns the keys and values before this chunk, as views: [batch, kv_heads, past, dim].
+        Returns the keys and values before this chunk, as far as the buffer has them, as views: [batch, kv_heads, past,
+        dim].
         """
         if self.prefill_buffer is None:
             self.prefill_buffer = self._loaded_buffer(keys, values)
         buffer = self.prefill_buffer
-        start, end = buffer.length, buffer.length + keys.shape[2]
+        start = buffer.length - buffer.first
+        end = start + keys.shape[2]
         buffer.keys[:, :, start:end] = keys
         buffer.values[:, :, start:end] = values
-        buffer.length = end
+        buffer.length = buffer.first + end
         return buffer.keys[:, :, :start], buffer.values[:, :, :start]
 
     def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:

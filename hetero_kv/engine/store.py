@@ -6,7 +6,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
+from gpu_ops.prefetch import Prefetch
+from gpu_ops.write_out import WriteOut
 from hetero_kv.engine.sequence import Layout, Sequence
 from hetero_kv.store.allocator import BlockAllocator
 from hetero_kv.store.block_table import BlockTable
@@ -33,6 +36,20 @@ class Store:
         self.rows = 0
         self.allocators: dict[Layout, BlockAllocator] = {}
         self.mapped: dict[int, Any] = {}
+        self._write_outs: dict[torch.device, WriteOut] = {}
+        self._prefetches: dict[torch.device, Prefetch] = {}
+
+    def write_out(self, device: torch.device) -> WriteOut:
+        """What prompts leave a GPU through; one for all layers, of which one at a time has a prompt."""
+        if device not in self._write_outs:
+            self._write_outs[device] = WriteOut(device)
+        return self._write_outs[device]
+
+    def prefetch(self, device: torch.device) -> Prefetch:
+        """What stored tokens come back to a GPU through; one for all layers."""
+        if device not in self._prefetches:
+            self._prefetches[device] = Prefetch(device)
+        return self._prefetches[device]
 
     def provide(self, layouts: Iterable[Layout], rows: int) -> None:
         """Have blocks of these layouts for `rows` sequences and their planned forks."""

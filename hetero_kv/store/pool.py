@@ -189,8 +189,7 @@ class BlockPool:
     def decoded_keys(self, ids: torch.Tensor) -> torch.Tensor:
         """The keys of blocks, as they were before they were stored: [blocks, kv_heads, block_size, k_dim] of a float
         dtype."""
-        keys = self.key_storage.decode(self.keys[ids])
-        return keys if self.key_offsets is None else keys.float() + self.key_offsets[ids].float()
+        return self.decoded({name: self.arrays[name][ids] for name in ("keys", "key_offsets") if name in self.arrays})
 
     def _write_in_block(
         self, ids: np.ndarray, index: int, offset: int, keys: torch.Tensor, values: torch.Tensor
@@ -211,8 +210,39 @@ class BlockPool:
         And compute what else is kept of them. The first vector must be the mean of a block's keys where there are
         `key_codes`.
         """
-        self.representatives[ids] = self._represented(vectors)
-        self._derive(ids)
+        wanted: tuple[str, ...] = () if self.key_codes is None else ("keys", "key_offsets")
+        wanted += () if self.value_means is None else ("values",)
+        stored = {name: array[ids] for name, array in self.arrays.items() if name in wanted}
+        self.put(ids, self.derived_of(stored, vectors))
+
+    def encoded(self, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Whole blocks [..., kv_heads, block_size, dim], on any device, as they are stored: by the arrays' names."""
+        made = {}
+        if self.key_offsets is not None:
+            made["key_offsets"] = offsets = _offset(keys)
+            keys = keys.float() - offsets.float()
+        return {**made, "keys": self.key_storage.encode(keys), "values": self.value_storage.encode(values)}
+
+    def decoded(self, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The keys of blocks that `encoded` made, as they come back from where they are stored."""
+        keys = self.key_storage.decode(stored["keys"])
+        return keys if self.key_offsets is None else keys.float() + stored["key_offsets"].float()
+
+    def derived_of(self, stored: Mapping[str, torch.Tensor], vectors: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What is kept of such blocks [blocks, ...] beside, by name, with the `vectors` that are to stand for them."""
+        made = {"representatives": self._represented(vectors)}
+        if self.value_means is not None:
+            means = self.value_storage.decode(stored["values"]).float().mean(dim=-2, keepdim=True)
+            made["value_means"] = self._represented(means)
+        if self.key_codes is not None:
+            means = self.representative_storage.decode(made["representatives"][..., :1, :]).float()
+            made["key_codes"] = encode(self.decoded(stored).float() - means)
+        return made
+
+    def put(self, ids: torch.Tensor, arrays: Mapping[str, torch.Tensor]) -> None:
+        """Let blocks `ids` [blocks] int64 have what `encoded` and `derived_of` made: [blocks, ...] each, on the CPU."""
+        for name, contents in arrays.items():
+            getattr(self, name)[ids] = contents
 
     def represent_groups(self, ids: torch.Tensor, combined: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Compute what stands for groups of blocks `ids` [groups, blocks] int64 from what stands for each block.
@@ -231,14 +261,6 @@ class BlockPool:
         # A number beyond the type's range, of keys in a wider one, is still the largest there is.
         largest = self.representative_storage.largest
         return self.representative_storage.encode(vectors if largest is None else vectors.clamp(-largest, largest))
-
-    def _derive(self, ids: torch.Tensor) -> None:
-        if self.value_means is not None:
-            means = self.value_storage.decode(self.values[ids]).float().mean(dim=2, keepdim=True)
-            self.value_means[ids] = self._represented(means)
-        if self.key_codes is not None:
-            means = self.representative_storage.decode(self.representatives[ids][:, :, :1]).float()
-            self.key_codes[ids] = encode(self.decoded_keys(ids).float() - means)
 
     def read(self, ids: np.ndarray, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the positions [start, stop) of a sequence in blocks `ids`, as the storages decode them.

@@ -53,7 +53,9 @@ class RetrievalAttention(WindowedDecode):
     def new_cache_layer(self) -> RetrievalLayer:
         layout = RetrievalLayout.of_settings(self.settings, closes_alone=self.accumulates)
         derived = Derived() if self.budget is None else Derived.of(self.settings)
-        return RetrievalLayer(layout, self.settings, derived)
+        # What looks at the attention that keys receive waits for the prompt's end.
+        represents = self.budget is not None and not self.accumulates
+        return RetrievalLayer(layout, self.settings, derived, self.vectors_of if represents else None)
 
     # -- decode
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from gpu_ops.attention import attention_with_lse
+from gpu_ops.host_copies import on_device
 from gpu_ops.merge import merge_attention
 from hetero_kv.store.pool import BlockPool
 
@@ -55,7 +56,8 @@ class DeviceWindow:
             at = torch.arange(positions.start, positions.stop, device=self.keys.device)
             slots = torch.where(at < self.initial, at, self.initial + (at - self.initial) % self.ring)
             for index, blocks in enumerate(ids):
-                keys, values = pool.read(blocks, positions.start, positions.stop)
+                read = pool.read(blocks, positions.start, positions.stop)
+                keys, values = (on_device(part, self.keys.device) for part in read)
                 self.keys[index, :, slots] = keys.to(self.keys)
                 self.values[index, :, slots] = values.to(self.values)
 

@@ -19,6 +19,7 @@ from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.short_turn import is_short, store_and_attend
+from hetero_kv.families.retrieval.stored_pieces import attention_to_pieces
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.settings.engine_settings import EngineSettings
 
@@ -52,11 +53,21 @@ class ExactPrefill(AttentionOperator):
             if call.sink is not None:
                 out, lse = apply_sink(out, lse, call.sink)
         else:
-            past_k, past_v = layer.extend(call.k, call.v)
-            out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
+            out, lse = self._attended_chunk(layer, call)
         if layer.state.observation is not None:
             layer.state.observation.watch(call.q, lse, call.scale, call.softcap)
         return out.to(call.q.dtype)
+
+    def _attended_chunk(self, layer: RetrievalLayer, call: bridge.AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of a chunk to everything before and to itself, out and lse as `chunk_attention`."""
+        past_k, past_v = layer.extend(call.k, call.v)
+        given = call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap
+        assert layer.prefill_buffer is not None
+        if not layer.prefill_buffer.first:
+            return chunk_attention(*given, call.sink)
+        pieces = layer.pieces(0, call.k)
+        out, lse = attention_to_pieces(pieces, call.q, *chunk_attention(*given), call.scale, call.softcap)
+        return (out, lse) if call.sink is None else apply_sink(out, lse, call.sink)
 
     def load_prefill(self, layer: RetrievalLayer, step: Step, recorded: RecordedPrompt) -> None:
         observation = self._new_observation(step)
@@ -64,8 +75,11 @@ class ExactPrefill(AttentionOperator):
             recorded.show_last_queries(observation)
         layer.state = replace(layer.state, observation=observation)
         buffer = PrefillBuffer(recorded.keys, recorded.values, past=0, length=recorded.length)
-        layer.store(step, recorded.keys, recorded.values, buffer)
-        self.end_of_prompt(layer, step, buffer)
+        try:
+            layer.store(step, recorded.keys, recorded.values, buffer)
+            self.end_of_prompt(layer, step, buffer)
+        finally:
+            layer.leave_prefill()
 
     def _new_observation(self, step: Step) -> Observation | None:
         """What watches the last queries of a prompt that begins; None where nobody reads what they look at."""
@@ -84,7 +98,8 @@ class ExactPrefill(AttentionOperator):
     def end_of_prompt(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer | None) -> None:
         """What follows when a layer has stored a prompt: votes of its last queries, what is derived from new blocks.
 
-        `buffer` holds the whole sequence; None behind a short turn, which is read from the pool where it is needed.
+        `buffer` holds the whole sequence, on a GPU the tokens from its `first` on; None behind a short turn, which is
+        read from the pool where it is needed.
         A prompt that passes in parts has all of that at its end, so that it is as if it had come as a whole, up to the
         precision of the storage types, in which later parts see the earlier.
         """

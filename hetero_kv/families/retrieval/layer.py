@@ -16,7 +16,7 @@ from cpu_ops.retrieval_step import RetrievalStep
 from cpu_ops.token_store import store_token, stores
 from gpu_ops.column_sums import column_sums
 from gpu_ops.staging import Staging
-from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
+from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
@@ -25,19 +25,22 @@ from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
+from hetero_kv.families.retrieval.prompt_layer import PromptLayer
+from hetero_kv.families.retrieval.prompt_writing import VectorsOf
 from hetero_kv.families.retrieval.reading import Reading
 from hetero_kv.families.retrieval.state import RetrievalState
 from hetero_kv.families.retrieval.unseen import NONE_UNSEEN
 from hetero_kv.store.pool import Beside, BlockPool
 
 
-class RetrievalLayer(BufferedLayer):
+class RetrievalLayer(PromptLayer):
     """Keys, values and representatives in a pool; what the operator remembers beside them in `state`.
 
     Args:
         layout: how a sequence is divided.
         settings: of the operator; number formats and representatives.
         derived: what else is kept of a block.
+        vectors_of: what represents blocks on a GPU as a prompt is written; None where that needs the whole prompt.
 
     Attributes:
         window: attention sink and recent window on the compute device; None where that is the CPU, which reads them
@@ -48,8 +51,11 @@ class RetrievalLayer(BufferedLayer):
     state: RetrievalState
     softcap: float | None
 
-    def __init__(self, layout: RetrievalLayout, settings: PagedSettings, derived: Derived = NONE_DERIVED) -> None:
-        super().__init__(settings.key_storage, settings.value_storage)
+    def __init__(
+        self, layout: RetrievalLayout, settings: PagedSettings, derived: Derived = NONE_DERIVED,
+        vectors_of: VectorsOf | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(settings.key_storage, settings.value_storage, vectors_of)
         self.storage_settings = settings.storage_settings
         self.layout = layout
         self.representative_num, self.offset_keys = settings.stored_representatives, settings.offset_keys
@@ -118,10 +124,13 @@ class RetrievalLayer(BufferedLayer):
 
     def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
         pool = self._prepare(keys, values)
-        self._require_finite(keys, values)
         table = step.blocks(self.layout).table
-        for ids, row_keys, row_values in zip(table, keys, values, strict=True):
-            pool.write(ids, step.past, row_keys, row_values)
+        if keys.is_cuda:
+            self._write_from_gpu(step, keys, values, buffer)
+        else:
+            self._require_finite(keys, values)
+            for ids, row_keys, row_values in zip(table, keys, values, strict=True):
+                pool.write(ids, step.past, row_keys, row_values)
         if self.window is not None:
             self._window_loaded(table, step.length)
 

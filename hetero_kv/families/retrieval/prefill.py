@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from gpu_ops.host_copies import on_host
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval import representatives
@@ -70,13 +71,15 @@ class RetrievalPrefill(ExactPrefill):
         first, blocks = layout.sink_blocks, layout.context_blocks(step.length)
         votes = self.preselected is not None and blocks > self.preselected
         # Votes are of the whole Context; representatives want the blocks that have none yet.
-        start = 0 if votes or buffer is not None else layer.state.open_start
+        start = 0 if votes or (buffer is not None and not buffer.first) else layer.state.open_start
         if start >= step.length or not (votes or self.accumulates):
             return
         if buffer is None:
             received = received_attention(layer, observation, start, step.length)
+        elif buffer.first:
+            (received,) = on_host(self._received_in_pieces(layer, observation, start, buffer))
         else:
-            received = observation.accumulated_attention(buffer.keys[:, :, : buffer.length]).cpu()
+            (received,) = on_host(observation.accumulated_attention(buffer.keys[:, :, : buffer.length]))
         if votes:
             assert self.preselected is not None
             by_block = block_votes(received, first, first + blocks, layout.block_size, self.settings.kernel_size)
@@ -84,6 +87,21 @@ class RetrievalPrefill(ExactPrefill):
             layer.state = replace(layer.state, candidates=candidates, preselected_end=blocks)
         if self.accumulates:
             layer.accumulate(received, start)
+
+    def _received_in_pieces(
+        self, layer: RetrievalLayer, observation: Observation, start: int, buffer: PrefillBuffer
+    ) -> torch.Tensor:
+        """Attention that the keys from `start` on received: [batch, kv_heads, keys] float32, where the buffer lies.
+
+        Those before the prompt come in pieces; `start` is where a block begins.
+        """
+        keys = buffer.keys[:, :, max(0, start - buffer.first) :]
+        new = observation.attention_to(keys, max(start, buffer.first), buffer.length)
+        if start >= buffer.first:
+            return new
+        pieces = layer.pieces(start, buffer.keys)
+        before = [observation.attention_to(keys, first, buffer.length) for first, keys, _ in pieces]
+        return torch.cat([*before, new], dim=2)
 
     def _close_blocks(self, layer: RetrievalLayer, step: Step) -> None:
         """Compute the representatives of blocks that enter the Context."""
@@ -94,19 +112,31 @@ class RetrievalPrefill(ExactPrefill):
         assert pool is not None
         layer.accumulate_unseen(step.past)
         accumulated = layer.take_accumulated(start, end) if self.accumulates else None
-        for first in range(start, end, _CLOSED_AT_ONCE):
-            part = slice(first, min(first + _CLOSED_AT_ONCE, end))
+        written, stop = layer.writing, end
+        if written is not None and (self.accumulates or layer.vectors_of is not None):
+            # The others are represented from the buffer, most of them as they were written.
+            stop = max(start, min(end, written.first_block))
+        for first in range(start, stop, _CLOSED_AT_ONCE):
+            part = slice(first, min(first + _CLOSED_AT_ONCE, stop))
             for row, table in enumerate(blocks.table):
                 ids = torch.from_numpy(table[part].astype(np.int64))
                 received = None if accumulated is None else accumulated[row, first - start : part.stop - start]
-                keys = pool.decoded_keys(ids).float()
-                vectors = self.representative_type.compute(keys, self.settings.representative_num, received)
-                if self.settings.representative_reduce == "mean":
-                    # The mean of q·r_i is q·(the mean of r_i).
-                    vectors = vectors.mean(dim=2, keepdim=True)
-                pool.represent(ids, vectors)
+                pool.represent(ids, self.vectors_of(pool.decoded_keys(ids).float(), received))
+        if written is not None and accumulated is not None:
+            written.send_represented(stop, end, accumulated[:, stop - start :], self.vectors_of)
         if self.settings.group_blocks > 1:
             self._close_groups(layer, blocks.table, start, end)
+
+    def vectors_of(self, keys: torch.Tensor, received: torch.Tensor | None = None) -> torch.Tensor:
+        """What stands for blocks of keys [blocks, kv_heads, block_size, k_dim] float32, on any device.
+
+        received: [blocks, kv_heads, block_size], the attention that each key has received.
+
+        Returns [blocks, kv_heads, vectors, k_dim].
+        """
+        vectors = self.representative_type.compute(keys, self.settings.representative_num, received)
+        # The mean of q·r_i is q·(the mean of r_i).
+        return vectors.mean(dim=2, keepdim=True) if self.settings.representative_reduce == "mean" else vectors
 
     def _close_groups(self, layer: RetrievalLayer, tables: np.ndarray, start: int, end: int) -> None:
         """Compute what stands for the groups whose last blocks are among [start, end), which enter the Context."""

@@ -1,0 +1,96 @@
+"""The part of a retrieval layer that takes prompts on a GPU: new tokens leave in blocks, stored ones come in pieces."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
+from hetero_kv.engine.step import Step
+from hetero_kv.families.retrieval.prompt_writing import PromptWriting, VectorsOf
+from hetero_kv.families.retrieval.stored_pieces import stored_pieces
+from hetero_kv.store.pool import BlockPool
+from hetero_kv.store.storage import StorageType
+
+if TYPE_CHECKING:
+    from hetero_kv.families.retrieval.layout import RetrievalLayout
+
+
+class PromptLayer(BufferedLayer):
+    """A layer whose prompts are written from a GPU block by block, and attend to what is stored in pieces.
+
+    Args:
+        vectors_of: what represents blocks on a GPU as a prompt is written; None where that needs the whole prompt.
+
+    Attributes:
+        writing: what writes the present prompt out of a GPU's buffer; None without one.
+    """
+
+    layout: RetrievalLayout
+
+    def __init__(
+        self, storage: StorageType, value_storage: StorageType | None, vectors_of: VectorsOf | None = None
+    ) -> None:
+        super().__init__(storage, value_storage)
+        self.vectors_of = vectors_of
+        self.writing: PromptWriting | None = None
+
+    @abstractmethod
+    def _prepare(self, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
+        """Have a pool for keys [batch, kv_heads, tokens, k_dim] and values."""
+
+    def _write_from_gpu(
+        self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None
+    ) -> None:
+        """Have everything of a prompt in the pool. Raises HeteroKVError for a number that is too large for its type."""
+        if self.writing is None:
+            here = PrefillBuffer(keys, values, step.past, step.length, first=step.past)
+            self.writing = self._begun_writing(step, here if buffer is None else buffer)
+        self.writing.finish()
+        self._require_within(self.writing.largest)
+
+    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See BufferedLayer; from a GPU what has become whole blocks is written while the chunk is computed with."""
+        before, step = super().extend(keys, values), self._prefilling
+        assert step is not None
+        assert self.prefill_buffer is not None
+        if keys.is_cuda and step.keeps:
+            if self.writing is None:
+                self.writing = self._begun_writing(step, self.prefill_buffer)
+            self.writing.advance()
+        return before
+
+    def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:
+        """See BufferedLayer; on a GPU for the new tokens alone, those before are attended to in pieces."""
+        if not keys.is_cuda:
+            return super()._loaded_buffer(keys, values)
+        assert self._prefilling is not None
+        past, tokens = self._prefilling.past, self._prefilling.tokens
+        new_keys, new_values = (like.new_empty(*like.shape[:2], tokens, like.shape[3]) for like in (keys, values))
+        return PrefillBuffer(new_keys, new_values, past, past, first=past)
+
+    def pieces(self, start: int, like: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """What was stored before the present prompt, from position `start` on, where a block begins.
+
+        As `stored_pieces`, on the GPU of `like` and in its dtype.
+        """
+        assert self.pool is not None
+        tables = [self.block_ids(row) for row in range(len(self.cohort.sequences))]
+        prefetch = self.cohort.store.prefetch(like.device)
+        return stored_pieces(self.pool, tables, start, self.cohort.length, like.dtype, prefetch)
+
+    def _begun_writing(self, step: Step, buffer: PrefillBuffer) -> PromptWriting:
+        pool, blocks = self._prepare(buffer.keys, buffer.values), step.blocks(self.layout)
+        first, end = blocks.newly_closed
+        represented = max(first, self.layout.sink_blocks), end
+        write_out = self.cohort.store.write_out(buffer.keys.device)
+        return PromptWriting(pool, buffer, blocks.table, write_out, represented, self.vectors_of)
+
+    def leave_prefill(self) -> None:
+        super().leave_prefill()
+        if self.writing is not None:
+            self.writing.leave()
+            self.writing = None

@@ -1,0 +1,154 @@
+"""A prompt on its way from a GPU's buffer to the pool, block by block, while its next chunk computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from gpu_ops.host_copies import on_device
+from gpu_ops.write_out import WriteOut
+from hetero_kv.engine.buffered_layer import PrefillBuffer
+from hetero_kv.store.pool import BlockPool
+
+#: Keys of blocks [blocks, kv_heads, block_size, k_dim] float32, and the attention that each has received or None -> the
+#: vectors that stand for them.
+VectorsOf = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+# Tokens of a piece: the float32 copies of their keys stay small beside a chunk's activations.
+_TOKENS_AT_ONCE = 2048
+
+
+class PromptWriting:
+    """Encodes blocks on the device as they become whole, and has them copied and put into the pool.
+
+    Args:
+        table: [rows, blocks] int32, the sequences' blocks, those of the new tokens among them.
+        represented: blocks [first, end) for which `vectors_of` makes vectors; none where they are made later, or not.
+
+    Attributes:
+        largest: magnitude of a stored key, and of a stored value; complete when `finish` has returned.
+    """
+
+    def __init__(
+        self, pool: BlockPool, buffer: PrefillBuffer, table: np.ndarray, write_out: WriteOut,
+        represented: tuple[int, int] = (0, 0), vectors_of: VectorsOf | None = None,
+    ) -> None:  # fmt: skip
+        self._pool, self._buffer, self._table, self._write_out = pool, buffer, table, write_out
+        self._represented, self._vectors_of = represented, vectors_of
+        self._written = buffer.past
+        self.largest = [0.0, 0.0]
+
+    @property
+    def first_block(self) -> int:
+        """The first block that is written as a whole."""
+        return -(-self._buffer.past // self._pool.block_size)
+
+    def advance(self) -> None:
+        """Send the blocks that the buffer has filled since."""
+        size, length = self._pool.block_size, self._buffer.length
+        boundary = self.first_block * size
+        if self._written < boundary <= length:
+            self._send_tokens(boundary)
+        while self._written >= boundary and (blocks := (length - self._written) // size):
+            self._send_blocks(min(blocks, max(1, _TOKENS_AT_ONCE // size)))
+
+    def finish(self) -> None:
+        """Send what is left, and wait until everything is in the pool."""
+        self.advance()
+        if self._written < self._buffer.length:
+            self._send_tokens(self._buffer.length)
+        self._write_out.finish()
+
+    def leave(self) -> None:
+        """Wait for what is under way, which nobody wants unless `finish` has returned."""
+        self._write_out.drop()
+
+    def _new(self, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the positions from `_written` to `stop`, which are written with that."""
+        part = slice(self._written - self._buffer.first, stop - self._buffer.first)
+        self._written = stop
+        return self._buffer.keys[:, :, part], self._buffer.values[:, :, part]
+
+    def _send_tokens(self, stop: int) -> None:
+        """Send tokens of a block that is not whole, which the CPU stores."""
+        start = self._written
+        keys, values = self._new(stop)
+
+        def arrived(copies: Sequence[torch.Tensor]) -> None:
+            new_keys, new_values, ends = copies
+            self._note(ends)
+            for ids, row_keys, row_values in zip(self._table, new_keys, new_values, strict=True):
+                self._pool.write(ids, start, row_keys, row_values)
+
+        self._write_out.send((keys, values, _ends(keys, values)), arrived)
+
+    def _send_blocks(self, count: int) -> None:
+        """Send whole blocks as they are stored, and what is kept of them beside."""
+        pool, first = self._pool, self._written // self._pool.block_size
+        stop = self._written + count * pool.block_size
+        keys, values = self._new(stop)
+        ends = _ends(keys, values)
+        keys, values = (t.unflatten(2, (count, pool.block_size)).transpose(1, 2) for t in (keys, values))
+        stored = pool.encoded(keys, values)
+        begin, end = (min(max(block - first, 0), count) for block in self._represented)
+        derived = {}
+        if begin < end and self._vectors_of is not None:
+            part = {name: blocks[:, begin:end] for name, blocks in stored.items()}
+            derived = self._derived(part, None, self._vectors_of)
+
+        def arrived(copies: Sequence[torch.Tensor]) -> None:
+            self._note(copies[0])
+            by_name = dict(zip((*stored, *derived), copies[1:], strict=True))
+            for row, table in enumerate(self._table.astype(np.int64)):
+                ids = torch.from_numpy(table[first : first + count])
+                pool.put(ids, {name: by_name[name][row] for name in stored})
+                pool.put(ids[begin:end], {name: by_name[name][row] for name in derived})
+
+        self._write_out.send((ends, *stored.values(), *derived.values()), arrived)
+
+    def send_represented(self, first: int, end: int, received: torch.Tensor, vectors_of: VectorsOf) -> None:
+        """Represent blocks [first, end), which have been written from this buffer, and wait until the pool has that.
+
+        received: [rows, end - first, kv_heads, block_size] float32 on the CPU, the attention that each key received.
+        """
+        received = on_device(received, self._buffer.keys.device)
+        pool, size = self._pool, self._pool.block_size
+        step = max(1, _TOKENS_AT_ONCE // size)
+        for start in range(first, end, step):
+            stop = min(start + step, end)
+            part = slice(start * size - self._buffer.first, stop * size - self._buffer.first)
+            keys, values = (
+                t[:, :, part].unflatten(2, (stop - start, size)).transpose(1, 2)
+                for t in (self._buffer.keys, self._buffer.values)
+            )
+            stored = pool.encoded(keys, values)
+            derived = self._derived(stored, received[:, start - first : stop - first], vectors_of)
+            self._write_out.send(tuple(derived.values()), self._putting(tuple(derived), start, stop))
+        self._write_out.finish()
+
+    def _derived(
+        self, stored: Mapping[str, torch.Tensor], received: torch.Tensor | None, vectors_of: VectorsOf
+    ) -> dict[str, torch.Tensor]:
+        """What is kept of stored blocks [rows, blocks, ...] beside, by name."""
+        flat = {name: blocks.flatten(0, 1) for name, blocks in stored.items()}
+        seen = None if received is None else received.flatten(0, 1)
+        made = self._pool.derived_of(flat, vectors_of(self._pool.decoded(flat).float(), seen))
+        return {name: blocks.unflatten(0, (len(self._table), -1)) for name, blocks in made.items()}
+
+    def _putting(self, names: Sequence[str], start: int, stop: int) -> Callable[[Sequence[torch.Tensor]], None]:
+        def arrived(copies: Sequence[torch.Tensor]) -> None:
+            for row, table in enumerate(self._table.astype(np.int64)):
+                arrays = {name: copy[row] for name, copy in zip(names, copies, strict=True)}
+                self._pool.put(torch.from_numpy(table[start:stop]), arrays)
+
+        return arrived
+
+    def _note(self, ends: torch.Tensor) -> None:
+        found = ends.abs().amax(dim=1).tolist()
+        self.largest = [max(pair) for pair in zip(self.largest, found, strict=True)]
+
+
+def _ends(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The least and the largest number of each, [2, 2] float32."""
+    return torch.stack([torch.stack(torch.aminmax(t)) for t in (keys, values)]).float()

@@ -1,0 +1,75 @@
+"""What is stored of a sequence, piece by piece on a GPU: a prompt attends to it, and all of it is never there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from gpu_ops.attention import attention_with_lse
+from gpu_ops.merge import merge_attention
+from gpu_ops.pinned_bytes import Kind
+from gpu_ops.prefetch import Fill, Prefetch
+from hetero_kv.store.pool import WRITTEN, BlockPool
+
+# Tokens of a piece, of all rows together: some tens of megabytes of one layer.
+_TOKENS_AT_ONCE = 8192
+
+
+def stored_pieces(
+    pool: BlockPool, tables: Sequence[np.ndarray], start: int, stop: int, dtype: torch.dtype, prefetch: Prefetch
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Stored tokens of the positions [start, stop), in order, on the device of `prefetch`.
+
+    They go over the bus as they are stored, and are decoded there.
+
+    Args:
+        tables: of each row, its blocks.
+        start: where a block begins.
+
+    Yields the first position of a piece, its keys [rows, kv_heads, tokens, k_dim] and its values, in `dtype`.
+    """
+    size, arrays = pool.block_size, {name: each for name, each in pool.arrays.items() if name in WRITTEN}
+    step, end = max(1, _TOKENS_AT_ONCE // (size * len(tables))), -(-stop // size)
+    firsts = range(start // size, end, step)
+    ids = [
+        [torch.from_numpy(table[first : min(first + step, end)].astype(np.int64)) for table in tables]
+        for first in firsts
+    ]
+    wanted = [(_kinds(arrays, rows), _gathering(arrays, rows)) for rows in ids]
+    for first, parts in zip(firsts, prefetch.pieces(wanted), strict=True):
+        stored = dict(zip(arrays, parts, strict=True))
+        tokens = min(stop - first * size, step * size)
+        keys, values = (
+            blocks.to(dtype).transpose(1, 2).flatten(2, 3)[:, :, :tokens]
+            for blocks in (pool.decoded(stored), pool.value_storage.decode(stored["values"]))
+        )
+        yield first * size, keys, values
+
+
+def _kinds(arrays: dict[str, torch.Tensor], rows: list[torch.Tensor]) -> list[Kind]:
+    return [((len(rows), len(rows[0]), *array.shape[1:]), array.dtype) for array in arrays.values()]
+
+
+def _gathering(arrays: dict[str, torch.Tensor], rows: list[torch.Tensor]) -> Fill:
+    def fill(host: Sequence[torch.Tensor]) -> None:
+        for array, target in zip(arrays.values(), host, strict=True):
+            for ids, row in zip(rows, target, strict=True):
+                torch.index_select(array, 0, ids, out=row)
+
+    return fill
+
+
+def attention_to_pieces(
+    pieces: Iterator[tuple[int, torch.Tensor, torch.Tensor]], q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    scale: float, softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attention `out` [batch, heads, n, v_dim] and `lse` of queries, merged with that to the pieces before them."""
+    batch, heads, n, k_dim = q.shape
+    for _, keys, values in pieces:
+        # Without a mask the group's queries are just more queries of the kv head.
+        folded = q.reshape(batch, keys.shape[1], -1, k_dim)
+        part, part_lse = attention_with_lse(folded, keys, values, scale, softcap)
+        out, lse = merge_attention(out, lse, part.reshape(batch, heads, n, -1), part_lse.reshape(batch, heads, n))
+    return out, lse

@@ -1,0 +1,109 @@
+"""What a prompt under retrieval asks of a GPU: no pageable copy, no wait for its compute, and no copy of the store."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from devices import model_on, simulated_cuda
+from simulated_cuda import Launch, Wait
+from small_recipes import injected, small_recipe
+from tiny_models import tiny_model
+
+from hetero_kv import HeteroKVError
+from hetero_kv.families.retrieval import representatives, stored_pieces
+
+pytestmark = pytest.mark.cuda
+
+#: Layers, kv heads and head dim of the tiny Llama; a chunk of `small_recipe`.
+LAYERS, HEADS, DIM, CHUNK = 3, 2, 16, 64
+
+
+@pytest.fixture
+def gpu():
+    with simulated_cuda() as simulation:
+        yield simulation
+
+
+@pytest.fixture
+def llama_on_gpu(gpu):
+    return model_on(torch.device("cuda", 0), tiny_model("llama").to(torch.bfloat16))
+
+
+@torch.no_grad()
+def prompt(model, cache, tokens):
+    ids = torch.arange(tokens, device="cuda")[None] % 90 + 2
+    return model(ids, past_key_values=cache).logits
+
+
+@pytest.mark.parametrize(("recipe", "beside"), [("quest", 0), ("infllm", 1)])
+def test_nothing_is_pageable_and_layers_wait_for_what_was_sent(gpu, llama_on_gpu, recipe, beside):
+    cache = injected(llama_on_gpu, small_recipe(recipe))
+    # The device learns once whether Triton runs on it.
+    prompt(llama_on_gpu, cache, 3)
+    cache.reset()
+    gpu.record.clear()
+    # Chunks of 64 are two pieces of a layer, and the rest another; the attention that keys receive comes once beside,
+    # and what it represents.
+    prompt(llama_on_gpu, cache, 2 * CHUNK + 3)
+    assert not gpu.record.pageable
+    assert not any(copy.is_blocking for copy in gpu.record.copies)
+    assert len(gpu.record.waits) == LAYERS * (3 + 2 * beside)
+    gpu.record.clear()
+    prompt(llama_on_gpu, cache, 10)
+    assert not gpu.record.pageable
+    assert not any(copy.is_blocking for copy in gpu.record.copies)
+
+
+def test_a_chunk_is_launched_before_the_one_before_has_left(gpu, llama_on_gpu):
+    cache = injected(llama_on_gpu, small_recipe("quest"))
+    prompt(llama_on_gpu, cache, 3)
+    cache.reset()
+    gpu.record.clear()
+    prompt(llama_on_gpu, cache, 4 * CHUNK)
+    order = [
+        "flash" if isinstance(each, Launch) else "wait"
+        for each in gpu.record.everything
+        if isinstance(each, Wait) or (isinstance(each, Launch) and "flash" in each.name)
+    ]
+    # Two pieces are under way: the first wait of a layer is behind two chunks' attention, to itself and to its past.
+    assert order[:4] == ["flash", "flash", "flash", "wait"]
+    assert order[-1] == "wait"
+
+
+def test_representatives_are_computed_where_the_keys_are(gpu, llama_on_gpu, monkeypatch):
+    devices, known = [], representatives.get("QUEST")
+
+    def compute(keys, *more):
+        devices.append(keys.device.type)
+        return known.compute(keys, *more)
+
+    monkeypatch.setitem(representatives._REGISTRY, "QUEST", replace(known, compute=compute))
+    prompt(llama_on_gpu, injected(llama_on_gpu, small_recipe("quest")), 150)
+    assert set(devices) == {"cuda"}
+
+
+def test_a_turn_never_has_a_copy_of_the_store_on_the_device(gpu, llama_on_gpu, monkeypatch):
+    monkeypatch.setattr(stored_pieces, "_TOKENS_AT_ONCE", 16)
+    cache = injected(llama_on_gpu, small_recipe("quest"))
+    prompt(llama_on_gpu, cache, 900)
+    live = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    prompt(llama_on_gpu, cache, 10)
+    of_one_layer = 2 * HEADS * DIM * 2 * 900
+    assert torch.cuda.max_memory_allocated() - live < of_one_layer / 2
+    assert torch.cuda.memory_allocated() - live < 1024
+
+
+def test_values_that_cannot_be_stored_are_refused_by_name(gpu, llama_on_gpu):
+    rules = small_recipe("quest")
+    cache = injected(llama_on_gpu, rules)
+    prompt(llama_on_gpu, cache, 40)
+    for layer in cache.layers:
+        layer.value_storage = layer.key_storage = type(layer.key_storage)(
+            **{**vars(layer.key_storage), "largest": 1e-6}
+        )
+    with pytest.raises(HeteroKVError, match=r"a key or value of .* is beyond kv_type"):
+        prompt(llama_on_gpu, cache, 40)
+    assert cache.get_seq_length() == 40
