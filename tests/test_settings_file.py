@@ -9,12 +9,20 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hetero_kv.contexts.settings import ContextCacheSettings, ContextSettings
 from hetero_kv.errors import ConfigError
 from hetero_kv.families.bounded.eviction import BoundedSettings
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
+from hetero_kv.rules.context_settings import context_settings
 from hetero_kv.rules.owners import every_settings_class
-from hetero_kv.rules.settings_file import ensure_settings_file, read_settings_file, settings_path, settings_text
+from hetero_kv.rules.settings_file import (
+    ensure_settings_file,
+    read_context_settings,
+    read_settings_file,
+    settings_path,
+    settings_text,
+)
 from hetero_kv.settings.description import describe
 from hetero_kv.settings.engine_settings import EngineSettings
 
@@ -67,6 +75,29 @@ def test_with_every_setting_uncommented_the_file_holds_the_defaults(path: Path) 
     for name, value in found.items():
         assert value in [row.default for cls in every_settings_class() for row in describe(cls) if row.name == name]
     assert set(found) == {row.name for cls in every_settings_class() for row in describe(cls)}
+
+
+def test_settings_of_contexts_are_read_from_a_block_of_their_own(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HETERO_KV_CONFIG", str(path))
+    assert context_settings(ContextCacheSettings, {}) == ContextCacheSettings()
+    ensure_settings_file(path)
+    assert read_context_settings(path) == {}
+    write(path, re.sub(r"(?m)^  #(?! )", "  ", settings_text()))
+    assert context_settings(ContextCacheSettings, {}) == ContextCacheSettings()
+    write(path, "contexts:\n  context_cache: on\n  context-folder: /elsewhere\nchunk_size: 512\n")
+    assert read_settings_file(path) == {"chunk_size": 512}
+    given = context_settings(ContextCacheSettings, {"context_folder": "/here"})
+    assert given == ContextCacheSettings(context_folder="/here", context_cache="on")
+    assert context_settings(ContextSettings, {}).context_folder == "/elsewhere"
+    write(path, "long_context: {}\ncontexts:\n  context_cach: on\n")
+    assert read_settings_file(path) == {}
+    with pytest.raises(
+        ConfigError, match="contexts, line 3: unknown setting 'context_cach'; did you mean context_cache"
+    ):
+        context_settings(ContextCacheSettings, {})
+    write(path, "contexts:\n  context_cache_gb: -1\n")
+    with pytest.raises(ConfigError, match="line 2: context_cache_gb is -1"):
+        context_settings(ContextCacheSettings, {})
 
 
 def test_a_file_that_exists_is_never_touched(path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from hetero_kv.contexts.names import require_name
 from hetero_kv.contexts.settings import ContextCacheSettings
 from hetero_kv.errors import ConfigError
+from hetero_kv.rules.context_settings import context_settings
 from hetero_kv.rules.precedence import COMMAND_LINE
 from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
 from hetero_kv.rules.trust import trusted_modules
@@ -168,14 +169,14 @@ def chat_options(flags: argparse.Namespace) -> ChatOptions:
         raise ConfigError("--stop is empty, so that no answer could begin; give a text, or leave it out")
     given["mode"] = settings_from_mapping(ModeSettings, flags.mode, where=COMMAND_LINE).mode
     given["answer"] = settings_from_mapping(AnswerSettings, flags.answer, where=COMMAND_LINE)
-    given["contexts"] = settings_from_mapping(ContextCacheSettings, flags.contexts, where=COMMAND_LINE)
-    _require_rules_for_contexts(given)
+    given["contexts"] = context_settings(ContextCacheSettings, flags.contexts)
+    _require_rules_for_contexts(given, "context_cache" in flags.contexts)
     given["long_context"] = settings_of(flags)
     given["trust_rules"] = trusted_modules(flags)
     return ChatOptions(**given)
 
 
-def _require_rules_for_contexts(given: dict[str, Any]) -> None:
+def _require_rules_for_contexts(given: dict[str, Any], cache_is_meant: bool) -> None:
     """Refuse contexts where nothing could save them, and names that none can have, before a model is loaded."""
     for flag in ("context", "save_context"):
         if given[flag] is not None:
@@ -184,7 +185,7 @@ def _require_rules_for_contexts(given: dict[str, Any]) -> None:
                 raise ConfigError(
                     f"--{flag} has no effect in --mode normal, where the model is untouched; leave one out"
                 )
-    if given["contexts"].context_cache != "off" and given["mode"] == "normal":
+    if cache_is_meant and given["contexts"].context_cache != "off" and given["mode"] == "normal":
         raise ConfigError("--context_cache has no effect in --mode normal, where the model is untouched")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.cli import COMMANDS
+from hetero_kv.contexts.settings import ContextCacheSettings
 from hetero_kv.engine.statistics import Statistic
 from hetero_kv.rules.owners import registered_owners
 from hetero_kv.rules.registered import operator_classes, registered
@@ -81,6 +82,12 @@ def _settings() -> Iterator[str]:
             ("setting", "value", "default", "unit", "aliases", "meaning"),
             (_setting_cells(row, spellings[row.name]) for row in rows),
         )
+    yield f"### {_title(ContextCacheSettings)}\n"
+    yield "Taken by the commands `chat` and `contexts`. Set in `contexts:` of `~/.hetero_kv/config.yaml`, or a flag.\n"
+    yield from _table(
+        ("setting", "value", "default", "unit", "aliases", "meaning"),
+        (_setting_cells(row, {}) for row in describe(ContextCacheSettings)),
+    )
     bare = [name for name, operator in operators.items() if not _has_settings(operator.settings_class)]
     yield f"Without settings: {', '.join(f'`{name}`' for name in bare)}.\n"
 

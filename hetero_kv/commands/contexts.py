@@ -12,9 +12,9 @@ from hetero_kv.contexts.settings import ContextSettings
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.errors import ConfigError
 from hetero_kv.printing import console, json_text, printable
-from hetero_kv.rules.precedence import COMMAND_LINE
+from hetero_kv.rules.context_settings import context_settings
 from hetero_kv.settings.flags import FlagParser
-from hetero_kv.settings.setting import nearest_spelling, settings_from_mapping
+from hetero_kv.settings.setting import nearest_spelling
 
 DAMAGED = 1
 
@@ -41,7 +41,7 @@ def run(flags: argparse.Namespace) -> int:
     if flags.action not in _ACTIONS:
         near = nearest_spelling(flags.action, _ACTIONS) or f"; known: {', '.join(_ACTIONS)}"
         raise ConfigError(f"contexts has no action {flags.action!r}{near}")
-    settings = settings_from_mapping(ContextSettings, flags.context, where=COMMAND_LINE)
+    settings = context_settings(ContextSettings, flags.context)
     act, takes_names, needs_names = _ACTIONS[flags.action]
     if flags.names and not takes_names:
         raise ConfigError(f"contexts {flags.action} takes no names, and there is {flags.names[0]!r}")

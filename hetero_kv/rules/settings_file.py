@@ -12,15 +12,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hetero_kv.contexts.settings import ContextCacheSettings
 from hetero_kv.durable_file import write_atomically
 from hetero_kv.errors import ConfigError, shown
 from hetero_kv.rules.owners import every_settings_class, labels, registered_owners
 from hetero_kv.rules.setting_groups import default_words, setting_groups
 from hetero_kv.rules.trusted_names import TRUST_RULES, trusted_names
+from hetero_kv.settings.description import describe
 from hetero_kv.settings.located_yaml import LocatedMapping, located, read_yaml
 from hetero_kv.settings.setting import canonical
 
 ENVIRONMENT_VARIABLE = "HETERO_KV_CONFIG"
+#: The block of what concerns saved contexts.
+CONTEXTS = "contexts"
 
 _logger = logging.getLogger(__name__)
 
@@ -60,6 +64,13 @@ def _lines() -> Iterator[str]:
                 if len(sense.defaults) > 1:
                     yield f"  #   default {default_words(sense)}"
             yield f"  #{setting.row.name}: {_written(setting.row.default)}"
+    yield ""
+    yield f"{CONTEXTS}:"
+    for row in describe(ContextCacheSettings):
+        yield ""
+        yield f"  # {row.doc}"
+        yield f"  #   {row.type}"
+        yield f"  #{row.name}: {_written(row.default)}"
 
 
 def _written(default: Any) -> str:
@@ -107,15 +118,30 @@ def read_settings_file(path: Path | None = None) -> dict[str, Any]:
     if not isinstance(document, Mapping):
         return canonical(every_settings_class(), document, where=source)
     if "long_context" in document:
-        beside = [key for key in document if key not in ("long_context", TRUST_RULES)]
+        beside = [key for key in document if key not in ("long_context", CONTEXTS, TRUST_RULES)]
         if beside:
             raise ConfigError(
                 f"{located(source, document, beside[0])}: {shown(beside[0])} stands beside long_context; move it in"
             )
         return canonical(every_settings_class(), document["long_context"], where=f"{source}: long_context")
     if isinstance(document, LocatedMapping):
-        document.pop(TRUST_RULES, None)
+        for block in (CONTEXTS, TRUST_RULES):
+            document.pop(block, None)
     return canonical(every_settings_class(), document, where=source)
+
+
+def read_context_settings(path: Path | None = None) -> dict[str, Any]:
+    """What the file sets of saved contexts, in a `contexts:` block; {} when there is no file.
+
+    Raises:
+        ConfigError: the file cannot be read, or has a mistake there; it names file, line and key.
+    """
+    source, document = _document(path)
+    given = document.get(CONTEXTS) if isinstance(document, Mapping) else None
+    if isinstance(given, LocatedMapping):
+        # What YAML makes of on and off.
+        given.update({key: "on" if value else "off" for key, value in given.items() if isinstance(value, bool)})
+    return canonical((ContextCacheSettings,), given, where=f"{source}: {CONTEXTS}")
 
 
 def read_trusted_modules(path: Path | None = None) -> tuple[str, ...]:
