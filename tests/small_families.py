@@ -45,6 +45,7 @@ FAMILIES = {
         mixed(operator_in("self_attn$", "ShadowKVAttention", project_generated=True, **SHADOWKV)),
     ),
     "single tokens": ("llama", small_recipe("sparq", **FEW)),
+    "single tokens by what was learned": ("llama", small_recipe("magicpig", **FEW)),
     "entries": ("llama", small_recipe("h2o", **FEW)),
     "entries that are merged": ("llama", small_recipe("d2o", **FEW)),
     "entries in strides": ("llama", small_recipe("cascade", **FEW)),

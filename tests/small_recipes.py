@@ -30,6 +30,9 @@ SMALL = {
     "local_chunks": 2,
     "budget": 40,
     "token_budget": 12,
+    # Of few hyperplanes none is so near a key that rounding moves it to the other side.
+    "hash_bits": 2,
+    "hash_tables": 6,
     "stride": 16,
     "sinks": 4,
     "window": 8,

@@ -47,14 +47,18 @@ class TokenProblem:
             self.pool.write(ids, 0, row_keys, row_values)
         read = [self.pool.read(ids, 0, length) for ids in table]
         self.keys, self.values = (torch.stack(part).float() for part in zip(*read, strict=True))
-        # As blocks do: most when a prompt has passed, then one after the other.
-        known = self.chooser.close(self.pool, table, FIRST, END - 2, NOTHING_KNOWN)
-        for block in (END - 2, END - 1):
-            known = self.chooser.close(self.pool, table, block, block + 1, known)
-        none = torch.empty(0)
-        asked = Asked(self.q.numpy(), self.pool, table, FIRST, END, lengths, dim**-0.5, softcap, none, known, 2)
+        none, scale = torch.empty(0), dim**-0.5
+        asked = Asked(self.q.numpy(), self.pool, table, FIRST, END, lengths, scale, softcap, none, NOTHING_KNOWN, 1)
         self.around = asked.attend_blocks(asked.elsewhere)
         self.asked = asked._replace(beside=self.around[1])
+        self.close()
+
+    def close(self):
+        """Have what is kept of the Context derived as blocks close: most behind a prompt, then one by one."""
+        known = NOTHING_KNOWN
+        for first, end in ((FIRST, END - 2), (END - 2, END - 1), (END - 1, END)):
+            known = self.chooser.close(self.pool, self.asked.table, first, end, known)
+        self.asked = self.asked._replace(known=known)
 
     def answered(self):
         """What the chooser answers, and attention with the sink and the window: (answer, out, lse)."""

@@ -6,6 +6,8 @@ import pytest
 import torch
 from token_problem import BLOCK, END, FIRST, TokenProblem
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def reference(problem, components, budget):
     """Algorithm 1 over keys of the blocks that entered the Context first, with a sink and a window besides."""

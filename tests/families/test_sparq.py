@@ -6,6 +6,8 @@ import pytest
 import torch
 from token_problem import DIM, TokenProblem
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def reference(problem, components, budget, mean_value):
     """Algorithm 1, with a sink and a window that are attended to, and the mean of the Context's values."""

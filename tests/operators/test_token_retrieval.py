@@ -16,8 +16,13 @@ from hetero_kv.families.token_retrieval import choosers
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Settings with which a step attends to all tokens, by their scores, and to how many of 100 it does else.
-COVERING = {"loki": {"token_budget": 1.0}, "sparq": {"token_budget": 1.0}}
-ATTENDED = {"loki": 27, "sparq": 12}
+COVERING = {
+    "loki": {"token_budget": 1.0},
+    # A bit tells apart only what lies on opposite sides.
+    "magicpig": {"hash_bits": 1, "hash_tables": 400},
+    "sparq": {"token_budget": 1.0},
+}
+ATTENDED = {"loki": 27, "magicpig": 40, "sparq": 12}
 CHOOSERS = sorted(COVERING)
 SMALLER = {"block_size": 4, "initial_len": 4, "local_windows_len": 8}
 

@@ -1,0 +1,142 @@
+"""MagicPIG (Chen et al. 2024, arXiv:2410.16179): tokens are sampled by hash collisions, weighted by their chance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cpu_ops.code_collisions import collisions
+from cpu_ops.token_lists import token_scores
+from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.families.token_retrieval.choosers.chooser import Answer, Asked, Chooser, Known
+from hetero_kv.families.token_retrieval.choosers.registry import register
+from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings, chooser_setting
+from hetero_kv.settings.setting import setting
+from hetero_kv.store.pool import Beside, BlockPool
+from hetero_kv.store.storage import FP32, StorageType
+
+#: Codes of up to 16 bits.
+CODES = StorageType("codes", "float16", "int16", 2, "hash codes: 2 bytes each")
+#: Tables in which a query and a key must agree.
+LEAST_COLLISIONS = 2
+# Blocks that are hashed at once: bounds the float32 products of their keys.
+_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class MagicPIGSettings(TokenSettings):
+    """MagicPIG: tokens are sampled by locality-sensitive hashing, and weighted by their chance."""
+
+    chooser: str = chooser_setting("magicpig")
+    hash_bits: int = setting(10, "bits of a hash table's codes (K)", minimum=1, maximum=16)
+    hash_tables: int = setting(
+        150, "hash tables (L); a token is sampled that has the query's code in two or more", minimum=2, maximum=65535
+    )
+    seed: int = setting(0, "of the random hyperplanes that hash", minimum=0)
+
+
+@register(
+    "magicpig",
+    meaning="samples tokens that share a hash code with the query in two tables, weighted by their chance (MagicPIG)",
+    settings=MagicPIGSettings,
+)
+class MagicPIG(Chooser[MagicPIGSettings]):
+    """Section 4. Each query head samples for itself; keys are centred by the mean of those that came first."""
+
+    learns = True
+
+    def __init__(self, settings: MagicPIGSettings, layer_idx: int) -> None:
+        super().__init__(settings, layer_idx)
+        self._planes: dict[int, torch.Tensor] = {}
+
+    def arrays(self, shape: KVShape) -> Mapping[str, Beside]:
+        block_size = self.settings.block_size
+        codes = Beside((self.settings.hash_tables,), block_size, CODES)
+        return {"key_codes_by_table": codes, "centred_norms": Beside((), block_size, FP32)}
+
+    def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"centre": ((shape.kv_heads, shape.k_dim), torch.float32)}
+
+    def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
+        if not known:
+            means = [torch.stack([keys.mean(dim=(0, 2)) * len(ids) for ids, keys in _keys(pool, table, first, end)])
+                     for table in tables]  # fmt: skip
+            known = {"centre": torch.stack([part.sum(dim=0) / (end - first) for part in means])}
+        for table, centre in zip(tables, known["centre"], strict=True):
+            for ids, keys in _keys(pool, table, first, end):
+                centred = keys - centre[:, None]
+                pool.beside["key_codes_by_table"][ids] = self.codes(centred).transpose(2, 3).contiguous()
+                pool.beside["centred_norms"][ids] = centred.norm(dim=3)
+        return known
+
+    def codes(self, vectors: torch.Tensor) -> torch.Tensor:
+        """The code of vectors [..., dim] in every table: [..., tables] int16, of which the bits count."""
+        bits, dim = self.settings.hash_bits, vectors.shape[-1]
+        if dim not in self._planes:
+            # Of one seed every layer has planes of its own, so that what one misses another does not.
+            generator = torch.Generator().manual_seed(hash((self.settings.seed, self.layer_idx)) % 2**63)
+            self._planes[dim] = torch.randn(dim, self.settings.hash_tables * bits, generator=generator)
+        sides = (vectors @ self._planes[dim] > 0).unflatten(-1, (self.settings.hash_tables, bits))
+        return (sides * 2 ** torch.arange(bits)).sum(dim=-1).to(torch.int32).to(torch.int16)
+
+    def attend(self, asked: Asked) -> Answer:
+        q = torch.from_numpy(asked.q)
+        rows, kv_heads, group = q.shape[:3]
+        codes, table = asked.pool.beside_arrays["key_codes_by_table"].view(np.uint16), asked.context
+        wanted = self.codes(q).numpy().view(np.uint16)
+        hits = collisions(wanted, codes, table, LEAST_COLLISIONS, asked.threads).reshape(rows, kv_heads * group, -1)
+        counts = hits.sum(axis=2, dtype=np.int32)
+        positions = np.zeros((*counts.shape, max(1, int(counts.max(initial=0)))), np.int32)
+        for row, head in np.ndindex(*counts.shape):
+            positions[row, head, : counts[row, head]] = np.flatnonzero(hits[row, head])
+        log_weights = -torch.log(self._chances(asked, q, positions, counts))
+        attended = asked.attend(positions, counts, log_weights)
+        tokens = float(counts.mean())
+        read = asked.tokens * kv_heads * self.settings.hash_tables * codes.itemsize
+        # A token that several query heads of a kv head have sampled is read for each.
+        repeated = float(counts.sum() / rows - tokens * kv_heads)
+        key_and_value = (asked.pool.keys[0].nbytes + asked.pool.values[0].nbytes) // (kv_heads * asked.pool.block_size)
+        return Answer(*attended, tokens, read + repeated * key_and_value)
+
+    def _chances(self, asked: Asked, q: torch.Tensor, positions: np.ndarray, counts: np.ndarray) -> torch.Tensor:
+        """The chance that each of these tokens had of being sampled by its query head, [rows, heads, n]."""
+        rows, kv_heads, group, k_dim = q.shape
+        pool, table, heads = asked.pool, asked.context, kv_heads * group
+        by_head = q.reshape(rows, heads, 1, k_dim)
+        products = torch.from_numpy(
+            token_scores(by_head.numpy(), pool.key_array, table, positions, counts, pool.offset_array, asked.threads)
+        ).squeeze(2)
+        off = (q * asked.known["centre"][:, :, None]).sum(dim=3).view(rows, heads, 1)
+        at = torch.from_numpy(positions).long()
+        ids = torch.from_numpy(table).long().gather(1, at.div(pool.block_size, rounding_mode="floor").flatten(1))
+        of_head = torch.arange(heads).div(group, rounding_mode="floor")[None, :, None]
+        norms = pool.beside["centred_norms"][ids.view_as(at), of_head, at % pool.block_size]
+        cosine = (products - off) / (by_head.norm(dim=3) * norms).clamp_min(torch.finfo(torch.float32).tiny)
+        return sampling_chance(cosine, self.settings.hash_bits, self.settings.hash_tables)
+
+    def attended_tokens(self, tokens: int) -> float:
+        # Of keys at right angles to the query, which most are nearly.
+        return tokens * float(sampling_chance(torch.zeros(()), self.settings.hash_bits, self.settings.hash_tables))
+
+
+def sampling_chance(cosine: torch.Tensor, bits: int, tables: int) -> torch.Tensor:
+    """The chance of `LEAST_COLLISIONS` of `tables` codes of `bits` being equal, of vectors of this cosine (section 4).
+
+    At least the smallest float32, so that it can be divided by.
+    """
+    side = 1 - torch.acos(cosine.double().clamp(-1, 1)) / math.pi
+    collides = side**bits
+    misses = torch.log1p(-collides.clamp(max=1 - 1e-15))
+    chance = -torch.expm1(tables * misses) - tables * collides * torch.exp((tables - 1) * misses)
+    return chance.clamp(torch.finfo(torch.float32).tiny, 1).float()
+
+
+def _keys(pool: BlockPool, table: np.ndarray, first: int, end: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Ids of a row's blocks [first, end) and their keys, [blocks, kv_heads, block_size, k_dim] float32, in parts."""
+    for start in range(first, end, _AT_ONCE):
+        ids = torch.from_numpy(table[start : min(start + _AT_ONCE, end)].astype(np.int64))
+        yield ids, pool.decoded_keys(ids).float()
