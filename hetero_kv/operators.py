@@ -7,6 +7,7 @@ from hetero_kv.adapter.quantized_experts import QuantizedExperts
 from hetero_kv.adapter.quantized_module import QuantizedEmbedding, QuantizedLinear
 from hetero_kv.families.bounded.attention import BoundedAttention
 from hetero_kv.families.retrieval.attention import RetrievalAttention
+from hetero_kv.families.self_extend.attention import SelfExtendAttention
 from hetero_kv.families.shadowkv.attention import ShadowKVAttention
 from hetero_kv.families.token_retrieval.attention import TokenRetrievalAttention
 from hetero_kv.families.window.attention import SlidingWindowAttention
@@ -21,6 +22,7 @@ __all__ = [
     "QuantizedExperts",
     "QuantizedLinear",
     "RetrievalAttention",
+    "SelfExtendAttention",
     "ShadowKVAttention",
     "SlidingWindowAttention",
     "TokenRetrievalAttention",

@@ -36,6 +36,8 @@ SMALL = {
     "stride": 16,
     "sinks": 4,
     "window": 8,
+    "position_group": 3,
+    "neighbour_window": 12,
     "recent": 4,
     "gamma": 0.9,
 }

@@ -71,10 +71,51 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     },
 }
 
+_GATED_DELTA = {
+    **_HEAD_DIM,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 4,
+    "time_step_limit": (0.0, 100.0),
+}
+#: The same of models with layers that are no attention; the second of three is.
+HYBRIDS: dict[str, dict[str, object]] = {
+    "qwen3_next": {**_GATED_DELTA, **_MOE, "shared_expert_intermediate_size": 32},
+    "qwen3_5_text": _GATED_DELTA,
+    "granitemoehybrid": {
+        **_MAMBA2,
+        **_MOE,
+        "shared_intermediate_size": 32,
+        "attention_multiplier": 0.25,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "jamba": {
+        **_MOE,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "use_mamba_kernels": True,
+    },
+}
+
 
 def tiny_config(model_type: str, **overrides: object) -> PreTrainedConfig:
     """The config of a model of this architecture: three layers, a few thousand weights."""
-    return AutoConfig.for_model(model_type, **{**_BASE, **ARCHITECTURES.get(model_type, {}), **overrides})
+    own = {**ARCHITECTURES, **HYBRIDS}.get(model_type, {})
+    return AutoConfig.for_model(model_type, **{**_BASE, **own, **overrides})
 
 
 def tiny_model(model_type: str, seed: int = 0, **overrides: object) -> PreTrainedModel:

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from hetero_kv.adapter.recurrent import is_recurrent
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 
@@ -205,7 +206,8 @@ def require_attention_interface(path: str, module: nn.Module) -> None:
 
 def is_attention(module: nn.Module) -> bool:
     """Whether a module looks like a decoder's attention: it has projections of its own and a cache layer's index."""
-    return isinstance(getattr(module, "layer_idx", None), int) and "attention" in type(module).__name__.lower()
+    has_index = isinstance(getattr(module, "layer_idx", None), int)
+    return has_index and "attention" in type(module).__name__.lower() and not is_recurrent(module)
 
 
 def layer_window(module: nn.Module) -> int | None:

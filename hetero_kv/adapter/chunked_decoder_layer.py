@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from hetero_kv.adapter import bridge, chunking
+from hetero_kv.adapter import bridge, chunking, recurrent
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.token_layer import TokenLayer
 from hetero_kv.engine.cache import HeteroCache
@@ -19,7 +19,8 @@ _UNTRIED = object()
 
 
 class ChunkedDecoderLayer(Operator):
-    """Runs a decoder layer over a prompt chunk by chunk, and its attention's cache through one prefill.
+    """Runs a decoder layer over a prompt chunk by chunk, and its attention's cache through one prefill; a layer that is
+    no attention carries its state from chunk to chunk.
 
     The model's own forward walks from layer to layer with the hidden states of the whole prompt, so that only one
     layer's keys and values are on the compute device at a time (KTransformers' layer-wise chunked prefill). From the
@@ -32,16 +33,17 @@ class ChunkedDecoderLayer(Operator):
 
     def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
-        attention_path, self.layer_idx = _attention_of(path, wrapped)
+        self._mixer_path, self.layer_idx = _mixer_of(path, wrapped)
         # Not as a submodule, which it is already; operators of deeper modules are in their places by now.
-        self.__dict__["attention"] = attention = wrapped.get_submodule(attention_path)
+        self.__dict__["attention"] = attention = wrapped.get_submodule(self._mixer_path)
         self._is_replaced = isinstance(attention, AttentionOperator)
+        self._is_recurrent = recurrent.is_recurrent(attention)
         # Tried before the first token: weights come after rules.
         self._native: Any = _UNTRIED
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
-        _attention_of(path, module)
+        _mixer_of(path, module)
 
     def compile_own_kernels(self) -> None:
         """Find out whether a token can pass natively, which compiles it."""
@@ -56,6 +58,8 @@ class ChunkedDecoderLayer(Operator):
         steps = cache.steps
         attention = self.attention
         replaced = self._is_replaced
+        if self._is_recurrent and steps[0].is_decode:
+            return self.wrapped(hidden_states, *args, **kwargs)
         if replaced and steps[0].is_decode:
             if self._native is _UNTRIED:
                 self._native = TokenLayer.of(self.wrapped, attention)
@@ -77,31 +81,47 @@ class ChunkedDecoderLayer(Operator):
             for start in range(0, total, self.engine.chunk_size):
                 chunk = slice(start, min(start + self.engine.chunk_size, total))
                 chunk_kwargs = {name: chunking.sliced(name, value, chunk, total) for name, value in kwargs.items()}
-                if not replaced:
+                if not replaced and not self._is_recurrent:
                     chunk_kwargs["attention_mask"] = bridge.chunk_mask(
                         attention, cache, hidden_states[:, chunk], chunk_kwargs.get("position_ids")
                     )
-                result = self.wrapped(hidden_states[:, chunk], *args, **chunk_kwargs)
+                with self._continuing(cache, hidden_states[:, chunk]):
+                    result = self.wrapped(hidden_states[:, chunk], *args, **chunk_kwargs)
                 output[:, chunk] = result[0] if isinstance(result, tuple) else result
                 cache.report_progress(self.layer_idx, chunk.stop, total)
         chunking.mark_ours(output)
         return (output, *result[1:]) if isinstance(result, tuple) else output
 
+    def _continuing(self, cache: HeteroCache, chunk: torch.Tensor) -> AbstractContextManager[None]:
+        """Within this context the layer goes on from what it holds, a state too."""
+        if not self._is_recurrent or chunk.shape[1] == 1 or not cache.has_previous_state(self.layer_idx):
+            return nullcontext()
+        states = cache.layers[self.layer_idx].number_of_states
+        path = f"{self.path}.{self._mixer_path}"
+        if recurrent.continues_in_chunks(path, self.attention, chunk, states):
+            return nullcontext()
+        return recurrent.token_by_token(self.attention)
 
-def _attention_of(path: str, decoder_layer: nn.Module) -> tuple[str, int]:
-    """Path within a decoder layer of its attention module, and that module's layer index."""
+
+def _mixer_of(path: str, decoder_layer: nn.Module) -> tuple[str, int]:
+    """Path within a decoder layer of what mixes its tokens, attention or a module with a state, and its layer index."""
     found = [
         (name, module.layer_idx)
         for name, module in decoder_layer.named_modules()
-        if name and bridge.is_attention(module)
+        if name and (bridge.is_attention(module) or recurrent.is_recurrent(module))
     ]
     outermost = [(name, index) for name, index in found if not any(name.startswith(f"{other}.") for other, _ in found)]
     if len(outermost) != 1:
         raise UnsupportedModelError(
-            f"{path} ({type(decoder_layer).__name__}) has {len(outermost)} attention modules with a layer_idx, "
-            "ChunkedDecoderLayer needs exactly one; match decoder layers only"
+            f"{path} ({type(decoder_layer).__name__}) has {len(outermost)} attention modules, or others with a state, "
+            f"with a layer_idx{_named(outermost)}; ChunkedDecoderLayer needs exactly one; match decoder layers only"
         )
     return outermost[0]
+
+
+def _named(found: list[tuple[str, int]]) -> str:
+    names = [name for name, _ in found]
+    return f" ({', '.join(names[:4])}{', …' if names[4:] else ''})" if names else ""
 
 
 def _refuse_unsliceable(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

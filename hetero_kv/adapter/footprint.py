@@ -59,6 +59,7 @@ REPRESENTATIVES = register(Term("representatives", "representatives of the block
 SLIDING = register(Term("sliding", "the model's own sliding windows"))
 MASKS = register(Term("masks", "the mask of a chunk, in layers without an operator"))
 UNTOUCHED = register(Term("untouched", "layers without an operator"))
+STATES = register(Term("states", "states of layers that are no attention"))
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,25 @@ class WindowFootprint(LayerFootprint):
         yield Share(SLIDING, demand.sequences * self.kv_bytes(held, demand))
         if self.is_untouched:
             yield mask_share(min(demand.tokens, self.sliding_window + demand.chunk_tokens), demand)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateFootprint(LayerFootprint):
+    """A layer that is no attention, whose state does not grow.
+
+    Attributes:
+        state_bytes: of one sequence.
+    """
+
+    state_bytes: int
+
+    @property
+    def place(self) -> str:
+        return "that are no attention, with a state"
+
+    def shares(self, demand: Demand) -> Iterator[Share]:
+        # And what a forward that fails would come back to.
+        yield Share(STATES, 2 * demand.sequences * self.state_bytes)
 
 
 def mask_share(keys: int, demand: Demand) -> Share:

@@ -8,6 +8,7 @@ had come alone; tokens that are decoded pass together, whatever their rows' leng
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from hetero_kv.engine.undo import undo_on_error
 from hetero_kv.errors import UnsupportedModelError, is_out_of_memory
 
 _RECORDED = ("output_hidden_states", "output_attentions")
+# What a forward asks that knows at which position it begins.
+_LENGTH_NAMES = frozenset({"get_seq_length", "get_query_offset", "cache_position"})
 
 
 def guarded(model: Any, *, has_head: bool, backend: AttentionBackend) -> Callable[..., Any]:
@@ -39,7 +42,7 @@ def guarded(model: Any, *, has_head: bool, backend: AttentionBackend) -> Callabl
         UnsupportedModelError: the model's config asks to record what chunks would garble, or the attention mask is no
             left padding.
     """
-    forward = model.forward
+    forward = model.forward if has_head else _behind_the_cache(model)
     signature = Signature(forward)
 
     @functools.wraps(forward)
@@ -66,6 +69,25 @@ def guarded(model: Any, *, has_head: bool, backend: AttentionBackend) -> Callabl
     reentrant = Signature(forward)
     reentrant.forward = guarded_forward
     return guarded_forward
+
+
+def _behind_the_cache(model: Any) -> Callable[..., Any]:
+    """The forward, given positions behind what the cache holds where it would count from zero unasked (Bamba)."""
+    forward = model.forward
+    signature = Signature(forward)
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
+    if code is None or "position_ids" not in signature.names or not _LENGTH_NAMES.isdisjoint(code.co_names):
+        return forward
+
+    @functools.wraps(forward)
+    def placed_forward(*args: Any, **kwargs: Any) -> Any:
+        cache, call = _cache_among(args, kwargs), signature.call(args, kwargs)
+        if cache is not None:
+            first = cache.get_seq_length()
+            call = call.placed(torch.arange(first, first + call.shape[1], device=_device(call))[None])
+        return call.run()
+
+    return placed_forward
 
 
 def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HeteroCache | None:

@@ -94,9 +94,13 @@ class ModelCall:
     def with_positions(self, positions: torch.Tensor) -> ModelCall:
         """The call with `position_ids` [rows, tokens], where it has none, and without a mask."""
         arguments = {name: value for name, value in self.arguments.items() if name != "attention_mask"}
-        if arguments.get("position_ids") is None and "position_ids" in self.signature.names:
-            arguments["position_ids"] = positions
-        return replace(self, arguments=arguments)
+        return replace(self, arguments=arguments).placed(positions)
+
+    def placed(self, positions: torch.Tensor) -> ModelCall:
+        """The call with `position_ids` [rows or 1, tokens], where it has none and takes some."""
+        if self.arguments.get("position_ids") is not None or "position_ids" not in self.signature.names:
+            return self
+        return replace(self, arguments={**self.arguments, "position_ids": positions})
 
     def for_tokens(self, token_ids: torch.Tensor, all_logits: bool) -> ModelCall:
         """A call for other tokens, behind those that the cache knows."""

@@ -23,7 +23,9 @@ class _Listener:
         return call.v.new_zeros(*call.q.shape[:3], call.v.shape[-1])
 
 
-def require_constant_rotation(path: str, module: nn.Module, operator: str) -> None:
+def require_constant_rotation(
+    path: str, module: nn.Module, operator: str, remedy: str = "take one that keeps positions (tova, h2o)"
+) -> None:
     """Raise UnsupportedModelError for a rotary embedding whose frequencies change as a sequence grows."""
     config: Any = module.config
     rope = getattr(config, "rope_parameters", None) or {}
@@ -32,7 +34,7 @@ def require_constant_rotation(path: str, module: nn.Module, operator: str) -> No
     if changing:
         raise UnsupportedModelError(
             f"{path}: the model's rotary embedding is of rope_type {changing[0]!r}, whose frequencies change as a "
-            f"sequence grows; {operator} cannot re-index positions under it, take one that keeps positions (tova, h2o)"
+            f"sequence grows; {operator} cannot re-index positions under it, {remedy}"
         )
 
 

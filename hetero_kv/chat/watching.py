@@ -13,6 +13,7 @@ from transformers import StoppingCriteria, TextStreamer
 from transformers.cache_utils import Cache
 
 from hetero_kv.chat.answer import Statistics
+from hetero_kv.engine import untouched
 from hetero_kv.engine.cache import HeteroCache, Progress
 
 # getrusage counts kilobytes, except on macOS.
@@ -121,5 +122,4 @@ def measured(
 
 
 def _tensor_bytes(cache: Cache) -> int:
-    tensors = [t for layer in cache.layers for t in (layer.keys, layer.values) if t is not None]
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(t.numel() * t.element_size() for layer in cache.layers for t in untouched.tensors(layer))

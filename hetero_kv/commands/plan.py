@@ -187,7 +187,8 @@ def _shapes(footprint: Footprint) -> str:
     counts: dict[str, int] = {}
     for layer in footprint.layers:
         shape = layer.shape
-        line = f"{layer.place}: {shape.kv_heads} kv heads, keys {shape.k_dim}, values {shape.v_dim}"
+        heads = f": {shape.kv_heads} kv heads, keys {shape.k_dim}, values {shape.v_dim}" if shape.kv_heads else ""
+        line = f"{layer.place}{heads}"
         counts[line] = counts.get(line, 0) + 1
     return "\n".join(f"{count} layers {line}" for line, count in counts.items())
 

@@ -18,6 +18,7 @@ from hetero_kv.engine.cohort import Cohort
 from hetero_kv.engine.columns import Columns
 from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.engine.recurrent_state import StateShape
 from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.sequence import Layout
 
@@ -28,11 +29,13 @@ class Shapes:
 
     Attributes:
         by_layer: the shape of every layer's keys and values.
+        states: what layers without keys and values hold.
     """
 
     by_layer: Mapping[int, KVShape]
     dtype: torch.dtype
     device: torch.device
+    states: Mapping[int, StateShape]
 
     def place(self, layer_idx: int, rows: int, parts: list[SavedPart], made: dict[int, object]) -> Place:
         """Where a layer of `rows` rows is restored."""
@@ -41,7 +44,8 @@ class Shapes:
             torch.empty(rows, shape.kv_heads, 0, dim, dtype=self.dtype, device=self.device)
             for dim in (shape.k_dim, shape.v_dim)
         )
-        return Place(keys, values, parts, made)
+        state = self.states.get(layer_idx)
+        return Place(keys, values, parts, made, state.tensors if state else {})
 
 
 def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes, *, verify: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.adapter.recurrent import state_shapes
 from hetero_kv.contexts.context_file import OpenContext
 from hetero_kv.contexts.identity import Identity
 from hetero_kv.contexts.repair import compute_anew
@@ -95,4 +96,4 @@ def shapes_of(injection: Injected) -> Shapes:
     shapes = dict.fromkeys(range(config.num_hidden_layers), KVShape.of(config))
     operators: list[AttentionOperator] = list(injection.attention_operators())
     shapes |= {each.layer_idx: KVShape.of_attention(each.wrapped, config) for each in operators}
-    return Shapes(shapes, model.dtype, model.device)
+    return Shapes(shapes, model.dtype, model.device, state_shapes(model, config))

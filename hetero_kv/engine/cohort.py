@@ -156,7 +156,8 @@ class Cohort:
         }
         if stuck:
             raise HeteroKVError(
-                f"this cache cannot go back (assisted decoding?): it has layers of kind {', '.join(sorted(stuck))}"
+                f"this cache cannot go back (assisted decoding?): it has layers of kind {', '.join(sorted(stuck))}, "
+                "which do not keep every token; fork() it before what may have to be forgotten"
             )
 
     def snapshot(self) -> CohortSnapshot:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -113,12 +113,14 @@ class Place:
     Attributes:
         keys, values: [rows, kv_heads, 0, dim], no tokens, of the model's shape, dtype and device.
         parts: what layers share, as it was written.
+        states: of a layer with a state and no keys and values: name -> its shape, [1, ...], and dtype.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
     parts: Sequence[SavedPart] = ()
     _made: dict[int, Any] = field(default_factory=dict)
+    states: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def shared(self, part: SavedPart, name: str, make: Callable[[SavedPart], Any]) -> Any:
         """What `part` shares with other layers under this name, made once; None where it had none."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from hetero_kv.engine import recurrent_state
 from hetero_kv.engine.errors import ContextError
 from hetero_kv.engine.saved_part import Place, SavedPart
 
@@ -20,20 +21,33 @@ _PARTS = ("keys", "values", "is_initialized", "cumulative_length")
 
 def snapshot(layer: CacheLayerMixin) -> dict[str, Any]:
     """What `rollback` needs. Dynamic layers grow by concatenation, so that the old tensors stay valid."""
+    if recurrent_state.is_state(layer):
+        return recurrent_state.snapshot(layer)
     return {name: layer.__dict__[name] for name in _PARTS if name in layer.__dict__}
 
 
 def rollback(layer: CacheLayerMixin, state: dict[str, Any]) -> None:
     """Come back to the state at `snapshot`."""
+    if recurrent_state.is_state(layer):
+        return recurrent_state.rollback(layer, state)
     layer.__dict__.update(state)
 
 
 def fork(layer: CacheLayerMixin, memo: dict[int, Any]) -> CacheLayerMixin:
     """A second layer with the same tokens."""
+    if recurrent_state.is_state(layer):
+        return recurrent_state.fork(layer)
     # These never write to a tensor that they hold.
     if type(layer) in _GROWING:
         return copy.copy(layer)
     return copy.deepcopy(layer, memo)
+
+
+def tensors(layer: CacheLayerMixin) -> list[torch.Tensor]:
+    """What the layer holds."""
+    if recurrent_state.is_state(layer):
+        return list(recurrent_state.named_states(layer).values())
+    return [tensor for tensor in (layer.keys, layer.values) if tensor is not None]
 
 
 def select(layer: CacheLayerMixin, rows: Sequence[int]) -> None:
@@ -42,11 +56,13 @@ def select(layer: CacheLayerMixin, rows: Sequence[int]) -> None:
 
 
 def saved(layer: CacheLayerMixin, layer_idx: int) -> SavedPart:
-    """What `restore` needs. Raises ContextError for a layer of another kind than the growing ones."""
+    """What `restore` needs. Raises ContextError for a layer of another kind than these."""
+    if recurrent_state.is_state(layer):
+        return recurrent_state.saved(layer)
     if type(layer) not in _GROWING:
         raise ContextError(
             f"layer {layer_idx} is one of transformers' own, {type(layer).__name__}, which is not known to be saved; "
-            f"what is: {', '.join(kind.__name__ for kind in _GROWING)}, and layers with an operator"
+            f"what is: {', '.join(kind.__name__ for kind in _GROWING)}, states, and layers with an operator"
         )
     part = SavedPart(numbers={"seen": getattr(layer, "cumulative_length", None)})
     if layer.is_initialized:
@@ -56,6 +72,8 @@ def saved(layer: CacheLayerMixin, layer_idx: int) -> SavedPart:
 
 def restore(layer: CacheLayerMixin, part: SavedPart, place: Place, length: int) -> None:
     """Let an empty layer hold what `saved` told of `length` tokens. Raises DamagedContextError where that cannot be."""
+    if recurrent_state.is_state(layer):
+        return recurrent_state.restore(layer, part, place)
     held = length
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = part.integer("seen", length, length)

@@ -5,18 +5,21 @@ from __future__ import annotations
 from statistics import fmean
 
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.recurrent import is_recurrent
 from hetero_kv.rules.injection import Injection
 
 
 def attended_tokens(injection: Injection, length: int) -> float:
     """Tokens that a decode step attends to behind a prompt of `length` tokens, the mean over the model's layers.
 
-    Layers without an operator attend to everything, or to the model's own window.
+    Layers without an operator attend to everything, or to the model's own window; those that are no attention do not
+    count.
     """
     config = bridge.text_config(injection.model)
     windows = dict(enumerate(bridge.own_windows(config)))
     operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
-    layers = range(config.num_hidden_layers)
+    no_attention = {module.layer_idx for module in injection.model.modules() if is_recurrent(module)}
+    layers = set(range(config.num_hidden_layers)) - no_attention
     return fmean(
         operators[index].attended_tokens(length) if index in operators else min(length, windows.get(index) or length)
         for index in layers

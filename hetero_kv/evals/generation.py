@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from hetero_kv.engine import untouched
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.statistics import layer_means
@@ -89,6 +90,5 @@ def cache_bytes(cache: Cache) -> int:
     total = cache.dram_bytes + cache.device_bytes if isinstance(cache, HeteroCache) else 0
     for layer in cache.layers:
         if not isinstance(layer, FamilyLayer):
-            tensors = [tensor for tensor in (layer.keys, layer.values) if tensor is not None]
-            total += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            total += sum(tensor.numel() * tensor.element_size() for tensor in untouched.tensors(layer))
     return total

@@ -20,6 +20,7 @@ from gpu_ops.attention import chunk_attention
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.adapter.recurrent import is_recurrent
 from hetero_kv.engine.cache import HeteroCache, Progress
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
@@ -241,9 +242,13 @@ def record_prefill(
 
 
 def shares_prefill(model: PreTrainedModel | Injection) -> bool:
-    """Whether all operators under the rules now injected can load a recorded prefill."""
+    """Whether all operators under the rules now injected can load a recorded prefill; states are not recorded."""
     injection = model if isinstance(model, Injection) else getattr(model, "hetero_kv_injection", None)
-    return injection is None or all(operator.prefills_exactly for operator in injection.operators.values())
+    if injection is None:
+        return True
+    return all(operator.prefills_exactly for operator in injection.operators.values()) and not any(
+        is_recurrent(module) for module in injection.model.modules()
+    )
 
 
 def _recording_rules() -> RuleSet:

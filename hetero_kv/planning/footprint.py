@@ -19,6 +19,7 @@ from hetero_kv.adapter.footprint import (
     Demand,
     LayerFootprint,
     Share,
+    StateFootprint,
     Term,
     UntouchedFootprint,
     WindowFootprint,
@@ -27,6 +28,7 @@ from hetero_kv.adapter.footprint import (
 )
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.quantized_module import QuantizedModule
+from hetero_kv.adapter.recurrent import state_shapes
 from hetero_kv.planning.planned import Planned
 
 WEIGHTS = register(Term("weights", "weights"))
@@ -179,7 +181,10 @@ def _layers(injection: Planned, config: Any) -> Iterator[LayerFootprint]:
     """What each layer's operator says, and, where there is none, what transformers' own cache keeps."""
     attentions = {module.layer_idx: module for module in injection.model.modules() if bridge.is_attention(module)}
     operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
+    states = state_shapes(injection.model, config)
     for index, window in enumerate(bridge.own_windows(config)):
+        if index in states:
+            yield StateFootprint(KVShape(0, 0, 0), state_bytes=states[index].nbytes)
         if index not in attentions:
             continue
         shape = KVShape.of_attention(attentions[index], config)

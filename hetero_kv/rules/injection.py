@@ -21,6 +21,7 @@ from hetero_kv.adapter.guard import guarded
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.quantized_module import QuantizedModule
+from hetero_kv.adapter.recurrent import is_recurrent
 from hetero_kv.contexts.identity import Identity
 from hetero_kv.contexts.saving import load_context, save_context
 from hetero_kv.contexts.writing import Tokens
@@ -312,6 +313,9 @@ def _plan(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, type[Ope
             closed.append(path)
         if first.operator is None:
             continue
+        if issubclass(first.operator, AttentionOperator) and is_recurrent(module):
+            # Some models call it as they call their attention; there are no keys and values to be served.
+            continue
         operator_class = first.operator.operator_for(module)
         operator_class.require_suitable(path, module)
         plan[path] = (first, operator_class)
@@ -335,18 +339,24 @@ def _plan(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, type[Ope
 
 
 def _require_chunked(modules: dict[str, nn.Module], plan: dict[str, tuple[Rule, type[Operator]]]) -> None:
-    """Raise InjectionError for an attention module that is left as it is where nobody would build its mask."""
+    """Raise InjectionError for a module that is left as it is where nobody would build its mask, or carry its state."""
     chunked = [path for path, (_, cls) in plan.items() if issubclass(cls, ChunkedDecoderLayer)]
     replaced = [path for path, (_, cls) in plan.items() if issubclass(cls, AttentionOperator)]
     if not chunked and not replaced:
         return
     for path, module in modules.items():
-        if not bridge.is_attention(module) or any(path == r or path.startswith(f"{r}.") for r in replaced):
+        if is_recurrent(module):
+            missing = "nobody would carry its state from chunk to chunk; add a rule for the layer"
+        elif bridge.is_attention(module):
+            missing = "nobody would build its causal mask; add a rule for the layer, or replace the attention too"
+        else:
+            continue
+        if any(path == r or path.startswith(f"{r}.") for r in replaced):
             continue
         if not any(path.startswith(f"{layer}.") for layer in chunked):
             raise InjectionError(
                 f"{path} ({type(module).__name__}) is left as it is, but its layer is no ChunkedDecoderLayer, "
-                "so that nobody would build its causal mask; add a rule for the layer, or replace the attention too"
+                f"so that {missing}"
             )
 
 

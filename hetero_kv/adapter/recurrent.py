@@ -1,0 +1,153 @@
+"""Modules that are no attention and keep a state in the cache: gated delta nets, Mamba, short convolutions.
+
+A prompt comes to them in chunks, behind the state that the chunk before left. That they go on from it is tried and not
+believed: some of transformers' modules begin anew with every call of more than one token (the scan of Mamba, as in
+Jamba, takes no state). These are given the tokens behind a state one by one, which is what decoding does.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
+
+from hetero_kv.engine.recurrent_state import StateShape, is_state, named_states
+from hetero_kv.errors import UnsupportedModelError
+
+# How a module calls its cache for a state. An attention module calls `update`.
+_CALLS = frozenset({"update_conv_state", "update_recurrent_state"})
+_CACHE_NAMES = ("cache_params", "past_key_values", "past_key_value")
+# A trial: tokens before the seam and behind it, and how much larger than its own the state is made there, so that it
+# shows where it is forgotten.
+_BEFORE, _BEHIND, _LARGER = 5, 3, 16.0
+# Relative differences of norms that rounding may make.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
+
+#: (class, device's type, dtype) -> whether modules of this class go on in chunks.
+_known: dict[tuple[type, str, torch.dtype], bool] = {}
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Whether a module keeps a state of its own in the cache, and no keys and values."""
+    if not isinstance(getattr(module, "layer_idx", None), int):
+        return False
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and not _CALLS.isdisjoint(code.co_names)
+
+
+def continues_in_chunks(path: str, mixer: nn.Module, hidden_states: torch.Tensor, number_of_states: int) -> bool:
+    """Whether the module goes on from its state when it is given several tokens; tried once for each class.
+
+    Args:
+        hidden_states: [batch, tokens, width], for the width, dtype and device of a trial.
+
+    Raises UnsupportedModelError where a prompt at once is not what its tokens one by one are either.
+    """
+    key = type(mixer), hidden_states.device.type, hidden_states.dtype
+    if key not in _known:
+        _known[key] = _try(path, mixer, hidden_states, number_of_states)
+    return _known[key]
+
+
+@torch.no_grad()
+def _try(path: str, mixer: nn.Module, like: torch.Tensor, number_of_states: int) -> bool:
+    count = _BEFORE + _BEHIND
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, count, like.shape[2], generator=generator).to(like.device, like.dtype)
+    tolerance = _TOLERANCE[like.dtype]
+
+    def passed(sizes: list[int], larger: float) -> list[torch.Tensor]:
+        """The output of the tokens in parts of these sizes, and the state that is left."""
+        layer = LinearAttentionLayer(number_of_states)
+        outputs, start = [], 0
+        for size in sizes:
+            if start == _BEFORE:
+                for state in named_states(layer).values():
+                    state.mul_(larger)
+            outputs.append(_called(mixer, hidden[:, start : start + size], layer))
+            start += size
+        return [torch.cat(outputs, dim=1), *named_states(layer).values()]
+
+    one_by_one = passed([1] * count, 1.0)
+    difference = _difference(passed([count], 1.0), one_by_one)
+    if not difference <= tolerance:
+        raise UnsupportedModelError(
+            f"{path} ({type(mixer).__name__}) computes a prompt otherwise than its tokens one by one, by "
+            f"{difference:.2g} of its size, so that a prompt cannot be cut into chunks; run the model without rules"
+        )
+    return _difference(passed([_BEFORE, _BEHIND], _LARGER), passed([1] * count, _LARGER)) <= tolerance
+
+
+def _called(mixer: nn.Module, hidden_states: torch.Tensor, layer: LinearAttentionLayer) -> torch.Tensor:
+    """The module's output behind the state of `layer`, which it moves on."""
+    names = inspect.signature(type(mixer).forward).parameters
+    name = next((name for name in _CACHE_NAMES if name in names), _CACHE_NAMES[0])
+    layers: Any = [layer] * (mixer.layer_idx + 1)  # type: ignore[operator]
+    output = mixer(hidden_states=hidden_states, attention_mask=None, **{name: Cache(layers=layers)})
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """The largest relative difference of norms; infinity where there is no number."""
+    differences = [
+        float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30))
+        for a, b in zip(mine, theirs, strict=True)
+    ]
+    return max(differences) if all(difference == difference for difference in differences) else float("inf")
+
+
+@contextmanager
+def token_by_token(mixer: nn.Module) -> Iterator[None]:
+    """Within this context the module gets its tokens one by one, whatever the layer around it is given."""
+    own = mixer.__dict__.get("forward")
+    forward = mixer.forward
+
+    def one_by_one(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        tokens = hidden_states.split(1, dim=1)
+        return torch.cat([forward(token, *args, **kwargs) for token in tokens], dim=1)
+
+    mixer.forward = one_by_one
+    try:
+        yield
+    finally:
+        if own is None:
+            del mixer.forward
+        else:
+            mixer.forward = own
+
+
+def state_shapes(model: nn.Module, config: Any) -> dict[int, StateShape]:
+    """Layer -> what the state of its module is, of a model that is loaded or on the meta device.
+
+    Found by a token that passes through an empty module of the same class and config, without memory.
+
+    Raises UnsupportedModelError for a module of which that cannot be found.
+    """
+    shapes = {}
+    layers = DynamicCache(config=config).layers
+    for path, module in model.named_modules():
+        if is_recurrent(module):
+            shapes[module.layer_idx] = _state_shape(path, module, config, layers[module.layer_idx], model.dtype)
+    return shapes
+
+
+def _state_shape(path: str, module: nn.Module, config: Any, layer: Any, dtype: Any) -> StateShape:
+    if not is_state(layer):
+        raise UnsupportedModelError(
+            f"{path} ({type(module).__name__}) keeps a state in layer {module.layer_idx} of the cache, which is a "
+            f"{type(layer).__name__} and holds keys and values too; hetero_kv knows layers with either"
+        )
+    try:
+        with torch.device("meta"), torch.no_grad():
+            empty = type(module)(config, module.layer_idx).to(dtype).eval()
+            _called(empty, torch.zeros(1, 1, config.hidden_size, dtype=dtype), layer)
+    except (TypeError, NotImplementedError, AttributeError) as error:
+        raise UnsupportedModelError(
+            f"{path} ({type(module).__name__}): how large its state is cannot be found ({error})"
+        ) from error
+    return StateShape(named_states(layer))

@@ -1,0 +1,182 @@
+"""Self-Extend (Jin et al. 2024, arXiv:2401.01325) over retrieval: contexts beyond the length that a model was made for.
+
+A query sees its neighbours at their positions, and all other keys at positions that groups of tokens share, so that no
+distance is longer than some that the model was trained on. One softmax is over both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpu_ops.attention import chunk_attention, sliding_window_attention
+from gpu_ops.merge import apply_sink, merge_attention
+from hetero_kv.adapter import bridge
+from hetero_kv.adapter.footprint import Demand, Share
+from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.adapter.rotary_probe import of_rows, position_embeddings, require_constant_rotation, rotation_of
+from hetero_kv.adapter.rotary_table import RotaryTable
+from hetero_kv.adapter.rotation import Rotation
+from hetero_kv.engine.step import Step, StepBlocks
+from hetero_kv.errors import UnsupportedModelError
+from hetero_kv.families.retrieval.attention import RetrievalAttention
+from hetero_kv.families.retrieval.choosing import Derived
+from hetero_kv.families.retrieval.footprint import WINDOWS, PagedFootprint
+from hetero_kv.families.retrieval.layout import RetrievalLayout
+from hetero_kv.families.self_extend.layer import SelfExtendLayer
+from hetero_kv.families.self_extend.settings import SelfExtendSettings
+from hetero_kv.settings.engine_settings import EngineSettings
+
+_NAME = "SelfExtendAttention"
+_USE = f"{_NAME} would group positions; use RetrievalAttention there"
+
+
+class SelfExtendAttention(RetrievalAttention):
+    """Retrieval with grouped positions; with a group of one token, or while all keys are neighbours, it is retrieval.
+
+    Blocks have keys at grouped positions, and are chosen by them. The Context is beyond the neighbours, which are all
+    in Local: `local_windows_len` is raised to `neighbour_window`.
+    """
+
+    meaning = "retrieval with positions that groups of tokens share beyond a window: longer than the model was made for"
+    settings_class = SelfExtendSettings
+    prefills_exactly = False
+    changes_arguments = True
+
+    settings: SelfExtendSettings
+
+    def __init__(self, path: str, wrapped: nn.Module, settings: SelfExtendSettings, engine: EngineSettings) -> None:
+        local = max(settings.local_windows_len, settings.neighbour_window)
+        super().__init__(path, wrapped, replace(settings, local_windows_len=local), engine)
+        self.rotation: Rotation | None = None
+        require_constant_rotation(path, wrapped, _NAME, "use RetrievalAttention there")
+
+    def new_cache_layer(self) -> SelfExtendLayer:
+        layout = RetrievalLayout.of_settings(self.settings, closes_alone=self.accumulates)
+        derived = Derived() if self.budget is None else Derived.of(self.settings)
+        return SelfExtendLayer(layout, self.settings, derived)
+
+    # -- rotation
+
+    def arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Takes note of how the tokens' positions are rotated."""
+        cos, sin = position_embeddings(self.path, self.wrapped, kwargs, _USE)
+        if self.rotation is None:
+            self.rotation = rotation_of(self.path, self.wrapped, args, kwargs, _USE)
+        for step in bridge.cache_in(args, kwargs, self.path).steps:
+            self._record(step, self.rotation, of_rows(cos, step.rows), of_rows(sin, step.rows))
+        return kwargs
+
+    def _record(self, step: Step, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Note the rotation of the new tokens, in one table with the other layers that are given the same."""
+        layers = step.cohort.layers
+        layer: SelfExtendLayer = layers[self.layer_idx]
+        if layer.rotary is None:
+            others = (other.rotary for other in layers if isinstance(other, SelfExtendLayer))
+            same = (table for table in others if table is not None and table.rotation == rotation)
+            layer.rotary = next((table for table in same if table.is_source(cos)), None) or RotaryTable(rotation)
+        if not layer.rotary.record(cos, sin, layer.get_seq_length()):
+            raise UnsupportedModelError(
+                f"{self.path}: the model rotates a position otherwise than before; {_NAME} needs one rotation per "
+                "position, use RetrievalAttention there"
+            )
+
+    def _grouped(self, layer: SelfExtendLayer, call: bridge.AttentionCall, start: int) -> bridge.AttentionCall:
+        """The call with queries and keys at grouped positions, the first token's being `start`."""
+        assert layer.rotary is not None
+        q = layer.positions.grouped_queries(call.q, start, layer.rotary)
+        return replace(call, q=q, k=layer.positions.grouped_keys(call.k, start, layer.rotary))
+
+    # -- attention
+
+    def prefill_chunk(self, layer: SelfExtendLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
+        """See AttentionOperator: attention to neighbours and to all keys beyond, both exact."""
+        if call.sliding_window is not None:
+            self._refuse_window(call.sliding_window)
+        if layer.prefill_buffer is None:
+            layer.accumulate_unseen(step.past)
+            if step.part.is_first:
+                layer.state = replace(layer.state, observation=self._new_observation(step))
+        start = layer.get_seq_length()
+        grouped = self._grouped(layer, call, start)
+        past_k, past_v = layer.extend(grouped.k, call.v)
+        out, lse = self._near(layer, call, past_k, past_v)
+        first = max(0, layer.positions.neighbours - start)
+        if first < call.q.shape[2]:
+            far = self._far(layer, grouped, start, first)
+            out[:, :, first:], lse[:, :, first:] = merge_attention(out[:, :, first:], lse[:, :, first:], *far)
+        if call.sink is not None:
+            out, lse = apply_sink(out, lse, call.sink)
+        if layer.state.observation is not None:
+            layer.state.observation.watch(grouped.q, lse, call.scale, call.softcap)
+        return out.to(call.q.dtype)
+
+    def _near(
+        self, layer: SelfExtendLayer, call: bridge.AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of a chunk to its neighbours, before which are past_k, grouped, and past_v."""
+        assert layer.rotary is not None
+        window, past = layer.positions.neighbours, past_k.shape[2]
+        first = max(0, past - window + 1)
+        before = layer.positions.neighbouring_keys(past_k[:, :, first:], first, layer.rotary)
+        keys, values = torch.cat([before, call.k], dim=2), torch.cat([past_v[:, :, first:], call.v], dim=2)
+        return sliding_window_attention(call.q, keys, values, window, call.scale, call.softcap)
+
+    def _far(
+        self, layer: SelfExtendLayer, grouped: bridge.AttentionCall, start: int, first: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of a chunk's queries from `first` on to the keys beyond their neighbours; `start` is its position.
+
+        The last key of each is `neighbours` before it: causal attention of keys that stand so much earlier.
+        """
+        buffer = layer.prefill_buffer
+        assert buffer is not None
+        q = grouped.q[:, :, first:]
+        begin = start + first - layer.positions.neighbours
+        past, own = slice(0, begin), slice(begin, begin + q.shape[2])
+        keys, values = buffer.keys, buffer.values
+        return chunk_attention(
+            q, keys[:, :, past], values[:, :, past], keys[:, :, own], values[:, :, own], grouped.scale, grouped.softcap
+        )
+
+    def decode_step(self, layer: SelfExtendLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
+        if call.sliding_window is not None:
+            self._refuse_window(call.sliding_window)
+        grouped = self._grouped(layer, call, step.past)
+        blocks = layer.blocks_for(step, grouped.k, call.v)
+        return self._decode_beside_window(layer, step, blocks, grouped)
+
+    def _measure_recall(
+        self, layer: SelfExtendLayer, blocks: StepBlocks, call: bridge.AttentionCall, lse: torch.Tensor
+    ) -> None:
+        """As in RetrievalAttention; `call` is grouped, as the Context is."""
+        assert layer.window is not None
+        size, kv_heads = layer.layout.block_size, call.k.shape[1]
+        keys = layer.read_keys(min(layer.layout.sink_blocks, blocks.closed) * size, blocks.closed * size).float()
+        scores = call.q.float().cpu().unflatten(1, (kv_heads, -1)).squeeze(3) @ keys.mT * call.scale
+        if call.softcap is not None:
+            scores = call.softcap * (scores / call.softcap).tanh()
+        beside = layer.window.attend(call.q, call.scale, call.softcap)[1].cpu().flatten()
+        full = torch.logaddexp(scores.logsumexp(-1).flatten(), beside)
+        covered = float(torch.exp(lse.cpu().flatten() - full).mean())
+        layer.state = replace(layer.state, recall=layer.state.recall.plus(covered))
+
+    # -- what others ask
+
+    def footprint(self, shape: KVShape) -> PagedFootprint:
+        paged = super().footprint(shape)
+        return _GroupedFootprint(**{name: getattr(paged, name) for name in paged.__dataclass_fields__})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GroupedFootprint(PagedFootprint):
+    """Blocks, and Initial and Local where the model computes, keys twice."""
+
+    def shares(self, demand: Demand) -> Iterator[Share]:
+        yield from (share for share in super().shares(demand) if share.term is not WINDOWS)
+        keys = self.device_window * self.shape.kv_heads * self.shape.k_dim * demand.element
+        yield Share(WINDOWS, demand.sequences * (self.kv_bytes(self.device_window, demand) + keys))

@@ -1,0 +1,86 @@
+"""The cache of a layer with grouped positions: a retrieval layer whose blocks hold keys at these."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from hetero_kv.adapter.rotary_table import RotaryTable
+from hetero_kv.engine.saved_part import Place, SavedPart
+from hetero_kv.families.retrieval.choosing import Derived
+from hetero_kv.families.retrieval.layer import RetrievalLayer
+from hetero_kv.families.retrieval.layout import RetrievalLayout
+from hetero_kv.families.self_extend.positions import GroupedPositions
+from hetero_kv.families.self_extend.settings import SelfExtendSettings
+from hetero_kv.families.self_extend.window import GroupedWindow
+from hetero_kv.store.pool import BlockPool
+
+
+class SelfExtendLayer(RetrievalLayer):
+    """Blocks with keys at grouped positions; Initial and Local, which has all neighbours, in a window of their own.
+
+    Attributes:
+        rotary: the rotation of every position so far; None before the first token.
+    """
+
+    window: GroupedWindow | None
+
+    def __init__(self, layout: RetrievalLayout, settings: SelfExtendSettings, derived: Derived) -> None:
+        super().__init__(layout, settings, derived)
+        self.positions = GroupedPositions(settings.position_group, settings.neighbour_window)
+        self.rotary: RotaryTable | None = None
+
+    def reset(self) -> None:
+        super().reset()
+        self.rotary = None
+
+    def _prepare(self, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
+        pool = super()._prepare(keys, values)
+        if not isinstance(self.window, GroupedWindow):
+            assert self.rotary is not None
+            sizes = self.layout.sink_blocks * self.layout.block_size, self.layout.local_len, self.layout.block_size
+            self.window = GroupedWindow(self.positions, self.rotary, *sizes, keys, values)
+        return pool
+
+    def fork(self, memo: dict[int, Any]) -> SelfExtendLayer:
+        twin = copy.copy(self)
+        twin.rotary = copy.deepcopy(self.rotary, memo)
+        if self.window is not None and twin.rotary is not None:
+            twin.window = self.window.fork(twin.rotary)
+        return twin
+
+    def saved(self) -> SavedPart:
+        part = super().saved()
+        if self.rotary is not None:
+            part.shared["rotary"] = self.rotary
+        return part
+
+    def restore(self, part: SavedPart, place: Place) -> None:
+        dim, device = place.keys.shape[3], place.keys.device
+        self.rotary = place.shared(part, "rotary", lambda saved: RotaryTable.restored(saved, dim, device))
+        if self.rotary is None or len(self.rotary) < self.cohort.length:
+            raise part.wrong("the rotation of some tokens is missing")
+        super().restore(part, place)
+
+    def after_restore(self, part: SavedPart) -> None:
+        super().after_restore(part)
+        if self.window is not None:
+            self.window.restore_own_keys()
+
+    @property
+    def tables_shared_with_others(self) -> tuple[Any, ...]:
+        return () if self.rotary is None else (self.rotary,)
+
+    @property
+    def dram_bytes(self) -> int:
+        return self._window_bytes(on_cpu=True)
+
+    @property
+    def device_bytes(self) -> int:
+        return self._window_bytes(on_cpu=False)
+
+    def _window_bytes(self, *, on_cpu: bool) -> int:
+        window = self.window
+        return 0 if window is None or (window.keys.device.type == "cpu") != on_cpu else window.nbytes

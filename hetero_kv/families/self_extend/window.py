@@ -1,0 +1,97 @@
+"""Initial and Local of a sequence with grouped positions, where the model computes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from gpu_ops.attention import attention_with_lse
+from gpu_ops.merge import merge_attention
+from hetero_kv.adapter.rotary_table import RotaryTable
+from hetero_kv.families.retrieval.device_window import DeviceWindow
+from hetero_kv.families.self_extend.positions import GroupedPositions
+from hetero_kv.store.pool import BlockPool
+
+
+class GroupedWindow(DeviceWindow):
+    """As DeviceWindow, whose keys are at grouped positions; beside them the same keys at their own.
+
+    Args:
+        rotary: the rotation of every position of the sequence.
+    """
+
+    def __init__(
+        self,
+        positions: GroupedPositions,
+        rotary: RotaryTable,
+        initial: int,
+        local_len: int,
+        block_size: int,
+        like_keys: torch.Tensor,
+        like_values: torch.Tensor,
+    ) -> None:
+        super().__init__(initial, local_len, block_size, like_keys, like_values)
+        self.positions, self.rotary = positions, rotary
+        self.own_keys = torch.zeros_like(self.keys)
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor, local_start: int) -> None:
+        slot, position = self._slot(self._length), self._length
+        super().append(keys, values, local_start)
+        self.own_keys[:, :, slot : slot + 1] = self.positions.neighbouring_keys(keys, position, self.rotary)
+
+    def load(self, pool: BlockPool, ids: Sequence[np.ndarray] | np.ndarray, length: int, local_start: int) -> None:
+        super().load(pool, ids, length, local_start)
+        self.restore_own_keys()
+
+    def restore_own_keys(self) -> None:
+        """Have the keys at their own positions from those at grouped ones."""
+        for first, part in self._held_between(0, self._length):
+            grouped = self.keys[:, :, part]
+            self.own_keys[:, :, part] = self.positions.neighbouring_keys(grouped, first, self.rotary)
+
+    def selected(self, rows: list[int]) -> GroupedWindow:
+        twin = super().selected(rows)
+        assert isinstance(twin, GroupedWindow)
+        twin.own_keys = torch.cat([self.own_keys[row : row + 1] for row in rows])
+        return twin
+
+    def fork(self, rotary: RotaryTable) -> GroupedWindow:
+        """A window of its own with the same tokens, which rotates by `rotary`."""
+        twin = copy.copy(self)
+        twin.keys, twin.values, twin.own_keys = (part.clone() for part in (self.keys, self.values, self.own_keys))
+        twin.rotary = rotary
+        return twin
+
+    def attend(self, q: torch.Tensor, scale: float, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As in DeviceWindow, of the newest token's query, which is at its grouped position."""
+        batch, heads, _, k_dim = q.shape
+        kv_heads, newest = self.keys.shape[1], self._length - 1
+        near = max(0, self._length - self.positions.neighbours)
+        own = self.positions.neighbouring_queries(q, newest, self.rotary)
+        found = []
+        for query, keys, begin, end in ((q, self.keys, 0, near), (own, self.own_keys, near, self._length)):
+            folded = query.reshape(batch, kv_heads, heads // kv_heads, k_dim)
+            found += [
+                attention_with_lse(folded, keys[:, :, part], self.values[:, :, part], scale, softcap)
+                for _, part in self._held_between(begin, end)
+            ]
+        out, lse = functools.reduce(lambda before, part: merge_attention(*before, *part), found)
+        return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes + self.own_keys.numel() * self.own_keys.element_size()
+
+    def _held_between(self, begin: int, end: int) -> list[tuple[int, slice]]:
+        """The tokens of positions [begin, end) that are held: the first position of a run, and its slots."""
+        start = max(self._local_start, self.initial)
+        runs = [(begin, min(end, self.initial, self._length))]
+        first, stop = max(begin, start), min(end, self._length)
+        # The ring wraps where a position's slot is its first again.
+        turn = first + self.ring - (first - self.initial) % self.ring
+        runs += [(first, min(stop, turn)), (max(first, turn), stop)]
+        return [(run, slice(self._slot(run), self._slot(run) + behind - run)) for run, behind in runs if behind > run]

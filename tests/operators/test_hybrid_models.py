@@ -1,0 +1,244 @@
+"""Models with layers that are no attention: their states go from chunk to chunk and from turn to turn, exactly."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from bounded_models import Letters, relative_error, tokens
+from tiny_models import HYBRIDS, tiny_config, tiny_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.adapter import recurrent
+from hetero_kv.adapter.bridge import text_config
+from hetero_kv.engine.errors import DamagedContextError
+from hetero_kv.engine.recurrent_state import is_state, named_states
+from hetero_kv.errors import HeteroKVError, UnsupportedModelError
+from hetero_kv.evals.budget import attended_tokens
+from hetero_kv.evals.generation import cache_bytes
+from hetero_kv.evals.shared_prefill import shares_prefill
+from hetero_kv.planning.plan import Footprint
+from hetero_kv.rules.injection import InjectionError
+from hetero_kv.rules.rule_file import parse_rules
+
+SETTINGS = {"chunk_size": 16, "block_size": 4, "initial_len": 4, "local_windows_len": 8, "max_seq_len": 256}
+EXACT = {**SETTINGS, "kv_type": "FP32", "second_block_count": 500}
+PROMPT, TURN, TOTAL = 37, 40, 50
+IDS = tokens(TOTAL)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Many small steps: threads would wait for each other longer than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def answered(model, cache, ids, **kwargs):
+    with torch.no_grad():
+        return model(ids, past_key_values=cache, **kwargs).logits
+
+
+def states(cache):
+    """Every tensor of the layers that are no attention."""
+    return [state for layer in cache.layers if is_state(layer) for state in named_states(layer).values()]
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def talk(request):
+    """An injected model with what it said and holds; one conversation for all tests, which go on from forks of it."""
+    model = tiny_model(request.param)
+    with torch.no_grad():
+        whole = model(IDS).logits
+    inject(model, "dense", command_line=EXACT)
+    cache = HeteroCache(model)
+    parts = [IDS[:, :PROMPT], *IDS[:, PROMPT:TURN].split(1, dim=1)]
+    logits = torch.cat([answered(model, cache, part) for part in parts], dim=1)
+    return Talk(request.param, model, cache, whole, logits, answered(model, cache.fork(), IDS[:, TURN:]))
+
+
+class Talk(NamedTuple):
+    """A conversation: `cache` behind a prompt and three tokens, `logits` of these, `second` of a turn behind them.
+
+    `whole` are those of transformers, all tokens at once.
+    """
+
+    architecture: str
+    model: Any
+    cache: HeteroCache
+    whole: torch.Tensor
+    logits: torch.Tensor
+    second: torch.Tensor
+
+
+def test_a_prompt_in_chunks_tokens_and_a_second_turn_are_what_transformers_computes_at_once(talk):
+    assert relative_error(torch.cat([talk.logits, talk.second], dim=1), talk.whole) < 1e-4
+
+
+def test_a_saved_context_goes_on_bit_for_bit(talk, tmp_path):
+    talk.cache.save(tmp_path / "context", IDS[:, :TURN])
+    loaded = HeteroCache.load(tmp_path / "context", talk.model)
+    assert all(one.equal(other) for one, other in zip(states(loaded), states(talk.cache), strict=True))
+    assert answered(talk.model, loaded, IDS[:, TURN:]).equal(talk.second)
+
+
+def test_forks_and_rows_named_twice_go_on_alone(talk):
+    fork, before = talk.cache.fork(), [state.clone() for state in states(talk.cache)]
+    fork.select([0, 0])
+    both = torch.cat([IDS[:, TURN : TURN + 3], tokens(3, 3)])
+    own, other = answered(talk.model, fork, both)
+    assert relative_error(own, talk.second[0, :3]) < 1e-4
+    assert relative_error(other, talk.second[0, :3]) > 1e-2
+    # What a fork has heard changes nothing in another, to the bit.
+    assert all(now.equal(then) for now, then in zip(states(talk.cache), before, strict=True))
+
+
+def test_a_forward_that_fails_leaves_the_states_as_they_were_however_often(talk, monkeypatch):
+    cache, before = talk.cache.fork(), [state.clone() for state in states(talk.cache)]
+    names = (name for name, _ in talk.model.named_modules() if name.endswith("norm") and name.count(".") == 1)
+    last = talk.model.get_submodule(next(names))
+
+    def interrupted(*_):
+        assert not all(now.equal(then) for now, then in zip(states(cache), before, strict=True))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(last, "forward", interrupted)
+    for part in (IDS[:, TURN : TURN + 2], IDS[:, TURN : TURN + 1]):
+        with pytest.raises(KeyboardInterrupt):
+            answered(talk.model, cache, part)
+        assert all(now.equal(then) for now, then in zip(states(cache), before, strict=True))
+
+
+def test_the_plan_counts_the_states_that_there_are(talk):
+    model, cache = talk.model, talk.cache
+    held = sum(state.numel() * state.element_size() for state in states(cache))
+    assert held > 0
+    assert Footprint.of(model.hetero_kv_injection).memory(1000).states == 2 * held
+    shapes = recurrent.state_shapes(model, text_config(model))
+    for index, shape in shapes.items():
+        there = named_states(cache.layers[index])
+        assert {name: (tensor.shape, tensor.dtype) for name, tensor in shape.tensors.items()} == {
+            name: (tensor.shape, tensor.dtype) for name, tensor in there.items()
+        }
+
+
+def test_which_modules_forget_their_state_is_found_by_trying(talk):
+    mixer = next(module for module in talk.model.modules() if recurrent.is_recurrent(module))
+    continues = recurrent.continues_in_chunks("mixer", mixer, torch.zeros(1, 2, 64), 1)
+    # Mamba's scan takes no state to begin with.
+    assert continues == (talk.architecture != "jamba")
+
+
+def test_evaluations_count_what_attention_attends_to_and_prefill_every_method_by_itself(talk):
+    injection = talk.model.hetero_kv_injection
+    assert attended_tokens(injection, 300) == 300
+    assert not shares_prefill(injection)
+    own = sum(state.numel() * state.element_size() for state in states(talk.cache))
+    assert cache_bytes(talk.cache) == talk.cache.dram_bytes + talk.cache.device_bytes + own
+
+
+def test_going_back_to_any_token_is_refused_by_name(talk):
+    with pytest.raises(HeteroKVError, match=r"cannot go back.*LinearAttentionLayer.*fork\(\)"):
+        talk.cache.fork().crop(-1)
+
+
+def test_rows_of_several_lengths_are_what_each_is_alone():
+    model = tiny_model("qwen3_next")
+    ids, mask = tokens(40, batch=2), torch.ones(2, 40, dtype=torch.int64)
+    mask[0, :9] = 0
+    with torch.no_grad():
+        alone = [model(row[kept.bool()][None]).logits[:, -3:] for row, kept in zip(ids, mask, strict=True)]
+    inject(model, "dense", command_line=EXACT)
+    cache = HeteroCache(model)
+    logits = [answered(model, cache, ids[:, :38], attention_mask=mask[:, :38])[:, -1:]]
+    logits += [answered(model, cache, ids[:, i : i + 1], attention_mask=mask[:, : i + 1]) for i in range(38, 40)]
+    assert relative_error(torch.cat(logits, dim=1), torch.cat(alone)) < 1e-4
+
+
+def test_beams_are_those_of_the_untouched_model():
+    model = tiny_model("lfm2")
+    beams = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
+    expected = model.generate(IDS, **beams)
+    inject(model, "dense", command_line=EXACT)
+    assert model.generate(IDS, past_key_values=HeteroCache(model), **beams).equal(expected)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "recipe", "settings"),
+    [
+        ("qwen3_5_text", "streaming_llm", {"budget": 60, "stride": 13}),
+        ("granitemoehybrid", "h2o", {"budget": 60}),
+        ("lfm2", "quest", {"block_size": 4, "second_block_count": 500, "kv_type": "FP32", "dense_layer_num": 0}),
+        ("lfm2", "shadowkv", {"rank": 32, "sparse_budget": 64, "local_chunks": 2, "outlier_chunks": 1}),
+    ],
+)
+def test_attention_between_them_has_the_operators_of_every_family(architecture, recipe, settings):
+    model = tiny_model(architecture)
+    with torch.no_grad():
+        whole = model(IDS).logits
+    inject(model, recipe, command_line={"chunk_size": 16, **settings})
+    cache = HeteroCache(model, max_seq_len=128)
+    parts = [IDS[:, :PROMPT], *IDS[:, PROMPT:TURN].split(1, dim=1), IDS[:, TURN:]]
+    logits = torch.cat([answered(model, cache, part) for part in parts], dim=1)
+    assert relative_error(logits, whole) < (1e-4 if "kv_type" in settings or "budget" in settings else 1e-2)
+    eject(model)
+    with torch.no_grad():
+        assert model(IDS).logits.equal(whole)
+
+
+def test_a_catalyst_leaves_nothing_in_a_state():
+    model = tiny_model("lfm2")
+    held = []
+    for recipe, settings in {"dense": EXACT, "infinipot": {"budget": 24, "catalyst": "abc"}}.items():
+        inject(model, recipe, command_line=settings)
+        cache = HeteroCache(model, max_seq_len=128, tokenizer=Letters())
+        answered(model, cache, IDS)
+        # Below all attention, so that only what passed through it can have changed it.
+        held.append(states(cache)[0].clone())
+        eject(model)
+    torch.testing.assert_close(held[0], held[1], rtol=1e-5, atol=1e-5)
+
+
+def test_what_cannot_be_chunked_is_refused_by_name():
+    both = AutoModelForCausalLM.from_config(tiny_config("falcon_h1", mamba_d_ssm=64, mamba_n_heads=4, mamba_d_state=8))
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"FalconH1DecoderLayer.*2 attention modules, or others.*mamba.*self_attn.*exactly one",
+    ):
+        inject(both, "dense")
+    attention_alone = {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}}
+    with pytest.raises(InjectionError, match=r"layers\.0\.conv.*no ChunkedDecoderLayer.*carry its state"):
+        inject(tiny_model("lfm2"), parse_rules({"rules": [attention_alone]}))
+
+
+class _Averaging(nn.Module):
+    """A module whose prompt is not what its tokens one by one are."""
+
+    layer_idx = 0
+
+    def forward(self, hidden_states, cache_params=None, attention_mask=None):
+        cache_params.update_conv_state(hidden_states.transpose(1, 2), 0, conv_kernel_size=2)
+        return hidden_states.mean(dim=1, keepdim=True).expand_as(hidden_states)
+
+
+def test_a_module_that_computes_a_prompt_otherwise_than_its_tokens_is_refused_by_name():
+    assert recurrent.is_recurrent(_Averaging())
+    with pytest.raises(UnsupportedModelError, match=r"layers\.0\.mixer \(_Averaging\).*one by one.*without rules"):
+        recurrent.continues_in_chunks("layers.0.mixer", _Averaging(), torch.zeros(1, 1, 8), 1)
+
+
+def test_a_state_of_another_shape_in_a_file_is_refused(tmp_path):
+    model = tiny_model("lfm2")
+    inject(model, "dense", command_line=EXACT)
+    cache = HeteroCache(model)
+    answered(model, cache, IDS)
+    layer = cache.layers[0]
+    layer.conv_states[0] = layer.conv_states[0][:, :, 1:]
+    cache.save(tmp_path / "context")
+    with pytest.raises(DamagedContextError, match=r"conv_states\.0 is torch\.float32 \[1, 64, 2\].*\[1, 64, 3\]"):
+        HeteroCache.load(tmp_path / "context", model)
