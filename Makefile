@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 TESTED := $(VENV)/.installed-for-tests
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-CONFIG ?= injection_rules/ktransformers.yaml
+CONFIG ?= injection_rules/adaptive.yaml
 # Processes that run tests side by side, a core and 2 GB each; 0 runs them in one.
 WORKERS ?= 2
 # Of the suite's tries, how often a campaign makes as many.

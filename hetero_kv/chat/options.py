@@ -12,12 +12,11 @@ from hetero_kv.contexts.settings import ContextCacheSettings
 from hetero_kv.errors import ConfigError
 from hetero_kv.rules.context_settings import context_settings
 from hetero_kv.rules.precedence import COMMAND_LINE
+from hetero_kv.rules.recipes import DEFAULT_RECIPE
 from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
 from hetero_kv.rules.trust import trusted_modules
 from hetero_kv.settings.flags import FlagParser, add_loading_flags
 from hetero_kv.settings.setting import SettingError, Settings, setting, settings_from_mapping
-
-DEFAULT_RULES = "ktransformers"
 
 
 @dataclass(frozen=True)
@@ -133,10 +132,10 @@ def add_flags(parser: FlagParser) -> None:
         "--config",
         "--optimize_config_path",
         dest="rules",
-        default=DEFAULT_RULES,
+        default=DEFAULT_RECIPE,
         metavar="FILE",
         help="rules file, or the name of a packaged one, with settings of its own where wanted: quest:block_size=32 "
-        f"(default {DEFAULT_RULES})",
+        f"(default {DEFAULT_RECIPE})",
     )
     contexts = parser.add_settings("contexts", "contexts", ContextCacheSettings)
     contexts.add_argument("--context", metavar="NAME", help="go on from this saved context")

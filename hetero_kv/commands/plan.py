@@ -19,6 +19,7 @@ from hetero_kv.models.precision import resolve_device, resolve_dtype
 from hetero_kv.planning.free_memory import Limit, dram_limits, free_gpu
 from hetero_kv.planning.plan import LONGEST, RESERVE, Footprint, Plan, beyond_training, resolve_max_seq_len
 from hetero_kv.printing import console, json_text
+from hetero_kv.rules.recipes import DEFAULT_RECIPE
 from hetero_kv.rules.setting_flags import add_setting_flags
 from hetero_kv.settings.flags import FlagParser
 
@@ -43,10 +44,10 @@ def add_flags(parser: FlagParser) -> None:
         "--config",
         "--optimize_config_path",
         dest="rules",
-        default="ktransformers",
+        default=DEFAULT_RECIPE,
         metavar="FILE",
         help="rules file, or the name of a packaged one, with settings of its own where wanted: quest:block_size=32 "
-        "(default ktransformers)",
+        f"(default {DEFAULT_RECIPE})",
     )
     machine = parser.add_argument_group("machine (instead of what is free on this one)")
     machine.add_argument("--dram", metavar="GB", help="plan for this much free DRAM, GB")

@@ -7,6 +7,8 @@ from pathlib import Path
 
 PACKAGED_FOLDERS = ("injection_rules", "configs")
 """Recipes of methods, and engine settings for typical machines that extend them."""
+DEFAULT_RECIPE = "adaptive"
+"""What a command takes that is told no rules."""
 
 
 def find(name: str, folder: Path) -> Path | None:

@@ -33,7 +33,7 @@ def error_of(*arguments: str) -> str:
 def test_without_flags_nothing_is_overridden_and_answers_are_greedy():
     given = options()
     assert given.mode == "long_context"
-    assert given.rules == "ktransformers"
+    assert given.rules == "adaptive"
     assert given.long_context == {}
     assert (given.answer.temperature, given.answer.max_new_tokens, given.answer.torch_seed) == (0.0, 512, None)
 
