@@ -113,3 +113,5 @@ def test_the_progress_line_has_size_and_speed_from_the_first_bytes_and_no_questi
     assert "?" not in written
     assert "1.0/2.0 MB" in written
     assert "B/s" in written
+    assert "-:--:--" not in written
+    assert "0:00:00" in written

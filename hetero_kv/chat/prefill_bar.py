@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rich.console import RenderableType
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 from hetero_kv.chat.interrupt import Interrupt
+from hetero_kv.models.progress import TimeLeft
 from hetero_kv.printing import console
 
 LONG_PROMPT_TOKENS = 512
@@ -23,6 +24,12 @@ class _Layer(ProgressColumn):
         return Text(f"layer {min(task.fields['layers_done'] + 1, task.fields['layers'])}/{task.fields['layers']}")
 
 
+class _Tokens(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        """How long the prompt is, from the beginning on: "30,000 tokens"."""
+        return Text(f"{round(task.total / task.fields['layers']):,} tokens" if task.total else "")
+
+
 class _TokensPerSecond(ProgressColumn):
     def render(self, task: Task) -> Text:
         """Prompt tokens per second, as if a token were done when its share of the layers is."""
@@ -33,7 +40,7 @@ class _TokensPerSecond(ProgressColumn):
 
 
 class PrefillBar(Progress):
-    """A bar with layer, tokens per second and time left; it shows itself only when there is something to wait for.
+    """A bar with layer, tokens, tokens per second and time left, shown only when there is something to wait for.
 
     It appears for prompts of more than `LONG_PROMPT_TOKENS`, and after `LONG_WAIT_S` for any; it vanishes when it is
     stopped. Nothing is drawn where standard error is not a terminal.
@@ -47,8 +54,9 @@ class PrefillBar(Progress):
             TextColumn("{task.description}"),
             BarColumn(),
             _Layer(),
+            _Tokens(),
             _TokensPerSecond(),
-            TimeRemainingColumn(),
+            TimeLeft(),
             console=terminal,
             transient=True,
             disable=not terminal.is_terminal,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.console import RenderableType
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 from hetero_kv.printing import console
@@ -35,6 +36,17 @@ class _Speed(ProgressColumn):
         return Text(f"{decimal(int(speed))}/s" if speed else "", style="progress.data.speed")
 
 
+class TimeLeft(ProgressColumn):
+    """How long the rest takes at the speed so far: "0:00:41", as soon as anything is done."""
+
+    def render(self, task: Task) -> Text:
+        elapsed = task.finished_time or task.elapsed
+        if not task.total or not task.completed or not elapsed:
+            return Text("")
+        left = max(0.0, task.total - task.completed) * elapsed / task.completed
+        return Text(str(timedelta(seconds=round(left))), style="progress.remaining")
+
+
 @contextmanager
 def progress_line(name: str) -> Iterator[ProgressReport]:
     """A line on standard error that shows the work on `name` and is gone when the work is done.
@@ -46,7 +58,7 @@ def progress_line(name: str) -> Iterator[ProgressReport]:
         BarColumn(),
         _OfAKnownSize(DownloadColumn()),
         _OfAKnownSize(_Speed()),
-        _OfAKnownSize(TimeRemainingColumn()),
+        TimeLeft(),
     )
     terminal = console(stderr=True)
     with Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal) as line:

@@ -78,6 +78,23 @@ def test_markdown_is_rendered_block_by_block_and_nothing_of_it_is_lost(monkeypat
     assert "tokens/s · Ctrl-C stops" in shown.file.getvalue()
 
 
+@pytest.mark.parametrize("width", [30, 90])
+def test_a_terminal_that_is_resized_shows_the_rest_in_its_width(monkeypatch: pytest.MonkeyPatch, width: int):
+    monkeypatch.setattr("hetero_kv.chat.answer_view._LEAST_PAUSE_S", 0)
+    monkeypatch.setattr("hetero_kv.chat.answer_view._PAUSE", 0)
+    shown = terminal(monkeypatch)
+    words = [f"word{number}" for number in range(60)]
+    with answer_view(shown, renders_markdown=True) as view:
+        for number, word in enumerate(words):
+            if number == 30:
+                shown.width = width
+            view.write(f" {word}" if number % 20 else f"\n\n{word}")
+    lines = screen(shown.file.getvalue())
+    assert " ".join(lines).split() == words
+    # The last paragraph began after the change.
+    assert width - 8 < max(map(len, lines[-4:])) <= width
+
+
 def test_a_block_that_is_longer_than_the_terminal_is_whole_in_the_end(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hetero_kv.chat.answer_view._LEAST_PAUSE_S", 0)
     shown = terminal(monkeypatch)

@@ -36,6 +36,16 @@ def test_a_long_prefill_shows_layer_and_speed():
     assert bar.tasks[0].percentage == pytest.approx(100 * 2.5 / 4)
 
 
+def test_size_and_time_left_are_shown_as_soon_as_they_are_known():
+    bar = PrefillBar(Interrupt())
+    bar.tasks[0].start_time, bar.tasks[0]._get_time = 0.0, lambda: 5.0
+    bar.report(0, 4, 0, 30_000)
+    assert "layer 1/4 30,000 tokens" in " ".join(shown(bar).split())
+    bar.report(0, 4, 15_000, 30_000)
+    # An eighth, as if of all layers, in five seconds.
+    assert shown(bar).endswith("750 tokens/s 0:00:35")
+
+
 def test_a_layer_that_is_done_is_counted_once():
     bar = PrefillBar(Interrupt())
     bar.report(3, 4, 2000, 2000)
