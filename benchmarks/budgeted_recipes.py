@@ -21,7 +21,10 @@ _PAGED: dict[str, dict[str, Any]] = {
     "snapkv": {"block_size": 1, "initial_len": 0},
     "streaming": {"block_size": 4, "initial_len": 4, "second_block_count": 0},
 }
-RECIPES = (*_PAGED, "shadowkv")
+# Whose tokens are chosen one by one, in small blocks, so that the window is what it says.
+_TOKENS = {"block_size": 16, "initial_len": 16}
+_BY_TOKENS = ("sparq", "loki")
+RECIPES = (*_PAGED, "shadowkv", *_BY_TOKENS)
 _CHUNK, _LOCAL_CHUNKS = 8, 4
 
 
@@ -58,13 +61,15 @@ def at_budget(recipe: str, budget: int, length: int) -> str:
     """A recipe with settings by which it attends to `budget` tokens of `length` in every layer, on average.
 
     The sink, Local and blocks share the budget as `settings_for_budget` says. ShadowKV's local chunks are the recipe's;
-    a quarter goes to outliers. `adaptive` has no target and no groups: every list of blocks gets the same number, of
-    all that there are.
+    a quarter goes to outliers. Where single tokens are chosen a quarter is Local. `adaptive` has no target and no
+    groups: every list of blocks gets the same number, of all that there are.
     """
     if recipe == "shadowkv":
         outliers = budget // 4 // _CHUNK
         sparse = budget - _CHUNK * (_LOCAL_CHUNKS + outliers)
         return _spec(recipe, {"outlier_chunks": outliers, "sparse_budget": max(_CHUNK, sparse // _CHUNK * _CHUNK)})
+    if recipe in _BY_TOKENS:
+        return _spec(recipe, _token_settings(budget))
     own = _PAGED[recipe]
     found = settings_for_budget(RetrievalSettings(**own), budget)
     preselected = found.pop("preselect_block_count")
@@ -76,6 +81,15 @@ def at_budget(recipe: str, budget: int, length: int) -> str:
     if recipe == "adaptive":
         settings |= {"target_mass": "none", "least_block_count": 1, "group_blocks": 1}
     return _spec(recipe, settings)
+
+
+def _token_settings(budget: int) -> dict[str, Any]:
+    # Local is longer by up to a block less a token, by half of it on average.
+    excess = _TOKENS["block_size"] // 2
+    local = max(1, budget // 4 - excess)
+    initial = settings_for_budget(RetrievalSettings(**_TOKENS), budget)["initial_len"]
+    chosen = max(1, budget - initial - local - excess)
+    return {**_TOKENS, "initial_len": initial, "local_windows_len": local, "token_budget": chosen}
 
 
 def _spec(recipe: str, settings: dict[str, Any]) -> str:
