@@ -49,6 +49,7 @@ INTERNLM_7B = {
     "vocab_size": 92544,
     "max_position_embeddings": K * K,
 }
+LLAMA_8B = {**INTERNLM_7B, "vocab_size": 128256}
 LLAMA_70B = {
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
@@ -139,6 +140,25 @@ def test_the_settings_for_a_gpu_with_24_gb_fit_into_24_gb():
     injection = inject(model, "gpu-24gb")
     footprint = Footprint.of(injection, dtype=torch.bfloat16, on_gpu=True)
     assert Plan(footprint, 64 * 10**9, 24 * 10**9, K * K).fits(injection.engine.max_seq_len)
+
+
+def test_a_million_tokens_of_an_8b_model_fit_into_24_gb():
+    model = without_weights(AutoConfig.for_model("llama", **LLAMA_8B))
+    footprint = Footprint.of(inject(model, "gpu-24gb-1m"), dtype=torch.bfloat16, on_gpu=True)
+    memory = footprint.memory(K * K)
+    assert memory.weights > 16e9
+    assert memory.compute <= 21.6e9
+    assert Plan(footprint, 192 * 10**9, 24 * 10**9, K * K).fits(K * K)
+    # Between the layers, hidden states that stayed on the GPU would be another 17 GB.
+    assert replace(footprint, hidden_device="gpu").memory(K * K).compute > 37e9
+
+
+@pytest.mark.parametrize("where", ["auto", "gpu", "dram"])
+def test_a_longer_context_never_takes_less_of_a_gpu(where):
+    footprint = llama_plan(on_gpu=True, hidden_device=where, chunk_size=K).footprint
+    sizes = [footprint.memory(tokens).compute for tokens in range(K // 2, 4 * K, 64)]
+    assert where == "dram" or sizes == sorted(sizes)
+    assert footprint.memory(64 * K).hidden < 0.2e9 or where == "gpu"
 
 
 @pytest.mark.parametrize("representative_type", representatives.names())
@@ -303,7 +323,10 @@ def test_activations_follow_the_chunk():
 
 
 def footprint_of(layers, element=2, on_gpu=False, weights=0):
-    return Footprint(tuple(layers), weights, element, 512, 64, 8, 1000, on_gpu)
+    shape = {"chunk_size": 512, "hidden_size": 64, "rotary_dim": 8, "heads": 4, "activations": 1000}
+    return Footprint(
+        tuple(layers), weights, element, **shape, on_gpu=on_gpu, hidden_device="gpu", keeps_tables=False, tiles=False
+    )
 
 
 PAGED = PagedFootprint(KVShape(2, 64, 64), stored=BytesPerToken(256, 256, 4), block_size=128, device_window=1000)

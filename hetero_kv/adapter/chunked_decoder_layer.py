@@ -74,21 +74,20 @@ class ChunkedDecoderLayer(Operator):
             )
         total = hidden_states.shape[1]
         _refuse_unsliceable(self.path, args, kwargs)
-        output = hidden_states if chunking.is_ours(hidden_states) else torch.empty_like(hidden_states)
+        passage = chunking.passage(hidden_states, kwargs, self.engine.chunk_size, chunking.is_ours(hidden_states))
         if self.layer_idx == 0:
             cache.report_progress(0, 0, total)
         with attention.prefill(steps[0]) if isinstance(attention, AttentionOperator) else nullcontext():
-            for start in range(0, total, self.engine.chunk_size):
-                chunk = slice(start, min(start + self.engine.chunk_size, total))
-                chunk_kwargs = {name: chunking.sliced(name, value, chunk, total) for name, value in kwargs.items()}
+            for chunk, part, chunk_kwargs in passage.chunks():
                 if not replaced and not self._is_recurrent:
                     chunk_kwargs["attention_mask"] = bridge.chunk_mask(
-                        attention, cache, hidden_states[:, chunk], chunk_kwargs.get("position_ids")
+                        attention, cache, part, chunk_kwargs.get("position_ids")
                     )
-                with self._continuing(cache, hidden_states[:, chunk]):
-                    result = self.wrapped(hidden_states[:, chunk], *args, **chunk_kwargs)
-                output[:, chunk] = result[0] if isinstance(result, tuple) else result
+                with self._continuing(cache, part):
+                    result = self.wrapped(part, *args, **chunk_kwargs)
+                passage.put(chunk, result[0] if isinstance(result, tuple) else result)
                 cache.report_progress(self.layer_idx, chunk.stop, total)
+        output = passage.output()
         chunking.mark_ours(output)
         return (output, *result[1:]) if isinstance(result, tuple) else output
 

@@ -253,6 +253,6 @@ def _breakdown(plan: Plan, name: str, tokens: int) -> Table:
     table.add_column("GB", justify="right")
     for term in terms():
         if size := memory.sizes.get(term):
-            place = "GPU" if plan.footprint.on_gpu and not term.in_store else "DRAM"
+            place = "GPU" if plan.footprint.on_gpu and not term.in_dram else "DRAM"
             table.add_row(term.meaning, place, f"{size / 1e9:,.2f}")
     return table

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpu_ops.attention_backend import missing
+from gpu_ops.chunk_stream import ChunkStream
+from gpu_ops.tiled_attention import KEY_TILE, QUERY_TILE
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.footprint import (
     BytesPerToken,
@@ -26,14 +29,17 @@ from hetero_kv.adapter.footprint import (
     register,
     terms,
 )
+from hetero_kv.adapter.hidden_states import is_walker, lie_in_dram, obstacle, tables_stay_on_gpu
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.adapter.recurrent import state_shapes
 from hetero_kv.planning.planned import Planned
+from hetero_kv.settings.engine_settings import GPU, EngineSettings
 
 WEIGHTS = register(Term("weights", "weights"))
 LAYER_KV = register(Term("layer_kv", "one layer's keys and values (prefill)"))
 HIDDEN = register(Term("hidden", "hidden states and rotary tables (prefill)"))
+HIDDEN_IN_DRAM = register(Term("hidden_in_dram", "hidden states and rotary tables in DRAM (prefill)", in_dram=True))
 ACTIVATIONS = register(Term("activations", "one chunk's activations (prefill; an estimate)"))
 
 # Token ids and positions, int64 each.
@@ -78,13 +84,13 @@ class Memory:
 
     @property
     def store(self) -> int:
-        """DRAM of the block store."""
-        return sum(size for term, size in self.sizes.items() if term.in_store)
+        """DRAM, whatever the model computes on: the block store, and what lies there to leave a GPU room."""
+        return sum(size for term, size in self.sizes.items() if term.in_dram)
 
     @property
     def compute(self) -> int:
         """Memory where the model computes: the GPU's, or more DRAM."""
-        return sum(size for term, size in self.sizes.items() if not term.in_store)
+        return sum(size for term, size in self.sizes.items() if not term.in_dram)
 
 
 @dataclass(frozen=True)
@@ -97,8 +103,12 @@ class Footprint:
         element: bytes of one number where the model computes.
         chunk_size: tokens per prefill chunk.
         hidden_size, rotary_dim: of the model.
+        heads: of queries.
         activations: bytes per token of a chunk, an estimate.
         on_gpu: whether the model computes on a GPU.
+        hidden_device: the setting; "gpu" where hidden states cannot lie in DRAM.
+        keeps_tables: whether rotary tables lie on the GPU all the same.
+        tiles: whether prompts are attended to by tiles in float32 on a GPU.
     """
 
     layers: tuple[LayerFootprint, ...]
@@ -107,8 +117,12 @@ class Footprint:
     chunk_size: int
     hidden_size: int
     rotary_dim: int
+    heads: int
     activations: int
     on_gpu: bool
+    hidden_device: str
+    keeps_tables: bool
+    tiles: bool
 
     @classmethod
     def of(
@@ -140,8 +154,12 @@ class Footprint:
             chunk_size=injection.engine.chunk_size,
             hidden_size=config.hidden_size,
             rotary_dim=getattr(config, "qk_rope_head_dim", None) or largest.k_dim,
+            heads=config.num_attention_heads,
             activations=_chunk_activations(config, largest, element),
             on_gpu=device not in ("cpu", "meta") if on_gpu is None else on_gpu,
+            hidden_device=GPU if _obstacles(injection) else injection.engine.hidden_device,
+            keeps_tables=tables_stay_on_gpu(model),
+            tiles=_lacks_kernels(injection.engine) and (element > 2 or _wants_tiles(config)),
         )
 
     @property
@@ -161,12 +179,11 @@ class Footprint:
         prompt = max(1, tokens - stored)
         forward_tokens = min((layer.forward_tokens(prompt) for layer in self.layers), default=prompt)
         chunk_tokens = min(forward_tokens, self.chunk_size)
-        demand = Demand(tokens, forward_tokens, batch, 1 + forks, self.element, self.on_gpu, chunk_tokens)
-        per_token = 2 * (self.hidden_size + self.rotary_dim) * self.element + _ID_BYTES
+        demand = Demand(tokens, forward_tokens, batch, 1 + forks, self.element, self.on_gpu, chunk_tokens, self.heads)
         own = (
             Share(WEIGHTS, self.weights),
-            Share(HIDDEN, batch * forward_tokens * per_token),
-            Share(ACTIVATIONS, batch * chunk_tokens * self.activations),
+            *self._hidden(tokens, forward_tokens, batch),
+            Share(ACTIVATIONS, batch * (chunk_tokens * self.activations + self._attention_tiles(tokens, chunk_tokens))),
         )
         # Layers prefill one after the other.
         whole = (
@@ -175,6 +192,45 @@ class Footprint:
             if layer.prefills_whole
         )
         return Memory.of((*(share for layer in self.layers for share in layer.shares(demand)), *own, *whole))
+
+    def _hidden(self, tokens: int, forward_tokens: int, batch: int) -> Iterator[Share]:
+        """Hidden states of a prompt, its rotary tables, token ids and positions."""
+        tables = batch * forward_tokens * 2 * self.rotary_dim * self.element
+        ids = batch * forward_tokens * _ID_BYTES
+        walks = self.on_gpu and not any(layer.passes_in_strides for layer in self.layers)
+        if not (walks and lie_in_dram(self.hidden_device, tokens, self.chunk_size)):
+            yield Share(HIDDEN, batch * forward_tokens * 2 * self.hidden_size * self.element + tables + ids)
+            return
+        on_the_way = ChunkStream.device_bytes(batch, self.hidden_size, self.element, self.chunk_size)
+        # Of the tables, chunks of two layers' arguments; those that the model made, and the copies that are locked.
+        chunk_of_tables = batch * self.chunk_size * 2 * self.rotary_dim * self.element
+        yield Share(HIDDEN, on_the_way + 3 * chunk_of_tables + ids + (tables if self.keeps_tables else 0))
+        yield Share(HIDDEN_IN_DRAM, batch * forward_tokens * self.hidden_size * self.element + 2 * tables)
+
+    def _attention_tiles(self, tokens: int, chunk_tokens: int) -> int:
+        """Of a tile of queries and keys in float32: scores and two tensors made of them, vectors, results."""
+        if not (self.on_gpu and self.tiles):
+            return 0
+        queries, keys = min(chunk_tokens, QUERY_TILE), min(tokens, KEY_TILE)
+        k_dim, v_dim = (max(getattr(layer.shape, dim) for layer in self.layers) for dim in ("k_dim", "v_dim"))
+        numbers = 3 * queries * keys + queries * (k_dim + 3 * v_dim) + keys * max(k_dim, v_dim)
+        return 4 * self.heads * numbers
+
+
+def _lacks_kernels(engine: EngineSettings) -> bool:
+    """Whether torch alone is to compute attention, or Triton is not there."""
+    return engine.attention_backend == "torch" or missing("triton") is not None
+
+
+def _wants_tiles(config: Any) -> bool:
+    """Whether the flash attention of torch lacks what the model's attention has."""
+    return bool(getattr(config, "attn_logit_softcapping", None)) or any(bridge.own_windows(config))
+
+
+def _obstacles(injection: Planned) -> bool:
+    """Whether any of the modules that walk through layers cannot have hidden states in DRAM."""
+    walkers = [module for module in injection.model.modules() if is_walker(module)]
+    return not walkers or any(obstacle(module) is not None for module in walkers)
 
 
 def _layers(injection: Planned, config: Any) -> Iterator[LayerFootprint]:
