@@ -153,6 +153,20 @@ def test_a_million_tokens_of_an_8b_model_fit_into_24_gb():
     assert replace(footprint, hidden_device="gpu").memory(K * K).compute > 37e9
 
 
+def test_a_70b_model_prefills_on_a_gpu_with_24_gb():
+    model = without_weights(AutoConfig.for_model("llama", **LLAMA_70B))
+    injection = inject(model, "ktransformers", command_line={"chunk_size": 2 * K, "max_seq_len": 128 * K})
+    footprint = Footprint.of(injection, dtype=torch.bfloat16, on_gpu=True, gpu=24 * 10**9)
+    memory = footprint.memory(128 * K)
+    # Embeddings and head of 4.2 GB, two layers of 1.7 GB each; the others in DRAM.
+    assert 7e9 < memory.weights < 8e9
+    assert memory.weights_in_dram > 136e9
+    assert Plan(footprint, 256 * 10**9, 24 * 10**9, 128 * K).fits(128 * K)
+    assert not Plan(footprint, 160 * 10**9, 24 * 10**9, 128 * K).fits_dram(128 * K)
+    on_gpu = Footprint.of(injection, dtype=torch.bfloat16, on_gpu=True, gpu=200 * 10**9).memory(128 * K)
+    assert (on_gpu.weights_in_dram, on_gpu.weights > 140e9) == (0, True)
+
+
 @pytest.mark.parametrize("where", ["auto", "gpu", "dram"])
 def test_a_longer_context_never_takes_less_of_a_gpu(where):
     footprint = llama_plan(on_gpu=True, hidden_device=where, chunk_size=K).footprint

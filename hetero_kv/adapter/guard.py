@@ -180,6 +180,5 @@ def _span_by_span(
 
 
 def _device(call: ModelCall) -> torch.device:
-    given = call.arguments.get("inputs_embeds") if call.token_ids is None else call.token_ids
-    assert given is not None
-    return given.device
+    assert call.given is not None
+    return call.given.device

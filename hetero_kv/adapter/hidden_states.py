@@ -23,6 +23,7 @@ from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.chunked_module import ChunkedModule
 from hetero_kv.adapter.model_call import ModelCall, Signature
 from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.adapter.streamed_weights import stream_weights
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import DRAM, GPU, EngineSettings
@@ -43,15 +44,11 @@ def lie_in_dram(hidden_device: str, tokens: int, chunk_size: int) -> bool:
     return hidden_device != GPU and tokens > (1 if hidden_device == DRAM else _FEW_CHUNKS) * chunk_size
 
 
-def is_walker(module: nn.Module) -> bool:
-    """Whether a module walks through layers that run in chunks."""
-    lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
-    return any(isinstance(layer, ChunkedDecoderLayer) for layers in lists for layer in layers)
-
-
 def obstacle(model: nn.Module) -> str | None:
     """What part of a module that walks through layers cannot take hidden states in DRAM; None where all can."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    if any(layer.is_recurrent for layer in model.modules() if isinstance(layer, ChunkedDecoderLayer)):
+        return "some of its layers have a state"
     for name, child in model.named_children():
         modules = child if isinstance(child, nn.ModuleList) else [child]
         if child is embedding or all(isinstance(each, ChunkedDecoderLayer | ChunkedModule) for each in modules):
@@ -78,7 +75,7 @@ def head_wants(call: ModelCall) -> Iterator[None]:
 
 
 def walking(model: Any, forward: Callable[..., Any], engine: EngineSettings) -> Callable[..., Any]:
-    """`forward` of a module that walks through layers, the hidden states of long prompts in DRAM by the engine's setting.
+    """`forward` of a module that walks through layers, hidden states of long prompts in DRAM by the engine's setting.
 
     Raises, when called, UnsupportedModelError where they are to lie there and the model has parts that cannot do that.
     """
@@ -87,6 +84,8 @@ def walking(model: Any, forward: Callable[..., Any], engine: EngineSettings) -> 
     @functools.wraps(forward)
     def walking_forward(*args: Any, **kwargs: Any) -> Any:
         call = signature.call(args, kwargs)
+        if (given := call.given) is not None:
+            stream_weights(model, given.device)
         cache = call.arguments.get("past_key_values")
         if not isinstance(cache, HeteroCache) or not _is_long_prompt(call, cache, engine):
             return forward(*args, **kwargs)

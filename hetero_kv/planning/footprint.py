@@ -15,6 +15,7 @@ from torch import nn
 
 from gpu_ops.attention_backend import missing
 from gpu_ops.chunk_stream import ChunkStream
+from gpu_ops.layer_stream import LayerStream
 from gpu_ops.tiled_attention import KEY_TILE, QUERY_TILE
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.footprint import (
@@ -29,14 +30,17 @@ from hetero_kv.adapter.footprint import (
     register,
     terms,
 )
-from hetero_kv.adapter.hidden_states import is_walker, lie_in_dram, obstacle, tables_stay_on_gpu
+from hetero_kv.adapter.hidden_states import lie_in_dram, obstacle, tables_stay_on_gpu
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.adapter.recurrent import state_shapes
+from hetero_kv.adapter.streamed_weights import bytes_of_room, walked_layers
+from hetero_kv.models import placing
 from hetero_kv.planning.planned import Planned
 from hetero_kv.settings.engine_settings import GPU, EngineSettings
 
 WEIGHTS = register(Term("weights", "weights"))
+WEIGHTS_IN_DRAM = register(Term("weights_in_dram", "weights of the layers in DRAM", in_dram=True))
 LAYER_KV = register(Term("layer_kv", "one layer's keys and values (prefill)"))
 HIDDEN = register(Term("hidden", "hidden states and rotary tables (prefill)"))
 HIDDEN_IN_DRAM = register(Term("hidden_in_dram", "hidden states and rotary tables in DRAM (prefill)", in_dram=True))
@@ -99,7 +103,8 @@ class Footprint:
 
     Attributes:
         layers: the layers' caches.
-        weights: bytes that loading the model will take; 0 when it is loaded.
+        weights: bytes that loading the model will take where it computes; 0 when it is loaded.
+        weights_in_dram: bytes that loading it will take in DRAM, under a GPU that has no room for all.
         element: bytes of one number where the model computes.
         chunk_size: tokens per prefill chunk.
         hidden_size, rotary_dim: of the model.
@@ -123,6 +128,7 @@ class Footprint:
     hidden_device: str
     keeps_tables: bool
     tiles: bool
+    weights_in_dram: int = 0
 
     @classmethod
     def of(
@@ -132,6 +138,7 @@ class Footprint:
         dtype: torch.dtype | None = None,
         on_gpu: bool | None = None,
         stored: Mapping[str, str] | None = None,
+        gpu: int | None = None,
     ) -> Footprint:
         """Of an injected model, loaded or on the meta device.
 
@@ -139,6 +146,7 @@ class Footprint:
             dtype: the number type it will be loaded with; None for the one it has.
             on_gpu: whether it will compute on a GPU; None for where it is.
             stored: parameter -> the quantised type that its file holds; None where it holds numbers.
+            gpu: free memory of the GPU, bytes, before the model is loaded; None where nothing is known of it.
         """
         model: Any = injection.model
         config = bridge.text_config(model)
@@ -147,9 +155,15 @@ class Footprint:
         layers = tuple(_layers(injection, config))
         shapes = [layer.shape for layer in layers] or [KVShape.of(config)]
         largest = max(shapes, key=lambda shape: shape.bytes_per_token(1))
+        weights, in_dram = bytes_of_room(model, torch.device("cuda")) if device == "cuda" else 0, 0
+        if device == "meta":
+            weights = _weight_bytes(model, dtype, stored or {}, packed=not on_gpu)
+            if on_gpu and placing.lie_in_dram(injection.engine.weights_device, weights, gpu):
+                weights, in_dram = _parted(model, weights, dtype)
         return cls(
             layers=layers,
-            weights=_weight_bytes(model, dtype, stored or {}, packed=not on_gpu) if device == "meta" else 0,
+            weights=weights,
+            weights_in_dram=in_dram,
             element=element,
             chunk_size=injection.engine.chunk_size,
             hidden_size=config.hidden_size,
@@ -182,6 +196,7 @@ class Footprint:
         demand = Demand(tokens, forward_tokens, batch, 1 + forks, self.element, self.on_gpu, chunk_tokens, self.heads)
         own = (
             Share(WEIGHTS, self.weights),
+            Share(WEIGHTS_IN_DRAM, self.weights_in_dram),
             *self._hidden(tokens, forward_tokens, batch),
             Share(ACTIVATIONS, batch * (chunk_tokens * self.activations + self._attention_tiles(tokens, chunk_tokens))),
         )
@@ -229,7 +244,7 @@ def _wants_tiles(config: Any) -> bool:
 
 def _obstacles(injection: Planned) -> bool:
     """Whether any of the modules that walk through layers cannot have hidden states in DRAM."""
-    walkers = [module for module in injection.model.modules() if is_walker(module)]
+    walkers = [module for module in injection.model.modules() if walked_layers(module)]
     return not walkers or any(obstacle(module) is not None for module in walkers)
 
 
@@ -268,6 +283,13 @@ def _weight_bytes(model: nn.Module, dtype: torch.dtype | None, stored: Mapping[s
         element = dtype.itemsize if dtype and tensor.is_floating_point() else tensor.element_size()
         sizes.setdefault(id(tensor), tensor.numel() * element)
     return sum(sizes.values())
+
+
+def _parted(model: nn.Module, weights: int, dtype: torch.dtype | None) -> tuple[int, int]:
+    """Of a model with so many bytes of weights whose layers' lie in DRAM: what a GPU holds, and what DRAM does."""
+    layers = [layer for module in model.modules() for layer in walked_layers(module)]
+    sizes = [placing.weight_bytes((*layer.parameters(), *layer.buffers()), dtype) for layer in layers]
+    return (weights - sum(sizes) + LayerStream.device_bytes(sizes), sum(sizes)) if sizes else (weights, 0)
 
 
 def _chunk_activations(config: Any, shape: KVShape, element: int) -> int:

@@ -38,6 +38,12 @@ class EngineSettings(Settings):
         "where a prompt's hidden states lie between the layers of a model on a GPU; auto: in DRAM beyond two chunks",
         choices=(AUTO, GPU, DRAM),
     )
+    weights_device: str = setting(
+        AUTO,
+        "where the weights of a model on a GPU lie; dram: those of its layers in DRAM, copied a layer ahead; auto: "
+        "there, where the GPU has no room for all",
+        choices=(AUTO, GPU, DRAM),
+    )
     measure_recall: bool = setting(
         False, "measure the share of the full attention mass that the attended blocks cover (slow)"
     )
