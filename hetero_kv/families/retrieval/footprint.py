@@ -70,7 +70,7 @@ class PagedFootprint(LayerFootprint):
         cls, shape: KVShape, settings: PagedSettings, accumulates: bool, derived: Derived = NONE_DERIVED,
         beside: int = 0, observed: int = 0,
     ) -> PagedFootprint:  # fmt: skip
-        """Of a layer under `settings`; `accumulates`, `derived`, `beside` as for `bytes_per_token`, `observed` as here."""
+        """Of a layer under `settings`; `accumulates`, `derived` and `beside` as for `bytes_per_token`."""
         layout = RetrievalLayout.of_settings(settings)
         block_size = settings.block_size
         kinds = settings.value_storage, settings.offset_keys, settings.representative_kind(shape.k_dim, shape.v_dim)
