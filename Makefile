@@ -11,7 +11,7 @@ WORKERS ?= 2
 # Of the suite's tries, how often a campaign makes as many.
 TIMES  ?= 100
 
-.PHONY: chat test test-cuda test-slow campaign mutations lint format docs bench gpu-check clean
+.PHONY: chat test test-cuda test-slow campaign mutations lint format docs bench gpu-check gpu-bench clean
 
 chat: $(READY)  ## install, fetch the default model, open the chat in long-context mode
 	$(BIN)/python local_chat.py --mode long_context --config $(CONFIG) $(ARGS)
@@ -49,6 +49,9 @@ bench: $(READY)  ## speed, each as a ratio against a peer in the same run
 
 gpu-check: $(READY)  ## whether everything computes and fits on this machine's GPU; a few minutes, no network
 	$(BIN)/python -m benchmarks.gpu_check $(ARGS)
+
+gpu-bench: $(READY)  ## the same checks, then how fast this machine's GPU is; under nine minutes, no network
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -45,8 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     flags = _flags(arguments)
     tokens = flags.tokens or (400 if flags.tiny else 131_072)
     setting = Setting(torch.device(flags.device), flags.tiny, tokens, int(flags.gpu_memory * 1e9))
-    machine = _machine(setting)
-    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    described = machine(setting)
+    print(", ".join(f"{name} {value}" for name, value in described.items()))
     start, found = time.perf_counter(), []
     for group in flags.only:
         for result in _results(group, setting):
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     passed, left_out = sum(r["passed"] is True for r in found), sum(r["passed"] is None for r in found)
     print(f"{passed} passed, {failed} failed, {left_out} need a GPU; {took:.0f} s")
     if flags.json:
-        report = {"machine": machine, "seconds": took, "failed": failed, "checks": found}
+        report = {"machine": described, "seconds": took, "failed": failed, "checks": found}
         Path(flags.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 1 if failed else 0
 
@@ -91,7 +91,8 @@ def _flags(arguments: list[str] | None) -> argparse.Namespace:
     return flags
 
 
-def _machine(setting: Setting) -> dict[str, str]:
+def machine(setting: Setting) -> dict[str, str]:
+    """The device and the versions of what computes."""
     versions = {
         "torch": torch.__version__,
         "transformers": transformers.__version__,

@@ -16,9 +16,8 @@ from gpu_ops import flash_attn_package
 from gpu_ops.attention_backend import AttentionKernel, kernel_for
 from gpu_ops.flash import flash_attention
 from gpu_ops.merge import apply_sink, merge_attention
-from gpu_ops.tiled_attention import tiled_attention
+from gpu_ops.tiled_attention import QUERY_TILE, tiled_attention
 
-_TILE = 256
 # Queries from which on a kernel that lays out all keys anew is worth it.
 _LEAST_QUERIES = 32
 # Looked up once: a decoded token calls it in every layer.
@@ -159,7 +158,7 @@ def _masked_by_tiles(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`sliding_window_attention` without sinks, a tile of queries at a time, each with a mask."""
     n, m, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
-    tile = max(_TILE, min(window, 1024))
+    tile = max(QUERY_TILE, min(window, 1024))
     outs, lses = [], []
     for start in range(0, n, tile):
         end = min(start + tile, n)

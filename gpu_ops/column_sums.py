@@ -101,6 +101,18 @@ def column_sums_in_torch(
     return sums
 
 
+def working_bytes(n: int, length: int, batch: int, heads: int, kv_heads: int, k_dim: int) -> int:
+    """What `column_sums` of `n` queries over `length` keys takes on a GPU beside what it is given, bytes; at most."""
+    height, width = _tile(n, torch.device("cuda"))
+    width = min(width, length)
+    # Scores, beside which those of the tile before are still there, and the mask over them; keys and queries as
+    # float32; the sums of all keys and of a tile.
+    tiles = 1 if height >= n and width >= length else 2
+    scores = height * width * (4 * heads * tiles + 2)
+    vectors = 4 * k_dim * (kv_heads * width + 2 * heads * height)
+    return batch * (scores + vectors + 4 * heads * (length + 2 * width))
+
+
 def _tile(n: int, device: torch.device) -> tuple[int, int]:
     """Queries and keys of a tile, of `n` queries. Few have few scores: a decoded token's are one tile."""
     if device.type == "cpu":

@@ -7,7 +7,15 @@ from contextlib import contextmanager
 
 import torch
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
+_streams: dict[tuple[torch.device, str], torch.cuda.Stream] = {}
+_BESIDE = "beside"
+
+
+def stream_for(purpose: str, device: torch.device) -> torch.cuda.Stream:
+    """The stream of a CUDA device on which work of one purpose runs, always the same."""
+    if (device, purpose) not in _streams:
+        _streams[device, purpose] = torch.cuda.Stream(device)
+    return _streams[device, purpose]
 
 
 @contextmanager
@@ -19,9 +27,7 @@ def beside(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    side = _streams[device]
+    side = stream_for(_BESIDE, device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         yield
@@ -31,7 +37,7 @@ def joined(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, made in a `beside` context, for use by what is queued from now on."""
     if tensor.device.type == "cuda":
         current = torch.cuda.current_stream(tensor.device)
-        current.wait_stream(_streams[tensor.device])
+        current.wait_stream(stream_for(_BESIDE, tensor.device))
         # The allocator must not hand its memory out again before the present stream has used it.
         tensor.record_stream(current)
     return tensor

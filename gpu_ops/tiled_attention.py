@@ -6,8 +6,8 @@ import torch
 
 from gpu_ops.merge import merge_attention
 
-_TILE = 256
-_KEY_TILE = 4096
+QUERY_TILE = 256
+KEY_TILE = 4096
 
 
 def tiled_attention(
@@ -34,8 +34,8 @@ def tiled_attention(
     """
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    for start in range(0, q.shape[2], _TILE):
-        rows = slice(start, min(start + _TILE, q.shape[2]))
+    for start in range(0, q.shape[2], QUERY_TILE):
+        rows = slice(start, min(start + QUERY_TILE, q.shape[2]))
         out[:, :, rows], lse[:, :, rows] = _tile_of_queries(q[:, :, rows], k, v, rows, scale, softcap, mask, causal)
     return out, lse
 
@@ -55,8 +55,8 @@ def _tile_of_queries(
     out = torch.zeros(*q.shape[:3], v.shape[-1], device=q.device)
     lse = torch.full(q.shape[:3], float("-inf"), device=q.device)
     length = rows.stop if causal else k.shape[2]
-    for start in range(0, length, _KEY_TILE):
-        columns = slice(start, min(start + _KEY_TILE, length))
+    for start in range(0, length, KEY_TILE):
+        columns = slice(start, min(start + KEY_TILE, length))
         scores = scaled @ k[:, :, columns].float().transpose(-1, -2)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)

@@ -65,7 +65,7 @@ def test_the_dense_recipe_is_the_ktransformers_recipe_that_attends_to_every_bloc
     assert dense.operator_settings(dense.rules[1]).second_block_count == "all"
 
 
-@pytest.mark.parametrize("name", ["laptop-16gb", "workstation-128gb", "gpu-24gb"])
+@pytest.mark.parametrize("name", ["laptop-16gb", "workstation-128gb", "gpu-24gb", "gpu-24gb-1m"])
 def test_machine_settings_keep_the_rules_and_bound_the_store(name: str) -> None:
     rules = load_rules(name)
     assert rules.rules == load_rules("ktransformers").rules

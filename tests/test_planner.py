@@ -49,6 +49,7 @@ INTERNLM_7B = {
     "vocab_size": 92544,
     "max_position_embeddings": K * K,
 }
+LLAMA_8B = {**INTERNLM_7B, "vocab_size": 128256}
 LLAMA_70B = {
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
@@ -139,6 +140,39 @@ def test_the_settings_for_a_gpu_with_24_gb_fit_into_24_gb():
     injection = inject(model, "gpu-24gb")
     footprint = Footprint.of(injection, dtype=torch.bfloat16, on_gpu=True)
     assert Plan(footprint, 64 * 10**9, 24 * 10**9, K * K).fits(injection.engine.max_seq_len)
+
+
+def test_a_million_tokens_of_an_8b_model_fit_into_24_gb():
+    model = without_weights(AutoConfig.for_model("llama", **LLAMA_8B))
+    footprint = Footprint.of(inject(model, "gpu-24gb-1m"), dtype=torch.bfloat16, on_gpu=True)
+    memory = footprint.memory(K * K)
+    assert memory.weights > 16e9
+    assert memory.compute <= 21.6e9
+    assert Plan(footprint, 192 * 10**9, 24 * 10**9, K * K).fits(K * K)
+    # Between the layers, hidden states that stayed on the GPU would be another 17 GB.
+    assert replace(footprint, hidden_device="gpu").memory(K * K).compute > 37e9
+
+
+def test_a_70b_model_prefills_on_a_gpu_with_24_gb():
+    model = without_weights(AutoConfig.for_model("llama", **LLAMA_70B))
+    injection = inject(model, "ktransformers", command_line={"chunk_size": 2 * K, "max_seq_len": 128 * K})
+    footprint = Footprint.of(injection, dtype=torch.bfloat16, on_gpu=True, gpu=24 * 10**9)
+    memory = footprint.memory(128 * K)
+    # Embeddings and head of 4.2 GB, two layers of 1.7 GB each; the others in DRAM.
+    assert 7e9 < memory.weights < 8e9
+    assert memory.weights_in_dram > 136e9
+    assert Plan(footprint, 256 * 10**9, 24 * 10**9, 128 * K).fits(128 * K)
+    assert not Plan(footprint, 160 * 10**9, 24 * 10**9, 128 * K).fits_dram(128 * K)
+    on_gpu = Footprint.of(injection, dtype=torch.bfloat16, on_gpu=True, gpu=200 * 10**9).memory(128 * K)
+    assert (on_gpu.weights_in_dram, on_gpu.weights > 140e9) == (0, True)
+
+
+@pytest.mark.parametrize("where", ["auto", "gpu", "dram"])
+def test_a_longer_context_never_takes_less_of_a_gpu(where):
+    footprint = llama_plan(on_gpu=True, hidden_device=where, chunk_size=K).footprint
+    sizes = [footprint.memory(tokens).compute for tokens in range(K // 2, 4 * K, 64)]
+    assert where == "dram" or sizes == sorted(sizes)
+    assert footprint.memory(64 * K).hidden < 0.2e9 or where == "gpu"
 
 
 @pytest.mark.parametrize("representative_type", representatives.names())
@@ -303,7 +337,10 @@ def test_activations_follow_the_chunk():
 
 
 def footprint_of(layers, element=2, on_gpu=False, weights=0):
-    return Footprint(tuple(layers), weights, element, 512, 64, 8, 1000, on_gpu)
+    shape = {"chunk_size": 512, "hidden_size": 64, "rotary_dim": 8, "heads": 4, "activations": 1000}
+    return Footprint(
+        tuple(layers), weights, element, **shape, on_gpu=on_gpu, hidden_device="gpu", keeps_tables=False, tiles=False
+    )
 
 
 PAGED = PagedFootprint(KVShape(2, 64, 64), stored=BytesPerToken(256, 256, 4), block_size=128, device_window=1000)

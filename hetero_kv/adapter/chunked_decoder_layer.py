@@ -37,7 +37,7 @@ class ChunkedDecoderLayer(Operator):
         # Not as a submodule, which it is already; operators of deeper modules are in their places by now.
         self.__dict__["attention"] = attention = wrapped.get_submodule(self._mixer_path)
         self._is_replaced = isinstance(attention, AttentionOperator)
-        self._is_recurrent = recurrent.is_recurrent(attention)
+        self.is_recurrent = recurrent.is_recurrent(attention)
         # Tried before the first token: weights come after rules.
         self._native: Any = _UNTRIED
 
@@ -58,7 +58,7 @@ class ChunkedDecoderLayer(Operator):
         steps = cache.steps
         attention = self.attention
         replaced = self._is_replaced
-        if self._is_recurrent and steps[0].is_decode:
+        if self.is_recurrent and steps[0].is_decode:
             return self.wrapped(hidden_states, *args, **kwargs)
         if replaced and steps[0].is_decode:
             if self._native is _UNTRIED:
@@ -74,27 +74,26 @@ class ChunkedDecoderLayer(Operator):
             )
         total = hidden_states.shape[1]
         _refuse_unsliceable(self.path, args, kwargs)
-        output = hidden_states if chunking.is_ours(hidden_states) else torch.empty_like(hidden_states)
+        passage = chunking.passage(hidden_states, kwargs, self.engine.chunk_size, chunking.is_ours(hidden_states))
         if self.layer_idx == 0:
             cache.report_progress(0, 0, total)
         with attention.prefill(steps[0]) if isinstance(attention, AttentionOperator) else nullcontext():
-            for start in range(0, total, self.engine.chunk_size):
-                chunk = slice(start, min(start + self.engine.chunk_size, total))
-                chunk_kwargs = {name: chunking.sliced(name, value, chunk, total) for name, value in kwargs.items()}
-                if not replaced and not self._is_recurrent:
+            for chunk, part, chunk_kwargs in passage.chunks():
+                if not replaced and not self.is_recurrent:
                     chunk_kwargs["attention_mask"] = bridge.chunk_mask(
-                        attention, cache, hidden_states[:, chunk], chunk_kwargs.get("position_ids")
+                        attention, cache, part, chunk_kwargs.get("position_ids")
                     )
-                with self._continuing(cache, hidden_states[:, chunk]):
-                    result = self.wrapped(hidden_states[:, chunk], *args, **chunk_kwargs)
-                output[:, chunk] = result[0] if isinstance(result, tuple) else result
+                with self._continuing(cache, part):
+                    result = self.wrapped(part, *args, **chunk_kwargs)
+                passage.put(chunk, result[0] if isinstance(result, tuple) else result)
                 cache.report_progress(self.layer_idx, chunk.stop, total)
+        output = passage.output()
         chunking.mark_ours(output)
         return (output, *result[1:]) if isinstance(result, tuple) else output
 
     def _continuing(self, cache: HeteroCache, chunk: torch.Tensor) -> AbstractContextManager[None]:
         """Within this context the layer goes on from what it holds, a state too."""
-        if not self._is_recurrent or chunk.shape[1] == 1 or not cache.has_previous_state(self.layer_idx):
+        if not self.is_recurrent or chunk.shape[1] == 1 or not cache.has_previous_state(self.layer_idx):
             return nullcontext()
         states = cache.layers[self.layer_idx].number_of_states
         path = f"{self.path}.{self._mixer_path}"

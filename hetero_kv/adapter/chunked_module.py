@@ -19,11 +19,10 @@ class ChunkedModule(Operator):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The wrapped module's output for [batch, tokens, hidden]."""
-        total = hidden_states.shape[1]
-        if total <= self.engine.chunk_size:
+        if hidden_states.shape[1] <= self.engine.chunk_size:
             return self.wrapped(hidden_states, *args, **kwargs)
-        output = hidden_states if chunking.claimed(hidden_states) else torch.empty_like(hidden_states)
-        for start in range(0, total, self.engine.chunk_size):
-            chunk = slice(start, start + self.engine.chunk_size)
-            output[:, chunk] = self.wrapped(hidden_states[:, chunk], *args, **kwargs)
-        return output
+        is_free = chunking.claimed(hidden_states)
+        passage = chunking.passage(hidden_states, kwargs, self.engine.chunk_size, is_free)
+        for chunk, part, chunk_kwargs in passage.chunks():
+            passage.put(chunk, self.wrapped(part, *args, **chunk_kwargs))
+        return passage.output()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, Protocol
 
 import torch
 
@@ -35,3 +38,70 @@ def claimed(hidden_states: torch.Tensor) -> bool:
 def is_ours(hidden_states: torch.Tensor) -> bool:
     """Whether this very tensor came from `mark_ours`: anyone else's is never written to."""
     return getattr(hidden_states, "hetero_kv_buffer", False)
+
+
+class Passage(Protocol):
+    """A prompt's way through one module, chunk by chunk."""
+
+    @abstractmethod
+    def chunks(self) -> Iterator[tuple[slice, torch.Tensor, dict[str, Any]]]:
+        """Which tokens, their hidden states [batch, tokens, hidden], and the module's keyword arguments for them."""
+
+    @abstractmethod
+    def put(self, chunk: slice, result: torch.Tensor) -> None:
+        """Keep what the module made of a chunk, [batch, tokens, hidden]."""
+
+    @abstractmethod
+    def output(self) -> torch.Tensor:
+        """What it made of all of them."""
+
+
+class Walk(Protocol):
+    """A prompt's way through all modules, where its hidden states lie elsewhere between them."""
+
+    @abstractmethod
+    def passage(self, hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int) -> Passage:
+        """The way through the next module."""
+
+
+#: The walk that the present forward is, if it is one.
+WALK: ContextVar[Walk | None] = ContextVar("WALK", default=None)
+
+
+def passage(hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int, is_free: bool) -> Passage:
+    """A prompt's way through a module, whose output is written over the hidden states where they may be.
+
+    Args:
+        hidden_states: [batch, tokens, hidden].
+        kwargs: of the module; what runs along the sequence is cut.
+        is_free: whether nobody else reads the hidden states any more.
+    """
+    walk = WALK.get()
+    if walk is not None:
+        return walk.passage(hidden_states, kwargs, chunk_size)
+    return _InPlace(hidden_states, kwargs, chunk_size, is_free)
+
+
+def cut(total: int, chunk_size: int) -> list[slice]:
+    """The chunks of so many tokens."""
+    return [slice(start, min(start + chunk_size, total)) for start in range(0, total, chunk_size)]
+
+
+class _InPlace:
+    """The way through a module of hidden states that lie where the model computes."""
+
+    def __init__(self, hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int, is_free: bool) -> None:
+        self._states, self._kwargs, self._chunk_size = hidden_states, kwargs, chunk_size
+        self._output = hidden_states if is_free else torch.empty_like(hidden_states)
+
+    def chunks(self) -> Iterator[tuple[slice, torch.Tensor, dict[str, Any]]]:
+        total = self._states.shape[1]
+        for chunk in cut(total, self._chunk_size):
+            kwargs = {name: sliced(name, value, chunk, total) for name, value in self._kwargs.items()}
+            yield chunk, self._states[:, chunk], kwargs
+
+    def put(self, chunk: slice, result: torch.Tensor) -> None:
+        self._output[:, chunk] = result
+
+    def output(self) -> torch.Tensor:
+        return self._output

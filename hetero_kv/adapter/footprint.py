@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import NamedTuple
 
+from gpu_ops.column_sums import working_bytes
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.errors import HeteroKVError
 
@@ -28,12 +29,12 @@ class Term:
     Attributes:
         name: in JSON.
         meaning: one line for the plan's table.
-        in_store: whether it lies in the DRAM blocks; else where the model computes.
+        in_dram: whether it lies in DRAM whatever the model computes on; else where it computes.
     """
 
     name: str
     meaning: str
-    in_store: bool = False
+    in_dram: bool = False
 
 
 _TERMS: dict[str, Term] = {}
@@ -54,10 +55,11 @@ def terms() -> tuple[Term, ...]:
     return tuple(_TERMS.values())
 
 
-KEYS_VALUES = register(Term("keys_values", "keys and values, in blocks", in_store=True))
-REPRESENTATIVES = register(Term("representatives", "representatives of the blocks", in_store=True))
+KEYS_VALUES = register(Term("keys_values", "keys and values, in blocks", in_dram=True))
+REPRESENTATIVES = register(Term("representatives", "representatives of the blocks", in_dram=True))
 SLIDING = register(Term("sliding", "the model's own sliding windows"))
 MASKS = register(Term("masks", "the mask of a chunk, in layers without an operator"))
+FOLLOWING = register(Term("following", "what layers compute of a prompt's attention and keys (prefill; an estimate)"))
 UNTOUCHED = register(Term("untouched", "layers without an operator"))
 STATES = register(Term("states", "states of layers that are no attention"))
 
@@ -97,6 +99,7 @@ class Demand:
         element: bytes of one number where the model computes.
         on_gpu: whether that is a GPU.
         chunk_tokens: tokens of a prompt that pass through a layer at once.
+        heads: of queries.
     """
 
     tokens: int
@@ -106,6 +109,7 @@ class Demand:
     element: int
     on_gpu: bool
     chunk_tokens: int
+    heads: int
 
     @property
     def sequences(self) -> int:
@@ -144,6 +148,11 @@ class LayerFootprint:
     @property
     def prefills_whole(self) -> bool:
         """Whether all keys and values of a prompt are there at once while it prefills, beside what `shares` counts."""
+        return False
+
+    @property
+    def passes_in_strides(self) -> bool:
+        """Whether its cache layer is asked for strides (`FamilyLayer.is_strided`), be it one of the whole prompt."""
         return False
 
     def forward_tokens(self, tokens: int) -> int:
@@ -218,6 +227,12 @@ class StateFootprint(LayerFootprint):
     def shares(self, demand: Demand) -> Iterator[Share]:
         # And what a forward that fails would come back to.
         yield Share(STATES, 2 * demand.sequences * self.state_bytes)
+
+
+def sums_share(queries: int, keys: int, shape: KVShape, demand: Demand) -> Share:
+    """Sums of attention that `keys` received from `queries`, while a GPU computes them; a CPU's tiles are small."""
+    counts = queries, keys, demand.batch, demand.heads, shape.kv_heads, shape.k_dim
+    return Share(FOLLOWING, working_bytes(*counts) if demand.on_gpu and queries else 0, common=True)
 
 
 def mask_share(keys: int, demand: Demand) -> Share:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from gpu_ops.attention_backend import AttentionBackend, attending_by
+from hetero_kv.adapter.hidden_states import head_wants, walking
 from hetero_kv.adapter.model_call import ModelCall, Signature, joined_rows
 from hetero_kv.adapter.padding import tokens_per_row
 from hetero_kv.adapter.strides import run_strided
@@ -23,18 +25,20 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.undo import undo_on_error
 from hetero_kv.errors import UnsupportedModelError, is_out_of_memory
+from hetero_kv.settings.engine_settings import EngineSettings
 
 _RECORDED = ("output_hidden_states", "output_attentions")
 # What a forward asks that knows at which position it begins.
 _LENGTH_NAMES = frozenset({"get_seq_length", "get_query_offset", "cache_position"})
 
 
-def guarded(model: Any, *, has_head: bool, backend: AttentionBackend) -> Callable[..., Any]:
+def guarded(model: Any, engine: EngineSettings, *, has_head: bool, backend: AttentionBackend) -> Callable[..., Any]:
     """`model.forward` with the guard around it.
 
     Args:
         model: the module that walks through the layers; or, with `has_head`, the whole model around it.
         backend: what is to compute attention on a GPU.
+        engine: its `hidden_device` says where hidden states lie on the way.
 
     Raises, when called with a HeteroCache:
         CacheFullError: the new tokens do not fit into every layer.
@@ -42,7 +46,7 @@ def guarded(model: Any, *, has_head: bool, backend: AttentionBackend) -> Callabl
         UnsupportedModelError: the model's config asks to record what chunks would garble, or the attention mask is no
             left padding.
     """
-    forward = model.forward if has_head else _behind_the_cache(model)
+    forward = model.forward if has_head else walking(model, _behind_the_cache(model), engine)
     signature = Signature(forward)
 
     @functools.wraps(forward)
@@ -57,7 +61,8 @@ def guarded(model: Any, *, has_head: bool, backend: AttentionBackend) -> Callabl
         whole = signature if has_head else reentrant
         call = signature.call(args, kwargs)
         try:
-            with undo_on_error(cache), torch.no_grad(), attending_by(backend):
+            told = head_wants(call) if has_head else nullcontext()
+            with undo_on_error(cache), torch.no_grad(), attending_by(backend), told:
                 return _outermost(call, whole, cache, has_head)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -175,6 +180,5 @@ def _span_by_span(
 
 
 def _device(call: ModelCall) -> torch.device:
-    given = call.arguments.get("inputs_embeds") if call.token_ids is None else call.token_ids
-    assert given is not None
-    return given.device
+    assert call.given is not None
+    return call.given.device

@@ -46,9 +46,14 @@ class ModelCall:
         return self.arguments.get("input_ids")
 
     @property
+    def given(self) -> torch.Tensor | None:
+        """Token ids, or the embeddings that the model is called with instead."""
+        return self.arguments.get("inputs_embeds") if self.token_ids is None else self.token_ids
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(rows, tokens). Raises HeteroKVError when there are none."""
-        given = self.arguments.get("inputs_embeds") if self.token_ids is None else self.token_ids
+        given = self.given
         if not isinstance(given, torch.Tensor):
             raise HeteroKVError("the model was called with a HeteroCache and neither input_ids nor inputs_embeds")
         return given.shape[0], given.shape[1]

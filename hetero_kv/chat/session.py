@@ -22,7 +22,7 @@ from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, in_force
 from hetero_kv.rules.recipes import display
 from hetero_kv.rules.settings_file import ensure_settings_file, read_settings_file, settings_path
-from hetero_kv.settings.engine_settings import EngineSettings
+from hetero_kv.settings.engine_settings import GPU, EngineSettings
 from hetero_kv.threads import set_threads
 
 _logger = logging.getLogger(__name__)
@@ -134,6 +134,7 @@ def open_session(options: ChatOptions) -> ChatSession:
         dtype=options.dtype,
         device=options.device,
         trust_remote_code=options.trust_remote_code,
+        weights_device=GPU if rules is None else engine.weights_device,
     )
     injection = None
     if rules is not None:

@@ -24,6 +24,7 @@ from hetero_kv.models.gguf_reading import one_reading
 from hetero_kv.models.gguf_weights import WeightMap, load_weights
 from hetero_kv.models.locating import Location, locate
 from hetero_kv.models.named import DEFAULT_MODEL
+from hetero_kv.models.placing import GPU, placed
 from hetero_kv.models.precision import resolve_device, resolve_dtype
 from hetero_kv.models.progress import ProgressReport, reporting
 from hetero_kv.models.safetensors_weights import TensorFiles
@@ -108,9 +109,13 @@ def open_model(
     device: str = "auto",
     trust_remote_code: bool = False,
     progress: ProgressReport | None = None,
+    weights_device: str = GPU,
 ) -> OpenedModel:
     """A model that rules can be put into before its weights are loaded, so that nothing is unpacked which an operator
-    keeps packed. The arguments are those of `load_model`.
+    keeps packed. The arguments are those of `load_model`, and:
+
+        weights_device: `gpu`, `dram` or `auto`; see `lie_in_dram`. Where those of the layers lie in DRAM, the model
+            computes only under rules that run its layers in chunks (`ChunkedDecoderLayer`).
 
     On a CPU the weights of a GGUF file wait, and those of a model in Hugging Face format where transformers has nothing
     to convert in them; other models are loaded at once.
@@ -119,7 +124,7 @@ def open_model(
         ModelError: the model cannot be found, fetched or built as asked.
     """
     asked = (name_or_path, gguf_path, dtype, device, trust_remote_code, progress)
-    return _opened(*asked, without_weights=True)
+    return _opened(*asked, without_weights=True, weights_device=weights_device)
 
 
 def _opened(
@@ -130,6 +135,7 @@ def _opened(
     trust_remote_code: bool,
     progress: ProgressReport | None,
     without_weights: bool,
+    weights_device: str = GPU,
 ) -> OpenedModel:
     on_device = resolve_device(device)
     number_type = resolve_dtype(dtype, on_device)
@@ -146,7 +152,8 @@ def _opened(
             model = _weightless(config, number_type, trust_remote_code)
             numbers = TensorFiles.of(model, location.pretrained, location.offline)
         if weights is None and numbers is None:
-            model = _model(location, gguf, config, number_type, trust_remote_code).to(on_device)
+            model = _model(location, gguf, config, number_type, trust_remote_code)
+            model = placed(model, on_device, weights_device)
         _complete_generation_config(model, tokenizer, location, gguf, own=gguf is None and numbers is None)
         model = model.eval()
         embeddings = model.get_input_embeddings().num_embeddings

@@ -13,6 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpu_ops.attention_backend import missing
+from gpu_ops.chunk_stream import ChunkStream
+from gpu_ops.layer_stream import LayerStream
+from gpu_ops.tiled_attention import KEY_TILE, QUERY_TILE
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.footprint import (
     BytesPerToken,
@@ -26,14 +30,20 @@ from hetero_kv.adapter.footprint import (
     register,
     terms,
 )
+from hetero_kv.adapter.hidden_states import lie_in_dram, obstacle, tables_stay_on_gpu
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.adapter.recurrent import state_shapes
+from hetero_kv.adapter.streamed_weights import bytes_of_room, walked_layers
+from hetero_kv.models import placing
 from hetero_kv.planning.planned import Planned
+from hetero_kv.settings.engine_settings import GPU, EngineSettings
 
 WEIGHTS = register(Term("weights", "weights"))
+WEIGHTS_IN_DRAM = register(Term("weights_in_dram", "weights of the layers in DRAM", in_dram=True))
 LAYER_KV = register(Term("layer_kv", "one layer's keys and values (prefill)"))
 HIDDEN = register(Term("hidden", "hidden states and rotary tables (prefill)"))
+HIDDEN_IN_DRAM = register(Term("hidden_in_dram", "hidden states and rotary tables in DRAM (prefill)", in_dram=True))
 ACTIVATIONS = register(Term("activations", "one chunk's activations (prefill; an estimate)"))
 
 # Token ids and positions, int64 each.
@@ -78,13 +88,13 @@ class Memory:
 
     @property
     def store(self) -> int:
-        """DRAM of the block store."""
-        return sum(size for term, size in self.sizes.items() if term.in_store)
+        """DRAM, whatever the model computes on: the block store, and what lies there to leave a GPU room."""
+        return sum(size for term, size in self.sizes.items() if term.in_dram)
 
     @property
     def compute(self) -> int:
         """Memory where the model computes: the GPU's, or more DRAM."""
-        return sum(size for term, size in self.sizes.items() if not term.in_store)
+        return sum(size for term, size in self.sizes.items() if not term.in_dram)
 
 
 @dataclass(frozen=True)
@@ -93,12 +103,17 @@ class Footprint:
 
     Attributes:
         layers: the layers' caches.
-        weights: bytes that loading the model will take; 0 when it is loaded.
+        weights: bytes that loading the model will take where it computes; 0 when it is loaded.
+        weights_in_dram: bytes that loading it will take in DRAM, under a GPU that has no room for all.
         element: bytes of one number where the model computes.
         chunk_size: tokens per prefill chunk.
         hidden_size, rotary_dim: of the model.
+        heads: of queries.
         activations: bytes per token of a chunk, an estimate.
         on_gpu: whether the model computes on a GPU.
+        hidden_device: the setting; "gpu" where hidden states cannot lie in DRAM.
+        keeps_tables: whether rotary tables lie on the GPU all the same.
+        tiles: whether prompts are attended to by tiles in float32 on a GPU.
     """
 
     layers: tuple[LayerFootprint, ...]
@@ -107,8 +122,13 @@ class Footprint:
     chunk_size: int
     hidden_size: int
     rotary_dim: int
+    heads: int
     activations: int
     on_gpu: bool
+    hidden_device: str
+    keeps_tables: bool
+    tiles: bool
+    weights_in_dram: int = 0
 
     @classmethod
     def of(
@@ -118,6 +138,7 @@ class Footprint:
         dtype: torch.dtype | None = None,
         on_gpu: bool | None = None,
         stored: Mapping[str, str] | None = None,
+        gpu: int | None = None,
     ) -> Footprint:
         """Of an injected model, loaded or on the meta device.
 
@@ -125,6 +146,7 @@ class Footprint:
             dtype: the number type it will be loaded with; None for the one it has.
             on_gpu: whether it will compute on a GPU; None for where it is.
             stored: parameter -> the quantised type that its file holds; None where it holds numbers.
+            gpu: free memory of the GPU, bytes, before the model is loaded; None where nothing is known of it.
         """
         model: Any = injection.model
         config = bridge.text_config(model)
@@ -133,15 +155,25 @@ class Footprint:
         layers = tuple(_layers(injection, config))
         shapes = [layer.shape for layer in layers] or [KVShape.of(config)]
         largest = max(shapes, key=lambda shape: shape.bytes_per_token(1))
+        weights, in_dram = bytes_of_room(model, torch.device("cuda")) if device == "cuda" else 0, 0
+        if device == "meta":
+            weights = _weight_bytes(model, dtype, stored or {}, packed=not on_gpu)
+            if on_gpu and placing.lie_in_dram(injection.engine.weights_device, weights, gpu):
+                weights, in_dram = _parted(model, weights, dtype)
         return cls(
             layers=layers,
-            weights=_weight_bytes(model, dtype, stored or {}, packed=not on_gpu) if device == "meta" else 0,
+            weights=weights,
+            weights_in_dram=in_dram,
             element=element,
             chunk_size=injection.engine.chunk_size,
             hidden_size=config.hidden_size,
             rotary_dim=getattr(config, "qk_rope_head_dim", None) or largest.k_dim,
+            heads=config.num_attention_heads,
             activations=_chunk_activations(config, largest, element),
             on_gpu=device not in ("cpu", "meta") if on_gpu is None else on_gpu,
+            hidden_device=GPU if _obstacles(injection) else injection.engine.hidden_device,
+            keeps_tables=tables_stay_on_gpu(model),
+            tiles=_lacks_kernels(injection.engine) and (element > 2 or _wants_tiles(config)),
         )
 
     @property
@@ -161,12 +193,12 @@ class Footprint:
         prompt = max(1, tokens - stored)
         forward_tokens = min((layer.forward_tokens(prompt) for layer in self.layers), default=prompt)
         chunk_tokens = min(forward_tokens, self.chunk_size)
-        demand = Demand(tokens, forward_tokens, batch, 1 + forks, self.element, self.on_gpu, chunk_tokens)
-        per_token = 2 * (self.hidden_size + self.rotary_dim) * self.element + _ID_BYTES
+        demand = Demand(tokens, forward_tokens, batch, 1 + forks, self.element, self.on_gpu, chunk_tokens, self.heads)
         own = (
             Share(WEIGHTS, self.weights),
-            Share(HIDDEN, batch * forward_tokens * per_token),
-            Share(ACTIVATIONS, batch * chunk_tokens * self.activations),
+            Share(WEIGHTS_IN_DRAM, self.weights_in_dram),
+            *self._hidden(tokens, forward_tokens, batch),
+            Share(ACTIVATIONS, batch * (chunk_tokens * self.activations + self._attention_tiles(tokens, chunk_tokens))),
         )
         # Layers prefill one after the other.
         whole = (
@@ -175,6 +207,45 @@ class Footprint:
             if layer.prefills_whole
         )
         return Memory.of((*(share for layer in self.layers for share in layer.shares(demand)), *own, *whole))
+
+    def _hidden(self, tokens: int, forward_tokens: int, batch: int) -> Iterator[Share]:
+        """Hidden states of a prompt, its rotary tables, token ids and positions."""
+        tables = batch * forward_tokens * 2 * self.rotary_dim * self.element
+        ids = batch * forward_tokens * _ID_BYTES
+        walks = self.on_gpu and not any(layer.passes_in_strides for layer in self.layers)
+        if not (walks and lie_in_dram(self.hidden_device, tokens, self.chunk_size)):
+            yield Share(HIDDEN, batch * forward_tokens * 2 * self.hidden_size * self.element + tables + ids)
+            return
+        on_the_way = ChunkStream.device_bytes(batch, self.hidden_size, self.element, self.chunk_size)
+        # Of the tables, chunks of two layers' arguments; those that the model made, and the copies that are locked.
+        chunk_of_tables = batch * self.chunk_size * 2 * self.rotary_dim * self.element
+        yield Share(HIDDEN, on_the_way + 3 * chunk_of_tables + ids + (tables if self.keeps_tables else 0))
+        yield Share(HIDDEN_IN_DRAM, batch * forward_tokens * self.hidden_size * self.element + 2 * tables)
+
+    def _attention_tiles(self, tokens: int, chunk_tokens: int) -> int:
+        """Of a tile of queries and keys in float32: scores and two tensors made of them, vectors, results."""
+        if not (self.on_gpu and self.tiles):
+            return 0
+        queries, keys = min(chunk_tokens, QUERY_TILE), min(tokens, KEY_TILE)
+        k_dim, v_dim = (max(getattr(layer.shape, dim) for layer in self.layers) for dim in ("k_dim", "v_dim"))
+        numbers = 3 * queries * keys + queries * (k_dim + 3 * v_dim) + keys * max(k_dim, v_dim)
+        return 4 * self.heads * numbers
+
+
+def _lacks_kernels(engine: EngineSettings) -> bool:
+    """Whether torch alone is to compute attention, or Triton is not there."""
+    return engine.attention_backend == "torch" or missing("triton") is not None
+
+
+def _wants_tiles(config: Any) -> bool:
+    """Whether the flash attention of torch lacks what the model's attention has."""
+    return bool(getattr(config, "attn_logit_softcapping", None)) or any(bridge.own_windows(config))
+
+
+def _obstacles(injection: Planned) -> bool:
+    """Whether any of the modules that walk through layers cannot have hidden states in DRAM."""
+    walkers = [module for module in injection.model.modules() if walked_layers(module)]
+    return not walkers or any(obstacle(module) is not None for module in walkers)
 
 
 def _layers(injection: Planned, config: Any) -> Iterator[LayerFootprint]:
@@ -212,6 +283,13 @@ def _weight_bytes(model: nn.Module, dtype: torch.dtype | None, stored: Mapping[s
         element = dtype.itemsize if dtype and tensor.is_floating_point() else tensor.element_size()
         sizes.setdefault(id(tensor), tensor.numel() * element)
     return sum(sizes.values())
+
+
+def _parted(model: nn.Module, weights: int, dtype: torch.dtype | None) -> tuple[int, int]:
+    """Of a model with so many bytes of weights whose layers' lie in DRAM: what a GPU holds, and what DRAM does."""
+    layers = [layer for module in model.modules() for layer in walked_layers(module)]
+    sizes = [placing.weight_bytes((*layer.parameters(), *layer.buffers()), dtype) for layer in layers]
+    return (weights - sum(sizes) + LayerStream.device_bytes(sizes), sum(sizes)) if sizes else (weights, 0)
 
 
 def _chunk_activations(config: Any, shape: KVShape, element: int) -> int:

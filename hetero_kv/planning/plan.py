@@ -84,18 +84,19 @@ class Plan:
 
     def fits_dram(self, tokens: int) -> bool:
         """Whether a context of `tokens` leaves the reserve of DRAM free."""
-        return self._leaves_reserve(self.dram_needed(tokens), self.dram, not self.footprint.on_gpu)
+        weights = self.footprint.weights_in_dram if self.footprint.on_gpu else self.footprint.weights
+        return self._leaves_reserve(self.dram_needed(tokens), self.dram, weights)
 
     def fits_gpu(self, tokens: int) -> bool:
         """Whether it leaves the reserve of the GPU's memory free; True where there is none, or nothing is known."""
-        return self.gpu is None or self._leaves_reserve(self.gpu_needed(tokens), self.gpu, self.footprint.on_gpu)
+        weights = self.footprint.weights if self.footprint.on_gpu else 0
+        return self.gpu is None or self._leaves_reserve(self.gpu_needed(tokens), self.gpu, weights)
 
-    def _leaves_reserve(self, needed: int, free: int, with_weights: bool) -> bool:
+    def _leaves_reserve(self, needed: int, free: int, weights: int) -> bool:
         """Whether the reserve stays of what is free beside weights that are still to be loaded.
 
         So that a model is planned as it will be accepted when it is loaded: then its weights are no longer free.
         """
-        weights = self.footprint.weights if with_weights else 0
         return needed - weights <= (free - weights) * (1 - RESERVE)
 
     def fits(self, tokens: int) -> bool:

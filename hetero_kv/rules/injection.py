@@ -268,10 +268,10 @@ def _guard(injection: Injection) -> None:
     """Guard the forward of the modules that build masks, and let them build none."""
     for holder, config in injection.configs:
         holder.config = bridge.with_implementation(config)
-        holder.forward = guarded(holder, has_head=False, backend=injection.attention)
+        holder.forward = guarded(holder, injection.engine, has_head=False, backend=injection.attention)
     # With the head: what fails behind the layers is undone as well, and policies may ask for logits.
     if all(injection.model is not holder for holder, _ in injection.configs):
-        injection.model.forward = guarded(injection.model, has_head=True, backend=injection.attention)
+        injection.model.forward = guarded(injection.model, injection.engine, has_head=True, backend=injection.attention)
 
 
 def _take_out(model: nn.Module, injection: Injection) -> None:

@@ -10,6 +10,8 @@ import psutil
 
 from hetero_kv.settings.setting import Settings, setting
 
+AUTO, GPU, DRAM = "auto", "gpu", "dram"
+
 
 @dataclass(frozen=True)
 class EngineSettings(Settings):
@@ -26,10 +28,21 @@ class EngineSettings(Settings):
         aliases=("cpu_infer",),
     )
     attention_backend: str = setting(
-        "auto",
+        AUTO,
         "what computes dense attention on a GPU: torch's flash kernel, the package flash-attn, Triton, or torch alone; "
         "auto: torch's flash kernel, and the next of them that computes it for soft-capping, windows and float32",
-        choices=("auto", "flash_attn", "triton", "torch"),
+        choices=(AUTO, "flash_attn", "triton", "torch"),
+    )
+    hidden_device: str = setting(
+        AUTO,
+        "where a prompt's hidden states lie between the layers of a model on a GPU; auto: in DRAM beyond two chunks",
+        choices=(AUTO, GPU, DRAM),
+    )
+    weights_device: str = setting(
+        AUTO,
+        "where the weights of a model on a GPU lie; dram: those of its layers in DRAM, copied a layer ahead; auto: "
+        "there, where the GPU has no room for all",
+        choices=(AUTO, GPU, DRAM),
     )
     measure_recall: bool = setting(
         False, "measure the share of the full attention mass that the attended blocks cover (slow)"

@@ -38,7 +38,7 @@ from hetero_kv.rules.injection import eject, inject
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.settings.setting import Settings, setting
 
-NOTES = register(Term("notes", "notes beside the blocks", in_store=True))
+NOTES = register(Term("notes", "notes beside the blocks", in_dram=True))
 PAIRS = register(Term("pairs", "pairs of a key and a value"))
 PAIRS_KEPT = statistics.register(Statistic("pairs_kept", "pairs", "pairs of a key and a value that are kept"))
 NOTE_BYTES = 5

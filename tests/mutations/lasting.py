@@ -6,6 +6,7 @@ from tests.mutations.seeded import Mutation
 
 _FILES = "tests/contexts/test_context_files.py::test_"
 _STORE = "tests/contexts/test_context_store.py::test_"
+_HIDDEN = "tests/operators/test_hidden_in_dram.py::test_answers_are_the_same_wherever_hidden_states_lie"
 
 LASTING = (
     Mutation(
@@ -67,5 +68,19 @@ LASTING = (
         "            self._event.synchronize()\n",
         "            pass\n",
         ("tests/gpu_ops/test_staging.py",),
+    ),
+    Mutation(
+        "a layer does not wait for the chunk that it is given",
+        "gpu_ops/chunk_stream.py",
+        "            current.wait_event(self._ready[number % _SLOTS])\n",
+        "",
+        (f"{_HIDDEN}[llama]",),
+    ),
+    Mutation(
+        "a chunk is copied over one that a layer still computes with",
+        "gpu_ops/chunk_stream.py",
+        "        self._inwards.wait_event(self._used[slot])\n",
+        "",
+        (f"{_HIDDEN}[llama]",),
     ),
 )

@@ -65,8 +65,13 @@ class Copies:
 
     def fetch(self, host: torch.Tensor, data: torch.Tensor, stream: Stream, line: str) -> None:
         """A copy of `data` from the device has been queued: nobody may read `host` yet."""
-        # One buffer of two copies holds the later one's.
-        self._queued = [each for each in self._queued if each.arrives is None or not _overlap(each.host, host)]
+        # One buffer of two copies holds the later one's; what the stream waits for is done before.
+        overlapping = [each for each in self._queued if _overlap(each.host, host)]
+        done = [each for each in overlapping if each.arrives is None and stream.has_seen(each.stream, each.number)]
+        for each in done:
+            each.end()
+        gone = {id(each) for each in (*done, *(each for each in overlapping if each.arrives is not None))}
+        self._queued = [each for each in self._queued if id(each) not in gone]
         poison(host)
         self._queued.append(InFlight(host.detach(), stream, stream.done, line, data.clone(), _bytes_of(host)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hetero_kv.adapter.footprint import Demand, LayerFootprint, Share, Term, register
+from hetero_kv.adapter.footprint import Demand, LayerFootprint, Share, Term, register, sums_share
 from hetero_kv.families.bounded.entry_room import SLACK
 from hetero_kv.families.bounded.eviction import EvictionPolicy
 
@@ -21,6 +21,10 @@ class BoundedFootprint(LayerFootprint):
     @property
     def place(self) -> str:
         return f"with a budget of {self.policy.settings.budget} entries ({self.policy.settings.policy})"
+
+    @property
+    def passes_in_strides(self) -> bool:
+        return True
 
     @property
     def prefills_whole(self) -> bool:
@@ -41,3 +45,4 @@ class BoundedFootprint(LayerFootprint):
 
     def shares(self, demand: Demand) -> Iterator[Share]:
         yield Share(ENTRIES, demand.sequences * self.kv_bytes(self.entries(demand.tokens), demand))
+        yield sums_share(demand.chunk_tokens, demand.tokens, self.shape, demand)

@@ -173,7 +173,9 @@ class RetrievalAttention(WindowedDecode):
 
     def footprint(self, shape: KVShape) -> PagedFootprint:
         derived = Derived() if self.budget is None else Derived.of(self.settings)
-        return PagedFootprint.of(shape, self.settings, self.accumulates, derived)
+        watches = self.accumulates or self.preselected is not None
+        observed = self.settings.observed(None) if watches else 0
+        return PagedFootprint.of(shape, self.settings, self.accumulates, derived, observed=observed)
 
     def attended_tokens(self, length: int) -> float:
         return RetrievalLayout.of_settings(self.settings).attended_tokens(length, self.budget)

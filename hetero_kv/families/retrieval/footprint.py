@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cpu_ops.code_masses import bytes_of_block
-from hetero_kv.adapter.footprint import BytesPerToken, Demand, LayerFootprint, Share, Term, register
+from hetero_kv.adapter.footprint import BytesPerToken, Demand, LayerFootprint, Share, Term, register, sums_share
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.layout import RetrievalLayout
@@ -58,15 +58,17 @@ class PagedFootprint(LayerFootprint):
 
     Attributes:
         device_window: tokens of Initial and Local that a GPU has a copy of.
+        observed: last queries of a prompt whose attention is summed up; of a question, what it has.
     """
 
     block_size: int = 1
     device_window: int = 0
+    observed: int = 0
 
     @classmethod
     def of(
         cls, shape: KVShape, settings: PagedSettings, accumulates: bool, derived: Derived = NONE_DERIVED,
-        beside: int = 0,
+        beside: int = 0, observed: int = 0,
     ) -> PagedFootprint:  # fmt: skip
         """Of a layer under `settings`; `accumulates`, `derived` and `beside` as for `bytes_per_token`."""
         layout = RetrievalLayout.of_settings(settings)
@@ -79,6 +81,7 @@ class PagedFootprint(LayerFootprint):
             block_size=block_size,
             # A GPU's copy has room for the block that is about to leave Local.
             device_window=(layout.sink_blocks + 1) * block_size + layout.local_len,
+            observed=observed,
         )
 
     @property
@@ -93,3 +96,4 @@ class PagedFootprint(LayerFootprint):
         yield from self.block_shares(math.ceil(demand.tokens / self.block_size) * self.block_size, demand)
         if demand.on_gpu:
             yield Share(WINDOWS, demand.sequences * self.kv_bytes(self.device_window, demand))
+            yield sums_share(min(self.observed, demand.tokens), demand.tokens, self.shape, demand)

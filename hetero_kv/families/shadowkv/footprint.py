@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hetero_kv.adapter import rotary_table
-from hetero_kv.adapter.footprint import BytesPerToken, Demand, LayerFootprint, Share, Term, register
+from hetero_kv.adapter.footprint import FOLLOWING, BytesPerToken, Demand, LayerFootprint, Share, Term, register
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.families.shadowkv import key_factors, landmarks
 from hetero_kv.families.shadowkv import layer as low_rank_layer
 from hetero_kv.families.shadowkv.partition import chunk_budget, first_context_end
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
@@ -55,6 +56,16 @@ class LowRankFootprint(LayerFootprint):
         if demand.forward_tokens < demand.tokens:
             # Until the last stride of a prompt has come, all of it is kept as it is.
             yield Share(LOW_RANK, demand.batch * self.kv_bytes(demand.tokens, demand))
+
+        yield Share(FOLLOWING, demand.batch * self.factoring(demand.tokens), common=True)
+
+    def factoring(self, tokens: int) -> int:
+        """Bytes that a layer's factors and landmarks take while they are made, beside themselves; at most."""
+        channels = self.shape.kv_heads * self.shape.k_dim
+        # Float32 tiles and what is computed of them, then the Gram matrix with its decomposition in float64.
+        tokens_of_tile = min(tokens, landmarks.TILE * self.settings.landmark_chunk_size)
+        tiles = 5 * 4 * channels * max(tokens_of_tile, min(tokens, key_factors.TILE))
+        return max(tiles, 5 * 8 * channels * channels + 4 * 4 * channels * min(tokens, key_factors.TILE))
 
     def context(self, tokens: int) -> int:
         """Tokens of a prompt that have factors, and values in DRAM."""

@@ -15,7 +15,7 @@ from hetero_kv.families.shadowkv import factors
 from hetero_kv.store.growing_tensor import GrowingTensor
 
 # Tokens whose float32 keys are held at once while they are factored.
-_TILE = 1024
+TILE = 1024
 
 
 class KeyFactors:
@@ -104,8 +104,8 @@ class KeyFactors:
     def _plain_tiles(self, keys: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
         """Keys before rotation, all heads together: [batch, tokens, kv_heads * k_dim] float32, tile by tile."""
         assert self.rotary is not None
-        for offset in range(0, keys.shape[2], _TILE):
-            tile = keys[:, :, offset : offset + _TILE]
+        for offset in range(0, keys.shape[2], TILE):
+            tile = keys[:, :, offset : offset + TILE]
             at = slice(start + offset, start + offset + tile.shape[2])
             plain = unrotate(tile, self.rotary.cos[at], self.rotary.sin[at], self.rotary.rotation.layout)
             yield plain.transpose(1, 2).flatten(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 # Chunks whose float32 keys are held at once.
-_TILE = 1024
+TILE = 1024
 
 
 def landmarks(chunks: torch.Tensor) -> torch.Tensor:
@@ -21,7 +21,7 @@ def least_cosines(chunks: torch.Tensor) -> torch.Tensor:
 
     Returns [batch, kv_heads, chunks] float32.
     """
-    return torch.cat([_least_cosines(tile.float()) for tile in chunks.split(_TILE, dim=2)], dim=2)
+    return torch.cat([_least_cosines(tile.float()) for tile in chunks.split(TILE, dim=2)], dim=2)
 
 
 def _least_cosines(keys: torch.Tensor) -> torch.Tensor:

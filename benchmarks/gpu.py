@@ -1,0 +1,146 @@
+"""How fast the engine is on this machine's GPU: one command, under nine minutes, no network, no model's files.
+
+    python -m benchmarks.gpu [--json FILE] [--minutes 8.5] [--gpu_memory 24] [--without_checks]
+    python -m benchmarks.gpu --device cpu --tiny        # everything at sizes that take seconds on a CPU
+
+First what `benchmarks.gpu_check` checks of exactness, sets and kernels; then, with random weights of the shape of Llama
+3.1 8B in bfloat16:
+
+- decoding behind a million random keys and values, in 8 of the 32 layers (`quest`)
+- prefill and decode at 32K tokens: the untouched model, `ktransformers`, `shadowkv`; at 128K as time allows
+- decoding behind 32K and 128K random keys and values (`quest`)
+- ShadowKV by batch at 16K tokens, beside the untouched model
+
+and of each step where the host's time goes. What would not end in time is left out, and what does not is broken off;
+both are said. Tokens/s and milliseconds are medians over decoded tokens, the GPU waited for after each. The exit status
+is 1 when a check or a measurement fails. GB are 10^9 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks import gpu_check
+from benchmarks.gpu_checks.setting import Setting
+from benchmarks.gpu_speed.budget import Budget, TimeUp
+from benchmarks.gpu_speed.measurements import Measurements
+from benchmarks.gpu_speed.subject import Row
+from hetero_kv.errors import OutOfMemoryError
+
+_CHECKED = ("exactness", "sets", "kernels")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check and measure; returns the exit status."""
+    flags = _flags(arguments)
+    budget = Budget(60 * flags.minutes)
+    setting = Setting(torch.device(flags.device), flags.tiny, 0, int(flags.gpu_memory * 1e9) if flags.gpu_memory else 0)
+    _bound_memory(setting)
+    machine = gpu_check.machine(setting)
+    print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    failed: list[str] = []
+    left_out: dict[str, str] = {}
+    if not flags.without_checks:
+        _check(flags, budget, failed, left_out)
+    rows = _measured(Measurements(setting), budget, failed, left_out)
+    print(table(rows))
+    for title, why in left_out.items():
+        print(f"left out: {title} ({why})")
+    print(f"{len(rows)} rows, {len(failed)} failed, {len(left_out)} left out; {budget.spent:.0f} s")
+    if flags.json:
+        report = {
+            "machine": machine,
+            "seconds": budget.spent,
+            "failed": failed,
+            "left_out": left_out,
+            "rows": [asdict(row) for row in rows],
+        }
+        Path(flags.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 1 if failed else 0
+
+
+def table(rows: list[Row]) -> str:
+    """What was measured, in Markdown."""
+    lines = [
+        "| recipe | tokens | rows | layers | prefill tokens/s | ms per token | tokens/s | GPU GB | ms on the host |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for row in rows:
+        prefill = "filled" if row.prefill is None else f"{row.prefill:,.0f}"
+        memory = "" if row.gpu_bytes is None else f"{row.gpu_bytes / 1e9:.1f}"
+        parts = ", ".join(f"{name} {spent:.2f}" for name, spent in row.parts.items())
+        lines.append(
+            f"| {row.name} | {row.tokens:,} | {row.batch} | {row.layers} | {prefill} | {row.milliseconds:.2f} | "
+            f"{row.tokens_per_s:.1f} | {memory} | {parts} |"
+        )
+    return "\n".join(lines)
+
+
+def _check(flags: argparse.Namespace, budget: Budget, failed: list[str], left_out: dict[str, str]) -> None:
+    words = ["--device", flags.device, "--only", ",".join(_CHECKED), *(["--tiny"] if flags.tiny else [])]
+    try:
+        with budget.enforced():
+            if gpu_check.main(words):
+                failed.append("gpu_check")
+    except TimeUp:
+        left_out["gpu_check"] = "no time was left"
+
+
+def _measured(measurements: Measurements, budget: Budget, failed: list[str], left_out: dict[str, str]) -> list[Row]:
+    """A row for each measurement that ends in time."""
+    rows: list[Row] = []
+    for each in measurements:
+        if each.seconds > budget.left:
+            left_out[each.title] = f"would take some {each.seconds:.0f} s, and {budget.left:.0f} s are left"
+            continue
+        try:
+            with budget.enforced():
+                rows.append(each.run())
+        except TimeUp:
+            left_out[each.title] = "broken off when the time was over"
+        except (OutOfMemoryError, torch.cuda.OutOfMemoryError) as error:
+            left_out[each.title] = str(error).splitlines()[0]
+        except Exception as error:
+            traceback.print_exc()
+            failed.append(f"{each.title}: {type(error).__name__}: {error}")
+        else:
+            measurements.learn(rows[-1])
+            print(f"{each.title}: {rows[-1].milliseconds:.2f} ms per token, {budget.spent:.0f} s in all", flush=True)
+    return rows
+
+
+def _bound_memory(setting: Setting) -> None:
+    """Let the allocator refuse what a smaller GPU would."""
+    if setting.on_gpu and setting.gpu_memory:
+        total = torch.cuda.get_device_properties(setting.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, setting.gpu_memory / total), setting.device)
+
+
+def _flags(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu (default cuda)")
+    parser.add_argument("--tiny", action="store_true", help="sizes that take seconds on a CPU")
+    parser.add_argument("--minutes", type=float, default=8.5, help="that all of it may take (default 8.5)")
+    parser.add_argument("--gpu_memory", type=float, help="bound of the GPU's memory, GB (default: all of it)")
+    parser.add_argument("--without_checks", action="store_true", help="measure alone")
+    parser.add_argument("--json", metavar="FILE", help="write every figure there too")
+    flags = parser.parse_args(arguments)
+    if flags.minutes <= 0:
+        parser.error(f"--minutes {flags.minutes:g}: give more than 0")
+    if torch.device(flags.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            f"--device {flags.device}: torch {torch.__version__} finds no CUDA device; on a machine without one, "
+            "--device cpu --tiny measures the same on the CPU"
+        )
+    return flags
+
+
+if __name__ == "__main__":
+    sys.exit(main())

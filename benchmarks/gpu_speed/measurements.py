@@ -1,0 +1,117 @@
+"""What is measured, in the order of what matters: contexts of a million tokens first, for nothing else is left then."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_checks.long_prompt import LLAMA_8B, RECIPES, TINY
+from benchmarks.gpu_checks.setting import Setting, random_model
+from benchmarks.gpu_speed.subject import UNTOUCHED, Row, Subject
+
+K = 1024
+#: Layers of the model that has a million tokens, of the 32: all of them would take 137 GB of DRAM in FP16.
+FEW_LAYERS = 8
+#: Tokens/s that are assumed before anything was measured, of prefilling and of filling a layer; slow ones.
+_PREFILL, _FILL = 1500.0, 200_000.0
+#: From here on attention costs more than the weights of an 8B model.
+_LONG = 32 * K
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How long the contexts are.
+
+    Attributes:
+        prefilled, filled: tokens, for each of which there is a row.
+        longest: of the model with few layers.
+        batched, batches: tokens of a row, and how many rows.
+        decoded: tokens for a median.
+    """
+
+    prefilled: tuple[int, ...]
+    filled: tuple[int, ...]
+    longest: int
+    batched: int
+    batches: tuple[int, ...]
+    decoded: int
+
+
+FULL = Sizes((32 * K, 128 * K), (32 * K, 128 * K), K * K, 16 * K, (1, 4, 8, 16, 24), 16)
+SMALL = Sizes((300,), (400,), 600, 200, (1, 2), 2)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One row to be measured.
+
+    Attributes:
+        title: of the row.
+        seconds: that it will take, an estimate.
+        run: measures it.
+    """
+
+    title: str
+    seconds: float
+    run: Callable[[], Row]
+
+
+class Measurements:
+    """All of them, one after the other; what was measured tells how long the next ones take.
+
+    Args:
+        setting: where and how large.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.sizes = SMALL if setting.tiny else FULL
+        self._prefill = _PREFILL
+
+    def __iter__(self) -> Iterator[Measurement]:
+        sizes = self.sizes
+        few = self._subject(num_hidden_layers=1 if self.setting.tiny else FEW_LAYERS)
+        yield self._filled(few, sizes.longest)
+        del few
+        gc.collect()
+        subject = self._subject()
+        for tokens in sizes.prefilled[:1]:
+            yield from (self._prefilled(subject, name, tokens) for name in (UNTOUCHED, "ktransformers", "shadowkv"))
+        yield from (self._filled(subject, tokens) for tokens in sizes.filled)
+        for batch in sizes.batches:
+            yield from (self._prefilled(subject, name, sizes.batched, batch) for name in ("shadowkv", UNTOUCHED))
+        for tokens in sizes.prefilled[1:]:
+            yield from (self._prefilled(subject, name, tokens) for name in (UNTOUCHED, "ktransformers", "shadowkv"))
+
+    def learn(self, row: Row) -> None:
+        """Take what was measured for the estimates of what comes."""
+        if row.prefill is not None:
+            self._prefill = min(row.prefill, self._prefill) if self._prefill != _PREFILL else row.prefill
+
+    def _subject(self, **shape: Any) -> Subject:
+        shape = {**(TINY if self.setting.tiny else LLAMA_8B), **shape}
+        return Subject(self.setting, random_model(self.setting, torch.bfloat16, **shape), self.sizes.decoded)
+
+    def _settings(self, recipe: str) -> dict[str, Any]:
+        short = RECIPES.get(recipe, {}) if self.setting.tiny else {}
+        return {} if recipe == UNTOUCHED else {**short, "chunk_size": 128 if self.setting.tiny else 4 * K}
+
+    def _prefilled(self, subject: Subject, recipe: str, tokens: int, batch: int = 1) -> Measurement:
+        slower = max(1.0, tokens / _LONG)
+        rows = "" if batch == 1 else f", {batch} rows"
+        return Measurement(
+            f"{recipe}, {tokens:,} tokens{rows}",
+            5 + 1.3 * slower * tokens * batch / self._prefill,
+            lambda: subject.prefilled(recipe, tokens, batch, **self._settings(recipe)),
+        )
+
+    def _filled(self, subject: Subject, tokens: int) -> Measurement:
+        return Measurement(
+            f"quest, {tokens:,} random tokens, {subject.layers} layers",
+            5 + tokens * subject.layers / _FILL,
+            lambda: subject.filled("quest", tokens, **self._settings("quest")),
+        )

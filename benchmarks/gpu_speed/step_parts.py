@@ -1,0 +1,50 @@
+"""What the host does while a token is decoded: where its time goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from gpu_ops.staging import Staging
+from hetero_kv.families.retrieval.decode import RetrievalDecode
+from hetero_kv.families.shadowkv.layer import LowRankLayer
+from hetero_kv.families.shadowkv.resident_chunks import ResidentChunks
+
+#: Part -> the calls whose time it is. What is left is the model's own forward and launches.
+_PARTS: dict[str, tuple[type, str]] = {
+    "waits for queries": (Staging, "arrived"),
+    "attends on the CPU": (RetrievalDecode, "_attend_natively"),
+    "waits for chosen chunks": (LowRankLayer, "checked"),
+    "asks for keys and values": (ResidentChunks, "hold"),
+}
+REST = "the model, launches"
+
+
+@contextmanager
+def timed(parts: dict[str, float]) -> Iterator[None]:
+    """Within this context the seconds of each part are added up in `parts`."""
+    with ExitStack() as stack:
+        for name, (owner, method) in _PARTS.items():
+            parts[name] = 0.0
+            stack.enter_context(patch.object(owner, method, _counting(getattr(owner, method), parts, name)))
+        yield
+
+
+def _counting(function: Callable[..., Any], parts: dict[str, float], name: str) -> Callable[..., Any]:
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            parts[name] += time.perf_counter() - start
+
+    return counting
+
+
+def shares(parts: dict[str, float], seconds: float, tokens: int) -> dict[str, float]:
+    """Milliseconds per token of each part that was met, and of the rest of `seconds`."""
+    met = {name: spent for name, spent in parts.items() if spent}
+    return {name: spent / tokens * 1e3 for name, spent in {**met, REST: seconds - sum(met.values())}.items()}

@@ -1,0 +1,156 @@
+"""A model of random weights under a recipe, with a context that is prefilled or filled with random keys and values."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from benchmarks.gpu_checks.setting import Setting, random_tokens, synchronise
+from benchmarks.gpu_speed.step_parts import shares, timed
+from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.adapter.kv_shape import KVShape
+
+UNTOUCHED = "untouched"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of one recipe and length.
+
+    Attributes:
+        name: the recipe, or "untouched".
+        tokens, batch, layers: of the context and the model.
+        prefill: tokens/s of all rows together; None where the context was filled with random keys and values.
+        milliseconds: per decoded token of every row, a median.
+        tokens_per_s: decoded, of all rows together.
+        gpu_bytes: the allocator's peak, weights included; None without a GPU.
+        parts: where the host's milliseconds of a step go.
+    """
+
+    name: str
+    tokens: int
+    batch: int
+    layers: int
+    prefill: float | None
+    milliseconds: float
+    tokens_per_s: float
+    gpu_bytes: int | None
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RandomPrompt:
+    """Keys and values of a prompt that nobody has prefilled (`hetero_kv.engine.recorded_prompt.RecordedPrompt`)."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    length: int
+    rotation: None = None
+
+    def show_last_queries(self, observation: Any) -> None:
+        """There are none."""
+        raise RuntimeError("random keys come without queries; fill contexts of recipes that watch none")
+
+
+class Subject:
+    """A model, to be measured under several recipes.
+
+    Args:
+        setting: where and how large.
+        model: of random weights.
+        decoded: tokens that are decoded for a median.
+    """
+
+    def __init__(self, setting: Setting, model: Any, decoded: int) -> None:
+        self.setting, self.model, self.decoded = setting, model, decoded
+        self.vocabulary = model.config.vocab_size
+        self.layers = model.config.num_hidden_layers
+
+    @torch.no_grad()
+    def prefilled(self, recipe: str, tokens: int, batch: int = 1, **settings: Any) -> Row:
+        """A prompt of `tokens` in each of `batch` rows, and tokens behind it."""
+        with self._under(recipe, tokens, settings) as cache:
+            prompt = random_tokens(self.setting, tokens * batch, 1, self.vocabulary).view(batch, tokens)
+            start = self._now()
+            logits = self.model(prompt, past_key_values=cache, logits_to_keep=1).logits
+            seconds = self._now() - start
+            return self._decoded(recipe, tokens, batch, cache, logits, tokens * batch / seconds)
+
+    @torch.no_grad()
+    def filled(self, recipe: str, tokens: int, **settings: Any) -> Row:
+        """Random keys and values of `tokens`, and tokens behind them."""
+        with self._under(recipe, tokens, settings) as cache:
+            operators = {each.layer_idx: each for each in self.model.hetero_kv_injection.attention_operators()}
+            with cache.forward(cache.spans([tokens], tokens), is_decode=False) as (step,):
+                for index, operator in operators.items():
+                    shape = KVShape.of_attention(operator.wrapped, self.model.config)
+                    operator.load_prefill(step.cohort.layers[index], step, self._random(shape, tokens, index))
+            cache.columns = cache.columns.grown(tokens, [tokens])
+            first = random_tokens(self.setting, 1, 2, self.vocabulary)
+            logits = self.model(first, past_key_values=cache, logits_to_keep=1).logits
+            return self._decoded(recipe, tokens, 1, cache, logits, None)
+
+    def _random(self, shape: KVShape, tokens: int, seed: int) -> RandomPrompt:
+        torch.manual_seed(seed)
+        made = {"device": self.setting.device, "dtype": self.model.dtype}
+        keys, values = (torch.randn(1, shape.kv_heads, tokens, dim, **made) for dim in (shape.k_dim, shape.v_dim))
+        return RandomPrompt(keys, values, tokens)
+
+    def _decoded(
+        self, name: str, tokens: int, batch: int, cache: Any, logits: torch.Tensor, prefill: float | None
+    ) -> Row:
+        times: list[float] = []
+        for _ in range(self.decoded):
+            start = self._now()
+            logits = self._next(cache, logits)
+            times.append(self._now() - start)
+        parts: dict[str, float] = {}
+        with timed(parts):
+            start = self._now()
+            for _ in range(self.decoded):
+                logits = self._next(cache, logits)
+            seconds = self._now() - start
+        if not bool(logits.isfinite().all()):
+            raise RuntimeError(f"{name}, {tokens:,} tokens: logits that are not finite")
+        median = statistics.median(times)
+        peak = torch.cuda.max_memory_allocated(self.setting.device) if self.setting.on_gpu else None
+        told = {} if name == UNTOUCHED else shares(parts, seconds, self.decoded)
+        return Row(name, tokens, batch, self.layers, prefill, median * 1e3, batch / median, peak, told)
+
+    def _next(self, cache: Any, logits: torch.Tensor) -> torch.Tensor:
+        chosen = logits[:, -1:].argmax(dim=-1)
+        return self.model(chosen, past_key_values=cache, logits_to_keep=1).logits
+
+    def _now(self) -> float:
+        synchronise(self.setting)
+        return time.perf_counter()
+
+    @contextmanager
+    def _under(self, recipe: str, tokens: int, settings: dict[str, Any]) -> Iterator[Any]:
+        """A new cache of the model under a recipe; then the model is untouched, and memory free."""
+        capacity = tokens + 2 * self.decoded + 2
+        try:
+            if recipe == UNTOUCHED:
+                cache: Any = DynamicCache(config=self.model.config)
+            else:
+                injection = inject(self.model, recipe, command_line={**settings, "max_seq_len": capacity})
+                injection.compile_kernels()
+                cache = HeteroCache(self.model)
+            if self.setting.on_gpu:
+                torch.cuda.reset_peak_memory_stats(self.setting.device)
+            yield cache
+        finally:
+            cache = None
+            if getattr(self.model, "hetero_kv_injection", None) is not None:
+                eject(self.model)
+            gc.collect()
+            if self.setting.on_gpu:
+                torch.cuda.empty_cache()

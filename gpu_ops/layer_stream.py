@@ -1,0 +1,133 @@
+"""Modules whose weights lie in DRAM, on a GPU one after the other: while one computes, the next one's are copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpu_ops.page_locked import PageLocked
+from gpu_ops.side_stream import stream_for
+
+_SLOTS = 2
+# Where a tensor may begin within a module's memory, bytes.
+_ALIGNMENT = 256
+
+
+class _Place:
+    """Where a parameter or buffer stands in its module, and the two tensors that take turns there."""
+
+    def __init__(self, owner: dict[str, Any], name: str, on_host: torch.Tensor, on_device: torch.Tensor) -> None:
+        self._owner, self._name = owner, name
+        self._tensors = on_host, on_device
+
+    def put(self, on_device: bool) -> None:
+        self._owner[self._name] = self._tensors[on_device]
+
+
+class LayerStream:
+    """The weights of modules that compute one after the other, over and over, in page-locked DRAM.
+
+    Each module's are one piece of memory; the GPU has room for two such pieces. From a module's first call on, its
+    weights are on the GPU while its forward runs, and in DRAM otherwise.
+
+    Args:
+        modules: in their order, weights on the CPU.
+        device: the GPU.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+        self._device = device
+        self._inwards = stream_for("weights", device)
+        largest = max(_size(module) for module in modules)
+        self._slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(_SLOTS)]
+        self._inwards.wait_stream(torch.cuda.current_stream(device))
+        for slot in self._slots:
+            # A copy ahead may be under way when this object goes.
+            slot.record_stream(self._inwards)
+        self._ready, self._used = ([torch.cuda.Event() for _ in range(_SLOTS)] for _ in range(2))
+        self._locked: list[PageLocked] = []
+        self._places: list[list[_Place]] = []
+        #: Which module's weights each slot holds, or will when what is queued is done.
+        self._held: list[int | None] = [None] * _SLOTS
+        for number, module in enumerate(modules):
+            self._lay_out(number, module)
+            module.register_forward_pre_hook(lambda module, args, number=number: self._enter(number))
+            module.register_forward_hook(lambda module, args, out, number=number: self._leave(number), always_call=True)
+
+    @staticmethod
+    def device_bytes(sizes: Sequence[int]) -> int:
+        """What the stream of modules of these sizes takes on the GPU, bytes."""
+        return _SLOTS * max(sizes)
+
+    def _lay_out(self, number: int, module: nn.Module) -> None:
+        """Let a module's tensors lie in one page-locked piece, and find their places in a slot."""
+        locked, slot = PageLocked((_size(module),), torch.uint8, self._device), self._slots[number % _SLOTS]
+        made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        places, start = [], 0
+        for owner, name, tensor in _tensors(module):
+            if id(tensor) not in made:
+                host, there = (_view(piece, start, tensor) for piece in (locked.tensor, slot))
+                host.copy_(tensor.detach())
+                if isinstance(tensor, nn.Parameter):
+                    host, there = (nn.Parameter(each, requires_grad=False) for each in (host, there))
+                made[id(tensor)] = host, there
+                start += _aligned(tensor.nbytes)
+            places.append(_Place(owner, name, *made[id(tensor)]))
+        for place in places:
+            place.put(on_device=False)
+        self._locked.append(locked)
+        self._places.append(places)
+
+    def _enter(self, number: int) -> None:
+        slot, after = number % _SLOTS, (number + 1) % len(self._places)
+        self._fetch(number)
+        torch.cuda.current_stream(self._device).wait_event(self._ready[slot])
+        for place in self._places[number]:
+            place.put(on_device=True)
+        if after % _SLOTS != slot:
+            self._fetch(after)
+
+    def _leave(self, number: int) -> None:
+        slot, after = number % _SLOTS, (number + 1) % len(self._places)
+        for place in self._places[number]:
+            place.put(on_device=False)
+        self._used[slot].record(torch.cuda.current_stream(self._device))
+        if after % _SLOTS == slot:
+            self._fetch(after)
+
+    def _fetch(self, number: int) -> None:
+        slot = number % _SLOTS
+        if self._held[slot] == number:
+            return
+        self._inwards.wait_event(self._used[slot])
+        with torch.cuda.stream(self._inwards):
+            host = self._locked[number].tensor
+            self._slots[slot][: len(host)].copy_(host, non_blocking=True)
+            self._ready[slot].record(self._inwards)
+        self._held[slot] = number
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Every parameter and buffer, as often as it stands somewhere."""
+    for part in module.modules():
+        for owner in (part._parameters, part._buffers):
+            for name, tensor in owner.items():
+                if tensor is not None:
+                    yield owner, name, tensor
+
+
+def _size(module: nn.Module) -> int:
+    """Bytes of a module's tensors, one behind the other."""
+    return sum({id(tensor): _aligned(tensor.nbytes) for _, _, tensor in _tensors(module)}.values())
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _view(piece: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the shape and dtype of `like` within a piece of memory, from byte `start` on."""
+    return piece[start : start + like.nbytes].view(like.dtype).view(like.shape)

@@ -1,0 +1,240 @@
+"""Hidden states of a long prompt that lie in DRAM between the layers of a model on a GPU.
+
+The embeddings go there chunk by chunk; each layer, and the final norm, has a chunk copied to the GPU while it computes
+another, and its output copied back over it. What the model's own forward does between layers it does on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import ModelOutput
+
+from gpu_ops.chunk_stream import ChunkStream
+from gpu_ops.page_locked import PageLocked
+from hetero_kv.adapter import chunking
+from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.chunked_module import ChunkedModule
+from hetero_kv.adapter.model_call import ModelCall, Signature
+from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.adapter.streamed_weights import stream_weights
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.errors import UnsupportedModelError
+from hetero_kv.settings.engine_settings import DRAM, GPU, EngineSettings
+
+#: Chunks up to which `auto` leaves hidden states on the GPU: two buffers of so many take what the chunks on their way
+#: take otherwise.
+_FEW_CHUNKS = 2
+#: How many last tokens the head wants; 0 for all.
+_WANTED: ContextVar[int] = ContextVar("WANTED", default=0)
+
+
+def lie_in_dram(hidden_device: str, tokens: int, chunk_size: int) -> bool:
+    """Whether the hidden states of a prompt lie in DRAM between the layers of a model on a GPU.
+
+    Args:
+        hidden_device: the setting, `gpu` for a model whose states cannot (`obstacle`).
+    """
+    return hidden_device != GPU and tokens > (1 if hidden_device == DRAM else _FEW_CHUNKS) * chunk_size
+
+
+def obstacle(model: nn.Module) -> str | None:
+    """What part of a module that walks through layers cannot take hidden states in DRAM; None where all can."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    if any(layer.is_recurrent for layer in model.modules() if isinstance(layer, ChunkedDecoderLayer)):
+        return "some of its layers have a state"
+    for name, child in model.named_children():
+        modules = child if isinstance(child, nn.ModuleList) else [child]
+        if child is embedding or all(isinstance(each, ChunkedDecoderLayer | ChunkedModule) for each in modules):
+            continue
+        if any(True for _ in child.parameters()):
+            return f"{name} ({type(child).__name__}) is no part that runs in chunks"
+    return None if isinstance(embedding, nn.Module) else "it has no input embeddings"
+
+
+def tables_stay_on_gpu(model: nn.Module) -> bool:
+    """Whether rotary tables stay there whole: operators that note them know them by the memory that they lie in."""
+    return any(isinstance(module, AttentionOperator) and module.changes_arguments for module in model.modules())
+
+
+@contextmanager
+def head_wants(call: ModelCall) -> Iterator[None]:
+    """Within this context a model's head is called, with as many last tokens as `call` says."""
+    wanted = call.arguments.get("logits_to_keep", 0)
+    token = _WANTED.set(wanted if isinstance(wanted, int) else 0)
+    try:
+        yield
+    finally:
+        _WANTED.reset(token)
+
+
+def walking(model: Any, forward: Callable[..., Any], engine: EngineSettings) -> Callable[..., Any]:
+    """`forward` of a module that walks through layers, hidden states of long prompts in DRAM by the engine's setting.
+
+    Raises, when called, UnsupportedModelError where they are to lie there and the model has parts that cannot do that.
+    """
+    signature = Signature(forward)
+
+    @functools.wraps(forward)
+    def walking_forward(*args: Any, **kwargs: Any) -> Any:
+        call = signature.call(args, kwargs)
+        if (given := call.given) is not None:
+            stream_weights(model, given.device)
+        cache = call.arguments.get("past_key_values")
+        if not isinstance(cache, HeteroCache) or not _is_long_prompt(call, cache, engine):
+            return forward(*args, **kwargs)
+        if reason := obstacle(model):
+            if engine.hidden_device == DRAM:
+                raise UnsupportedModelError(
+                    f"hidden_device is {DRAM!r}, and the hidden states of {type(model).__name__} cannot lie in DRAM: "
+                    f"{reason}; set hidden_device to {GPU}"
+                )
+            return forward(*args, **kwargs)
+        return _walked(model, call, engine.chunk_size)
+
+    return walking_forward
+
+
+def _is_long_prompt(call: ModelCall, cache: HeteroCache, engine: EngineSettings) -> bool:
+    ids = call.token_ids
+    return (
+        ids is not None
+        and ids.device.type == "cuda"
+        and lie_in_dram(engine.hidden_device, ids.shape[1], engine.chunk_size)
+        and cache.strided is None
+    )
+
+
+def _walked(model: Any, call: ModelCall, chunk_size: int) -> Any:
+    """The call's output, its hidden states in DRAM on the way; those at the end are where its tokens are."""
+    ids = call.token_ids
+    assert ids is not None
+    walk = _Walk(model.get_input_embeddings(), ids, chunk_size, tables_stay_on_gpu(model))
+    rotary = _buffers_beside(model)
+    # The model's forward makes positions, and what follows from them, where its hidden states are.
+    moved = {name: _to_cpu(value) if name in chunking.SEQUENCE_DIM else value for name, value in call.arguments.items()}
+    arguments = {**moved, "input_ids": None, "inputs_embeds": walk.stream.states}
+    token = chunking.WALK.set(walk)
+    try:
+        output = call.signature.forward(**arguments)
+        return _with_states(output, lambda states: states[:, -_WANTED.get() :].to(ids.device))
+    finally:
+        chunking.WALK.reset(token)
+        walk.stream.finish()
+        for buffers, name, buffer in rotary:
+            buffers[name] = buffer
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+def _buffers_beside(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """The buffers of parts beside the layers: rotary embeddings may make theirs anew where the states are."""
+    beside = [child for child in model.children() if not isinstance(child, nn.ModuleList)]
+    modules = [module for child in beside for module in child.modules()]
+    return [(module._buffers, name, buffer) for module in modules for name, buffer in module._buffers.items()]
+
+
+def _with_states(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A model's output with its last hidden states changed."""
+    if isinstance(output, ModelOutput):
+        output.last_hidden_state = change(output.last_hidden_state)
+        return output
+    return (change(output[0]), *output[1:])
+
+
+class _Walk:
+    """A prompt on its way through a model.
+
+    Args:
+        embedding: of the model.
+        ids: [batch, tokens] on the GPU.
+        chunk_size: tokens that are embedded at once.
+        keeps_tables: whether what goes along with the states lies on the GPU, and not in DRAM with them.
+
+    Attributes:
+        stream: the hidden states.
+    """
+
+    def __init__(self, embedding: nn.Module, ids: torch.Tensor, chunk_size: int, keeps_tables: bool) -> None:
+        self.device = ids.device
+        self._keeps_tables = keeps_tables
+        self._along: dict[int, tuple[torch.Tensor, PageLocked | None, torch.Tensor]] = {}
+        for chunk in chunking.cut(ids.shape[1], chunk_size):
+            states = embedding(ids[:, chunk])
+            if chunk.start == 0:
+                batch, _, width = states.shape
+                self.stream = ChunkStream(batch, ids.shape[1], width, states.dtype, chunk_size, self.device)
+            self.stream.write(chunk, states)
+        self.stream.finish()
+
+    def passage(self, hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int) -> chunking.Passage:
+        states = self.stream.states
+        if hidden_states.shape != states.shape:
+            raise UnsupportedModelError(
+                f"hidden states became {list(hidden_states.shape)} between layers, and were {list(states.shape)}; set "
+                f"hidden_device to {GPU}"
+            )
+        if hidden_states.data_ptr() != states.data_ptr():
+            states.copy_(hidden_states)  # the model has made others of them
+        return _ThroughDram(self, kwargs, chunk_size)
+
+    def along(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that goes along with every layer, in page-locked memory or on the GPU."""
+        if id(tensor) not in self._along:
+            locked = None if self._keeps_tables else PageLocked.copy_of(tensor, self.device)
+            # The tensor itself is held, so that no other comes to have its id.
+            self._along[id(tensor)] = tensor, locked, tensor.to(self.device) if locked is None else locked.tensor
+        return self._along[id(tensor)][2]
+
+
+class _ThroughDram:
+    """The way through a module of hidden states that come from DRAM and go back there."""
+
+    def __init__(self, walk: _Walk, kwargs: dict[str, Any], chunk_size: int) -> None:
+        self._walk, self._kwargs, self._chunk_size = walk, kwargs, chunk_size
+
+    def chunks(self) -> Iterator[tuple[slice, torch.Tensor, dict[str, Any]]]:
+        stream = self._walk.stream
+        chunks = chunking.cut(stream.states.shape[1], self._chunk_size)
+        for chunk, (states, kwargs) in zip(chunks, stream.read(chunks, self._along), strict=True):
+            current = torch.cuda.current_stream(self._walk.device)
+            for tensor in _tensors(kwargs.values()):
+                if tensor.is_cuda:
+                    tensor.record_stream(current)
+            yield chunk, states, kwargs
+
+    def _along(self, chunk: slice) -> dict[str, Any]:
+        total = self._walk.stream.states.shape[1]
+        return {name: self._sent(name, value, chunk, total) for name, value in self._kwargs.items()}
+
+    def _sent(self, name: str, value: Any, chunk: slice, total: int) -> Any:
+        if isinstance(value, tuple | list) and name in chunking.SEQUENCE_DIM:
+            return type(value)(self._sent(name, part, chunk, total) for part in value)
+        if not isinstance(value, torch.Tensor) or name not in chunking.SEQUENCE_DIM:
+            return value
+        part = chunking.sliced(name, self._walk.along(value), chunk, total)
+        return part.to(self._walk.device, non_blocking=True)
+
+    def put(self, chunk: slice, result: torch.Tensor) -> None:
+        self._walk.stream.write(chunk, result)
+
+    def output(self) -> torch.Tensor:
+        # The model's own forward may read them now.
+        self._walk.stream.finish()
+        return self._walk.stream.states
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)

@@ -1,0 +1,52 @@
+"""Decoder layers whose weights lie in DRAM, under a model that computes on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpu_ops.layer_stream import LayerStream
+from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.errors import UnsupportedModelError
+from hetero_kv.models.placing import weight_bytes
+
+_STREAMED = "_hetero_kv_streamed"
+
+
+def walked_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that run in chunks, in the order in which a module walks through them; none for another module."""
+    lists = [child for child in model.children() if isinstance(child, nn.ModuleList)]
+    return [layer for layers in lists for layer in layers if isinstance(layer, ChunkedDecoderLayer)]
+
+
+def lies_in_dram(layer: nn.Module, device: torch.device) -> bool:
+    """Whether a layer's weights lie in DRAM while `device` computes."""
+    return device.type == "cuda" and any(parameter.device.type == "cpu" for parameter in layer.parameters())
+
+
+def stream_weights(model: Any, device: torch.device) -> None:
+    """Have weights that lie in DRAM come to `device`, which computes, a layer ahead; once for a model's operators.
+
+    Raises UnsupportedModelError where some of the layers are no ChunkedDecoderLayers.
+    """
+    layers = walked_layers(model)
+    if not layers or getattr(layers[0], _STREAMED, False) or not any(lies_in_dram(each, device) for each in layers):
+        return
+    others = [layer for each in model.children() if isinstance(each, nn.ModuleList) for layer in each]
+    if len(others) != len(layers):
+        raise UnsupportedModelError(
+            f"{len(others) - len(layers)} layers of {type(model).__name__} are no ChunkedDecoderLayers, and its "
+            "weights lie in DRAM; add a rule for them, or set weights_device to gpu"
+        )
+    LayerStream(layers, device)
+    layers[0].__dict__[_STREAMED] = True
+
+
+def bytes_of_room(model: nn.Module, device: torch.device) -> int:
+    """What the stream will take on `device`, bytes, where it is not there yet; 0 where weights lie on the device."""
+    layers = [layer for module in model.modules() for layer in walked_layers(module)]
+    if not layers or getattr(layers[0], _STREAMED, False) or not lies_in_dram(layers[0], device):
+        return 0
+    return LayerStream.device_bytes([weight_bytes((*layer.parameters(), *layer.buffers())) for layer in layers])

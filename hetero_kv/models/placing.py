@@ -1,0 +1,84 @@
+"""Which of a model's weights lie where: on the device that computes, or, but for a layer at a time, in DRAM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero_kv.models.errors import ModelError
+
+AUTO, GPU, DRAM = "auto", "gpu", "dram"
+# Of a GPU's free memory, what weights may take of it before `auto` leaves them in DRAM: a context needs the rest.
+_MOST_OF_GPU = 0.9
+
+
+def decoder_layers(model: Any) -> nn.ModuleList | None:
+    """The layers that a model walks through; None where there is no list of so many as its configuration says."""
+    count = model.config.get_text_config().num_hidden_layers
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
+    return next(lists, None)
+
+
+def weight_bytes(tensors: Any, dtype: torch.dtype | None = None) -> int:
+    """Bytes of tensors, each once; floating-point ones in `dtype`, where it is given."""
+    sizes = {
+        id(tensor): tensor.numel() * (dtype.itemsize if dtype and tensor.is_floating_point() else tensor.element_size())
+        for tensor in tensors
+    }
+    return sum(sizes.values())
+
+
+def lie_in_dram(weights_device: str, weights: int, free: int | None) -> bool:
+    """Whether the weights of a model on a GPU lie in DRAM.
+
+    Args:
+        weights_device: the setting, `auto`, `gpu` or `dram`.
+        weights: bytes of all of them.
+        free: of the GPU's memory, bytes; None where nothing is known of it.
+    """
+    if weights_device == AUTO:
+        return free is not None and weights > _MOST_OF_GPU * free
+    return weights_device == DRAM
+
+
+def placed(model: Any, device: torch.device, weights_device: str) -> Any:
+    """A model that is loaded, with its weights where they are to lie.
+
+    Args:
+        device: that computes.
+        weights_device: as of `lie_in_dram`.
+
+    Raises ModelError where those of its layers are to lie in DRAM, and it has no list of layers.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        if lie_in_dram(weights_device, weight_bytes((*model.parameters(), *model.buffers())), free):
+            return with_layers_in_dram(model, device)
+    return model.to(device)
+
+
+def with_layers_in_dram(model: Any, device: torch.device) -> Any:
+    """The model with everything but its layers on `device`. Raises ModelError where it has no list of layers."""
+    layers = decoder_layers(model)
+    if layers is None:
+        raise ModelError(
+            f"{type(model).__name__} has no list of its layers, so that its weights cannot lie in DRAM; set "
+            "weights_device to gpu, or device to cpu"
+        )
+    inside = {id(module) for module in layers.modules()}
+    moved: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        if id(module) in inside:
+            continue
+        for owner in (module._parameters, module._buffers):
+            for name, tensor in owner.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in moved:
+                    data = tensor.data.to(device)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    moved[id(tensor)] = nn.Parameter(data, requires_grad=False) if is_parameter else data
+                owner[name] = moved[id(tensor)]
+    return model

@@ -1,0 +1,103 @@
+"""`python -m benchmarks.gpu` runs whole, at tiny size, and keeps to its time."""
+
+from __future__ import annotations
+
+import json
+import time
+from unittest.mock import patch
+
+import pytest
+import torch
+from devices import device_called
+
+from benchmarks import gpu
+from benchmarks.gpu_speed.budget import Budget, TimeUp
+from benchmarks.gpu_speed.measurements import Measurement
+from benchmarks.gpu_speed.step_parts import REST
+from benchmarks.gpu_speed.subject import Row
+from hetero_kv.errors import OutOfMemoryError
+
+ROW = Row("quest", 400, 1, 2, None, 2.0, 500.0, 3_000_000_000, {"waits for queries": 0.5, REST: 1.5})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_everything_is_measured_at_tiny_size(device, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    with device_called(device):
+        words = ["--device", device, "--tiny", "--minutes", "30", "--without_checks", "--json", str(report)]
+        assert gpu.main(words) == 0
+    found = json.loads(report.read_text())
+    assert (found["failed"], found["left_out"]) == ([], {})
+    by_batch = {(name, batch) for name in ("untouched", "shadowkv") for batch in (1, 2)}
+    assert {(row["name"], row["batch"]) for row in found["rows"]} == by_batch | {("ktransformers", 1), ("quest", 1)}
+    assert all(row["milliseconds"] > 0 for row in found["rows"])
+    parts = {row["name"]: set(row["parts"]) for row in found["rows"]}
+    assert ("waits for queries" in parts["quest"]) is (device == "cuda")
+    assert "waits for chosen chunks" in parts["shadowkv"]
+    assert capsys.readouterr().out.count("\n| ") == len(found["rows"]) + 1
+
+
+def ran(measurements, words=()):
+    """The exit status of a run of these measurements."""
+
+    class Given(list):
+        def learn(self, row):
+            pass
+
+    with patch.object(gpu, "Measurements", lambda setting: Given(measurements)):
+        return gpu.main(["--device", "cpu", "--tiny", "--without_checks", *words])
+
+
+def test_what_would_not_end_in_time_is_left_out_and_what_does_not_is_broken_off(capsys):
+    def endless():
+        while True:
+            time.sleep(0.01)
+
+    measured = [
+        Measurement("quick", 0.0, lambda: ROW),
+        Measurement("long", 1e6, lambda: ROW),
+        Measurement("endless", 0.0, endless),
+        Measurement("late", 0.0, lambda: ROW),
+    ]
+    assert ran(measured, ["--minutes", "0.01"]) == 0
+    told = capsys.readouterr().out
+    assert "left out: long (would take some 1000000 s" in told
+    assert "left out: endless (broken off when the time was over)" in told
+    assert "left out: late (broken off when the time was over)" in told
+    assert "1 rows, 0 failed, 3 left out" in told
+    assert (
+        "| quest | 400 | 1 | 2 | filled | 2.00 | 500.0 | 3.0 | waits for queries 0.50, the model, launches 1.50 |"
+        in told
+    )
+
+
+def test_what_finds_no_memory_is_left_out_and_what_fails_is_a_failure(capsys):
+    def raising(error):
+        def run():
+            raise error
+
+        return run
+
+    measured = [
+        Measurement("large", 0.0, raising(OutOfMemoryError("no room\nat all"))),
+        Measurement("wrong", 0.0, raising(RuntimeError("logits that are not finite"))),
+    ]
+    assert ran(measured) == 1
+    told = capsys.readouterr().out
+    assert "left out: large (no room)" in told
+    assert "0 rows, 1 failed, 1 left out" in told
+
+
+def test_a_budget_that_is_spent_begins_nothing():
+    budget = Budget(0.0)
+    assert budget.left == 0
+    with pytest.raises(TimeUp), budget.enforced():
+        pytest.fail("it began")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_runs_without_one(capsys):
+    with pytest.raises(SystemExit):
+        gpu.main([])
+    assert "--device cpu --tiny" in capsys.readouterr().err
