@@ -9,11 +9,12 @@ from cpu_ops import run_attention
 from cpu_ops.line_sums import line_sums
 from cpu_ops.run_attention import attend_runs, runs_in_bfloat16
 from cpu_ops.threads import at_most
+from gpu_ops.merge import apply_sink
 
 
 def chosen_attention(
     q: torch.Tensor, past_k: torch.Tensor, past_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: np.ndarray,
-    starts: np.ndarray, scale: float, softcap: float | None = None,
+    starts: np.ndarray, scale: float, softcap: float | None = None, sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Causal attention of a chunk to the tokens in `runs`, on the CPU: in bfloat16 where that CPU multiplies it.
 
@@ -21,6 +22,7 @@ def chosen_attention(
         q: [batch, heads, n, k_dim].
         past_k, past_v, k, v: as for `attention.chunk_attention`.
         runs, starts: as for `cpu_ops.run_attention.attend_runs`.
+        scale, softcap, sink: as for `attention.chunk_attention`.
 
     Returns (out [batch, heads, n, v_dim] in q's dtype, lse [batch, heads, n] float32).
     """
@@ -33,7 +35,8 @@ def chosen_attention(
     out, lse = attend_runs(queries, past_keys, past_values, keys, values, runs, starts, scale, softcap or 0.0, threads)
     result = torch.from_numpy(out)
     result = result.view(torch.bfloat16) if in_bits else result.to(q.dtype)
-    return result.transpose(1, 2), torch.from_numpy(lse)
+    attended = result.transpose(1, 2), torch.from_numpy(lse)
+    return attended if sink is None else apply_sink(*attended, sink)
 
 
 def compile_for_chosen(dtype: torch.dtype, k_dim: int, v_dim: int, softcapped: bool) -> None:

@@ -180,6 +180,17 @@ def logits(model, recipe, ids, repeats=1, **settings):
     return out
 
 
+def test_with_everything_chosen_learned_sinks_take_their_share():
+    # The sinks of a random model are too small to be seen.
+    model = tiny_model("gpt_oss", max_position_embeddings=2048)
+    for layer in model.model.layers:
+        torch.nn.init.constant_(layer.self_attn.sinks, 6.0)
+    ids = torch.randint(1, 97, (1, 250), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        exact = model(ids).logits
+    assert torch.allclose(logits(model, "flexprefill", ids, prefill_mass=1.0), exact, atol=1e-3)
+
+
 @pytest.mark.parametrize("recipe", ["minference", "flexprefill", "shadowkv_minference"])
 def test_with_everything_chosen_a_prompt_prefills_exactly(qwen2, recipe):
     ids = torch.randint(1, 97, (2, 500), generator=torch.Generator().manual_seed(1))

@@ -9,7 +9,6 @@ import torch
 
 from gpu_ops.attention import chunk_attention
 from gpu_ops.chosen_keys import compile_for_chosen
-from gpu_ops.merge import apply_sink
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.engine.step import Step
@@ -42,20 +41,20 @@ class PromptAttention:
         self, step: Step, call: AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `chunk_attention`, of the call's chunk behind [batch, kv_heads, past, dim] keys and values."""
-        chunk, settings = Chunk(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap), self._settings
+        settings = self._settings
+        chunk = Chunk(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
         if not settings.prefills_sparsely or chunk.total <= settings.prefill_from or not self._can(call.q):
-            return _dense(chunk, call.sink)
+            return _dense(chunk)
         if settings.prefill == "flexprefill":
             keys = flexprefill.keys_of(chunk, settings.prefill_mass, settings.prefill_least)
-            return _with_sink(*chunk.attention(keys)[:2], call.sink)
+            return chunk.attention(keys)[:2]
         patterns = self._known(chunk)
         if patterns is not None:
-            return _with_sink(*chunk.attention(minference.keys_of(chunk, patterns))[:2], call.sink)
-        if not chunk.total == step.length >= _SEARCHED_FROM * settings.prefill_from:
-            return _dense(chunk, call.sink)
+            return chunk.attention(minference.keys_of(chunk, patterns))[:2]
         out, lse = _dense(chunk)
-        self._search(chunk, out)
-        return _with_sink(out, lse, call.sink)
+        if chunk.total == step.length >= _SEARCHED_FROM * settings.prefill_from:
+            self._search(chunk, out)
+        return out, lse
 
     def compile(self, dtype: torch.dtype, k_dim: int, v_dim: int, softcap: float) -> None:
         """Compile what prompts need on a CPU, before the first of them waits for it."""
@@ -92,9 +91,8 @@ class PromptAttention:
         self._file.add(self._key, self._patterns, chunk.total)
 
 
-def _dense(chunk: Chunk, sink: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    return chunk_attention(chunk.q, chunk.past_k, chunk.past_v, chunk.k, chunk.v, chunk.scale, chunk.softcap, sink)
-
-
-def _with_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    return (out, lse) if sink is None else apply_sink(out, lse, sink)
+def _dense(chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `chunk_attention`."""
+    return chunk_attention(
+        chunk.q, chunk.past_k, chunk.past_v, chunk.k, chunk.v, chunk.scale, chunk.softcap, chunk.sink
+    )

@@ -25,6 +25,7 @@ class Chunk:
         past_k, past_v: [batch, kv_heads, past, dim].
         k, v: [batch, kv_heads, n, dim].
         scale, softcap: of the scores.
+        sink: [heads], scores of learned sinks; None: none.
     """
 
     q: torch.Tensor
@@ -34,6 +35,7 @@ class Chunk:
     v: torch.Tensor
     scale: float
     softcap: float | None
+    sink: torch.Tensor | None = None
 
     @property
     def past(self) -> int:
@@ -67,7 +69,7 @@ class Chunk:
             for past, new in ((self.past_k, self.k), (self.past_v, self.v))
         )
         q, k, v = (each[:, :, own] for each in (self.q, self.k, self.v))
-        return Chunk(q, past_k, past_v, k, v, self.scale, self.softcap)
+        return Chunk(q, past_k, past_v, k, v, self.scale, self.softcap, self.sink)
 
     def attention(self, heads: list[Lines | Blocks]) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
         """Attention to the keys that each row and head attends to, one after the other.
@@ -77,7 +79,7 @@ class Chunk:
         """
         runs, starts = runs_of(heads, self.past, self.n)
         out, lse = chosen_attention(
-            self.q, self.past_k, self.past_v, self.k, self.v, runs, starts, self.scale, self.softcap
+            self.q, self.past_k, self.past_v, self.k, self.v, runs, starts, self.scale, self.softcap, self.sink
         )
         sums = np.concatenate(([0], np.cumsum(runs[:, 1] - runs[:, 0], dtype=np.int64)))
         by_block = (sums[starts[1:]] - sums[starts[:-1]]).reshape(*self.q.shape[:2], -1)
