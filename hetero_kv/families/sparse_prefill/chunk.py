@@ -113,9 +113,13 @@ class HeadView:
         ranked = _ranked(by_distance, band_tokens)
         return Lines.of(_best(by_token, tokens), distances_within(ranked, QUERY_BLOCK, ALWAYS_NEAR, band_tokens))
 
-    def lines_of_mass(self, mass: float) -> Lines:
-        """The fewest tokens, and the fewest distances, that have this share of the last queries' attention each."""
-        return Lines.of(*(_fewest(sums, mass) for sums in self.sums))
+    def lines_of_mass(self, mass: float, least: int) -> Lines:
+        """The fewest tokens, and the fewest distances, that have this share of the last queries' attention each.
+
+        least: tokens at least.
+        """
+        by_token, by_distance = self.sums
+        return Lines.of(_fewest(by_token, mass, least), _fewest(by_distance, mass))
 
     def block_scores(self, key_means: torch.Tensor) -> torch.Tensor:
         """Scores of key blocks by the means of blocks of queries, [query blocks, key blocks] float32, causal.
@@ -147,9 +151,10 @@ def _ranked(values: np.ndarray, count: int) -> np.ndarray:
     return best[np.argsort(-values[best], kind="stable")]
 
 
-def _fewest(values: np.ndarray, mass: float) -> np.ndarray:
-    """Indices of the fewest values that have this share of their sum."""
+def _fewest(values: np.ndarray, mass: float, least: int = 0) -> np.ndarray:
+    """Indices of the fewest values that have this share of their sum, and are `least` at least."""
     order = np.argsort(-values, kind="stable")
     if mass >= 1:
         return order
-    return order[: int(np.searchsorted(np.cumsum(values[order], dtype=np.float64), mass * values.sum())) + 1]
+    needed = int(np.searchsorted(np.cumsum(values[order], dtype=np.float64), mass * values.sum())) + 1
+    return order[: max(needed, least)]

@@ -25,7 +25,7 @@ def keys_of(chunk: Chunk, mass: float, least: int) -> list[Lines | Blocks]:
 def _keys(view: HeadView, means: torch.Tensor, mass: float, least: int) -> Lines | Blocks:
     if estimate_distance(view, means) < _NEAR:
         return blocks_of_mass(view.block_scores(means), mass, least)
-    return view.lines_of_mass(mass)
+    return view.lines_of_mass(mass, least)
 
 
 def estimate_distance(view: HeadView, means: torch.Tensor) -> float:
