@@ -55,15 +55,19 @@ def _word_everywhere(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
 
 def _multiply(
     v: Vectors, rows: int, row_words: int, left: ir.Value, right: ir.Value, right_pitch: int, depth: ir.Value,
-    slots: list[ir.Value],
+    slots: list[ir.Value], left_step: int = 1,
 ) -> None:  # fmt: skip
-    """Add a product to the tile in `slots`, `rows` times as many vectors of columns: left's words by right's rows."""
+    """Add a product to the tile in `slots`, `rows` times as many vectors of columns: left's words by right's rows.
+
+    Word i of left's row r lies at r * row_words + i * left_step.
+    """
     vectors = len(slots) // rows
     with cgutils.for_range(v.builder, depth) as loop:
         line = offset(v.builder, right, v.builder.mul(loop.index, integer(right_pitch)))
         columns = [_words(v.builder, offset(v.builder, line, LANES * each)) for each in range(vectors)]
         for row in range(rows):
-            word = _word_everywhere(v.builder, offset(v.builder, offset(v.builder, left, loop.index), row * row_words))
+            start = offset(v.builder, left, v.builder.mul(loop.index, integer(left_step)))
+            word = _word_everywhere(v.builder, offset(v.builder, start, row * row_words))
             for column, slot in zip(columns, slots[row * vectors : (row + 1) * vectors], strict=True):
                 _add_pairs(v, slot, word, column)
 
@@ -96,6 +100,22 @@ def score_tile_bf16(typingctx, rows, depth, pitch, q, q_at, keys, count, scores)
     return types.none(rows, depth, pitch, q, at, keys, at, scores), codegen
 
 
+def _add_values(
+    v: Vectors, rows: int, dim: int, weights: ir.Value, row_words: int, step: int, pairs: ir.Value, values: ir.Value,
+    sums: ir.Value,
+) -> None:  # fmt: skip
+    """Add to sums [rows, dim] the products of weights' words, which lie as for `_multiply`, and values [pairs, dim]."""
+    builder = v.builder
+    for start in range(0, dim, COLUMNS):
+        width = min(COLUMNS, dim - start) // LANES
+        cells = [(row, start + part * LANES) for row in range(rows) for part in range(width)]
+        places = [offset(builder, sums, row * dim + column) for row, column in cells]
+        slots = v.slots([v.load(place) for place in places])
+        _multiply(v, rows, row_words, weights, offset(builder, values, start), dim, pairs, slots, step)
+        for place, slot in zip(places, slots, strict=True):
+            v.store(builder.load(slot), place)
+
+
 @intrinsic(prefer_literal=True)
 def add_values_bf16(typingctx, rows, dim, pitch, weights, pairs, values, sums, sums_at):
     """Add weighted values: sums[sums_at + r * dim + d], d < dim, by `pairs` pairs of tokens.
@@ -106,26 +126,72 @@ def add_values_bf16(typingctx, rows, dim, pitch, weights, pairs, values, sums, s
     height, size, stride = (each.literal_value for each in (rows, dim, pitch))
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        v = Vectors(builder, LANES)
         halves = array_pointer(context, builder, weights, arguments[3], integer(0))
         w_pointer = builder.bitcast(halves, ir.IntType(32).as_pointer())
         v_pointer = array_pointer(context, builder, values, arguments[5], integer(0))
         s_pointer = array_pointer(context, builder, sums, arguments[6], arguments[7])
-        for start in range(0, size, COLUMNS):
-            width = min(COLUMNS, size - start) // LANES
-            places = [
-                offset(builder, s_pointer, row * size + start + part * LANES)
-                for row in range(height)
-                for part in range(width)
-            ]
-            slots = v.slots([v.load(place) for place in places])
-            _multiply(v, height, stride, w_pointer, offset(builder, v_pointer, start), size, arguments[4], slots)
-            for place, slot in zip(places, slots, strict=True):
-                v.store(builder.load(slot), place)
+        _add_values(Vectors(builder, LANES), height, size, w_pointer, stride, 1, arguments[4], v_pointer, s_pointer)
         return context.get_dummy_value()
 
     at = types.int64
     return types.none(rows, dim, pitch, weights, at, values, sums, at), codegen
+
+
+@intrinsic(prefer_literal=True)
+def add_values_of_lanes_bf16(typingctx, rows, dim, pitch, weights, weights_at, pairs, values, sums, sums_at):
+    """As `add_values_bf16`, weights being words, pairs of tokens for each query: word (pair, r) at
+    weights_at + pair * pitch + r."""
+    height, size, stride = (each.literal_value for each in (rows, dim, pitch))
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        w_pointer = array_pointer(context, builder, weights, arguments[3], arguments[4])
+        v_pointer = array_pointer(context, builder, values, arguments[6], integer(0))
+        s_pointer = array_pointer(context, builder, sums, arguments[7], arguments[8])
+        _add_values(Vectors(builder, LANES), height, size, w_pointer, 1, stride, arguments[5], v_pointer, s_pointer)
+        return context.get_dummy_value()
+
+    at = types.int64
+    return types.none(rows, dim, pitch, weights, at, at, values, sums, at), codegen
+
+
+@intrinsic(prefer_literal=True)
+def lane_weights_bf16(typingctx, pitch, scores, s_at, pairs, factor, most, m_at, weights, totals):
+    """Write 2 ** ((score - most) * factor) of two tokens each as a word of bfloat16 and add them to totals.
+
+    scores: [2 * pairs, pitch], a query in each of the 16 lanes from `s_at` on; most, totals: from `m_at` on. weights:
+    words, [pairs, pitch], from `s_at` on.
+    """
+    stride = pitch.literal_value
+    words = ir.VectorType(ir.IntType(32), LANES)
+    shorts = ir.VectorType(ir.IntType(16), LANES)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        v = Vectors(builder, LANES)
+        s_pointer = array_pointer(context, builder, scores, arguments[1], arguments[2])
+        w_pointer = array_pointer(context, builder, weights, arguments[7], arguments[2])
+        t_pointer = array_pointer(context, builder, totals, arguments[8], arguments[6])
+        shift = v.load(array_pointer(context, builder, most, arguments[5], arguments[6]))
+        blank = ir.Constant(v.type, ir.Undefined)
+        mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+        times = builder.shuffle_vector(builder.insert_element(blank, arguments[4], integer(0)), blank, mask)
+        (slot,) = v.slots([v.load(t_pointer)])
+        with cgutils.for_range(builder, arguments[3]) as loop:
+            line = builder.mul(loop.index, integer(2 * stride))
+            halves = []
+            for token in range(2):
+                score = v.load(offset(builder, offset(builder, s_pointer, line), token * stride))
+                weight = v.exp2(builder.fmul(builder.fsub(score, shift), times))
+                builder.store(builder.fadd(builder.load(slot), weight), slot)
+                bits = builder.bitcast(builder.fptrunc(weight, _HALVES), shorts)
+                halves.append(builder.zext(bits, words))
+            upper = builder.shl(halves[1], ir.Constant(words, [16] * LANES))
+            place = offset(builder, w_pointer, builder.mul(loop.index, integer(stride)))
+            builder.store(builder.or_(halves[0], upper), builder.bitcast(place, words.as_pointer()), align=4)
+        v.store(builder.load(slot), t_pointer)
+        return context.get_dummy_value()
+
+    real, at = types.float32, types.int64
+    return types.none(pitch, scores, at, at, real, most, at, weights, totals), codegen
 
 
 @intrinsic

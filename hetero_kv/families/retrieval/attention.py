@@ -29,6 +29,7 @@ from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.reading import Taken
 from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, ESTIMATED_SHARE
 from hetero_kv.families.retrieval.windowed_decode import WindowedDecode
+from hetero_kv.families.sparse_prefill.settings import PREFILLS
 from hetero_kv.store.pool import BlockPool
 
 #: Settings that decide nothing of what is stored (see `stored_by`).
@@ -151,13 +152,14 @@ class RetrievalAttention(WindowedDecode):
             q[:, None], pool.key_array, pool.value_array, ids, one, one[0], 1.0, softcap, key_offsets=pool.offset_array
         )
         self._bound_step(pool, one[0], group, softcap > 0, self._own_config.dtype)
+        self.prompt_attention.compile(self._own_config.dtype, k_dim, v_dim, softcap)
 
     # -- what others ask
 
     @classmethod
     def registries(cls) -> Mapping[str, Mapping[str, str]]:
         known = {name: representatives.get(name).meaning for name in representatives.names()}
-        return {"Representatives of a block (representative_type)": known}
+        return {"Representatives of a block (representative_type)": known, **PREFILLS}
 
     def settings_in_layer(self) -> dict[str, Any]:
         own: dict[str, Any] = {"second_block_count": "all" if self.budget is None else self.budget}
@@ -167,7 +169,8 @@ class RetrievalAttention(WindowedDecode):
 
     def stored_by(self) -> dict[str, Any]:
         """See AttentionOperator: how many blocks are attended to, and how they are chosen, may change."""
-        kept = {name: value for name, value in self.settings_in_layer().items() if name not in _CHOOSING}
+        idle = _CHOOSING | self.settings.idle_prefill_settings
+        kept = {name: value for name, value in self.settings_in_layer().items() if name not in idle}
         derived = Derived() if self.budget is None else Derived.of(self.settings)
         return kept | {"is_scored": self.budget is not None, "derived": list(derived)}
 

@@ -53,21 +53,29 @@ class ExactPrefill(AttentionOperator):
             if call.sink is not None:
                 out, lse = apply_sink(out, lse, call.sink)
         else:
-            out, lse = self._attended_chunk(layer, call)
+            out, lse = self._attended_chunk(layer, step, call)
         if layer.state.observation is not None:
             layer.state.observation.watch(call.q, lse, call.scale, call.softcap)
         return out.to(call.q.dtype)
 
-    def _attended_chunk(self, layer: RetrievalLayer, call: bridge.AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attended_chunk(
+        self, layer: RetrievalLayer, step: Step, call: bridge.AttentionCall
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of a chunk to everything before and to itself, out and lse as `chunk_attention`."""
         past_k, past_v = layer.extend(call.k, call.v)
-        given = call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap
         assert layer.prefill_buffer is not None
         if not layer.prefill_buffer.first:
-            return chunk_attention(*given, call.sink)
+            return self.attend_chunk(step, call, past_k, past_v)
+        given = call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap
         pieces = layer.pieces(0, call.k)
         out, lse = attention_to_pieces(pieces, call.q, *chunk_attention(*given), call.scale, call.softcap)
         return (out, lse) if call.sink is None else apply_sink(out, lse, call.sink)
+
+    def attend_chunk(
+        self, step: Step, call: bridge.AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of a chunk behind keys and values [batch, kv_heads, past, dim]: as `chunk_attention`."""
+        return chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
 
     def load_prefill(self, layer: RetrievalLayer, step: Step, recorded: RecordedPrompt) -> None:
         observation = self._new_observation(step)

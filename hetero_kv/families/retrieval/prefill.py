@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gpu_ops.host_copies import on_host
+from hetero_kv.adapter import bridge
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval import representatives
@@ -21,6 +22,7 @@ from hetero_kv.families.retrieval.preselection import block_votes, preselect
 from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.families.retrieval.short_turn import received_attention
 from hetero_kv.families.retrieval.state import SELECTED_AT, SELECTIONS
+from hetero_kv.families.sparse_prefill.attention import PromptAttention
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.setting import LARGEST
 
@@ -54,6 +56,13 @@ class RetrievalPrefill(ExactPrefill):
         preselected = layer_budget("preselect_block_count", settings.preselect_block_count, self.layer_idx, layers)
         self.preselected = preselected if settings.preselect_block and self.budget is not None else None
         self.accumulates = self.representative_type.needs_attention and self.budget is not None
+        self.prompt_attention = PromptAttention(self, settings)
+        self.prefills_exactly = self.continues_exactly = not settings.prefills_sparsely
+
+    def attend_chunk(
+        self, step: Step, call: bridge.AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.prompt_attention(step, call, past_k, past_v)
 
     def _new_observation(self, step: Step) -> Observation | None:
         watched = self.accumulates or self.preselected is not None

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from hetero_kv.families.retrieval.budgets import Pyramid
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
-from hetero_kv.settings.setting import SettingError, Settings, setting
+from hetero_kv.families.sparse_prefill.settings import PrefillSettings
+from hetero_kv.settings.setting import SettingError, setting
 
 if TYPE_CHECKING:
     from hetero_kv.store.storage import StorageType
@@ -38,7 +39,7 @@ def _representative_storages() -> Iterable[str]:
 
 
 @dataclass(frozen=True)
-class RetrievalSettings(PagedSettings, Settings):
+class RetrievalSettings(PagedSettings, PrefillSettings):
     """KTransformers' CPU sparse attention: Initial | Context | Local, of which Context is retrieved by blocks."""
 
     block_size: int = setting(128, "tokens of a Context block", unit="tokens", minimum=1)

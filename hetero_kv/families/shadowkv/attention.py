@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numba
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpu_ops.attention import attention_with_lse, chunk_attention
+from gpu_ops.attention import attention_with_lse
 from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kv_shape import KVShape
@@ -30,6 +31,8 @@ from hetero_kv.families.shadowkv.partition import attended_tokens, chunk_budget
 from hetero_kv.families.shadowkv.read_bytes import read_bytes
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import CHUNK_HIT_RATE, KEY_ENERGY_OUTSIDE, KEY_RANK
+from hetero_kv.families.sparse_prefill.attention import PromptAttention
+from hetero_kv.families.sparse_prefill.settings import PREFILLS
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.settings.engine_settings import EngineSettings
 
@@ -56,6 +59,8 @@ class ShadowKVAttention(AttentionOperator):
         channels = self._key_channels()
         self._sized, self._energy = settings.sized(channels), settings.energy(channels)
         self.rotation: Rotation | None = None
+        self.prompt_attention = PromptAttention(self, settings)
+        self.prefills_exactly = not settings.prefills_sparsely
         self.threads = min(engine.resolved_threads(), numba.config.NUMBA_NUM_THREADS)
 
     @classmethod
@@ -127,8 +132,7 @@ class ShadowKVAttention(AttentionOperator):
     def prefill_chunk(self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         self._require_full(call)
         past_k, past_v = layer.extend(call.k, call.v)
-        out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap)
-        return out if call.sink is None else apply_sink(out, lse, call.sink)[0]
+        return self.prompt_attention(step, call, past_k, past_v)[0].to(call.q.dtype)
 
     def _require_full(self, call: bridge.AttentionCall) -> None:
         if call.sliding_window is not None:
@@ -210,6 +214,7 @@ class ShadowKVAttention(AttentionOperator):
         if weight.device.type == "cpu":
             stored = self.settings.value_storage.kernel
             cpu_decode.compile_kernels(weight.dtype, stored, group, k_dim, v_dim)
+        self.prompt_attention.compile(self._own_config.dtype, k_dim, v_dim, softcap)
 
     def _measure_recall(self, layer: LowRankLayer, call: bridge.AttentionCall, lse: torch.Tensor) -> None:
         """Note the share of the full attention mass that was attended to, by the keys that the factors give back."""
@@ -223,6 +228,14 @@ class ShadowKVAttention(AttentionOperator):
         layer.count(layer.counted.with_recall(float(torch.exp(lse.float() - full.float()).mean())))
 
     # -- what others ask
+
+    @classmethod
+    def registries(cls) -> Mapping[str, Mapping[str, str]]:
+        return PREFILLS
+
+    def stored_by(self) -> dict[str, Any]:
+        idle = self.settings.idle_prefill_settings
+        return {name: value for name, value in self.settings_in_layer().items() if name not in idle}
 
     def footprint(self, shape: KVShape) -> LowRankFootprint:
         return LowRankFootprint.of(shape, self.settings)

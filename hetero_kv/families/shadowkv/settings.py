@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from hetero_kv.settings.setting import SettingError, Settings, setting
+from hetero_kv.families.sparse_prefill.settings import PrefillSettings
+from hetero_kv.settings.setting import SettingError, setting
 
 if TYPE_CHECKING:
     from hetero_kv.store.storage import StorageType
@@ -24,7 +25,7 @@ def _storage_types() -> Iterable[str]:
 
 
 @dataclass(frozen=True)
-class ShadowKVSettings(Settings):
+class ShadowKVSettings(PrefillSettings):
     """ShadowKV: low-rank keys where the model computes, values in DRAM, of which chunks are retrieved."""
 
     rank: int | Literal["auto"] = setting(

@@ -1,0 +1,109 @@
+"""Which keys a block of queries attends to, as runs of tokens: made from lines and diagonals, or from blocks."""
+
+import numpy as np
+from numba import njit, types
+
+QUERY_BLOCK = 64
+"""Queries that share a list of keys, from the chunk's first on."""
+
+
+def line_runs(lines: np.ndarray, bands: np.ndarray, past: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Runs of one head in a chunk of n tokens behind `past`, from vertical lines and diagonal bands.
+
+    lines: [count, 2] int32, tokens [first, stop) that all later queries see, in order, without overlap. bands: [count,
+    2] int32, distances [least, stop) at which a query sees keys, likewise. A block of queries sees every token that any
+    of them sees in a band, and its own tokens.
+
+    Returns runs [count, 2] int32 and starts [blocks + 1] int64, where those of each block begin.
+    """
+    return _line_runs(np.ascontiguousarray(lines, np.int32), np.ascontiguousarray(bands, np.int32), past, n)
+
+
+def block_runs(chosen: np.ndarray, past: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Runs of one head in a chunk of n tokens behind `past` from chosen blocks of keys.
+
+    chosen: [blocks, key_blocks] bool; key blocks have `QUERY_BLOCK` tokens, counted from the first of all. A block of
+    queries sees its own tokens besides, and of chosen blocks those before its last query.
+
+    Returns as `line_runs`.
+    """
+    return _block_runs(np.ascontiguousarray(chosen, np.bool_), past, n)
+
+
+_INT2, _INT1 = types.Array(types.int32, 2, "C"), types.Array(types.int64, 1, "C")
+_RESULT = types.Tuple((_INT2, _INT1))
+
+
+@njit(types.boolean(_INT2, _INT1, types.int64, types.int64), cache=True, nogil=True)
+def are_sound(runs, starts, past, n):
+    """Whether runs lie in order, within what their block sees, and end with the block's own tokens."""
+    blocks = -(-n // QUERY_BLOCK)
+    if starts[0] != 0 or starts[starts.size - 1] != runs.shape[0]:
+        return False
+    for item in range(starts.size - 1):
+        if starts[item + 1] <= starts[item] or starts[item + 1] > runs.shape[0]:
+            return False
+        own = past + item % blocks * QUERY_BLOCK
+        stop = min(own + QUERY_BLOCK, past + n)
+        behind = np.int64(0)
+        for run in range(starts[item], starts[item + 1]):
+            if runs[run, 0] < behind or runs[run, 1] <= runs[run, 0]:
+                return False
+            behind = np.int64(runs[run, 1])
+        if behind != stop or runs[starts[item + 1] - 1, 0] > own:
+            return False
+    return True
+
+
+@njit(types.int64(_INT2, types.int64, types.int64, types.int64, types.int64), nogil=True)
+def _added(runs, begin, count, first, stop):
+    """Add [first, stop) to the runs [begin, count), none of which begins later; returns their new end."""
+    if stop <= first:
+        return count
+    if count > begin and first <= runs[count - 1, 1]:
+        runs[count - 1, 1] = max(np.int64(runs[count - 1, 1]), stop)
+        return count
+    runs[count, 0], runs[count, 1] = first, stop
+    return count + 1
+
+
+@njit(_RESULT(_INT2, _INT2, types.int64, types.int64), cache=True, nogil=True)
+def _line_runs(lines, bands, past, n):
+    blocks = -(-n // QUERY_BLOCK)
+    starts = np.zeros(blocks + 1, np.int64)
+    runs = np.empty((blocks * (lines.shape[0] + bands.shape[0] + 1), 2), np.int32)
+    count = np.int64(0)
+    for block in range(blocks):
+        own = past + block * QUERY_BLOCK
+        stop = min(own + QUERY_BLOCK, past + n)
+        begin, line = count, 0
+        # The farthest band comes first.
+        for band in range(bands.shape[0] - 1, -2, -1):
+            first, end = own, stop
+            if band >= 0:
+                first, end = max(np.int64(0), own - bands[band, 1] + 1), stop - bands[band, 0]
+            while line < lines.shape[0] and lines[line, 0] <= first:
+                count = _added(runs, begin, count, np.int64(lines[line, 0]), min(np.int64(lines[line, 1]), stop))
+                line += 1
+            count = _added(runs, begin, count, first, end)
+        starts[block + 1] = count
+    return runs[:count].copy(), starts
+
+
+@njit(_RESULT(types.Array(types.boolean, 2, "C"), types.int64, types.int64), cache=True, nogil=True)
+def _block_runs(chosen, past, n):
+    blocks, key_blocks = chosen.shape
+    starts = np.zeros(blocks + 1, np.int64)
+    runs = np.empty((blocks * (key_blocks // 2 + 2), 2), np.int32)
+    count = np.int64(0)
+    for block in range(blocks):
+        own = past + block * QUERY_BLOCK
+        stop = min(own + QUERY_BLOCK, past + n)
+        begin = count
+        for key_block in range(min(key_blocks, -(-own // QUERY_BLOCK))):
+            if chosen[block, key_block]:
+                first = np.int64(key_block * QUERY_BLOCK)
+                count = _added(runs, begin, count, first, min(first + QUERY_BLOCK, stop))
+        count = _added(runs, begin, count, own, stop)
+        starts[block + 1] = count
+    return runs[:count].copy(), starts

@@ -1,0 +1,322 @@
+"""Causal attention of a chunk of a prompt to chosen keys alone, a list of runs of tokens for each block of queries.
+
+FlashAttention's online softmax (Dao et al. 2022, arXiv:2205.14135, algorithm 1) with a block's queries in the lanes:
+tokens are gathered from wherever they lie, and nothing is summed across lanes. In bfloat16 on CPUs that multiply it
+(AVX512_BF16), in float32 elsewhere.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from cpu_ops.bfloat16_tiles import LANES, add_values_of_lanes_bf16, lane_weights_bf16, score_tile_bf16
+from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.cpu_features import ISAS, has, isa
+from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
+from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
+from cpu_ops.kernel_address import address_of
+from cpu_ops.key_runs import QUERY_BLOCK, are_sound
+from cpu_ops.matrix_tiles import multiply_tile
+from cpu_ops.number_bits import float_to_bfloat16
+from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from cpu_ops.scratch import scratch
+from cpu_ops.softmax_rows import rows_exp2, rows_most
+from cpu_ops.threads import kernel_threads
+
+_TOKENS = 96
+"""Tokens that are gathered at once: their keys, values and scores stay close in the caches."""
+_ROWS = 6
+"""Rows of a register tile in bfloat16: with 4 vectors of columns they leave registers for what is multiplied."""
+_FLOAT_ROWS = 4
+_UNSEEN = np.float32(-3e38)
+"""Score of a token behind the query: finite, so that a query which sees nothing yet has no infinite maximum."""
+
+
+def runs_in_bfloat16(k_dim: int, v_dim: int) -> bool:
+    """Whether `attend_runs` takes bits of bfloat16 in these dimensions on this CPU."""
+    return isa() == "avx512" and has("avx512bf16") and k_dim % LANES == 0 and v_dim % LANES == 0
+
+
+def attend_runs(
+    q: np.ndarray,
+    past_k: np.ndarray,
+    past_v: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    runs: np.ndarray,
+    starts: np.ndarray,
+    scale: float,
+    softcap: float = 0.0,
+    threads: int | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Softmax attention of n tokens to chosen ones of the `past` tokens before them and, causally, of themselves.
+
+    q: [batch, heads, n, k_dim], past_k: [batch, kv_heads, past, k_dim], past_v: [batch, kv_heads, past, v_dim], k and
+    v: [batch, kv_heads, n, dim]: all float32, or all bits of bfloat16 (uint16) where `runs_in_bfloat16`; only the last
+    dimension must be contiguous. runs: [count, 2] int32, tokens [first, stop) of past and chunk; starts: int64,
+    [batch * heads * blocks + 1], where those of each row, head and block of `QUERY_BLOCK` queries begin. A block's runs
+    lie in order, do not overlap, and end with the block's own tokens. scale, above 0, multiplies the scores; softcap
+    c > 0 then turns them into c * tanh(score / c). threads: how many to use (None: Numba's setting).
+
+    Returns out [batch, n, heads, v_dim] as q is and lse [batch, heads, n] float32, the natural logarithm of the sum of
+    exp(score). Raises ValueError or TypeError for arrays that do not fit together or that the CPU cannot multiply, and
+    for runs that are out of order, out of range or lack the block's own tokens.
+    """
+    given = (q, past_k, past_v, k, v)
+    if any(each.ndim != 4 or each.dtype != q.dtype for each in given) or q.dtype not in (np.uint16, np.float32):
+        raise TypeError("q, past_k, past_v, k and v must have four dimensions and be float32, or bits of bfloat16")
+    batch, heads, n, k_dim = q.shape
+    kv_heads, v_dim, past = k.shape[1], v.shape[3], past_k.shape[2]
+    if (
+        k.shape != (batch, kv_heads, n, k_dim)
+        or v.shape != (batch, kv_heads, n, v_dim)
+        or past_k.shape != (batch, kv_heads, past, k_dim)
+        or past_v.shape != (batch, kv_heads, past, v_dim)
+        or heads % kv_heads
+        or min(q.shape) < 1
+    ):
+        raise ValueError(f"q {q.shape}, past {past_k.shape} {past_v.shape}, k {k.shape} and v {v.shape} do not fit")
+    if not scale > 0:
+        raise ValueError(f"scale is {scale}; it must be above 0")
+    is_bits = q.dtype == np.uint16
+    if is_bits and not runs_in_bfloat16(k_dim, v_dim):
+        raise ValueError(f"dims {k_dim} and {v_dim} must be multiples of {LANES}, on a CPU with AVX512_BF16")
+    runs, starts = np.ascontiguousarray(runs, np.int32), np.ascontiguousarray(starts, np.int64)
+    lists = batch * heads * -(-n // QUERY_BLOCK)
+    if runs.ndim != 2 or runs.shape[1] != 2 or starts.shape != (lists + 1,):
+        raise ValueError(f"runs {runs.shape} and starts {starts.shape} are not those of {lists} blocks")
+    if not are_sound(runs, starts, past, n):
+        raise ValueError("runs must lie in order, within past and chunk, and end with the block's own tokens")
+    arrays = [each if each.strides[3] == each.itemsize else np.ascontiguousarray(each) for each in given]
+    if is_bits:
+        arrays = [each.view(np.uint32) if index in (0, 1, 3) else each for index, each in enumerate(arrays)]
+    out = np.empty((batch, n, heads, v_dim), q.dtype)
+    lse = np.empty((batch, heads, n), np.float32)
+    region = address_of(_region(is_bits, isa(), k_dim, v_dim, softcap > 0))
+    with kernel_threads(threads) as used:
+        call_region(
+            "attend runs", "bfloat16" if is_bits else "float32", region,
+            (*arrays, runs, starts, float(scale), float(softcap), out, lse), used,
+        )  # fmt: skip
+    return out, lse
+
+
+def compile_for(in_bfloat16: bool, k_dim: int, v_dim: int, softcapped: bool) -> None:
+    """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first prompt needs it."""
+    _region(in_bfloat16, isa(), k_dim, v_dim, softcapped)
+
+
+@region_arguments("attend runs")
+def _arguments(variant: str) -> tuple[Any, ...]:
+    """(q, past_k, past_v, k, v, runs, starts, scale, softcap, out, lse)."""
+    is_bits = variant == "bfloat16"
+    keys = types.Array(types.uint32 if is_bits else types.float32, 4, "A")
+    values = types.Array(types.uint16 if is_bits else types.float32, 4, "A")
+    out = types.Array(values.dtype, 4, "C")
+    runs, starts = types.Array(types.int32, 2, "C"), types.Array(types.int64, 1, "C")
+    lse = types.Array(types.float32, 3, "C")
+    return keys, keys, values, keys, values, runs, starts, types.float64, types.float64, out, lse
+
+
+def _region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int, softcapped: bool) -> Any:
+    if in_bfloat16:
+        return _bfloat16_region(k_dim, v_dim, softcapped)
+    return _float_region(instructions, k_dim, v_dim, softcapped)
+
+
+@cache
+def _bfloat16_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
+    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
+    depth, columns, tokens, height = k_dim // 2, QUERY_BLOCK, _TOKENS, _ROWS
+    # A register tile of queries may reach behind the last.
+    rows_padded = -(-columns // height) * height
+    code_version = CODE_VERSION
+
+    @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def attend(thread, threads, arguments):
+        q, past_k, past_v, k, v, runs, starts, scale, softcap, out, lse = arguments_at(
+            "attend runs", "bfloat16", arguments
+        )
+        heads, n, kv_heads, past = q.shape[1], q.shape[2], k.shape[1], past_k.shape[2]
+        blocks = -(-n // columns)
+        factor = np.float32(1) if softcapped else np.float32(scale * LOG2_E)
+        before_cap = np.float32(scale / softcap) if softcapped else np.float32(0)
+        turned_q = scratch(depth, columns).view(np.uint32)
+        key_words, value_words = scratch(tokens, depth).view(np.uint32), scratch(tokens // 2, v_dim).view(np.uint32)
+        scores, sums = scratch(tokens, columns), scratch(rows_padded, v_dim)
+        weights = scratch(tokens // 2 + 1, columns).view(np.uint32)
+        listed = np.empty(tokens, np.int64)
+        most, totals, fresh = np.empty((3, columns), np.float32)
+        for item in range(thread, starts.size - 1, threads):
+            block, head, row = item % blocks, item // blocks % heads, item // blocks // heads
+            kv_head, first = head // (heads // kv_heads), block * columns
+            count = min(columns, n - first)
+            turned_q[:] = 0
+            for i in range(count):
+                for d in range(depth):
+                    turned_q[d, i] = q[row, head, first + i, d]
+            most[:], totals[:], sums[:] = _UNSEEN, 0, 0
+            run, token = starts[item], np.int64(0)
+            while run < starts[item + 1]:
+                run, token, filled = _listed(runs, run, token, starts[item + 1], listed)
+                for t in range(filled):
+                    copy_row(depth, _address(past_k, k, row, kv_head, listed[t]), key_words, t * depth)
+                if filled % 2:
+                    # A pair's other half, which no query sees.
+                    listed[filled] = listed[filled - 1]
+                pairs = (filled + 1) // 2
+                for pair in range(pairs):
+                    even = _address(past_v, v, row, kv_head, listed[2 * pair])
+                    odd = _address(past_v, v, row, kv_head, listed[2 * pair + 1])
+                    pair_rows(v_dim, even, odd, value_words, pair * v_dim)
+                for t in range(0, filled, height):
+                    score_tile_bf16(height, depth, columns, key_words, t * depth, turned_q, columns, scores[t:])
+                if softcapped:
+                    for t in range(filled):
+                        for i in range(columns):
+                            scores[t, i] *= before_cap
+                        row_softcap(scores, t, columns, np.float32(softcap) * LOG2_E)
+                if listed[filled - 1] > past + first:
+                    _hide(listed, filled, past + first, scores)
+                if filled % 2:
+                    scores[filled] = _UNSEEN
+                for i in range(0, columns, LANES):
+                    if rows_most(LANES, LANES, scores, i, columns, filled, most, i, fresh, i):
+                        for j in range(i, i + LANES):
+                            if most[j] == fresh[j]:
+                                continue
+                            rescale = exp2((most[j] - fresh[j]) * factor)
+                            most[j] = fresh[j]
+                            totals[j] *= rescale
+                            for d in range(v_dim):
+                                sums[j, d] *= rescale
+                    lane_weights_bf16(columns, scores, i, pairs, factor, most, i, weights, totals)
+                for i in range(0, columns, height):
+                    add_values_of_lanes_bf16(height, v_dim, columns, weights, i, pairs, value_words, sums, i * v_dim)
+            for i in range(count):
+                for d in range(v_dim):
+                    out[row, first + i, head, d] = float_to_bfloat16(sums[i, d] / totals[i])
+                lse[row, head, first + i] = (most[i] * factor + np.log2(totals[i])) * LN_2
+        return np.int64(0 * code_version)
+
+    return attend
+
+
+@cache
+def _float_region(instructions: str, k_dim: int, v_dim: int, softcapped: bool) -> Any:
+    """As `_bfloat16_region`, of float32."""
+    lanes = ISAS[instructions].float_lanes
+    vectors = 4 if ISAS[instructions].registers == 32 else 2
+    wide = vectors * lanes
+    v_pad = -(-v_dim // lanes) * lanes
+    v_full = v_pad // wide * wide
+    v_rest = (v_pad - v_full) // lanes
+    columns, tokens, height = QUERY_BLOCK, _TOKENS, _FLOAT_ROWS
+    code_version = CODE_VERSION
+
+    @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def attend(thread, threads, arguments):
+        q, past_k, past_v, k, v, runs, starts, scale, softcap, out, lse = arguments_at(
+            "attend runs", "float32", arguments
+        )
+        heads, n, kv_heads, past = q.shape[1], q.shape[2], k.shape[1], past_k.shape[2]
+        blocks = -(-n // columns)
+        factor = np.float32(scale / softcap) if softcapped else np.float32(scale * LOG2_E)
+        turned_q, wide_keys, wide_values = scratch(k_dim, columns), scratch(tokens, k_dim), scratch(tokens, v_pad)
+        scores, sums = scratch(tokens, columns), scratch(columns, v_pad)
+        listed = np.empty(tokens, np.int64)
+        most, totals, fresh = np.empty((3, columns), np.float32)
+        for item in range(thread, starts.size - 1, threads):
+            block, head, row = item % blocks, item // blocks % heads, item // blocks // heads
+            kv_head, first = head // (heads // kv_heads), block * columns
+            count = min(columns, n - first)
+            turned_q[:] = 0
+            for i in range(count):
+                for d in range(k_dim):
+                    turned_q[d, i] = q[row, head, first + i, d] * factor
+            most[:], totals[:], sums[:] = _UNSEEN, 0, 0
+            run, token = starts[item], np.int64(0)
+            while run < starts[item + 1]:
+                run, token, filled = _listed(runs, run, token, starts[item + 1], listed)
+                for t in range(filled):
+                    copy_row(k_dim, _address(past_k, k, row, kv_head, listed[t]), wide_keys, t * k_dim)
+                    copy_row(v_dim, _address(past_v, v, row, kv_head, listed[t]), wide_values, t * v_pad)
+                for i in range(0, columns, wide):
+                    for t in range(0, filled, height):
+                        multiply_tile(
+                            lanes, height, vectors, 0, wide_keys, t * k_dim, k_dim, 1, k_dim,
+                            turned_q, i, columns, scores, t * columns + i, columns,
+                        )  # fmt: skip
+                if softcapped:
+                    for t in range(filled):
+                        row_softcap(scores, t, columns, np.float32(softcap) * LOG2_E)
+                if listed[filled - 1] > past + first:
+                    _hide(listed, filled, past + first, scores)
+                for i in range(0, columns, lanes):
+                    if rows_most(lanes, lanes, scores, i, columns, filled, most, i, fresh, i):
+                        for j in range(i, i + lanes):
+                            if most[j] == fresh[j]:
+                                continue
+                            rescale = exp2(most[j] - fresh[j])
+                            most[j] = fresh[j]
+                            totals[j] *= rescale
+                            for d in range(v_pad):
+                                sums[j, d] *= rescale
+                    rows_exp2(lanes, scores, i, columns, filled, most, i, totals, i)
+                for i in range(0, columns, height):
+                    for d in range(0, v_full, wide):
+                        multiply_tile(
+                            lanes, height, vectors, 1, scores, i, 1, columns, filled,
+                            wide_values, d, v_pad, sums, i * v_pad + d, v_pad,
+                        )  # fmt: skip
+                    if v_rest > 0:
+                        multiply_tile(
+                            lanes, height, v_rest, 1, scores, i, 1, columns, filled,
+                            wide_values, v_full, v_pad, sums, i * v_pad + v_full, v_pad,
+                        )  # fmt: skip
+            for i in range(count):
+                for d in range(v_dim):
+                    out[row, first + i, head, d] = sums[i, d] / totals[i]
+                lse[row, head, first + i] = (most[i] + np.log2(totals[i])) * LN_2
+        return np.int64(0 * code_version)
+
+    return attend
+
+
+@njit(nogil=True)
+def _address(past, new, row, head, token):
+    """Where the vector of a token lies, of what came before the chunk or of its own."""
+    held = past.shape[2]
+    if token < held:
+        return row_address(past, row, head, token)
+    return row_address(new, row, head, token - held)
+
+
+@njit(nogil=True)
+def _listed(runs, run, token, stop, listed):
+    """The next tokens of the runs before `stop`: from `token` within `run` on, as many as `listed` takes.
+
+    Returns the run and the token at which the next ones begin, and how many these are.
+    """
+    filled = 0
+    while run < stop and filled < listed.size:
+        first = np.int64(runs[run, 0]) + token
+        count = min(np.int64(runs[run, 1]) - first, listed.size - filled)
+        for t in range(count):
+            listed[filled + t] = first + t
+        filled += count
+        token += count
+        if first + count == runs[run, 1]:
+            run += 1
+            token = np.int64(0)
+    return run, token, filled
+
+
+@njit(nogil=True)
+def _hide(listed, filled, position, scores):
+    """Take from the scores [tokens, queries] those of tokens behind a query, the first of which is at `position`."""
+    for t in range(filled):
+        for i in range(min(scores.shape[1], listed[t] - position)):
+            scores[t, i] = _UNSEEN

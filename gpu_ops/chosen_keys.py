@@ -1,0 +1,72 @@
+"""Attention of a chunk of a prompt to chosen keys, from torch's tensors, and what keys are chosen by."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from cpu_ops import run_attention
+from cpu_ops.line_sums import line_sums
+from cpu_ops.run_attention import attend_runs, runs_in_bfloat16
+from cpu_ops.threads import at_most
+from gpu_ops.merge import apply_sink
+
+
+def chosen_attention(
+    q: torch.Tensor, past_k: torch.Tensor, past_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: np.ndarray,
+    starts: np.ndarray, scale: float, softcap: float | None = None, sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Causal attention of a chunk to the tokens in `runs`, on the CPU: in bfloat16 where that CPU multiplies it.
+
+    Args:
+        q: [batch, heads, n, k_dim].
+        past_k, past_v, k, v: as for `attention.chunk_attention`.
+        runs, starts: as for `cpu_ops.run_attention.attend_runs`.
+        scale, softcap, sink: as for `attention.chunk_attention`.
+
+    Returns (out [batch, heads, n, v_dim] in q's dtype, lse [batch, heads, n] float32).
+    """
+    in_bits = q.dtype is torch.bfloat16 and runs_in_bfloat16(q.shape[3], v.shape[3])
+    queries, past_keys, past_values, keys, values = (
+        (each.detach().view(torch.uint16) if in_bits else each.detach().float()).numpy()
+        for each in (q, past_k, past_v, k, v)
+    )
+    threads = at_most(torch.get_num_threads())
+    out, lse = attend_runs(queries, past_keys, past_values, keys, values, runs, starts, scale, softcap or 0.0, threads)
+    result = torch.from_numpy(out)
+    result = result.view(torch.bfloat16) if in_bits else result.to(q.dtype)
+    attended = result.transpose(1, 2), torch.from_numpy(lse)
+    return attended if sink is None else apply_sink(*attended, sink)
+
+
+def compile_for_chosen(dtype: torch.dtype, k_dim: int, v_dim: int, softcapped: bool) -> None:
+    """Compile what `chosen_attention` needs of a model, before the first prompt waits for it."""
+    in_bits = dtype is torch.bfloat16 and runs_in_bfloat16(k_dim, v_dim)
+    run_attention.compile_for(in_bits, k_dim, v_dim, softcapped)
+
+
+def attention_by_line(
+    q: torch.Tensor, past_k: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attention that tokens, and distances, receive from the last queries of one head, summed over these.
+
+    Args:
+        q: [queries, k_dim], the last ones of the chunk.
+        past_k, k: [past, k_dim] and [n, k_dim].
+
+    Returns two [past + n] float32: by token, and by the distance of the key from the query.
+    """
+    products = torch.cat([q @ past_k.T, q @ k.T], dim=1).float()
+    return line_sums(products.contiguous().numpy(), np.float32(scale), np.float32(softcap or 0.0))
+
+
+def block_means(past: torch.Tensor, new: torch.Tensor, block: int) -> torch.Tensor:
+    """Means of blocks of tokens of [..., past, dim] and [..., n, dim], the last perhaps shorter: [..., blocks, dim]."""
+    total = past.shape[-2] + new.shape[-2]
+    sums = new.new_zeros(*new.shape[:-2], -(-total // block), new.shape[-1], dtype=torch.float32)
+    for start, part in ((0, past), (past.shape[-2], new)):
+        whole = torch.arange(start, start + part.shape[-2]) // block
+        sums.index_add_(-2, whole, part.float())
+    sizes = torch.full((sums.shape[-2], 1), float(block))
+    sizes[-1] = total - (sums.shape[-2] - 1) * block
+    return sums / sizes

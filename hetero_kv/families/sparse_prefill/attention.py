@@ -1,0 +1,98 @@
+"""Attention of prompts' chunks, as an operator's settings say: to everything, or sparse."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from gpu_ops.attention import chunk_attention
+from gpu_ops.chosen_keys import compile_for_chosen
+from hetero_kv.adapter.bridge import AttentionCall
+from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.engine.step import Step
+from hetero_kv.families.sparse_prefill import flexprefill, minference
+from hetero_kv.families.sparse_prefill.chunk import Chunk
+from hetero_kv.families.sparse_prefill.known_patterns import KnownPatterns, layer_key
+from hetero_kv.families.sparse_prefill.minference import Pattern
+from hetero_kv.families.sparse_prefill.settings import PrefillSettings
+
+#: Times `prefill_from` tokens that a prompt has at least by which patterns are searched.
+_SEARCHED_FROM = 2
+
+_logger = logging.getLogger(__name__)
+
+
+class PromptAttention:
+    """What one operator attends to in prompts.
+
+    Args:
+        operator: whose layer it is.
+        settings: which keys are attended to.
+    """
+
+    def __init__(self, operator: AttentionOperator, settings: PrefillSettings) -> None:
+        self._operator, self._settings = operator, settings
+        self._patterns: list[Pattern] | None = None
+        self._key: str | None = None
+
+    def __call__(
+        self, step: Step, call: AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `chunk_attention`, of the call's chunk behind [batch, kv_heads, past, dim] keys and values."""
+        settings = self._settings
+        chunk = Chunk(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
+        if not settings.prefills_sparsely or chunk.total <= settings.prefill_from or not self._can(call.q):
+            return _dense(chunk)
+        if settings.prefill == "flexprefill":
+            keys = flexprefill.keys_of(chunk, settings.prefill_mass, settings.prefill_least)
+            return chunk.attention(keys)[:2]
+        patterns = self._known(chunk)
+        if patterns is not None:
+            return chunk.attention(minference.keys_of(chunk, patterns))[:2]
+        out, lse = _dense(chunk)
+        if chunk.total == step.length >= _SEARCHED_FROM * settings.prefill_from:
+            self._search(chunk, out)
+        return out, lse
+
+    def compile(self, dtype: torch.dtype, k_dim: int, v_dim: int, softcap: float) -> None:
+        """Compile what prompts need on a CPU, before the first of them waits for it."""
+        device = next(self._operator.wrapped.parameters(), torch.empty(0)).device
+        if self._settings.prefills_sparsely and device.type == "cpu":
+            compile_for_chosen(dtype, k_dim, v_dim, softcap > 0)
+
+    def _can(self, q: torch.Tensor) -> bool:
+        """Whether prompts can pass sparsely where the queries are; where not, the first layer says so."""
+        if q.device.type != "cpu" and self._operator.layer_idx == 0:
+            name = self._settings.prefill
+            _logger.warning("prefill %s is for models on a CPU; on %s prompts attend to everything", name, q.device)
+        return q.device.type == "cpu"
+
+    @property
+    def _file(self) -> KnownPatterns:
+        config = self._operator._own_config
+        return KnownPatterns(f"{config.model_type}-{config.num_hidden_layers}x{config.hidden_size}")
+
+    def _known(self, chunk: Chunk) -> list[Pattern] | None:
+        """The patterns of the layer's heads, where they have been found."""
+        if self._patterns is None:
+            heads, settings = chunk.q.shape[1], self._settings
+            if self._key is None:
+                searched_by: dict[str, Any] = {"budget": settings.prefill_budget, "error": settings.prefill_error}
+                self._key = layer_key(self._operator.layer_idx, self._operator.wrapped, heads, searched_by)
+            self._patterns = self._file.of_layer(self._key, heads)
+        return self._patterns
+
+    def _search(self, chunk: Chunk, exact: torch.Tensor) -> None:
+        settings = self._settings
+        self._patterns = minference.found_patterns(chunk, exact, settings.prefill_budget, settings.prefill_error)
+        assert self._key is not None
+        self._file.add(self._key, self._patterns, chunk.total)
+
+
+def _dense(chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `chunk_attention`."""
+    return chunk_attention(
+        chunk.q, chunk.past_k, chunk.past_v, chunk.k, chunk.v, chunk.scale, chunk.softcap, chunk.sink
+    )

@@ -1,0 +1,160 @@
+"""A chunk of a prompt as a sparse prefill sees it, and what keys of it are chosen by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cpu_ops.key_runs import QUERY_BLOCK
+from cpu_ops.line_sums import distances_within
+from gpu_ops.chosen_keys import attention_by_line, block_means, chosen_attention
+from hetero_kv.families.sparse_prefill.lists import ALWAYS_NEAR, Blocks, Lines, runs_of
+
+#: Last queries of a chunk that lines and distances are chosen by.
+LAST_QUERIES = 64
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """New tokens behind `past` others.
+
+    Attributes:
+        q: [batch, heads, n, k_dim].
+        past_k, past_v: [batch, kv_heads, past, dim].
+        k, v: [batch, kv_heads, n, dim].
+        scale, softcap: of the scores.
+        sink: [heads], scores of learned sinks; None: none.
+    """
+
+    q: torch.Tensor
+    past_k: torch.Tensor
+    past_v: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float
+    softcap: float | None
+    sink: torch.Tensor | None = None
+
+    @property
+    def past(self) -> int:
+        """Tokens before the chunk."""
+        return self.past_k.shape[2]
+
+    @property
+    def n(self) -> int:
+        """Tokens of the chunk."""
+        return self.q.shape[2]
+
+    @property
+    def total(self) -> int:
+        """Tokens with those of the chunk."""
+        return self.past + self.n
+
+    @property
+    def query_blocks(self) -> int:
+        """Blocks of queries."""
+        return -(-self.n // QUERY_BLOCK)
+
+    def kv_head(self, head: int) -> int:
+        """The kv head of a query head."""
+        return head // (self.q.shape[1] // self.k.shape[1])
+
+    def last(self, n: int) -> Chunk:
+        """The last n tokens as a chunk of their own."""
+        before, own = slice(None, -n), slice(-n, None)
+        past_k, past_v = (
+            torch.cat([past, new[:, :, before]], dim=2) if n < self.n else past
+            for past, new in ((self.past_k, self.k), (self.past_v, self.v))
+        )
+        q, k, v = (each[:, :, own] for each in (self.q, self.k, self.v))
+        return Chunk(q, past_k, past_v, k, v, self.scale, self.softcap, self.sink)
+
+    def attention(self, heads: list[Lines | Blocks]) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+        """Attention to the keys that each row and head attends to, one after the other.
+
+        Returns out [batch, heads, n, v_dim], lse [batch, heads, n] and tokens [batch, heads] float64, how many a block
+        of queries attends to on average.
+        """
+        runs, starts = runs_of(heads, self.past, self.n)
+        out, lse = chosen_attention(
+            self.q, self.past_k, self.past_v, self.k, self.v, runs, starts, self.scale, self.softcap, self.sink
+        )
+        sums = np.concatenate(([0], np.cumsum(runs[:, 1] - runs[:, 0], dtype=np.int64)))
+        by_block = (sums[starts[1:]] - sums[starts[:-1]]).reshape(*self.q.shape[:2], -1)
+        return out, lse, by_block.mean(axis=2)
+
+
+class HeadView:
+    """What one row and head of a chunk pays attention to, as far as its last queries, or means of blocks, tell."""
+
+    def __init__(self, chunk: Chunk, row: int, head: int) -> None:
+        self.chunk, self.row, self.head, self.kv_head = chunk, row, head, chunk.kv_head(head)
+        self._sums: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def queries(self) -> int:
+        """How many last queries there are."""
+        return min(LAST_QUERIES, self.chunk.n)
+
+    @property
+    def sums(self) -> tuple[np.ndarray, np.ndarray]:
+        """The last queries' attention by token and by distance, [tokens] float32 each."""
+        if self._sums is None:
+            chunk, place = self.chunk, (self.row, self.kv_head)
+            q = chunk.q[self.row, self.head, -self.queries :]
+            self._sums = attention_by_line(q, chunk.past_k[place], chunk.k[place], chunk.scale, chunk.softcap)
+        return self._sums
+
+    def lines_within(self, tokens: int, band_tokens: int) -> Lines:
+        """The `tokens` tokens with most attention, and of distances as many as are seen in `band_tokens` tokens."""
+        by_token, by_distance = self.sums
+        ranked = _ranked(by_distance, band_tokens)
+        return Lines.of(_best(by_token, tokens), distances_within(ranked, QUERY_BLOCK, ALWAYS_NEAR, band_tokens))
+
+    def lines_of_mass(self, mass: float, least: int) -> Lines:
+        """The fewest tokens, and the fewest distances, that have this share of the last queries' attention each.
+
+        least: tokens at least.
+        """
+        by_token, by_distance = self.sums
+        return Lines.of(_fewest(by_token, mass, least), _fewest(by_distance, mass))
+
+    def block_scores(self, key_means: torch.Tensor) -> torch.Tensor:
+        """Scores of key blocks by the means of blocks of queries, [query blocks, key blocks] float32, causal.
+
+        key_means: [batch, kv_heads, key blocks, k_dim].
+        """
+        chunk = self.chunk
+        q = chunk.q[self.row, self.head]
+        scores = block_means(q[:0], q, QUERY_BLOCK) @ key_means[self.row, self.kv_head].T * chunk.scale
+        first = chunk.past + QUERY_BLOCK * torch.arange(chunk.query_blocks)
+        behind = QUERY_BLOCK * torch.arange(scores.shape[1]) > (first + QUERY_BLOCK - 1)[:, None]
+        return scores.masked_fill_(behind, float("-inf"))
+
+
+def key_means(chunk: Chunk) -> torch.Tensor:
+    """Means of blocks of all keys, [batch, kv_heads, key blocks, k_dim] float32."""
+    return block_means(chunk.past_k, chunk.k, QUERY_BLOCK)
+
+
+def _best(values: np.ndarray, count: int) -> np.ndarray:
+    """Indices of the `count` largest."""
+    count = min(count, values.size)
+    return np.argpartition(values, values.size - count)[values.size - count :] if count else np.empty(0, np.int64)
+
+
+def _ranked(values: np.ndarray, count: int) -> np.ndarray:
+    """Indices of the `count` largest, best first."""
+    best = _best(values, count)
+    return best[np.argsort(-values[best], kind="stable")]
+
+
+def _fewest(values: np.ndarray, mass: float, least: int = 0) -> np.ndarray:
+    """Indices of the fewest values that have this share of their sum, and are `least` at least."""
+    order = np.argsort(-values, kind="stable")
+    if mass >= 1:
+        return order
+    needed = int(np.searchsorted(np.cumsum(values[order], dtype=np.float64), mass * values.sum())) + 1
+    return order[: max(needed, least)]

@@ -1,0 +1,62 @@
+"""Lists of keys for blocks of queries: from ranked tokens and distances, and put together head by head."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cpu_ops.key_runs import QUERY_BLOCK, block_runs, line_runs
+
+#: First tokens, and nearest distances, that every head attends to.
+ALWAYS_FIRST, ALWAYS_NEAR = QUERY_BLOCK, QUERY_BLOCK
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Keys of one head: the same tokens for all queries, and the same distances.
+
+    Attributes:
+        tokens: [lines, 2] int32, [first, stop), in order and apart.
+        distances: [bands, 2] int32, likewise.
+    """
+
+    tokens: np.ndarray
+    distances: np.ndarray
+
+    @classmethod
+    def of(cls, tokens: np.ndarray, distances: np.ndarray) -> Lines:
+        """From numbers in any order, and what every head attends to."""
+        return cls(_ranges(tokens, ALWAYS_FIRST), _ranges(distances, ALWAYS_NEAR))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Keys of one head: for each block of queries blocks of keys, [query blocks, key blocks] bool."""
+
+    chosen: np.ndarray
+
+
+def _ranges(numbers: np.ndarray, always: int) -> np.ndarray:
+    """Ascending ranges [count, 2] of the numbers and of 0..always - 1."""
+    ascending = np.union1d(np.asarray(numbers, np.int64), np.arange(always))
+    breaks = np.flatnonzero(np.diff(ascending) > 1)
+    first, last = np.concatenate(([0], breaks + 1)), np.concatenate((breaks, [ascending.size - 1]))
+    return np.stack([ascending[first], ascending[last] + 1], axis=1).astype(np.int32)
+
+
+def runs_of(heads: Sequence[Lines | Blocks], past: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Runs of a chunk of n tokens behind `past`, as `attend_runs` takes them; `heads` are those of all rows in turn."""
+    blocks = -(-n // QUERY_BLOCK)
+    parts: list[tuple[np.ndarray, np.ndarray]] = [_runs_of_one(head, past, n) for head in heads]
+    counts = np.concatenate([np.diff(starts) for _, starts in parts])
+    starts = np.zeros(len(heads) * blocks + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return np.concatenate([runs for runs, _ in parts]), starts
+
+
+def _runs_of_one(head: Lines | Blocks, past: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    if isinstance(head, Blocks):
+        return block_runs(head.chosen, past, n)
+    return line_runs(head.tokens, head.distances, past, n)

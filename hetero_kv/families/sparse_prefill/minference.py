@@ -1,0 +1,103 @@
+"""MInference (arXiv:2407.02490): a sparse pattern for every head, found once by what it costs and how far it is off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from cpu_ops.key_runs import QUERY_BLOCK
+from hetero_kv.families.sparse_prefill.chunk import Chunk, HeadView, key_means
+from hetero_kv.families.sparse_prefill.lists import Blocks, Lines
+
+Kind = Literal["a_shape", "vertical_slash", "block_sparse"]
+KINDS: tuple[Kind, ...] = ("a_shape", "vertical_slash", "block_sparse")
+
+#: Last queries by which patterns are tried.
+_TRIED_QUERIES = 512
+# Shares of the budget that are sinks of an A-shape (the paper's 1,024 of 5,120), and lines of a vertical-slash.
+_SINK_SHARE, _LINE_SHARES = 0.2, (1 / 32, 1 / 8, 1 / 2, 7 / 8)
+# Budgets that are tried, of the whole.
+_BUDGETS = (1 / 4, 1 / 2, 1)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """How one head chooses keys.
+
+    Attributes:
+        kind: which pattern.
+        first: sinks of an A-shape, lines of a vertical-slash; tokens.
+        rest: its window, its slashes' tokens, or the tokens of chosen blocks.
+    """
+
+    kind: Kind
+    first: int
+    rest: int
+
+    def keys(self, view: HeadView, means: torch.Tensor) -> Lines | Blocks:
+        """The keys of one row and head; means: `key_means` of the chunk."""
+        if self.kind == "a_shape":
+            return Lines.of(np.arange(self.first), np.arange(self.rest))
+        if self.kind == "vertical_slash":
+            return view.lines_within(self.first, self.rest)
+        scores = view.block_scores(means)
+        count = min(scores.shape[1], self.rest // QUERY_BLOCK)
+        best = scores.topk(count, dim=1).indices
+        chosen = torch.zeros(scores.shape, dtype=torch.bool).scatter_(1, best, value=True)
+        chosen[:, 0] = True
+        return Blocks(chosen.numpy())
+
+
+def candidates(budget: int) -> list[Pattern]:
+    """What the search tries, patterns of so many tokens at most."""
+    found = []
+    for share in _BUDGETS:
+        tokens = int(budget * share)
+        sink = int(tokens * _SINK_SHARE)
+        found.append(Pattern("a_shape", sink, tokens - sink))
+        for line_share in _LINE_SHARES:
+            lines = int(tokens * line_share)
+            found.append(Pattern("vertical_slash", lines, tokens - lines))
+        found.append(Pattern("block_sparse", 0, tokens))
+    return found
+
+
+def keys_of(chunk: Chunk, patterns: Sequence[Pattern]) -> list[Lines | Blocks]:
+    """The keys of all rows and heads under the heads' patterns."""
+    means = key_means(chunk)
+    places = [(row, head) for row in range(chunk.q.shape[0]) for head in range(chunk.q.shape[1])]
+    return [patterns[head].keys(HeadView(chunk, row, head), means) for row, head in places]
+
+
+def found_patterns(chunk: Chunk, exact: torch.Tensor, budget: int, error: float) -> list[Pattern]:
+    """The pattern of each head: the cheapest whose relative error is no more than `error`, else the closest.
+
+    exact: [batch, heads, n, v_dim], the chunk's full attention.
+    """
+    n = min(_TRIED_QUERIES, chunk.n // QUERY_BLOCK * QUERY_BLOCK or chunk.n)
+    tried = chunk.last(n)
+    wanted = exact[:, :, -n:].float()
+    means = key_means(tried)
+    views = [HeadView(tried, row, head) for row in range(tried.q.shape[0]) for head in range(tried.q.shape[1])]
+    patterns = candidates(budget)
+    errors, costs = [], []
+    for pattern in patterns:
+        out, _, tokens = tried.attention([pattern.keys(view, means) for view in views])
+        off = (out.float() - wanted).square().sum(dim=(0, 2, 3)) / wanted.square().sum(dim=(0, 2, 3))
+        errors.append(off.sqrt().numpy())
+        costs.append(tokens.mean(axis=0))
+    return [
+        _preferred(patterns, [each[head] for each in errors], [each[head] for each in costs], error)
+        for head in range(tried.q.shape[1])
+    ]
+
+
+def _preferred(patterns: list[Pattern], errors: list[float], costs: list[float], error: float) -> Pattern:
+    near = [index for index in range(len(patterns)) if errors[index] <= error]
+    if near:
+        return patterns[min(near, key=lambda index: (costs[index], errors[index]))]
+    return patterns[min(range(len(patterns)), key=lambda index: (errors[index], costs[index]))]

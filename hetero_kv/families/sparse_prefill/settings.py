@@ -1,0 +1,57 @@
+"""Settings of sparse prefill, which operators that prefill in chunks have beside their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hetero_kv.settings.description import setting_names
+from hetero_kv.settings.setting import Settings, setting
+
+#: What prompts may attend to, under the title by which it is listed.
+PREFILLS: Mapping[str, Mapping[str, str]] = {
+    "Attention of prompts (prefill)": {
+        "dense": "to everything before",
+        "minference": "each head by its own pattern, A-shape, vertical-slash or block-sparse, found once for a model",
+        "flexprefill": "to as few keys as are estimated to have a share of the attention, chosen in every chunk anew",
+    }
+}
+
+
+def _prefills() -> tuple[str, ...]:
+    return tuple(name for known in PREFILLS.values() for name in known)
+
+
+@dataclass(frozen=True)
+class PrefillSettings(Settings):
+    """Which keys the queries of a prompt attend to."""
+
+    prefill: str = setting("dense", "attention of prompts", choices=_prefills)
+    prefill_from: int = setting(
+        4096, "tokens of a context up to which a sparse prefill attends to everything", unit="tokens", minimum=64
+    )
+    prefill_budget: int = setting(
+        1024, "with minference, tokens that a block of 64 queries attends to at most", unit="tokens", minimum=128
+    )
+    prefill_error: float = setting(
+        0.05,
+        "with minference, relative error of a head's output up to which a pattern of fewer tokens is taken",
+        minimum=0,
+        maximum=1,
+    )
+    prefill_mass: float = setting(
+        0.95, "with flexprefill, share of the attention that is to be reached", minimum=0, maximum=1
+    )
+    prefill_least: int = setting(
+        512, "with flexprefill, tokens that a block of 64 queries attends to at least", unit="tokens", minimum=64
+    )
+
+    @property
+    def prefills_sparsely(self) -> bool:
+        """Whether queries of prompts leave keys out."""
+        return self.prefill != "dense"
+
+    @property
+    def idle_prefill_settings(self) -> frozenset[str]:
+        """Those of these settings that decide nothing of what is stored."""
+        return frozenset() if self.prefills_sparsely else setting_names(PrefillSettings)

@@ -1,0 +1,183 @@
+"""Attention to chosen keys against the softmax formula in float64 of the same numbers, masked to what was chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpu_ops.cpu_features import has
+from cpu_ops.key_runs import QUERY_BLOCK, block_runs, line_runs
+from cpu_ops.line_sums import distances_within, line_sums
+from cpu_ops.run_attention import attend_runs, runs_in_bfloat16
+from gpu_ops.attention import chunk_attention
+from gpu_ops.chosen_keys import attention_by_line, block_means, chosen_attention
+
+SCALE = 0.3
+BITS = pytest.mark.skipif(not has("avx512bf16"), reason="this CPU has no dot products of bfloat16")
+#: (dtype, k_dim, v_dim, softcap): one kernel each.
+KERNELS = [
+    (torch.float32, 16, 16, None),
+    (torch.float32, 24, 12, 3.0),
+    pytest.param(torch.bfloat16, 16, 16, None, marks=BITS),
+    pytest.param(torch.bfloat16, 32, 80, 3.0, marks=BITS),
+]
+
+
+def problem(dtype, batch, kv_heads, group, past, n, k_dim, v_dim, seed):
+    """q, past keys and values, keys and values of the chunk, as a model lays them out: queries by token, then head."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(batch, n, kv_heads * group, k_dim, generator=generator).to(dtype).transpose(1, 2)
+    k, v = (torch.randn(batch, kv_heads, past + n, dim, generator=generator).to(dtype) for dim in (k_dim, v_dim))
+    return q, k[:, :, :past], v[:, :, :past], k[:, :, past:], v[:, :, past:]
+
+
+def seen_by(runs, starts, lists, past, n):
+    """Which tokens each query sees: [lists, n, past + n] bool."""
+    blocks = -(-n // QUERY_BLOCK)
+    seen = torch.zeros(lists, n, past + n, dtype=torch.bool)
+    for item in range(lists * blocks):
+        rows = slice(item % blocks * QUERY_BLOCK, (item % blocks + 1) * QUERY_BLOCK)
+        for first, stop in runs[starts[item] : starts[item + 1]]:
+            seen[item // blocks, rows, first:stop] = True
+    return seen & (torch.arange(past + n)[None] <= torch.arange(past, past + n)[:, None])
+
+
+def reference(q, past_k, past_v, k, v, seen, softcap):
+    group = q.shape[1] // k.shape[1]
+    keys, values = (torch.cat(parts, 2).double().repeat_interleave(group, 1) for parts in ((past_k, k), (past_v, v)))
+    scores = q.double() @ keys.transpose(-1, -2) * SCALE
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    scores = scores.masked_fill(~seen.view(*q.shape[:3], -1), float("-inf"))
+    return scores.softmax(-1) @ values, scores.logsumexp(-1)
+
+
+def random_runs(rng, lists, past, n, share):
+    """Runs of `lists` heads whose key blocks are chosen at random, some of them as lines."""
+    parts = []
+    for each in range(lists):
+        if each % 2:
+            lines = np.flatnonzero(rng.random(past + n) < share)
+            bands = np.array([[0, 9], [70, 71], [90, 140]])
+            parts.append(line_runs(np.stack([lines, lines + 1], 1), bands, past, n))
+        else:
+            blocks = -(-n // QUERY_BLOCK), -(-(past + n) // QUERY_BLOCK)
+            parts.append(block_runs(rng.random(blocks) < share, past, n))
+    starts = np.concatenate([[0], np.cumsum(np.concatenate([np.diff(each) for _, each in parts]))])
+    return np.concatenate([each for each, _ in parts]), starts
+
+
+@pytest.mark.parametrize(("dtype", "k_dim", "v_dim", "softcap"), KERNELS)
+@pytest.mark.parametrize(("batch", "past", "n", "share"), [(2, 333, 150, 0.3), (1, 0, 64, 0.5), (1, 200, 1, 0.0)])
+def test_a_chunk_attends_to_its_runs(dtype, k_dim, v_dim, softcap, batch, past, n, share):
+    kv_heads, group = 2, 2
+    given_tensors = problem(dtype, batch, kv_heads, group, past, n, k_dim, v_dim, 3)
+    runs, starts = random_runs(np.random.default_rng(5), batch * kv_heads * group, past, n, share)
+    out, lse = chosen_attention(*given_tensors, runs, starts, SCALE, softcap)
+    seen = seen_by(runs, starts, batch * kv_heads * group, past, n)
+    expected, expected_lse = reference(*given_tensors, seen, softcap)
+    assert out.dtype is dtype
+    # In bfloat16 weights and outputs are rounded to 8 bits each.
+    allowed = 1e-5 if dtype is torch.float32 else 2**-8 * expected.abs().max() + 2**-8
+    assert (out.double() - expected).abs().max() < allowed
+    assert (lse.double() - expected_lse).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "k_dim", "v_dim", "softcap"), KERNELS[::2])
+def test_everything_chosen_is_dense_attention(dtype, k_dim, v_dim, softcap):
+    past, n = 130, 200
+    given_tensors = problem(dtype, 1, 2, 2, past, n, k_dim, v_dim, 1)
+    runs, starts = block_runs(np.ones((4, 6), bool), past, n)
+    runs, starts = np.tile(runs, (4, 1)), np.concatenate([[0], np.cumsum(np.tile(np.diff(starts), 4))])
+    out, lse = chosen_attention(*given_tensors, runs, starts, SCALE, softcap)
+    dense, dense_lse = chunk_attention(*given_tensors, SCALE, softcap)
+    allowed = 1e-5 if dtype is torch.float32 else 2**-7 * dense.abs().max()
+    assert (out - dense).abs().max() <= allowed
+    assert (lse - dense_lse).abs().max() < 1e-4
+
+
+def test_any_number_of_threads_computes_the_same():
+    q, *rest = (each.numpy() for each in problem(torch.float32, 1, 2, 2, 100, 150, 16, 16, 2))
+    runs, starts = random_runs(np.random.default_rng(1), 4, 100, 150, 0.4)
+    one, two = (attend_runs(q, *rest, runs, starts, SCALE, threads=threads) for threads in (1, 2))
+    assert all(map(np.array_equal, one, two))
+
+
+@settings(max_examples=60, deadline=None)
+@given(past=st.integers(0, 300), n=st.integers(1, 200), seed=st.integers(0, 999))
+def test_lines_and_bands_are_what_a_blocks_queries_see(past, n, seed):
+    rng = np.random.default_rng(seed)
+    edges = np.sort(rng.choice(past + n + 40, 6, replace=False)).reshape(3, 2)
+    bands = np.sort(rng.choice(past + n + 40, 4, replace=False)).reshape(2, 2)
+    runs, starts = line_runs(edges, bands, past, n)
+    for block in range(-(-n // QUERY_BLOCK)):
+        own = range(past + block * QUERY_BLOCK, min(past + (block + 1) * QUERY_BLOCK, past + n))
+        wanted = {*own, *(token for first, stop in edges for token in range(first, stop) if token < own.stop)}
+        wanted |= {query - away for query in own for band in bands for away in range(*band) if away <= query}
+        found = [token for first, stop in runs[starts[block] : starts[block + 1]] for token in range(first, stop)]
+        assert found == sorted(wanted)
+
+
+def test_runs_that_lack_the_own_tokens_or_overlap_are_refused():
+    arrays = [each.numpy() for each in problem(torch.float32, 1, 1, 1, 100, 64, 16, 16, 0)]
+    for runs in ([[0, 10]], [[0, 20], [10, 164]], [[0, 165]], [[100, 164], [0, 5]], [[-1, 164]]):
+        with pytest.raises(ValueError, match="own tokens"):
+            attend_runs(*arrays, np.array(runs), np.array([0, len(runs)]), SCALE)
+    with pytest.raises(ValueError, match="1 blocks"):
+        attend_runs(*arrays, np.array([[0, 164]]), np.array([0, 1, 1]), SCALE)
+    with pytest.raises(ValueError, match="scale"):
+        attend_runs(*arrays, np.array([[0, 164]]), np.array([0, 1]), 0.0)
+    with pytest.raises(TypeError, match="float32"):
+        attend_runs(*(each.astype(np.float64) for each in arrays), np.array([[0, 164]]), np.array([0, 1]), SCALE)
+
+
+@BITS
+def test_bfloat16_wants_whole_vectors():
+    assert not runs_in_bfloat16(24, 16)
+    arrays = [np.zeros((1, 1, 4, 24), np.uint16) for _ in range(5)]
+    with pytest.raises(ValueError, match="multiples of 16"):
+        attend_runs(*arrays, np.array([[0, 8]]), np.array([0, 1]), SCALE)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_attention_by_line_is_that_of_the_softmax(softcap):
+    generator = torch.Generator().manual_seed(0)
+    q, past_k, k = (torch.randn(n, 16, generator=generator) for n in (5, 40, 9))
+    by_token, by_distance = attention_by_line(q, past_k, k, SCALE, softcap)
+    scores = q @ torch.cat([past_k, k]).T * SCALE
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    away = torch.arange(44, 49)[:, None] - torch.arange(49)[None]
+    weights = scores.masked_fill(away < 0, float("-inf")).softmax(1)
+    expected = torch.zeros(49).index_add_(0, away.clamp(min=0).flatten(), weights.flatten())
+    assert torch.allclose(torch.from_numpy(by_token), weights.sum(0), atol=1e-5)
+    assert torch.allclose(torch.from_numpy(by_distance), expected, atol=1e-5)
+
+
+def test_line_sums_of_one_query_on_one_token():
+    by_token, by_distance = line_sums(np.ones((1, 1), np.float32), np.float32(1), np.float32(0))
+    assert by_token.tolist() == by_distance.tolist() == [1.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 999), budget=st.integers(0, 400))
+def test_distances_are_taken_while_a_block_sees_no_more_than_the_budget(seed, budget):
+    ranked = np.random.default_rng(seed).permutation(500)[:40]
+    taken = distances_within(ranked, QUERY_BLOCK, 64, budget)
+    far = [distance for distance in ranked if distance >= 64]
+    assert taken.tolist() == far[: len(taken)]
+
+    def cost(distances):
+        near = set(range(64 + QUERY_BLOCK - 1))
+        return len({at for away in distances for at in range(away, away + QUERY_BLOCK)} - near)
+
+    assert cost(taken) <= budget
+    assert len(taken) == len(far) or cost(far[: len(taken) + 1]) > budget
+
+
+def test_means_of_blocks_across_past_and_chunk():
+    past, new = torch.randn(2, 100, 3), torch.randn(2, 41, 3)
+    means = block_means(past, new, 64)
+    whole = torch.cat([past, new], 1)
+    assert torch.allclose(means, torch.stack([part.mean(1) for part in whole.split(64, 1)], 1), atol=1e-5)

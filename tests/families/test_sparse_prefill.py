@@ -1,0 +1,278 @@
+"""Sparse prefill against plain torch, against full attention, and what is kept of the search."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from devices import device_called, model_on
+from tiny_models import tiny_model
+
+from gpu_ops.attention import chunk_attention
+from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.families.sparse_prefill import flexprefill, known_patterns, minference
+from hetero_kv.families.sparse_prefill.chunk import Chunk, HeadView, key_means
+from hetero_kv.families.sparse_prefill.minference import Pattern
+
+SCALE = 0.3
+BLOCK = 64
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """Patterns of tests are not the user's."""
+    monkeypatch.setenv(known_patterns.ENVIRONMENT_VARIABLE, str(tmp_path / "patterns"))
+    return tmp_path / "patterns"
+
+
+def chunk_of(past, n, heads=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(1, heads, n, 16, generator=generator)
+    # Some keys are attended to by all, as in models.
+    k, v = (torch.randn(1, 1, past + n, 16, generator=generator) for _ in range(2))
+    k[:, :, ::37] += 2 * q.mean(dim=(0, 1, 2))
+    return Chunk(q, k[:, :, :past], v[:, :, :past], k[:, :, past:], v[:, :, past:], SCALE, None)
+
+
+def dense_of(chunk):
+    return chunk_attention(chunk.q, chunk.past_k, chunk.past_v, chunk.k, chunk.v, chunk.scale, chunk.softcap)[0]
+
+
+def masked(chunk, chosen):
+    """Attention of one head to `chosen` [query blocks, tokens] and its own block, in plain torch."""
+    past, n, total = chunk.past, chunk.n, chunk.total
+    k, v = (torch.cat(parts, 2)[0, 0] for parts in ((chunk.past_k, chunk.k), (chunk.past_v, chunk.v)))
+    away = torch.arange(past, total)[:, None] - torch.arange(total)[None]
+    of_block = torch.arange(n) // BLOCK
+    own = torch.arange(total)[None] >= past + of_block[:, None] * BLOCK
+    scores = (chunk.q[0] @ k.T * SCALE).masked_fill(~((chosen[of_block] | own) & (away >= 0)), float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def reference_lines(chunk, head, lines, distances):
+    """A vertical-slash of the tokens and distances with most of the last 64 queries' attention."""
+    past, n, total = chunk.past, chunk.n, chunk.total
+    k = torch.cat([chunk.past_k, chunk.k], 2)[0, 0]
+    away = torch.arange(total - 64, total)[:, None] - torch.arange(total)[None]
+    weights = (chunk.q[0, head, -64:] @ k.T * SCALE).masked_fill(away < 0, float("-inf")).softmax(1)
+    by_distance = torch.stack([weights[away == distance].sum() for distance in range(total)])
+    tokens = {*range(64), *weights.sum(0).topk(lines).indices.tolist()}
+    kept = {*range(64), *by_distance.topk(distances).indices.tolist()} if distances else {*range(64)}
+    chosen = torch.zeros(-(-n // BLOCK), total, dtype=torch.bool)
+    chosen[:, sorted(tokens)] = True
+    for query in range(n):
+        seen = [past + query - distance for distance in kept if distance <= past + query]
+        chosen[query // BLOCK, seen] = True
+    return chosen
+
+
+def test_vertical_slash_is_plain_torchs():
+    chunk = chunk_of(300, 150)
+    # Room for the seven best distances, whatever they are.
+    view = HeadView(chunk, 0, 1)
+    by_distance = torch.from_numpy(view.sums[1])
+    far = [int(each) for each in by_distance.topk(7).indices if each >= BLOCK]
+    seen = {at for away in far for at in range(away, away + BLOCK)} - {*range(2 * BLOCK - 1)}
+    lines = view.lines_within(20, max(7, len(seen)))
+    out = chunk.attention([lines, lines])[0][0]
+    chosen = reference_lines(chunk, 1, 20, 7)
+    assert lines.distances[0].tolist()[0] == 0
+    assert torch.allclose(out[1], masked(chunk, chosen)[1], atol=1e-5)
+    assert not torch.allclose(out, dense_of(chunk)[0], atol=1e-2)
+
+
+def test_a_shape_is_sinks_and_a_window():
+    chunk = chunk_of(300, 150)
+    out = chunk.attention(minference.keys_of(chunk, [Pattern("a_shape", 80, 100)] * 2))[0][0]
+    chosen = torch.zeros(3, 450, dtype=torch.bool)
+    chosen[:, :80] = True
+    for block in range(3):
+        chosen[block, 300 + block * BLOCK - 99 :] = True
+    assert torch.allclose(out, masked(chunk, chosen), atol=1e-5)
+
+
+def reference_blocks(chunk, head, count=None, mass=None):
+    """Key blocks by the products of block means: the `count` best, or the fewest whose softmax reaches `mass`."""
+    past, n, total = chunk.past, chunk.n, chunk.total
+    k = torch.cat([chunk.past_k, chunk.k], 2)[0, 0]
+    means = torch.stack([part.mean(0) for part in k.split(BLOCK)])
+    chosen = torch.zeros(-(-n // BLOCK), total, dtype=torch.bool)
+    chosen[:, :BLOCK] = True
+    for block, part in enumerate(chunk.q[0, head].split(BLOCK)):
+        scores = means @ part.mean(0) * SCALE
+        scores[torch.arange(len(means)) * BLOCK >= past + (block + 1) * BLOCK] = float("-inf")
+        order, shares = scores.argsort(descending=True), scores.softmax(0)
+        taken = count
+        if mass is not None:
+            taken = 1 + int((shares[order].cumsum(0) < mass).sum())
+        for each in order[:taken].tolist():
+            chosen[block, each * BLOCK : (each + 1) * BLOCK] = True
+    return chosen
+
+
+def test_block_sparse_is_plain_torchs():
+    chunk = chunk_of(640, 130)
+    out = chunk.attention(minference.keys_of(chunk, [Pattern("block_sparse", 0, 256)] * 2))[0][0]
+    for head in range(2):
+        assert torch.allclose(out[head], masked(chunk, reference_blocks(chunk, head, 4))[head], atol=1e-5)
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_flexprefill_is_plain_torchs(is_near, monkeypatch):
+    monkeypatch.setattr(flexprefill, "_NEAR", 1.0 if is_near else 0.0)
+    chunk = chunk_of(640, 128)
+    out, _, tokens = chunk.attention(flexprefill.keys_of(chunk, 0.6, 64 if is_near else 256))
+    for head in range(2):
+        if is_near:
+            chosen = reference_blocks(chunk, head, mass=0.6)
+        else:
+            counts = [(sums.sort().values.flip(0).cumsum(0) < 0.6 * 64).sum() + 1 for sums in map(
+                torch.from_numpy, HeadView(chunk, 0, head).sums)]  # fmt: skip
+            chosen = reference_lines(chunk, head, max(256, int(counts[0])), int(counts[1]))
+        assert torch.allclose(out[0, head], masked(chunk, chosen)[head], atol=1e-5)
+    assert tokens.max() < (704 if is_near else 769)
+
+
+def test_the_divergence_is_none_where_means_tell_the_attention():
+    chunk = chunk_of(640, 64, seed=1)
+    flat = Chunk(chunk.q, chunk.past_k * 0, chunk.past_v, chunk.k * 0, chunk.v, SCALE, None)
+    view = HeadView(flat, 0, 0)
+    # Equal keys: every block of keys before has the same share; only the last is seen in part.
+    assert flexprefill.estimate_distance(view, key_means(flat)) < 0.1
+    loud = chunk.past_k.clone()
+    loud[:, :, 200] = 40 * chunk.q[0, 0].mean(0)
+    sharp = Chunk(chunk.q, loud, chunk.past_v, chunk.k, chunk.v, SCALE, None)
+    assert flexprefill.estimate_distance(HeadView(sharp, 0, 0), key_means(sharp)) > 0.1
+
+
+def test_the_search_takes_the_cheapest_pattern_within_the_error_and_else_the_closest():
+    chunk = chunk_of(900, 128)
+    exact = dense_of(chunk)
+    cheap = minference.found_patterns(chunk, exact, 512, 9.0)
+    assert all(each.first + each.rest <= 128 for each in cheap)
+    closest = minference.found_patterns(chunk, exact, 512, 0.0)
+    errors = {}
+    tried = chunk.last(128)
+    for pattern in minference.candidates(512):
+        out = tried.attention(minference.keys_of(tried, [pattern] * 2))[0]
+        errors[pattern] = (out - exact).square().sum(dim=(0, 2, 3)).div(exact.square().sum(dim=(0, 2, 3))).sqrt()
+    for head, pattern in enumerate(closest):
+        assert errors[pattern][head] == min(each[head] for each in errors.values())
+
+
+@pytest.fixture(scope="module")
+def qwen2():
+    return tiny_model("qwen2", max_position_embeddings=2048)
+
+
+def logits(model, recipe, ids, repeats=1, **settings):
+    """The last of `repeats` prefills of a prompt under a recipe."""
+    engine = {"chunk_size": 200, "max_seq_len": 1024, "threads_num": 1, "kv_type": "FP32", "prefill_from": 64}
+    inject(model, recipe, command_line={**engine, **settings})
+    try:
+        with torch.no_grad():
+            for _ in range(repeats):
+                out = model(ids, past_key_values=HeteroCache(model)).logits
+    finally:
+        eject(model)
+    return out
+
+
+def test_with_everything_chosen_learned_sinks_take_their_share():
+    # The sinks of a random model are too small to be seen.
+    model = tiny_model("gpt_oss", max_position_embeddings=2048)
+    for layer in model.model.layers:
+        torch.nn.init.constant_(layer.self_attn.sinks, 6.0)
+    ids = torch.randint(1, 97, (1, 250), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        exact = model(ids).logits
+    assert torch.allclose(logits(model, "flexprefill", ids, prefill_mass=1.0), exact, atol=1e-3)
+
+
+@pytest.mark.parametrize("recipe", ["minference", "flexprefill", "shadowkv_minference"])
+def test_with_everything_chosen_a_prompt_prefills_exactly(qwen2, recipe):
+    ids = torch.randint(1, 97, (2, 500), generator=torch.Generator().manual_seed(1))
+    everything = {"prefill_mass": 1.0} if recipe == "flexprefill" else {"prefill_budget": 4096, "prefill_error": 0.0}
+    extra = {"rank": 16} if recipe.startswith("shadowkv") else {}
+    with torch.no_grad():
+        exact = qwen2(ids).logits
+    assert torch.allclose(logits(qwen2, recipe, ids, 2, **everything, **extra), exact, atol=1e-3)
+
+
+@pytest.mark.parametrize("recipe", ["minference", "flexprefill"])
+def test_a_sparse_prefill_is_not_called_exact(qwen2, recipe):
+    injection = inject(qwen2, recipe)
+    operators = list(injection.attention_operators())
+    eject(qwen2)
+    assert not any(each.prefills_exactly or each.continues_exactly for each in operators)
+    assert operators[0].stored_by()["prefill"] == recipe
+    injection = inject(qwen2, "dense")
+    assert not any(name.startswith("prefill") for name in next(iter(injection.attention_operators())).stored_by())
+    eject(qwen2)
+
+
+def test_patterns_are_found_once_and_kept(qwen2, own_folder, monkeypatch, caplog):
+    ids = torch.randint(1, 97, (1, 500), generator=torch.Generator().manual_seed(2))
+    settings = {"prefill_budget": 128}
+    exact = logits(qwen2, "dense", ids)
+    with caplog.at_level(logging.WARNING):
+        first = logits(qwen2, "minference", ids, **settings)
+    assert torch.equal(first, exact)
+    (file,) = own_folder.iterdir()
+    assert [record.message.count(str(file)) for record in caplog.records] == [1]
+    kept = json.loads(file.read_text())["layers"]
+    assert len(kept) == 3
+    assert all(len(each["heads"]) == 4 and each["tokens"] == 500 for each in kept.values())
+
+    def searched(*_):
+        raise AssertionError("searched again")
+
+    monkeypatch.setattr(minference, "found_patterns", searched)
+    second = logits(qwen2, "minference", ids, **settings)
+    assert not torch.allclose(second, exact, atol=1e-2)
+    with pytest.raises(AssertionError, match="searched again"):
+        logits(qwen2, "minference", ids, prefill_budget=256)
+    other = tiny_model("qwen2", seed=5, max_position_embeddings=2048)
+    with pytest.raises(AssertionError, match="searched again"):
+        logits(other, "minference", ids, **settings)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"format": 1, "layers": 3}', "{" * 5000, '{"format": 2, "layers": {"key": {}}}']
+)
+def test_a_damaged_file_of_patterns_is_none(own_folder, content):
+    known = known_patterns.KnownPatterns("some/model")
+    own_folder.mkdir()
+    known.path.write_text(content)
+    assert known.of_layer("key", 2) is None
+    known.add("key", [Pattern("a_shape", 1, 2)] * 2, 9)
+    assert known.of_layer("key", 2) == [Pattern("a_shape", 1, 2)] * 2
+    assert known.path.parent == own_folder
+
+
+@pytest.mark.parametrize("row", [["a_shape", 1], ["b_shape", 1, 2], ["a_shape", -1, 2], ["a_shape", True, 2], 7])
+def test_an_entry_that_is_no_pattern_is_none(own_folder, row):
+    known = known_patterns.KnownPatterns("model")
+    known.add("other", [], 1)
+    said = json.loads(known.path.read_text())
+    said["layers"]["key"] = {"heads": [row]}
+    known.path.write_text(json.dumps(said))
+    assert known.of_layer("key", 1) is None
+    assert known.of_layer("other", 1) is None
+
+
+def test_a_folder_that_cannot_be_written_is_warned_of(own_folder, caplog):
+    own_folder.write_text("a file")
+    known_patterns.KnownPatterns("model").add("key", [], 1)
+    assert "searched again next time" in caplog.text
+
+
+def test_on_a_gpu_prompts_attend_to_everything_and_it_is_said(caplog):
+    with device_called("cuda") as device:
+        model = model_on(device, tiny_model("llama"))
+        ids = torch.randint(1, 97, (1, 150)).to(device)
+        exact = logits(model, "dense", ids)
+        assert torch.equal(logits(model, "flexprefill", ids), exact)
+    assert "prompts attend to everything" in caplog.text
