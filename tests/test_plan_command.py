@@ -69,7 +69,7 @@ def test_without_a_gpu_its_memory_is_shown_and_left_open(plan, monkeypatch):
 
 
 def test_the_object_adds_up(plan):
-    mean = ("--representative_type", "MEAN")
+    mean = ("--config", "ktransformers", "--representative_type", "MEAN")
     report = plan("--json", "--dram", 64, "--dtype", "bfloat16", "--device", "cpu", *mean)
     assert report["bytes_per_token"] == {"keys": 65536, "values": 65536, "representatives": 512, "total": 131584}
     assert report["free_dram"] == 64 * 10**9
@@ -115,7 +115,7 @@ def test_auto_ends_at_the_models_context(plan):
 
 
 def test_settings_change_the_plan(plan):
-    mean = ("--json", "--dram", 200, "--representative_type", "MEAN")
+    mean = ("--config", "ktransformers", "--json", "--dram", 200, "--representative_type", "MEAN")
     half = plan(*mean)["bytes_per_token"]
     full = plan(*mean, "--kv_type", "FP32")["bytes_per_token"]
     assert full["total"] == 2 * half["total"]

@@ -92,7 +92,7 @@ def test_the_json_object_holds_counts_speeds_memory_and_settings(chat: Chat):
     assert report["peak_dram_bytes"] > report["kv_bytes"] > 0
     assert "peak_vram_bytes" in report
     assert report["model"] == chat.folder.name
-    assert report["config"] == "injection_rules/ktransformers.yaml"
+    assert report["config"] == "injection_rules/adaptive.yaml"
     assert report["settings"]["engine"]["chunk_size"] == 7
     assert report["settings"]["engine"]["max_seq_len"] == 99
     retrieval = retrieval_in(report)
