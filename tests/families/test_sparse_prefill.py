@@ -12,6 +12,7 @@ from tiny_models import tiny_model
 
 from gpu_ops.attention import chunk_attention
 from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.errors import ConfigError
 from hetero_kv.families.sparse_prefill import flexprefill, known_patterns, minference
 from hetero_kv.families.sparse_prefill.chunk import Chunk, HeadView, key_means
 from hetero_kv.families.sparse_prefill.minference import Pattern
@@ -199,6 +200,11 @@ def test_with_everything_chosen_a_prompt_prefills_exactly(qwen2, recipe):
     with torch.no_grad():
         exact = qwen2(ids).logits
     assert torch.allclose(logits(qwen2, recipe, ids, 2, **everything, **extra), exact, atol=1e-3)
+
+
+def test_grouped_positions_refuse_a_sparse_prefill(qwen2):
+    with pytest.raises(ConfigError, match="take dense"):
+        inject(qwen2, "self_extend", command_line={"prefill": "flexprefill"})
 
 
 @pytest.mark.parametrize("recipe", ["minference", "flexprefill"])

@@ -57,7 +57,8 @@ class RetrievalPrefill(ExactPrefill):
         self.preselected = preselected if settings.preselect_block and self.budget is not None else None
         self.accumulates = self.representative_type.needs_attention and self.budget is not None
         self.prompt_attention = PromptAttention(self, settings)
-        self.prefills_exactly = self.continues_exactly = not settings.prefills_sparsely
+        if settings.prefills_sparsely:
+            self.prefills_exactly = self.continues_exactly = False
 
     def attend_chunk(
         self, step: Step, call: bridge.AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor

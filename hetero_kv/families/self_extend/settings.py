@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetero_kv.families.retrieval.settings import RetrievalSettings
-from hetero_kv.settings.setting import setting
+from hetero_kv.settings.setting import SettingError, setting
 
 
 @dataclass(frozen=True)
@@ -19,3 +19,9 @@ class SelfExtendSettings(RetrievalSettings):
         unit="tokens",
         minimum=1,
     )
+
+    def validate(self) -> None:
+        """Check settings against each other. Raises SettingError."""
+        super().validate()
+        if self.prefills_sparsely:
+            raise SettingError("prefill", self.prefill, "grouped positions prefill with everything; take dense")

@@ -60,7 +60,8 @@ class ShadowKVAttention(AttentionOperator):
         self._sized, self._energy = settings.sized(channels), settings.energy(channels)
         self.rotation: Rotation | None = None
         self.prompt_attention = PromptAttention(self, settings)
-        self.prefills_exactly = not settings.prefills_sparsely
+        if settings.prefills_sparsely:
+            self.prefills_exactly = False
         self.threads = min(engine.resolved_threads(), numba.config.NUMBA_NUM_THREADS)
 
     @classmethod
