@@ -16,13 +16,15 @@ def test_everything_registered_is_listed_with_its_meaning(capsys):
     assert main(["methods", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     prefills = listed.pop("Attention of prompts (prefill)")
+    choosers = listed.pop("Ways to choose tokens of TokenRetrievalAttention (chooser)")
     operators, policies, kinds, types = listed.values()
     assert tuple(kinds) == representatives.names()
     assert tuple(policies) == eviction.names()
     assert tuple(types) == storage.names()
     assert tuple(prefills) == ("dense", "minference", "flexprefill")
+    assert set(choosers) == {"sparq", "loki", "magicpig"}
     assert {"ChunkedDecoderLayer", "RetrievalAttention", "SlidingWindowAttention"} <= set(operators)
-    assert all(meaning for kind in (operators, kinds, policies, types, prefills) for meaning in kind.values())
+    assert all(meaning for kind in (operators, kinds, policies, types, prefills, choosers) for meaning in kind.values())
 
 
 def test_every_listed_operator_can_be_named_in_a_rule():

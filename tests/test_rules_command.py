@@ -190,6 +190,9 @@ rules:
         "chunk_size": "injection_rules/ktransformers.yaml: long_context",
         "max_seq_len": f"{mine}: long_context",
         "threads_num": "default",
+        "attention_backend": "default",
+        "hidden_device": "default",
+        "weights_device": "default",
         "measure_recall": "default",
     }
     line = next(line for line in rules(mine, "--kv_type", "FP32").splitlines() if line.startswith("  4-7 "))

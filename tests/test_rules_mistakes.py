@@ -130,7 +130,7 @@ def test_a_class_that_is_no_operator_is_named_with_the_nearest_that_is(name: str
         (
             "RetrievalAttention",
             "{generate_device: cpu}",
-            ", line 3: unknown setting 'generate_device'; known: block_size",
+            ", line 3: unknown setting 'generate_device'; known: prefill,",
         ),
         ("RetrievalAttention", "{kv_type: FP8}", ", line 3: kv_type is 'FP8'; it must be FP16"),
         ("RetrievalAttention", "{block_size: '8'}", ", line 3: block_size is '8'; it must be a whole number"),

@@ -98,7 +98,8 @@ def test_the_json_object_holds_counts_speeds_memory_and_settings(chat: Chat):
     retrieval = retrieval_in(report)
     assert retrieval["layers"] == [0, 1]
     assert retrieval["settings"]["initial_len"] == 0
-    assert retrieval["settings"]["local_windows_len"] == RetrievalSettings().local_windows_len
+    assert retrieval["settings"]["token_step"] == RetrievalSettings().token_step
+    assert retrieval["settings"]["rerank"] == "all"
     assert report["settings"]["dtype"] == "float32"
 
 

@@ -235,8 +235,9 @@ def test_the_document_goes_before_the_first_question_alone(tiny_model_folder: Pa
 def test_a_question_that_does_not_fit_is_an_error_and_the_chat_goes_on(tiny_model_folder: Path, tmp_path: Path):
     (tmp_path / "document.txt").write_text("one " * 30)
     chat = ChatInATerminal(
-        tiny_model_folder, "--mode", "long_context", "--max_seq_len", 20, "--prompt_file", tmp_path / "document.txt"
-    )
+        tiny_model_folder, "--mode", "long_context", "--config", "ktransformers", "--max_seq_len", 20,
+        "--prompt_file", tmp_path / "document.txt",
+    )  # fmt: skip
     try:
         assert "capacity 20 tokens · the store takes 136.5 kB per 1,000 tokens" in " ".join(chat.until(PROMPT).split())
         for _ in range(2):

@@ -18,7 +18,7 @@ from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.rules.settings_file import read_settings_file
 
 INFINIPOT = (
-    "second_block_count has no effect here: it is a setting of RetrievalAttention, and "
+    "second_block_count has no effect here: it is a setting of RetrievalAttention and SelfExtendAttention, and "
     "injection_rules/infinipot.yaml puts in BoundedAttention (infinipot)"
 )
 

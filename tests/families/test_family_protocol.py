@@ -220,6 +220,7 @@ def test_statistics_stand_in_the_json_of_an_answer_and_in_the_line_of_a_sample()
         capacity=9,
         operators=list,
         weights=LoadedWeights(1000, ("float32",)),
+        injection=None,
     )
     report = json_report(session, answer)
     assert report["pairs_kept"] == [None, 9, 12]

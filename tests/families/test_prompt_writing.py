@@ -24,7 +24,7 @@ TABLE = np.random.default_rng(0).permutation(ROWS * BLOCKS).astype(np.int32).res
 @pytest.fixture
 def gpu(monkeypatch):
     # Two blocks at once.
-    monkeypatch.setattr(prompt_writing, "_TOKENS_AT_ONCE", 2 * SIZE)
+    monkeypatch.setattr(prompt_writing, "PIECE_TOKENS", 2 * SIZE)
     monkeypatch.setattr(stored_pieces, "_TOKENS_AT_ONCE", 2 * SIZE * ROWS)
     with simulated_cuda() as simulation:
         yield simulation

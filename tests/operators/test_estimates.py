@@ -149,8 +149,8 @@ def test_what_is_reused_or_preselected_leaves_the_rest_to_be_estimated(injected,
 
 def test_a_context_of_up_to_so_many_blocks_is_attended_to_as_a_whole(injected, checked):
     model, cache = injected(target_mass=0.5, whole_block_count=12, head_select_mode="SEPARATE")
-    # 13 blocks behind the sink and Local are the first Context that is chosen from, at the fifth of the last tokens.
-    logits(model, cache, tokens(60), *answer(5))
+    # 13 blocks between the sink and Local are the first Context that is chosen from, from the fourth token on.
+    logits(model, cache, tokens(60), *answer(3))
     before = len(checked)
     logits(model, cache, *answer(7, 9))
     assert (before, len(checked)) == (0, 3 * 7)

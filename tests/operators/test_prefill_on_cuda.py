@@ -39,7 +39,7 @@ def prompt(model, cache, tokens):
 
 @pytest.mark.parametrize(("recipe", "beside"), [("quest", 0), ("infllm", 1)])
 def test_nothing_is_pageable_and_layers_wait_for_what_was_sent(gpu, llama_on_gpu, recipe, beside):
-    cache = injected(llama_on_gpu, small_recipe(recipe))
+    cache = injected(llama_on_gpu, small_recipe(recipe, hidden_device="gpu"))
     # The device learns once whether Triton runs on it.
     prompt(llama_on_gpu, cache, 3)
     cache.reset()
@@ -57,7 +57,7 @@ def test_nothing_is_pageable_and_layers_wait_for_what_was_sent(gpu, llama_on_gpu
 
 
 def test_a_chunk_is_launched_before_the_one_before_has_left(gpu, llama_on_gpu):
-    cache = injected(llama_on_gpu, small_recipe("quest"))
+    cache = injected(llama_on_gpu, small_recipe("quest", hidden_device="gpu"))
     prompt(llama_on_gpu, cache, 3)
     cache.reset()
     gpu.record.clear()

@@ -57,7 +57,11 @@ def test_rows_of_their_own_lengths_are_what_they_are_alone(recipe, device, model
     assert_rows_are_what_they_are_alone(model_on(device, model_of()), small_recipe(recipe))
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "dense"])
+# Recipes that differ from dense in long prompts alone: tests/families/test_sparse_prefill.py.
+_DENSE_HERE = ("dense", "flexprefill", "minference")
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in _DENSE_HERE])
 def test_small_recipes_leave_tokens_out_so_that_choosing_others_would_show(recipe, model_of):
     model, long = model_of(), [PROMPTS[-1], *prompt(20, 30).split(1)]
     with torch.no_grad():

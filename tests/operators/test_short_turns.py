@@ -10,7 +10,7 @@ from tiny_models import tiny_model
 
 from hetero_kv.engine.buffered_layer import BufferedLayer
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.families.retrieval import prefill, short_turn
+from hetero_kv.families.retrieval import exact_prefill, short_turn
 from hetero_kv.families.retrieval.short_turn import MOST_TOKENS
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store import storage
@@ -199,7 +199,7 @@ def test_an_interrupted_turn_leaves_the_conversation_as_it_was(monkeypatch, stor
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(prefill, "store_and_attend", interrupted)
+        patch.setattr(exact_prefill, "store_and_attend", interrupted)
         with pytest.raises(KeyboardInterrupt):
             alone(model, cache, [prompt(30, 1)])
     assert cache.get_seq_length() == 90 + 11

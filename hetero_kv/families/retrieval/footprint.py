@@ -15,9 +15,14 @@ from hetero_kv.families.retrieval.paged_settings import PagedSettings
 from hetero_kv.store.storage import FP16, StorageType
 
 WINDOWS = register(Term("windows", "Initial and Local of every layer"))
+WRITE_OUT = register(Term("write_out", "blocks of a prompt on their way to DRAM (prefill)"))
+PIECE_TOKENS = 2048
+"""Of a prompt, what is on its way to DRAM at a time: the float32 copies of its keys stay small beside a chunk's
+activations."""
 
+_FLOAT_BYTES = 4
 # The attention that a key received, float32.
-_ACCUMULATED_BYTES = 4
+_ACCUMULATED_BYTES = _FLOAT_BYTES
 
 
 def bytes_per_token(
@@ -97,3 +102,11 @@ class PagedFootprint(LayerFootprint):
         if demand.on_gpu:
             yield Share(WINDOWS, demand.sequences * self.kv_bytes(self.device_window, demand))
             yield sums_share(min(self.observed, demand.tokens), demand.tokens, self.shape, demand)
+            yield Share(WRITE_OUT, math.ceil(self._under_way(demand)), common=True)
+
+    def _under_way(self, demand: Demand) -> float:
+        """Bytes of two pieces of a prompt as they are stored, and of what one of them is encoded from."""
+        tokens = demand.batch * min(PIECE_TOKENS, demand.chunk_tokens, demand.tokens)
+        numbers = self.shape.kv_heads * max(self.shape.k_dim, self.shape.v_dim)
+        of_token = self.stored.keys + self.stored.values + self.stored.representatives
+        return tokens * (2 * of_token + _FLOAT_BYTES * numbers)

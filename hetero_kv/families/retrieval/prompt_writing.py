@@ -10,13 +10,12 @@ import torch
 from gpu_ops.host_copies import on_device
 from gpu_ops.write_out import WriteOut
 from hetero_kv.engine.buffered_layer import PrefillBuffer
+from hetero_kv.families.retrieval.footprint import PIECE_TOKENS
 from hetero_kv.store.pool import BlockPool
 
 #: Keys of blocks [blocks, kv_heads, block_size, k_dim] float32, and the attention that each has received or None -> the
 #: vectors that stand for them.
 VectorsOf = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
-# Tokens of a piece: the float32 copies of their keys stay small beside a chunk's activations.
-_TOKENS_AT_ONCE = 2048
 
 
 class PromptWriting:
@@ -51,7 +50,7 @@ class PromptWriting:
         if self._written < boundary <= length:
             self._send_tokens(boundary)
         while self._written >= boundary and (blocks := (length - self._written) // size):
-            self._send_blocks(min(blocks, max(1, _TOKENS_AT_ONCE // size)))
+            self._send_blocks(min(blocks, max(1, PIECE_TOKENS // size)))
 
     def finish(self) -> None:
         """Send what is left, and wait until everything is in the pool."""
@@ -114,7 +113,7 @@ class PromptWriting:
         """
         received = on_device(received, self._buffer.keys.device)
         pool, size = self._pool, self._pool.block_size
-        step = max(1, _TOKENS_AT_ONCE // size)
+        step = max(1, PIECE_TOKENS // size)
         for start in range(first, end, step):
             stop = min(start + step, end)
             part = slice(start * size - self._buffer.first, stop * size - self._buffer.first)
