@@ -18,7 +18,7 @@ from hetero_kv.engine.errors import ContextError, DamagedContextError
 from hetero_kv.errors import shown
 
 #: What is in a file, and how: raised with every change after which older files mean something else.
-FORMAT = 1
+FORMAT = 2
 # Numbers of each tensor that a model is known by.
 _SAMPLES = 512
 # Of a config, what says nothing of the numbers that the model computes.
