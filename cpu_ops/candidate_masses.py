@@ -29,8 +29,9 @@ def arguments(numbers: str) -> tuple[Any, ...]:
     [num_blocks, kv_heads, block_size, k_dim], or how they differ from means [num_blocks, kv_heads, 1 or more, k_dim],
     of which the first of a block counts. table: [rows, blocks] int32, full blocks in the pool. positions: [rows, 1 or
     kv_heads, n] int32, the candidates among those, entries below 0 are none; all of them where n is 0. scale, softcap:
-    as `attention.attend_blocks`. weights, masses: [rows, kv_heads, group, blocks] float32; at the candidates' positions
-    the log-sum-exp of the scores of all keys of each is written to both.
+    as `attention.attend_blocks`. weights, masses: [rows, kv_heads, group, blocks] float32. At the candidates' positions is
+    written to masses the log-sum-exp of the scores of all keys of each. weights, of as many scores that are all the
+    mean's, are written where keys are coarse copies (`code_masses`), and left as they are where not.
     """
     pool, means = pool_arrays(numbers)
     real4, real = types.Array(types.float32, 4, "C"), types.float64
@@ -70,7 +71,7 @@ def _region(instructions: str, storage: str, kind: str, differ: bool, group: int
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def score(thread, threads, arguments):
-        q, keys, means, table, positions, scale, softcap, weights, masses = arguments_at(
+        q, keys, means, table, positions, scale, softcap, _weights, masses = arguments_at(
             "candidates", numbers, arguments
         )
         rows, kv_heads = q.shape[:2]
@@ -150,9 +151,7 @@ def _region(instructions: str, storage: str, kind: str, differ: bool, group: int
                 for same in range(lane, lanes, row_size):
                     sum_of_powers += totals[tile, same]
                 shift = np.float32(0) if softcap > 0 else of_mean[0, g]
-                mass = (most[tile, lane] + shift + log2(sum_of_powers)) * LN_2
-                weights[row, head, g, position] = mass
-                masses[row, head, g, position] = mass
+                masses[row, head, g, position] = (most[tile, lane] + shift + log2(sum_of_powers)) * LN_2
         return np.int64(0 * code_version)
 
     return score

@@ -1,7 +1,8 @@
 """The attention that blocks receive by coarse copies of their keys (`cpu_ops.key_codes`).
 
 A score costs a fraction of what it does in float32, and blocks that follow each other are read at the pace of memory,
-so that all of them can be looked at.
+so that all of them can be looked at. The scores of the means that the copies differ from come along: by them the mean
+values of blocks count that are not attended to (`arguments`).
 """
 
 from functools import cache
@@ -12,7 +13,7 @@ from numba import njit
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
-from cpu_ops.exponential import LN_2, LOG2_E, log2, row_softcap
+from cpu_ops.exponential import LN_2, LOG2_E, log2, row_softcap, tanh
 from cpu_ops.kernel_address import address_of
 from cpu_ops.key_codes import CHANNELS, TOKENS, ZERO, bytes_of_block, code_scores, mean_scores_of, row_masses
 from cpu_ops.parallel_region import REGION, arguments_at
@@ -80,7 +81,7 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
             "candidates", numbers, arguments
         )
         kv_heads, lists = q.shape[1], positions.shape[1]
-        everything, same = positions.shape[2] == 0, weights.ctypes.data == masses.ctypes.data
+        everything, size = positions.shape[2] == 0, np.log(np.float32(block_size))
         places = table.shape[1] if everything else positions.shape[2]
         factor = np.float32(scale / softcap) if softcap > 0 else np.float32(scale * LOG2_E)
         scaled_q, scores = scratch(group, k_dim), scratch(rows, block_size)
@@ -160,10 +161,11 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
                     of_tile = tile_queries if tile < full_tiles else rest_queries
                     for block in range(count):
                         for lane in range(of_tile):
-                            mass = totals[tile, block * of_tile + lane]
-                            weights[row, head, tile * tile_queries + lane, now[block]] = mass
-                            if not same:
-                                masses[row, head, tile * tile_queries + lane, now[block]] = mass
+                            cell, g, position = block * of_tile + lane, tile * tile_queries + lane, now[block]
+                            mean = of_means[tile, cell]
+                            score = np.float32(softcap) * tanh(mean) if softcap > 0 else mean * LN_2
+                            weights[row, head, g, position] = score + size
+                            masses[row, head, g, position] = totals[tile, cell]
                 count = 0
         return np.int64(0 * code_version)
 

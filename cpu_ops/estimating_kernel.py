@@ -45,6 +45,7 @@ class Flags(NamedTuple):
     rerank: int
     least: int
     has_mean: int
+    has_codes: int
     estimates: int
     threads: int
     group_blocks: int
@@ -76,7 +77,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
         group_vectors, group_values, position, table, first, end, which, positions, allowed, shared, flags, target,
         scale, softcap, addresses, shape, beside, out, lse, masses, taken,
     ):  # fmt: skip
-        reduce, rerank, least, has_mean, estimates, threads, group_blocks, group_factor = flags
+        reduce, rerank, least, has_mean, has_codes, estimates, threads, group_blocks, group_factor = flags
         rows, kv_heads = q.shape[0], keys.shape[1]
         group, k_dim, v_dim = shape[0], shape[1], shape[2]
         heads = kv_heads * group
@@ -155,8 +156,15 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             vectors_by_row = by_head(representatives)
             looks_at_all = has_mean and rerank == 0 and which == CHOSEN
             if has_mean:
-                weights = np.empty_like(likely)
-                block_masses = weights if looks_at_all else np.empty_like(likely)
+                weights, block_masses = np.empty_like(likely), np.empty_like(likely)
+            # Coarse copies bring the means' scores along.
+            scores_means = has_mean and not (looks_at_all and has_codes)
+            if scores_means:
+                scored = (
+                    by_row, vectors_by_row, ids, np.int64(keys.shape[2]), scale, softcap, head_rows(likely),
+                    head_rows(weights), head_rows(block_masses),
+                )  # fmt: skip
+                run_region("mean scores", kind, addresses[0], addresses[3], threads, scored)
             if looks_at_all:
                 taken[1] = number_of(entries)
                 looked = (
@@ -164,20 +172,14 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                     scale, softcap, head_rows(weights), head_rows(block_masses),
                 )  # fmt: skip
                 run_region("candidates", coarse, addresses[0], addresses[4], threads, looked)
-            elif has_mean:
-                scored = (
-                    by_row, vectors_by_row, ids, np.int64(keys.shape[2]), scale, softcap, head_rows(likely),
-                    head_rows(weights), head_rows(block_masses),
-                )  # fmt: skip
-                run_region("mean scores", kind, addresses[0], addresses[3], threads, scored)
-            elif which == CHOSEN:
+            elif which == CHOSEN and not has_mean:
                 in_use = np.full(each_row, count, np.int32)
                 asking = addresses[0], addresses[3], by_row, vectors_by_row, ids, in_use, threads, head_rows(likely)
                 call_kernel("score", kind, addresses[2], asking)
                 scale_and_cap(likely, np.float32(scale), np.float32(softcap))
             if has_mean or which == CHOSEN:
                 scored_blocks = number_of(entries)
-                taken[2] = 0 if looks_at_all else scored_blocks
+                taken[2] = 0 if has_mean and not scores_means else scored_blocks
                 if scored_blocks < entries.size:
                     forget_missing(likely, entries)
                     forget_missing(weights, entries)

@@ -136,7 +136,8 @@ class EstimatingStep:
         )
         self._groups = tuple(array.view(kind.kernel_dtype) for array in of_groups)
         flags = Flags(
-            choice.reduce, choice.rerank, choice.least, has_mean, value_means is not None, threads,
+            choice.reduce, choice.rerank, choice.least, has_mean, key_codes is not None,
+            value_means is not None, threads,
             choice.group_blocks if group_vectors is not None else 1, choice.group_factor,
         )  # fmt: skip
         self._flags, self._target = np.array(flags, np.int64), float(choice.target)

@@ -41,25 +41,29 @@ def test_masses_are_those_of_scores_by_the_codes(isa):
     table = np.array([[6, 1, 3, 0, 5]], np.int32)
     there = torch.from_numpy(table[0].astype(np.int64))
     scores = torch.einsum("hgd,bhtd->hgbt", as_int8(q[0]), decoded(codes)[there])
-    scores = (scores + torch.einsum("hgd,bhtd->hgbt", q[0], means[there])) * SCALE
+    of_means = torch.einsum("hgd,bhtd->hgbt", q[0], means[there]) * SCALE
+    scores = scores * SCALE + of_means
     chosen = np.array([[[0, 2, 3, -1], [4, -1, -1, -1]]], np.int32)
     with forced_isa(isa):
         region = code_masses.region_for(
             tuple(q.shape), tuple(codes.shape), tuple(means.shape), BLOCK, np.dtype(np.float32)
         )
         for softcap in (0.0, 4.0):
-            capped = softcap * torch.tanh(scores / softcap) if softcap else scores
+            capped, all_mean = (
+                softcap * torch.tanh(each / softcap) if softcap else each for each in (scores, of_means)
+            )
             for positions in (np.empty((1, 1, 0), np.int32), chosen):
                 weights, masses = np.full((2, 1, KV_HEADS, GROUP, 5), 7, np.float32)
                 given = q.numpy(), codes.numpy(), means.numpy(), table, positions, SCALE, softcap, weights, masses
                 call_region("candidates", "uint8,float32", region, given, threads=2)
-                expected = capped.logsumexp(-1)
-                if positions.size:
-                    expected = torch.full_like(expected, 7.0)
-                    for head, at in enumerate(([0, 2, 3], [4])):
-                        expected[head][:, at] = capped[head].logsumexp(-1)[:, at]
-                np.testing.assert_allclose(masses[0], expected, rtol=2e-5, atol=2e-5)
-                np.testing.assert_array_equal(weights, masses)
+                # Of as many tokens as have the mean's score each, and of the tokens themselves.
+                for found, every in ((weights, all_mean.expand_as(capped)), (masses, capped)):
+                    expected = every.logsumexp(-1)
+                    if positions.size:
+                        expected = torch.full_like(expected, 7.0)
+                        for head, at in enumerate(([0, 2, 3], [4])):
+                            expected[head][:, at] = every[head].logsumexp(-1)[:, at]
+                    np.testing.assert_allclose(found[0], expected, rtol=2e-5, atol=2e-5)
 
 
 def test_the_largest_number_of_a_token_is_met_and_zeros_stay_zeros():

@@ -173,7 +173,7 @@ def reference(problem, choice, most, *, shared=False, softcap=0.0, estimates=Tru
             looked = exact[:, :, inside].logsumexp(-1)
             for head in range(KV_HEADS):
                 at = chosen[0 if shared else head]
-                masses[head, :, at] = weights[head, :, at] = looked[head][:, at]
+                masses[head, :, at] = looked[head][:, at]
             chosen = taken(masses, masses, among if choice.rerank == 0 else chosen, 1, *settled)
         out, lse, attended = [], [], []
         parts = problem.values, problem.value_means

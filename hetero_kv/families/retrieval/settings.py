@@ -114,7 +114,7 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
     rerank: int | Literal["all"] = setting(
         1,
         "times the blocks to be attended to that representatives propose, and coarse scores of their keys choose from; "
-        "1: the representatives choose; all: every block's keys are scored, and no representatives",
+        "1: the representatives choose; all: every block's keys are scored",
         minimum=1,
     )
     target_mass: float | Literal["none"] = setting(
