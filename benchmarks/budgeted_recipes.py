@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from benchmarks.equal_budgets import settings_for_budget
 from hetero_kv.families.retrieval.settings import RetrievalSettings
+from hetero_kv.families.token_retrieval.choosers.magicpig import sampling_chance
 
 SHIPPED = "as shipped"
 FRACTIONS = (32, 16, 8)
@@ -23,8 +26,13 @@ _PAGED: dict[str, dict[str, Any]] = {
 }
 # Whose tokens are chosen one by one, in small blocks, so that the window is what it says.
 _TOKENS = {"block_size": 16, "initial_len": 16}
-_BY_TOKENS = ("sparq", "loki")
-RECIPES = (*_PAGED, "shadowkv", *_BY_TOKENS)
+_CLUSTER = 16
+# MagicPIG's codes: as many bits as do with so many tables (its paper has 8 to 11 bits, and 75 to 200 tables).
+_BITS, _MOST_TABLES = (10, 9, 8, 7), 200
+_BY_TOKENS = ("sparq", "loki", "magicpig", "retroinfer")
+# Which keep as many entries as the budget, and forget the others.
+_BOUNDED = ("cam", "bigbird")
+RECIPES = (*_PAGED, "shadowkv", *_BY_TOKENS, *_BOUNDED)
 _CHUNK, _LOCAL_CHUNKS = 8, 4
 
 
@@ -62,14 +70,17 @@ def at_budget(recipe: str, budget: int, length: int) -> str:
 
     The sink, Local and blocks share the budget as `settings_for_budget` says. ShadowKV's local chunks are the recipe's;
     a quarter goes to outliers. Where single tokens are chosen a quarter is Local. `adaptive` has no target and no
-    groups: every list of blocks gets the same number, of all that there are.
+    groups: every list of blocks gets the same number, of all that there are. What MagicPIG samples is up to the keys:
+    the budget is met where they are at right angles to the queries. No layer is dense.
     """
     if recipe == "shadowkv":
         outliers = budget // 4 // _CHUNK
         sparse = budget - _CHUNK * (_LOCAL_CHUNKS + outliers)
         return _spec(recipe, {"outlier_chunks": outliers, "sparse_budget": max(_CHUNK, sparse // _CHUNK * _CHUNK)})
     if recipe in _BY_TOKENS:
-        return _spec(recipe, _token_settings(budget))
+        return _spec(recipe, _token_settings(recipe, budget, length))
+    if recipe in _BOUNDED:
+        return _spec(recipe, {"budget": budget})
     own = _PAGED[recipe]
     found = settings_for_budget(RetrievalSettings(**own), budget)
     preselected = found.pop("preselect_block_count")
@@ -83,13 +94,27 @@ def at_budget(recipe: str, budget: int, length: int) -> str:
     return _spec(recipe, settings)
 
 
-def _token_settings(budget: int) -> dict[str, Any]:
+def _token_settings(recipe: str, budget: int, length: int) -> dict[str, Any]:
     # Local is longer by up to a block less a token, by half of it on average.
     excess = _TOKENS["block_size"] // 2
     local = max(1, budget // 4 - excess)
     initial = settings_for_budget(RetrievalSettings(**_TOKENS), budget)["initial_len"]
+    settings = {**_TOKENS, "initial_len": initial, "local_windows_len": local}
     chosen = max(1, budget - initial - local - excess)
-    return {**_TOKENS, "initial_len": initial, "local_windows_len": local, "token_budget": chosen}
+    if recipe == "magicpig":
+        return settings | {"dense_layer_num": 0, **_hashes(chosen / (length - initial - local - excess))}
+    return settings | (
+        {"exact_clusters": max(1, round(chosen / _CLUSTER))} if recipe == "retroinfer" else {"token_budget": chosen}
+    )
+
+
+def _hashes(share: float) -> dict[str, int]:
+    """Bits and tables by which a token is sampled with a chance of `share`."""
+    for bits in _BITS:
+        for tables in range(2, _MOST_TABLES + 1):
+            if float(sampling_chance(torch.zeros(()), bits, tables)) >= share:
+                return {"hash_bits": bits, "hash_tables": tables}
+    raise ValueError(f"{share} of all tokens is more than {_MOST_TABLES} tables of {_BITS[-1]} bits sample")
 
 
 def _spec(recipe: str, settings: dict[str, Any]) -> str:

@@ -34,6 +34,8 @@ SMALL = {
     # Of few hyperplanes none is so near a key that rounding moves it to the other side.
     "hash_bits": 2,
     "hash_tables": 6,
+    "cluster_tokens": 4,
+    "segment_tokens": 40,
     "stride": 16,
     "sinks": 4,
     "window": 8,

@@ -260,7 +260,7 @@ class QuantizedLinear(QuantizedMatrix):
             weight = self.wrapped.weight
             y = functional.linear(x.to(weight.dtype), weight).to(x.dtype)
         else:
-            y = quantised.multiply(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+            y = quantised.multiply(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], self.wrapped.out_features)
         return y if bias is None else y + bias
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from benchmarks import results_page
 from benchmarks.budgeted_recipes import FRACTIONS, RECIPES, SHIPPED, cells
 from benchmarks.results import CELLS
 from hetero_kv.evals.config_spec import config_specs
 from hetero_kv.evals.outcome import Cost, Result
+from hetero_kv.families.token_retrieval.choosers.magicpig import sampling_chance
 
 
 @pytest.mark.parametrize("length", [4096, 16384])
@@ -25,12 +27,25 @@ def test_every_recipe_attends_to_its_budget(length):
             continue
         if cell.recipe == "shadowkv":
             attended = found["sparse_budget"] + 8 * (found["outlier_chunks"] + 4)
+        elif cell.recipe in ("cam", "bigbird"):
+            attended = found["budget"]
         else:
             size = found["block_size"]
-            blocks = found["token_budget"] if "token_budget" in found else found["second_block_count"] * size
             # Local is longer by up to a block less a token, by half of it on average.
-            attended = found["initial_len"] + found["local_windows_len"] + blocks + (size - 1) / 2
+            around = found["initial_len"] + found["local_windows_len"] + (size - 1) / 2
+            attended = around + chosen_tokens(found, length - around)
         assert attended == pytest.approx(length / cell.fraction, abs=8), cell
+
+
+def chosen_tokens(found, context):
+    """Tokens that a step takes of the Context, of so many."""
+    if "hash_tables" in found:
+        at_right_angles = torch.zeros(())
+        return context * float(sampling_chance(at_right_angles, found["hash_bits"], found["hash_tables"]))
+    for name, tokens in (("token_budget", 1), ("exact_clusters", 16)):
+        if name in found:
+            return found[name] * tokens
+    return found["second_block_count"] * found["block_size"]
 
 
 def line(sample, method, score, **counted):

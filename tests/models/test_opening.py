@@ -56,6 +56,15 @@ def test_matrices_stay_as_the_file_stores_them(quantised_file, kind):
     assert 0 < (short - wanted).norm() / wanted.norm() < 0.02
 
 
+def test_parts_of_a_prompt_whose_logits_nobody_wants_give_none(quantised_file):
+    opened = open_model(quantised_file("Q8_0"), dtype="float32")
+    inject(opened.model, "streaming_llm", command_line={"stride": 16, "budget": 24, "max_seq_len": 256})
+    model, long = opened.load().model, IDS.repeat(1, 10)
+    with torch.no_grad():
+        last = model(long, past_key_values=HeteroCache(model, 256), logits_to_keep=1).logits
+    torch.testing.assert_close(last, logits_of(model, long)[:, -1:], rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
 def test_numbers_of_16_bits_stay_so(quantised_file, kind, caplog):
     path = quantised_file(kind)

@@ -20,9 +20,10 @@ COVERING = {
     "loki": {"token_budget": 1.0},
     # A bit tells apart only what lies on opposite sides.
     "magicpig": {"hash_bits": 1, "hash_tables": 400},
+    "retroinfer": {"exact_clusters": 1.0, "cluster_tokens": 4},
     "sparq": {"token_budget": 1.0},
 }
-ATTENDED = {"loki": 27, "magicpig": 40, "sparq": 12}
+ATTENDED = {"loki": 27, "magicpig": 40, "retroinfer": 8, "sparq": 12}
 CHOOSERS = sorted(COVERING)
 SMALLER = {"block_size": 4, "initial_len": 4, "local_windows_len": 8}
 
@@ -83,7 +84,10 @@ def test_forks_go_on_by_themselves(model):
 
 
 @pytest.mark.parametrize("kept", [58, 43, 21])
-def test_what_is_forgotten_leaves_no_trace(model, kept):
+def test_what_is_forgotten_leaves_no_trace(model, kept, request):
+    if kept == 58 and "retroinfer" in request.node.callspec.params.values():
+        # A cluster has tokens of several blocks: those that closed with a block stay so while all their tokens do.
+        kept = 60
     cache, fresh, whole = new_cache(model), new_cache(model), new_cache(model)
     first, second, script = prompt(40, 0), prompt(22, 1), (prompt(9, 2), 11)
     said(model, cache, first, second)

@@ -98,8 +98,14 @@ class TokenRetrievalLayer(RetrievalLayer):
 
     def crop(self, length: int) -> None:
         super().crop(length)
-        if self.state.known and length // self.layout.block_size < self.state.learned:
+        state, blocks = self.state, length // self.layout.block_size
+        if self.chooser is None or not state.known:
+            return
+        kept = self.chooser.kept_until(state.known, state.learned, blocks)
+        if kept == 0:
             self._forget()
+        elif kept < blocks:
+            self.cohort.closed[self.layout] = min(kept, self.cohort.closed[self.layout])
 
     def reopen(self) -> None:
         super().reopen()

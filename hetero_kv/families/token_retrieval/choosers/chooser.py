@@ -179,9 +179,16 @@ class Chooser(ABC, Generic[S]):
     #: Settings that decide nothing of what is stored.
     choosing: ClassVar[frozenset[str]] = frozenset()
 
-    def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """What `Known` holds of a row once something is known: name -> (shape, dtype)."""
+    def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]:
+        """What `Known` holds of a row once something is known: name -> (shape, None for any extent, dtype)."""
         return {}
+
+    def kept_until(self, known: Known, learned: int, blocks: int) -> int:
+        """Up to which block what is kept of blocks holds, where those behind the first `blocks` are gone.
+
+        known: was learned from the first `learned` blocks. 0: nothing holds, and nothing is known.
+        """
+        return blocks if blocks >= learned else 0
 
 
 def encoded(storage: StorageType, vectors: torch.Tensor) -> torch.Tensor:

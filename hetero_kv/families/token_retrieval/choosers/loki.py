@@ -60,7 +60,7 @@ class Loki(BestTokens[LokiSettings]):
         storage = self.settings.key_storage.for_representatives
         return {"key_components": Beside((self._components(shape.k_dim),), self.settings.block_size, storage)}
 
-    def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]:
         return {"basis": ((shape.kv_heads, shape.k_dim, self._components(shape.k_dim)), torch.float32)}
 
     def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:

@@ -58,7 +58,7 @@ class MagicPIG(Chooser[MagicPIGSettings]):
         codes = Beside((self.settings.hash_tables,), block_size, CODES)
         return {"key_codes_by_table": codes, "centred_norms": Beside((), block_size, FP32)}
 
-    def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+    def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]:
         return {"centre": ((shape.kv_heads, shape.k_dim), torch.float32)}
 
     def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:

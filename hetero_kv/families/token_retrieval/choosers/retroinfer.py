@@ -1,0 +1,210 @@
+"""RetroInfer (Chen et al. 2025, arXiv:2505.02922): clusters of keys, the best read whole, the next estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cpu_ops.component_scores import component_scores
+from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.families.token_retrieval.choosers.chooser import Answer, Asked, Attended, Chooser, Known, encoded, merged
+from hetero_kv.families.token_retrieval.choosers.registry import register
+from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings, chooser_setting, part_of, require_share
+from hetero_kv.settings.setting import SettingError, setting
+from hetero_kv.store.pool import Beside, BlockPool
+from hetero_kv.store.storage import FP32, StorageType
+
+#: Numbers of clusters.
+_NUMBERS = StorageType("numbers", "float32", "int32", 4, "whole numbers: 4 bytes each")
+# As the paper has it.
+_ITERATIONS = 10
+
+
+@dataclass(frozen=True)
+class RetroInferSettings(TokenSettings):
+    """RetroInfer: clusters of keys, of which the best are attended to token by token, and the next by their means."""
+
+    chooser: str = chooser_setting("retroinfer")
+    cluster_tokens: int = setting(
+        16, "tokens of a cluster, on average; block_size is a multiple of it", unit="tokens", minimum=1
+    )
+    segment_tokens: int = setting(
+        8192, "tokens, one behind the other, that are clustered together", unit="tokens", minimum=1
+    )
+    exact_clusters: int | float = setting(
+        0.018,
+        "clusters whose tokens a kv head attends to: a whole number, or a number up to 1.0 as the share of all",
+        minimum=0,
+    )
+    estimated_clusters: int | float = setting(
+        0.232, "clusters after these that are estimated by their mean key and their values' sum, likewise", minimum=0
+    )
+
+    def validate(self) -> None:
+        """Check settings against each other. Raises SettingError."""
+        super().validate()
+        require_share("exact_clusters", self.exact_clusters, "clusters")
+        if isinstance(self.estimated_clusters, float) and self.estimated_clusters > 1:
+            raise SettingError("estimated_clusters", self.estimated_clusters, "as a share it must be at most 1.0")
+        if self.block_size % self.cluster_tokens:
+            raise SettingError(
+                "cluster_tokens",
+                self.cluster_tokens,
+                f"clusters lie with blocks, whose block_size {self.block_size} is no multiple of it; take a divisor",
+            )
+
+
+@register(
+    "retroinfer",
+    meaning="clusters keys, reads the best clusters whole and estimates the next by their means (RetroInfer)",
+    settings=RetroInferSettings,
+)
+class RetroInfer(Chooser[RetroInferSettings]):
+    """Section 4. The clusters of a segment lie with its blocks, as many with each; they are numbered through all."""
+
+    learns = True
+    choosing = frozenset(("exact_clusters", "estimated_clusters"))
+
+    def arrays(self, shape: KVShape) -> Mapping[str, Beside]:
+        each, storage = self._of_block, self.settings.key_storage.for_representatives
+        return {
+            "cluster_keys": Beside((shape.k_dim,), each, storage),
+            "cluster_values": Beside((each,), shape.v_dim, FP32),
+            "cluster_sizes": Beside((), each, FP32),
+            "clusters": Beside((), self.settings.block_size, _NUMBERS),
+        }
+
+    def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]:
+        return {"segment_ends": ((None,), torch.int64)}
+
+    def kept_until(self, known: Known, learned: int, blocks: int) -> int:
+        # A cluster has tokens of all blocks of its segment.
+        return max((end for end in known["segment_ends"][0].tolist() if 0 < end <= blocks), default=0)
+
+    def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
+        size = max(1, self.settings.segment_tokens // self.settings.block_size)
+        ends = [*range(first + size, end, size), end]
+        for table in tables:
+            for start, stop in zip([first, *ends], ends, strict=False):
+                self._cluster(pool, table[start:stop], start)
+        before = [each for each in known["segment_ends"][0].tolist() if each <= first] if known else []
+        return {"segment_ends": torch.tensor([before + ends] * len(tables))}
+
+    def _cluster(self, pool: BlockPool, ids: np.ndarray, start: int) -> None:
+        """Cluster the tokens of the blocks `ids` of a row, the first of which is block `start` of the sequence."""
+        index, each = torch.from_numpy(ids.astype(np.int64)), self._of_block
+        keys = pool.decoded_keys(index).float().transpose(0, 1).flatten(1, 2)
+        values = pool.value_storage.decode(pool.values[index]).float().transpose(0, 1).flatten(1, 2)
+        count = len(ids) * each
+        nearest = spherical_clusters(keys, count)
+        sizes = torch.zeros(len(keys), count).scatter_add_(1, nearest, torch.ones(nearest.shape))
+        means = _sums(keys, nearest, count) / sizes.clamp(min=1)[..., None]
+        by_block = (
+            part.unflatten(1, (len(ids), each)).transpose(0, 1) for part in (means, _sums(values, nearest, count))
+        )
+        cluster_keys, cluster_values = by_block
+        storage = self.settings.key_storage.for_representatives
+        pool.beside["cluster_keys"][index] = encoded(storage, cluster_keys.transpose(2, 3).contiguous())
+        pool.beside["cluster_values"][index] = cluster_values
+        pool.beside["cluster_sizes"][index] = sizes.unflatten(1, (len(ids), each)).transpose(0, 1)
+        numbered = (nearest + start * each).to(torch.int32)
+        pool.beside["clusters"][index] = numbered.unflatten(1, (len(ids), -1)).transpose(0, 1)
+
+    def attend(self, asked: Asked) -> Answer:
+        rows, kv_heads, _, k_dim = asked.q.shape
+        sizes = _of_context(asked, "cluster_sizes").flatten(2)
+        every = np.ascontiguousarray(np.broadcast_to(np.arange(k_dim, dtype=np.int32), (rows, kv_heads, k_dim)))
+        columns = asked.pool.beside_arrays["cluster_keys"]
+        products = component_scores(asked.q, every, columns, asked.context, asked.threads)
+        # With the weight of all its tokens; none for a cluster that has none.
+        scores = asked.capped(torch.from_numpy(products)) + sizes.log()[:, :, None]
+        best = scores.softmax(dim=3).mean(dim=2).argsort(dim=2, descending=True, stable=True)
+        total = best.shape[2]
+        exact = part_of(self.settings.exact_clusters, total)
+        estimated = best[:, :, exact : exact + self._estimated(total, exact)]
+        attended, tokens = self._attend_exactly(asked, best[:, :, :exact], total)
+        out, lse = self._attend_to_means(asked, scores, sizes, estimated)
+        share = torch.sigmoid(torch.logaddexp(attended.mass, asked.beside) - lse)
+        of_cluster, of_token = k_dim * columns.itemsize + sizes.itemsize, asked.pool.beside["clusters"].itemsize
+        read = total * of_cluster + asked.tokens * of_token + estimated.shape[2] * out.shape[3] * out.itemsize
+        both = merged((attended.out, attended.lse), (out, lse))
+        return Answer(*both, attended.mass, tokens, kv_heads * read, float(share.mean()))
+
+    def _attend_exactly(self, asked: Asked, chosen: torch.Tensor, total: int) -> tuple[Attended, float]:
+        """Attention to the tokens of the `chosen` [rows, kv_heads, n] of `total` clusters, and how many of a head."""
+        numbers = _of_context(asked, "clusters").flatten(2).long() - asked.first * self._of_block
+        is_chosen = torch.zeros(*chosen.shape[:2], total, dtype=torch.bool).scatter_(2, chosen, True)
+        is_read = is_chosen.gather(2, numbers.clamp(0, total - 1)).numpy()
+        counts = is_read.sum(axis=2, dtype=np.int32)
+        positions = np.zeros((*counts.shape, max(1, int(counts.max()))), np.int32)
+        for row, head in np.ndindex(*counts.shape):
+            positions[row, head, : counts[row, head]] = np.flatnonzero(is_read[row, head])
+        return asked.attend(positions, counts), float(counts.mean())
+
+    def _attend_to_means(
+        self, asked: Asked, scores: torch.Tensor, sizes: torch.Tensor, chosen: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention to the `chosen` [rows, kv_heads, n] clusters as if all tokens of one had its mean key and value.
+
+        scores: [rows, kv_heads, group, clusters], with the weight of all their tokens. Returns out [rows, kv_heads,
+        group, v_dim] and lse.
+        """
+        each, context = self._of_block, torch.from_numpy(asked.context.astype(np.int64))
+        ids = context.gather(1, chosen.div(each, rounding_mode="floor").flatten(1)).view_as(chosen)
+        heads = torch.arange(chosen.shape[1])[None, :, None]
+        sums = asked.pool.beside["cluster_values"][ids, heads, chosen % each]
+        taken = scores.gather(3, chosen[:, :, None].expand(-1, -1, scores.shape[2], -1))
+        lse = torch.logsumexp(taken, dim=3)
+        weights = torch.exp(taken - lse.masked_fill(torch.isneginf(lse), 0)[..., None])
+        return weights @ (sums / sizes.gather(2, chosen).clamp(min=1)[..., None]), lse
+
+    def attended_tokens(self, tokens: int) -> float:
+        total = tokens // self.settings.cluster_tokens
+        return tokens * part_of(self.settings.exact_clusters, total) / total if total else 0
+
+    def covers(self, tokens: int) -> bool:
+        total = tokens // self.settings.cluster_tokens
+        return part_of(self.settings.exact_clusters, total) >= total if total else True
+
+    @property
+    def _of_block(self) -> int:
+        return self.settings.block_size // self.settings.cluster_tokens
+
+    def _estimated(self, total: int, exact: int) -> int:
+        wanted = self.settings.estimated_clusters
+        return min(part_of(wanted, total) if wanted else 0, total - exact)
+
+
+def spherical_clusters(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """Which of `count` clusters each of keys [heads, n, dim] belongs to, by direction (spherical k-means): [heads, n].
+
+    Directions are those from the mean of the keys, which have much in common. Clusters begin with keys at equal steps.
+    The first of those that are equally near is taken; one may be left empty.
+    """
+    directions = torch.nn.functional.normalize(keys - keys.mean(dim=1, keepdim=True), dim=2)
+    centres = directions[:, (2 * torch.arange(count) + 1) * keys.shape[1] // (2 * count)]
+    for _ in range(_ITERATIONS):
+        sums = _sums(directions, _nearest(directions, centres), count)
+        is_empty = sums.abs().sum(dim=2, keepdim=True) == 0
+        centres = torch.where(is_empty, centres, torch.nn.functional.normalize(sums, dim=2))
+    return _nearest(directions, centres)
+
+
+def _nearest(directions: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
+    # Head by head: a segment's inner products are many. NumPy looks through a row in a fifth of torch's time.
+    pairs = zip(directions, centres, strict=True)
+    return torch.stack([torch.from_numpy((of_head @ to.T).numpy().argmax(axis=1)) for of_head, to in pairs])
+
+
+def _sums(vectors: torch.Tensor, which: torch.Tensor, count: int) -> torch.Tensor:
+    """Sums of vectors [heads, n, dim] over those of each of `count` groups: [heads, count, dim]."""
+    sums = vectors.new_zeros(len(vectors), count, vectors.shape[2])
+    return sums.scatter_add_(1, which[..., None].expand_as(vectors), vectors)
+
+
+def _of_context(asked: Asked, name: str) -> torch.Tensor:
+    """What is kept of the Context's blocks under a name: [rows, kv_heads, blocks, ...]."""
+    return asked.pool.beside[name][torch.from_numpy(asked.context.astype(np.int64))].transpose(1, 2)
