@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +17,8 @@ from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.footprint import Demand, Share
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.adapter.rotary_probe import of_rows, position_embeddings, require_constant_rotation, rotation_of
+from hetero_kv.adapter.noted_rotations import NotedRotations
+from hetero_kv.adapter.rotary_probe import require_constant_rotation
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
 from hetero_kv.engine.step import Step, StepBlocks
@@ -32,10 +32,9 @@ from hetero_kv.families.self_extend.settings import SelfExtendSettings
 from hetero_kv.settings.engine_settings import EngineSettings
 
 _NAME = "SelfExtendAttention"
-_USE = f"{_NAME} would group positions; use RetrievalAttention there"
 
 
-class SelfExtendAttention(RetrievalAttention):
+class SelfExtendAttention(NotedRotations, RetrievalAttention):
     """Retrieval with grouped positions; with a group of one token, or while all keys are neighbours, it is retrieval.
 
     Blocks have keys at grouped positions, and are chosen by them. The Context is beyond the neighbours, which are all
@@ -45,14 +44,13 @@ class SelfExtendAttention(RetrievalAttention):
     meaning = "retrieval with positions that groups of tokens share beyond a window: longer than the model was made for"
     settings_class = SelfExtendSettings
     prefills_exactly = False
-    changes_arguments = True
+    rotation_use = f"{_NAME} would group positions; use RetrievalAttention there"
 
     settings: SelfExtendSettings
 
     def __init__(self, path: str, wrapped: nn.Module, settings: SelfExtendSettings, engine: EngineSettings) -> None:
         local = max(settings.local_windows_len, settings.neighbour_window)
         super().__init__(path, wrapped, replace(settings, local_windows_len=local), engine)
-        self.rotation: Rotation | None = None
         require_constant_rotation(path, wrapped, _NAME, "use RetrievalAttention there")
 
     def new_cache_layer(self) -> SelfExtendLayer:
@@ -61,15 +59,6 @@ class SelfExtendAttention(RetrievalAttention):
         return SelfExtendLayer(layout, self.settings, derived)
 
     # -- rotation
-
-    def arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Takes note of how the tokens' positions are rotated."""
-        cos, sin = position_embeddings(self.path, self.wrapped, kwargs, _USE)
-        if self.rotation is None:
-            self.rotation = rotation_of(self.path, self.wrapped, args, kwargs, _USE)
-        for step in bridge.cache_in(args, kwargs, self.path).steps:
-            self._record(step, self.rotation, of_rows(cos, step.rows), of_rows(sin, step.rows))
-        return kwargs
 
     def _record(self, step: Step, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Note the rotation of the new tokens, in one table with the other layers that are given the same."""

@@ -14,8 +14,9 @@ from gpu_ops.attention import attention_with_lse
 from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.adapter.operator import AttentionOperator, Operator
-from hetero_kv.adapter.rotary_probe import of_rows, position_embeddings, rotation_of
+from hetero_kv.adapter.noted_rotations import NotedRotations
+from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.rotary_probe import rotation_of
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
 from hetero_kv.engine.buffered_layer import PrefillBuffer
@@ -37,10 +38,8 @@ from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.settings.engine_settings import EngineSettings
 
 _NONE_CHOSEN = np.empty((0, 0, 0), np.int64)
-_USE = "ShadowKVAttention would undo the rotation of keys; use RetrievalAttention there"
 
-
-class ShadowKVAttention(AttentionOperator):
+class ShadowKVAttention(NotedRotations):
     """Prefills exactly, chunk by chunk; decodes over outlier chunks, the chunks chosen by landmarks, and Recent.
 
     With full rank and a budget that covers the sequence the result is full attention, to the value type's precision.
@@ -50,7 +49,7 @@ class ShadowKVAttention(AttentionOperator):
     settings_class = ShadowKVSettings
     prefills_exactly = True
     statistics = (BLOCK_RECALL, CHUNK_HIT_RATE, KEY_RANK, KEY_ENERGY_OUTSIDE, READ_BYTES)
-    changes_arguments = True
+    rotation_use = "ShadowKVAttention would undo the rotation of keys; use RetrievalAttention there"
 
     settings: ShadowKVSettings
 
@@ -58,7 +57,6 @@ class ShadowKVAttention(AttentionOperator):
         super().__init__(path, wrapped, settings, engine)
         channels = self._key_channels()
         self._sized, self._energy = settings.sized(channels), settings.energy(channels)
-        self.rotation: Rotation | None = None
         self.prompt_attention = PromptAttention(self, settings)
         if settings.prefills_sparsely:
             self.prefills_exactly = False
@@ -86,15 +84,6 @@ class ShadowKVAttention(AttentionOperator):
         return LowRankLayer(self._sized, self._energy)
 
     # -- rotation
-
-    def arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Takes note of how the tokens' positions are rotated."""
-        cos, sin = position_embeddings(self.path, self.wrapped, kwargs, _USE)
-        if self.rotation is None:
-            self.rotation = rotation_of(self.path, self.wrapped, args, kwargs, _USE)
-        for step in bridge.cache_in(args, kwargs, self.path).steps:
-            self._record(step, self.rotation, of_rows(cos, step.rows), of_rows(sin, step.rows))
-        return kwargs
 
     def _record(self, step: Step, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Note the rotation of the new tokens, in one table with the other layers that are given the same."""
@@ -125,7 +114,7 @@ class ShadowKVAttention(AttentionOperator):
             # One token is looked at.
             hidden = recorded.keys.new_empty(1, 1, self._own_config.hidden_size).expand(1, recorded.length, -1)
             probed = {"hidden_states": hidden, "position_embeddings": recorded.rotation, "attention_mask": None}
-            self.rotation = rotation_of(self.path, self.wrapped, (), probed, _USE)
+            self.rotation = rotation_of(self.path, self.wrapped, (), probed, self.rotation_use)
         self._record(step, self.rotation, *recorded.rotation)
         buffer = PrefillBuffer(recorded.keys, recorded.values, past=0, length=recorded.length)
         layer.store(step, recorded.keys, recorded.values, buffer)
