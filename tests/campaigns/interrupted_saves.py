@@ -22,7 +22,7 @@ _DISK = 4 << 20
 
 
 class Measured(NamedTuple):
-    """What all tries share, and how long a child takes to save in a file and in a store, seconds."""
+    """What all tries share, and the most seconds that a child took to save in a file and in a store."""
 
     contexts: Prepared
     seconds: tuple[float, float]
@@ -49,18 +49,30 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 def attempt_kills(prepared: Measured, random: randomness.Random, folder: Path) -> None:
-    """A process that is killed while it saves: in a file in place of another, or in a store."""
-    home, contexts = _emptied(folder), prepared.contexts
-    if random.random() < 0.5:
-        path = home / "c"
-        path.write_bytes(contexts.files[0])
-        killed(lambda: contexts.caches[1].save(path, contexts.tokens), random.uniform(0, 1.2 * prepared.seconds[0]))
-        _require_either(contexts, path)
-        return
+    """A process that is killed while it saves: in a file in place of another, or in a store.
+
+    One that had saved before it was to be killed is held to that, and is no try: another is killed earlier.
+    """
+    seconds, attempt = random.choice(list(zip(prepared.seconds, (_kill_of_file, _kill_of_store), strict=True)))
+    while not attempt(prepared.contexts, _emptied(folder), random.uniform(0, seconds)):
+        seconds *= 0.9
+
+
+def _kill_of_file(contexts: Prepared, home: Path, after: float) -> bool:
+    path = home / "c"
+    path.write_bytes(contexts.files[0])
+    was_killed = killed(lambda: contexts.caches[1].save(path, contexts.tokens), after)
+    if not was_killed and path.read_bytes() != contexts.files[1]:
+        raise WrongResultError("what was saved is not there")
+    _require_either(contexts, path)
+    return was_killed
+
+
+def _kill_of_store(contexts: Prepared, home: Path, after: float) -> bool:
     _store_first(contexts, home)
-    work = lambda: _store(contexts, home, "killed")  # noqa: E731
-    was_killed = killed(work, random.uniform(0, 1.2 * prepared.seconds[1]))
+    was_killed = killed(lambda: _store(contexts, home, "killed"), after)
     _require_whole(contexts, home, {"first"} if was_killed else {"first", "killed"}, may_be={"killed"})
+    return was_killed
 
 
 def attempt_several(prepared: Measured, random: randomness.Random, folder: Path) -> None:

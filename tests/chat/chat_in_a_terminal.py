@@ -26,7 +26,11 @@ SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
 class ChatInATerminal:
-    """`local_chat.py` with a terminal of its own; what it shows is read without colours and cursor movements."""
+    """`local_chat.py` with a terminal of its own; what it shows is read without colours and cursor movements.
+
+    Attributes:
+        drawn: what was shown last, with them.
+    """
 
     def __init__(self, folder: Path, *arguments: object) -> None:
         self.master, slave = pty.openpty()
@@ -54,7 +58,7 @@ class ChatInATerminal:
             preexec_fn=_take_terminal,
         )
         os.close(slave)
-        self.raw = self.unread = ""
+        self.raw = self.unread = self.drawn = ""
 
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
@@ -72,6 +76,7 @@ class ChatInATerminal:
             # All of it anew, for a sequence may have come in two parts.
             self.unread = SEQUENCE.sub("", REDRAWN.sub("", self.raw))
         shown, _, self.unread = self.unread.partition(expected)
+        self.drawn = self.raw
         self.raw = self.unread
         return shown + expected
 

@@ -1,14 +1,25 @@
-"""Thoughts told from answers, however the text is cut into pieces."""
+"""Thoughts: told from answers however the text is cut into pieces, dimmed, and switched off where a template can."""
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
+from pathlib import Path
 
+import pytest
+from chat_in_a_terminal import CTRL_D, PATIENCE_S, PROMPT, ChatInATerminal
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_conversations import FEW, conversation, new_model
+from tiny_tokenizers import TEMPLATE, byte_level
 
+from hetero_kv.chat.conversation import Conversation
 from hetero_kv.chat.thinking import Thoughts
+from hetero_kv.cli import main
+from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.chat_template import thinking_variable
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TEXTS = {
     "<think>\nHm < 3, so\n</think>\n\nIt was cut.": ["Hm < 3, so\n", "It was cut."],
@@ -16,6 +27,12 @@ TEXTS = {
     "<think>never ends </thin": ["never ends </thin", ""],
     "one <think>two</think> three<think>four</think>": ["twofour", "one  three"],
 }
+
+THINKING = TEMPLATE.replace(
+    "<|im_start|>assistant\n{%",
+    "<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n"
+    "{% else %}<think>\n{% endif %}{%",
+)
 
 
 @given(st.sampled_from(sorted(TEXTS)), st.sets(st.integers(1, 40)))
@@ -50,3 +67,48 @@ def test_the_switch_has_one_of_two_names():
         ("{%- if thinking %}<think>{% endif %}", "thinking"),
     ):
         assert thinking_variable(Tokenizer(template)) == name
+
+
+def test_a_template_is_told_whether_to_think_and_what_it_opens_is_part_of_the_answer():
+    model, tokenizer = new_model(), byte_level(add_prefix_space=False)
+    tokenizer.chat_template = THINKING
+    ends = {}
+    for thinks in (None, True, False):
+        talk, pieces = Conversation(model, tokenizer, thinks=thinks), []
+        answer = talk.ask("hello", on_text=pieces.append, **FEW)
+        talk.ask("again", **FEW)
+        said = tokenizer.decode(talk._said.tokens)
+        ends[thinks] = said.count("</think>"), answer.text.startswith("<think>\n"), "".join(pieces) == answer.text
+    assert ends == {None: (0, True, True), True: (0, True, True), False: (2, False, True)}
+
+
+def test_thinking_is_refused_where_the_template_knows_nothing_of_it(model):
+    with pytest.raises(HeteroKVError, match="template knows nothing of thinking; leave --thinking out"):
+        conversation(model, thinks=False)
+
+
+def test_in_the_chat_thoughts_are_dim_and_the_answer_is_not(thinking_model_folder: Path):
+    chat = ChatInATerminal(thinking_model_folder, "--thinking", "on")
+    try:
+        chat.until(PROMPT)
+        for _ in range(2):
+            chat.type("yes\n")
+            chat.until("tokens, first after")
+            # What is shown before the answer is finished is drawn anew.
+            *_, thought, answer = re.findall(r"(\x1b\[[\d;]*m)?(hm well|yes indeed)(?!.*\2)", chat.drawn, re.DOTALL)
+            assert thought == ("\x1b[2;3m", "hm well")
+            assert answer == ("", "yes indeed")
+            assert "think>" not in chat.drawn
+            chat.until(PROMPT)
+        chat.type(CTRL_D)
+        assert chat.process.wait(PATIENCE_S) == 0
+    finally:
+        chat.close()
+
+
+def test_a_model_that_is_told_not_to_think_answers_at_once(
+    thinking_model_folder: Path, capsys: pytest.CaptureFixture[str]
+):
+    chat = "chat", "--model", str(thinking_model_folder), "--dtype", "float32", "--mode", "normal"
+    assert main([*chat, "--prompt", "yes", "--thinking", "off"]) == 0
+    assert capsys.readouterr().out == "yes indeed\n"

@@ -19,10 +19,10 @@ SMALL = {
 }  # fmt: skip
 
 
-def reader():
-    """The model, with the rules in it."""
+def reader(**settings):
+    """The model, with the rules in it, and these settings besides."""
     model = tiny_model("llama", max_position_embeddings=2048)
-    inject(model, parse_rules({"rules": RULES, "long_context": SMALL}))
+    inject(model, parse_rules({"rules": RULES, "long_context": SMALL | settings}))
     return model
 
 

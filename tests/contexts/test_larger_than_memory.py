@@ -11,6 +11,7 @@ import torch
 from conversations import goes_on
 from long_documents import document, reader
 
+from cpu_ops.estimating_step import EstimatingStep
 from hetero_kv import HeteroCache
 from hetero_kv.engine.errors import ContextError
 from hetero_kv.engine.held import Held
@@ -152,6 +153,39 @@ def test_the_blocks_that_a_token_chooses_are_read_before_it_attends_to_them(mode
     no_waits["ru_majflt"] += 1
     assert torch.equal(decoded(model, loaded, 7), decoded(model, twin, 7))
     assert asked != []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_mass": 0.9, "head_select_mode": "SEPARATE", "least_block_count": 2},
+        {"target_mass": 0.5, "layer_step": 2},
+    ],
+)
+def test_blocks_that_are_chosen_by_estimates_are_read_before_too(settings, tmp_path, asked, no_waits, monkeypatch):
+    model = reader(group_reduce="softmax", rest="estimate", **settings)
+    cache, ids = document(model)
+    cache.save(tmp_path / "document", [ids])
+    loaded, twin = HeteroCache.load(tmp_path / "document", model, verify=False), cache.fork()
+    asked.clear()
+    attended, call = [], EstimatingStep.__call__
+
+    def noted(step, *given):
+        largest = call(step, *given)
+        table, first, end, _, positions = given[4:9]
+        chosen = (first + positions[positions >= 0]).tolist()
+        attended.append({*range(first), *chosen, *range(end, table.shape[1])})
+        return largest
+
+    monkeypatch.setattr(EstimatingStep, "__call__", noted)
+    expected = decoded(model, twin, 5)
+    of_layers = list(attended)
+    assert torch.equal(decoded(model, loaded, 5), expected)
+    for layer, places in zip(loaded.layers, of_layers, strict=True):
+        ids = loaded.sequences[0].tables[layer.layout].ids
+        assert blocks_in(asked, layer.pool.keys) == {int(ids[place]) for place in places}
+        assert blocks_in(asked, layer.pool.values) == blocks_in(asked, layer.pool.keys)
+        assert 4 < len(places) < 20
 
 
 def test_a_question_has_all_blocks_read_a_layer_ahead(model, told, asked, no_waits):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from cpu_ops.threads import one_kernel_at_a_time
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES
 from hetero_kv.engine.step import Step, StepBlocks
-from hetero_kv.families.retrieval.fetching import Chosen, fetched
+from hetero_kv.families.retrieval.fetching import Fetching
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.prefill import RetrievalPrefill
 from hetero_kv.families.retrieval.reading import Reading, Taken
@@ -73,17 +74,28 @@ class RetrievalDecode(RetrievalPrefill):
         if self.covering is not None and self.covering < end - first:
             which, positions, allowed = self._choice(layer, step, len(table), lse.shape[1], end - first)
         at, is_scored, largest = -1 if position is None else position, which == CHOSEN, self._takes_largest
-        if isinstance(native, RetrievalStep) and layer.pool is not None and layer.pool.reads_ahead():
-            chosen = Chosen(which, positions, allowed, self.shared, largest, self.representative_type.score)
-            which = fetched(layer.pool, q, table, first, end, chosen, self.threads)
+        fetching = None
+        if layer.pool is not None and layer.pool.reads_ahead():
+            fetching = Fetching(layer.pool, table, first, end, which, positions, allowed)
+            if isinstance(native, RetrievalStep):
+                score = self.representative_type.score
+                which = fetching.by_scores(q, self.shared, largest, score, self.threads)
         given = q, k, v, at, table, first, end, which, positions, allowed, self.shared
         estimated, taken = None, Taken(end - first if which == EVERYTHING else positions.shape[2])
         if isinstance(native, EstimatingStep):
             masses = np.empty((2, *lse.shape), np.float32)
             if beside is None:
                 beside = np.full(lse.shape, -np.inf, np.float32)
+            results = scale, softcap, beside, out, lse, masses
             with one_kernel_at_a_time:
-                stored = native(*given, scale, softcap, beside, out, lse, masses)
+                if fetching is not None:
+                    # What else comes is the bits of bfloat16.
+                    dtype, softcapped = torch.float32 if q.dtype == np.float32 else torch.bfloat16, softcap > 0
+                    like = partial(
+                        self._bound_step, fetching.pool, group=native.group, softcapped=softcapped, dtype=dtype
+                    )
+                    fetching.by_rehearsal(blocks.lengths, like, (*given, *results))
+                stored = native(*given, *results)
             if which != EVERYTHING:
                 lists = len(table) * positions.shape[1]
                 taken = Taken(*[number / lists for number in native.taken.tolist()])

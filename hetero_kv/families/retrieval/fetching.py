@@ -2,48 +2,80 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from cpu_ops.chosen_blocks import attended_ids, best_blocks
+from cpu_ops.chosen_blocks import best_blocks
 from cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING
 from cpu_ops.scores import block_scores
 from hetero_kv.store.pool import BlockPool
 
 
-class Chosen(NamedTuple):
-    """Which blocks a step attends to, and how it chooses them: see `RetrievalStep`."""
+class Fetching(NamedTuple):
+    """A step whose blocks the system is to read before it attends to them.
 
+    Attributes:
+        pool: of which blocks lie in a file.
+        table, first, end, which, positions, allowed: as `RetrievalStep` takes them; positions below 0 are none.
+    """
+
+    pool: BlockPool
+    table: np.ndarray
+    first: int
+    end: int
     which: int
     positions: np.ndarray
     allowed: np.ndarray
-    shared: bool
-    largest: bool
-    score: str
 
+    def by_scores(self, q: np.ndarray, shared: bool, largest: bool, score: str, threads: int) -> int:
+        """Make the choice that `RetrievalStep` would make; the other arguments are its own, score its `score`.
 
-def fetched(
-    pool: BlockPool, q: np.ndarray, table: np.ndarray, first: int, end: int, chosen: Chosen, threads: int
-) -> int:
-    """Have the system read what a step is about to attend to; `q`, `table`, `first` and `end` are `RetrievalStep`'s.
+        Positions are written. Returns which blocks the step is to attend to then.
+        """
+        which = self.which
+        if which == CHOSEN:
+            # What else comes is the bits of bfloat16.
+            numbers = q if q.dtype == np.float32 else (q.astype(np.uint32) << 16).view(np.float32)
+            queries = np.ascontiguousarray(numbers.reshape(len(q), self.pool.keys.shape[1], -1, q.shape[3]))
+            context = np.ascontiguousarray(self.table[:, self.first : self.end])
+            counts = np.full(len(context), context.shape[1], np.int32)
+            scores = block_scores(queries, self.pool.representative_array, context, counts, score, threads=threads)
+            self.positions[:] = best_blocks(scores, self.positions.shape[2], self.allowed, shared, largest)
+            which = AS_GIVEN
+        self._ask()
+        return which
 
-    The choice that the step would make is made here; its positions are written. Returns which blocks the step is to
-    attend to then.
-    """
-    assert pool.read_ahead is not None
-    which = chosen.which
-    if which == CHOSEN:
-        # What else comes is the bits of bfloat16.
-        numbers = q if q.dtype == np.float32 else (q.astype(np.uint32) << 16).view(np.float32)
-        queries = np.ascontiguousarray(numbers.reshape(len(q), pool.keys.shape[1], -1, q.shape[3]))
-        context = np.ascontiguousarray(table[:, first:end])
-        counts = np.full(len(table), end - first, np.int32)
-        scores = block_scores(queries, pool.representative_array, context, counts, chosen.score, threads=threads)
-        count = chosen.positions.shape[2]
-        chosen.positions[:] = best_blocks(scores, count, chosen.allowed, chosen.shared, chosen.largest)
-        which = AS_GIVEN
-    # Positions below 0 are none.
-    attended = table if which == EVERYTHING else attended_ids(table, np.maximum(chosen.positions, 0), first, end)
-    pool.read_ahead.ask(attended)
-    return which
+    def by_rehearsal(self, lengths: np.ndarray, bound: Callable[[np.ndarray], Any], given: tuple[Any, ...]) -> None:
+        """Make the choice that an `EstimatingStep` makes after all that it does before; positions are written.
+
+        So the step is made twice, first with a Context whose blocks have no tokens, and are not read. Only where
+        candidates have no coarse copies of their keys are theirs read as they come.
+
+        Args:
+            lengths: [num_blocks] int32, tokens in each block.
+            bound: of such lengths, a step like the one that follows.
+            given: what that is called with.
+        """
+        assert self.pool.read_ahead is not None
+        if self.which == CHOSEN:
+            beside = self._beside()
+            self.pool.read_ahead.ask(beside)
+            without_context = np.zeros_like(lengths)
+            without_context[beside] = lengths[beside]
+            bound(without_context)(*given)
+        self._ask()
+
+    def _beside(self) -> np.ndarray:
+        """The blocks around the Context, to which every step attends, [rows, first + blocks - end]."""
+        return np.concatenate((self.table[:, : self.first], self.table[:, self.end :]), axis=1)
+
+    def _ask(self) -> None:
+        assert self.pool.read_ahead is not None
+        if self.which == EVERYTHING:
+            self.pool.read_ahead.ask(self.table)
+            return
+        row, each, at = np.nonzero(self.positions >= 0)
+        chosen = self.table[row, self.first + self.positions[row, each, at]]
+        self.pool.read_ahead.ask(np.concatenate((self._beside().ravel(), chosen)))
