@@ -35,7 +35,7 @@ class MappedMemory:
         self._failed = False
         self._ranges: list[int] = []
         # When the process ends, CUDA lets go of everything by itself.
-        weakref.finalize(self, _unlock, self._ranges).atexit = False
+        weakref.finalize(self, _unlock, self._ranges, device).atexit = False
 
     def reach(self, size: int) -> bool:
         """Page-lock at least the first `size` bytes of the tensor; returns whether they are.
@@ -70,6 +70,9 @@ def _take_pending_error(device: torch.device) -> None:
         torch.zeros(1, device=device)
 
 
-def _unlock(ranges: list[int]) -> None:
+def _unlock(ranges: list[int], device: torch.device) -> None:
+    if ranges and device.type == "cuda":
+        # A kernel that reads this memory is known to nobody else.
+        torch.cuda.synchronize(device)
     for start in ranges:
         torch.cuda.cudart().cudaHostUnregister(start)

@@ -54,6 +54,47 @@ def rebuilt_chunks_in_torch(
     return keys.to(coefficients.dtype).unflatten(2, (n, chunk_size))
 
 
+def rebuild_into(
+    coefficients: torch.Tensor,
+    basis: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layout: RotaryLayout,
+    chunks: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """As `rebuild_into_in_torch`, which defines the result, by one Triton kernel on a CUDA device."""
+    from gpu_ops.triton_kernels import rebuild
+
+    with torch.cuda.device(out.device):
+        rebuild.rebuild_into(coefficients, basis, cos, sin, layout, chunks, slots, out)
+
+
+def rebuild_into_in_torch(
+    coefficients: torch.Tensor,
+    basis: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layout: RotaryLayout,
+    chunks: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Write the keys of chunks into slots; arguments as for `rebuilt_chunks`, and these.
+
+    Args:
+        chunks: as there, but -1 behind the last of a head's.
+        slots: [batch, kv_heads, n] int64, where each of them goes; -1 behind the last too.
+        out: [batch, kv_heads, slots, chunk_size, dim], of which a slot is contiguous and heads lie one behind the other
+            evenly.
+    """
+    given = coefficients, basis, cos, sin, layout, chunks.clamp(min=0), out.shape[3]
+    keys = rebuilt_chunks_in_torch(*given)
+    row, head, listed = (chunks >= 0).nonzero(as_tuple=True)
+    out[row, head, slots[row, head, listed]] = keys[row, head, listed]
+
+
 def rebuilt_range(
     coefficients: torch.Tensor,
     basis: torch.Tensor,

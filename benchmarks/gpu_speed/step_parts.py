@@ -10,15 +10,14 @@ from unittest.mock import patch
 
 from gpu_ops.staging import Staging
 from hetero_kv.families.retrieval.decode import RetrievalDecode
-from hetero_kv.families.shadowkv.layer import LowRankLayer
-from hetero_kv.families.shadowkv.resident_chunks import ResidentChunks
+from hetero_kv.families.shadowkv.device_decode import Holding
 
 #: Part -> the calls whose time it is. What is left is the model's own forward and launches.
 _PARTS: dict[str, tuple[type, str]] = {
     "waits for queries": (Staging, "arrived"),
     "attends on the CPU": (RetrievalDecode, "_attend_natively"),
-    "waits for chosen chunks": (LowRankLayer, "checked"),
-    "asks for keys and values": (ResidentChunks, "hold"),
+    "asks for values": (Holding, "__init__"),
+    "asks for keys": (Holding, "finished"),
 }
 REST = "the model, launches"
 

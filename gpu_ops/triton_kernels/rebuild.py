@@ -36,20 +36,28 @@ def _columns_of(
 
 @triton.jit
 def _rebuild(
-    coefficients, basis, cos, sin, chunks, out, count, heads,
+    coefficients, basis, cos, sin, chunks, slots, out, count, heads, out_head,
     coefficients_batch, coefficients_token, basis_batch, basis_head, basis_rank, cos_row, sin_row,
-    CHUNK: tl.constexpr, RANK: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr,
-    INTERLEAVED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
+    SLOTTED: tl.constexpr, CHUNK: tl.constexpr, RANK: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr,
+    OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     row, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
     token = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     is_token = token < count * CHUNK
-    listed = tl.program_id(0).to(tl.int64) * count + token // CHUNK
+    first_listed = tl.program_id(0).to(tl.int64) * count
+    listed = first_listed + token // CHUNK
+    slot = (token // CHUNK).to(tl.int64)
+    if SLOTTED:
+        # Missing chunks come first: behind the end of their list is nothing to do.
+        if tl.load(chunks + first_listed + tl.program_id(1) * BLOCK_TOKENS // CHUNK) < 0:
+            return
+        slot = tl.load(slots + listed, mask=is_token, other=-1)
+        is_token = is_token & (slot >= 0)
     position = tl.load(chunks + listed, mask=is_token, other=0) * CHUNK + token % CHUNK
     rows = coefficients + row * coefficients_batch + position * coefficients_token
     own_basis = basis + row * basis_batch + head * basis_head
-    written = out + (tl.program_id(0).to(tl.int64) * count * CHUNK + token)[:, None] * DIM
+    written = out + tl.program_id(0).to(tl.int64) * out_head + (slot * CHUNK + token % CHUNK)[:, None] * DIM
 
     if PAIRS > 0:
         pair = tl.arange(0, BLOCK_PAIRS)
@@ -92,22 +100,45 @@ def rebuilt_chunks(
     chunk_size: int,
 ) -> torch.Tensor:
     """As `gpu_ops.rebuild.rebuilt_chunks_in_torch`; the last dimension of every argument is contiguous."""
+    batch, kv_heads, _, dim = basis.shape
+    shape = batch, kv_heads, chunks.shape[2], chunk_size, dim
+    out = torch.empty(shape, dtype=coefficients.dtype, device=coefficients.device)
+    _launch(coefficients, basis, cos, sin, layout, chunks.contiguous(), None, out, chunk_size)
+    return out
+
+
+def rebuild_into(
+    coefficients: torch.Tensor,
+    basis: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layout: RotaryLayout,
+    chunks: torch.Tensor,
+    slots: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """As `gpu_ops.rebuild.rebuild_into_in_torch`; the last dimension of every argument is contiguous."""
+    _launch(coefficients, basis, cos, sin, layout, chunks, slots, out, out.shape[3])
+
+
+def _launch(
+    coefficients: torch.Tensor, basis: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout,
+    chunks: torch.Tensor, slots: torch.Tensor | None, out: torch.Tensor, chunk_size: int,
+) -> None:  # fmt: skip
     batch, kv_heads, rank, dim = basis.shape
     count = chunks.shape[2]
-    out = torch.empty(batch, kv_heads, count, chunk_size, dim, dtype=coefficients.dtype, device=coefficients.device)
     if count == 0:
-        return out
+        return
     # TF32 holds every half-precision number, so that their products are exact.
     is_half = coefficients.element_size() == 2 and basis.element_size() == 2
     grid = (batch * kv_heads, triton.cdiv(count * chunk_size, _TOKENS))
     _rebuild[grid](
-        coefficients, basis, cos, sin, chunks.contiguous(), out, count, kv_heads,
+        coefficients, basis, cos, sin, chunks, chunks if slots is None else slots, out, count, kv_heads, out.stride(1),
         coefficients.stride(0), coefficients.stride(1), *basis.stride()[:3], cos.stride(0), sin.stride(0),
-        CHUNK=chunk_size, RANK=rank, DIM=dim, PAIRS=layout.pairs, OFFSET=layout.offset,
+        SLOTTED=slots is not None, CHUNK=chunk_size, RANK=rank, DIM=dim, PAIRS=layout.pairs, OFFSET=layout.offset,
         INTERLEAVED=layout.interleaved, PRECISION="tf32" if is_half else "ieee", BLOCK_TOKENS=_TOKENS,
         BLOCK_RANK=_RANK, BLOCK_PAIRS=_block(layout.pairs), BLOCK_REST=_block(dim - 2 * layout.pairs),
     )  # fmt: skip
-    return out
 
 
 def _block(width: int) -> int:

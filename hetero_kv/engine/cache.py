@@ -23,6 +23,7 @@ from hetero_kv.engine.mapped_file import MappedFile
 from hetero_kv.engine.statistics import row_means
 from hetero_kv.engine.step import PromptPart, Step
 from hetero_kv.engine.store import Store
+from hetero_kv.engine.watched import require_all
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 
 #: Called while a prompt prefills: (layers done, layers in all, tokens of the layer done, tokens of the prompt).
@@ -153,7 +154,8 @@ class HeteroCache(Batch, Cache):
         Room is reserved in every layer first; when the context ends well the tokens are stored. When it does not, the
         caller rolls back (`undo_on_error`).
 
-        Raises CacheFullError when they do not fit, and DamagedContextError as `require_unchanged_files`.
+        Raises CacheFullError when they do not fit, DamagedContextError as `require_unchanged_files`, and what layers
+        have watched for.
         """
         stride = self._stride
         first, last = (True, True) if stride is None else (stride[0] == 0, stride[1] == stride[2])
@@ -172,6 +174,7 @@ class HeteroCache(Batch, Cache):
             self._present(spans[0].cohort)
             yield self.steps
             self.require_unchanged_files()
+            require_all([each for step in steps for each in step.watched])
             for step in steps:
                 step.cohort.end(step)
         finally:

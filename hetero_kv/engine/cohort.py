@@ -9,6 +9,7 @@ from typing import Any
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from hetero_kv.engine import untouched
+from hetero_kv.engine.device_table import DeviceTable
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.sequence import Layout, Sequence
 from hetero_kv.engine.step import PromptPart, Step
@@ -43,6 +44,7 @@ class Cohort:
         closed: by layout, blocks from the beginning on whose contents are final, and what is derived from them made.
         shared: what layers hand to each other. An array is replaced and never changed.
         step: the one that is under way.
+        device_tables: by layout, what devices have of the block tables.
     """
 
     def __init__(self, layers: Rows[CacheLayerMixin], store: Store) -> None:
@@ -53,6 +55,7 @@ class Cohort:
         self.closed: dict[Layout, int] = {}
         self.shared: Shared = {}
         self.step: Step | None = None
+        self.device_tables: dict[Layout, DeviceTable] = {}
         self._bind()
 
     def _bind(self) -> None:

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from hetero_kv.engine.device_table import DeviceTable
 from hetero_kv.engine.sequence import Layout
+from hetero_kv.engine.watched import Watched
 
 if TYPE_CHECKING:
     from hetero_kv.engine.cohort import Cohort
@@ -57,6 +60,7 @@ class Step:
         is_decode: one token that is generated; else a prompt or a part of one.
         part: which part of a prompt.
         keeps: whether the tokens are stored; else they attend and are gone (a catalyst).
+        watched: what is looked at before the tokens are stored.
     """
 
     def __init__(
@@ -70,8 +74,10 @@ class Step:
         self.is_decode = is_decode
         self.part = part
         self.keeps = keeps
+        self.watched: list[Watched] = []
         #: What `blocks` has made, by the layout's identity: a lookup that costs no hash of a layout's fields.
         self.made: dict[int, StepBlocks] = {}
+        self._tables: dict[int, torch.Tensor] = {}
 
     def blocks(self, layout: Layout) -> StepBlocks:
         """The blocks of `layout`: made when the first layer asks, the same for all."""
@@ -86,3 +92,11 @@ class Step:
         blocks = StepBlocks(ids, tables[0].length, closed, (before, end), tables[0].allocator.lengths)
         self.made[id(layout)] = blocks
         return blocks
+
+    def table_on(self, device: torch.device, layout: Layout) -> torch.Tensor:
+        """The block table of `layout` on a device, [rows, blocks] int32: looked at once for all layers."""
+        found = self._tables.get(id(layout))
+        if found is None:
+            sent = self.cohort.device_tables.setdefault(layout, DeviceTable())
+            found = self._tables[id(layout)] = sent.holding(self.blocks(layout).table, device)
+        return found

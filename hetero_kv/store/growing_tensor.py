@@ -45,6 +45,13 @@ class GrowingTensor:
         self._buffer.narrow(self.dim, self._end, count).copy_(new)
         self._end += count
 
+    def room(self, like: torch.Tensor, count: int) -> torch.Tensor:
+        """Add `count` entries that agree with `like` in all dimensions but `dim`: a view, for the caller to write."""
+        self.reserve(like, count)
+        assert self._buffer is not None
+        self._end += count
+        return self._buffer.narrow(self.dim, self._end - count, count)
+
     def reserve(self, like: torch.Tensor, count: int) -> None:
         """Make room for `count` more entries, which agree with `like` in all dimensions but `dim`."""
         if self._buffer is None or self._is_shared or self._end + count > self._buffer.shape[self.dim]:

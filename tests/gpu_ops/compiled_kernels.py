@@ -21,7 +21,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from gpu_ops.rotary import RotaryLayout
-from gpu_ops.triton_kernels import column_sums, flash, gather, merge, products, rebuild
+from gpu_ops.triton_kernels import column_sums, flash, gather, merge, products, rebuild, resident_slots
 
 #: Shared memory that a block of threads can have, bytes, by compute capability (CUDA C++ Programming Guide, "Technical
 #: Specifications per Compute Capability").
@@ -73,6 +73,25 @@ def rebuilding(dtype: torch.dtype, layout: RotaryLayout) -> Callable[[], Any]:
     return lambda: rebuild.rebuilt_chunks(coefficients, basis, turns, turns, layout, chunks, 8)
 
 
+def rebuilding_into(dtype: torch.dtype) -> Callable[[], Any]:
+    turns, chunks = zeros(4096, 64, dtype=dtype), torch.zeros(1, 8, 256, dtype=torch.int64)
+    coefficients, basis = zeros(1, 4096, 160, dtype=dtype), zeros(1, 8, 160, DIM, dtype=dtype)
+    held = zeros(1, 8, 305, 8, DIM, dtype=dtype)[:, :, 48:-1]
+    factors = coefficients, basis, turns, turns, RotaryLayout(64)
+    return lambda: rebuild.rebuild_into(*factors, chunks, chunks, held)
+
+
+def placing() -> None:
+    chunks = torch.zeros(1, 8, 256, dtype=torch.int64)
+    resident_slots.place(chunks, chunks, torch.zeros(8, dtype=torch.int32))
+
+
+def fetching(stored: torch.dtype, dtype: torch.dtype) -> Callable[[], Any]:
+    chunks, table = torch.zeros(1, 8, 256, dtype=torch.int64), torch.zeros(1, 500, dtype=torch.int32)
+    held = zeros(1, 8, 305, 8, DIM, dtype=dtype)[:, :, 48:-1]
+    return lambda: resident_slots.fetch(zeros(9, 8, 8, DIM, dtype=stored), table, chunks, chunks, held)
+
+
 def gathering() -> None:
     gather.gathered_rows(zeros(9, 8, DIM, dtype=HALF), torch.zeros(4, dtype=torch.int64), zeros(4, 8, DIM, dtype=HALF))
 
@@ -89,6 +108,10 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "merge, bfloat16": merging(BRAIN),
     "rebuild, bfloat16": rebuilding(BRAIN, RotaryLayout(64)),
     "rebuild, float16, in part": rebuilding(HALF, RotaryLayout(16, offset=96, interleaved=True)),
+    "rebuild into slots, bfloat16": rebuilding_into(BRAIN),
+    "place": placing,
+    "fetch, float16 for bfloat16": fetching(HALF, BRAIN),
+    "fetch, bytes": fetching(torch.uint8, torch.uint8),
     "gather": gathering,
 }
 

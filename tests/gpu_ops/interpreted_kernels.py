@@ -18,9 +18,10 @@ from gpu_ops.column_sums import column_sums_in_torch
 from gpu_ops.flash import flash_attention_in_torch
 from gpu_ops.gather import gathered_rows_by_copy
 from gpu_ops.merge import merge_attention_in_torch
-from gpu_ops.rebuild import rebuilt_chunks_in_torch
+from gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_torch
+from gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
 from gpu_ops.rotary import RotaryLayout
-from gpu_ops.triton_kernels import column_sums, flash, gather, merge, rebuild
+from gpu_ops.triton_kernels import column_sums, flash, gather, merge, rebuild, resident_slots
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Halves, a part at either end, neighbours, an odd number of pairs in the middle of nowhere, and no rotation.
@@ -102,6 +103,35 @@ def rebuilt(dtype: torch.dtype, layout: RotaryLayout, chunk_size: int, rank: int
     return difference(rebuild.rebuilt_chunks(*arguments), rebuilt_chunks_in_torch(*arguments))
 
 
+def slots(held: int, count: int, chunks: int) -> tuple[torch.Tensor, ...]:
+    """What two sequences of three heads hold, of which the last slots are empty, and what they choose."""
+    orders = [torch.rand(2, 3, chunks, generator=_generator).argsort(dim=2)[..., :count].contiguous() for _ in range(2)]
+    orders[0][..., held:] = -1
+    return orders[0], orders[1]
+
+
+def placed(held: int, count: int, chunks: int) -> bool:
+    given, missed, expected_missed = slots(held, count, chunks), *(torch.zeros(6, dtype=torch.int32) for _ in range(2))
+    pairs = zip(resident_slots.place(*given, missed), placed_in_torch(*given, expected_missed), strict=True)
+    return torch.equal(missed, expected_missed) and all(torch.equal(actual, expected) for actual, expected in pairs)
+
+
+def brought(dtype: torch.dtype, stored: torch.dtype, count: int) -> float:
+    """Keys rebuilt and values fetched into slots behind others, which stay."""
+    _, misses, into = placed_in_torch(*slots(count // 2, count, 20), torch.empty(6, dtype=torch.int32))
+    values, table = random(45, 3, 5, 24).to(stored), torch.randperm(45, generator=_generator)[:40].view(2, 20).int()
+    coefficients, basis = random(2, 100, 40, dtype=dtype), random(2, 3, 40, 24, dtype=dtype)
+    cos, sin = random(130, 12, dtype=dtype), random(130, 12, dtype=dtype)
+    before = random(2, 3, count + 3, 5, 24, dtype=dtype)
+    into_keys = coefficients, basis, cos, sin, RotaryLayout(12), misses, into
+    found = [before.clone() for _ in range(4)]
+    rebuild.rebuild_into(*into_keys, found[0][:, :, 2:-1])
+    rebuild_into_in_torch(*into_keys, found[1][:, :, 2:-1])
+    resident_slots.fetch(values, table, misses, into, found[2][:, :, 2:-1])
+    fetch_in_torch(values, table, misses, into, found[3][:, :, 2:-1])
+    return max(difference(*found[:2]), difference(*found[2:]))
+
+
 def gathered(dtype: torch.dtype, shape: tuple[int, ...], count: int) -> bool:
     stored, where = (random(*shape) * 9).to(dtype), torch.randint(0, shape[0], (count,), generator=_generator)
     out = torch.empty(count, *shape[1:], dtype=dtype)
@@ -165,6 +195,16 @@ if __name__ == "__main__":
                     for dtype in DTYPES
                     for layout in LAYOUTS
                     for size, rank, count in ((8, 20, 1), (5, 40, 9))
+                },
+                "placed": {
+                    f"{held} of {count}, {chunks}": placed(held, count, chunks)
+                    for held, count, chunks in ((0, 1, 4), (4, 4, 5), (9, 20, 30), (70, 70, 90), (300, 300, 310))
+                },
+                "brought": {
+                    f"{dtype}, {stored}, {count}": brought(dtype, stored, count)
+                    for dtype in DTYPES
+                    for stored in (dtype, torch.float16)
+                    for count in (1, 9, 18)
                 },
                 "gathered": {
                     f"{dtype}, {shape}, {count}": gathered(dtype, shape, count)

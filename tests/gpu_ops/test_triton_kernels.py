@@ -36,7 +36,7 @@ def interpreted():
 
 
 @needs_triton
-@pytest.mark.parametrize("kernel", ["merged", "rebuilt"])
+@pytest.mark.parametrize("kernel", ["merged", "rebuilt", "brought"])
 def test_a_kernel_equals_its_twin_up_to_one_rounding(interpreted, kernel):
     assert len(interpreted[kernel]) >= 15
     # Sums of float32 may differ in their order, by a few roundings.
@@ -65,11 +65,16 @@ def test_gathered_rows_are_the_rows_themselves(interpreted):
 
 
 @needs_triton
+def test_slots_are_given_as_its_twin_gives_them(interpreted):
+    assert set(interpreted["placed"].values()) == {True}
+
+
+@needs_triton
 @pytest.mark.parametrize("which", ["", pytest.param("all", marks=pytest.mark.slow)])
 def test_kernels_compile_for_gpus_from_turing_to_blackwell_as_they_are_launched(which):
     code = printed_by("compiled_kernels.py", which)
     assert {name.rpartition("_")[2] for name in code} == {"75", "80", "86", "89", "90", "120"}
-    assert len(code) == (66 if which else 11)
+    assert len(code) == (90 if which else 15)
     assert all(size for size, _, _ in code.values())
     assert {name: shared for name, (_, shared, most) in code.items() if shared > most} == {}
 

@@ -52,13 +52,6 @@ def test_a_layer_waits_once_and_copies_twice():
         assert (counts.waits, counts.pinned, counts.pageable) == (1, 2, 0)
 
 
-def test_shadowkv_waits_once_for_a_layer():
-    counts = counts_of(("shadowkv",))["shadowkv"]
-    assert (counts.waits, counts.pageable) == (1, 0)
-    # What was chosen and the largest value; misses, their slots, and their rows in DRAM.
-    assert counts.pinned <= 5
-
-
 def test_values_that_shadowkv_cannot_store_are_refused_by_name(gpu, llama_on_gpu):
     cache = prompted(llama_on_gpu, "shadowkv", in_half=True)
     before = cache.get_seq_length()

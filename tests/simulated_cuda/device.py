@@ -117,6 +117,16 @@ class SimulatedDevice:
         else:
             self._copies.fetch(host, of.data_on_cpu, stream, line)
 
+    def read_in_place(self, name: str, host: torch.Tensor, rows: torch.Tensor | None) -> None:
+        """The kernel that was launched last reads page-locked memory, of which `rows` of dimension 0; None for all."""
+        self._copies.read_in_place(host, rows, self.current_stream(), f"{name}, launched by {asking_line()}")
+
+    def unregister(self, start: int) -> int:
+        """As cudaHostUnregister. What is still read or copied is a fault, which the next wait raises."""
+        for line in self._copies.lines_reading(start, self.pinned.registered(start)):
+            self.memory.faults.append(f"memory was unregistered while it may still be read: {line}; wait for it before")
+        return self.pinned.unregister(start)
+
     # -- the host
 
     def host_waits(self, cause: str, clock: Clock) -> None:

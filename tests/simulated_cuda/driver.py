@@ -60,7 +60,7 @@ def _names(simulation: Any) -> dict[str, Any]:
         "synchronize": simulation.synchronize,
         "cudart": lambda: SimpleNamespace(
             cudaHostRegister=lambda start, size, flags: simulation.pinned.register(start, size),
-            cudaHostUnregister=simulation.pinned.unregister,
+            cudaHostUnregister=simulation.unregister,
         ),
         "mem_get_info": mem_get_info,
         "memory_allocated": lambda device=None: memory.live[index_of(device)],

@@ -13,8 +13,10 @@ import torch
 from gpu_ops.column_sums import column_sums_in_torch
 from gpu_ops.flash import flash_attention_in_torch
 from gpu_ops.merge import merge_attention_in_torch
-from gpu_ops.rebuild import rebuilt_chunks_in_torch
+from gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_torch
+from gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
 from gpu_ops.rotary import RotaryLayout
+from simulated_cuda.copies import bytes_of
 from simulated_cuda.errors import SimulatedCudaError
 from simulated_cuda.tensor import SimulatedTensor, on_cpu
 
@@ -29,9 +31,24 @@ def _gather(stored: Any, where: Any, out: Any, *_: Any, **__: Any) -> None:
     out.copy_(stored[where])
 
 
-def _rebuild(coefficients: Any, basis: Any, cos: Any, sin: Any, chunks: Any, out: Any, *_: Any, **fixed: Any) -> None:
+def _rebuild(
+    coefficients: Any, basis: Any, cos: Any, sin: Any, chunks: Any, slots: Any, out: Any, *_: Any, **fixed: Any
+) -> None:
     layout = RotaryLayout(fixed["PAIRS"], fixed["OFFSET"], fixed["INTERLEAVED"])
-    out.copy_(rebuilt_chunks_in_torch(coefficients, basis, cos, sin, layout, chunks, fixed["CHUNK"]))
+    given = coefficients, basis, cos, sin, layout, chunks
+    if fixed["SLOTTED"]:
+        rebuild_into_in_torch(*given, slots, out)
+    else:
+        out.copy_(rebuilt_chunks_in_torch(*given, fixed["CHUNK"]))
+
+
+def _place(held: Any, wanted: Any, after: Any, misses: Any, into: Any, missed: Any, *_: Any, **__: Any) -> None:
+    for out, computed in zip((after, misses, into), placed_in_torch(held, wanted, missed), strict=True):
+        out.copy_(computed)
+
+
+def _fetch(stored: Any, table: Any, misses: Any, into: Any, out: Any, *_: Any, **__: Any) -> None:
+    fetch_in_torch(stored, table, misses, into, out)
 
 
 def _flash(
@@ -58,9 +75,32 @@ DEFINITIONS: dict[str, Callable[..., None]] = {
     "_merge": _merge,
     "_gather": _gather,
     "_rebuild": _rebuild,
+    "_place": _place,
+    "_fetch": _fetch,
     "_flash": _flash,
     "_column_sums": _column_sums,
 }
+
+#: What each of them writes to, by the names of its parameters; the interpreter's runs are checked by it.
+WRITTEN: dict[str, tuple[str, ...]] = {
+    "_merge": ("out", "lse"),
+    "_gather": ("out",),
+    "_rebuild": ("out",),
+    "_place": ("after", "misses", "into", "missed"),
+    "_fetch": ("out",),
+    "_flash": ("out", "lse"),
+    "_column_sums": ("sums",),
+}
+
+
+def _rows_read(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Of DRAM that a kernel is given, the indices of dimension 0 that it reads, by the parameter's name."""
+    if name == "_gather":
+        return {"stored": given["where"]}
+    if name == "_fetch":
+        row, head, listed = (given["misses"] >= 0).nonzero(as_tuple=True)
+        return {"stored": given["table"][row, given["misses"][row, head, listed]].long()}
+    return {}
 
 
 @contextmanager
@@ -77,11 +117,16 @@ def interpreted(simulation: Any, by_interpreter: bool) -> Iterator[None]:
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         name = self.fn.__name__
-        _queue(simulation, name, [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)])
+        named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        written = _queue(simulation, name, named)
         if name in DEFINITIONS and not by_interpreter:
             DEFINITIONS[name](*on_cpu(args), **on_cpu(kwargs))
-        else:
-            InterpretedFunction(self.fn).run(*on_cpu(args), grid=grid, warmup=warmup, **on_cpu(kwargs))
+            return
+        kept = {each: data.clone() for each, data in on_cpu(_tensors(named)).items() if each not in written}
+        InterpretedFunction(self.fn).run(*on_cpu(args), grid=grid, warmup=warmup, **on_cpu(kwargs))
+        for each, before in kept.items():
+            if not torch.equal(bytes_of(on_cpu(named[each])), bytes_of(before)):
+                raise SimulatedCudaError(f"{name} writes to {each}, of which WRITTEN does not tell")
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return InterpretedFunction(self.fn)(*args, **kwargs)
@@ -90,15 +135,31 @@ def interpreted(simulation: Any, by_interpreter: bool) -> Iterator[None]:
         yield
 
 
-def _queue(simulation: Any, name: str, given: list[torch.Tensor]) -> None:
-    """The launch of a kernel with these tensors. Raises what CUDA does, or SimulatedCudaError."""
-    ours = [each for each in given if isinstance(each, SimulatedTensor)]
+def _tensors(named: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in named.items() if isinstance(each, torch.Tensor)}
+
+
+def _queue(simulation: Any, name: str, named: dict[str, Any]) -> tuple[str, ...]:
+    """The launch of a kernel with these arguments. Raises what CUDA does, or SimulatedCudaError.
+
+    Returns which of the arguments it may write to.
+    """
+    given = _tensors(named)
+    ours = {each: tensor for each, tensor in given.items() if isinstance(tensor, SimulatedTensor)}
     if not ours:
         raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
-    if len({each.place for each in ours}) > 1 or ours[0].place.index != simulation.index:
+    places = {tensor.place for tensor in ours.values()}
+    if len(places) > 1 or places.pop().index != simulation.index:
         raise SimulatedCudaError(f"{name} is launched on GPU {simulation.index}, on tensors of another")
-    for each in given:
-        if not isinstance(each, SimulatedTensor) and not simulation.pinned.covers(each):
+    in_dram = {each: tensor for each, tensor in given.items() if each not in ours}
+    for tensor in in_dram.values():
+        if not simulation.pinned.covers(tensor):
             raise SimulatedCudaError(f"{name} reads DRAM that is not page-locked: an illegal address")
-    # What a kernel writes is not to be seen from outside: whatever it is given is held to be written.
-    simulation.launch(name, simulation.index, [], ours)
+    # What a kernel writes is not to be seen from outside: of one that is not listed, whatever it is given.
+    written = WRITTEN.get(name, tuple(ours))
+    reads = [tensor for each, tensor in ours.items() if each not in written]
+    simulation.launch(name, simulation.index, reads, [ours[each] for each in written])
+    rows = _rows_read(name, on_cpu(named)) if in_dram else {}
+    for each, tensor in in_dram.items():
+        simulation.read_in_place(name, tensor, rows.get(each))
+    return written

@@ -118,6 +118,10 @@ class PinnedMemory:
         self._registered[start] = size
         return 0
 
+    def registered(self, start: int) -> int:
+        """How many bytes were registered there; 0 for none."""
+        return self._registered.get(start, 0)
+
     def unregister(self, start: int) -> int:
         """As cudaHostUnregister: 0, or the error that nothing was registered there."""
         return 713 if self._registered.pop(start, None) is None else 0

@@ -135,6 +135,39 @@ def test_a_kernel_that_reads_dram_which_is_not_page_locked(gpu):
     assert torch.equal(gathered_rows(stored, where, like, is_mapped=True).cpu(), stored[where])
 
 
+def read_in_place(stored):
+    """Have a kernel launched that reads row 3 of page-locked memory."""
+    pytest.importorskip("triton")
+    gathered_rows(stored, torch.tensor([3]), torch.empty(0, device="cuda"), is_mapped=True)
+
+
+def test_memory_that_is_written_while_a_kernel_reads_it(gpu):
+    stored = torch.arange(64.0).view(8, 8).pin_memory()
+    read_in_place(stored)
+    stored[4] = 0.0
+    torch.cuda.synchronize()
+    read_in_place(stored)
+    stored[3] = 0.0
+    with pytest.raises(SimulatedCudaError, match="written while a kernel may still read it"):
+        torch.cuda.synchronize()
+
+
+def test_memory_that_is_freed_while_a_kernel_reads_it(gpu):
+    read_in_place(torch.arange(64.0).view(8, 8).pin_memory())
+    with pytest.raises(SimulatedCudaError, match="freed while a kernel may still read it"):
+        torch.cuda.synchronize()
+
+
+def test_memory_that_is_unregistered_while_a_kernel_reads_it(gpu):
+    pytest.importorskip("triton")
+    stored, like = torch.zeros(8, 8), torch.empty(0, device="cuda")
+    assert torch.cuda.cudart().cudaHostRegister(stored.data_ptr(), stored.nbytes, 3) == 0
+    gathered_rows(stored, torch.tensor([3]), like, is_mapped=True)
+    torch.cuda.cudart().cudaHostUnregister(stored.data_ptr())
+    with pytest.raises(SimulatedCudaError, match="unregistered while it may still be read"):
+        torch.cuda.synchronize()
+
+
 def test_a_kernel_that_is_launched_on_another_gpu_than_its_tensors(gpu):
     merge = pytest.importorskip("gpu_ops.triton_kernels.merge")
     parts = torch.ones(1, 1, 1, 16, device="cuda:1"), torch.ones(1, 1, 1, device="cuda:1")

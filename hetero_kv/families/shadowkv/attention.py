@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gpu_ops.attention import attention_with_lse
+from gpu_ops.host_copies import on_host
 from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kv_shape import KVShape
@@ -24,7 +25,7 @@ from hetero_kv.engine.recorded_prompt import RecordedPrompt
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
-from hetero_kv.families.shadowkv import cpu_decode
+from hetero_kv.families.shadowkv import cpu_decode, device_decode
 from hetero_kv.families.shadowkv.footprint import LowRankFootprint
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks
 from hetero_kv.families.shadowkv.layer import LowRankLayer
@@ -137,7 +138,11 @@ class ShadowKVAttention(NotedRotations):
         if call.sliding_window is not None:
             self._require_full(call)
         layer.store(step, call.k, call.v)
-        decoded = self._decoded_by_kernels if cpu_decode.serves(layer, call) else self._decoded_in_torch
+        decoded = self._decoded_in_torch
+        if cpu_decode.serves(layer, call):
+            decoded = self._decoded_by_kernels
+        elif layer.context.outliers is not None and device_decode.serves(layer, call.k):
+            decoded = self._decoded_without_waits
         out, lse, missed = decoded(layer, step, call)
         layer.read = layer.read.plus(read_bytes(layer, missed))
         if self.engine.measure_recall:
@@ -156,9 +161,22 @@ class ShadowKVAttention(NotedRotations):
             count = self._count(layer, layer.context.outliers.ids)
             chosen = cpu_decode.chosen(layer, call, q, count, self.threads) if count else _NONE_CHOSEN
             hits = cpu_decode.held(layer, step, chosen, self.threads)
-            layer.count(layer.counted.with_choices(hits, chosen.size))
+            layer.count_choices(chosen.size, hits)
             missed = chosen.size - hits
         return *cpu_decode.attention(layer, call, q, self.threads), missed
+
+    def _decoded_without_waits(
+        self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """As `_decoded_by_kernels`, where `device_decode` serves; what was missing is counted there, and not told."""
+        wanted = self._chosen_in_torch(layer, call)
+        holding = device_decode.Holding(layer, step, wanted)
+        out, lse = _attention(call, layer.recent_keys.entries, layer.recent_values.entries)
+        residents = holding.finished()
+        layer.count_choices(wanted.numel(), wanted.numel())
+        if residents.tokens:
+            out, lse = merge_attention(out, lse, *_attention(call, residents.keys, residents.values))
+        return out, lse, 0
 
     def _decoded_in_torch(
         self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall
@@ -168,14 +186,12 @@ class ShadowKVAttention(NotedRotations):
         out, lse = _attention(call, layer.recent_keys.entries, layer.recent_values.entries)
         if layer.context.outliers is not None:
             residents = layer.context.outliers.residents
-            (wanted,) = layer.checked(self._chosen_in_torch(layer, call))
+            (wanted,) = on_host(self._chosen_in_torch(layer, call))
             hits = residents.hold(wanted, layer.rebuilt, layer.fetched, layer.chunks)
-            layer.count(layer.counted.with_choices(hits, wanted.numel()))
+            layer.count_choices(wanted.numel(), hits)
             missed = wanted.numel() - hits
             if residents.keys.shape[2]:
                 out, lse = merge_attention(out, lse, *_attention(call, residents.keys, residents.values))
-        else:
-            layer.checked()
         return out, lse, missed
 
     def chosen(self, layer: LowRankLayer, call: bridge.AttentionCall) -> torch.Tensor:

@@ -11,17 +11,19 @@ import numpy as np
 import torch
 
 from gpu_ops.gather import gathered_rows
-from gpu_ops.host_copies import on_host
 from gpu_ops.kernel_choice import runs_triton
 from gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
 from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step
+from hetero_kv.engine.watched import Watched
 from hetero_kv.families.shadowkv import landmarks, saving
 from hetero_kv.families.shadowkv.key_factors import KeyFactors
 from hetero_kv.families.shadowkv.layout import ContextLayout
+from hetero_kv.families.shadowkv.missed_chunks import MissedChunks
 from hetero_kv.families.shadowkv.outlier_chunks import Outliers, with_new_outliers
+from hetero_kv.families.shadowkv.read_bytes import bytes_of_missed
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import KEY_RANK, LowRankStatistics
 from hetero_kv.store.growing_tensor import GrowingTensor
@@ -68,8 +70,6 @@ class LowRankLayer(BufferedLayer):
         self.storage_settings = (settings.storage_setting,) * 2
         self.settings, self._energy = settings, energy
         self.chunk_size = settings.landmark_chunk_size
-        #: The largest magnitude of a decoded token's values, where nobody has looked at it yet.
-        self._unchecked: torch.Tensor | None = None
         self.layout = ContextLayout(self.chunk_size, settings)
         self._forget()
 
@@ -81,6 +81,7 @@ class LowRankLayer(BufferedLayer):
         self.factors = KeyFactors(self.settings.most_rank, slack, self._energy)
         self.landmarks = GrowingTensor(2, slack // self.chunk_size)
         self.recent_keys, self.recent_values = GrowingTensor(2, SLACK), GrowingTensor(2, SLACK)
+        self.missed = MissedChunks()
         self.is_initialized = False
 
     def reset(self) -> None:
@@ -89,8 +90,17 @@ class LowRankLayer(BufferedLayer):
 
     @property
     def counted(self) -> LowRankStatistics:
-        """What was counted."""
+        """What was counted, on a GPU too, for which this waits."""
+        by_step = self.missed.taken(len(self.cohort.sequences))
+        if by_step:
+            beyond = sum(bytes_of_missed(self, missed, rows) for missed, rows in by_step)
+            self.read = self.read._replace(total=self.read.total + beyond)
+            self.count(self.context.statistics.without_hits(sum(missed for missed, _ in by_step)))
         return self.context.statistics
+
+    def count_choices(self, choices: int, hits: int) -> None:
+        """Note a step's choices; those that `missed` is yet to tell count as hits until then."""
+        self.count(self.context.statistics.with_choices(hits, choices))
 
     def count(self, statistics: LowRankStatistics) -> None:
         """Note what was counted."""
@@ -109,9 +119,11 @@ class LowRankLayer(BufferedLayer):
     def select(self, rows: Rows[int]) -> None:
         """See FamilyLayer: blocks are shared, factors are copied."""
         index = torch.tensor(rows)
+        if len(self.recent_keys):
+            self.missed.select(len(self.recent_keys.entries), len(rows))
         for part in (self.factors, self.landmarks, self.recent_keys, self.recent_values):
             part.select(index)
-        statistics = self.counted.selected(index)
+        statistics = self.context.statistics.selected(index)
         outliers = None if self.context.outliers is None else self.context.outliers.selected(index)
         self.context = replace(self.context, outliers=outliers, statistics=statistics)
 
@@ -154,9 +166,12 @@ class LowRankLayer(BufferedLayer):
         if not step.is_decode:
             self._require_finite(None, values)
         elif self.value_storage.largest is not None:
-            self._unchecked = values.abs().amax()
+            largest = torch.linalg.vector_norm(values, float("inf"), dtype=torch.float32)
             if values.device.type == "cpu":
-                self.checked()
+                self.require_storable(float(largest))
+            else:
+                # Looked at when the token has passed all layers: until then nothing of it is stored.
+                step.watched.append(Watched(largest, self.require_storable))
         end = (step.made.get(id(self.layout)) or step.blocks(self.layout)).length
         if buffer is not None and step.part.is_last:
             self._store_prompt(step, buffer, end)
@@ -169,18 +184,6 @@ class LowRankLayer(BufferedLayer):
             self.recent_keys.drop_first(count)
             self.recent_values.drop_first(count)
 
-    def checked(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Tensors of the device on the CPU. Raises HeteroKVError where a value that came with this token is too large.
-
-        Both with one wait for the device.
-        """
-        largest, self._unchecked = self._unchecked, None
-        if largest is None:
-            return on_host(*tensors) if tensors else ()
-        found, *copies = on_host(largest, *tensors)
-        self.require_storable(float(found))
-        return tuple(copies)
-
     def _store_prompt(self, step: Step, buffer: PrefillBuffer, end: int) -> None:
         """Let the Context reach to the local chunks; factor the keys where no factors serve them."""
         start = self.context.length
@@ -191,7 +194,7 @@ class LowRankLayer(BufferedLayer):
                 self._factor(buffer.keys[:, :, :end], start)
             self._take_in(step, new, buffer.values[:, :, start:end])
             # A prompt's values at once, not when the first token waits for them.
-            self._values_are_mapped()
+            self.values_are_mapped()
         self.recent_keys.replace(buffer.keys[:, :, end : buffer.length])
         self.recent_values.replace(buffer.values[:, :, end : buffer.length])
 
@@ -261,12 +264,10 @@ class LowRankLayer(BufferedLayer):
         where = (blocks * kv_heads + torch.arange(kv_heads)[:, None]).flatten()
         stored, target = self.pool.values, self.landmarks.entries
         # Decoded where it is needed: of a quantised type there is less to copy.
-        values = self.value_storage.decode(
-            gathered_rows(stored.flatten(0, 1), where, target, self._values_are_mapped())
-        )
+        values = self.value_storage.decode(gathered_rows(stored.flatten(0, 1), where, target, self.values_are_mapped()))
         return values.to(target.dtype).unflatten(0, chunks.shape)
 
-    def _values_are_mapped(self) -> bool:
+    def values_are_mapped(self) -> bool:
         """Whether kernels of the compute device can read the stored values where they lie; sees to it if they may."""
         mapped: MappedMemory | None = self.cohort.store.mapped.get(self.layer_idx)
         return mapped is not None and mapped.reach(self.bytes_touched)
@@ -275,10 +276,12 @@ class LowRankLayer(BufferedLayer):
 
     def snapshot(self) -> tuple[Any, ...]:
         growing = self.landmarks, self.recent_keys, self.recent_values
-        return self.context, self.read, self.factors.checkpoint(), [part.checkpoint() for part in growing]
+        held = [part.checkpoint() for part in growing]
+        return self.context, self.read, self.missed.checkpoint(), self.factors.checkpoint(), held
 
     def rollback(self, snapshot: tuple[Any, ...]) -> None:
-        self.context, self.read, factors, held = snapshot
+        self.context, self.read, missed, factors, held = snapshot
+        self.missed.restore(missed)
         self.factors.restore(factors)
         for part, state in zip((self.landmarks, self.recent_keys, self.recent_values), held, strict=True):
             part.restore(state)
@@ -291,6 +294,7 @@ class LowRankLayer(BufferedLayer):
         twin = copy.copy(self)
         twin.factors, twin.landmarks = self.factors.fork(memo), self.landmarks.fork()
         twin.recent_keys, twin.recent_values = self.recent_keys.fork(), self.recent_values.fork()
+        twin.missed = self.missed.fork()
         twin.context = replace(self.context, outliers=copy.deepcopy(self.context.outliers, memo))
         return twin
 
@@ -305,7 +309,7 @@ class LowRankLayer(BufferedLayer):
         """Memory where the model computes, bytes, without the rotary table that layers share."""
         residents = self.context.outliers.residents.nbytes if self.context.outliers is not None else 0
         growing = self.landmarks, self.recent_keys, self.recent_values
-        return self.factors.nbytes + sum(part.nbytes for part in growing) + residents
+        return self.factors.nbytes + sum(part.nbytes for part in growing) + residents + self.missed.nbytes
 
     @property
     def tables_shared_with_others(self) -> tuple[Any, ...]:
@@ -314,4 +318,5 @@ class LowRankLayer(BufferedLayer):
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        return {**self.counted.by_name(), KEY_RANK.name: self.factors.rank, READ_BYTES.name: self.read.mean}
+        counted = self.counted
+        return {**counted.by_name(), KEY_RANK.name: self.factors.rank, READ_BYTES.name: self.read.mean}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hetero_kv.families.shadowkv.layer import LowRankLayer
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hetero_kv.families.shadowkv.layer import LowRankLayer
 
 
 def read_bytes(layer: LowRankLayer, missed: int) -> float:
@@ -15,14 +18,23 @@ def read_bytes(layer: LowRankLayer, missed: int) -> float:
     """
     keys, values = layer.recent_keys.entries, layer.recent_values.entries
     rows, kv_heads, tokens, k_dim = keys.shape
-    size, outliers, of_missed = keys.element_size(), layer.context.outliers, 0
+    size, outliers = keys.element_size(), layer.context.outliers
     landmarks = 0
     if outliers is not None:
-        pool, basis = layer.pool, layer.factors.basis
-        assert pool is not None
-        assert basis is not None
         tokens += outliers.residents.tokens
         landmarks = layer.chunks * kv_heads * k_dim * size if outliers.residents.ids.shape[2] else 0
-        rank, value_bytes = basis.shape[2], layer.value_storage.bytes_per_vector(values.shape[3])
-        of_missed = missed * layer.chunk_size * (rank * size + value_bytes) + (basis.nbytes if missed else 0)
-    return tokens * kv_heads * (k_dim + values.shape[3]) * size + landmarks + of_missed / rows
+    return tokens * kv_heads * (k_dim + values.shape[3]) * size + landmarks + bytes_of_missed(layer, missed, rows)
+
+
+def bytes_of_missed(layer: LowRankLayer, missed: int, rows: int) -> float:
+    """Bytes of a row that the missing chunks of a step are made of.
+
+    Args:
+        missed: of all the step's rows.
+    """
+    if not missed:
+        return 0.0
+    basis, values = layer.factors.basis, layer.recent_values.entries
+    assert basis is not None
+    per_token = basis.shape[2] * basis.element_size() + layer.value_storage.bytes_per_vector(values.shape[3])
+    return missed / rows * layer.chunk_size * per_token + basis.nbytes / len(basis)

@@ -13,6 +13,7 @@ from gpu_ops.side_stream import beside, joined
 Supply = Callable[[torch.Tensor], torch.Tensor]
 
 _EMPTY = -1
+_CPU = torch.device("cpu")
 
 
 class ResidentChunks:
@@ -23,7 +24,8 @@ class ResidentChunks:
         outlier_values: [batch, kv_heads, outliers, chunk_size, v_dim].
 
     Attributes:
-        ids: [batch, kv_heads, slots] int64 on the CPU, the chunk in each slot; -1 for none.
+        ids: [batch, kv_heads, slots] int64, the chunk in each slot; -1 for none. On the CPU, or where the model
+            computes, as those who choose have asked for.
     """
 
     ids: torch.Tensor
@@ -85,10 +87,22 @@ class ResidentChunks:
         """Tokens of outliers and slots."""
         return (self._keys.shape[2] - 1) * self._keys.shape[3]
 
-    def provide(self, slots: int) -> None:
-        """Have that many slots; they are empty where there were others."""
+    @property
+    def key_slots(self) -> torch.Tensor:
+        """[batch, kv_heads, slots, chunk_size, k_dim], a view."""
+        return self._keys[:, :, self._outliers : -1]
+
+    @property
+    def value_slots(self) -> torch.Tensor:
+        """[batch, kv_heads, slots, chunk_size, v_dim], a view."""
+        return self._values[:, :, self._outliers : -1]
+
+    def provide(self, slots: int, device: torch.device = _CPU) -> None:
+        """Have that many slots, which are empty where there were others, and `ids` on `device`."""
         if slots != self.ids.shape[2]:
-            self._set_slots(slots, self.outlier_keys, self.outlier_values)
+            self._set_slots(slots, self.outlier_keys, self.outlier_values, device)
+        elif self.ids.device != device:
+            self.ids = self.ids.to(device)
 
     @property
     def nbytes(self) -> int:
@@ -126,9 +140,11 @@ class ResidentChunks:
             self.ids = ids.scatter_(2, slots, misses)[..., :-1].contiguous()
         return int(is_hit.sum())
 
-    def _set_slots(self, slots: int, outlier_keys: torch.Tensor, outlier_values: torch.Tensor) -> None:
+    def _set_slots(
+        self, slots: int, outlier_keys: torch.Tensor, outlier_values: torch.Tensor, device: torch.device = _CPU
+    ) -> None:
         """New buffers: outliers, empty slots, and one more that surplus work goes into."""
-        ids = torch.full((*outlier_keys.shape[:2], slots), _EMPTY)
+        ids = torch.full((*outlier_keys.shape[:2], slots), _EMPTY, device=device)
         keys, values = (
             torch.cat([part, part.new_zeros(*part.shape[:2], slots + 1, *part.shape[3:])], dim=2)
             for part in (outlier_keys, outlier_values)

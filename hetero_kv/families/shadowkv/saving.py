@@ -20,7 +20,7 @@ _CPU = torch.device("cpu")
 
 def saved(layer: LowRankLayer) -> SavedPart:
     """See FamilyLayer."""
-    context, counted, factors = layer.context, layer.counted, layer.factors
+    counted, context, factors = layer.counted, layer.context, layer.factors
     part = SavedPart(
         numbers={
             "context": context.length,

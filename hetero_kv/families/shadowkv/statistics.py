@@ -80,6 +80,10 @@ class LowRankStatistics:
         rest = self.outside, self.energy, self.factored, self.recall
         return LowRankStatistics(self.hits + hits, self.choices + choices, *rest)
 
+    def without_hits(self, missed: int) -> LowRankStatistics:
+        """These, when so many of the chunks that count as hits were none."""
+        return replace(self, hits=self.hits - missed)
+
     def with_recall(self, covered: float) -> LowRankStatistics:
         """These and a step's share of attention mass."""
         return replace(self, recall=self.recall.plus(covered))

@@ -41,6 +41,11 @@ class QuantisedType(StorageType):
         """Scales [..., 1] float32 and integers [..., group_bytes - 2] uint8 -> groups [..., 32] float32."""
 
     @property
+    def is_plain(self) -> bool:
+        """Stored elements are bytes of groups."""
+        return False
+
+    @property
     def for_representatives(self) -> StorageType:
         """Half precision: what decides which blocks are read should not be the coarsest part of the method."""
         return FP16

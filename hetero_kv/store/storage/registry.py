@@ -45,6 +45,11 @@ class StorageType:
         return importlib.import_module("cpu_ops.storage").STORAGE_TYPES[self.kernel].dtype
 
     @property
+    def is_plain(self) -> bool:
+        """Whether stored elements are the numbers themselves."""
+        return True
+
+    @property
     def for_representatives(self) -> StorageType:
         """The type in which representatives of such keys are stored."""
         return self

@@ -1,0 +1,142 @@
+"""ShadowKV on a GPU: the host waits for nothing, and what is held, counted and attended to is what it would be else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from count_launches import PROMPT, TOKENS, counts_of
+from devices import model_on, simulated_cuda
+from shadowkv_models import injected, logits, model_of, random_tokens
+from simulated_cuda import SimulatedCudaError
+from tiny_models import tiny_model
+
+from gpu_ops import resident_slots
+from hetero_kv import HeteroKVError, eject
+from hetero_kv.families.shadowkv import device_decode
+from hetero_kv.families.shadowkv.layer import LowRankLayer
+
+pytestmark = pytest.mark.cuda
+pytest.importorskip("triton")
+
+#: Of 25 chunks four are chosen, beside three outliers and the newest.
+SPARSE = {"rank": 24, "sparse_budget": 16, "value_type": "FP16"}
+
+
+@pytest.fixture
+def gpu():
+    with simulated_cuda() as simulation:
+        yield simulation
+
+
+def answer(model, **settings):
+    """Logits of two turns and a fork with fewer rows, and what the cache has counted."""
+    cache = injected(model, **{**SPARSE, **settings})
+    tokens = random_tokens(130, batch=2).split([100, *[1] * 10, 10, *[1] * 10], dim=1)
+    first = logits(model, cache, *tokens)
+    fork = cache.fork()
+    fork.select([1])
+    rest = logits(model, fork, *random_tokens(3, seed=5).split(1, dim=1))
+    counted = cache.statistics, fork.statistics
+    eject(model)
+    return first, rest, counted
+
+
+def test_no_layer_waits_and_nothing_is_copied():
+    # What is stored as it is computed has no end that a number could lie beyond.
+    counts = counts_of(("shadowkv",), as_shipped=False)["shadowkv"]
+    assert (counts.waits, counts.pinned, counts.pageable) == (0, 0, 0)
+    assert counts.launches <= 22
+
+
+def test_values_are_looked_at_once_for_a_token():
+    counts = counts_of(("shadowkv",))["shadowkv"]
+    # Of three layers.
+    assert (counts.waits * 3, counts.pinned * 3, counts.pageable) == pytest.approx((1, 1, 0))
+
+
+@pytest.mark.parametrize("stored", ["FP16", "Q8_0"])
+def test_it_attends_to_and_counts_what_it_does_when_the_host_chooses(gpu, monkeypatch, stored):
+    model = model_on(torch.device("cuda", 0), tiny_model("llama", head_dim=32))
+    without_waits = answer(model, value_type=stored)
+    monkeypatch.setattr(device_decode, "serves", lambda layer, keys: False)
+    by_host = answer(model, value_type=stored)
+    for actual, expected in zip(without_waits[:2], by_host[:2], strict=True):
+        torch.testing.assert_close(actual, expected)
+    assert without_waits[2] == by_host[2]
+    (hit_rates,) = (each["chunk_hit_rate"] for each in without_waits[2][:1])
+    assert all(0 < rate < 1 for rate in hit_rates)
+
+
+def test_a_step_that_fails_is_not_counted(gpu, monkeypatch):
+    model = model_on(torch.device("cuda", 0), model_of("llama"))
+    cache = injected(model, **SPARSE)
+    parts = random_tokens(106).split([100, *[1] * 6], dim=1)
+    logits(model, cache, *parts[:-1])
+    before = [layer.counted for layer in cache.layers]
+    monkeypatch.setattr(LowRankLayer, "require_storable", lambda self, largest: fail())
+    with pytest.raises(HeteroKVError, match="on purpose"):
+        logits(model, cache, parts[-1])
+    monkeypatch.undo()
+    assert [layer.counted for layer in cache.layers] == before
+    again = logits(model, cache, parts[-1])
+    eject(model)
+    torch.testing.assert_close(again, logits(model, injected(model, **SPARSE), *parts)[:, -1:])
+    eject(model)
+
+
+def fail():
+    raise HeteroKVError("on purpose")
+
+
+def seeded(model):
+    """A prompt and tokens, then a wait."""
+    cache = injected(model, **SPARSE)
+    found = logits(model, cache, *random_tokens(PROMPT + TOKENS).split([PROMPT, *[1] * TOKENS], dim=1))
+    torch.cuda.synchronize()
+    eject(model)
+    return found
+
+
+def no_wait_for_fetched(tensor):
+    return tensor
+
+
+def fetch_of_another_block(stored, table, misses, into, out):
+    resident_slots.fetch(stored, table.roll(1, dims=1), misses, into, out)
+
+
+def not_locked_to_the_end(self):
+    mapped = self.cohort.store.mapped.get(self.layer_idx)
+    return mapped is not None and mapped.reach(self.bytes_touched) and short(mapped, self.bytes_touched)
+
+
+def short(mapped, size):
+    """Have the page-locked memory end before what is stored does."""
+    torch.cuda.cudart().cudaHostUnregister(mapped._begin)
+    return torch.cuda.cudart().cudaHostRegister(mapped._begin, size // 2, 3) == 0
+
+
+# Memory that is let go while the mistake is handled is complained of where nobody can be told.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("owner", "name", "mistake", "message"),
+    [
+        (device_decode, "joined", no_wait_for_fetched, "memory that another stream may still write"),
+        (LowRankLayer, "values_are_mapped", not_locked_to_the_end, "not page-locked"),
+    ],
+)
+def test_mistakes_are_seen(gpu, monkeypatch, owner, name, mistake, message):
+    model = model_on(torch.device("cuda", 0), model_of("llama"))
+    assert seeded(model).isfinite().all()
+    monkeypatch.setattr(owner, name, mistake)
+    with pytest.raises(SimulatedCudaError, match=message):
+        seeded(model)
+    eject(model)
+    gpu.memory.faults.clear()
+
+
+def test_another_table_is_seen(gpu, monkeypatch):
+    model = model_on(torch.device("cuda", 0), model_of("llama"))
+    expected = seeded(model)
+    monkeypatch.setattr(device_decode, "fetch", fetch_of_another_block)
+    assert not torch.allclose(seeded(model), expected, rtol=1e-2)
