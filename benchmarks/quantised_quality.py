@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.peers import source_tokens
 from hetero_kv import HeteroCache, inject, open_model
 from hetero_kv.models import DEFAULT_MODEL, load_model
-from hetero_kv.weights.quantised_weight import FEW_ROWS
+from hetero_kv.weights.packed_weight import FEW_ROWS
 
 PROMPTS = (
     "def fibonacci(n):\n",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +36,13 @@ class LayerStream:
     Args:
         modules: in their order, weights on the CPU.
         device: the GPU.
+        laid_out: called with each module when its tensors have been exchanged for ones in page-locked memory, so that
+            whoever else holds the former ones lets go of them before the next module's are copied.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], device: torch.device, laid_out: Callable[[nn.Module], None]
+    ) -> None:
         self._device = device
         self._inwards = stream_for("weights", device)
         largest = max(_size(module) for module in modules)
@@ -54,6 +58,7 @@ class LayerStream:
         self._held: list[int | None] = [None] * _SLOTS
         for number, module in enumerate(modules):
             self._lay_out(number, module)
+            laid_out(module)
             module.register_forward_pre_hook(lambda module, args, number=number: self._enter(number))
             module.register_forward_hook(lambda module, args, out, number=number: self._leave(number), always_call=True)
 

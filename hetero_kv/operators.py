@@ -4,7 +4,7 @@ from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.chunked_module import ChunkedModule
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.quantized_experts import QuantizedExperts
-from hetero_kv.adapter.quantized_module import QuantizedEmbedding, QuantizedLinear
+from hetero_kv.adapter.quantized_matrix import QuantizedEmbedding, QuantizedLinear
 from hetero_kv.families.bounded.attention import BoundedAttention
 from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.families.self_extend.attention import SelfExtendAttention

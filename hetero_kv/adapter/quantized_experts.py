@@ -13,8 +13,13 @@ from torch import nn
 from cpu_ops.weight_formats import FORMATS
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.weights.expert_weights import ExpertWeights, multiply_experts
-from hetero_kv.weights.quantised_weight import FEW_ROWS
+from hetero_kv.weights.expert_weights import (
+    ExpertWeights,
+    chooses_on_device,
+    multiply_experts,
+    multiply_experts_of_rows,
+)
+from hetero_kv.weights.packed_weight import FEW_ROWS
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -62,7 +67,7 @@ class QuantizedExperts(QuantizedModule):
     def install(self) -> None:
         for leaf in self.projections:
             if self.parts[leaf]:
-                self._give(leaf, torch.empty(0, dtype=self.dtype))
+                self._give(leaf, self._nothing(leaf))
         numbers = {leaf: getattr(self.wrapped, leaf).detach() for leaf in self.projections if not self.parts[leaf]}
         if any(tensor.is_meta for tensor in numbers.values()) or not numbers:
             return
@@ -88,18 +93,25 @@ class QuantizedExperts(QuantizedModule):
             weights.experts[0].compile_kernels(self.dtype)
 
     def held(self) -> Iterator[ExpertWeights]:
-        return (weights for parts in self.parts.values() for _, weights in parts)
+        return (weights for leaf in self.projections for _, weights in self._parts(leaf))
+
+    def packed_shapes(self, stored: Mapping[str, str]) -> Iterator[tuple[int, int]]:
+        for leaf, (_, rows, columns) in self.shapes.items():
+            is_meta = getattr(self.wrapped, leaf).is_meta
+            kept = self._kept(leaf, stored) if is_meta else [weights.name for _, weights in self.parts[leaf]]
+            yield from ((rows // len(kept), columns) for name in kept if name is not None)
+
+    def _kept(self, leaf: str, stored: Mapping[str, str]) -> list[str | None]:
+        """The types of a projection's parts, as of `kept_as`."""
+        place, columns = f"{self.path}.{leaf}", self.shapes[leaf][2]
+        names: list[str | None] = [stored[f"{place}.{part}"] for part in ("gate", "up") if f"{place}.{part}" in stored]
+        return [self.kept_as(name, columns) for name in names or [stored.get(place)]]
 
     def weight_sizes(self, stored: Mapping[str, str], dtype: torch.dtype | None = None) -> dict[int, int]:
         sizes = {}
         for leaf, (experts, rows, columns) in self.shapes.items():
-            place = f"{self.path}.{leaf}"
-            names: list[str | None] = [
-                stored[f"{place}.{part}"] for part in ("gate", "up") if f"{place}.{part}" in stored
-            ]
-            names = names or [stored.get(place)]
-            kept = [self.kept_as(name, columns) for name in names]
-            share = rows // len(names)
+            kept = self._kept(leaf, stored)
+            share = rows // len(kept)
             sizes[id(getattr(self.wrapped, leaf))] = experts * sum(
                 FORMATS[name].packed_bytes(share, columns)
                 if name is not None
@@ -140,11 +152,13 @@ class QuantizedExperts(QuantizedModule):
         """Hidden states x [tokens, hidden], the experts of each [tokens, k], and what they count [tokens, k]."""
         if not all(self.parts.values()):
             return self._in_numbers(x, chosen, shares)
+        if chooses_on_device(x, chosen.numel()):
+            return self._decoded(x, chosen, shares)
         ids, order = chosen.reshape(-1).sort(stable=True)
         tokens, shares = order // chosen.shape[1], shares.reshape(-1)[order].float()
         runs = _runs(ids.tolist(), self.wrapped.num_experts)
         few = all(end - first <= FEW_ROWS for first, end, _ in runs)
-        out = torch.zeros(x.shape, dtype=torch.float32)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for batch in [runs] if few and runs else [[run] for run in runs]:
             first, end = batch[0][0], batch[-1][1]
             rows = tokens[first:end]
@@ -154,24 +168,36 @@ class QuantizedExperts(QuantizedModule):
             out.index_add_(0, rows, result.float() * shares[first:end, None])
         return out.to(x.dtype)
 
-    def _through(self, x: torch.Tensor, runs: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-        """x [rows, hidden] through the experts of its runs: [rows, hidden]."""
-        inner = self._project(self.projections[0], x, runs)
+    def _decoded(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """As `forward`, of few tokens on a GPU: which experts they have, the host need not know."""
+        counted = shares.float().where(chosen < self.wrapped.num_experts, 0.0)
+        rows = x.float().repeat_interleave(chosen.shape[1], dim=0)
+        result = self._through(rows, chosen.reshape(-1).long())
+        return (result.unflatten(0, chosen.shape) * counted[..., None]).sum(dim=1).to(x.dtype)
+
+    def _through(self, x: torch.Tensor, where: Sequence[tuple[int, int, int]] | torch.Tensor) -> torch.Tensor:
+        """x [rows, hidden] through the experts of its runs, or of its rows: [rows, hidden]."""
+        inner = self._project(self.projections[0], x, where)
         inner = self.wrapped._apply_gate(inner) if self.wrapped.has_gate else self.wrapped.act_fn(inner)
-        result = self._project(self.projections[1], inner, runs)
+        result = self._project(self.projections[1], inner, where)
         return self.wrapped.post_expert_norm(result) if getattr(self, "has_post_expert_norm", False) else result
 
-    def _project(self, leaf: str, x: torch.Tensor, runs: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-        places = [outputs for outputs, _ in self.parts[leaf]]
-        results = multiply_experts(x, [weights for _, weights in self.parts[leaf]], runs)
+    def _project(
+        self, leaf: str, x: torch.Tensor, where: Sequence[tuple[int, int, int]] | torch.Tensor
+    ) -> torch.Tensor:
+        parts = self._parts(leaf)
+        weights = [weights for _, weights in parts]
+        if isinstance(where, torch.Tensor):
+            results = multiply_experts_of_rows(x, weights, where)
+        else:
+            results = multiply_experts(x, weights, where)
         y = results[0]
         if len(results) > 1:
-            y = torch.empty((len(x), self.shapes[leaf][1]), dtype=x.dtype)
-            for outputs, result in zip(places, results, strict=True):
+            y = torch.empty((len(x), self.shapes[leaf][1]), dtype=x.dtype, device=x.device)
+            for (outputs, _), result in zip(parts, results, strict=True):
                 y[:, outputs] = result
         if self.wrapped.has_bias:
-            bias = getattr(self.wrapped, f"{leaf}_bias")
-            y = y + torch.cat([bias[expert].expand(end - first, -1) for first, end, expert in runs]).to(y.dtype)
+            y = y + _of_rows(getattr(self.wrapped, f"{leaf}_bias"), where).to(y.dtype)
         return y
 
     def _in_numbers(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -189,7 +215,18 @@ class QuantizedExperts(QuantizedModule):
         self.parts[leaf].append((outputs, weights))
         rows = self.shapes[leaf][1]
         if sum(len(range(rows)[outputs]) for outputs, _ in self.parts[leaf]) == rows:
-            self._give(leaf, torch.empty(0, dtype=self.dtype))
+            self._give(leaf, self._nothing(leaf))
+
+    def _parts(self, leaf: str) -> list[tuple[slice, ExpertWeights]]:
+        """A projection's parts, for the device that their bytes lie on now."""
+        parts = self.parts[leaf]
+        for number, (outputs, weights) in enumerate(parts):
+            parts[number] = outputs, weights.at(getattr(self, f"{leaf}_packed_{number}"))
+        return parts
+
+    def _nothing(self, leaf: str) -> torch.Tensor:
+        """What stands for a projection's weights while they are packed: it has their device and dtype."""
+        return torch.empty(0, dtype=self.dtype, device=self.parts[leaf][0][1].data.device)
 
     def _forget(self, leaf: str) -> None:
         for number in range(len(self.parts[leaf])):
@@ -200,8 +237,9 @@ class QuantizedExperts(QuantizedModule):
         """A projection's weights as the wrapped module has them."""
         experts, rows, columns = self.shapes[leaf]
         shape = (experts, columns, rows) if self.wrapped.is_transposed else (experts, rows, columns)
-        numbers = torch.empty(shape, dtype=self.dtype)
-        for outputs, weights in self.parts[leaf]:
+        parts = self._parts(leaf)
+        numbers = torch.empty(shape, dtype=self.dtype, device=parts[0][1].data.device)
+        for outputs, weights in parts:
             for room, expert in zip(self._by_output(numbers), weights.experts, strict=True):
                 room[outputs] = expert.unpacked(self.dtype)
         return numbers
@@ -223,3 +261,10 @@ def _runs(ids: list[int], experts: int) -> list[tuple[int, int, int]]:
                 runs.append((first, place, ids[first]))
             first = place
     return runs
+
+
+def _of_rows(biases: torch.Tensor, where: Sequence[tuple[int, int, int]] | torch.Tensor) -> torch.Tensor:
+    """Each row's of the experts' biases [experts, outputs]: [rows, outputs]."""
+    if isinstance(where, torch.Tensor):
+        return biases[where.clamp(max=len(biases) - 1)]
+    return torch.cat([biases[expert].expand(end - first, -1) for first, end, expert in where])

@@ -9,6 +9,7 @@ from torch import nn
 
 from gpu_ops.layer_stream import LayerStream
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.models.placing import weight_bytes
 
@@ -40,8 +41,16 @@ def stream_weights(model: Any, device: torch.device) -> None:
             f"{len(others) - len(layers)} layers of {type(model).__name__} are no ChunkedDecoderLayers, and its "
             "weights lie in DRAM; add a rule for them, or set weights_device to gpu"
         )
-    LayerStream(layers, device)
+    LayerStream(layers, device, _follow)
     layers[0].__dict__[_STREAMED] = True
+
+
+def _follow(layer: nn.Module) -> None:
+    """Let packed weights be where their bytes are now."""
+    for module in layer.modules():
+        if isinstance(module, QuantizedModule):
+            for _ in module.held():
+                pass
 
 
 def bytes_of_room(model: nn.Module, device: torch.device) -> int:

@@ -25,9 +25,10 @@ from cpu_ops.weight_formats import GROUP, TILE
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, bits
 from hetero_kv.adapter.operator import AttentionOperator
-from hetero_kv.adapter.quantized_module import QuantizedLinear
+from hetero_kv.adapter.quantized_matrix import QuantizedLinear
 from hetero_kv.adapter.token_arrays import hidden_array, new_hidden, token_arrays
-from hetero_kv.weights.quantised_weight import FEW_ROWS
+from hetero_kv.weights.packed_weight import FEW_ROWS
+from hetero_kv.weights.quantised_weight import QuantisedWeight
 
 _logger = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class TokenLayer:
         embeddings = kwargs.get("position_embeddings")
         return (
             hidden_states.dim() == 3
+            and hidden_states.device.type == "cpu"
             and hidden_states.shape[1] == 1
             and len(hidden_states) <= FEW_ROWS
             and isinstance(embeddings, tuple)
@@ -233,7 +235,9 @@ def _has_form(layer: Any, operator: Any) -> bool:
         return False
     matrices = [getattr(attention, name) for name in _PROJECTIONS] + [getattr(layer.mlp, name) for name in _MLP]
     if not all(
-        isinstance(matrix, QuantizedLinear) and matrix.quantised is not None and matrix.quantised.has_codes
+        isinstance(matrix, QuantizedLinear)
+        and isinstance(matrix.quantised, QuantisedWeight)
+        and matrix.quantised.has_codes
         for matrix in matrices
     ):
         return False

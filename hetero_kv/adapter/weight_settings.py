@@ -17,8 +17,8 @@ class WeightSettings(Settings):
 
     weights: str = setting(
         AUTO,
-        "how weights are kept in memory: auto and as_stored keep a GGUF file's quantised blocks and its numbers of 16 "
-        "bits as they are, where the model computes on the CPU, and leave other weights in the model's dtype; fp32 and "
-        "bf16 unpack them; q8_0 and q4_0 quantise what has another type",
+        "how weights are kept in memory, a GPU's too: auto and as_stored keep a GGUF file's quantised blocks and its "
+        "numbers of 16 bits as they are, and leave other weights in the model's dtype; fp32 and bf16 unpack them; q8_0 "
+        "and q4_0 quantise what has another type",
         choices=CHOICES,
     )

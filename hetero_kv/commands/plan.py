@@ -89,7 +89,7 @@ def _plans(flags: argparse.Namespace, subject: InjectedModel) -> tuple[dict[str,
     if flags.dtype == "auto" and device.type == "cuda" and given_gpu is None:
         gpu_type = resolve_dtype("auto", device)
     on_cpu = Footprint.of(injection, dtype=cpu_type, on_gpu=False, stored=subject.stored)
-    on_gpu = Footprint.of(injection, dtype=gpu_type, on_gpu=True, gpu=gpu)
+    on_gpu = Footprint.of(injection, dtype=gpu_type, on_gpu=True, stored=subject.stored, gpu=gpu)
     plans = {
         CPU: Plan(on_cpu, limits[0].free, None, injection.context_length),
         GPU: Plan(on_gpu, limits[0].free, gpu, injection.context_length),

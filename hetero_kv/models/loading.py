@@ -39,8 +39,8 @@ class OpenedModel:
     """A causal language model that stands there without its weights, for rules to be put in before they come.
 
     Attributes:
-        model: in eval mode; parameters are on the meta device, buffers where the model will compute. A model that
-            cannot be put together so is loaded already.
+        model: in eval mode; parameters are on the meta device, buffers on the CPU. A model that cannot be put together
+            so is loaded already, where it will compute.
         tokenizer, name, context_length: as of `LoadedModel`.
     """
 
@@ -117,8 +117,8 @@ def open_model(
         weights_device: `gpu`, `dram` or `auto`; see `lie_in_dram`. Where those of the layers lie in DRAM, the model
             computes only under rules that run its layers in chunks (`ChunkedDecoderLayer`).
 
-    On a CPU the weights of a GGUF file wait, and those of a model in Hugging Face format where transformers has nothing
-    to convert in them; other models are loaded at once.
+    The weights of a GGUF file wait, and those of a model in Hugging Face format where transformers has nothing to
+    convert in them; other models are loaded at once.
 
     Raises:
         ModelError: the model cannot be found, fetched or built as asked.
@@ -145,10 +145,10 @@ def _opened(
     with _reading(location, progress) as gguf, _refusals(location):
         config = _config(location, gguf, trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(**_origin(location), trust_remote_code=trust_remote_code)
-        if without_weights and gguf is not None and on_device.type == "cpu":
+        if without_weights and gguf is not None:
             model = _weightless(config, number_type, trust_remote_code)
             weights = WeightMap.of(model, gguf)
-        elif without_weights and gguf is None and location.pretrained is not None and on_device.type == "cpu":
+        elif without_weights and location.pretrained is not None:
             model = _weightless(config, number_type, trust_remote_code)
             numbers = TensorFiles.of(model, location.pretrained, location.offline)
         if weights is None and numbers is None:
@@ -174,6 +174,7 @@ def _opened(
                 numbers.load(model, number_type, report)
             elif weights is not None and gguf is not None:
                 load_weights(model, gguf, weights, number_type, report)
+            placed(model, on_device, weights_device)
 
     return OpenedModel(model, tokenizer, location.name, context_length, load)
 

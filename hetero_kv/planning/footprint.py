@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from gpu_ops.attention_backend import missing
 from gpu_ops.chunk_stream import ChunkStream
-from gpu_ops.layer_stream import LayerStream
 from gpu_ops.tiled_attention import KEY_TILE, QUERY_TILE
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.footprint import (
@@ -32,15 +30,16 @@ from hetero_kv.adapter.footprint import (
 )
 from hetero_kv.adapter.hidden_states import lie_in_dram, obstacle, tables_stay_on_gpu
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.adapter.recurrent import state_shapes
 from hetero_kv.adapter.streamed_weights import bytes_of_room, walked_layers
 from hetero_kv.models import placing
 from hetero_kv.planning.planned import Planned
+from hetero_kv.planning.weights import parted, room_to_unpack, weight_sizes
 from hetero_kv.settings.engine_settings import GPU, EngineSettings
 
 WEIGHTS = register(Term("weights", "weights"))
 WEIGHTS_IN_DRAM = register(Term("weights_in_dram", "weights of the layers in DRAM", in_dram=True))
+UNPACKED = register(Term("unpacked", "room in which packed weights are unpacked (prefill)"))
 LAYER_KV = register(Term("layer_kv", "one layer's keys and values (prefill)"))
 HIDDEN = register(Term("hidden", "hidden states and rotary tables (prefill)"))
 HIDDEN_IN_DRAM = register(Term("hidden_in_dram", "hidden states and rotary tables in DRAM (prefill)", in_dram=True))
@@ -113,6 +112,7 @@ class Footprint:
         on_gpu: whether the model computes on a GPU.
         hidden_device: the setting; "gpu" where hidden states cannot lie in DRAM.
         keeps_tables: whether rotary tables lie on the GPU all the same.
+        unpacked: bytes of the room on a GPU in which packed weights are unpacked.
         tiles: whether prompts are attended to by tiles in float32 on a GPU.
     """
 
@@ -129,6 +129,7 @@ class Footprint:
     keeps_tables: bool
     tiles: bool
     weights_in_dram: int = 0
+    unpacked: int = 0
 
     @classmethod
     def of(
@@ -157,13 +158,14 @@ class Footprint:
         largest = max(shapes, key=lambda shape: shape.bytes_per_token(1))
         weights, in_dram = bytes_of_room(model, torch.device("cuda")) if device == "cuda" else 0, 0
         if device == "meta":
-            weights = _weight_bytes(model, dtype, stored or {}, packed=not on_gpu)
+            weights = sum(weight_sizes(model, dtype, stored or {}).values())
             if on_gpu and placing.lie_in_dram(injection.engine.weights_device, weights, gpu):
-                weights, in_dram = _parted(model, weights, dtype)
+                weights, in_dram = parted(model, weights, dtype, stored or {})
         return cls(
             layers=layers,
             weights=weights,
             weights_in_dram=in_dram,
+            unpacked=room_to_unpack(model, element, stored or {}),
             element=element,
             chunk_size=injection.engine.chunk_size,
             hidden_size=config.hidden_size,
@@ -197,6 +199,7 @@ class Footprint:
         own = (
             Share(WEIGHTS, self.weights),
             Share(WEIGHTS_IN_DRAM, self.weights_in_dram),
+            Share(UNPACKED, self.unpacked if self.on_gpu else 0),
             *self._hidden(tokens, forward_tokens, batch),
             Share(ACTIVATIONS, batch * (chunk_tokens * self.activations + self._attention_tiles(tokens, chunk_tokens))),
         )
@@ -265,31 +268,6 @@ def _layers(injection: Planned, config: Any) -> Iterator[LayerFootprint]:
             yield UntouchedFootprint(shape)
         else:
             yield WindowFootprint(shape, sliding_window=window, is_untouched=True)
-
-
-def _weight_bytes(model: nn.Module, dtype: torch.dtype | None, stored: Mapping[str, str], *, packed: bool) -> int:
-    """Parameters and buffers, each once however often it is tied, in `dtype` or their own type.
-
-    Args:
-        stored: parameter -> the quantised type that its file holds.
-        packed: whether operators that keep weights quantised do so; they do on a CPU.
-    """
-    sizes: dict[int, int] = {}
-    for module in model.modules():
-        if packed and isinstance(module, QuantizedModule):
-            for parameter, size in module.weight_sizes(stored, dtype).items():
-                sizes.setdefault(parameter, size)
-    for tensor in (*model.parameters(), *model.buffers()):
-        element = dtype.itemsize if dtype and tensor.is_floating_point() else tensor.element_size()
-        sizes.setdefault(id(tensor), tensor.numel() * element)
-    return sum(sizes.values())
-
-
-def _parted(model: nn.Module, weights: int, dtype: torch.dtype | None) -> tuple[int, int]:
-    """Of a model with so many bytes of weights whose layers' lie in DRAM: what a GPU holds, and what DRAM does."""
-    layers = [layer for module in model.modules() for layer in walked_layers(module)]
-    sizes = [placing.weight_bytes((*layer.parameters(), *layer.buffers()), dtype) for layer in layers]
-    return (weights - sum(sizes) + LayerStream.device_bytes(sizes), sum(sizes)) if sizes else (weights, 0)
 
 
 def _chunk_activations(config: Any, shape: KVShape, element: int) -> int:

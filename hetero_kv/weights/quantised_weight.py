@@ -1,14 +1,12 @@
-"""A weight matrix that stays quantised in memory, in the layout of the CPU's kernels."""
+"""A weight matrix that stays quantised in DRAM, multiplied and unpacked by the CPU's kernels."""
 
 from __future__ import annotations
 
 import threading
-import weakref
 from functools import cached_property
 
 import numpy as np
 import torch
-from torch import nn
 
 from cpu_ops.quantised_linear import PackedMatrix, multiply
 from cpu_ops.threads import at_most
@@ -16,9 +14,8 @@ from cpu_ops.weight_formats import FORMATS, TILE
 from cpu_ops.weight_unpack import read_rows, unpack_tiles
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.weights.freed_memory import give_back_freed_memory
+from hetero_kv.weights.packed_weight import FEW_ROWS, PackedWeight
 
-FEW_ROWS = 32
-"""Most rows of activations that are multiplied with codes; longer prompts unpack the weights, piece by piece."""
 _PIECE_BYTES = 8 << 20
 """Of weights that are unpacked at a time: small enough to stay in a shared cache until they are multiplied."""
 _STEP_ROWS = 4096
@@ -62,17 +59,19 @@ def stored_name(name: str, columns: int) -> str | None:
     return name
 
 
-class QuantisedWeight:
-    """A matrix [rows, columns] of quantised weights, or of numbers of 16 bits.
-
-    Attributes:
-        data: the packed bytes, a uint8 tensor.
-    """
+class QuantisedWeight(PackedWeight):
+    """A packed matrix in DRAM. Activations of few rows are quantised to int8; 16-bit numbers take them as they are."""
 
     def __init__(self, matrix: PackedMatrix) -> None:
+        super().__init__(torch.from_numpy(matrix.data), matrix.name, matrix.rows, matrix.columns)
         self.matrix = matrix
-        self.data = torch.from_numpy(matrix.data)
-        self._unpacked_for: weakref.ref[nn.Parameter] | None = None
+
+    @classmethod
+    def of_bytes(cls, data: torch.Tensor, name: str, rows: int, columns: int) -> QuantisedWeight:
+        """A matrix whose packed bytes lie in `data`, uint8."""
+        weight = cls(PackedMatrix(data.numpy(), name, rows, columns))
+        weight.data = data
+        return weight
 
     @classmethod
     def of_blocks(cls, blocks: np.ndarray, name: str, columns: int) -> QuantisedWeight:
@@ -102,32 +101,19 @@ class QuantisedWeight:
         give_back_freed_memory()
         return packed
 
-    @property
-    def name(self) -> str:
-        """GGML's name of the format."""
-        return self.matrix.name
-
-    @property
-    def has_codes(self) -> bool:
-        """Whether activations are quantised for it; 16-bit numbers take them as they are."""
-        return not self.matrix.layout.number
-
-    @property
-    def shape(self) -> torch.Size:
-        """[rows, columns]."""
-        return torch.Size((self.matrix.rows, self.matrix.columns))
-
     @cached_property
     def kernels(self) -> tuple[int, int, int, int]:
         """What a fused kernel calls; see `PackedMatrix.call`."""
         return self.matrix.call
 
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, columns] @ weight.T, in x's dtype. Activations of few rows are quantised to int8."""
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """See PackedWeight."""
         if len(x) > FEW_ROWS:
-            return self._multiply_unpacked(x)
-        out = multiply(x.detach().float().contiguous().numpy(), (self.matrix,), kernel_threads_of_torch())[0]
-        return torch.from_numpy(out).to(x.dtype)
+            y = self._multiply_unpacked(x)
+        else:
+            out = multiply(x.detach().float().contiguous().numpy(), (self.matrix,), kernel_threads_of_torch())[0]
+            y = torch.from_numpy(out).to(x.dtype)
+        return y if bias is None else y + bias
 
     def _multiply_unpacked(self, x: torch.Tensor) -> torch.Tensor:
         rows, columns = self.shape
@@ -148,25 +134,18 @@ class QuantisedWeight:
         return room
 
     def compile_kernels(self, dtype: torch.dtype) -> None:
-        """Compile the kernels of products with one row, with several, and with numbers of `dtype`, and of rows."""
+        """See PackedWeight."""
         self.multiply(torch.zeros(1, self.matrix.columns))
         self._unpacked(0, 1, dtype)
-        self.rows(torch.zeros(1, dtype=torch.int64))
+        self.rows(torch.zeros(1, dtype=torch.int64), dtype)
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` [n] as float32 [n, columns]."""
-        return torch.from_numpy(read_rows(self.matrix, ids.to("cpu", torch.int64).numpy(), kernel_threads_of_torch()))
-
-    def parameter(self, dtype: torch.dtype) -> nn.Parameter:
-        """The matrix as a parameter; the same for all modules that are tied, as long as one of them has it."""
-        made = None if self._unpacked_for is None else self._unpacked_for()
-        if made is None or made.dtype is not dtype:
-            made = nn.Parameter(self.unpacked(dtype), requires_grad=False)
-            self._unpacked_for = weakref.ref(made)
-        return made
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See PackedWeight."""
+        found = read_rows(self.matrix, ids.to("cpu", torch.int64).numpy(), kernel_threads_of_torch())
+        return torch.from_numpy(found).to(dtype)
 
     def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix as numbers [rows, columns]."""
+        """See PackedWeight."""
         out = torch.empty(self.shape, dtype=dtype)
         piece = max(_PIECE_BYTES // (self.matrix.columns * dtype.itemsize) // TILE, 1)
         for tile in range(0, self.matrix.tiles, piece):

@@ -3,7 +3,8 @@
     python tests/gpu_ops/compiled_kernels.py [all]
 
 A launch's arguments say for what it is specialised, strides and alignment among them: each is made by the function
-that launches the kernel, with tensors of a model's shapes. With `all` each is compiled for every GPU, else for one.
+that launches the kernel, with tensors of a model's shapes. With `all` each is compiled for every GPU, and those
+of packed weights in every format too, else for one.
 Run by test_triton_kernels.py in a process of its own, since the interpreter's tests must not see compiled kernels.
 """
 
@@ -20,8 +21,18 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from cpu_ops.weight_formats import FORMATS
 from gpu_ops.rotary import RotaryLayout
-from gpu_ops.triton_kernels import column_sums, flash, gather, merge, products, rebuild, resident_slots
+from gpu_ops.triton_kernels import (
+    column_sums,
+    flash,
+    gather,
+    merge,
+    packed_weights,
+    products,
+    rebuild,
+    resident_slots,
+)
 
 #: Shared memory that a block of threads can have, bytes, by compute capability (CUDA C++ Programming Guide, "Technical
 #: Specifications per Compute Capability").
@@ -96,6 +107,31 @@ def gathering() -> None:
     gather.gathered_rows(zeros(9, 8, DIM, dtype=HALF), torch.zeros(4, dtype=torch.int64), zeros(4, 8, DIM, dtype=HALF))
 
 
+def packed(name: str, rows: int, columns: int) -> torch.Tensor:
+    return zeros(FORMATS[name].packed_bytes(rows, columns), dtype=torch.uint8)
+
+
+def multiplying(name: str, dtype: torch.dtype, count: int) -> Callable[[], Any]:
+    x, data, out = zeros(count, 4096, dtype=dtype), packed(name, 1024, 4096), zeros(count, 1024, dtype=dtype)
+    return lambda: packed_weights.multiply(x, data, name, out[0], out)
+
+
+def multiplying_chosen(name: str, dtype: torch.dtype) -> Callable[[], Any]:
+    x, chosen, out = zeros(8, 4096, dtype=dtype), torch.zeros(8, dtype=torch.int64), zeros(8, 1024, dtype=dtype)
+    experts = packed(name, 1024, 4096).expand(3, -1).contiguous()
+    return lambda: packed_weights.multiply_chosen(x, experts, name, chosen, out)
+
+
+def unpacking(name: str, dtype: torch.dtype) -> Callable[[], Any]:
+    data, out = packed(name, 1024, 4096), zeros(512, 4096, dtype=dtype)
+    return lambda: packed_weights.unpack(data, name, 32, out)
+
+
+def looking_up(name: str, dtype: torch.dtype) -> Callable[[], Any]:
+    data, ids, out = packed(name, 1024, 4096), zeros(7, dtype=torch.int64), zeros(7, 4096, dtype=dtype)
+    return lambda: packed_weights.rows_of(data, name, 1024, ids, out)
+
+
 #: Launches of every kernel, with the heads of Llama 3, ones that are rotated in part, and wide ones.
 LAUNCHES: dict[str, Callable[[], Any]] = {
     "flash, float16": attending(HALF, DIM),
@@ -113,6 +149,21 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "fetch, float16 for bfloat16": fetching(HALF, BRAIN),
     "fetch, bytes": fetching(torch.uint8, torch.uint8),
     "gather": gathering,
+    "multiply packed, Q4_K, bfloat16": multiplying("Q4_K", BRAIN, 1),
+    "multiply packed, Q8_0, float16, nine rows": multiplying("Q8_0", HALF, 9),
+    "multiply packed, MXFP4, float32, of chosen experts": multiplying_chosen("MXFP4", SINGLE),
+    "unpack packed, Q6_K, bfloat16": unpacking("Q6_K", BRAIN),
+    "rows of packed, BF16, bfloat16": looking_up("BF16", BRAIN),
+}
+#: Of every format, for the slow tests.
+FORMS: dict[str, Callable[[], Any]] = {
+    f"{kernel}, {name}": launch
+    for name in FORMATS
+    for kernel, launch in (
+        ("multiply packed", multiplying(name, BRAIN, 4)),
+        ("unpack packed", unpacking(name, HALF)),
+        ("rows of packed", looking_up(name, HALF)),
+    )
 }
 
 
@@ -138,8 +189,9 @@ def compiled(launch: Callable[[], Any], capability: int) -> list[int]:
 
 if __name__ == "__main__":
     # One after the other, so that each of the GPUs has its turn.
-    turns = {
-        name: list(SHARED) if "all" in sys.argv else [list(SHARED)[turn % 6]] for turn, name in enumerate(LAUNCHES)
-    }
-    sizes = {f"{name}, sm_{each}": compiled(LAUNCHES[name], each) for name, on in turns.items() for each in on}
+    is_all = "all" in sys.argv
+    turns = {name: list(SHARED) if is_all else [list(SHARED)[turn % 6]] for turn, name in enumerate(LAUNCHES)}
+    turns |= {name: [list(SHARED)[turn % 6]] for turn, name in enumerate(FORMS if is_all else ())}
+    launches = LAUNCHES | FORMS
+    sizes = {f"{name}, sm_{each}": compiled(launches[name], each) for name, on in turns.items() for each in on}
     print(json.dumps({name: [*size, SHARED[int(name.rpartition("_")[2])]] for name, size in sizes.items()}))

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject, load_model, open_model
-from hetero_kv.adapter.quantized_module import QuantizedEmbedding, QuantizedLinear
+from hetero_kv.adapter.quantized_matrix import QuantizedEmbedding, QuantizedLinear
 from hetero_kv.models.gguf_file import GGUFFile
 from hetero_kv.models.gguf_reading import tensor_data
 

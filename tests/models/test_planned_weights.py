@@ -66,8 +66,14 @@ def test_a_type_without_kernels_is_planned_as_it_is_kept(tied, monkeypatch):
     assert planned(tied, "auto") == loaded(tied, "auto") > planned(tied, "q4_0")
 
 
-def test_a_gpu_takes_numbers(tied):
-    assert planned(tied, "auto", on_gpu=True) == planned(tied, "fp32") > planned(tied, "auto")
+def test_a_gpu_takes_what_a_cpu_takes_and_room_to_unpack_in(tied):
+    weightless = weightless_model(tied)
+    injection = inject(weightless.model, "dense", command_line={**SMALL, "weights": "auto"})
+    on_gpu = Footprint.of(injection, dtype=torch.bfloat16, stored=weightless.stored, on_gpu=True)
+    assert on_gpu.weights == Footprint.of(injection, dtype=torch.bfloat16, stored=weightless.stored).weights
+    # The embedding, which is the head as well, is the largest.
+    assert on_gpu.memory(100).unpacked == weightless.model.lm_head.weight.numel() * 2
+    assert Footprint.of(injection, stored=weightless.stored, on_gpu=False).memory(100).unpacked == 0
 
 
 def test_the_command_says_so(tied, capsys, tmp_path, monkeypatch):
@@ -75,4 +81,4 @@ def test_the_command_says_so(tied, capsys, tmp_path, monkeypatch):
     words = ["plan", "--model", str(tied), "--dtype", "float32", "--device", "cpu", "--max_seq_len", "256", "--json"]
     assert main(words) == 0
     at_4k = json.loads(capsys.readouterr().out)["lengths"]["4096"]
-    assert at_4k["cpu"]["weights"] == loaded(tied, "auto") < at_4k["gpu"]["weights"]
+    assert at_4k["cpu"]["weights"] == at_4k["gpu"]["weights"] == loaded(tied, "auto")

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, inject, load_model, open_model
-from hetero_kv.adapter.quantized_module import QuantizedEmbedding, QuantizedLinear
+from hetero_kv.adapter.quantized_matrix import QuantizedEmbedding, QuantizedLinear
 
 SMALL = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32"}
 IDS = torch.tensor([[5, 9, 77, 31, 200, 8]])

@@ -6,6 +6,7 @@ from tests.mutations.seeded import Mutation
 
 _FILES = "tests/contexts/test_context_files.py::test_"
 _STORE = "tests/contexts/test_context_store.py::test_"
+_PACKED = "tests/gpu_ops/test_packed_weights.py::test_"
 _HIDDEN = "tests/operators/test_hidden_in_dram.py::test_answers_are_the_same_wherever_hidden_states_lie"
 
 LASTING = (
@@ -82,5 +83,26 @@ LASTING = (
         "        self._inwards.wait_event(self._used[slot])\n",
         "",
         (f"{_HIDDEN}[llama]",),
+    ),
+    Mutation(
+        "bytes of a code of a packed weight are read in another order",
+        "gpu_ops/triton_kernels/packed_weights.py",
+        "tl.join(tl.join(a, c), tl.join(b, d)), [UNITS, 16, 4]",
+        "tl.join(tl.join(a, b), tl.join(c, d)), [UNITS, 16, 4]",
+        (f"{_PACKED}triton_unpacks_and_multiplies_ggmls_numbers",),
+    ),
+    Mutation(
+        "tied weights go to a GPU twice",
+        "hetero_kv/weights/moving.py",
+        "    if there is not None and move(there.data) is there.data:\n        return there\n",
+        "",
+        ("tests/models/test_packed_on_cuda.py::test_weights_go_where_the_model_goes",),
+    ),
+    Mutation(
+        "a packed matrix is computed where it was and not where its layer is",
+        "hetero_kv/adapter/quantized_matrix.py",
+        "            self._quantised = weight_at(self._quantised, cast(torch.Tensor, self.packed))\n",
+        "            pass\n",
+        ("tests/models/test_packed_on_cuda.py::test_answers_are_those_of_the_numbers",),
     ),
 )

@@ -27,6 +27,7 @@ def patched(simulation: Any) -> Iterator[None]:
         stack.enter_context(patch.object(torch.Tensor, "to", _indexed(simulation, torch.Tensor.to)))
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", _pinning(simulation)))
         stack.enter_context(patch.object(torch.Tensor, "is_pinned", lambda self, *_: simulation.pinned.covers(self)))
+        stack.enter_context(patch.object(torch.nn.Module, "_apply", _exchanging()))
         stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention(simulation)))
         yield
 
@@ -91,6 +92,34 @@ def _indexed(simulation: Any, to: Any) -> Any:
         return to(self, *map(indexed, args), **{name: indexed(value) for name, value in kwargs.items()})
 
     return moved
+
+
+def _exchanging() -> Any:
+    """`Module._apply` that puts other parameters in the place of those that move, one for all that are tied: torch lets
+    a parameter be another tensor, which a subclass cannot be."""
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    depth = 0
+
+    def apply(module: Any, fn: Any, recurse: bool = True) -> Any:
+        nonlocal depth
+        depth += 1
+        try:
+            for child in module.children() if recurse else ():
+                child._apply(fn)
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    if id(parameter) not in moved:
+                        data = fn(parameter.detach())
+                        moved[id(parameter)] = parameter, torch.nn.Parameter(data, parameter.requires_grad)
+                    module._parameters[name] = moved[id(parameter)][1]
+            module._buffers.update({name: fn(each) for name, each in module._buffers.items() if each is not None})
+        finally:
+            depth -= 1
+            if not depth:
+                moved.clear()
+        return module
+
+    return apply
 
 
 def _pinning(simulation: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from gpu_ops.column_sums import column_sums_in_torch
 from gpu_ops.flash import flash_attention_in_torch
 from gpu_ops.merge import merge_attention_in_torch
+from gpu_ops.packed_weights import multiply_chosen_in_torch, multiply_in_torch, rows_in_torch, unpacked_in_torch
 from gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_torch
 from gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
 from gpu_ops.rotary import RotaryLayout
@@ -70,6 +71,23 @@ def _column_sums(
     sums.copy_(column_sums_in_torch(*given))
 
 
+def _multiply_packed(x: Any, data: Any, bias: Any, chosen: Any, out: Any, *_: Any, **fixed: Any) -> None:
+    name, rows = fixed["NAME"], out.shape[1]
+    if fixed["HAS_EXPERTS"]:
+        out.copy_(multiply_chosen_in_torch(x, data, name, rows, chosen))
+    else:
+        out.copy_(multiply_in_torch(x, data, name, rows, bias if fixed["HAS_BIAS"] else None))
+
+
+def _unpack_packed(data: Any, out: Any, first_tile: int, *_: Any, **fixed: Any) -> None:
+    rows, columns = out.shape
+    out.copy_(unpacked_in_torch(data, fixed["NAME"], 16 * first_tile + rows, columns)[16 * first_tile :])
+
+
+def _rows_of_packed(data: Any, ids: Any, out: Any, rows: int, columns: int, *_: Any, **fixed: Any) -> None:
+    out.copy_(rows_in_torch(data, fixed["NAME"], rows, columns, ids))
+
+
 #: What each kernel computes, in milliseconds less than its interpreter takes. That they are the same is tested.
 DEFINITIONS: dict[str, Callable[..., None]] = {
     "_merge": _merge,
@@ -79,6 +97,9 @@ DEFINITIONS: dict[str, Callable[..., None]] = {
     "_fetch": _fetch,
     "_flash": _flash,
     "_column_sums": _column_sums,
+    "_multiply_packed": _multiply_packed,
+    "_unpack_packed": _unpack_packed,
+    "_rows_of_packed": _rows_of_packed,
 }
 
 #: What each of them writes to, by the names of its parameters; the interpreter's runs are checked by it.
@@ -90,6 +111,9 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "_fetch": ("out",),
     "_flash": ("out", "lse"),
     "_column_sums": ("sums",),
+    "_multiply_packed": ("out",),
+    "_unpack_packed": ("out",),
+    "_rows_of_packed": ("out",),
 }
 
 

@@ -1,0 +1,110 @@
+"""A weight matrix that stays quantised in a GPU's memory."""
+
+from __future__ import annotations
+
+import weakref
+from typing import ClassVar
+
+import torch
+from torch.nn import functional
+
+from cpu_ops.weight_formats import TILE
+from gpu_ops.kernel_choice import runs_triton
+from gpu_ops.packed_weights import multiply, rows_of, unpack_into
+from hetero_kv.weights.packed_weight import FEW_ROWS, PackedWeight
+
+_PIECE_BYTES = 64 << 20
+
+
+class UnpackRoom:
+    """Room on a GPU that matrices are unpacked in, one piece after the other: all of that GPU share it.
+
+    What is in it is the latest piece's, for work of the stream that computes alone.
+    """
+
+    _rooms: ClassVar[weakref.WeakValueDictionary[torch.device, UnpackRoom]] = weakref.WeakValueDictionary()
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bytes: torch.Tensor | None = None
+
+    @classmethod
+    def on(cls, device: torch.device) -> UnpackRoom:
+        """The room of a GPU, there as long as somebody has it."""
+        room = cls._rooms.get(device)
+        if room is None:
+            room = cls._rooms[device] = cls(device)
+        return room
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes now; it grows to what the largest piece takes."""
+        return 0 if self._bytes is None else self._bytes.numel()
+
+    def of(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, columns], uninitialised, until the next call."""
+        needed = rows * columns * dtype.itemsize
+        if self._bytes is None or self._bytes.numel() < needed:
+            self._bytes = None
+            self._bytes = torch.empty(needed, dtype=torch.uint8, device=self._device)
+        return self._bytes[:needed].view(dtype).view(rows, columns)
+
+
+def rows_of_piece(rows: int, columns: int, element: int) -> int:
+    """How many rows of a matrix are unpacked at a time, of so many bytes a number."""
+    return min(rows, max(_PIECE_BYTES // (columns * element) // TILE, 1) * TILE)
+
+
+def room_bytes(rows: int, columns: int, element: int) -> int:
+    """What a matrix takes of the room to unpack it in, bytes."""
+    return rows_of_piece(rows, columns, element) * columns * element
+
+
+class DeviceWeight(PackedWeight):
+    """A packed matrix in a GPU's memory, as a CPU's tiles have it.
+
+    Few rows of activations are multiplied with weights as they are read, in float32 and without rounding; for longer
+    prompts the weights are unpacked, a piece at a time, and multiplied in the model's dtype.
+    """
+
+    def __init__(self, data: torch.Tensor, name: str, rows: int, columns: int) -> None:
+        super().__init__(data, name, rows, columns)
+        self._room = UnpackRoom.on(data.device)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """See PackedWeight; one launch for few rows, where Triton runs."""
+        rows, columns = self.shape
+        if 0 < len(x) <= FEW_ROWS and runs_triton(x):
+            return multiply(x, self.data, self.name, rows, bias)
+        piece = rows_of_piece(rows, columns, x.element_size())
+        if piece == rows:
+            return functional.linear(x, self._piece(0, rows, x.dtype), bias)
+        out = torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
+        for start in range(0, rows, piece):
+            end = min(start + piece, rows)
+            torch.matmul(x, self._piece(start, end, x.dtype).T, out=out[:, start:end])
+        return out if bias is None else out.add_(bias)
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See PackedWeight; ids on the GPU, of which nobody waits for what they are: a row that is not there is NaN."""
+        rows, columns = self.shape
+        return rows_of(self.data, self.name, rows, columns, ids, dtype)
+
+    def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
+        """See PackedWeight."""
+        out = torch.empty(self.shape, dtype=dtype, device=self.data.device)
+        unpack_into(out, self.data, self.name)
+        return out
+
+    def compile_kernels(self, dtype: torch.dtype) -> None:
+        """See PackedWeight."""
+        rows, columns = self.shape
+        self.multiply(torch.zeros(1, columns, dtype=dtype, device=self.data.device))
+        self._piece(0, min(rows, TILE), dtype)
+        self.rows(torch.zeros(1, dtype=torch.int64, device=self.data.device), dtype)
+
+    def _piece(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+        """Rows [start, end) of whole tiles, or to the last: in room that the next piece is written over."""
+        room = self._room.of(end - start, self.shape[1], dtype)
+        unpack_into(room, self.data, self.name, start // TILE)
+        return room

@@ -1,0 +1,59 @@
+"""A weight matrix that stays quantised in memory, wherever that is: what the modules that keep one ask of it."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+
+import torch
+from torch import nn
+
+from cpu_ops.weight_formats import FORMATS
+
+FEW_ROWS = 32
+"""Most rows of activations that are multiplied with codes; longer prompts unpack the weights, piece by piece."""
+
+
+class PackedWeight(ABC):
+    """A matrix [rows, columns] of quantised weights, or of numbers of 16 bits, in tiles (`cpu_ops.weight_formats`).
+
+    Attributes:
+        data: the packed bytes, a uint8 tensor.
+        name: GGML's name of the format.
+        shape: [rows, columns].
+        elsewhere: the same matrix where it was taken to last, as long as a module has it there.
+    """
+
+    def __init__(self, data: torch.Tensor, name: str, rows: int, columns: int) -> None:
+        self.data, self.name, self.shape = data, name, torch.Size((rows, columns))
+        self._unpacked_for: weakref.ref[nn.Parameter] | None = None
+        self.elsewhere: weakref.ref[PackedWeight] | None = None
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether the weights are codes; 16-bit numbers take activations as they are."""
+        return not FORMATS[self.name].number
+
+    @abstractmethod
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [n, columns] @ weight.T + bias, in x's dtype."""
+
+    @abstractmethod
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows `ids` [n] as numbers [n, columns]."""
+
+    @abstractmethod
+    def unpacked(self, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix as numbers [rows, columns]."""
+
+    @abstractmethod
+    def compile_kernels(self, dtype: torch.dtype) -> None:
+        """Compile what products and rows with numbers of `dtype` call."""
+
+    def parameter(self, dtype: torch.dtype) -> nn.Parameter:
+        """The matrix as a parameter; the same for all modules that are tied, as long as one of them has it."""
+        made = None if self._unpacked_for is None else self._unpacked_for()
+        if made is None or made.dtype is not dtype:
+            made = nn.Parameter(self.unpacked(dtype), requires_grad=False)
+            self._unpacked_for = weakref.ref(made)
+        return made
