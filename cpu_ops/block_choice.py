@@ -18,9 +18,10 @@ from cpu_ops.top_k import select
 def arguments(_: str) -> tuple[Any, ...]:
     """Of the region.
 
-    (scores, masses, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions)
+    (scores, masses, by_mass, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions)
 
     scores, allowed, shared, reduce: as `chosen_blocks.best_blocks` takes them; entries of `allowed` below 0 are none.
+    by_mass: whether scores are the masses themselves, which are then looked at once.
     target: 0, for `most` blocks, or the share of the attention that as few as possible are to reach, `least` to `most`
     of them (`estimated_masses.fewest_blocks`), by masses [rows, kv_heads, group, blocks], beside and elsewhere [rows,
     kv_heads, group] float32 (`estimated_shares`). times: how many times so many are taken, as far as there are any.
@@ -30,14 +31,13 @@ def arguments(_: str) -> tuple[Any, ...]:
     real4, real3 = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
     int3, integer = types.Array(types.int32, 3, "C"), types.int64
     flags = types.boolean, integer, types.float64, integer, integer, integer
-    return real4, real4, real3, real3, int3, *flags, int3
+    return real4, real4, types.boolean, real3, real3, int3, *flags, int3
 
 
 @njit
-def _choose(scores, masses, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions):
+def _choose(scores, masses, by_mass, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions):
     """Choose for one list, of one row: arrays are those of the region, and `positions` [1, n]."""
-    same = scores.ctypes.data == masses.ctypes.data and reduce >= SOFTMAX and target > 0
-    if same:
+    if by_mass and reduce >= SOFTMAX and target > 0:
         reduced, shares, before = softmax_and_shares(masses, beside, elsewhere, shared, reduce != SOFTMAX)
     else:
         reduced = reduced_scores(scores, shared, reduce)
@@ -63,7 +63,7 @@ def region() -> int:
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy")
     def choose(thread, threads, arguments):
-        scores, masses, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions = (
+        scores, masses, by_mass, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions = (
             arguments_at("choose", "", arguments)
         )
         rows, kv_heads, group, blocks = scores.shape
@@ -77,7 +77,7 @@ def region() -> int:
         allowed_rows = allowed if anything else allowed.reshape(lists, 1, allowed.shape[2])
         for each in range(lists * thread // threads, lists * (thread + 1) // threads):
             _choose(
-                score_rows[each : each + 1], mass_rows[each : each + 1], beside_rows[each : each + 1],
+                score_rows[each : each + 1], mass_rows[each : each + 1], by_mass, beside_rows[each : each + 1],
                 elsewhere_rows[each : each + 1], allowed_rows if anything else allowed_rows[each : each + 1],
                 shared, reduce, target, least, most, times, chosen[each],
             )  # fmt: skip

@@ -29,9 +29,9 @@ def arguments(numbers: str) -> tuple[Any, ...]:
     [num_blocks, kv_heads, block_size, k_dim], or how they differ from means [num_blocks, kv_heads, 1 or more, k_dim],
     of which the first of a block counts. table: [rows, blocks] int32, full blocks in the pool. positions: [rows, 1 or
     kv_heads, n] int32, the candidates among those, entries below 0 are none; all of them where n is 0. scale, softcap:
-    as `attention.attend_blocks`. weights, masses: [rows, kv_heads, group, blocks] float32. At the candidates' positions is
-    written to masses the log-sum-exp of the scores of all keys of each. weights, of as many scores that are all the
-    mean's, are written where keys are coarse copies (`code_masses`), and left as they are where not.
+    as `attention.attend_blocks`. weights, masses: [rows, kv_heads, group, blocks] float32. Written to masses, at the
+    candidates' positions, is the log-sum-exp of the scores of all keys of each; to weights, where keys are coarse
+    copies (`code_masses`), that of as many scores that are all the mean's.
     """
     pool, means = pool_arrays(numbers)
     real4, real = types.Array(types.float32, 4, "C"), types.float64

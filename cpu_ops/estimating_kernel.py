@@ -139,7 +139,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                 groups_of(given_positions, group_blocks, groups, opened)
             elif groups > 0:
                 choosing = (
-                    of_groups, of_groups, beside, beside, allowed, shared, reduce, 0.0, np.int64(0), most_opened,
+                    of_groups, of_groups, False, beside, beside, allowed, shared, reduce, 0.0, np.int64(0), most_opened,
                     np.int64(1), opened,
                 )  # fmt: skip
                 run_region("choose", "", addresses[0], addresses[9], threads, choosing)
@@ -154,7 +154,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             weights, block_masses = likely[:, :, :, :0].copy(), likely[:, :, :, :0].copy()
             by_row = queries.reshape(each_row, 1, group, k_dim)
             vectors_by_row = by_head(representatives)
-            looks_at_all = has_mean and rerank == 0 and which == CHOSEN
+            looks_at_all = has_mean != 0 and rerank == 0 and which == CHOSEN
             if has_mean:
                 weights, block_masses = np.empty_like(likely), np.empty_like(likely)
             # Coarse copies bring the means' scores along.
@@ -213,7 +213,8 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             proposed = np.empty((rows, lists, min(most * rerank, room)), np.int32) if looks else places
             times = rerank if looks else np.int64(1)
             choosing = (
-                scores, block_masses, beside, elsewhere, among, shared, reduce, target, least, most, times, proposed
+                scores, block_masses, looks_at_all, beside, elsewhere, among, shared, reduce, target, least, most,
+                times, proposed,
             )  # fmt: skip
             run_region("choose", "", addresses[0], addresses[9], threads, choosing)
             if looks:
@@ -224,7 +225,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                 run_region("candidates", coarse, addresses[0], addresses[4], threads, looked)
                 taken[1] = number_of(proposed)
                 choosing = (
-                    block_masses, block_masses, beside, elsewhere, proposed, shared, reduce, target, least, most,
+                    block_masses, block_masses, True, beside, elsewhere, proposed, shared, reduce, target, least, most,
                     np.int64(1), places,
                 )  # fmt: skip
                 run_region("choose", "", addresses[0], addresses[9], threads, choosing)
