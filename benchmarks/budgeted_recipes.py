@@ -15,9 +15,13 @@ SHIPPED = "as shipped"
 FRACTIONS = (32, 16, 8)
 """Of a prompt's tokens a method attends to one in so many."""
 
+FEWER_BYTES = "adaptive:representative_type=MEANSTD:representative_num=2:rerank=4"
+"""`adaptive` where not all keys are looked at: representatives propose what is."""
+
 # Blocks of at most 32 tokens: of the recipes' 128 a sixteenth of 4,096 would be one.
 _PAGED: dict[str, dict[str, Any]] = {
     "adaptive": {"block_size": 16, "initial_len": 16},
+    FEWER_BYTES: {"block_size": 16, "initial_len": 16},
     "quest": {"block_size": 16, "initial_len": 16},
     "ktransformers": {"block_size": 32, "initial_len": 32},
     "infllm": {"block_size": 32, "initial_len": 32},
@@ -89,7 +93,7 @@ def at_budget(recipe: str, budget: int, length: int) -> str:
         settings["preselect_block_count"] = preselected
     if recipe == "quest":
         settings["dense_layer_num"] = 0
-    if recipe == "adaptive":
+    if recipe in ("adaptive", FEWER_BYTES):
         settings |= {"target_mass": "none", "least_block_count": 1, "group_blocks": 1}
     return _spec(recipe, settings)
 
