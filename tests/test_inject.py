@@ -14,7 +14,7 @@ from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.window.layer import WindowLayer
 from hetero_kv.operators import RetrievalAttention, SlidingWindowAttention
 from hetero_kv.planning.plan import OutOfMemoryError
-from hetero_kv.rules.injection import InjectionError
+from hetero_kv.rules.matching import InjectionError
 from hetero_kv.rules.rule_file import parse_rules
 
 PROMPT = torch.arange(2, 42)[None, :]

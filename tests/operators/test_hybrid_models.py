@@ -21,7 +21,7 @@ from hetero_kv.evals.budget import attended_tokens
 from hetero_kv.evals.generation import cache_bytes
 from hetero_kv.evals.shared_prefill import shares_prefill
 from hetero_kv.planning.plan import Footprint
-from hetero_kv.rules.injection import InjectionError
+from hetero_kv.rules.matching import InjectionError
 from hetero_kv.rules.rule_file import parse_rules
 
 SETTINGS = {"chunk_size": 16, "block_size": 4, "initial_len": 4, "local_windows_len": 8, "max_seq_len": 256}

@@ -1,0 +1,98 @@
+"""Which modules of a model the rules match, and what becomes of each."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hetero_kv.adapter import bridge
+from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.adapter.quantized_module import QuantizedModule
+from hetero_kv.adapter.recurrent import is_recurrent
+from hetero_kv.errors import HeteroKVError, shown
+from hetero_kv.rules.rule_file import nearest_module_paths
+from hetero_kv.rules.rule_set import Rule, RuleSet
+
+
+class InjectionError(HeteroKVError):
+    """The rules cannot be applied to this model. The model is as it was."""
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Path -> module, as rules see it: of packed weights that stay in the model, the module that they stand for."""
+    found: dict[str, nn.Module] = {}
+    packed: list[str] = []
+    for path, module in model.named_modules():
+        if path and not path.startswith(tuple(packed)):
+            found[path] = module
+            if isinstance(module, QuantizedModule):
+                found[path] = module.wrapped
+                packed.append(f"{path}.")
+    return found
+
+
+def matched_rules(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, type[Operator]]]:
+    """Module path -> the rule and the operator class that the module gets.
+
+    Raises InjectionError where a rule matches nothing, or where what is left as it is could not work, and
+    UnsupportedModelError where an operator cannot compute a module exactly.
+    """
+    modules = modules_of(model)
+    unused = [rule for rule in rule_set.rules if not rule.optional]
+    plan: dict[str, tuple[Rule, type[Operator]]] = {}
+    closed: list[str] = []
+    for path, module in modules.items():
+        matching = [rule for rule in rule_set.rules if rule.matches(path, module)]
+        unused = [rule for rule in unused if rule not in matching]
+        if not matching or any(path.startswith(f"{ancestor}.") for ancestor in closed):
+            continue
+        first = matching[0]
+        if not first.recursive:
+            closed.append(path)
+        if first.operator is None:
+            continue
+        if issubclass(first.operator, AttentionOperator) and is_recurrent(module):
+            # Some models call it as they call their attention; there are no keys and values to be served.
+            continue
+        operator_class = first.operator.operator_for(module)
+        operator_class.require_suitable(path, module)
+        plan[path] = (first, operator_class)
+    if unused:
+        rule = unused[0]
+        pattern = rule.match_name.pattern if rule.match_name else None
+        wanted = " and ".join(
+            f"{key} {shown(value)}" for key, value in (("name", pattern), ("class", rule.match_class)) if value
+        )
+        near = (
+            nearest_module_paths(pattern, list(modules))
+            if pattern
+            else sorted({type(m).__name__ for m in modules.values()})
+        )
+        raise InjectionError(
+            f"{rule.title}: match: {wanted} matches no module of {type(model).__name__}; it has, for example, "
+            f"{', '.join(near[:4] or list(modules)[:4])}"
+        )
+    _require_chunked(modules, plan)
+    return plan
+
+
+def _require_chunked(modules: dict[str, nn.Module], plan: dict[str, tuple[Rule, type[Operator]]]) -> None:
+    """Raise InjectionError for a module that is left as it is where nobody would build its mask, or carry its state."""
+    chunked = [path for path, (_, cls) in plan.items() if issubclass(cls, ChunkedDecoderLayer)]
+    replaced = [path for path, (_, cls) in plan.items() if issubclass(cls, AttentionOperator)]
+    if not chunked and not replaced:
+        return
+    for path, module in modules.items():
+        if is_recurrent(module):
+            missing = "nobody would carry its state from chunk to chunk; add a rule for the layer"
+        elif bridge.is_attention(module):
+            missing = "nobody would build its causal mask; add a rule for the layer, or replace the attention too"
+        else:
+            continue
+        if any(path == r or path.startswith(f"{r}.") for r in replaced):
+            continue
+        if not any(path.startswith(f"{layer}.") for layer in chunked):
+            raise InjectionError(
+                f"{path} ({type(module).__name__}) is left as it is, but its layer is no ChunkedDecoderLayer, "
+                f"so that {missing}"
+            )

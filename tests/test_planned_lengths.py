@@ -1,0 +1,159 @@
+"""The largest context that fits, for one sequence, a batch and its forks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned_models import K, footprint_of, llama_plan
+from tiny_models import tiny_model
+
+from hetero_kv.adapter.footprint import BytesPerToken
+from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.families.retrieval.footprint import PagedFootprint
+from hetero_kv.planning.plan import (
+    RESERVE,
+    OutOfMemoryError,
+    Plan,
+    resolve_max_seq_len,
+)
+from hetero_kv.rules.injection import inject
+
+PAGED = PagedFootprint(KVShape(2, 64, 64), stored=BytesPerToken(256, 256, 4), block_size=128, device_window=1000)
+
+
+def test_prefill_holds_two_hidden_buffers_and_one_layer_whatever_the_length():
+    footprint = llama_plan().footprint
+    short, long = footprint.memory(8 * K), footprint.memory(16 * K)
+    assert long.layer_kv == 2 * short.layer_kv == 16 * K * 8 * 256 * 2
+    assert long.hidden == 2 * short.hidden >= 2 * 16 * K * 4096 * 2
+    assert long.activations == short.activations
+
+
+def test_activations_follow_the_chunk():
+    assert llama_plan(chunk_size=K).footprint.memory(9 * K).activations * 4 == (
+        llama_plan(chunk_size=4 * K).footprint.memory(9 * K).activations
+    )
+
+
+@given(
+    dram=st.integers(10**6, 10**12),
+    gpu=st.none() | st.integers(10**6, 10**12),
+    weights=st.integers(0, 10**8),
+    layers=st.integers(1, 40),
+)
+@settings(deadline=None)
+def test_the_largest_context_fits_and_one_token_more_does_not(dram, gpu, weights, layers):
+    plan = Plan(footprint_of([PAGED] * layers, on_gpu=gpu is not None, weights=weights), dram, gpu, 10**5)
+    largest = plan.largest()
+    assert largest == 0 or plan.fits(largest)
+    assert not plan.fits(largest + 1)
+
+
+def test_auto_is_the_models_context_or_what_fits_if_that_is_less():
+    footprint = footprint_of([PAGED] * 10)
+    assert resolve_max_seq_len("auto", Plan(footprint, 10**12, None, 5000)) == 5000
+    short = Plan(footprint, 10**7, None, 5000)
+    assert resolve_max_seq_len("auto", short) == short.largest() < 5000
+
+
+def test_a_length_that_does_not_fit_is_refused_with_the_one_that_would():
+    plan = Plan(footprint_of([PAGED] * 10), 10**8, None, 5000)
+    with pytest.raises(OutOfMemoryError, match=r"max_seq_len is 50000: 50000 tokens take .* GB of DRAM") as refused:
+        resolve_max_seq_len(50_000, plan)
+    number = int(str(refused.value).rsplit("max_seq_len ", 1)[1].split()[0])
+    assert resolve_max_seq_len(number, plan) == number
+    assert f"{RESERVE:.0%} of what is free beside the weights is kept in reserve" in str(refused.value)
+
+
+def test_the_gpu_is_named_when_it_is_what_is_too_small():
+    plan = Plan(footprint_of([PAGED] * 10, on_gpu=True), 10**12, 10**8, 5000)
+    with pytest.raises(OutOfMemoryError, match=r"GB of the GPU's memory, and 0\.10 GB are free"):
+        resolve_max_seq_len(10**6, plan)
+
+
+def test_where_nothing_fits_the_error_says_so():
+    with pytest.raises(OutOfMemoryError, match="not even one token fits"):
+        resolve_max_seq_len("auto", Plan(footprint_of([PAGED], weights=10**9), 10**8, None, 5000))
+
+
+def test_a_batch_and_its_forks_take_stores_of_their_own_and_one_prefill():
+    footprint = footprint_of([PAGED] * 10)
+    one, batch, forked = footprint.memory(1000), footprint.memory(1000, batch=4), footprint.memory(1000, forks=4)
+    assert batch.store == 4 * one.store
+    assert batch.compute == 4 * one.compute
+    assert forked.store == 5 * one.store
+    assert forked.compute == one.compute
+
+
+@given(batch=st.integers(1, 6), forks=st.integers(0, 4), dram=st.integers(10**7, 10**9))
+@settings(deadline=None)
+def test_a_refusal_names_a_length_a_batch_and_a_number_of_forks_that_fit(batch, forks, dram):
+    plan = Plan(footprint_of([PAGED] * 10), dram, None, 5000, batch, forks)
+    if plan.fits(20_000):
+        assert resolve_max_seq_len(20_000, plan) == 20_000
+        return
+    with pytest.raises(OutOfMemoryError, match="max_seq_len is 20000") as refused:
+        resolve_max_seq_len(20_000, plan)
+    remedy = str(refused.value).rsplit("; ", 1)[1]
+    length = re.search(r"max_seq_len (\d+)", remedy)
+    if length is not None:
+        assert plan.fits(int(length[1]))
+    for name, found in (("batch", r"a batch of (\d+)"), ("forks", r"(\d+) forks")):
+        number = re.search(found, remedy)
+        least = 1 if name == "batch" else 0
+        fitting = [n for n in range(least, getattr(plan, name)) if replace(plan, **{name: n}).fits(20_000)]
+        assert (number is None) == (not fitting)
+        assert number is None or int(number[1]) == max(fitting)
+
+
+def injected_with_room(monkeypatch, max_seq_len, **for_):
+    """A tiny model with room in DRAM for a batch or forks of 4,096 tokens, and somewhat more."""
+    model = tiny_model("llama", max_position_embeddings=4096)
+    injection = inject(model, "ktransformers", command_line={"max_seq_len": max_seq_len})
+    room = Plan.of(injection, **for_).dram_needed(4096) / (1 - RESERVE) + 10**5
+    monkeypatch.setattr("hetero_kv.planning.plan.free_dram", lambda: int(room))
+    return model
+
+
+def test_a_batch_that_does_not_fit_is_refused_before_anything_is_processed(monkeypatch):
+    model = injected_with_room(monkeypatch, 4096, batch=3)
+    cache = HeteroCache(model)
+    with pytest.raises(
+        OutOfMemoryError, match=r"5 sequences of 4096 tokens .*; max_seq_len \d+, or a batch of 3 would"
+    ):
+        model(torch.randint(2, 90, (5, 7)), past_key_values=cache)
+    assert not any(layer.is_initialized for layer in cache.layers)
+    with torch.no_grad():
+        model(torch.randint(2, 90, (3, 7)), past_key_values=cache)
+    assert cache.layers[0].pool.num_blocks == 3 * 4096 // 128
+
+
+def test_auto_is_shorter_for_a_batch(monkeypatch):
+    model = injected_with_room(monkeypatch, "auto", batch=2)
+    cache = HeteroCache(model)
+    assert cache.max_seq_len == 4096
+    with torch.no_grad():
+        model(torch.randint(2, 90, (4, 7)), past_key_values=cache)
+    assert 1024 < cache.max_seq_len < 2200
+    assert Plan.of(model.hetero_kv_injection, batch=4).fits(cache.max_seq_len)
+
+
+def test_forks_are_planned_for(monkeypatch):
+    model = injected_with_room(monkeypatch, 4096, forks=2)
+    with pytest.raises(OutOfMemoryError, match=r"6 sequences of 4096 tokens .*, or 2 forks would fit"):
+        HeteroCache(model, forks=5)
+    HeteroCache(model, forks=2)
+
+
+def test_a_full_store_is_refused_before_it_is_made(monkeypatch):
+    model = tiny_model("llama")
+    inject(model, "ktransformers", command_line={"max_seq_len": 10**9})
+    monkeypatch.setattr("hetero_kv.planning.plan.free_dram", lambda: 10**9)
+    with pytest.raises(OutOfMemoryError, match=r"max_seq_len \d+ would fit"):
+        HeteroCache(model)
