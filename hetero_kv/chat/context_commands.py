@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hetero_kv.chat.display import loaded_in_short
 from hetero_kv.contexts.listing import contexts_table
 from hetero_kv.errors import HeteroKVError
 
@@ -23,7 +24,7 @@ def load(terminal: Terminal, name: str) -> None:
     with terminal.session.contexts() as store:
         talk.load_from(store, _required(name, "/load"))
     terminal.forget()
-    terminal.note(f"{name}: {talk.context_tokens:,} tokens, {len(talk.turns)} turns")
+    terminal.note(loaded_in_short(name, talk))
 
 
 def show(terminal: Terminal, _: str) -> None:

@@ -13,17 +13,15 @@ from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 from hetero_kv.chat.answer import Answer, FinishReason, Turn
+from hetero_kv.chat.fitting import new_tokens_that_fit, require_encodable
 from hetero_kv.chat.saved_conversation import Said, SavedConversation
 from hetero_kv.chat.watching import StoppedInPrefill, StopTexts, Streamer, Watch, measured
 from hetero_kv.contexts.prefix_cache import PrefixCache
 from hetero_kv.engine.cache import HeteroCache, Progress
-from hetero_kv.engine.errors import CacheFullError
 from hetero_kv.engine.undo import undo_on_error, way_back
 from hetero_kv.engine.untouched import forked
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.models.text_encoding import CHARACTERS_OF_A_TOKEN
 from hetero_kv.models.turns import TurnTokens, about
-from hetero_kv.planning.plan import beyond_training
 
 #: Turns that can be taken back. Each may hold numbers that the next has replaced: bounded entries, low-rank factors.
 MOST_UNDONE = 4
@@ -183,7 +181,8 @@ class Conversation(SavedConversation):
             # What an interrupt left in the cache behind the last answer, before anything could undo it.
             self._said.go_back()
             message = question if document is None else about(document, question)
-            self._require_encodable(message)
+            if isinstance(self.cache, HeteroCache):
+                require_encodable(self.cache, message, self.model.hetero_kv_injection.context_length)
             prompt, asked = self._prompt(message, None if document is None else question)
             self._begin_from_stored(prompt)
             watch = Watch(should_stop, on_token)
@@ -201,21 +200,6 @@ class Conversation(SavedConversation):
             return answer
         finally:
             self._is_answering = False
-
-    def _require_encodable(self, question: str) -> None:
-        """Raise CacheFullError for a question so long that encoding it is in vain: that alone takes memory and time."""
-        capacity = self.max_seq_len
-        if capacity is not None and len(question) > capacity * CHARACTERS_OF_A_TOKEN:
-            raise CacheFullError(
-                f"the question has {len(question):,} characters, of which no more than "
-                f"{capacity * CHARACTERS_OF_A_TOKEN:,} can fit: max_seq_len is {capacity}; shorten the question, or "
-                f"raise max_seq_len{self._beyond(len(question) // CHARACTERS_OF_A_TOKEN)}"
-            )
-
-    def _beyond(self, tokens: int) -> str:
-        """What a remedy of so many tokens adds where the model was made for fewer."""
-        trained = self.model.hetero_kv_injection.context_length
-        return f" ({beyond_training(tokens, trained)})" if tokens > trained else ""
 
     def _prompt(self, message: str, question: str | None) -> tuple[list[int], int | None]:
         """The tokens of the conversation up to where the answer to `message` begins, and its question's number.
@@ -236,11 +220,13 @@ class Conversation(SavedConversation):
         stop: StopTexts,
         on_text: Callable[[str], None] | None,
     ) -> Answer:
-        limit = self._new_tokens_that_fit(len(prompt), max_new_tokens)
+        limit, is_ours = max_new_tokens, isinstance(self.cache, HeteroCache)
+        if is_ours:
+            trained = self.model.hetero_kv_injection.context_length
+            limit = new_tokens_that_fit(self.cache, len(prompt), max_new_tokens, trained)
         stored = self.cache.get_seq_length()
         input_ids = torch.tensor([prompt], device=self.model.device)
         opening = self._turns.opened_thought(prompt)
-        is_ours = isinstance(self.cache, HeteroCache)
         try:
             with self.cache.asking(asked) if is_ours else nullcontext(), undo_on_error(self.cache):
                 output = self.model.generate(
@@ -280,24 +266,6 @@ class Conversation(SavedConversation):
         if getattr(self.model, "hetero_kv_injection", None) is not None:
             return HeteroCache(self.model, max_seq_len, forks=forks, tokenizer=self.tokenizer)
         return DynamicCache(config=self.model.config.get_text_config(decoder=True))
-
-    def _new_tokens_that_fit(self, prompt_tokens: int, wanted: int) -> int:
-        capacity = self.max_seq_len
-        if not isinstance(self.cache, HeteroCache) or capacity is None:
-            return wanted
-        if prompt_tokens > capacity:
-            needed = f"{prompt_tokens + wanted}{self._beyond(prompt_tokens + wanted)}"
-            raise CacheFullError(
-                f"the conversation would be {prompt_tokens} tokens long and max_seq_len is {capacity}; set max_seq_len "
-                f"to at least {needed}, shorten the question by {prompt_tokens - capacity} tokens, or start anew "
-                "(/reset)"
-            )
-        stored = self.cache.get_seq_length()
-        self.cache.require_room(1, prompt_tokens - stored)
-        room = self.cache.room
-        assert room is not None
-        # The last token of an answer is not stored until the next turn.
-        return min(wanted, stored + room + 1 - prompt_tokens)
 
     def _end_tokens(self) -> set[int]:
         ends = self.model.generation_config.eos_token_id

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hetero_kv.chat.answer import Answer
+from hetero_kv.chat.conversation import Conversation
 from hetero_kv.chat.question import Question
 from hetero_kv.chat.session import ChatSession
 from hetero_kv.rules.registered import layer_statistics
@@ -36,8 +37,15 @@ def banner(session: ChatSession) -> RenderableType:
             f"  ·  the store takes {decimal(round(session.injection.bytes_per_token() * 1000))} per 1,000 tokens"
         )
     facts.append(capacity)
+    if session.options.context is not None:
+        facts.append(f"goes on from {loaded_in_short(session.options.context, session.conversation)}")
     facts.append('/help lists the commands, """ begins and ends several lines, Ctrl-D leaves')
     return Group(title, *(Text(fact, style="dim") for fact in facts))
+
+
+def loaded_in_short(name: str, talk: Conversation) -> str:
+    """What a saved conversation that was loaded holds."""
+    return f"{name}: {talk.context_tokens:,} tokens, {len(talk.turns)} turns"
 
 
 def ending(answer: Answer, session: ChatSession) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from hetero_kv.contexts.folder import open_store
 from hetero_kv.contexts.index import StoredContext
-from hetero_kv.contexts.listing import as_json, contexts_table
+from hetero_kv.contexts.listing import as_json, contexts_table, in_words
 from hetero_kv.contexts.settings import ContextSettings
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.errors import ConfigError
@@ -80,7 +80,8 @@ def _show(store: ContextStore, named: Sequence[StoredContext], as_object: bool) 
         return 0
     for each in told:
         for name, value in each.items():
-            _say(f"{name}: {value}")
+            if value is not None:
+                _say(f"{name}: {in_words(name, value)}")
         _say("")
     return 0
 

@@ -19,11 +19,25 @@ def contexts_table(stored: Iterable[StoredContext]) -> Table:
     for column in table.columns[1:3]:
         column.justify = "right"
     for each in stored:
-        # Local time, as people keep it.
-        used = datetime.fromtimestamp(each.used, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
         name = Text(printable(each.name)) if each.name else Text(each.file[:8], style="dim")
-        table.add_row(name, f"{each.tokens:,}", f"{each.bytes / 1e6:,.1f}", used, Text(printable(each.model)))
+        table.add_row(
+            name, f"{each.tokens:,}", f"{each.bytes / 1e6:,.1f}", _date(each.used), Text(printable(each.model))
+        )
     return table
+
+
+def in_words(name: str, value: Any) -> str:
+    """What is known of a context (`as_json`, `ContextStore.told`), for the eye."""
+    if name in ("created", "used"):
+        return _date(value)
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _date(seconds: float) -> str:
+    """Local time, as people keep it."""
+    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def as_json(stored: StoredContext) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console, Group
 
 from hetero_kv.chat.answer import Turn
-from hetero_kv.chat.display import context_table, layer_ranges
+from hetero_kv.chat.display import banner, context_table, layer_ranges
 from hetero_kv.chat.documents import Document
 from hetero_kv.chat.interrupt import Interrupt
 from hetero_kv.chat.prefill_bar import LONG_PROMPT_TOKENS, PrefillBar
@@ -66,6 +66,24 @@ def test_after_ctrl_c_the_bar_says_what_it_waits_for():
     bar.report(2, 4, 1000, 2000)
     interrupt.requested = True
     assert "stopping after this chunk" in shown(bar)
+
+
+def test_the_banner_says_which_saved_conversation_goes_on():
+    def shown_of(context: str | None) -> str:
+        talk = SimpleNamespace(turns=(Turn(10, 2), Turn(1_000, 0)), context_tokens=1_012)
+        loaded = SimpleNamespace(name="tiny", model=SimpleNamespace(dtype="torch.float32", device="cpu"))
+        engine = SimpleNamespace(resolved_threads=lambda: 2)
+        options = SimpleNamespace(mode="normal", context=context)
+        session = SimpleNamespace(
+            loaded=loaded, options=options, rules_name=None, engine=engine, capacity=4_096, injection=None,
+            conversation=talk,
+        )  # fmt: skip
+        console = Console(file=io.StringIO(), width=80)
+        console.print(banner(cast("ChatSession", session)))
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    assert "goes on" not in shown_of(None)
+    assert "goes on from notes: 1,012 tokens, 2 turns\n" in shown_of("notes")
 
 
 def test_the_context_is_shown_turn_by_turn_with_what_waits():

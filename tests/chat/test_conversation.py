@@ -30,6 +30,7 @@ BOOKKEEPING = {
     for name in (
         "chat/conversation.py",
         "chat/answer.py",
+        "chat/fitting.py",
         "chat/watching.py",
         "models/turns.py",
         "models/text_encoding.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import astuple
 from types import SimpleNamespace
 
@@ -158,7 +159,10 @@ def test_a_context_is_saved_and_gone_on_from_on_the_command_line(chat, tmp_path,
     assert main(["contexts", "list", "--json", *folder]) == 0
     assert [each["name"] for each in json.loads(capsys.readouterr().out)["contexts"]] == ["notes"]
     assert main(["contexts", "show", "notes", *folder]) == 0
-    assert "operators: ['RetrievalAttention']" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "operators: RetrievalAttention\n" in shown
+    assert re.search(r"bytes: \d+,\d{3}\n", shown)
+    assert re.search(r"created: \d{4}-\d\d-\d\d \d\d:\d\d\n", shown)
     assert main(["contexts", "verify", *folder]) == 0
     assert "notes: whole" in capsys.readouterr().out
     assert main(["contexts", "remove", "notes", *folder]) == 0

@@ -43,6 +43,10 @@ BLOCKS_OF_32 = {
 STORED = {
     "half precision": ({"kv_type": "FP16", "representative_type": "DYNAMIC"}, 16),
     "groups, values' means": ({**ESTIMATES, "group_blocks": 3, "group_factor": 1, "second_block_count": 4}, 16),
+    "coarse copies of keys": (
+        {**ESTIMATES, **BLOCKS_OF_32, "kv_type": "FP16", "rerank": "all", "target_mass": 0.9, "second_block_count": 1},
+        32,
+    ),
     "keys in 8, values in 4 bits": ({**BLOCKS_OF_32, "key_type": "Q8_0", "value_type": "Q4_0"}, 32),
 }
 
