@@ -77,13 +77,16 @@ def decoded(model: Any, cache: Any, record: Record) -> Counts:
     return Counts.of(record, model.config.num_hidden_layers)
 
 
-def counts_of(recipes: tuple[str, ...], as_shipped: bool = True) -> dict[str, Counts]:
+def counts_of(
+    recipes: tuple[str, ...], as_shipped: bool = True, architecture: str = "llama", **shape: Any
+) -> dict[str, Counts]:
     """Of the untouched model, under "untouched", and of what each recipe asks beyond that.
 
     as_shipped: store keys and values in FP16, and not as they are computed, for which tests have kernels.
+    architecture, shape: of the tiny model.
     """
     with simulated_cuda() as gpu:
-        model = placed(tiny_model("llama").to(torch.bfloat16))
+        model = placed(tiny_model(architecture, **shape).to(torch.bfloat16))
         found = {"untouched": decoded(model, DynamicCache(config=model.config), gpu.record)}
         for recipe in recipes:
             rules = small_recipe(recipe)

@@ -161,10 +161,10 @@ class RetrievalLayer(PromptLayer):
         return blocks
 
     def staging_for(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Staging:
-        """What a token passes through between the device and the CPU: query, key, value and the window's log-sum-exp
-        down, attention over the blocks and its log-sum-exp back."""
+        """What a token passes through between the device and the CPU: query, key, value, the window's log-sum-exp and
+        the scores of learned sinks down, attention over the blocks and its log-sum-exp back."""
         lse = (q.shape[0], k.shape[1], q.shape[1] // k.shape[1])
-        down, up = (q.shape, k.shape, v.shape, lse), ((*q.shape[:3], v.shape[3]), lse)
+        down, up = (q.shape, k.shape, v.shape, lse, q.shape[1:2]), ((*q.shape[:3], v.shape[3]), lse)
         if self._staging is None or not self._staging.fits(q.device, down, up):
             self._staging = Staging(q.device, down, up)
         return self._staging

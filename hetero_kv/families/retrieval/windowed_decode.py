@@ -33,11 +33,12 @@ class WindowedDecode(RetrievalDecode):
         if self.choice is not None or self.accumulates:
             # The CPU wants to know how much of the attention the window has.
             in_window = window.attend(call.q, scale, call.softcap)
-            staging.send(call.q, call.k, call.v, in_window[1].view(lse.shape))
+            sinks = () if call.sink is None or not self.accumulates else (call.sink,)
+            staging.send(call.q, call.k, call.v, in_window[1].view(lse.shape), *sinks)
         else:
             staging.send(call.q, call.k, call.v)
             in_window = window.attend(call.q, scale, call.softcap)
-        q, k, v, beside = staging.arrived()
+        q, k, v, beside, sink = staging.arrived()
         layer.store_token(step, torch.from_numpy(k), torch.from_numpy(v))
         if blocks.newly_closed[0] != blocks.newly_closed[1]:
             self._close_blocks(layer, step)
@@ -45,8 +46,8 @@ class WindowedDecode(RetrievalDecode):
             native, layer, step, blocks, q, k, v, None, scale, softcap, out, lse, beside if self.targets else None
         )  # fmt: skip
         device_out, device_lse = staging.sent_back()
-        merged, whole = merge_attention(*in_window, device_out, device_lse.view(call.q.shape[:3]))
-        attended = whole
+        merged, merged_lse = merge_attention(*in_window, device_out, device_lse.view(call.q.shape[:3]))
+        attended = merged_lse
         if estimated is not None:
             with_window, total = np.logaddexp(estimated[0], beside)
             self._count(layer, with_window, total, estimated[1])
@@ -54,9 +55,9 @@ class WindowedDecode(RetrievalDecode):
         if self.engine.measure_recall:
             self._measure_recall(layer, blocks, call, attended)
         if call.sink is not None:
-            merged, whole = apply_sink(merged, whole, call.sink)
+            merged, _ = apply_sink(merged, merged_lse, call.sink)
         if self.accumulates:
             both = np.logaddexp(lse, beside).reshape(q.shape[:2])
-            seen = both if call.sink is None else whole.squeeze(2).cpu().numpy()
+            seen = both if call.sink is None else np.logaddexp(both, sink)
             self._remember(layer, step, call, q.squeeze(2).copy(), seen)
         return merged if merged.dtype is call.q.dtype else merged.to(call.q.dtype)
