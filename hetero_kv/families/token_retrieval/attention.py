@@ -24,6 +24,8 @@ from hetero_kv.families.retrieval.footprint import PagedFootprint
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.recall import covered_mass
 from hetero_kv.families.retrieval.statistics import ESTIMATED_SHARE
+from hetero_kv.families.sparse_prefill.attention import PromptAttention
+from hetero_kv.families.sparse_prefill.settings import PREFILLS
 from hetero_kv.families.token_retrieval import choosers
 from hetero_kv.families.token_retrieval.choosers import Answer, Asked, TokenSettings
 from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_KNOWN, Choice
@@ -35,7 +37,8 @@ from hetero_kv.store.pool import BlockPool
 
 
 class TokenRetrievalAttention(ExactPrefill):
-    """Prefills exactly; decodes over Initial, Local and the Context's tokens that a chooser takes, by each kv head.
+    """Prefills exactly, unless told to pass sparsely over prompts; decodes over Initial, Local and the Context's tokens
+    that a chooser takes, by each kv head.
 
     With a budget that covers the Context the result is full attention, to the storage type's precision.
     """
@@ -59,6 +62,9 @@ class TokenRetrievalAttention(ExactPrefill):
         self.chooser = None if is_dense else registered.chooser(settings, self.layer_idx)
         if self.chooser is not None:
             self.chooser.require_suitable(path, KVShape.of_attention(wrapped, self._own_config))
+        self.prompt_attention = PromptAttention(self, settings)
+        if settings.prefills_sparsely:
+            self.prefills_exactly = self.continues_exactly = False
         #: What was chosen for this layer before it is called, and what it lets the next choose.
         self.ahead: LookAhead | None = None
         self.following: LookAhead | None = None
@@ -79,6 +85,11 @@ class TokenRetrievalAttention(ExactPrefill):
     @property
     def observed_queries(self) -> int:
         return 0 if self.chooser is None else self.chooser.observed_queries
+
+    def attend_chunk(
+        self, step: Step, call: bridge.AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.prompt_attention(step, call, past_k, past_v)
 
     def _new_observation(self, step: Step) -> Observation | None:
         return Observation(self.observed_queries) if self.observed_queries else None
@@ -216,18 +227,19 @@ class TokenRetrievalAttention(ExactPrefill):
         _, lse = asked.attend_blocks(asked.elsewhere)
         if self.chooser is not None:
             self.chooser.attend(asked._replace(beside=lse))
+        self.prompt_attention.compile(self._own_config.dtype, k_dim, v_dim, softcap)
 
     # -- what others ask
 
     @classmethod
     def registries(cls) -> Mapping[str, Mapping[str, str]]:
         known = {name: choosers.get(name).meaning for name in choosers.names()}
-        return {"Ways to choose tokens of TokenRetrievalAttention (chooser)": known}
+        return {"Ways to choose tokens of TokenRetrievalAttention (chooser)": known, **PREFILLS}
 
     def stored_by(self) -> dict[str, Any]:
         """See AttentionOperator: what decides nothing of what is kept of blocks may change."""
-        choosing = frozenset() if self.chooser is None else self.chooser.choosing
-        kept = {name: value for name, value in self.settings_in_layer().items() if name not in choosing}
+        idle = self.settings.idle_prefill_settings | (frozenset() if self.chooser is None else self.chooser.choosing)
+        kept = {name: value for name, value in self.settings_in_layer().items() if name not in idle}
         return kept | {"is_chosen": self.chooser is not None}
 
     def footprint(self, shape: KVShape) -> PagedFootprint:
