@@ -33,7 +33,7 @@ _TOKENS = {"block_size": 16, "initial_len": 16}
 _CLUSTER = 16
 # MagicPIG's codes: as many bits as do with so many tables (its paper has 8 to 11 bits, and 75 to 200 tables).
 _BITS, _MOST_TABLES = (10, 9, 8, 7), 200
-_BY_TOKENS = ("sparq", "loki", "magicpig", "retroinfer")
+_BY_TOKENS = ("sparq", "loki", "magicpig", "retroinfer", "infinigen")
 # Which keep as many entries as the budget, and forget the others.
 _BOUNDED = ("cam", "bigbird")
 RECIPES = (*_PAGED, "shadowkv", *_BY_TOKENS, *_BOUNDED)
@@ -75,7 +75,8 @@ def at_budget(recipe: str, budget: int, length: int) -> str:
     The sink, Local and blocks share the budget as `settings_for_budget` says. ShadowKV's local chunks are the recipe's;
     a quarter goes to outliers. Where single tokens are chosen a quarter is Local. `adaptive` has no target and no
     groups: every list of blocks gets the same number, of all that there are. What MagicPIG samples is up to the keys:
-    the budget is met where they are at right angles to the queries. No layer is dense.
+    the budget is met where they are at right angles to the queries. InfiniGen takes the best, wherever its threshold
+    would be. No layer is dense.
     """
     if recipe == "shadowkv":
         outliers = budget // 4 // _CHUNK
@@ -107,9 +108,10 @@ def _token_settings(recipe: str, budget: int, length: int) -> dict[str, Any]:
     chosen = max(1, budget - initial - local - excess)
     if recipe == "magicpig":
         return settings | {"dense_layer_num": 0, **_hashes(chosen / (length - initial - local - excess))}
-    return settings | (
-        {"exact_clusters": max(1, round(chosen / _CLUSTER))} if recipe == "retroinfer" else {"token_budget": chosen}
-    )
+    if recipe == "retroinfer":
+        return settings | {"exact_clusters": max(1, round(chosen / _CLUSTER))}
+    own = {"dense_layer_num": 0, "alpha": 1000.0} if recipe == "infinigen" else {}
+    return settings | own | {"token_budget": chosen}
 
 
 def _hashes(share: float) -> dict[str, int]:

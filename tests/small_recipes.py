@@ -36,6 +36,7 @@ SMALL = {
     "hash_tables": 6,
     "cluster_tokens": 4,
     "segment_tokens": 40,
+    "skew_queries": 6,
     "stride": 16,
     "sinks": 4,
     "window": 8,

@@ -22,7 +22,7 @@ def test_everything_registered_is_listed_with_its_meaning(capsys):
     assert tuple(policies) == eviction.names()
     assert tuple(types) == storage.names()
     assert tuple(prefills) == ("dense", "minference", "flexprefill")
-    assert set(choosers) == {"sparq", "loki", "magicpig", "retroinfer"}
+    assert set(choosers) == {"infinigen", "sparq", "loki", "magicpig", "retroinfer"}
     assert {"ChunkedDecoderLayer", "RetrievalAttention", "SlidingWindowAttention"} <= set(operators)
     assert all(meaning for kind in (operators, kinds, policies, types, prefills, choosers) for meaning in kind.values())
 

@@ -118,8 +118,10 @@ class AttentionOperator(Operator):
 
     #: What its cache layers count (`FamilyLayer.statistics`).
     statistics: ClassVar[tuple[Statistic, ...]] = ()
-    #: Whether `arguments_for` is asked, for every layer of every token.
-    changes_arguments: ClassVar[bool] = False
+    #: Whether `arguments_for` is asked, for every layer of every token. An operator may make it its own attribute.
+    changes_arguments: bool = False
+    #: Whether that looks at the hidden states.
+    reads_hidden_states: bool = False
 
     def __init__(self, path: str, wrapped: Any, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)

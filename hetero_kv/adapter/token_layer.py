@@ -65,6 +65,7 @@ class TokenLayer:
         self._inputs, self._outputs = table[:3].copy(), table[3:].copy()
         biases = [projection.bias for projection in projections[:3]]
         self._bias = _float32(torch.cat(biases)) if biases[0] is not None else _NONE
+        self._input_norm = layer.input_layernorm
         self._norm, self._epsilon = _norm_of(layer.input_layernorm)
         self._mlp_norm, self._mlp_epsilon = _norm_of(layer.post_attention_layernorm)
         self._query_norm, self._head_epsilon = _norm_of(getattr(attention, "q_norm", None))
@@ -111,7 +112,8 @@ class TokenLayer:
     def __call__(self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
         """The layer's output for [rows, 1, width]."""
         if self.operator.changes_arguments:
-            kwargs = self.operator.arguments_for((), dict(kwargs))
+            given = (self._input_norm(hidden_states),) if self.operator.reads_hidden_states else ()
+            kwargs = self.operator.arguments_for(given, dict(kwargs))
         hidden, dtype = hidden_array(hidden_states), hidden_states.dtype
         scale, softcap, window, _ = self.call_settings
         prepared = None if window is not None else self.operator.prepare_arrays(cache, ARRAY_DTYPES[dtype], softcap)

@@ -94,7 +94,7 @@ class Filling:
             if name in WRITTEN:
                 self._pools[int(layer_idx)] = pools[int(layer_idx)]
                 pools[int(layer_idx)].lies_in_file(blocks.start, blocks.stop)
-            elif name in SCORED:
+            elif name in SCORED or name in pools[int(layer_idx)].beside:
                 will_need(array[blocks].data_ptr(), array[blocks].nbytes)
             self._mapped[id(file)] = file
 

@@ -202,6 +202,20 @@ def test_with_everything_chosen_a_prompt_prefills_exactly(qwen2, recipe):
     assert torch.allclose(logits(qwen2, recipe, ids, 2, **everything, **extra), exact, atol=1e-3)
 
 
+def test_retrieval_of_single_tokens_takes_a_sparse_prefill(qwen2):
+    ids = torch.randint(1, 97, (2, 500), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        exact = qwen2(ids).logits
+    assert torch.allclose(logits(qwen2, "sparq", ids, prefill="flexprefill", prefill_mass=1.0), exact, atol=1e-3)
+    few = {"prefill": "flexprefill", "prefill_mass": 0.1, "prefill_least": 64}
+    assert not torch.allclose(logits(qwen2, "sparq", ids, **few), exact, atol=1e-2)
+    for settings, is_exact in ((few, False), ({}, True)):
+        operator = next(iter(inject(qwen2, "sparq", command_line=settings).attention_operators()))
+        eject(qwen2)
+        assert operator.prefills_exactly is operator.continues_exactly is is_exact
+        assert any(name.startswith("prefill") for name in operator.stored_by()) is not is_exact
+
+
 def test_grouped_positions_refuse_a_sparse_prefill(qwen2):
     with pytest.raises(ConfigError, match="take dense"):
         inject(qwen2, "self_extend", command_line={"prefill": "flexprefill"})

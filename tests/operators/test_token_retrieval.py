@@ -17,13 +17,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Settings with which a step attends to all tokens, by their scores, and to how many of 100 it does else.
 COVERING = {
+    "infinigen": {"token_budget": 1.0, "alpha": 1e9},
     "loki": {"token_budget": 1.0},
     # A bit tells apart only what lies on opposite sides.
     "magicpig": {"hash_bits": 1, "hash_tables": 400},
     "retroinfer": {"exact_clusters": 1.0, "cluster_tokens": 4},
     "sparq": {"token_budget": 1.0},
 }
-ATTENDED = {"loki": 27, "magicpig": 40, "retroinfer": 8, "sparq": 12}
+ATTENDED = {"infinigen": 12, "loki": 27, "magicpig": 40, "retroinfer": 8, "sparq": 12}
 CHOOSERS = sorted(COVERING)
 SMALLER = {"block_size": 4, "initial_len": 4, "local_windows_len": 8}
 

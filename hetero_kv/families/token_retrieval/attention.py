@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,24 +15,30 @@ from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kernel_arrays import kernel_array
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.retrieval.exact_prefill import ExactPrefill
 from hetero_kv.families.retrieval.footprint import PagedFootprint
+from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.recall import covered_mass
 from hetero_kv.families.retrieval.statistics import ESTIMATED_SHARE
+from hetero_kv.families.sparse_prefill.attention import PromptAttention
+from hetero_kv.families.sparse_prefill.settings import PREFILLS
 from hetero_kv.families.token_retrieval import choosers
 from hetero_kv.families.token_retrieval.choosers import Answer, Asked, TokenSettings
-from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_KNOWN
+from hetero_kv.families.token_retrieval.choosers.chooser import NOTHING_KNOWN, Choice
 from hetero_kv.families.token_retrieval.layer import TokenLayout, TokenRetrievalLayer
+from hetero_kv.families.token_retrieval.look_ahead import LookAhead, link
 from hetero_kv.families.token_retrieval.statistics import ATTENDED_TOKENS
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.store.pool import BlockPool
 
 
 class TokenRetrievalAttention(ExactPrefill):
-    """Prefills exactly; decodes over Initial, Local and the Context's tokens that a chooser takes, by each kv head.
+    """Prefills exactly, unless told to pass sparsely over prompts; decodes over Initial, Local and the Context's tokens
+    that a chooser takes, by each kv head.
 
     With a budget that covers the Context the result is full attention, to the storage type's precision.
     """
@@ -56,6 +62,12 @@ class TokenRetrievalAttention(ExactPrefill):
         self.chooser = None if is_dense else registered.chooser(settings, self.layer_idx)
         if self.chooser is not None:
             self.chooser.require_suitable(path, KVShape.of_attention(wrapped, self._own_config))
+        self.prompt_attention = PromptAttention(self, settings)
+        if settings.prefills_sparsely:
+            self.prefills_exactly = self.continues_exactly = False
+        #: What was chosen for this layer before it is called, and what it lets the next choose.
+        self.ahead: LookAhead | None = None
+        self.following: LookAhead | None = None
 
     @classmethod
     def settings_class_for(cls, kwargs: Mapping[Any, Any]) -> type[TokenSettings]:
@@ -68,8 +80,66 @@ class TokenRetrievalAttention(ExactPrefill):
     def new_cache_layer(self) -> TokenRetrievalLayer:
         return TokenRetrievalLayer(self.settings, self.chooser)
 
+    # -- prompts
+
+    @property
+    def observed_queries(self) -> int:
+        return 0 if self.chooser is None else self.chooser.observed_queries
+
+    def attend_chunk(
+        self, step: Step, call: bridge.AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.prompt_attention(step, call, past_k, past_v)
+
+    def _new_observation(self, step: Step) -> Observation | None:
+        return Observation(self.observed_queries) if self.observed_queries else None
+
     def _close_blocks(self, layer: TokenRetrievalLayer, step: Step) -> None:
-        layer.close(step)
+        observation = layer.state.observation
+        if observation is None or observation.q is None:
+            layer.close(step)
+            return
+        layer.state = replace(layer.state, observation=None)
+        layer.close(step, observation.q.to("cpu", torch.float32))
+
+    # -- looking ahead
+
+    @classmethod
+    def configure_together(cls, operators: Sequence[AttentionOperator]) -> None:
+        link(operators, cls)
+
+    def arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """See AttentionOperator: lets the next layer choose from what this one is given."""
+        if self.following is not None:
+            self.following.choose(args, kwargs)
+        return kwargs
+
+    def chooses_in(self, step: Step) -> bool:
+        """Whether a step of one token per row has anything to choose, as far as can be told before it is stored."""
+        layer = step.cohort.layers[self.layer_idx]
+        if not step.is_decode or not step.keeps or layer.pool is None or self.chooser is None:
+            return False
+        blocks = step.blocks(layer.layout)
+        tokens = (blocks.closed - min(layer.layout.sink_blocks, blocks.closed)) * layer.layout.block_size
+        return tokens > 0 and not self.chooser.covers(tokens)
+
+    def chosen_for(self, step: Step, call: bridge.AttentionCall) -> Choice:
+        """What the chooser takes for a step that is to come, whose queries are guessed; asks for it where it lies.
+
+        Closes what closes with the step.
+        """
+        layer: TokenRetrievalLayer = step.cohort.layers[self.layer_idx]
+        chooser, pool, blocks = self.chooser, layer.pool, step.blocks(layer.layout)
+        assert chooser is not None
+        assert pool is not None
+        if blocks.newly_closed[0] != blocks.newly_closed[1]:
+            layer.close(step)
+        asked = self._asked(layer, blocks, call)
+        choice = chooser.choose(asked)
+        if pool.read_ahead is not None and pool.reads_ahead():
+            rows = np.arange(len(asked.table))[:, None, None]
+            pool.read_ahead.ask(asked.context[rows, choice.positions // pool.block_size])
+        return choice
 
     # -- decode
 
@@ -80,9 +150,10 @@ class TokenRetrievalAttention(ExactPrefill):
         if layer.window is not None:
             layer.window.append(call.k, call.v, blocks.closed * layer.layout.block_size)
         layer.store_token(step, call.k, call.v)
-        if blocks.newly_closed[0] != blocks.newly_closed[1]:
+        ahead = None if self.ahead is None else self.ahead.taken(step)
+        if ahead is None and blocks.newly_closed[0] != blocks.newly_closed[1]:
             layer.close(step)
-        out, lse, mass = self._attended(layer, step, blocks, call)
+        out, lse, mass = self._attended(layer, step, blocks, call, ahead)
         if self.engine.measure_recall:
             assert layer.pool is not None
             covered = covered_mass(layer.pool, blocks, call, mass, self.threads)
@@ -91,35 +162,40 @@ class TokenRetrievalAttention(ExactPrefill):
             out, _ = apply_sink(out, lse, call.sink)
         return out if out.dtype is call.q.dtype else out.to(call.q.dtype)
 
+    def _asked(self, layer: TokenRetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall) -> Asked:
+        pool, table = layer.pool, blocks.table
+        assert pool is not None
+        q = kernel_array(call.q, torch.float32).reshape(len(table), pool.keys.shape[1], -1, call.q.shape[3])
+        first, end = min(layer.layout.sink_blocks, blocks.closed), blocks.closed
+        return Asked(
+            q, pool, table, first, end, blocks.lengths, call.scale, call.softcap or 0.0, _NO_LSE, layer.state.known,
+            self.threads,
+        )  # fmt: skip
+
     def _attended(
-        self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks, call: bridge.AttentionCall
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks, call: bridge.AttentionCall,
+        ahead: Choice | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """Attention of a token that is stored: out [batch, heads, 1, v_dim], lse [batch, heads, 1], mass likewise.
 
         mass: the lse of the tokens that were attended to, each counted once. The attention sink and the recent window
         are attended to where they lie, on the device where that has a window.
         """
-        pool, table, chooser = layer.pool, blocks.table, self.chooser
-        assert pool is not None
-        first, end = min(layer.layout.sink_blocks, blocks.closed), blocks.closed
-        tokens = (end - first) * pool.block_size
+        chooser, asked = self.chooser, self._asked(layer, blocks, call)
+        tokens, context = asked.tokens, asked.end - asked.first
         chooses = chooser is not None and tokens > 0 and not chooser.covers(tokens)
-        q = kernel_array(call.q, torch.float32).reshape(len(table), pool.keys.shape[1], -1, call.q.shape[3])
-        asked = Asked(
-            q, pool, table, first, end, blocks.lengths, call.scale, call.softcap or 0.0, _NO_LSE, layer.state.known,
-            self.threads,
-        )  # fmt: skip
         if layer.window is not None:
             out, lse = layer.window.attend(call.q, call.scale, call.softcap)
         else:
-            out, lse = _of_heads(call, *asked.attend_blocks(asked.elsewhere if chooses else table))
+            out, lse = _of_heads(call, *asked.attend_blocks(asked.elsewhere if chooses else asked.table))
         if chooses:
             assert chooser is not None
-            answer = chooser.attend(asked._replace(beside=lse.to("cpu", torch.float32).view(q.shape[:3])))
-            self._count(layer, step, end - first, answer)
+            beside = lse.to("cpu", torch.float32).view(asked.q.shape[:3])
+            answer = chooser.attend(asked._replace(beside=beside, ahead=ahead))
+            self._count(layer, step, context, answer)
             chosen_out, chosen_lse, chosen_mass = _of_heads(call, answer.out, answer.lse, answer.mass)
         else:
-            layer.count(step.length, end - first, tokens, 0.0)
+            layer.count(step.length, context, tokens, 0.0)
             if layer.window is None or not tokens:
                 return out, lse, lse
             chosen_out, chosen_lse = _of_heads(call, *asked.attend_blocks(asked.context))
@@ -151,18 +227,19 @@ class TokenRetrievalAttention(ExactPrefill):
         _, lse = asked.attend_blocks(asked.elsewhere)
         if self.chooser is not None:
             self.chooser.attend(asked._replace(beside=lse))
+        self.prompt_attention.compile(self._own_config.dtype, k_dim, v_dim, softcap)
 
     # -- what others ask
 
     @classmethod
     def registries(cls) -> Mapping[str, Mapping[str, str]]:
         known = {name: choosers.get(name).meaning for name in choosers.names()}
-        return {"Ways to choose tokens of TokenRetrievalAttention (chooser)": known}
+        return {"Ways to choose tokens of TokenRetrievalAttention (chooser)": known, **PREFILLS}
 
     def stored_by(self) -> dict[str, Any]:
         """See AttentionOperator: what decides nothing of what is kept of blocks may change."""
-        choosing = frozenset() if self.chooser is None else self.chooser.choosing
-        kept = {name: value for name, value in self.settings_in_layer().items() if name not in choosing}
+        idle = self.settings.idle_prefill_settings | (frozenset() if self.chooser is None else self.chooser.choosing)
+        kept = {name: value for name, value in self.settings_in_layer().items() if name not in idle}
         return kept | {"is_chosen": self.chooser is not None}
 
     def footprint(self, shape: KVShape) -> PagedFootprint:

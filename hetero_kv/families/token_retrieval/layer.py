@@ -69,14 +69,17 @@ class TokenRetrievalLayer(RetrievalLayer):
     def kept_beside(self, kv_heads: int, k_dim: int, v_dim: int) -> Mapping[str, Beside]:
         return {} if self.chooser is None else self.chooser.arrays(KVShape(kv_heads, k_dim, v_dim))
 
-    def close(self, step: Step) -> None:
-        """Derive what the chooser keeps of the blocks that enter the Context."""
+    def close(self, step: Step, queries: torch.Tensor | None = None) -> None:
+        """Derive what the chooser keeps of the blocks that enter the Context; `queries` as `Chooser.learned` has it."""
         blocks, pool, sink = step.blocks(self.layout), self.pool, self.layout.sink_blocks
         first, end = max(blocks.newly_closed[0], sink), blocks.newly_closed[1]
         if self.chooser is None or first >= end:
             return
         assert pool is not None
-        known = self.chooser.close(pool, blocks.table, first, end, self.state.known)
+        known = self.state.known
+        if not known and queries is not None:
+            known = self.chooser.learned(pool, blocks.table, first, end, queries)
+        known = self.chooser.close(pool, blocks.table, first, end, known)
         if known is not self.state.known:
             self.state = replace(self.state, known=known, learned=end)
 

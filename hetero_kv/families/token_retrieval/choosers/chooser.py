@@ -58,6 +58,20 @@ class Answer(NamedTuple):
     share: float | None = None
 
 
+class Choice(NamedTuple):
+    """Tokens that are chosen of the Context.
+
+    Attributes:
+        positions: [rows, kv_heads, n] int32, the first `counts` of each.
+        counts: [rows, kv_heads] int32.
+        read: bytes of a row that were read to choose them.
+    """
+
+    positions: np.ndarray
+    counts: np.ndarray
+    read: float
+
+
 class Asked(NamedTuple):
     """A decoded token of every row.
 
@@ -68,6 +82,7 @@ class Asked(NamedTuple):
         scale, softcap: of the scores; softcap 0 for none.
         beside: log-sum-exp of the scores of all other tokens, [rows, kv_heads, group] float32.
         known: what was learned when blocks were closed.
+        ahead: what was chosen before the query was known, by a chooser that looks ahead.
     """
 
     q: np.ndarray
@@ -81,6 +96,7 @@ class Asked(NamedTuple):
     beside: torch.Tensor
     known: Known
     threads: int
+    ahead: Choice | None = None
 
     @property
     def context(self) -> np.ndarray:
@@ -145,6 +161,8 @@ class Chooser(ABC, Generic[S]):
 
     #: Whether `close` learns something of the sequence, by which it derives what is kept of blocks.
     learns: ClassVar[bool] = False
+    #: Whether it chooses from a query that the layer before guesses (`choose`); `attend` is told its choice.
+    looks_ahead: ClassVar[bool] = False
 
     def __init__(self, settings: S, layer_idx: int) -> None:
         self.settings = settings
@@ -163,6 +181,22 @@ class Chooser(ABC, Generic[S]):
 
         tables: [rows, blocks] int32, ids of the blocks of each row. Returns what is known then.
         """
+
+    @property
+    def observed_queries(self) -> int:
+        """Last queries of a prompt that `learned` sees; 0 where there is none."""
+        return 0
+
+    def learned(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, queries: torch.Tensor) -> Known:
+        """What is known before `close` is told of the same blocks for the first time, behind a prompt.
+
+        queries: its last, [rows, heads, n, k_dim] float32.
+        """
+        return NOTHING_KNOWN
+
+    def choose(self, asked: Asked) -> Choice:
+        """Tokens for a query that may be a guess, while the newest token's key may not be stored yet."""
+        raise NotImplementedError("a chooser that looks ahead chooses")
 
     @abstractmethod
     def attend(self, asked: Asked) -> Answer:

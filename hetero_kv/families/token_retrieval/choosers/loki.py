@@ -8,10 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cpu_ops.component_scores import component_scores
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.token_retrieval.choosers.best_tokens import BestTokens, Coarse
-from hetero_kv.families.token_retrieval.choosers.chooser import Asked, Known, encoded
+from hetero_kv.families.token_retrieval.choosers.chooser import Asked, Known
+from hetero_kv.families.token_retrieval.choosers.key_components import (
+    keep_components,
+    keys_in_parts,
+    scores_by_components,
+)
 from hetero_kv.families.token_retrieval.choosers.registry import register
 from hetero_kv.families.token_retrieval.choosers.settings import (
     BudgetedSettings,
@@ -21,9 +25,6 @@ from hetero_kv.families.token_retrieval.choosers.settings import (
 )
 from hetero_kv.settings.setting import setting
 from hetero_kv.store.pool import Beside, BlockPool
-
-# Blocks whose keys are looked at at once: bounds their float32 copy.
-_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -65,24 +66,18 @@ class Loki(BestTokens[LokiSettings]):
 
     def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
         if not known:
-            bases = [principal_components(_keys(pool, table, first, end)) for table in tables]
+            bases = [principal_components(keys_in_parts(pool, table, first, end)) for table in tables]
             known = {"basis": torch.stack(bases)[..., : self._components(bases[0].shape[2])].contiguous()}
         storage = self.settings.key_storage.for_representatives
-        for table, basis in zip(tables, known["basis"], strict=True):
-            for ids, keys in _keys(pool, table, first, end):
-                pool.beside["key_components"][ids] = encoded(storage, (keys @ basis).transpose(2, 3).contiguous())
+        keep_components(pool, "key_components", storage, tables, first, end, known["basis"])
         return known
 
     def coarse(self, asked: Asked) -> Coarse:
         q = torch.from_numpy(asked.q) @ asked.known["basis"]
-        rows, kv_heads, group, r = q.shape
-        columns = asked.pool.beside_arrays["key_components"]
-        every = np.ascontiguousarray(np.broadcast_to(np.arange(r, dtype=np.int32), (rows, kv_heads, r)))
-        products = component_scores(q.contiguous().numpy(), every, columns, asked.context, asked.threads)
+        scores, read = scores_by_components(asked, "key_components", q)
         # Scores from some components differ from the true ones by what all keys have in common, and are compared among
         # themselves.
-        beside = torch.full((rows, kv_heads, group), -torch.inf)
-        return Coarse(asked.capped(torch.from_numpy(products)), beside, asked.tokens * kv_heads * r * columns.itemsize)
+        return Coarse(scores, torch.full(q.shape[:3], -torch.inf), read)
 
     def _components(self, k_dim: int) -> int:
         return part_of(self.settings.key_components, k_dim)
@@ -101,10 +96,3 @@ def principal_components(parts: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> 
     mean = total / count
     covariance = products / count - mean[:, :, None] * mean[:, None]
     return torch.linalg.eigh(covariance).eigenvectors.flip(2).float()
-
-
-def _keys(pool: BlockPool, table: np.ndarray, first: int, end: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Ids of a row's blocks [first, end) and their keys, [blocks, kv_heads, block_size, k_dim] float32, in parts."""
-    for start in range(first, end, _AT_ONCE):
-        ids = torch.from_numpy(table[start : min(start + _AT_ONCE, end)].astype(np.int64))
-        yield ids, pool.decoded_keys(ids).float()

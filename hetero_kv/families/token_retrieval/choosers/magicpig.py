@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from cpu_ops.code_collisions import collisions
 from cpu_ops.token_lists import token_scores
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.families.token_retrieval.choosers.chooser import Answer, Asked, Chooser, Known
+from hetero_kv.families.token_retrieval.choosers.key_components import keys_in_parts
 from hetero_kv.families.token_retrieval.choosers.registry import register
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings, chooser_setting
 from hetero_kv.settings.setting import setting
@@ -63,11 +64,9 @@ class MagicPIG(Chooser[MagicPIGSettings]):
 
     def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
         if not known:
-            means = [torch.stack([keys.mean(dim=(0, 2)) * len(ids) for ids, keys in _keys(pool, table, first, end)])
-                     for table in tables]  # fmt: skip
-            known = {"centre": torch.stack([part.sum(dim=0) / (end - first) for part in means])}
+            known = {"centre": torch.stack([_centre(pool, table, first, end) for table in tables])}
         for table, centre in zip(tables, known["centre"], strict=True):
-            for ids, keys in _keys(pool, table, first, end):
+            for ids, keys in keys_in_parts(pool, table, first, end, _AT_ONCE):
                 centred = keys - centre[:, None]
                 pool.beside["key_codes_by_table"][ids] = self.codes(centred).transpose(2, 3).contiguous()
                 pool.beside["centred_norms"][ids] = centred.norm(dim=3)
@@ -135,8 +134,7 @@ def sampling_chance(cosine: torch.Tensor, bits: int, tables: int) -> torch.Tenso
     return chance.clamp(torch.finfo(torch.float32).tiny, 1).float()
 
 
-def _keys(pool: BlockPool, table: np.ndarray, first: int, end: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Ids of a row's blocks [first, end) and their keys, [blocks, kv_heads, block_size, k_dim] float32, in parts."""
-    for start in range(first, end, _AT_ONCE):
-        ids = torch.from_numpy(table[start : min(start + _AT_ONCE, end)].astype(np.int64))
-        yield ids, pool.decoded_keys(ids).float()
+def _centre(pool: BlockPool, table: np.ndarray, first: int, end: int) -> torch.Tensor:
+    """The mean of a row's keys in the blocks [first, end), [kv_heads, k_dim]."""
+    parts = keys_in_parts(pool, table, first, end, _AT_ONCE)
+    return torch.stack([keys.mean(dim=(0, 2)) * len(ids) for ids, keys in parts]).sum(dim=0) / (end - first)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
-from hetero_kv.settings.setting import SettingError, Settings, setting
+from hetero_kv.families.sparse_prefill.settings import PrefillSettings
+from hetero_kv.settings.setting import SettingError, setting
 
 
 def _choosers() -> Iterable[str]:
@@ -29,7 +30,7 @@ def chooser_setting(name: str) -> Any:
 
 
 @dataclass(frozen=True)
-class TokenSettings(PagedSettings, Settings):
+class TokenSettings(PagedSettings, PrefillSettings):
     """Initial | Context | Local, of which the Context's tokens are retrieved one by one, by each kv head."""
 
     chooser: str = chooser_setting("sparq")

@@ -1,0 +1,42 @@
+"""What an attention module would ask its attention function for, found out by calling it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero_kv.adapter import bridge
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.errors import UnsupportedModelError
+
+
+class _Heard(Exception):
+    """Leaves the module that has asked."""
+
+    def __init__(self, call: bridge.AttentionCall) -> None:
+        super().__init__()
+        self.call = call
+
+
+class _Listener:
+    def attend(self, cache: Any, call: bridge.AttentionCall) -> torch.Tensor:
+        raise _Heard(call)
+
+
+@torch.no_grad()
+def call_of(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bridge.AttentionCall:
+    """The queries, keys and values that an attention module makes of a forward's arguments.
+
+    Nothing is stored, attended to or projected: the module is left as soon as it asks. Raises UnsupportedModelError,
+    naming `path`, for a module that does not.
+    """
+    without_cache = [None if isinstance(value, HeteroCache) else value for value in args]
+    others = {name: None if isinstance(value, HeteroCache) else value for name, value in kwargs.items()}
+    with bridge.served_by(_Listener()):
+        try:
+            module(*without_cache, **others)
+        except _Heard as heard:
+            return heard.call
+    raise UnsupportedModelError(f"{path} ({type(module).__name__}) did not call its attention function")

@@ -1,0 +1,154 @@
+"""InfiniGen (Lee et al. 2024, arXiv:2406.19707): a layer's tokens are chosen from the input of the layer before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cpu_ops.token_lists import token_scores
+from cpu_ops.top_k import top_k_blocks
+from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.families.token_retrieval.choosers.chooser import Answer, Asked, Choice, Chooser, Known
+from hetero_kv.families.token_retrieval.choosers.key_components import (
+    keep_components,
+    keys_in_parts,
+    scores_by_components,
+)
+from hetero_kv.families.token_retrieval.choosers.registry import register
+from hetero_kv.families.token_retrieval.choosers.settings import (
+    BudgetedSettings,
+    chooser_setting,
+    part_of,
+    require_share,
+)
+from hetero_kv.settings.setting import setting
+from hetero_kv.store.pool import Beside, BlockPool
+
+
+@dataclass(frozen=True)
+class InfiniGenSettings(BudgetedSettings):
+    """InfiniGen: the input of the layer before tells which tokens are fetched, by a part of queries and keys."""
+
+    chooser: str = chooser_setting("infinigen")
+    alpha: float = setting(4.0, "tokens are wanted whose guessed score is at most so much below the highest", minimum=0)
+    token_budget: int | float = setting(
+        0.2,
+        "Context tokens that each kv head attends to at most: a whole number is tokens, a number up to 1.0 the share "
+        "of the Context",
+        minimum=0,
+    )
+    partial_components: int | float = setting(
+        0.3,
+        "skewed components of queries and keys by which scores are guessed: a whole number, or a number up to 1.0 as "
+        "the share of a key's dimension",
+        minimum=0,
+    )
+    skew_queries: int = setting(
+        128, "last queries of a prompt from which the skewing is made", unit="tokens", minimum=1
+    )
+
+    def validate(self) -> None:
+        """Check settings against each other. Raises SettingError."""
+        super().validate()
+        require_share("partial_components", self.partial_components, "components")
+
+
+@register(
+    "infinigen",
+    meaning="guesses scores from the input of the layer before, by a part of skewed queries and keys (InfiniGen)",
+    settings=InfiniGenSettings,
+)
+class InfiniGen(Chooser[InfiniGenSettings]):
+    """Section 4. Skewing and components are those of the keys that enter the Context first, a long prompt's."""
+
+    learns = looks_ahead = True
+    choosing = frozenset(("token_budget", "alpha"))
+
+    @property
+    def observed_queries(self) -> int:
+        return self.settings.skew_queries
+
+    def arrays(self, shape: KVShape) -> Mapping[str, Beside]:
+        storage = self.settings.key_storage.for_representatives
+        return {"partial_keys": Beside((self._components(shape.k_dim),), self.settings.block_size, storage)}
+
+    def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]:
+        return {"basis": ((shape.kv_heads, shape.k_dim, self._components(shape.k_dim)), torch.float32)}
+
+    def learned(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, queries: torch.Tensor) -> Known:
+        by_kv_head = queries.unflatten(1, (pool.keys.shape[1], -1)).flatten(2, 3)
+        return self._skewed(pool, tables, first, end, by_kv_head)
+
+    def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
+        if not known:
+            # Of a Context that grows while answering no prompt's queries are left: its keys stand for them.
+            keys = torch.stack([pool.decoded_keys(torch.from_numpy(ids[first:end].astype(np.int64))) for ids in tables])
+            known = self._skewed(pool, tables, first, end, keys.float().transpose(1, 2).flatten(2, 3))
+        storage = self.settings.key_storage.for_representatives
+        keep_components(pool, "partial_keys", storage, tables, first, end, known["basis"])
+        return known
+
+    def _skewed(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, queries: torch.Tensor) -> Known:
+        """The basis of each kv head, from queries [rows, kv_heads, n, k_dim] and the keys of blocks [first, end)."""
+        bases = []
+        for table, of_row in zip(tables, queries, strict=True):
+            skewing = skewing_of(of_row)
+            sizes = (of_row @ skewing).abs().mean(dim=1)
+            for _, keys in keys_in_parts(pool, table, first, end):
+                sizes = sizes + (keys @ skewing).abs().mean(dim=2).sum(dim=0) / (end - first)
+            # In the order of the components, so that equal keys have equal bases.
+            best = sizes.topk(self._components(skewing.shape[2]), dim=1).indices.sort(dim=1).values
+            bases.append(skewing.gather(2, best[:, None].expand(-1, skewing.shape[1], -1)))
+        return {"basis": torch.stack(bases)}
+
+    def choose(self, asked: Asked) -> Choice:
+        basis = asked.known["basis"]
+        partial = torch.from_numpy(asked.q) @ basis
+        scores, read = scores_by_components(asked, "partial_keys", partial)
+        around, read_around = self._scores_around(asked, partial @ basis.transpose(2, 3))
+        highest = torch.cat([scores.amax(dim=3, keepdim=True), around], dim=3).amax(dim=3, keepdim=True)
+        # A kv head's tokens are those that any of its query heads wants.
+        ranked = (scores - highest).amax(dim=2)
+        budget = self.settings.budget(asked.tokens)
+        # All heads of a layer fetch as many: the mean of what each wants.
+        wanted = (ranked >= -self.settings.alpha).sum(dim=2).float().mean(dim=1).round().int()
+        each = wanted.clamp(min(1, budget), budget).tolist()
+        positions = np.zeros((*ranked.shape[:2], max(each)), np.int32)
+        for row, count in enumerate(each):
+            all_tokens = np.full(ranked.shape[1], asked.tokens, np.int32)
+            positions[row, :, :count] = top_k_blocks(ranked[row].numpy(), all_tokens, count)[0]
+        counts = np.repeat(np.array(each, np.int32)[:, None], ranked.shape[1], axis=1)
+        return Choice(positions, counts, read + read_around)
+
+    def _scores_around(self, asked: Asked, q: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """Scores of the tokens around the Context but the newest, [rows, kv_heads, group, tokens], and bytes read."""
+        ids, (rows, kv_heads) = asked.elsewhere, q.shape[:2]
+        tokens = int(asked.lengths[ids[0]].sum()) - 1
+        positions = np.ascontiguousarray(np.broadcast_to(np.arange(tokens, dtype=np.int32), (rows, kv_heads, tokens)))
+        counts, pool = np.full((rows, kv_heads), tokens, np.int32), asked.pool
+        given = np.ascontiguousarray(ids), positions, counts
+        products = token_scores(q.contiguous().numpy(), pool.key_array, *given, pool.offset_array, asked.threads)
+        return asked.capped(torch.from_numpy(products)), tokens * pool.keys[0].nbytes / pool.block_size
+
+    def attend(self, asked: Asked) -> Answer:
+        choice = self.choose(asked) if asked.ahead is None else asked.ahead
+        attended = asked.attend(choice.positions, choice.counts)
+        return Answer(*attended, float(choice.counts.mean()), choice.read)
+
+    def attended_tokens(self, tokens: int) -> float:
+        return self.settings.budget(tokens)
+
+    def _components(self, k_dim: int) -> int:
+        return part_of(self.settings.partial_components, k_dim)
+
+
+def skewing_of(queries: torch.Tensor) -> torch.Tensor:
+    """The right singular vectors of queries [kv_heads, n, dim], a vector a column, [kv_heads, dim, dim] float32.
+
+    Queries and keys turned by it have the products that they had, most of them from few components (section 4.3).
+    """
+    by_head = queries.double()
+    return torch.linalg.eigh(by_head.transpose(1, 2) @ by_head).eigenvectors.flip(2).float()

@@ -1,0 +1,61 @@
+"""A layer's tokens chosen while the layer before it computes, from that one's input (InfiniGen, section 4.2).
+
+The inputs of layers that follow each other are alike, so that a layer's projections of the one before say nearly what
+it will ask for. Where blocks lie in a file, those of the chosen tokens are read by the system meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from hetero_kv.adapter import bridge
+from hetero_kv.adapter.asked_call import call_of
+from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.engine.step import Step
+from hetero_kv.families.token_retrieval.choosers.chooser import Choice
+
+if TYPE_CHECKING:
+    from hetero_kv.families.token_retrieval.attention import TokenRetrievalAttention
+
+
+class LookAhead:
+    """What is chosen for `operator` before it is called."""
+
+    def __init__(self, operator: TokenRetrievalAttention) -> None:
+        self._operator = operator
+        self._chosen: WeakKeyDictionary[Step, Choice] = WeakKeyDictionary()
+
+    def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Choose from the arguments that the attention module before was called with, where there is a choice."""
+        operator = self._operator
+        steps = [step for step in bridge.cache_in(args, kwargs, operator.path).steps if operator.chooses_in(step)]
+        if not steps or not self._computes_where(args, kwargs):
+            return
+        call = call_of(operator.path, operator.wrapped, args, kwargs)
+        for step in steps:
+            self._chosen[step] = operator.chosen_for(step, call.of_rows(step.rows))
+
+    def _computes_where(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the weights are where the arguments are; streamed ones come with their own layer."""
+        given = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        return given.device.type == "cpu" or all(
+            parameter.device == given.device for parameter in self._operator.wrapped.parameters()
+        )
+
+    def taken(self, step: Step) -> Choice | None:
+        """What was chosen for a step, once; None where nothing was."""
+        return self._chosen.pop(step, None)
+
+
+def link(operators: Sequence[AttentionOperator], kind: type[TokenRetrievalAttention]) -> None:
+    """Let every operator of a `kind` whose chooser looks ahead do so from the one of that kind before it."""
+    of_kind = sorted((each for each in operators if isinstance(each, kind)), key=lambda each: each.layer_idx)
+    for before, operator in pairwise(of_kind):
+        if operator.chooser is not None and operator.chooser.looks_ahead:
+            operator.ahead = before.following = LookAhead(operator)
+            before.changes_arguments = before.reads_hidden_states = True
