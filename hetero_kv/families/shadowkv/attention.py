@@ -39,6 +39,7 @@ from hetero_kv.settings.engine_settings import EngineSettings
 
 _NONE_CHOSEN = np.empty((0, 0, 0), np.int64)
 
+
 class ShadowKVAttention(NotedRotations):
     """Prefills exactly, chunk by chunk; decodes over outlier chunks, the chunks chosen by landmarks, and Recent.
 
