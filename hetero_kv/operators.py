@@ -6,6 +6,7 @@ from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.quantized_experts import QuantizedExperts
 from hetero_kv.adapter.quantized_matrix import QuantizedEmbedding, QuantizedLinear
 from hetero_kv.families.bounded.attention import BoundedAttention
+from hetero_kv.families.infllm_stream.attention import InfLLMStreamAttention
 from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.families.self_extend.attention import SelfExtendAttention
 from hetero_kv.families.shadowkv.attention import ShadowKVAttention
@@ -17,6 +18,7 @@ __all__ = [
     "BoundedAttention",
     "ChunkedDecoderLayer",
     "ChunkedModule",
+    "InfLLMStreamAttention",
     "Operator",
     "QuantizedEmbedding",
     "QuantizedExperts",

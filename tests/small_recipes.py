@@ -42,6 +42,7 @@ SMALL = {
     "window": 8,
     "position_group": 3,
     "neighbour_window": 12,
+    "stream_chunk": 8,
     "recent": 4,
     "gamma": 0.9,
 }

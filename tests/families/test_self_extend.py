@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from devices import model_on
 from tiny_models import tiny_model
 from transformers import AttentionInterface, AttentionMaskInterface
+from turned_vectors import turned
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import UnsupportedModelError
@@ -29,15 +31,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def turned(vectors, by, theta=10_000.0):
-    """Rotated vectors [batch, heads, n, dim] moved by so many positions each, as complex numbers of a pair's halves."""
-    half = vectors.shape[3] // 2
-    frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    pairs = torch.complex(vectors[..., :half].double(), vectors[..., half:].double())
-    moved = pairs * torch.exp(1j * by[:, None] * frequencies)
-    return torch.cat([moved.real, moved.imag], -1)
 
 
 def _reference(module, query, key, value, attention_mask, scaling, **_):
@@ -88,6 +81,13 @@ def extended(model):
 @pytest.mark.parametrize("recipe", COVERING)
 def test_chunks_tokens_and_a_second_turn_are_the_papers_attention(model, extended, expected, recipe):
     found = logits(model, extended(recipe), PARTS)
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
+
+
+def test_a_device_has_the_whole_sequence_in_a_second_turn(expected, device):
+    model = model_on(device, tiny_model("llama"))
+    inject(model, "self_extend", command_line=SMALL)
+    found = logits(model, HeteroCache(model), [part.to(device) for part in PARTS]).cpu()
     assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
 
 

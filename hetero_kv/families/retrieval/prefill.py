@@ -117,6 +117,9 @@ class RetrievalPrefill(ExactPrefill):
         """Compute the representatives of blocks that enter the Context."""
         blocks, pool = step.blocks(layer.layout), layer.pool
         start, end = max(blocks.newly_closed[0], layer.layout.sink_blocks), blocks.newly_closed[1]
+        if self.accumulates:
+            # Those before have their representatives: a block may be closed again for another layer.
+            start = max(start, layer.state.open_start // layer.layout.block_size)
         if self.budget is None or start >= end:
             return
         assert pool is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -28,10 +29,8 @@ from hetero_kv.families.retrieval.choosing import Derived
 from hetero_kv.families.retrieval.footprint import WINDOWS, PagedFootprint
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.self_extend.layer import SelfExtendLayer
-from hetero_kv.families.self_extend.settings import SelfExtendSettings
+from hetero_kv.families.self_extend.settings import SelfExtendSettings, SharedPositionSettings
 from hetero_kv.settings.engine_settings import EngineSettings
-
-_NAME = "SelfExtendAttention"
 
 
 class SelfExtendAttention(NotedRotations, RetrievalAttention):
@@ -42,21 +41,24 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
     """
 
     meaning = "retrieval with positions that groups of tokens share beyond a window: longer than the model was made for"
-    settings_class = SelfExtendSettings
+    settings_class: ClassVar[type[SharedPositionSettings]] = SelfExtendSettings
     prefills_exactly = False
-    rotation_use = f"{_NAME} would group positions; use RetrievalAttention there"
+    rotation_use = "SelfExtendAttention would group positions; use RetrievalAttention there"
 
-    settings: SelfExtendSettings
+    #: Its cache layers.
+    layer_class: ClassVar[type[SelfExtendLayer]] = SelfExtendLayer
 
-    def __init__(self, path: str, wrapped: nn.Module, settings: SelfExtendSettings, engine: EngineSettings) -> None:
-        local = max(settings.local_windows_len, settings.neighbour_window)
+    settings: SharedPositionSettings
+
+    def __init__(self, path: str, wrapped: nn.Module, settings: SharedPositionSettings, engine: EngineSettings) -> None:
+        local = max(settings.local_windows_len, settings.shared_positions[1])
         super().__init__(path, wrapped, replace(settings, local_windows_len=local), engine)
-        require_constant_rotation(path, wrapped, _NAME, "use RetrievalAttention there")
+        require_constant_rotation(path, wrapped, type(self).__name__, "use RetrievalAttention there")
 
     def new_cache_layer(self) -> SelfExtendLayer:
         layout = RetrievalLayout.of_settings(self.settings, closes_alone=self.accumulates)
         derived = Derived() if self.budget is None else Derived.of(self.settings)
-        return SelfExtendLayer(layout, self.settings, derived)
+        return self.layer_class(layout, self.settings, derived)
 
     # -- rotation
 
@@ -70,8 +72,8 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
             layer.rotary = next((table for table in same if table.is_source(cos)), None) or RotaryTable(rotation)
         if not layer.rotary.record(cos, sin, layer.get_seq_length()):
             raise UnsupportedModelError(
-                f"{self.path}: the model rotates a position otherwise than before; {_NAME} needs one rotation per "
-                "position, use RetrievalAttention there"
+                f"{self.path}: the model rotates a position otherwise than before; {type(self).__name__} needs one "
+                "rotation per position, use RetrievalAttention there"
             )
 
     def _grouped(self, layer: SelfExtendLayer, call: bridge.AttentionCall, start: int) -> bridge.AttentionCall:
@@ -113,6 +115,7 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
         first = max(0, past - window + 1)
         before = layer.positions.neighbouring_keys(past_k[:, :, first:], first, layer.rotary)
         keys, values = torch.cat([before, call.k], dim=2), torch.cat([past_v[:, :, first:], call.v], dim=2)
+        layer.note_neighbours(call.q, past, keys, first)
         return sliding_window_attention(call.q, keys, values, window, call.scale, call.softcap)
 
     def _far(

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from hetero_kv.adapter.rotary_table import RotaryTable
+from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
 from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.families.retrieval.choosing import Derived
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.self_extend.positions import GroupedPositions
-from hetero_kv.families.self_extend.settings import SelfExtendSettings
+from hetero_kv.families.self_extend.settings import SharedPositionSettings
 from hetero_kv.families.self_extend.window import GroupedWindow
 from hetero_kv.store.pool import BlockPool
 
@@ -27,9 +28,9 @@ class SelfExtendLayer(RetrievalLayer):
 
     window: GroupedWindow | None
 
-    def __init__(self, layout: RetrievalLayout, settings: SelfExtendSettings, derived: Derived) -> None:
+    def __init__(self, layout: RetrievalLayout, settings: SharedPositionSettings, derived: Derived) -> None:
         super().__init__(layout, settings, derived)
-        self.positions = GroupedPositions(settings.position_group, settings.neighbour_window)
+        self.positions = GroupedPositions(*settings.shared_positions)
         self.rotary: RotaryTable | None = None
 
     def reset(self) -> None:
@@ -43,6 +44,18 @@ class SelfExtendLayer(RetrievalLayer):
             sizes = self.layout.sink_blocks * self.layout.block_size, self.layout.local_len, self.layout.block_size
             self.window = GroupedWindow(self.positions, self.rotary, *sizes, keys, values)
         return pool
+
+    def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:
+        """See BufferedLayer: of all tokens on a GPU too, where neighbours and those beyond are looked up in it."""
+        return BufferedLayer._loaded_buffer(self, keys, values)
+
+    def note_neighbours(self, q: torch.Tensor, start: int, keys: torch.Tensor, first: int) -> None:
+        """Take note of what a chunk's queries are multiplied with, both rotated to their own positions.
+
+        Args:
+            q: [batch, heads, n, k_dim], those from position `start` on.
+            keys: [batch, kv_heads, m, k_dim], those from position `first` on: the queries' neighbours.
+        """
 
     def fork(self, memo: dict[int, Any]) -> SelfExtendLayer:
         twin = copy.copy(self)

@@ -9,7 +9,23 @@ from hetero_kv.settings.setting import SettingError, setting
 
 
 @dataclass(frozen=True)
-class SelfExtendSettings(RetrievalSettings):
+class SharedPositionSettings(RetrievalSettings):
+    """Retrieval in which keys beyond a query's neighbours share positions."""
+
+    @property
+    def shared_positions(self) -> tuple[int, int]:
+        """Tokens that share a position, and keys of a query that keep theirs, itself included."""
+        raise NotImplementedError("settings of shared positions say which are shared")
+
+    def validate(self) -> None:
+        """Check settings against each other. Raises SettingError."""
+        super().validate()
+        if self.prefills_sparsely:
+            raise SettingError("prefill", self.prefill, "grouped positions have an attention of their own; take dense")
+
+
+@dataclass(frozen=True)
+class SelfExtendSettings(SharedPositionSettings):
     """Retrieval, and positions beyond the neighbours that are shared by groups of tokens."""
 
     position_group: int = setting(8, "tokens that share a position beyond the neighbours", unit="tokens", minimum=1)
@@ -20,8 +36,6 @@ class SelfExtendSettings(RetrievalSettings):
         minimum=1,
     )
 
-    def validate(self) -> None:
-        """Check settings against each other. Raises SettingError."""
-        super().validate()
-        if self.prefills_sparsely:
-            raise SettingError("prefill", self.prefill, "grouped positions prefill with everything; take dense")
+    @property
+    def shared_positions(self) -> tuple[int, int]:
+        return self.position_group, self.neighbour_window
