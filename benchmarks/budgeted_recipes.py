@@ -17,6 +17,8 @@ FRACTIONS = (32, 16, 8)
 
 FEWER_BYTES = "adaptive:representative_type=MEANSTD:representative_num=2:rerank=4"
 """`adaptive` where not all keys are looked at: representatives propose what is."""
+TITLES = {FEWER_BYTES: "adaptive, rerank: 4"}
+"""How recipes are called on the page that are not called by their names."""
 
 # Blocks of at most 32 tokens: of the recipes' 128 a sixteenth of 4,096 would be one.
 _PAGED: dict[str, dict[str, Any]] = {

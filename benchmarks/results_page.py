@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.budgeted_recipes import SHIPPED
+from benchmarks.budgeted_recipes import SHIPPED, TITLES
 from benchmarks.results import CELLS
 from hetero_kv.evals.bootstrap import mean_interval
 from hetero_kv.evals.config_spec import BASELINE
@@ -62,7 +62,8 @@ def rows_of(folders: Iterable[Path]) -> list[Row]:
     """
     found: dict[tuple[str, int | str | None], dict[str, Result]] = {}
     for folder in folders:
-        cells = {name: (recipe, fraction) for recipe, fraction, name in json.loads((folder / CELLS).read_text())}
+        listed = json.loads((folder / CELLS).read_text())
+        cells = {name: (TITLES.get(recipe, recipe), fraction) for recipe, fraction, name in listed}
         cells[BASELINE] = (_FULL, None)
         own: dict[tuple[str, int | str | None], dict[str, Result]] = {}
         for result in read_results(folder / "run"):
