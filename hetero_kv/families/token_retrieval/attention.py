@@ -59,7 +59,7 @@ class TokenRetrievalAttention(ExactPrefill):
                 f"{type(settings).__name__}"
             )
         is_dense = self.layer_idx < settings.dense_layer_num
-        self.chooser = None if is_dense else registered.chooser(settings, self.layer_idx)
+        self.chooser = None if is_dense else registered.implementation(settings, self.layer_idx)
         if self.chooser is not None:
             self.chooser.require_suitable(path, KVShape.of_attention(wrapped, self._own_config))
         self.prompt_attention = PromptAttention(self, settings)
