@@ -26,7 +26,7 @@ class TokenProblem:
         random = torch.Generator().manual_seed(seed)
         self.dim, self.block, self.softcap, length = dim, block, softcap, BLOCKS * block - 3
         self.settings = choosers.get(name).settings(**{"kv_type": "FP32", "block_size": block, **settings})
-        self.chooser = choosers.get(name).chooser(self.settings, layer_idx=3)
+        self.chooser = choosers.get(name).implementation(self.settings, layer_idx=3)
         self.pool = BlockPool(
             ROWS * BLOCKS + 3, KV_HEADS, block, dim, dim, self.settings.key_storage, 0,
             value_storage=self.settings.value_storage, offset_keys=self.settings.offset_keys,

@@ -82,7 +82,7 @@ def test_an_unknown_policy_is_an_error_that_names_those_known():
 
 @pytest.mark.parametrize(("budget", "length", "expected"), [(300, 5000, 300), (0.2, 4096, 820), (0.001, 4096, 5)])
 def test_a_share_is_one_of_the_prompt_and_never_below_what_the_policy_needs(budget, length, expected):
-    policy = eviction.get("streaming_llm").policy(StreamingLLMSettings(budget=budget), 0, 4)
+    policy = eviction.get("streaming_llm").implementation(StreamingLLMSettings(budget=budget), 0, 4)
     assert policy.budget_for(length) == expected
 
 
@@ -115,7 +115,7 @@ def test_least_budgets_hold_what_is_always_kept():
 
 
 def test_a_new_policy_is_one_class_and_appears_by_itself(monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(registry.POLICIES, "known", dict(registry.POLICIES.known))
 
     @dataclass(frozen=True)
     class OldestSettings(TovaSettings):

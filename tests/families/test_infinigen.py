@@ -106,23 +106,20 @@ def watched(monkeypatch, kind, name, note):
 
 
 def test_queries_are_guessed_from_the_input_of_the_layer_before(model, monkeypatch):
-    """By the layer's own projections; the first layer, which attends to everything, guesses for the second."""
-    cache, given, guessed = new_cache(model), [], []
+    """By the layer's own projections; nothing is guessed from the input of the model's first layer."""
+    cache, given, asked = new_cache(model), [], {}
     alone(model, cache, [prompt(61, 0)])
-    first, second, third = (operator.wrapped for operator in model.hetero_kv_injection.attention_operators())
-    for module in (first, second):
-        # Each is also asked what it would ask, by the one before and without a cache.
-        module.register_forward_pre_hook(
-            lambda module, args, kwargs: given.append(kwargs) if kwargs["past_key_values"] is not None else None,
-            with_kwargs=True,
-        )
-    watched(monkeypatch, InfiniGen, "choose", lambda self, asked: guessed.append(torch.from_numpy(asked.q).clone()))
+    _, second, third = (operator.wrapped for operator in model.hetero_kv_injection.attention_operators())
+    second.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
+    watched(monkeypatch, InfiniGen, "choose", lambda self, each: asked.update({self.layer_idx: each.q.copy()}))
     alone(model, cache, [prompt(1, 1)])
-    assert len(given) == len(guessed) == 2
-    for kwargs, module, found in zip(given, (second, third), guessed, strict=True):
+    (kwargs,) = given
+    assert asked.keys() == {1, 2}
+    for module in (second, third):
         q = module.q_proj(kwargs["hidden_states"]).view(1, 1, -1, module.head_dim).transpose(1, 2)
         expected, _ = apply_rotary_pos_emb(q, q, *kwargs["position_embeddings"])
-        torch.testing.assert_close(found.flatten(1, 2), expected.squeeze(2))
+        found = torch.from_numpy(asked[module.layer_idx]).flatten(1, 2)
+        torch.testing.assert_close(found, expected.squeeze(2))
 
 
 def test_blocks_in_a_file_are_asked_for_before_the_layer_before_attends(model, monkeypatch, tmp_path):
@@ -136,8 +133,9 @@ def test_blocks_in_a_file_are_asked_for_before_the_layer_before_attends(model, m
     watched(monkeypatch, ReadAhead, "ask", lambda self, ids: said.append(("ask", of_pool[id(self)], ids)))
     watched(monkeypatch, TokenRetrievalAttention, "_attended", lambda self, *_: said.append(("attend", self.layer_idx)))
     alone(model, loaded, [prompt(1, 1)])
-    assert [each[:2] for each in said] == [("ask", 1), ("attend", 0), ("ask", 2), ("attend", 1), ("attend", 2)]
-    for number in (0, 2):
+    # The second layer has none before it that it guesses from.
+    assert [each[:2] for each in said] == [("attend", 0), ("ask", 2), ("attend", 1), ("ask", 1), ("attend", 2)]
+    for number in (1, 3):
         layout, asked = loaded.layers[said[number][1]].layout, set(said[number][2].ravel().tolist())
         assert asked <= set(loaded.sequences[0].tables[layout].ids[1:-2])
         assert 1 <= len(asked) <= 2 * 12

@@ -51,7 +51,7 @@ class Probe(EvictionPolicy[ProbeSettings]):
 
 @pytest.fixture
 def probe(monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    monkeypatch.setattr(registry.POLICIES, "known", dict(registry.POLICIES.known))
     eviction.register("probe", meaning="for these tests", settings=ProbeSettings)(Probe)
     monkeypatch.setattr(Probe, "seen", [])
     monkeypatch.setattr(Probe, "catalyst", "abc")

@@ -24,7 +24,7 @@ def small(policy):
     return {**SMALL.get(policy, {}), **({"stride": STRIDE} if fixed else {})}
 
 
-_STRIDED = {name: eviction.get(name).policy.strided for name in eviction.names()}
+_STRIDED = {name: eviction.get(name).implementation.strided for name in eviction.names()}
 IN_STRIDES = [pytest.param(name, small(name), id=name) for name in _STRIDED if _STRIDED[name]]
 IN_STRIDES += [pytest.param("random", {"prefill": "strided", "stride": STRIDE}, id="random in strides")]
 WHOLE = [pytest.param(name, small(name), id=name) for name in _STRIDED if not _STRIDED[name]]
@@ -47,7 +47,7 @@ def watched(monkeypatch):
 
     def watch(policy, cache):
         moments = []
-        kind = eviction.get(policy).policy
+        kind = eviction.get(policy).implementation
         for hook in ("observe", "observe_catalyst"):
             own, seen = getattr(kind, hook), []
 

@@ -52,7 +52,7 @@ def test_a_model_whose_steps_take_all_tokens_is_the_untouched_one(chooser, archi
     with torch.no_grad():
         expected = model(tokens).logits
     inject(model, small_recipe(chooser, **SMALLER), command_line={**COVERING[chooser], "dense_layer_num": 0})
-    monkeypatch.setattr(choosers.get(chooser).chooser, "covers", lambda *_: False)
+    monkeypatch.setattr(choosers.get(chooser).implementation, "covers", lambda *_: False)
     cache = new_cache(model)
     with torch.no_grad():
         parts = [tokens[:, :50], *tokens[:, 50:80].split(1, dim=1), tokens[:, 80:]]

@@ -57,7 +57,7 @@ class BoundedAttention(AttentionOperator):
                 f"{path}: policy {settings.policy} has the settings {registered.settings.__name__}, not "
                 f"{type(settings).__name__}"
             )
-        self.policy = registered.policy(settings, self.layer_idx, self._own_config.num_hidden_layers)
+        self.policy = registered.implementation(settings, self.layer_idx, self._own_config.num_hidden_layers)
         self.rotation: Rotation | None = None
         if self.policy.reindexed:
             require_constant_rotation(path, wrapped, f"{_NAME} with policy {settings.policy}")

@@ -59,7 +59,7 @@ class TokenRetrievalAttention(ExactPrefill):
                 f"{type(settings).__name__}"
             )
         is_dense = self.layer_idx < settings.dense_layer_num
-        self.chooser = None if is_dense else registered.chooser(settings, self.layer_idx)
+        self.chooser = None if is_dense else registered.implementation(settings, self.layer_idx)
         if self.chooser is not None:
             self.chooser.require_suitable(path, KVShape.of_attention(wrapped, self._own_config))
         self.prompt_attention = PromptAttention(self, settings)
@@ -129,13 +129,14 @@ class TokenRetrievalAttention(ExactPrefill):
         Closes what closes with the step.
         """
         layer: TokenRetrievalLayer = step.cohort.layers[self.layer_idx]
-        chooser, pool, blocks = self.chooser, layer.pool, step.blocks(layer.layout)
-        assert chooser is not None
-        assert pool is not None
+        blocks = step.blocks(layer.layout)
         if blocks.newly_closed[0] != blocks.newly_closed[1]:
             layer.close(step)
-        asked = self._asked(layer, blocks, call)
-        choice = chooser.choose(asked)
+        return self._fetched(self._asked(layer, blocks, call))
+
+    def _fetched(self, asked: Asked) -> Choice:
+        assert self.chooser is not None
+        choice, pool = self.chooser.choose(asked), asked.pool
         if pool.read_ahead is not None and pool.reads_ahead():
             rows = np.arange(len(asked.table))[:, None, None]
             pool.read_ahead.ask(asked.context[rows, choice.positions // pool.block_size])
@@ -191,6 +192,8 @@ class TokenRetrievalAttention(ExactPrefill):
         if chooses:
             assert chooser is not None
             beside = lse.to("cpu", torch.float32).view(asked.q.shape[:3])
+            if ahead is None and chooser.looks_ahead:
+                ahead = self._fetched(asked)
             answer = chooser.attend(asked._replace(beside=beside, ahead=ahead))
             self._count(layer, step, context, answer)
             chosen_out, chosen_lse, chosen_mass = _of_heads(call, answer.out, answer.lse, answer.mass)

@@ -53,9 +53,12 @@ class LookAhead:
 
 
 def link(operators: Sequence[AttentionOperator], kind: type[TokenRetrievalAttention]) -> None:
-    """Let every operator of a `kind` whose chooser looks ahead do so from the one of that kind before it."""
+    """Let every operator of a `kind` whose chooser looks ahead do so from the one of that kind before it.
+
+    None does from the model's first layer, whose input is unlike those behind it.
+    """
     of_kind = sorted((each for each in operators if isinstance(each, kind)), key=lambda each: each.layer_idx)
     for before, operator in pairwise(of_kind):
-        if operator.chooser is not None and operator.chooser.looks_ahead:
+        if before.layer_idx > 0 and operator.chooser is not None and operator.chooser.looks_ahead:
             operator.ahead = before.following = LookAhead(operator)
             before.changes_arguments = before.reads_hidden_states = True

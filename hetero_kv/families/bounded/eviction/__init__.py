@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
-from hetero_kv.families.bounded.eviction.registry import RegisteredPolicy, get, names, register
+from hetero_kv.families.bounded.eviction.registry import get, names, register
 from hetero_kv.families.bounded.eviction.settings import BoundedSettings, StridedSettings, policy_setting
 
 for _module in pkgutil.iter_modules(__path__):
@@ -14,7 +14,6 @@ __all__ = [
     "Attended",
     "BoundedSettings",
     "EvictionPolicy",
-    "RegisteredPolicy",
     "StridedSettings",
     "get",
     "names",

@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 from hetero_kv.families.token_retrieval.choosers.chooser import Answer, Asked, Chooser
-from hetero_kv.families.token_retrieval.choosers.registry import RegisteredChooser, get, names, register
+from hetero_kv.families.token_retrieval.choosers.registry import get, names, register
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings, chooser_setting
 
 for _module in pkgutil.iter_modules(__path__):
@@ -14,7 +14,6 @@ __all__ = [
     "Answer",
     "Asked",
     "Chooser",
-    "RegisteredChooser",
     "TokenSettings",
     "chooser_setting",
     "get",
