@@ -64,7 +64,9 @@ def test_sinks_count_in_what_keys_receive_as_they_do_on_a_cpu(gpu):
     tokens = torch.randint(2, 97, (1, 106), generator=torch.Generator().manual_seed(0))
     received = []
     for device in ("cpu", "cuda"):
-        model = model_on(torch.device(device), tiny_model("gpt_oss", num_hidden_layers=2, layer_types=["full_attention"] * 2))
+        model = model_on(
+            torch.device(device), tiny_model("gpt_oss", num_hidden_layers=2, layer_types=["full_attention"] * 2)
+        )
         cache = injected(model, small_recipe("ktransformers"))
         for part in tokens.split([90, *[1] * 16], dim=1):
             model(part.to(device), past_key_values=cache)
