@@ -7,6 +7,7 @@ First what `benchmarks.gpu_check` checks of exactness, sets and kernels; then, w
 3.1 8B in bfloat16:
 
 - decoding behind a million random keys and values, in 8 of the 32 layers (`quest`)
+- prefill and decode at 32K tokens with weights packed in Q4_0 (`ktransformers`)
 - prefill and decode at 32K tokens: the untouched model, `ktransformers`, `shadowkv`; at 128K as time allows
 - decoding behind 32K and 128K random keys and values (`quest`)
 - ShadowKV by batch at 16K tokens, beside the untouched model

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_checks.packed_kernels import packed_cases
+from benchmarks.gpu_checks.prompt_kernels import prompt_cases
 from benchmarks.gpu_checks.setting import HALF, Result, Setting, relative_error, synchronise
 from gpu_ops.gather import gathered_rows, gathered_rows_by_copy
 from gpu_ops.kernel_choice import runs_triton
@@ -19,6 +21,8 @@ from gpu_ops.rotary import RotaryLayout
 
 Case = tuple[str, Callable[[], Any], Callable[[], Any], float]
 _REPEATS = 20
+#: Spent on timing one function, at most: torch's own are slow where a kernel replaces many passes.
+_MOST_SECONDS = 0.25
 
 
 def _merge_case(setting: Setting, dtype: torch.dtype) -> Case:
@@ -68,8 +72,9 @@ def _gather_case(setting: Setting, dtype: torch.dtype) -> Case:
 
 
 def _milliseconds(setting: Setting, action: Callable[[], Any]) -> float:
-    took = []
-    for _ in range(_REPEATS if setting.on_gpu else 1):
+    took: list[float] = []
+    repeats = _REPEATS if setting.on_gpu and not setting.tiny else 1
+    while len(took) < repeats and sum(took) < _MOST_SECONDS:
         synchronise(setting)
         start = time.perf_counter()
         action()
@@ -88,16 +93,22 @@ def check(setting: Setting) -> Iterator[Result]:
         cases = [_merge_case(setting, dtype), _gather_case(setting, dtype)]
         layouts = (RotaryLayout(pairs), RotaryLayout(pairs // 2, interleaved=True), RotaryLayout(0))
         cases += [_rebuild_case(setting, dtype, layout) for layout in layouts]
-        for name, kernel, twin, roundings in cases:
-            error = relative_error(kernel(), twin())
-            passed = error <= roundings * torch.finfo(dtype).eps if setting.on_gpu else None
-            kind = str(dtype).removeprefix("torch.")
-            ours, torchs = _milliseconds(setting, kernel), _milliseconds(setting, twin)
-            yield Result(
-                f"{name}, {kind}",
-                passed if error < 1 else False,
-                f"error {error:.1e}; kernel {ours:.3f} ms, torch {torchs:.3f} ms"
-                if setting.on_gpu
-                else "torch in both places, no kernel runs on a CPU",
-                {"error": error, "kernel_ms": ours, "torch_ms": torchs},
-            )
+        cases += prompt_cases(setting, dtype)
+        yield from (_compared(setting, dtype, case) for case in cases)
+    yield from (_compared(setting, torch.bfloat16, case) for case in packed_cases(setting))
+
+
+def _compared(setting: Setting, dtype: torch.dtype, case: Case) -> Result:
+    name, kernel, twin, roundings = case
+    error = relative_error(kernel(), twin())
+    passed = error <= roundings * torch.finfo(dtype).eps if setting.on_gpu else None
+    kind = str(dtype).removeprefix("torch.")
+    ours, torchs = _milliseconds(setting, kernel), _milliseconds(setting, twin)
+    return Result(
+        f"{name}, {kind}",
+        passed if error < 1 else False,
+        f"error {error:.1e}; kernel {ours:.3f} ms, torch {torchs:.3f} ms"
+        if setting.on_gpu
+        else "torch in both places, no kernel runs on a CPU",
+        {"error": error, "kernel_ms": ours, "torch_ms": torchs},
+    )

@@ -11,11 +11,14 @@ import torch
 
 from benchmarks.gpu_checks.long_prompt import LLAMA_8B, RECIPES, TINY
 from benchmarks.gpu_checks.setting import Setting, random_model
+from benchmarks.gpu_speed.packed_model import packed_model
 from benchmarks.gpu_speed.subject import UNTOUCHED, Row, Subject
 
 K = 1024
 #: Layers of the model that has a million tokens, of the 32: all of them would take 137 GB of DRAM in FP16.
 FEW_LAYERS = 8
+# What weights are packed in; TINY's rows have no whole blocks of a K-quant.
+_PACKED = "Q4_0"
 #: Tokens/s that are assumed before anything was measured, of prefilling and of filling a layer; slow ones.
 _PREFILL, _FILL = 1500.0, 200_000.0
 #: From here on attention costs more than the weights of an 8B model.
@@ -78,6 +81,10 @@ class Measurements:
         yield self._filled(few, sizes.longest)
         del few
         gc.collect()
+        packed = self._packed()
+        yield self._prefilled(packed, "ktransformers", sizes.prefilled[0])
+        del packed
+        gc.collect()
         subject = self._subject()
         for tokens in sizes.prefilled[:1]:
             yield from (self._prefilled(subject, name, tokens) for name in (UNTOUCHED, "ktransformers", "shadowkv"))
@@ -96,6 +103,10 @@ class Measurements:
         shape = {**(TINY if self.setting.tiny else LLAMA_8B), **shape}
         return Subject(self.setting, random_model(self.setting, torch.bfloat16, **shape), self.sizes.decoded)
 
+    def _packed(self) -> Subject:
+        shape = TINY if self.setting.tiny else LLAMA_8B
+        return Subject(self.setting, packed_model(self.setting, _PACKED, **shape), self.sizes.decoded, _PACKED)
+
     def _settings(self, recipe: str) -> dict[str, Any]:
         short = RECIPES.get(recipe, {}) if self.setting.tiny else {}
         return {} if recipe == UNTOUCHED else {**short, "chunk_size": 128 if self.setting.tiny else 4 * K}
@@ -103,8 +114,9 @@ class Measurements:
     def _prefilled(self, subject: Subject, recipe: str, tokens: int, batch: int = 1) -> Measurement:
         slower = max(1.0, tokens / _LONG)
         rows = "" if batch == 1 else f", {batch} rows"
+        weights = f", {subject.weights}" if subject.weights else ""
         return Measurement(
-            f"{recipe}, {tokens:,} tokens{rows}",
+            f"{recipe}{weights}, {tokens:,} tokens{rows}",
             5 + 1.3 * slower * tokens * batch / self._prefill,
             lambda: subject.prefilled(recipe, tokens, batch, **self._settings(recipe)),
         )

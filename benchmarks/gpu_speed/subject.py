@@ -67,10 +67,11 @@ class Subject:
         setting: where and how large.
         model: of random weights.
         decoded: tokens that are decoded for a median.
+        weights: what is said of its weights beside a recipe's name; nothing of numbers.
     """
 
-    def __init__(self, setting: Setting, model: Any, decoded: int) -> None:
-        self.setting, self.model, self.decoded = setting, model, decoded
+    def __init__(self, setting: Setting, model: Any, decoded: int, weights: str = "") -> None:
+        self.setting, self.model, self.decoded, self.weights = setting, model, decoded, weights
         self.vocabulary = model.config.vocab_size
         self.layers = model.config.num_hidden_layers
 
@@ -123,6 +124,7 @@ class Subject:
         median = statistics.median(times)
         peak = torch.cuda.max_memory_allocated(self.setting.device) if self.setting.on_gpu else None
         told = {} if name == UNTOUCHED else shares(parts, seconds, self.decoded)
+        name = f"{name}, {self.weights}" if self.weights else name
         return Row(name, tokens, batch, self.layers, prefill, median * 1e3, batch / median, peak, told)
 
     def _next(self, cache: Any, logits: torch.Tensor) -> torch.Tensor:

@@ -115,15 +115,21 @@ def _walked(model: Any, call: ModelCall, chunk_size: int) -> Any:
     """The call's output, its hidden states in DRAM on the way; those at the end are where its tokens are."""
     ids = call.token_ids
     assert ids is not None
-    walk = _Walk(model.get_input_embeddings(), ids, chunk_size, tables_stay_on_gpu(model))
     rotary = _buffers_beside(model)
-    # The model's forward makes positions, and what follows from them, where its hidden states are.
-    moved = {name: _to_cpu(value) if name in chunking.SEQUENCE_DIM else value for name, value in call.arguments.items()}
+    # The model's forward makes positions, and what follows from them, where its hidden states are. Page-locked.
+    moved = {
+        name: _on_its_way(value) if name in chunking.SEQUENCE_DIM else value for name, value in call.arguments.items()
+    }
+    on_host = [_on_its_way(buffer) for _, _, buffer in rotary]
+    torch.cuda.current_stream(ids.device).synchronize()
+    walk = _Walk(model.get_input_embeddings(), ids, chunk_size, tables_stay_on_gpu(model))
     arguments = {**moved, "input_ids": None, "inputs_embeds": walk.stream.states}
     token = chunking.WALK.set(walk)
     try:
+        for (buffers, name, _), host in zip(rotary, on_host, strict=True):
+            buffers[name] = host
         output = call.signature.forward(**arguments)
-        return _with_states(output, lambda states: states[:, -_WANTED.get() :].to(ids.device))
+        return _with_states(output, lambda states: _sent_back(states[:, -_WANTED.get() :], ids.device))
     finally:
         chunking.WALK.reset(token)
         walk.stream.finish()
@@ -131,13 +137,26 @@ def _walked(model: Any, call: ModelCall, chunk_size: int) -> Any:
             buffers[name] = buffer
 
 
-def _to_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
+def _on_its_way(value: Any) -> Any:
+    """A tensor in DRAM, page-locked where it comes from a GPU: there when the stream that computes has been waited
+    for."""
+    return value.to("cpu", non_blocking=True) if isinstance(value, torch.Tensor) else value
+
+
+def _sent_back(states: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Some of the hidden states in page-locked DRAM, on the GPU: by one copy, from memory that is locked too."""
+    # Those of several rows lie apart.
+    return (states if states.is_contiguous() else PageLocked.copy_of(states, device).tensor).to(device)
 
 
 def _buffers_beside(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """The buffers of parts beside the layers: rotary embeddings may make theirs anew where the states are."""
-    beside = [child for child in model.children() if not isinstance(child, nn.ModuleList)]
+    """The buffers of what computes where the states are, beside the layers: rotary embeddings, which may make theirs
+    anew there. The input embedding computes on the GPU, as do parts that run in chunks."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    beside = [
+        child for child in model.children()
+        if child is not embedding and not isinstance(child, nn.ModuleList | ChunkedModule)
+    ]  # fmt: skip
     modules = [module for child in beside for module in child.modules()]
     return [(module._buffers, name, buffer) for module in modules for name, buffer in module._buffers.items()]
 
@@ -166,7 +185,7 @@ class _Walk:
     def __init__(self, embedding: nn.Module, ids: torch.Tensor, chunk_size: int, keeps_tables: bool) -> None:
         self.device = ids.device
         self._keeps_tables = keeps_tables
-        self._along: dict[int, tuple[torch.Tensor, PageLocked | None, torch.Tensor]] = {}
+        self._along: dict[int, tuple[torch.Tensor, PageLocked, torch.Tensor]] = {}
         for chunk in chunking.cut(ids.shape[1], chunk_size):
             states = embedding(ids[:, chunk])
             if chunk.start == 0:
@@ -189,9 +208,10 @@ class _Walk:
     def along(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor that goes along with every layer, in page-locked memory or on the GPU."""
         if id(tensor) not in self._along:
-            locked = None if self._keeps_tables else PageLocked.copy_of(tensor, self.device)
+            locked = PageLocked.copy_of(tensor, self.device)
+            there = locked.tensor.to(self.device, non_blocking=True) if self._keeps_tables else locked.tensor
             # The tensor itself is held, so that no other comes to have its id.
-            self._along[id(tensor)] = tensor, locked, tensor.to(self.device) if locked is None else locked.tensor
+            self._along[id(tensor)] = tensor, locked, there
         return self._along[id(tensor)][2]
 
 
@@ -221,7 +241,11 @@ class _ThroughDram:
         if not isinstance(value, torch.Tensor) or name not in chunking.SEQUENCE_DIM:
             return value
         part = chunking.sliced(name, self._walk.along(value), chunk, total)
-        return part.to(self._walk.device, non_blocking=True)
+        if part.is_cuda:
+            return part
+        there = torch.empty(part.shape, dtype=part.dtype, device=self._walk.device)
+        _copy_by_rows(there, part)
+        return there
 
     def put(self, chunk: slice, result: torch.Tensor) -> None:
         self._walk.stream.write(chunk, result)
@@ -230,6 +254,15 @@ class _ThroughDram:
         # The model's own forward may read them now.
         self._walk.stream.finish()
         return self._walk.stream.states
+
+
+def _copy_by_rows(to: torch.Tensor, part: torch.Tensor) -> None:
+    """Copy part of a page-locked tensor, where it lies in one piece: CUDA would gather it in pageable memory first."""
+    if part.is_contiguous():
+        to.copy_(part, non_blocking=True)
+        return
+    for row, part_of_row in zip(to, part, strict=True):
+        _copy_by_rows(row, part_of_row)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -68,7 +68,7 @@ class QuantizedMatrix(QuantizedModule):
 
     def install(self) -> None:
         if self.quantised is not None:
-            self._keep(self.quantised)
+            self.keep(self.quantised)
         elif not self.wrapped.weight.is_meta:
             parameter = self.wrapped.weight
             wanted = self.kept_as(None, parameter.shape[1])
@@ -76,7 +76,7 @@ class QuantizedMatrix(QuantizedModule):
             noted: weakref.ref[PackedWeight] | None = getattr(parameter, _QUANTISED_AS, None)
             tied = noted() if noted is not None else None
             if tied is not None and tied.name == wanted:
-                self._keep(tied)
+                self.keep(tied)
                 return
             self._take_numbers(parameter.detach(), wanted)
             if self.quantised is not None:
@@ -110,7 +110,7 @@ class QuantizedMatrix(QuantizedModule):
 
         wanted = self.kept_as(kind.name, shape[1])
         if wanted is not None and wanted == kind.name:
-            self._keep(QuantisedWeight.of_blocks(blocks, wanted, shape[1]))
+            self.keep(QuantisedWeight.of_blocks(blocks, wanted, shape[1]))
             return
         # Numbers of a file are a view of it, and it is mapped and may go: a copy of these.
         unpacked = np.require(gguf.dequantize(blocks, kind), requirements=["W"])
@@ -149,7 +149,7 @@ class QuantizedMatrix(QuantizedModule):
         """Take the weights of `other`, which are tied to these; False where it has none to share."""
         if other.quantised is None:
             return False
-        self._keep(other.quantised)
+        self.keep(other.quantised)
         return True
 
     def _take_numbers(self, numbers: torch.Tensor, wanted: str | None) -> None:
@@ -159,9 +159,10 @@ class QuantizedMatrix(QuantizedModule):
             return
         self.require_kernels(numbers.device)
         quantised = QuantisedWeight.of_numbers(numbers, wanted)
-        self._keep(weight_moved(quantised, lambda packed: packed.to(numbers.device)))
+        self.keep(weight_moved(quantised, lambda packed: packed.to(numbers.device)))
 
-    def _keep(self, quantised: PackedWeight) -> None:
+    def keep(self, quantised: PackedWeight) -> None:
+        """Take a matrix that is packed, for the weights there were."""
         self._quantised, self.packed = quantised, quantised.data
         # A model asks its parameters for their device and dtype: an empty one answers.
         self._give(torch.empty(0, dtype=self.dtype, device=quantised.data.device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -13,9 +14,16 @@ from devices import device_called
 
 from benchmarks import gpu_check
 from benchmarks.gpu_checks import chosen_sets, exactness
+from cpu_ops.weight_formats import FORMATS
 from hetero_kv.families.retrieval import representatives
 from hetero_kv.store import storage
 
+PACKED = (
+    "a row times packed weights",
+    "nine rows times packed weights",
+    "packed weights unpacked",
+    "rows of packed weights",
+)
 TINY = ["--device", "cpu", "--tiny"]
 
 
@@ -61,8 +69,17 @@ def test_attention_that_leaves_tokens_out_is_no_full_attention():
 def test_it_runs_on_a_gpu(capsys):
     with device_called("cuda"):
         assert gpu_check.main(["--tiny", "--only", "kernels,sets"]) == 0
+        # What is page-locked is released while there is a device.
+        gc.collect()
     told = capsys.readouterr().out
     assert "pass  kernels: gathering of rows from page-locked DRAM, float16" in told
+    for kernel in (
+        "attention of a prompt, windowed, with sinks, float32",
+        "what keys receive of a prompt's attention, float16",
+    ):
+        assert f"pass  kernels: {kernel}" in told
+    for name in FORMATS:
+        assert all(f"pass  kernels: {what}, {name}, bfloat16" in told for what in PACKED)
     assert " 0 failed, 0 need a GPU" in told
 
 

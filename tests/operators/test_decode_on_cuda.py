@@ -53,7 +53,7 @@ def test_a_layer_waits_once_and_copies_twice():
 
 
 def test_a_layer_with_learned_sinks_waits_once_as_well():
-    whole = {"layer_types": ["full_attention"] * 3}
+    whole = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
     # Of all methods DYNAMIC alone wants to know how much attention the window and the sink have.
     counts = counts_of(("ktransformers",), False, "gpt_oss", **whole)["ktransformers"]
     assert (counts.waits, counts.pinned, counts.pageable) == (1, 2, 0)
@@ -61,12 +61,14 @@ def test_a_layer_with_learned_sinks_waits_once_as_well():
 
 @torch.no_grad()
 def test_sinks_count_in_what_keys_receive_as_they_do_on_a_cpu(gpu):
-    tokens = torch.randint(2, 97, (1, 130), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(2, 97, (1, 106), generator=torch.Generator().manual_seed(0))
     received = []
     for device in ("cpu", "cuda"):
-        model = model_on(torch.device(device), tiny_model("gpt_oss", layer_types=["full_attention"] * 3))
+        model = model_on(
+            torch.device(device), tiny_model("gpt_oss", num_hidden_layers=2, layer_types=["full_attention"] * 2)
+        )
         cache = injected(model, small_recipe("ktransformers"))
-        for part in tokens.split([90, *[1] * 40], dim=1):
+        for part in tokens.split([90, *[1] * 16], dim=1):
             model(part.to(device), past_key_values=cache)
         received.append([layer.state.accumulated.cpu() for layer in cache.layers])
     for wanted, mine in zip(*received, strict=True):

@@ -9,6 +9,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from simulated_cuda.flash import scaled_dot_product_attention
 from simulated_cuda.streams import Event, Stream
@@ -75,7 +77,9 @@ def _names(simulation: Any) -> dict[str, Any]:
 
 
 def _made_on_host(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-    made = _tensor(data, *args, **kwargs)
+    around = [mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    device = around[-1] if device is None and around else device
+    made = _tensor(data, *args, device="cpu", **kwargs)
     return made if device is None else made.to(device)
 
 
