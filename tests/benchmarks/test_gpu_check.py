@@ -63,6 +63,7 @@ def test_it_runs_on_a_gpu(capsys):
         assert gpu_check.main(["--tiny", "--only", "kernels,sets"]) == 0
     told = capsys.readouterr().out
     assert "pass  kernels: gathering of rows from page-locked DRAM, float16" in told
+    assert "pass  kernels: missing chunks found, and read from page-locked DRAM, bfloat16" in told
     assert " 0 failed, 0 need a GPU" in told
 
 
