@@ -191,6 +191,7 @@ rules:
         "max_seq_len": f"{mine}: long_context",
         "threads_num": "default",
         "attention_backend": "default",
+        "cuda_graphs": "default",
         "hidden_device": "default",
         "weights_device": "default",
         "measure_recall": "default",

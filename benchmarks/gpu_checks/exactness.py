@@ -77,6 +77,7 @@ class Subject:
 
     def __init__(self, setting: Setting, model_type: str) -> None:
         shape = _shape(setting, model_type)
+        self.cuda_graphs: str | None = None
         self.full_rank = shape["num_key_value_heads"] * shape["head_dim"]
         self.exact = random_model(setting, torch.float32, model_type, **shape)
         for name, parameter in self.exact.named_parameters():
@@ -99,12 +100,13 @@ class Subject:
         return torch.cat([model(part, past_key_values=cache).logits for part in self.parts], dim=1)
 
     def error_under(self, rules: list[dict[str, Any]], dtype: torch.dtype) -> float:
-        """Relative error of the logits with these rules against full attention in float32."""
+        """Relative error of the logits with these rules against full attention in float32; notes what was captured."""
         model = self.halves[dtype]
         inject(model, parse_rules({"rules": rules, "long_context": {"chunk_size": 64, "max_seq_len": 1024}}))
         try:
             return relative_error(self.logits(model, HeteroCache(model)), self.expected)
         finally:
+            self.cuda_graphs = model.hetero_kv_injection.captures.state
             eject(model)
 
 
@@ -120,6 +122,7 @@ def check(setting: Setting) -> Iterator[Result]:
             yield Result(
                 f"{name}, {kind}",
                 error <= limit,
-                f"error {error:.2e}, at most {limit:.2e}; full attention in {kind} {rounding:.2e}",
-                {"error": error, "limit": limit, "full_attention": rounding},
+                f"error {error:.2e}, at most {limit:.2e}; full attention in {kind} {rounding:.2e}"
+                + (f"; CUDA graphs {subject.cuda_graphs}" if setting.on_gpu else ""),
+                {"error": error, "limit": limit, "full_attention": rounding, "cuda_graphs": subject.cuda_graphs},
             )

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from hetero_kv.adapter.recording import RECORDING
 from hetero_kv.adapter.recurrent import is_recurrent
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
@@ -146,7 +147,12 @@ def _attention_function(
     )
     service = SERVING.get()
     service.calls += 1
-    return service.operator.attend(service.cache, call).transpose(1, 2).contiguous(), None
+    recording = RECORDING.get()
+    if recording is None:
+        attended = service.operator.attend(service.cache, call)
+    else:
+        attended = recording.attended(service.operator, call)
+    return attended.transpose(1, 2).contiguous(), None
 
 
 def _mask_function(

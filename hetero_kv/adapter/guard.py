@@ -11,11 +11,12 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from gpu_ops.attention_backend import AttentionBackend, attending_by
+from hetero_kv.adapter.captured_steps import CapturedSteps, Captures
 from hetero_kv.adapter.hidden_states import head_wants, walking
 from hetero_kv.adapter.model_call import ModelCall, Signature, joined_rows
 from hetero_kv.adapter.padding import tokens_per_row
@@ -32,13 +33,28 @@ _RECORDED = ("output_hidden_states", "output_attentions")
 _LENGTH_NAMES = frozenset({"get_seq_length", "get_query_offset", "cache_position"})
 
 
-def guarded(model: Any, engine: EngineSettings, *, has_head: bool, backend: AttentionBackend) -> Callable[..., Any]:
+class Guarding(Protocol):
+    """What a model's forwards go by.
+
+    Attributes:
+        engine: its `hidden_device` says where hidden states lie on the way.
+        attention: what is to compute attention on a GPU.
+        captures: whether decoded tokens are to be captured there.
+    """
+
+    @property
+    def engine(self) -> EngineSettings: ...
+    @property
+    def attention(self) -> AttentionBackend: ...
+    @property
+    def captures(self) -> Captures: ...
+
+
+def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
     """`model.forward` with the guard around it.
 
     Args:
         model: the module that walks through the layers; or, with `has_head`, the whole model around it.
-        backend: what is to compute attention on a GPU.
-        engine: its `hidden_device` says where hidden states lie on the way.
 
     Raises, when called with a HeteroCache:
         CacheFullError: the new tokens do not fit into every layer.
@@ -46,10 +62,14 @@ def guarded(model: Any, engine: EngineSettings, *, has_head: bool, backend: Atte
         UnsupportedModelError: the model's config asks to record what chunks would garble, or the attention mask is no
             left padding.
     """
-    forward = model.forward if has_head else walking(model, _behind_the_cache(model), engine)
-    signature = Signature(forward)
+    inner = model.forward
+    if not has_head:
+        inner = walking(model, _behind_the_cache(model), by.engine)
+    forward = inner if has_head else CapturedSteps(model, inner, by.captures)
+    signature = Signature(inner)
+    signature.forward = forward
 
-    @functools.wraps(forward)
+    @functools.wraps(inner)
     def guarded_forward(*args: Any, **kwargs: Any) -> Any:
         cache = _cache_among(args, kwargs)
         if cache is None or cache.steps:
@@ -62,7 +82,7 @@ def guarded(model: Any, engine: EngineSettings, *, has_head: bool, backend: Atte
         call = signature.call(args, kwargs)
         try:
             told = head_wants(call) if has_head else nullcontext()
-            with undo_on_error(cache), torch.no_grad(), attending_by(backend), told:
+            with undo_on_error(cache), torch.no_grad(), attending_by(by.attention), told:
                 return _outermost(call, whole, cache, has_head)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -71,7 +91,7 @@ def guarded(model: Any, engine: EngineSettings, *, has_head: bool, backend: Atte
         # Not while the other is handled, which holds what the forward had allocated.
         raise refusal
 
-    reentrant = Signature(forward)
+    reentrant = Signature(inner)
     reentrant.forward = guarded_forward
     return guarded_forward
 

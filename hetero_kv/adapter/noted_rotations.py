@@ -39,6 +39,9 @@ class NotedRotations(AttentionOperator):
             self._record(step, self.rotation, of_rows(cos, step.rows), of_rows(sin, step.rows))
         return kwargs
 
+    def lasting_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return kwargs
+
     @abstractmethod
     def _record(self, step: Step, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Note the rotation of the new tokens: cos and sin as the model gives them, [1 or batch, tokens, width]."""

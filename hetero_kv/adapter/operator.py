@@ -13,6 +13,7 @@ from torch import nn
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.footprint import LayerFootprint
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.adapter.recording import RECORDING, NotCapturableError
 from hetero_kv.adapter.token_arrays import TokenArrays
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
@@ -171,10 +172,22 @@ class AttentionOperator(Operator):
         """The keyword arguments of the wrapped module's forward; an operator may note some and exchange others."""
         return kwargs
 
+    def lasting_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """What `arguments_for` gives back, without noting anything: the same tensors, or ones with the same numbers,
+        for every decoded token, whatever the cache.
+
+        Raises NotCapturableError where they differ from token to token.
+        """
+        raise NotCapturableError(f"{type(self).__name__} computes from what its attention module is given")
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward, its attention computed by this operator over a HeteroCache."""
         if self.changes_arguments:
-            kwargs = self.arguments_for(args, kwargs)
+            recording = RECORDING.get()
+            if recording is None:
+                kwargs = self.arguments_for(args, kwargs)
+            else:
+                kwargs = recording.noted_arguments(self, args, kwargs)
         cache = kwargs.get("past_key_values")
         if type(cache) is not HeteroCache:
             cache = bridge.cache_in(args, kwargs, self.path)

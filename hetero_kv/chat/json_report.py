@@ -27,6 +27,7 @@ def json_report(session: ChatSession, answer: Answer) -> dict[str, Any]:
         "weight_bytes": session.weights.size,
         "weight_types": session.weights.in_short,
         "attention_backend": _attention_backend(session),
+        "cuda_graphs": session.injection.captures.state if session.injection else None,
         **{name: value for name, value in asdict(statistics).items() if name != "of_layers"},
         **dict.fromkeys(layer_statistics()),
         **statistics.of_layers,

@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from gpu_ops.attention import compile_for_prompts
 from gpu_ops.attention_backend import AttentionBackend, missing
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.captured_steps import Captures
 from hetero_kv.adapter.guard import guarded
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
@@ -46,6 +47,7 @@ class Injection:
         sources: module path -> the source of each of its operator's settings; "" -> of the engine's.
         configs: the modules whose config was replaced by a copy, with the original.
         attention: what is to compute attention on a GPU, and what has.
+        captures: whether a GPU is to launch decoded tokens as they were captured, and what has come of it.
     """
 
     model: PreTrainedModel
@@ -55,6 +57,7 @@ class Injection:
     sources: dict[str, dict[str, str]] = field(default_factory=dict)
     configs: list[tuple[Any, Any]] = field(default_factory=list)
     attention: AttentionBackend = field(default_factory=AttentionBackend)
+    captures: Captures = field(default_factory=Captures)
 
     def report(self) -> dict[str, tuple[str, Settings | None]]:
         """Module path -> (operator's name, its settings)."""
@@ -183,7 +186,9 @@ def inject(
     asked = engine.settings.attention_backend
     if lacking := missing(asked):
         raise SettingError("attention_backend", asked, lacking)
-    injection = Injection(model, engine.settings, attention=AttentionBackend(asked))
+    injection = Injection(
+        model, engine.settings, attention=AttentionBackend(asked), captures=Captures(engine.settings.cuda_graphs)
+    )
     injection.sources = {"": engine.sources, **{path: settings[path].sources for path in plan}}
     try:
         # The deepest modules first, so that every path is still the model's own when its turn comes.
@@ -263,10 +268,10 @@ def _guard(injection: Injection) -> None:
     """Guard the forward of the modules that build masks, and let them build none."""
     for holder, config in injection.configs:
         holder.config = bridge.with_implementation(config)
-        holder.forward = guarded(holder, injection.engine, has_head=False, backend=injection.attention)
+        holder.forward = guarded(holder, injection, has_head=False)
     # With the head: what fails behind the layers is undone as well, and policies may ask for logits.
     if all(injection.model is not holder for holder, _ in injection.configs):
-        injection.model.forward = guarded(injection.model, injection.engine, has_head=True, backend=injection.attention)
+        injection.model.forward = guarded(injection.model, injection, has_head=True)
 
 
 def _take_out(model: nn.Module, injection: Injection) -> None:

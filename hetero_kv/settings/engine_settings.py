@@ -44,6 +44,12 @@ class EngineSettings(Settings):
         "there, where the GPU has no room for all",
         choices=(AUTO, GPU, DRAM),
     )
+    cuda_graphs: str = setting(
+        AUTO,
+        "whether what a decoded token asks of a GPU between two attentions is captured and launched as a whole; auto: "
+        "where it can be; on: refused where it cannot",
+        choices=(AUTO, "on", "off"),
+    )
     measure_recall: bool = setting(
         False, "measure the share of the full attention mass that the attended blocks cover (slow)"
     )

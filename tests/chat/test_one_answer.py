@@ -110,6 +110,7 @@ def test_the_weights_are_told_in_bytes_and_types(chat: Chat):
     assert report["weight_types"] == "float32"
     # Of a CPU there is nothing to choose.
     assert report["attention_backend"] is None
+    assert report["cuda_graphs"] is None
     quantised = chat.json("--prompt", QUESTION, "--weights", "q8_0")
     # The layers' rows of 48 numbers are no whole blocks.
     assert quantised["weight_types"] == "Q8_0, float32"

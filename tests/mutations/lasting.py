@@ -9,7 +9,45 @@ _STORE = "tests/contexts/test_context_store.py::test_"
 _PACKED = "tests/gpu_ops/test_packed_weights.py::test_"
 _HIDDEN = "tests/operators/test_hidden_in_dram.py::test_answers_are_the_same_wherever_hidden_states_lie"
 
+_SLOTS = "tests/operators/test_shadowkv_on_cuda.py::test_it_attends_to_and_counts_what_it_does_when_the_host_chooses"
+_CAPTURED = "tests/operators/test_captured_steps.py::test_"
+
 LASTING = (
+    Mutation(
+        "nobody waits for the stream that fetches missing values",
+        "hetero_kv/families/shadowkv/device_decode.py",
+        "            joined(residents.value_slots)\n",
+        "",
+        (_SLOTS,),
+    ),
+    Mutation(
+        "a GPU keeps the block table that it was given first",
+        "hetero_kv/engine/device_table.py",
+        " or not np.array_equal(self._sent, table)",
+        "",
+        (_SLOTS,),
+    ),
+    Mutation(
+        "DRAM is unlocked while a kernel reads it",
+        "gpu_ops/mapped_memory.py",
+        "        torch.cuda.synchronize(device)\n",
+        "        pass\n",
+        ("tests/simulated_cuda/test_hazards.py::test_mapped_memory_is_unlocked_when_nobody_reads_it",),
+    ),
+    Mutation(
+        "a captured token's states are written over by the next",
+        "hetero_kv/adapter/captured_steps.py",
+        "self._output.last_hidden_state.clone()",
+        "self._output.last_hidden_state",
+        (f"{_CAPTURED}a_token_that_was_given_is_not_written_over_by_the_next",),
+    ),
+    Mutation(
+        "the number of stored tokens is captured",
+        "hetero_kv/adapter/captured_steps.py",
+        "            self._inputs[name].copy_(tensor)\n",
+        '            if name != "position_ids":\n                self._inputs[name].copy_(tensor)\n',
+        (f"{_CAPTURED}logits_are_those_without_graphs[shadowkv]",),
+    ),
     Mutation(
         "the cache's index names a kernel before it is written",
         "cpu_ops/kernel_cache.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from simulated_cuda.copies import Copies
 from simulated_cuda.driver import patched
 from simulated_cuda.errors import SimulatedCudaError
+from simulated_cuda.graphs import CUDAGraph
 from simulated_cuda.kernels import interpreted
 from simulated_cuda.memory import Allocation, Memory, PinnedMemory
 from simulated_cuda.operators import Interception
@@ -30,12 +31,16 @@ class SimulatedDevice:
     Attributes:
         record: what was asked of them.
         index: of the current one.
+        capture: the graph that is captured; None for none.
+        pools: by handle, where the memory of graphs lies.
     """
 
     def __init__(self, devices: int, capability: tuple[int, int], total: int) -> None:
         self.devices, self.capability, self.total = devices, capability, total
         self.record = Record()
         self.index = 0
+        self.capture: CUDAGraph | None = None
+        self.pools: dict[Any, set[int]] = {}
         self._host, self._copies = Host(), Copies()
         self.memory, self.pinned = Memory(devices, self._host), PinnedMemory()
         self._current: dict[int, Stream] = {}
@@ -56,6 +61,7 @@ class SimulatedDevice:
         index = self.index_of(device)
         if index not in self._current:
             self._current[index] = Stream(index)
+            self._current[index].is_default = True
         return self._current[index]
 
     @contextmanager
@@ -83,13 +89,32 @@ class SimulatedDevice:
     def launch(self, name: str, index: int, reads: list[SimulatedTensor], writes: list[SimulatedTensor]) -> None:
         """A kernel that reads and writes tensors of GPU `index`."""
         line = asking_line()
+        if self.capture is not None:
+            self.capture.launch(f"{name}, {line}", reads, writes)
+            return
         self.record.everything.append(Launch(name, line))
         self._queue(index, reads, writes, line)
 
-    def _queue(self, index: int, reads: list[SimulatedTensor], writes: list[SimulatedTensor], line: str) -> Stream:
+    def computed(self, again: Callable[[], Any], out: Any) -> None:
+        """The kernel that was launched last has computed `out`, on the CPU; `again` does it anew."""
+        if self.capture is not None:
+            self.capture.add(again, out)
+
+    def refuse_capturing(self, what: str) -> None:
+        """Raise RuntimeError where a stream is captured; that is over then."""
+        if self.capture is not None:
+            self.capture.fail()
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
+
+    def advanced(self, index: int) -> Stream:
+        """The current stream of a GPU, with one more piece of work."""
         stream = self.current_stream(index)
         self._streams.add(stream)
         stream.done += 1
+        return stream
+
+    def _queue(self, index: int, reads: list[SimulatedTensor], writes: list[SimulatedTensor], line: str) -> Stream:
+        stream = self.advanced(index)
         for tensor in reads:
             tensor.allocation.use(stream, False, line)
         for tensor in writes:
@@ -98,6 +123,7 @@ class SimulatedDevice:
 
     def send(self, host: torch.Tensor, to: SimulatedTensor, is_pinned: bool, is_blocking: bool) -> None:
         """Record a copy to the device, whose numbers are there already."""
+        self.refuse_capturing("a copy to the device")
         line = asking_line()
         self.record.everything.append(Copy(to.data_on_cpu.nbytes, True, is_pinned, is_blocking, line))
         stream = self._queue(to.place.index, [], [to], line)
@@ -108,6 +134,7 @@ class SimulatedDevice:
 
     def fetch(self, host: torch.Tensor, of: SimulatedTensor, is_pinned: bool, is_blocking: bool) -> None:
         """Copy from the device into `host`, of one dtype; what is not blocking arrives when somebody waits."""
+        self.refuse_capturing("a copy from the device")
         line = asking_line()
         self.record.everything.append(Copy(host.nbytes, False, is_pinned, is_blocking, line))
         stream = self._queue(of.place.index, [of], [], line)
@@ -131,6 +158,7 @@ class SimulatedDevice:
 
     def host_waits(self, cause: str, clock: Clock) -> None:
         """The host waits until the work that `clock` tells of is done. Raises SimulatedCudaError for mistakes."""
+        self.refuse_capturing(cause)
         self.record.everything.append(Wait(cause, asking_line()))
         self._host.learn(clock)
         self._copies.arrive(self._host)
@@ -155,11 +183,11 @@ def simulated(
         interpret: let Triton's interpreter run Triton's kernels, and not the torch functions that define them.
     """
     simulation = SimulatedDevice(devices, capability, total)
-    SimulatedTensor.simulation = Stream.simulation = Event.simulation = simulation
+    SimulatedTensor.simulation = Stream.simulation = Event.simulation = CUDAGraph.simulation = simulation
     try:
         with patched(simulation), interpreted(simulation, interpret), Interception(simulation):
             yield simulation
             for index in range(devices):
                 simulation.synchronize(index)
     finally:
-        SimulatedTensor.simulation = Stream.simulation = Event.simulation = None
+        SimulatedTensor.simulation = Stream.simulation = Event.simulation = CUDAGraph.simulation = None

@@ -13,6 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from simulated_cuda.flash import scaled_dot_product_attention
+from simulated_cuda.graphs import CUDAGraph
 from simulated_cuda.streams import Event, Stream
 from simulated_cuda.tensor import SimulatedTensor
 
@@ -58,6 +59,9 @@ def _names(simulation: Any) -> dict[str, Any]:
         "is_bf16_supported": lambda including_emulation=True: simulation.capability >= (8, 0),
         "Stream": Stream,
         "Event": Event,
+        "CUDAGraph": CUDAGraph,
+        "graph_pool_handle": lambda: object(),
+        "is_current_stream_capturing": lambda: simulation.capture is not None,
         "current_stream": simulation.current_stream,
         "stream": simulation.on_stream,
         "synchronize": simulation.synchronize,

@@ -39,4 +39,7 @@ def scaled_dot_product_attention(simulation: Any, original: Any, *args: Any, **k
         raise RuntimeError("Expected query, key, value and attn_mask to be on the same device")
     index = args[0].place.index
     simulation.launch("scaled_dot_product_attention", index, given, [])
-    return SimulatedTensor(original(*on_cpu(args), **on_cpu(kwargs)), index)
+    args, kwargs = on_cpu(args), on_cpu(kwargs)
+    out = original(*args, **kwargs)
+    simulation.computed(lambda: original(*args, **kwargs), out)
+    return SimulatedTensor(out, index)

@@ -143,9 +143,12 @@ def interpreted(simulation: Any, by_interpreter: bool) -> Iterator[None]:
         name = self.fn.__name__
         named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
         written = _queue(simulation, name, named)
+        data, fixed = on_cpu(args), on_cpu(kwargs)
         if name in DEFINITIONS and not by_interpreter:
-            DEFINITIONS[name](*on_cpu(args), **on_cpu(kwargs))
+            DEFINITIONS[name](*data, **fixed)
+            simulation.computed(lambda: DEFINITIONS[name](*data, **fixed), ())
             return
+        simulation.refuse_capturing("a kernel by the interpreter")
         kept = {each: data.clone() for each, data in on_cpu(_tensors(named)).items() if each not in written}
         InterpretedFunction(self.fn).run(*on_cpu(args), grid=grid, warmup=warmup, **on_cpu(kwargs))
         for each, before in kept.items():

@@ -83,6 +83,10 @@ class Memory:
         self.peak[index] = max(self.peak[index], self.live[index])
         return made
 
+    def addresses(self) -> set[int]:
+        """Where the storages that live begin."""
+        return set(self._by_address.keys())
+
     def _forget(self, allocation: Allocation) -> None:
         self.live[allocation.index] -= allocation.nbytes
         if allocation.is_in_use(self._host):

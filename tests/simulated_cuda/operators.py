@@ -61,13 +61,17 @@ def run(simulation: Any, function: Any, args: Any, kwargs: Any) -> Any:
         simulation.launch(name, index, [each for each in ours if not _among(each, written)], written)
     if name in _WAITING:
         simulation.host_waits(name, simulation.current_stream(index).clock)
+    args, kwargs = on_cpu(args), dict(on_cpu(kwargs))
     out = _computed(simulation, name, function, args, kwargs, target)
+    if not (function.is_view or name in _IDLE):
+        simulation.computed(lambda: _computed(simulation, name, function, args, kwargs, target), out)
     return _placed(out, ours, None if target is not None and target.type == "cpu" else index)
 
 
 def _on_host(simulation: Any, function: Any, args: Any, kwargs: Any) -> Any:
     if not kwargs.get("pin_memory"):
         return function(*args, **kwargs)
+    simulation.refuse_capturing("page-locking memory")
     return simulation.pinned.allocated(function(*args, **{**kwargs, "pin_memory": False}))
 
 
@@ -101,7 +105,7 @@ def _among(tensor: torch.Tensor, others: list[SimulatedTensor]) -> bool:
 
 
 def _computed(simulation: Any, name: str, function: Any, args: Any, kwargs: Any, target: Any) -> Any:
-    args, kwargs = on_cpu(args), dict(on_cpu(kwargs))
+    kwargs = dict(kwargs)
     kwargs.pop("pin_memory", None)
     if target is not None:
         kwargs["device"] = _CPU
@@ -132,8 +136,10 @@ def _copied_into(simulation: Any, to: torch.Tensor, source: torch.Tensor, non_bl
     """`to.copy_(source)`, between any two devices."""
     is_ours, from_ours = isinstance(to, SimulatedTensor), isinstance(source, SimulatedTensor)
     if is_ours and from_ours:
-        to.data_on_cpu.copy_(source.data_on_cpu)
         simulation.launch("copy_", to.place.index, [source], [to])
+        target, data = to.data_on_cpu, source.data_on_cpu
+        target.copy_(data)
+        simulation.computed(lambda: target.copy_(data), target)
         return to
     if not is_ours and not from_ours:
         torch.ops.aten.copy_.default(to, source)
@@ -213,4 +219,7 @@ def _indexed(simulation: Any, function: Any, args: Any, kwargs: Any) -> Any:
     written = _written(function, args, kwargs)
     index = tensor.place.index
     simulation.launch(name, index, [each for each in ours if not _among(each, written)], written)
-    return _placed(function(*on_cpu(args), **on_cpu(kwargs)), ours, index)
+    args, kwargs = on_cpu(args), on_cpu(kwargs)
+    out = function(*args, **kwargs)
+    simulation.computed(lambda: function(*args, **kwargs), out)
+    return _placed(out, ours, index)

@@ -23,6 +23,7 @@ class Stream:
 
     Attributes:
         index: of its device.
+        is_default: whether it is the device's own.
         done: work queued so far.
         knows: of other streams.
     """
@@ -31,6 +32,7 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.index = self.simulation.index_of(device)
+        self.is_default = False
         self.done = 0
         self.knows: Clock = {}
 
@@ -44,9 +46,11 @@ class Stream:
         return stream is self or self.knows.get(stream, 0) >= count
 
     def wait_stream(self, other: Stream) -> None:
+        self.simulation.refuse_capturing("wait_stream")
         _learn(self.knows, other.clock)
 
     def wait_event(self, event: Event) -> None:
+        self.simulation.refuse_capturing("wait_event")
         _learn(self.knows, event.clock)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -67,6 +71,7 @@ class Event:
         self.clock: Clock = {}
 
     def record(self, stream: Stream | None = None) -> None:
+        self.simulation.refuse_capturing("event.record")
         stream = self.simulation.current_stream() if stream is None else stream
         self.clock = stream.clock
 

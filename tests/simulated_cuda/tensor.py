@@ -110,14 +110,19 @@ class SimulatedTensor(torch.Tensor):
         if _makes_a_view(index):
             return SimulatedTensor(self.data_on_cpu[index], self.place.index)
         self._queue_indexing("index", index, [])
-        return SimulatedTensor(self.data_on_cpu[on_cpu(index)], self.place.index)
+        data, places = self.data_on_cpu, on_cpu(index)
+        out = data[places]
+        self.simulation.computed(lambda: data[places], out)
+        return SimulatedTensor(out, self.place.index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if not _makes_a_view(index):
             if _is_foreign(value):
                 raise RuntimeError("Expected all tensors to be on the same device, but index_put_ got values on cpu")
             self._queue_indexing("index_put_", index, [self])
-            self.data_on_cpu[on_cpu(index)] = on_cpu(value)
+            data, places, new = self.data_on_cpu, on_cpu(index), on_cpu(value)
+            data.__setitem__(places, new)
+            self.simulation.computed(lambda: data.__setitem__(places, new), ())
             return
         part = SimulatedTensor(self.data_on_cpu[index], self.place.index)
         if isinstance(value, SimulatedTensor) or _is_foreign(value):

@@ -7,6 +7,7 @@ import torch
 from devices import simulated_cuda
 
 from gpu_ops.gather import gathered_rows
+from gpu_ops.mapped_memory import MappedMemory
 from gpu_ops.side_stream import beside, joined
 from simulated_cuda import SimulatedCudaError
 
@@ -166,6 +167,17 @@ def test_memory_that_is_unregistered_while_a_kernel_reads_it(gpu):
     torch.cuda.cudart().cudaHostUnregister(stored.data_ptr())
     with pytest.raises(SimulatedCudaError, match="unregistered while it may still be read"):
         torch.cuda.synchronize()
+
+
+def test_mapped_memory_is_unlocked_when_nobody_reads_it(gpu):
+    pytest.importorskip("triton")
+    stored = torch.zeros(8, 8)
+    mapped = MappedMemory(stored, torch.device("cuda", 0))
+    assert mapped.reach(stored.nbytes)
+    read_in_place(mapped.tensor)
+    del mapped
+    assert not stored.is_pinned()
+    torch.cuda.synchronize()
 
 
 def test_a_kernel_that_is_launched_on_another_gpu_than_its_tensors(gpu):

@@ -98,6 +98,14 @@ class BoundedAttention(AttentionOperator):
             kwargs["position_embeddings"] = _identity(cos.shape, cos.dtype, cos.device)
         return kwargs
 
+    def lasting_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if not self.policy.reindexed:
+            return kwargs
+        cos, _ = kwargs["position_embeddings"]
+        # Not those that are kept: what is made while a graph is captured has numbers when that has run.
+        identity = _identity.__wrapped__(cos.shape, cos.dtype, cos.device)
+        return {**kwargs, "position_embeddings": identity}
+
     def _record(self, cache: HeteroCache, step: Step, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Note the rotation of the positions that entries may get within the cache, in one table with other layers.
 

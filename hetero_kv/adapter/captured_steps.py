@@ -1,0 +1,239 @@
+"""Decoded tokens on a GPU by CUDA graphs: what lies between two attentions is captured once and launched as a whole.
+
+A model's kernels have constant shapes and addresses from token to token, but for its attention's. So a token's forward
+is recorded with every attention left out: as many segments as it has attentions, and one more. Later tokens launch the
+segments, and between them layers do with the token's queries, keys and values what they always do. The model's own code
+runs while it is recorded, and not again: what it would do anew for every token beside launching kernels is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import ModelOutput
+
+from gpu_ops.captured import Segments
+from gpu_ops.host_copies import on_device
+from hetero_kv.adapter.model_call import ModelCall, Signature
+from hetero_kv.adapter.recording import RECORDING, NotCapturableError, Recording
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.layer import FamilyLayer
+from hetero_kv.errors import UnsupportedModelError
+
+OFF, ON = "off", "on"
+# Tokens that run as they are first: what is made or tried once is none to be captured.
+_WARM_UP = 2
+# Kinds of call (rows, arguments) that are kept captured.
+_KEPT = 4
+
+_Key = tuple[Any, ...]
+
+
+class Captures:
+    """Whether a model's tokens are to be captured, and what has come of it.
+
+    Args:
+        asked: the setting `cuda_graphs`.
+
+    Attributes:
+        state: None before any token could have been captured, then `on`, or `off` with the reason.
+    """
+
+    def __init__(self, asked: str = "auto") -> None:
+        self.asked = asked
+        self.state: str | None = None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is captured, or cannot be."""
+        return self.asked == OFF or (self.state is not None and self.state != ON)
+
+    def refuse(self, reason: str) -> None:
+        """Note why tokens are not captured. Raises UnsupportedModelError where they must be."""
+        if self.asked == ON:
+            raise UnsupportedModelError(
+                f"cuda_graphs is on, and a token cannot be captured: {reason}; set cuda_graphs to auto or off"
+            )
+        self.state = f"{OFF}: {reason}"
+
+
+class _CapturedToken:
+    """A token's forward, captured.
+
+    Args:
+        inputs: the tensors that a call is given, by name: others' numbers are copied into them.
+        output: of the recorded forward.
+    """
+
+    def __init__(
+        self, model: nn.Module, segments: Segments, recording: Recording, inputs: dict[str, torch.Tensor], output: Any
+    ) -> None:
+        self._segments, self._attentions, self._inputs = segments, recording.attentions, inputs
+        self._output = replace(output, past_key_values=None)
+        self._weights = [
+            (owner, name)
+            for module in model.modules()
+            for owner in (module._parameters, module._buffers)
+            for name, tensor in owner.items()
+            if tensor is not None
+        ]
+        self._addresses = self._present_addresses()
+
+    def _present_addresses(self) -> list[int]:
+        return [-1 if (tensor := owner.get(name)) is None else tensor.data_ptr() for owner, name in self._weights]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model's weights lie where they did."""
+        return self._present_addresses() == self._addresses
+
+    def run(self, inputs: dict[str, torch.Tensor], cache: HeteroCache) -> Any:
+        """The forward's output for other inputs, over a cache that a step has begun in."""
+        for name, tensor in inputs.items():
+            self._inputs[name].copy_(tensor)
+        for index, (attention, out) in enumerate(self._attentions):
+            self._segments.launch(index)
+            out.copy_(attention(cache))
+        self._segments.launch(len(self._attentions))
+        # The next token's comes to lie in the same place.
+        last = self._output.last_hidden_state.clone()
+        self._segments.launched()
+        return replace(self._output, last_hidden_state=last, past_key_values=cache)
+
+
+class CapturedSteps:
+    """The forward of the module that walks through a model's layers, captured for decoded tokens."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any], captures: Captures) -> None:
+        self._model, self._signature, self._captures = model, Signature(forward), captures
+        self._tokens: dict[_Key, _CapturedToken] = {}
+        self._seen: dict[_Key, int] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward."""
+        cache = kwargs.get("past_key_values")
+        if self._captures.is_off or not isinstance(cache, HeteroCache) or not _decodes(cache):
+            return self._signature.forward(*args, **kwargs)
+        call = self._signature.call(args, kwargs)
+        given = call.given
+        if given is None or not given.is_cuda:
+            return call.run()
+        inputs, fixed = self._arguments(call, cache)
+        key = _key(inputs, fixed)
+        if self._seen.get(key, 0) < _WARM_UP:
+            self._seen[key] = self._seen.get(key, 0) + 1
+            return call.run()
+        token = self._captured(key, inputs, fixed, cache)
+        return call.run() if token is None else token.run(inputs, cache)
+
+    def _arguments(self, call: ModelCall, cache: HeteroCache) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """The tensors of a call, its positions among them, and what else it is given, but for the cache."""
+        assert call.given is not None
+        # Of a decoded token a mask says which rows have one, and that has been seen to.
+        arguments = {name: value for name, value in call.arguments.items() if name != "attention_mask"}
+        if arguments.get("position_ids") is None and "position_ids" in call.signature.names:
+            past = [[step.past] for step in cache.steps for _ in step.cohort.sequences]
+            arguments["position_ids"] = on_device(torch.tensor(past), call.given.device)
+        arguments.pop("past_key_values")
+        inputs = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+        return inputs, {name: value for name, value in arguments.items() if name not in inputs}
+
+    def _captured(
+        self, key: _Key, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache
+    ) -> _CapturedToken | None:
+        """The captured forward of such a call, recorded where there is none; None where it cannot be."""
+        token = self._tokens.get(key)
+        if token is not None and token.is_current:
+            return token
+        self._tokens.pop(key, None)
+        while len(self._tokens) >= _KEPT:
+            del self._tokens[next(iter(self._tokens))]
+        try:
+            self._require_capturable(inputs, fixed, cache)
+            self._tokens[key] = self._recorded(inputs, fixed, cache)
+        # What CUDA refuses to capture is a RuntimeError of torch's.
+        except RuntimeError as error:
+            self._captures.refuse(str(error).splitlines()[0] if str(error) else type(error).__name__)
+            return None
+        self._captures.state = ON
+        return self._tokens[key]
+
+    def _require_capturable(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache) -> None:
+        """Raise NotCapturableError for what is known before anything is recorded."""
+        others = [layer for layer in cache.steps[0].cohort.layers if not isinstance(layer, FamilyLayer)]
+        if others:
+            raise NotCapturableError(
+                f"{len(others)} layers have a cache of transformers' own ({type(others[0]).__name__})"
+            )
+        if "position_ids" not in inputs:
+            raise NotCapturableError(f"{type(self._model).__name__} takes no position_ids")
+        odd = [name for name, value in fixed.items() if not isinstance(value, bool | int | float | str | None)]
+        odd += [name for name, tensor in inputs.items() if not tensor.is_cuda]
+        if odd:
+            raise NotCapturableError(f"the model is called with {', '.join(odd)}")
+        device = next(iter(inputs.values())).device
+        if any(parameter.device != device for parameter in self._model.parameters()):
+            raise NotCapturableError(f"not all weights lie on {device}")
+
+    def _recorded(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache) -> _CapturedToken:
+        """Capture a token's forward. Nothing of it runs. Raises RuntimeError for what cannot be captured."""
+        own = {name: tensor.clone() for name, tensor in inputs.items()}
+        segments = Segments(next(iter(inputs.values())).device)
+        recording = Recording(segments)
+        token = RECORDING.set(recording)
+        try:
+            with _length_untold(cache), segments.captured():
+                output = self._signature.forward(**own, **fixed, past_key_values=cache)
+        finally:
+            RECORDING.reset(token)
+        if len(recording.attentions) != len(cache.layers):
+            raise NotCapturableError(f"{len(cache.layers)} layers attended {len(recording.attentions)} times")
+        _require_plain(output)
+        return _CapturedToken(self._model, segments, recording, own, output)
+
+
+def _decodes(cache: HeteroCache) -> bool:
+    """Whether a step has begun in which every row of the cache gets one decoded token, that is kept."""
+    return bool(cache.steps) and all(step.is_decode and step.tokens == 1 and step.keeps for step in cache.steps)
+
+
+def _key(inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> _Key:
+    shapes = ((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in inputs.items())
+    return (*sorted(shapes, key=lambda each: each[0]), *sorted((name, repr(value)) for name, value in fixed.items()))
+
+
+def _require_plain(output: Any) -> None:
+    """Raise NotCapturableError for an output with other tensors than the last hidden states."""
+    if not isinstance(output, ModelOutput):
+        raise NotCapturableError("return_dict=False was asked for")
+    others = [name for name in output if name not in ("last_hidden_state", "past_key_values")]
+    if others:
+        raise NotCapturableError(f"the model gives {', '.join(others)} too")
+
+
+@contextmanager
+def _length_untold(cache: HeteroCache) -> Iterator[None]:
+    """Within this context a model that asks the cache how long it is, other than for a mask, is refused: the number
+    would be captured, and be another one at the next token."""
+    told = cache.get_query_offset
+
+    def refuse(layer_idx: int = 0) -> int:
+        raise NotCapturableError("the model asks for the number of stored tokens, which is another one for each token")
+
+    def offset(layer_idx: int = 0) -> int:
+        del cache.__dict__["get_seq_length"]
+        try:
+            return told(layer_idx)
+        finally:
+            cache.__dict__["get_seq_length"] = refuse
+
+    cache.__dict__["get_seq_length"], cache.__dict__["get_query_offset"] = refuse, offset
+    try:
+        yield
+    finally:
+        del cache.__dict__["get_seq_length"], cache.__dict__["get_query_offset"]

@@ -1,0 +1,65 @@
+"""What a forward does between its captured segments: noted while they are captured, done anew for every token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gpu_ops.captured import Segments
+
+if TYPE_CHECKING:
+    from hetero_kv.adapter.bridge import AttentionCall, Serving
+    from hetero_kv.adapter.operator import AttentionOperator
+    from hetero_kv.engine.cache import HeteroCache
+
+#: What a cache's layers do with the captured queries, keys and values of a token, and its attention.
+Work = Callable[["HeteroCache"], torch.Tensor]
+
+#: The recording that is under way.
+RECORDING: ContextVar[Recording | None] = ContextVar("hetero_kv_recording", default=None)
+
+
+class NotCapturableError(RuntimeError):
+    """A forward has what cannot be captured; the message says what."""
+
+
+class Recording:
+    """A decoded token's forward, of which every attention is left out and noted.
+
+    Attributes:
+        attentions: in order, what computes each of them, and where that is to lie for what is captured behind it.
+    """
+
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+        self.attentions: list[tuple[Work, torch.Tensor]] = []
+        self._before: Callable[[HeteroCache], Any] | None = None
+
+    def noted_arguments(
+        self, operator: AttentionOperator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What an attention module is to be called with; its operator sees these before its attention is computed.
+
+        Raises NotCapturableError where that would be others for every token.
+        """
+        # Not the cache, which is another's at the next token.
+        held = {name: value for name, value in kwargs.items() if name != "past_key_values"}
+        self._before = lambda cache: operator.arguments_for(args, {**held, "past_key_values": cache})
+        return operator.lasting_arguments(kwargs)
+
+    def attended(self, operator: Serving, call: AttentionCall) -> torch.Tensor:
+        """Where the attention of a call will lie, [batch, heads, tokens, v_dim]; it is computed for every token."""
+        before, self._before = self._before, None
+
+        def work(cache: HeteroCache) -> torch.Tensor:
+            if before is not None:
+                before(cache)
+            return operator.attend(cache, call)
+
+        with self._segments.interrupted():
+            out = call.q.new_empty(*call.q.shape[:3], call.v.shape[3])
+        self.attentions.append((work, out))
+        return out

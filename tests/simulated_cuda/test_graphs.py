@@ -1,0 +1,109 @@
+"""The simulated device captures what a GPU captures, refuses what it refuses, and replays on the same addresses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devices import simulated_cuda
+
+from gpu_ops.captured import Segments
+from gpu_ops.merge import merge_attention
+from simulated_cuda import Launch, SimulatedCudaError
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture
+def gpu():
+    with simulated_cuda() as simulation:
+        yield simulation
+
+
+def captured(work):
+    """Segments of one, and what `work` gave while it was captured."""
+    segments = Segments(torch.device("cuda", 0))
+    with segments.captured():
+        made = work()
+    return segments, made
+
+
+def test_nothing_runs_while_it_is_captured_and_all_of_it_when_it_is_launched(gpu):
+    ours, counter = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+
+    def work():
+        counter.add_(1)
+        return (ours * 2 + counter).relu()
+
+    segments, made = captured(work)
+    assert made.isnan().all()
+    assert counter.tolist() == [0.0] * 4
+    gpu.record.clear()
+    segments.launch(0)
+    assert [each.name for each in gpu.record.everything if isinstance(each, Launch)] == ["graph"]
+    assert made.tolist() == [3.0] * 4
+    ours.fill_(-7.0)
+    segments.launch(0)
+    assert (made.tolist(), counter.tolist()) == ([0.0] * 4, [2.0] * 4)
+
+
+def test_work_between_two_segments_sees_the_one_and_is_seen_by_the_other(gpu):
+    ours, out = torch.ones(4, device="cuda"), torch.empty(4, device="cuda")
+    segments = Segments(torch.device("cuda", 0))
+    with segments.captured():
+        first = ours + 1
+        residual = first * 10
+        with segments.interrupted():
+            pass
+        last = residual + out
+    assert len(segments) == 2
+    del residual
+    for number in (1.0, 2.0):
+        ours.fill_(number)
+        segments.launch(0)
+        out.copy_(first * 100)
+        segments.launch(1)
+        assert last.tolist() == [110 * (number + 1)] * 4
+
+
+def test_kernels_of_triton_and_indices_are_captured(gpu):
+    pytest.importorskip("triton")
+    parts = [torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3)] * 2
+    ours, places = [part.to("cuda") for part in parts], torch.tensor([1, 0], device="cuda")
+    expected = merge_attention(*parts)[0][:, [1, 0]]
+    merge_attention(*ours)
+    segments, made = captured(lambda: merge_attention(*ours)[0][:, places])
+    segments.launch(0)
+    assert torch.allclose(made.cpu(), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda ours: ours.sum().item(),
+        lambda ours: ours.cpu(),
+        lambda ours: ours.copy_(torch.ones(4), non_blocking=True),
+        lambda ours: ours[ours > 0],
+        lambda ours: torch.empty(4, pin_memory=True),
+        lambda ours: torch.cuda.synchronize(),
+        lambda ours: torch.cuda.Event().record(),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_and_the_device_goes_on(gpu, refused):
+    ours = torch.ones(4, device="cuda")
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        captured(lambda: refused(ours.mul_(2)))
+    assert (ours + 1).tolist() == [2.0] * 4
+
+
+def test_the_devices_own_stream_is_not_captured(gpu):
+    with pytest.raises(RuntimeError, match="non-default stream"):
+        torch.cuda.CUDAGraph().capture_begin()
+
+
+def test_a_graph_whose_memory_was_let_go_is_an_error(gpu):
+    held = [torch.ones(4, device="cuda")]
+    segments, _ = captured(lambda: held[0] + 1)
+    segments.launch(0)
+    held.clear()
+    with pytest.raises(SimulatedCudaError, match="freed since it was captured"):
+        segments.launch(0)
