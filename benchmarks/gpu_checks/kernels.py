@@ -17,7 +17,6 @@ from gpu_ops.kernel_choice import runs_triton
 from gpu_ops.mapped_memory import MappedMemory
 from gpu_ops.merge import merge_attention, merge_attention_in_torch
 from gpu_ops.rebuild import rebuilt_chunks, rebuilt_chunks_in_torch
-from gpu_ops.resident_slots import fetch, fetch_in_torch, placed, placed_in_torch
 from gpu_ops.rotary import RotaryLayout
 
 Case = tuple[str, Callable[[], Any], Callable[[], Any], float]
@@ -72,32 +71,6 @@ def _gather_case(setting: Setting, dtype: torch.dtype) -> Case:
     )
 
 
-def _fetch_case(setting: Setting, dtype: torch.dtype) -> Case:
-    blocks, count = (100, 7) if setting.tiny else (20_000, 256)
-    stored = torch.randn(blocks, 8, 8, 128).to(torch.float16)
-    mapped = MappedMemory(stored, setting.device)
-    fetches = fetch if setting.on_gpu and mapped.reach(stored.nbytes) else fetch_in_torch
-    table = torch.randperm(blocks, device=setting.device)[None].int()
-    held = torch.full((1, 8, count), -1, device=setting.device)
-    wanted = torch.rand(1, 8, blocks, device=setting.device).argsort(dim=2)[..., :count].contiguous()
-    missed = torch.empty(8, dtype=torch.int32, device=setting.device)
-    place = placed if setting.on_gpu else placed_in_torch
-
-    def fetched(by: Callable[..., Any], finds: Callable[..., Any], source: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros(1, 8, count, 8, 128, dtype=dtype, device=setting.device)
-        by(source, table, *finds(held, wanted, missed)[1:], out)
-        return out
-
-    in_place = stored.to(setting.device)
-    return (
-        "missing chunks found, and read from page-locked DRAM" if fetches is fetch or not setting.on_gpu
-        else "missing chunks: NOT page-locked",
-        lambda: fetched(fetches, place, mapped.tensor if fetches is fetch else in_place),
-        lambda: fetched(fetch_in_torch, placed_in_torch, in_place),
-        0.0,
-    )  # fmt: skip
-
-
 def _milliseconds(setting: Setting, action: Callable[[], Any]) -> float:
     took: list[float] = []
     repeats = _REPEATS if setting.on_gpu and not setting.tiny else 1
@@ -117,7 +90,7 @@ def check(setting: Setting) -> Iterator[Result]:
         return
     pairs = 16 if setting.tiny else 64
     for dtype in (torch.float32, *HALF):
-        cases = [_merge_case(setting, dtype), _gather_case(setting, dtype), _fetch_case(setting, dtype)]
+        cases = [_merge_case(setting, dtype), _gather_case(setting, dtype)]
         layouts = (RotaryLayout(pairs), RotaryLayout(pairs // 2, interleaved=True), RotaryLayout(0))
         cases += [_rebuild_case(setting, dtype, layout) for layout in layouts]
         cases += prompt_cases(setting, dtype)

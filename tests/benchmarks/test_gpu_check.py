@@ -80,7 +80,6 @@ def test_it_runs_on_a_gpu(capsys):
         assert f"pass  kernels: {kernel}" in told
     for name in FORMATS:
         assert all(f"pass  kernels: {what}, {name}, bfloat16" in told for what in PACKED)
-    assert "pass  kernels: missing chunks found, and read from page-locked DRAM, bfloat16" in told
     assert " 0 failed, 0 need a GPU" in told
 
 
