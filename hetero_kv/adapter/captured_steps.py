@@ -18,7 +18,6 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from gpu_ops.captured import Segments
-from gpu_ops.host_copies import on_device
 from hetero_kv.adapter.model_call import ModelCall, Signature
 from hetero_kv.adapter.recording import RECORDING, NotCapturableError, Recording
 from hetero_kv.engine.cache import HeteroCache
@@ -137,8 +136,11 @@ class CapturedSteps:
         # Of a decoded token a mask says which rows have one, and that has been seen to.
         arguments = {name: value for name, value in call.arguments.items() if name != "attention_mask"}
         if arguments.get("position_ids") is None and "position_ids" in call.signature.names:
-            past = [[step.past] for step in cache.steps for _ in step.cohort.sequences]
-            arguments["position_ids"] = on_device(torch.tensor(past), call.given.device)
+            # Numbers that launches are given, so that nothing is copied.
+            past = [
+                torch.full((len(step.cohort.sequences), 1), step.past, device=call.given.device) for step in cache.steps
+            ]
+            arguments["position_ids"] = past[0] if len(past) == 1 else torch.cat(past)
         arguments.pop("past_key_values")
         inputs = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
         return inputs, {name: value for name, value in arguments.items() if name not in inputs}

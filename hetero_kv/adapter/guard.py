@@ -107,7 +107,7 @@ def _behind_the_cache(model: Any) -> Callable[..., Any]:
     @functools.wraps(forward)
     def placed_forward(*args: Any, **kwargs: Any) -> Any:
         cache, call = _cache_among(args, kwargs), signature.call(args, kwargs)
-        if cache is not None:
+        if cache is not None and call.arguments.get("position_ids") is None:
             first = cache.get_seq_length()
             call = call.placed(torch.arange(first, first + call.shape[1], device=_device(call))[None])
         return call.run()

@@ -285,9 +285,13 @@ def _take_out(model: nn.Module, injection: Injection) -> None:
 
 
 def _mask_builders(model: nn.Module, operators: dict[str, Operator]) -> list[Any]:
-    """The modules that build the attention mask of replaced layers: the nearest transformers model around each."""
+    """The modules that build the attention mask of replaced layers: the nearest transformers model around each.
+
+    Weights that stay packed are no layers, unless nothing else is replaced: a head lies outside of what builds masks.
+    """
     builders: dict[int, Any] = {}
-    for path in operators:
+    layers = [path for path, operator in operators.items() if not isinstance(operator, QuantizedModule)]
+    for path in layers or operators:
         parts = path.split(".")
         for depth in range(len(parts) - 1, -1, -1):
             ancestor = model.get_submodule(".".join(parts[:depth]))

@@ -94,8 +94,15 @@ def _grouped(name: str, theirs: Sequence[Owner], owners: Sequence[Owner]) -> Gro
         sense.owners.append(owner)
         sense.defaults.setdefault(str(own.default), []).append(owner)
     elsewhere = labels(takers, owners) if {*takers} != {*theirs} else ""
-    first = next(iter(senses.values()))
+    # What a dataclass says anew of a setting that it inherits counts for itself alone.
+    first = next(sense for sense in senses.values() if not _says_anew(sense, senses.values()))
     return GroupedSetting(first.row, list(senses.values()), elsewhere)
+
+
+def _says_anew(sense: Sense, senses: Iterable[Sense]) -> bool:
+    """Whether a setting with this sense is inherited from where it has another one."""
+    bases = sense.owners[0].settings.__mro__[1:]
+    return any(owner.settings in bases for other in senses if other is not sense for owner in other.owners)
 
 
 def _words(sense: Sense, suffix: str) -> str:

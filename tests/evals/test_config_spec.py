@@ -33,7 +33,7 @@ def test_a_method_takes_the_settings_of_its_own_operators(word, name, value):
         ("quest:rank=8", "ShadowKVAttention"),
         ("tova:rank=8", "ShadowKVAttention"),
         ("shadowkv:policy=tova", "BoundedAttention"),
-        ("infinipot:second_block_count=3", "RetrievalAttention and SelfExtendAttention"),
+        ("infinipot:second_block_count=3", "InfLLMStreamAttention, RetrievalAttention and SelfExtendAttention"),
         ("tova:window=3", r"BoundedAttention \(pyramidkv and snapkv\)"),
     ],
 )

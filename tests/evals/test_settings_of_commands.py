@@ -18,8 +18,8 @@ from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.rules.settings_file import read_settings_file
 
 INFINIPOT = (
-    "second_block_count has no effect here: it is a setting of RetrievalAttention and SelfExtendAttention, and "
-    "injection_rules/infinipot.yaml puts in BoundedAttention (infinipot)"
+    "second_block_count has no effect here: it is a setting of InfLLMStreamAttention, RetrievalAttention and "
+    "SelfExtendAttention, and injection_rules/infinipot.yaml puts in BoundedAttention (infinipot)"
 )
 
 
@@ -78,7 +78,8 @@ def test_so_is_a_key_of_the_file_itself(command, name, tmp_path):
     (tmp_path / "mine.yaml").write_text("extends: infinipot.yaml\nlong_context:\n  second_select_num: 100\n")
     message = command(name, tmp_path / "mine.yaml", status=2)
     assert (
-        "long_context, line 3: second_block_count has no effect here: it is a setting of RetrievalAttention" in message
+        "long_context, line 3: second_block_count has no effect here: it is a setting of InfLLMStreamAttention, "
+        in message
     )
 
 

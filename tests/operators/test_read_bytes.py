@@ -64,11 +64,8 @@ CHOSEN = AROUND * TOKEN + 3 * 4 * TOKEN + CONTEXT * REPRESENTATIVES
         ({**MEANSTD, "head_select_mode": "SEPARATE", "rest": "estimate"}, CHOSEN + 9 * VECTOR),
         # Six candidates' keys, which are scored as they are stored: copies in four bits come in tiles of 16 tokens.
         ({**MEANSTD, "rest": "estimate", "rerank": 2}, CHOSEN + 9 * VECTOR + 6 * 4 * VECTOR),
-        # All blocks' keys, and no representatives.
-        (
-            {**MEANSTD, "rest": "estimate", "rerank": "all"},
-            CHOSEN + 9 * VECTOR + CONTEXT * (4 * VECTOR - REPRESENTATIVES),
-        ),
+        # All blocks' keys, and the representatives by which the rest counts.
+        ({**MEANSTD, "rest": "estimate", "rerank": "all"}, CHOSEN + 9 * VECTOR + CONTEXT * 4 * VECTOR),
         # Means of half precision, of 4 blocks around, 3 that are chosen, and 6 candidates.
         ({**MEANSTD, "rerank": 2, "key_offset": "block_mean"}, CHOSEN + 6 * 4 * VECTOR + 13 * VECTOR // 2),
         # All blocks of the Context are attended to, and no representatives are read.
