@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tiny_models import tiny_model
 
 from benchmarks.sparse_prefill import DENSE, measured
 
 
+@pytest.mark.slow  # a kernel of its own is compiled
 def test_a_prefills_attention_is_a_part_of_its_time():
     model = tiny_model("qwen2")
     found = measured(model, ["flexprefill"], torch.randint(2, 97, (1, 70)), repeats=1)

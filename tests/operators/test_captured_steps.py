@@ -66,7 +66,7 @@ def conversation(model, recipe, graphs):
 
 
 #: What waits for nothing, and a policy that rotates keys itself.
-QUICK = ("shadowkv", "streaming_llm")
+QUICK = ("shadowkv",)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_values_are_looked_at_once_for_a_token():
     assert (counts.waits * 3, counts.pinned * 3, counts.pageable) == pytest.approx((1, 1, 0))
 
 
-@pytest.mark.parametrize("stored", ["FP16", "Q8_0"])
+@pytest.mark.parametrize("stored", ["FP16", pytest.param("Q8_0", marks=pytest.mark.slow)])
 def test_it_attends_to_and_counts_what_it_does_when_the_host_chooses(gpu, monkeypatch, stored):
     model = model_on(torch.device("cuda", 0), tiny_model("llama", head_dim=32))
     without_waits = answer(model, value_type=stored)
