@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from devices import simulated_cuda
-from simulated_cuda import Record, placed
+from simulated_cuda import Record
 from small_recipes import injected, small_recipe
 from tiny_models import tiny_model
 from transformers import DynamicCache
@@ -93,7 +93,7 @@ def counts_of(
     architecture, shape: of the tiny model.
     """
     with simulated_cuda() as gpu:
-        model = placed(tiny_model(architecture, **shape).to(torch.bfloat16))
+        model = tiny_model(architecture, **shape).to(torch.bfloat16).to("cuda")
         found = {"untouched": decoded(model, DynamicCache(config=model.config), gpu.record)}
         for recipe in recipes:
             rules = small_recipe(recipe, cuda_graphs=cuda_graphs)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from simulated_cuda import placed, simulated
+from simulated_cuda import simulated
 from torch import nn
 
 from gpu_ops import kernel_choice, side_stream
@@ -60,4 +60,4 @@ def _forget_devices() -> None:
 
 def model_on(device: torch.device, model: nn.Module) -> nn.Module:
     """The model itself on the CPU, a copy of it elsewhere."""
-    return model if device.type == "cpu" else placed(copy.deepcopy(model), device)
+    return model if device.type == "cpu" else copy.deepcopy(model).to(device)

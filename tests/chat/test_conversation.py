@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from devices import simulated_cuda
-from simulated_cuda import placed
 from small_recipes import small_recipe
 from tiny_conversations import FEW, TOKENIZER, conversation, new_model, replies
 from tiny_models import tiny_model
@@ -43,7 +42,7 @@ def test_the_peak_of_gpu_memory_is_that_of_the_models_gpu():
     with simulated_cuda(devices=2):
         elsewhere = conversation(new_model()).ask("What?", **FEW).statistics
         model = new_model()
-        hetero_kv.inject(placed(model, "cuda:1"), small_recipe("ktransformers", chunk_size=16))
+        hetero_kv.inject(model.to("cuda:1"), small_recipe("ktransformers", chunk_size=16))
         statistics = conversation(model).ask("What?", **FEW).statistics
         assert statistics.peak_vram_bytes == torch.cuda.max_memory_allocated("cuda:1") > 0
         assert statistics.kv_device_bytes > 0

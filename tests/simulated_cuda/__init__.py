@@ -8,7 +8,6 @@ rounding is not a GPU's, and nothing here says how fast anything is.
 
 from simulated_cuda.device import SimulatedDevice, simulated
 from simulated_cuda.errors import SimulatedCudaError
-from simulated_cuda.placing import placed
 from simulated_cuda.record import Copy, Launch, Record, Wait
 
-__all__ = ["Copy", "Launch", "Record", "SimulatedCudaError", "SimulatedDevice", "Wait", "placed", "simulated"]
+__all__ = ["Copy", "Launch", "Record", "SimulatedCudaError", "SimulatedDevice", "Wait", "simulated"]
