@@ -4,9 +4,9 @@
                                  [--recipes adaptive,quest,...] [--fractions 32,16,8] [--shipped adaptive] [--threads N]
 
 A part is `fidelity` (texts of five kinds, `--samples` of each), `ruler` (its eleven tasks that need no download),
-`needle`, `pairs`, `turns` or `perplexity`. Every part, length and choice of recipes is a run of evaluations in a folder
-of its own below `--out`; one that was stopped goes on when the same command is given again.
-`benchmarks.results_page` reads all of them.
+`needle`, `pairs`, `turns` or `perplexity` (of an essay's last 128 tokens, fed one by one). Every part, length and
+choice of recipes is a run of evaluations in a folder of its own below `--out`; one that was stopped goes on when the
+same command is given again. `benchmarks.results_page` reads all of them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from hetero_kv.threads import set_threads
 
 CELLS = "cells.json"
 """In a run's folder: which recipe and budget a method is."""
+# Tokens at a text's end, whose likelihoods are its perplexity.
+_FORETOLD = 128
 _RULER = ("ruler/niah_*", "ruler/vt", "ruler/cwe", "ruler/fwe")
 # Depths: a sample of each in turn, so that a length's samples are spread evenly.
 _PARTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
@@ -61,6 +63,8 @@ def main() -> None:
     loaded = load_packed(open_model(given.model))
     tasks, options = _PARTS[given.part]
     depths = len(options.get("depths", (0,)))
+    if given.part == "perplexity":
+        options = {"prefill_tokens": given.length - _FORETOLD}
     if given.part == "fidelity":
         folder = given.out / f"texts-{given.length}"
         options = options | {"prompt_files": _texts(folder, given, loaded.tokenizer)}

@@ -113,9 +113,8 @@ def add_flags(parser: FlagParser) -> None:
     samples.add_argument(
         "--prefill_tokens",
         type=int,
-        default=1024,
         metavar="N",
-        help="perplexity: tokens that are prefilled before the rest is fed (default 1024)",
+        help="perplexity: tokens that are prefilled before the rest is fed (default 1024, at most half of a text)",
     )
     samples.add_argument(
         "--stride",

@@ -30,7 +30,7 @@ class LogitsTaskRequest(TaskRequest):
         encode: a text's tokens, without special tokens.
         decode: the text of tokens.
         max_new_tokens: length of a continuation.
-        prefill_tokens: what is prefilled of a text whose other tokens are then fed.
+        prefill_tokens: what is prefilled of a text whose other tokens are then fed; None for the task's own.
         stride: how many of the others are fed at once.
     """
 
@@ -38,7 +38,7 @@ class LogitsTaskRequest(TaskRequest):
     decode: Callable[[list[int]], str]
     prompt_files: tuple[PromptFile, ...] = ()
     max_new_tokens: int = 64
-    prefill_tokens: int = 1024
+    prefill_tokens: int | None = None
     stride: int = 1
 
 

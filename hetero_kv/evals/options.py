@@ -35,7 +35,8 @@ class RunOptions:
         data: public data files, run as they are.
         prompt_files: the user's own texts, for perplexity and fidelity.
         max_new_tokens: length of fidelity's continuations.
-        prefill_tokens: what perplexity prefills of a text before it feeds the rest.
+        prefill_tokens: what perplexity prefills of a text before it feeds the rest; None for 1,024, or half of a text
+            that is shorter than twice as many.
         stride: tokens that perplexity feeds at once.
 
     Raises:
@@ -51,7 +52,7 @@ class RunOptions:
     data: tuple[Path, ...] = ()
     prompt_files: tuple[Path, ...] = ()
     max_new_tokens: int = 64
-    prefill_tokens: int = 1024
+    prefill_tokens: int | None = None
     stride: int = 1
 
     def __post_init__(self) -> None:
@@ -59,7 +60,7 @@ class RunOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be a whole number of at least 1")
-        if self.prefill_tokens < 2:
+        if self.prefill_tokens is not None and self.prefill_tokens < 2:
             raise ConfigError(f"prefill_tokens is {self.prefill_tokens}; it must be a whole number of at least 2")
         for length in self.lengths:
             if length < 1:

@@ -28,6 +28,13 @@ from hetero_kv.evals.text_windows import text_windows
 # [tokens, vocab] is 160 MB for a vocabulary of 150,000.
 _TILE = 256
 
+# What is prefilled where nothing else is asked for, tokens.
+_PREFILL = 1024
+
+# Of a text that is prefilled as far as asked for, tokens that must be left to feed: a text that is cut has a token or
+# two more or less than its length.
+_LEAST_FED = 8
+
 # Points of a curve: enough to draw, few enough to keep a line of results short.
 _POINTS = 64
 
@@ -35,10 +42,10 @@ _POINTS = 64
 class Perplexity(LogitsTask):
     """Negative log-likelihood of a text's tokens.
 
-    The first `prefill_tokens` are prefilled (half of a text that is shorter than twice as many), the others are fed
-    `stride` at a time. With a stride of 1 every likelihood that counts comes out of a method's decode step. The
-    untouched model reads the same tokens in chunks, with full attention. The score is the geometric mean of the tokens'
-    probabilities, 1 / perplexity.
+    The first `prefill_tokens` are prefilled (1,024 where none are given, or half of a text that is shorter than twice
+    as many), the others are fed `stride` at a time. With a stride of 1 every likelihood that counts comes out of a
+    method's decode step. The untouched model reads the same tokens in chunks, with full attention. The score is the
+    geometric mean of the tokens' probabilities, 1 / perplexity.
 
     A longer stride is to a bounded layer a turn, a prompt behind what it holds: its tokens see what is held and those
     before them in the stride, up to budget + stride entries, and then entries are dropped; a policy with strides of its
@@ -55,7 +62,7 @@ class Perplexity(LogitsTask):
         for called, length, text in text_windows(self.name, request):
             if length < 4:
                 raise HeteroKVError(f"task {self.name!r}: a length of {length} tokens is too short; give 4 or more")
-            prefill = min(request.prefill_tokens, length // 2)
+            prefill = _prefilled(request.prefill_tokens, length)
             yield Sample(
                 id=f"{self.name}/{called}",
                 task=self.name,
@@ -89,6 +96,18 @@ class Perplexity(LogitsTask):
             mean = math.fsum(nll) / len(nll)
             score = Score(math.exp(-mean), {"nll": mean, "perplexity": math.exp(mean)})
             yield Outcome(method, (), cost, score, {"curve": _curve(nll, start, sample.length)})
+
+
+def _prefilled(asked: int | None, length: int) -> int:
+    """How many of a text's `length` tokens are prefilled."""
+    if asked is None:
+        return min(_PREFILL, length // 2)
+    if asked > length - _LEAST_FED:
+        raise HeteroKVError(
+            f"prefill_tokens is {asked}, which leaves less than {_LEAST_FED} of {length} tokens to feed; give "
+            f"{length - _LEAST_FED} or fewer, or greater lengths"
+        )
+    return asked
 
 
 @torch.no_grad()

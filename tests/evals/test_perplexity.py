@@ -10,6 +10,8 @@ from tiny_evaluation import SPARSE, tiny_loaded
 
 from hetero_kv import HeteroKVError
 from hetero_kv.evals import ConfiguredModel, RunOptions, config_specs, run
+from hetero_kv.evals.logits_task import LogitsTaskRequest, PromptFile
+from hetero_kv.evals.perplexity import Perplexity
 
 TEXT = "".join(f"Line {n}: the {n * n}th word. " for n in range(200))
 PREFILL = 80
@@ -50,7 +52,7 @@ def test_the_untouched_models_likelihoods_are_transformers_own(loaded, done):
     for sample, result in results(done, "full").items():
         ids = loaded.tokenizer(asked_text(done, result), return_tensors="pt")["input_ids"]
         nll = torch.nn.functional.cross_entropy(loaded.model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
-        decoded = nll[min(PREFILL, result.length // 2) - 1 :]
+        decoded = nll[PREFILL - 1 :]
         assert result.parts["nll"] == pytest.approx(decoded.mean().item(), rel=1e-5), sample
         assert result.parts["perplexity"] == pytest.approx(math.exp(result.parts["nll"]))
         assert result.score == pytest.approx(1 / result.parts["perplexity"])
@@ -73,9 +75,9 @@ def test_the_curve_runs_from_the_prefilled_tokens_to_the_texts_end(done):
     for result in done.results:
         curve = result.details["curve"]
         assert curve["position"][-1] == result.length
-        assert curve["position"][0] > min(PREFILL, result.length // 2)
+        assert curve["position"][0] > PREFILL
         assert curve["position"] == sorted(curve["position"])
-        assert len(curve["position"]) == len(curve["nll"]) == min(64, result.length - min(PREFILL, result.length // 2))
+        assert len(curve["position"]) == len(curve["nll"]) == min(64, result.length - PREFILL)
 
 
 def test_all_stretches_of_a_curve_together_are_the_mean(loaded, tmp_path):
@@ -98,6 +100,31 @@ def test_a_text_that_is_shorter_than_a_length_is_refused(loaded, tmp_path):
     (tmp_path / "text.txt").write_text("short")
     options = RunOptions(lengths=(150,), prompt_files=(tmp_path / "text.txt",))
     with pytest.raises(HeteroKVError, match=r"text.txt has 5 tokens, which is less than a length of 150"):
+        run(["perplexity"], ConfiguredModel(loaded, []), tmp_path / "out", options)
+
+
+@pytest.mark.parametrize(("length", "prefilled"), [(150, 75), (4096, 1024)])
+def test_where_nothing_is_asked_for_half_of_a_short_text_is_prefilled(length, prefilled):
+    text = "word " * length
+    request = LogitsTaskRequest(
+        lengths=(length,),
+        depths=(),
+        samples=1,
+        seed=0,
+        haystack=None,
+        count_tokens=len,
+        encode=str.split,
+        decode=" ".join,
+        prompt_files=(PromptFile("text.txt", text),),
+    )
+    (sample,) = Perplexity().samples(request)
+    assert sample.metadata["prefill_tokens"] == prefilled
+
+
+def test_a_text_that_would_be_prefilled_to_its_end_is_refused(loaded, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = RunOptions(lengths=(150,), prompt_files=(tmp_path / "text.txt",), prefill_tokens=143)
+    with pytest.raises(HeteroKVError, match=r"prefill_tokens is 143, .* of 150 tokens to feed; give 142 or fewer"):
         run(["perplexity"], ConfiguredModel(loaded, []), tmp_path / "out", options)
 
 
