@@ -89,7 +89,7 @@ def test_a_model_that_is_being_fetched_is_not_removed(folder: Path, capsys: pyte
     [
         (("fetsh", "tiny"), "models has no action 'fetsh'; did you mean fetch?"),
         (("fetch",), "models fetch needs a name; give one of tiny"),
-        (("remove", "tyni"), "no model is called 'tyni'; did you mean 'tiny'?"),
+        (("remove", "tyni"), "no model is called 'tyni'; did you mean 'tiny'? Give one of tiny\n"),
         (("list", "tiny"), "models list takes no name, and there is 'tiny'"),
     ],
 )

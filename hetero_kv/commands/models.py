@@ -44,7 +44,7 @@ def run(flags: argparse.Namespace) -> int:
     if flags.name is None:
         raise ConfigError(f"models {flags.action} needs a name; give one of {', '.join(NAMED_MODELS)}")
     if flags.name not in NAMED_MODELS:
-        raise unknown_name(flags.name)
+        raise unknown_name(flags.name, named=True)
     console().print(_ACTIONS[flags.action](NAMED_MODELS[flags.name]), markup=False, highlight=False, soft_wrap=True)
     return 0
 

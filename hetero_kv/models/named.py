@@ -101,11 +101,17 @@ NAMED_MODELS: dict[str, NamedModel] = {
 }
 
 
-def unknown_name(name: str) -> ModelError:
-    """The error for a `name` that stands for no model; it gives the nearest named model."""
+_ELSEWHERE = ", a directory in Hugging Face format, a .gguf file, or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
+
+
+def unknown_name(name: str, *, named: bool = False) -> ModelError:
+    """The error for a `name` that stands for no model; it gives the nearest named model.
+
+    Args:
+        named: only the named models would do; else what else a model is called by is told too.
+    """
     near = difflib.get_close_matches(name.lower(), NAMED_MODELS, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = f"did you mean {near[0]!r}? Give" if near else "give"
     return ModelError(
-        f"no model is called {name!r}; {hint}Give one of {', '.join(NAMED_MODELS)}, a directory in Hugging Face "
-        "format, a .gguf file, or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
+        f"no model is called {name!r}; {hint} one of {', '.join(NAMED_MODELS)}{'' if named else _ELSEWHERE}"
     )

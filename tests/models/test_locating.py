@@ -61,7 +61,7 @@ def test_a_misspelt_name_is_answered_with_the_nearest():
 
 
 def test_a_name_that_is_like_no_other_is_answered_with_all():
-    with pytest.raises(ModelError, match=rf"no model is called 'zzz'; Give one of {DEFAULT_MODEL}, "):
+    with pytest.raises(ModelError, match=rf"no model is called 'zzz'; give one of {DEFAULT_MODEL}, "):
         locate("zzz", None, None)
 
 
