@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,24 @@ def scores_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def perplexity_table(rows: Sequence[Row]) -> str:
+    """Perplexity of every row, and its mean negative log-likelihood less full attention's, sample by sample."""
+    (full,) = (row.values("nll") for row in rows if row.fraction is None)
+    lines = ["| recipe | tokens | perplexity | nats above full attention | KB read |", "|---|---:|---:|---:|---:|"]
+    for row in rows:
+        nll, read = row.values("nll"), row.counted("read_bytes")
+        above = "" if row.fraction is None else _interval([own - of for own, of in zip(nll, full, strict=True)])
+        lines.append(
+            f"| {row.recipe} | {row.budget} | {math.exp(fmean(nll)):.2f} | {above} "
+            f"| {'' if read is None else f'{read / 1e3:.0f}'} |"
+        )
+    return "\n".join(lines)
+
+
+_TABLES: dict[str, Callable[[Sequence[Row]], str]] = {"fidelity": fidelity_table, "perplexity": perplexity_table}
+"""Of parts whose samples are not scored as right or wrong."""
+
+
 def _interval(values: Sequence[float]) -> str:
     low, high = mean_interval(values)
     digits = 3 if fmean(values) < 0.2 else 2
@@ -175,8 +194,8 @@ def main() -> None:
             continue
         title = f"{part}, {int(length):,} tokens"
         print(f"{title}: {len(rows[0].results)} samples\n")
-        print(fidelity_table(rows) if part == "fidelity" else scores_table(rows), end="\n\n")
-        if given.plots and any(isinstance(row.fraction, int) for row in rows):
+        print(_TABLES.get(part, scores_table)(rows), end="\n\n")
+        if given.plots and part != "perplexity" and any(isinstance(row.fraction, int) for row in rows):
             plot(rows, given.plots / f"results-{part}-{length}.png", title, fidelity=part == "fidelity")
 
 

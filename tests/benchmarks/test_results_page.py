@@ -57,7 +57,7 @@ def line(sample, method, score, **counted):
         depth=None,
         method=method,
         score=score,
-        parts={"top_1_agreement": score, "kl_divergence": 1 - score},
+        parts={"top_1_agreement": score, "kl_divergence": 1 - score, "nll": 3 - score},
         cost=Cost(counted=counted),
     )
 
@@ -104,6 +104,13 @@ def test_the_table_has_means_intervals_and_bytes(runs):
     lines = results_page.fidelity_table(results_page.rows_of(runs)).splitlines()
     assert "| quest | 1/16 | 0.62 (0.50 to 0.75) | 0.38 (0.25 to 0.50) | 2 |" in lines
     assert "| full attention | all | 1.00 (1.00 to 1.00) | 0.000 (0.000 to 0.000) |  |" in lines
+
+
+def test_the_table_of_perplexity_has_what_each_sample_has_above_full_attention(runs):
+    lines = results_page.perplexity_table(results_page.rows_of(runs)).splitlines()
+    assert "| full attention | all | 7.39 |  |  |" in lines
+    # Likelihoods of 2.5 and 2.25 nats, where full attention has 2.
+    assert "| quest | 1/16 | 10.75 | 0.38 (0.25 to 0.50) | 2 |" in lines
 
 
 def test_plots_are_drawn(runs, tmp_path):
