@@ -1,0 +1,123 @@
+"""What a recipe makes of a text's own tokens: how far from full attention it is, how well it foretells, how surely.
+
+    python -m benchmarks.forced_text --haystack essays.json [--model NAME] [--length 4096] [--fed 96] [--samples 8]
+                                     [--recipes adaptive,quest,...] [--fractions 16] [--shipped adaptive] [--threads N]
+
+Perplexity alone does not tell closeness: an answer may be far from full attention's and foretell a text no worse, for
+the model is no perfect one. So three figures are taken at the same tokens, in nats: the divergence of the next token's
+distribution from that under `dense`, what the text's token costs more, and what the distribution's entropy has more;
+below zero it is surer than full attention is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.budgeted_recipes import Cell, cells
+from hetero_kv import open_model
+from hetero_kv.evals import ConfiguredModel, config_specs
+from hetero_kv.evals.bootstrap import mean_interval
+from hetero_kv.evals.configured_model import Prompt
+from hetero_kv.evals.haystack import Haystack
+from hetero_kv.evals.packed_model import load_packed
+from hetero_kv.models import DEFAULT_MODEL
+from hetero_kv.threads import set_threads
+
+DENSE = "dense:second_block_count=all"
+
+
+class Figures(NamedTuple):
+    """Means over a text's fed tokens, nats: from full attention, above its likelihood, above its entropy."""
+
+    divergence: float
+    likelihood: float
+    entropy: float
+
+
+@torch.no_grad()
+def log_probabilities(model: ConfiguredModel, method: str, tokens: Sequence[int], fed: int) -> torch.Tensor:
+    """Of each of the last `fed` tokens, before it is fed: [fed, vocab] in float32, all but the first by decoding."""
+    start = len(tokens) - fed
+    with model.prefilled(method, Prompt(tuple(tokens[:start]), len(tokens))) as ready:
+        logits = [ready.logits.reshape(-1, ready.logits.shape[-1])[-1]]
+        for token in tokens[start:-1]:
+            ids = torch.tensor([[token]], device=ready.model.device)
+            logits.append(ready.model(input_ids=ids, past_key_values=ready.cache, use_cache=True).logits[0, -1])
+    return torch.stack(logits).float().log_softmax(-1)
+
+
+def compared(model: ConfiguredModel, methods: Sequence[str], tokens: Sequence[int], fed: int) -> Iterator[Figures]:
+    """What each of `methods` makes of the last `fed` of `tokens`, beside `DENSE`, which is one of the model's."""
+    full, rows = log_probabilities(model, DENSE, tokens, fed), torch.arange(fed)
+    following = torch.tensor(list(tokens[-fed:]))
+    for method in methods:
+        own = log_probabilities(model, method, tokens, fed)
+        yield Figures(
+            float((full.exp() * (full - own)).sum(-1).mean()),
+            float((full - own)[rows, following].mean()),
+            float(((full.exp() * full).sum(-1) - (own.exp() * own).sum(-1)).mean()),
+        )
+
+
+def table(asked: Sequence[tuple[Cell, str]], found: dict[str, list[Figures]]) -> str:
+    """Means, and intervals by bootstrap over texts, in Markdown."""
+    lines = ["| recipe | tokens | divergence | likelihood | entropy |", "|---|---:|---:|---:|---:|"]
+    for cell, name in asked:
+        budget = f"1/{cell.fraction}" if isinstance(cell.fraction, int) else cell.fraction
+        figures = [_interval(values) for values in zip(*found[name], strict=True)]
+        lines.append(f"| {cell.recipe} | {budget} | {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def _interval(values: Sequence[float]) -> str:
+    low, high = mean_interval(values)
+    return f"{fmean(values):.3f} ({low:.3f} to {high:.3f})"
+
+
+def main() -> None:
+    """Compare, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--haystack", type=Path, required=True, help="essays: text, or JSON with a 'text' field")
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--length", type=int, default=4096, help="tokens of a text")
+    parser.add_argument("--fed", type=int, default=96, help="of these, how many are decoded one by one")
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--recipes", default="adaptive,quest,infllm,shadowkv")
+    parser.add_argument("--fractions", default="16")
+    parser.add_argument("--shipped", default="adaptive")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    given = parser.parse_args()
+    set_threads(given.threads)
+    recipes, shipped = given.recipes.split(","), tuple(filter(None, given.shipped.split(",")))
+    fractions = tuple(map(int, given.fractions.split(",")))
+    wanted = [cell for cell in cells(given.length, fractions, shipped) if cell.recipe in recipes]
+    specs = config_specs([DENSE, *(cell.spec for cell in wanted)])
+    asked = list(zip(wanted, [spec.name for spec in specs[1:]], strict=True))
+    loaded = load_packed(open_model(given.model))
+    model = ConfiguredModel(
+        loaded,
+        specs,
+        baseline=False,
+        share_baseline=True,
+        measure_recall=False,
+        settings={"threads_num": given.threads},
+    )
+    ids: Any = loaded.tokenizer(Haystack.from_file(given.haystack).text, add_special_tokens=False)["input_ids"]
+    found: dict[str, list[Figures]] = {name: [] for _, name in asked}
+    for sample in range(given.samples):
+        start = random.Random(sample).randrange(len(ids) - given.length + 1)
+        tokens = ids[start : start + given.length]
+        for name, figures in zip(found, compared(model, list(found), tokens, given.fed), strict=True):
+            found[name].append(figures)
+        print(f"\n{sample + 1} texts of {given.length:,} tokens\n\n{table(asked, found)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
