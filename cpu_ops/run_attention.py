@@ -2,7 +2,7 @@
 
 FlashAttention's online softmax (Dao et al. 2022, arXiv:2205.14135, algorithm 1) with a block's queries in the lanes:
 tokens are gathered from wherever they lie, and nothing is summed across lanes. In bfloat16 on CPUs that multiply it
-(AVX512_BF16), in float32 elsewhere.
+(AVX512_BF16; by tiles where there are any, `run_attention_tiles`), in float32 elsewhere.
 """
 
 from functools import cache
@@ -11,16 +11,19 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
+from cpu_ops.amx_tiles import multiplies_by_tiles
 from cpu_ops.bfloat16_tiles import LANES, add_values_of_lanes_bf16, lane_weights_bf16, score_tile_bf16
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import ISAS, has, isa
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
-from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
+from cpu_ops.gathered_rows import copy_row, pair_rows
 from cpu_ops.kernel_address import address_of
 from cpu_ops.key_runs import QUERY_BLOCK, are_sound
+from cpu_ops.listed_keys import UNSEEN, address_of_token, hide, next_listed
 from cpu_ops.matrix_tiles import multiply_tile
 from cpu_ops.number_bits import float_to_bfloat16
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from cpu_ops.run_attention_tiles import tiles_region
 from cpu_ops.scratch import scratch
 from cpu_ops.softmax_rows import rows_exp2, rows_most
 from cpu_ops.threads import kernel_threads
@@ -30,8 +33,6 @@ _TOKENS = 96
 _ROWS = 6
 """Rows of a register tile in bfloat16: with 4 vectors of columns they leave registers for what is multiplied."""
 _FLOAT_ROWS = 4
-_UNSEEN = np.float32(-3e38)
-"""Score of a token behind the query: finite, so that a query which sees nothing yet has no infinite maximum."""
 
 
 def runs_in_bfloat16(k_dim: int, v_dim: int) -> bool:
@@ -122,7 +123,7 @@ def _arguments(variant: str) -> tuple[Any, ...]:
 
 def _region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int, softcapped: bool) -> Any:
     if in_bfloat16:
-        return _bfloat16_region(k_dim, v_dim, softcapped)
+        return (tiles_region if multiplies_by_tiles() else _bfloat16_region)(k_dim, v_dim, softcapped)
     return _float_region(instructions, k_dim, v_dim, softcapped)
 
 
@@ -157,19 +158,19 @@ def _bfloat16_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
             for i in range(count):
                 for d in range(depth):
                     turned_q[d, i] = q[row, head, first + i, d]
-            most[:], totals[:], sums[:] = _UNSEEN, 0, 0
+            most[:], totals[:], sums[:] = UNSEEN, 0, 0
             run, token = starts[item], np.int64(0)
             while run < starts[item + 1]:
-                run, token, filled = _listed(runs, run, token, starts[item + 1], listed)
+                run, token, filled = next_listed(runs, run, token, starts[item + 1], listed)
                 for t in range(filled):
-                    copy_row(depth, _address(past_k, k, row, kv_head, listed[t]), key_words, t * depth)
+                    copy_row(depth, address_of_token(past_k, k, row, kv_head, listed[t]), key_words, t * depth)
                 if filled % 2:
                     # A pair's other half, which no query sees.
                     listed[filled] = listed[filled - 1]
                 pairs = (filled + 1) // 2
                 for pair in range(pairs):
-                    even = _address(past_v, v, row, kv_head, listed[2 * pair])
-                    odd = _address(past_v, v, row, kv_head, listed[2 * pair + 1])
+                    even = address_of_token(past_v, v, row, kv_head, listed[2 * pair])
+                    odd = address_of_token(past_v, v, row, kv_head, listed[2 * pair + 1])
                     pair_rows(v_dim, even, odd, value_words, pair * v_dim)
                 for t in range(0, filled, height):
                     score_tile_bf16(height, depth, columns, key_words, t * depth, turned_q, columns, scores[t:])
@@ -179,9 +180,9 @@ def _bfloat16_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                             scores[t, i] *= before_cap
                         row_softcap(scores, t, columns, np.float32(softcap) * LOG2_E)
                 if listed[filled - 1] > past + first:
-                    _hide(listed, filled, past + first, scores)
+                    hide(listed, filled, past + first, scores)
                 if filled % 2:
-                    scores[filled] = _UNSEEN
+                    scores[filled] = UNSEEN
                 for i in range(0, columns, LANES):
                     if rows_most(LANES, LANES, scores, i, columns, filled, most, i, fresh, i):
                         for j in range(i, i + LANES):
@@ -236,13 +237,13 @@ def _float_region(instructions: str, k_dim: int, v_dim: int, softcapped: bool) -
             for i in range(count):
                 for d in range(k_dim):
                     turned_q[d, i] = q[row, head, first + i, d] * factor
-            most[:], totals[:], sums[:] = _UNSEEN, 0, 0
+            most[:], totals[:], sums[:] = UNSEEN, 0, 0
             run, token = starts[item], np.int64(0)
             while run < starts[item + 1]:
-                run, token, filled = _listed(runs, run, token, starts[item + 1], listed)
+                run, token, filled = next_listed(runs, run, token, starts[item + 1], listed)
                 for t in range(filled):
-                    copy_row(k_dim, _address(past_k, k, row, kv_head, listed[t]), wide_keys, t * k_dim)
-                    copy_row(v_dim, _address(past_v, v, row, kv_head, listed[t]), wide_values, t * v_pad)
+                    copy_row(k_dim, address_of_token(past_k, k, row, kv_head, listed[t]), wide_keys, t * k_dim)
+                    copy_row(v_dim, address_of_token(past_v, v, row, kv_head, listed[t]), wide_values, t * v_pad)
                 for i in range(0, columns, wide):
                     for t in range(0, filled, height):
                         multiply_tile(
@@ -253,7 +254,7 @@ def _float_region(instructions: str, k_dim: int, v_dim: int, softcapped: bool) -
                     for t in range(filled):
                         row_softcap(scores, t, columns, np.float32(softcap) * LOG2_E)
                 if listed[filled - 1] > past + first:
-                    _hide(listed, filled, past + first, scores)
+                    hide(listed, filled, past + first, scores)
                 for i in range(0, columns, lanes):
                     if rows_most(lanes, lanes, scores, i, columns, filled, most, i, fresh, i):
                         for j in range(i, i + lanes):
@@ -283,40 +284,3 @@ def _float_region(instructions: str, k_dim: int, v_dim: int, softcapped: bool) -
         return np.int64(0 * code_version)
 
     return attend
-
-
-@njit(nogil=True)
-def _address(past, new, row, head, token):
-    """Where the vector of a token lies, of what came before the chunk or of its own."""
-    held = past.shape[2]
-    if token < held:
-        return row_address(past, row, head, token)
-    return row_address(new, row, head, token - held)
-
-
-@njit(nogil=True)
-def _listed(runs, run, token, stop, listed):
-    """The next tokens of the runs before `stop`: from `token` within `run` on, as many as `listed` takes.
-
-    Returns the run and the token at which the next ones begin, and how many these are.
-    """
-    filled = 0
-    while run < stop and filled < listed.size:
-        first = np.int64(runs[run, 0]) + token
-        count = min(np.int64(runs[run, 1]) - first, listed.size - filled)
-        for t in range(count):
-            listed[filled + t] = first + t
-        filled += count
-        token += count
-        if first + count == runs[run, 1]:
-            run += 1
-            token = np.int64(0)
-    return run, token, filled
-
-
-@njit(nogil=True)
-def _hide(listed, filled, position, scores):
-    """Take from the scores [tokens, queries] those of tokens behind a query, the first of which is at `position`."""
-    for t in range(filled):
-        for i in range(min(scores.shape[1], listed[t] - position)):
-            scores[t, i] = _UNSEEN

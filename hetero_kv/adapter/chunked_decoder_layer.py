@@ -37,6 +37,8 @@ class ChunkedDecoderLayer(Operator):
         # Not as a submodule, which it is already; operators of deeper modules are in their places by now.
         self.__dict__["attention"] = attention = wrapped.get_submodule(self._mixer_path)
         self._is_replaced = isinstance(attention, AttentionOperator)
+        if self._is_replaced:
+            attention.__dict__["input_norm"] = getattr(wrapped, "input_layernorm", None)
         self.is_recurrent = recurrent.is_recurrent(attention)
         # Tried before the first token: weights come after rules.
         self._native: Any = _UNTRIED
@@ -61,6 +63,8 @@ class ChunkedDecoderLayer(Operator):
         if self.is_recurrent and steps[0].is_decode:
             return self.wrapped(hidden_states, *args, **kwargs)
         if replaced and steps[0].is_decode:
+            if attention.reads_hidden_states:
+                attention.layer_input = hidden_states
             if self._native is _UNTRIED:
                 self._native = TokenLayer.of(self.wrapped, attention)
             if self._native is not None and not args and self._native.fits(hidden_states, kwargs):

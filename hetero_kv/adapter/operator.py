@@ -121,8 +121,12 @@ class AttentionOperator(Operator):
     statistics: ClassVar[tuple[Statistic, ...]] = ()
     #: Whether `arguments_for` is asked, for every layer of every token. An operator may make it its own attribute.
     changes_arguments: bool = False
-    #: Whether that looks at the hidden states.
+    #: Whether that looks at the hidden states, and at what the decoder layer was given (`layer_input`).
     reads_hidden_states: bool = False
+    #: [rows, 1, width], what its decoder layer was given of a decoded token, before any norm; None: not known.
+    layer_input: torch.Tensor | None = None
+    #: What of the decoder layer normalises that for the attention module; None where nothing is known to.
+    input_norm: nn.Module | None = None
 
     def __init__(self, path: str, wrapped: Any, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)

@@ -313,7 +313,7 @@ class ConfiguredModel:
             return _Method(
                 spec,
                 shares_prefill(injection),
-                all(operator.continues_exactly for operator in injection.operators.values()),
+                all(each.prefills_exactly and each.continues_exactly for each in injection.operators.values()),
                 max(1, watched),
                 injection.engine.chunk_size,
                 injection.max_seq_len(),

@@ -8,10 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_ops.cpu_features import has
+from cpu_ops import run_attention
+from cpu_ops.amx_tiles import multiplies_by_tiles
+from cpu_ops.cpu_features import has, isa
 from cpu_ops.key_runs import QUERY_BLOCK, block_runs, line_runs
 from cpu_ops.line_sums import distances_within, line_sums
 from cpu_ops.run_attention import attend_runs, runs_in_bfloat16
+from cpu_ops.run_attention_tiles import tiles_region
 from gpu_ops.attention import chunk_attention
 from gpu_ops.chosen_keys import attention_by_line, block_means, chosen_attention
 
@@ -83,6 +86,32 @@ def test_a_chunk_attends_to_its_runs(dtype, k_dim, v_dim, softcap, batch, past, 
     allowed = 1e-5 if dtype is torch.float32 else 2**-8 * expected.abs().max() + 2**-8
     assert (out.double() - expected).abs().max() < allowed
     assert (lse.double() - expected_lse).abs().max() < 1e-5
+
+
+@pytest.mark.skipif(not multiplies_by_tiles(), reason="this CPU has no tiles of bfloat16")
+@pytest.mark.parametrize(("past", "n", "share"), [(333, 150, 0.3), (0, 64, 0.5), (200, 1, 0.0)])
+def test_dot_products_and_tiles_compute_the_same(monkeypatch, past, n, share):
+    given_tensors = problem(torch.bfloat16, 1, 2, 2, past, n, 16, 16, 3)
+    runs, starts = random_runs(np.random.default_rng(5), 4, past, n, share)
+    by_tiles = chosen_attention(*given_tensors, runs, starts, SCALE)
+    assert run_attention._region(True, isa(), 16, 16, False) is tiles_region(16, 16, False)
+    monkeypatch.setattr(run_attention, "multiplies_by_tiles", lambda: False)
+    assert run_attention._region(True, isa(), 16, 16, False) is not tiles_region(16, 16, False)
+    by_dots = chosen_attention(*given_tensors, runs, starts, SCALE)
+    assert (by_tiles[0] - by_dots[0]).abs().max() <= 2**-7 * by_dots[0].abs().max()
+    assert (by_tiles[1] - by_dots[1]).abs().max() < 1e-5
+
+
+@pytest.mark.skipif(not multiplies_by_tiles(), reason="this CPU has no tiles of bfloat16")
+def test_torch_multiplies_by_its_own_tiles_behind_ours():
+    """Its kernels keep the shapes of a thread's tiles from one call to the next."""
+    left, right = (torch.randn(300, 300, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(2))
+    given_tensors = problem(torch.bfloat16, 1, 2, 2, 70, 64, 16, 16, 3)
+    runs, starts = random_runs(np.random.default_rng(5), 4, 70, 64, 0.3)
+    before = left @ right
+    for _ in range(2):
+        chosen_attention(*given_tensors, runs, starts, SCALE)
+        assert before.equal(left @ right)
 
 
 @pytest.mark.parametrize(("dtype", "k_dim", "v_dim", "softcap"), KERNELS[::2])

@@ -134,6 +134,12 @@ def test_methods_that_prefill_with_full_attention_are_refused_in_strides(measure
     assert not (tmp_path / "out").exists()
 
 
+def test_grouped_positions_are_no_full_attention(measured):
+    (result,) = measured(["self_extend:position_group=8:neighbour_window=8"], STRIDE).results
+    (untouched,) = measured([], STRIDE, "full", baseline=True).results
+    assert curve(result)[0] != pytest.approx(curve(untouched)[0], abs=1e-4)
+
+
 def test_they_are_not_refused_under_tasks_that_know_no_strides(measured):
     assert len(measured(["streaming"], STRIDE, task="fidelity").results) == 1
 

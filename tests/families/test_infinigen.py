@@ -31,9 +31,10 @@ def reference(problem, guessed, queries, components, alpha, budget):
             part = skewing[:, sizes.topk(components).indices]
             coarse[row, head] = guessed[row, head] @ part @ (problem.keys[row, head] @ part).T * problem.dim**-0.5
     # The newest token is not there yet.
-    highest = coarse[..., :-1].amax(dim=3, keepdim=True)
-    ranked = (coarse - highest).amax(dim=2).masked_fill(~context, -torch.inf)
-    wanted = (ranked >= -alpha).sum(dim=2).float().mean(dim=1).round().int().clamp(1, budget)
+    there = coarse[..., :-1]
+    near = (coarse - there.amax(dim=3, keepdim=True)).amax(dim=2).masked_fill(~context, -torch.inf) >= -alpha
+    ranked = (coarse - there.logsumexp(dim=3, keepdim=True)).amax(dim=2).masked_fill(~context, -torch.inf)
+    wanted = near.sum(dim=2).float().mean(dim=1).round().int().clamp(1, budget)
     chosen = torch.zeros_like(ranked, dtype=torch.bool)
     for row in range(rows):
         chosen[row].scatter_(1, ranked[row].topk(int(wanted[row]), dim=1).indices, True)
@@ -79,7 +80,7 @@ def test_without_queries_keys_stand_for_them():
     eye = torch.eye(16).expand_as(known)
     torch.testing.assert_close(known @ known.transpose(2, 3), eye, rtol=1e-5, atol=1e-5)
     _, out, _ = problem.answered()
-    ranked = (problem.scores - problem.scores[..., :-1].amax(dim=3, keepdim=True)).amax(dim=2)
+    ranked = (problem.scores - problem.scores[..., :-1].logsumexp(dim=3, keepdim=True)).amax(dim=2)
     ranked = ranked.masked_fill(~problem.in_context, -torch.inf)
     chosen = torch.zeros_like(ranked, dtype=torch.bool).scatter_(2, ranked.topk(9, dim=2).indices, True)
     scores = problem.scores.masked_fill(~(chosen | ~problem.in_context)[:, :, None], -torch.inf)
@@ -106,17 +107,21 @@ def watched(monkeypatch, kind, name, note):
 
 
 def test_queries_are_guessed_from_the_input_of_the_layer_before(model, monkeypatch):
-    """By the layer's own projections; nothing is guessed from the input of the model's first layer."""
+    """By the layer's own norm and projections; nothing is guessed from the input of the model's first layer."""
+    layers = [layer.wrapped for layer in model.model.layers]
+    for number, layer in enumerate(layers):
+        layer.input_layernorm.weight.data.normal_(generator=torch.Generator().manual_seed(number))
     cache, given, asked = new_cache(model), [], {}
     alone(model, cache, [prompt(61, 0)])
     _, second, third = (operator.wrapped for operator in model.hetero_kv_injection.attention_operators())
     second.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
+    layers[1].input_layernorm.register_forward_pre_hook(lambda module, args: given.append(args[0]))
     watched(monkeypatch, InfiniGen, "choose", lambda self, each: asked.update({self.layer_idx: each.q.copy()}))
     alone(model, cache, [prompt(1, 1)])
-    (kwargs,) = given
+    hidden, kwargs = given
     assert asked.keys() == {1, 2}
-    for module in (second, third):
-        q = module.q_proj(kwargs["hidden_states"]).view(1, 1, -1, module.head_dim).transpose(1, 2)
+    for module, layer in zip((second, third), layers[1:], strict=True):
+        q = module.q_proj(layer.input_layernorm(hidden)).view(1, 1, -1, module.head_dim).transpose(1, 2)
         expected, _ = apply_rotary_pos_emb(q, q, *kwargs["position_embeddings"])
         found = torch.from_numpy(asked[module.layer_idx]).flatten(1, 2)
         torch.testing.assert_close(found, expected.squeeze(2))

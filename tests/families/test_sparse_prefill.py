@@ -94,6 +94,18 @@ def test_a_shape_is_sinks_and_a_window():
     assert torch.allclose(out, masked(chunk, chosen), atol=1e-5)
 
 
+@pytest.mark.parametrize(("whole", "blocks"), [(1, 1), (22, 1), (23, 2), (86, 2), (87, 3), (999, 3)])
+def test_the_last_queries_attend_to_everything(whole, blocks):
+    """The third block has 22 queries."""
+    chunk = chunk_of(300, 150)
+    keys = minference.keys_of(chunk, [Pattern("a_shape", 80, 100)] * 2)
+    sparse, out = chunk.attention(keys)[0], chunk.attention(keys, whole)[0]
+    first = (3 - blocks) * BLOCK
+    assert torch.equal(out[:, :, :first], sparse[:, :, :first])
+    assert torch.allclose(out[:, :, first:], dense_of(chunk)[:, :, first:], atol=1e-5)
+    assert not torch.allclose(sparse[:, :, first:], dense_of(chunk)[:, :, first:], atol=1e-2)
+
+
 def reference_blocks(chunk, head, count=None, mass=None):
     """Key blocks by the products of block means: the `count` best, or the fewest whose softmax reaches `mass`."""
     past, n, total = chunk.past, chunk.n, chunk.total
@@ -169,9 +181,10 @@ def qwen2():
 
 
 def logits(model, recipe, ids, repeats=1, **settings):
-    """The last of `repeats` prefills of a prompt under a recipe."""
+    """The last of `repeats` prefills of a prompt under a recipe; a setting of None is left out."""
     engine = {"chunk_size": 200, "max_seq_len": 1024, "threads_num": 1, "kv_type": "FP32", "prefill_from": 64}
-    inject(model, recipe, command_line={**engine, **settings})
+    given = {name: value for name, value in {**engine, **settings}.items() if value is not None}
+    inject(model, recipe, command_line=given)
     try:
         with torch.no_grad():
             for _ in range(repeats):
@@ -190,6 +203,15 @@ def test_with_everything_chosen_learned_sinks_take_their_share():
     with torch.no_grad():
         exact = model(ids).logits
     assert torch.allclose(logits(model, "flexprefill", ids, prefill_mass=1.0), exact, atol=1e-3)
+
+
+def test_the_last_queries_of_a_prompt_attend_to_everything_in_whatever_chunk_they_are(qwen2, monkeypatch):
+    ids, seen = torch.randint(1, 97, (1, 410), generator=torch.Generator().manual_seed(1)), []
+    attention = Chunk.attention
+    monkeypatch.setattr(Chunk, "attention", lambda self, keys, whole=0: seen.append((self.n, whole)) or attention(
+        self, keys, whole))  # fmt: skip
+    logits(qwen2, "flexprefill", ids, prefill_last=30, prefill_mass=0.1, prefill_least=64)
+    assert seen == [(200, 0), (200, 20), (10, 30)] * 3
 
 
 @pytest.mark.parametrize("recipe", ["minference", "flexprefill", "shadowkv_minference"])
@@ -214,6 +236,45 @@ def test_retrieval_of_single_tokens_takes_a_sparse_prefill(qwen2):
         eject(qwen2)
         assert operator.prefills_exactly is operator.continues_exactly is is_exact
         assert any(name.startswith("prefill") for name in operator.stored_by()) is not is_exact
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv_evict", "pyramidkv", "roco", "d2o", "cam"])
+def test_policies_of_whole_prompts_take_a_sparse_prefill(qwen2, policy):
+    ids = torch.randint(1, 97, (2, 500), generator=torch.Generator().manual_seed(1))
+    sparse = {"prefill": "flexprefill", "budget": 600, "kv_type": None}
+    with torch.no_grad():
+        exact = qwen2(ids).logits
+    assert torch.allclose(logits(qwen2, policy, ids, **sparse, prefill_mass=1.0), exact, atol=1e-3)
+    assert not torch.allclose(
+        logits(qwen2, policy, ids, **sparse, prefill_mass=0.1, prefill_least=64), exact, atol=1e-2
+    )
+    for settings, names in (({}, set()), ({"prefill": "flexprefill"}, {"prefill", "prefill_mass"})):
+        operator = next(iter(inject(qwen2, policy, command_line=settings).attention_operators()))
+        eject(qwen2)
+        stored = {name for name in operator.stored_by() if name.startswith("prefill")}
+        assert names <= stored
+        assert bool(stored) is bool(names)
+
+
+def test_a_policy_drops_entries_behind_a_sparse_prefill(qwen2):
+    ids = torch.randint(1, 97, (1, 500), generator=torch.Generator().manual_seed(1))
+    settings = {"prefill": "flexprefill", "prefill_from": 64, "budget": 100, "window": 8, "threads_num": 1}
+    inject(qwen2, "snapkv_evict", command_line=settings)
+    try:
+        cache = HeteroCache(qwen2)
+        with torch.no_grad():
+            for part in (ids, ids[:, :1], ids[:, :90]):
+                qwen2(part, past_key_values=cache)
+        assert cache.statistics["cached_entries"] == [100] * 3
+    finally:
+        eject(qwen2)
+
+
+@pytest.mark.parametrize("recipe", ["streaming_llm", "tova", "sirllm", "cascade", "infinipot", "bigbird"])
+def test_policies_of_strides_refuse_a_sparse_prefill_by_name(qwen2, recipe):
+    """A stride attends to what is kept, which is little, and has gaps."""
+    with pytest.raises(ConfigError, match=rf"prefill has no effect here.*BoundedAttention \({recipe}\)"):
+        inject(qwen2, recipe, command_line={"prefill": "flexprefill"})
 
 
 def test_grouped_positions_refuse_a_sparse_prefill(qwen2):

@@ -25,9 +25,10 @@ from hetero_kv.engine.statistics import READ_BYTES
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 from hetero_kv.families.bounded import eviction
-from hetero_kv.families.bounded.eviction import Attended, BoundedSettings, StridedSettings
+from hetero_kv.families.bounded.eviction import Attended, BoundedSettings, StridedSettings, WholePromptSettings
 from hetero_kv.families.bounded.footprint import BoundedFootprint
 from hetero_kv.families.bounded.layer import CACHED_ENTRIES, BoundedLayer
+from hetero_kv.families.sparse_prefill.attention import PromptAttention
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.settings.engine_settings import EngineSettings
 
@@ -59,6 +60,8 @@ class BoundedAttention(AttentionOperator):
             )
         self.policy = registered.implementation(settings, self.layer_idx, self._own_config.num_hidden_layers)
         self.rotation: Rotation | None = None
+        # Strides attend to all that is kept.
+        self.prompt_attention = PromptAttention(self, settings) if isinstance(settings, WholePromptSettings) else None
         if self.policy.reindexed:
             require_constant_rotation(path, wrapped, f"{_NAME} with policy {settings.policy}")
 
@@ -144,9 +147,12 @@ class BoundedAttention(AttentionOperator):
         if step.is_decode:
             layer.read = layer.read.plus(keys[0].nbytes + values[0].nbytes)
         q = layer.rotated(call.q, cached)
-        out, lse = _attention(q, keys, values, cached, call.scale, call.softcap)
-        if call.sink is not None:
-            out, lse = apply_sink(out, lse, call.sink)
+        if self.prompt_attention is not None and call.k.shape[2] > 1:
+            out, lse = self.prompt_attention(step, call, keys[:, :, :cached], values[:, :, :cached])
+        else:
+            out, lse = _attention(q, keys, values, cached, call.scale, call.softcap)
+            if call.sink is not None:
+                out, lse = apply_sink(out, lse, call.sink)
         layer.observe(Attended(q, lse, keys, call.scale, call.softcap, layer.key_array, step.part.question))
         return out.to(call.q.dtype)
 
@@ -171,6 +177,12 @@ class BoundedAttention(AttentionOperator):
     def configure_together(cls, operators: Sequence[AttentionOperator]) -> None:
         configure_policies(operators)
 
+    def stored_by(self) -> dict[str, Any]:
+        """See AttentionOperator: settings of a sparse prefill count where there is one."""
+        settings = self.settings
+        idle = settings.idle_prefill_settings if isinstance(settings, WholePromptSettings) else frozenset()
+        return {name: value for name, value in self.settings_in_layer().items() if name not in idle}
+
     def footprint(self, shape: KVShape) -> BoundedFootprint:
         return BoundedFootprint(shape, policy=self.policy)
 
@@ -179,6 +191,8 @@ class BoundedAttention(AttentionOperator):
         if weight.device.type != "cpu":
             return
         cached_entries.compile_for(np.dtype(np.float32 if weight.dtype == torch.float32 else np.int16))
+        if self.prompt_attention is not None:
+            self.prompt_attention.compile(self._own_config.dtype, k_dim, v_dim, softcap)
         if self.policy.reindexed and weight.dtype == torch.float32:
             rotary.compile_kernels()
 

@@ -45,12 +45,14 @@ class PromptAttention:
         chunk = Chunk(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
         if not settings.prefills_sparsely or chunk.total <= settings.prefill_from or not self._can(call.q):
             return _dense(chunk)
+        # The question comes last, and the first token of the answer out of the last query.
+        whole = max(0, chunk.total - (step.length - settings.prefill_last)) if step.part.is_last else 0
         if settings.prefill == "flexprefill":
             keys = flexprefill.keys_of(chunk, settings.prefill_mass, settings.prefill_least)
-            return chunk.attention(keys)[:2]
+            return chunk.attention(keys, whole)[:2]
         patterns = self._known(chunk)
         if patterns is not None:
-            return chunk.attention(minference.keys_of(chunk, patterns))[:2]
+            return chunk.attention(minference.keys_of(chunk, patterns), whole)[:2]
         out, lse = _dense(chunk)
         if chunk.total == step.length >= _SEARCHED_FROM * settings.prefill_from:
             self._search(chunk, out)

@@ -71,13 +71,15 @@ class Chunk:
         q, k, v = (each[:, :, own] for each in (self.q, self.k, self.v))
         return Chunk(q, past_k, past_v, k, v, self.scale, self.softcap, self.sink)
 
-    def attention(self, heads: list[Lines | Blocks]) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    def attention(self, heads: list[Lines | Blocks], whole: int = 0) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
         """Attention to the keys that each row and head attends to, one after the other.
+
+        whole: as for `runs_of`.
 
         Returns out [batch, heads, n, v_dim], lse [batch, heads, n] and tokens [batch, heads] float64, how many a block
         of queries attends to on average.
         """
-        runs, starts = runs_of(heads, self.past, self.n)
+        runs, starts = runs_of(heads, self.past, self.n, whole)
         out, lse = chosen_attention(
             self.q, self.past_k, self.past_v, self.k, self.v, runs, starts, self.scale, self.softcap, self.sink
         )

@@ -46,10 +46,14 @@ def _ranges(numbers: np.ndarray, always: int) -> np.ndarray:
     return np.stack([ascending[first], ascending[last] + 1], axis=1).astype(np.int32)
 
 
-def runs_of(heads: Sequence[Lines | Blocks], past: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Runs of a chunk of n tokens behind `past`, as `attend_runs` takes them; `heads` are those of all rows in turn."""
+def runs_of(heads: Sequence[Lines | Blocks], past: int, n: int, whole: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Runs of a chunk of n tokens behind `past`, as `attend_runs` takes them; `heads` are those of all rows in turn.
+
+    whole: the chunk's last queries that attend to everything, with the others of their blocks.
+    """
     blocks = -(-n // QUERY_BLOCK)
-    parts: list[tuple[np.ndarray, np.ndarray]] = [_runs_of_one(head, past, n) for head in heads]
+    sparse = (n - min(whole, n)) // QUERY_BLOCK if whole else blocks
+    parts = [_ending_whole(*_runs_of_one(head, past, n), sparse, past, n) for head in heads]
     counts = np.concatenate([np.diff(starts) for _, starts in parts])
     starts = np.zeros(len(heads) * blocks + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
@@ -60,3 +64,16 @@ def _runs_of_one(head: Lines | Blocks, past: int, n: int) -> tuple[np.ndarray, n
     if isinstance(head, Blocks):
         return block_runs(head.chosen, past, n)
     return line_runs(head.tokens, head.distances, past, n)
+
+
+def _ending_whole(
+    runs: np.ndarray, starts: np.ndarray, sparse: int, past: int, n: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The runs of one head, of which only the first `sparse` blocks of queries leave keys out."""
+    blocks = len(starts) - 1
+    if sparse == blocks:
+        return runs, starts
+    stops = past + np.minimum(QUERY_BLOCK * np.arange(sparse + 1, blocks + 1), n)
+    everything = np.stack([np.zeros_like(stops), stops], axis=1).astype(runs.dtype)
+    kept = starts[: sparse + 1]
+    return np.concatenate([runs[: kept[-1]], everything]), np.concatenate([kept, kept[-1] + 1 + np.arange(len(stops))])

@@ -30,6 +30,12 @@ class PrefillSettings(Settings):
     prefill_from: int = setting(
         4096, "tokens of a context up to which a sparse prefill attends to everything", unit="tokens", minimum=64
     )
+    prefill_last: int = setting(
+        64,
+        "with a sparse prefill, last tokens of a prompt whose queries attend to everything",
+        unit="tokens",
+        minimum=0,
+    )
     prefill_budget: int = setting(
         1024, "with minference, tokens that a block of 64 queries attends to at most", unit="tokens", minimum=128
     )

@@ -1,7 +1,9 @@
 """A layer's tokens chosen while the layer before it computes, from that one's input (InfiniGen, section 4.2).
 
 The inputs of layers that follow each other are alike, so that a layer's projections of the one before say nearly what
-it will ask for. Where blocks lie in a file, those of the chosen tokens are read by the system meanwhile.
+it will ask for. These are the inputs of decoder layers, which only add to them: each normalises them for its attention
+by weights of its own, and the layer before by others. Where blocks lie in a file, those of the chosen tokens are read
+by the system meanwhile.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
 class LookAhead:
     """What is chosen for `operator` before it is called."""
 
-    def __init__(self, operator: TokenRetrievalAttention) -> None:
-        self._operator = operator
+    def __init__(self, operator: TokenRetrievalAttention, before: TokenRetrievalAttention) -> None:
+        self._operator, self._before = operator, before
         self._chosen: WeakKeyDictionary[Step, Choice] = WeakKeyDictionary()
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -36,16 +38,29 @@ class LookAhead:
         steps = [step for step in bridge.cache_in(args, kwargs, operator.path).steps if operator.chooses_in(step)]
         if not steps or not self._computes_where(args, kwargs):
             return
-        call = call_of(operator.path, operator.wrapped, args, kwargs)
+        call = call_of(operator.path, operator.wrapped, *self._as_its_own(args, kwargs))
         for step in steps:
             self._chosen[step] = operator.chosen_for(step, call.of_rows(step.rows))
 
     def _computes_where(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the weights are where the arguments are; streamed ones come with their own layer."""
         given = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        own = (each for each in (self._operator.wrapped, self._operator.input_norm) if each is not None)
         return given.device.type == "cpu" or all(
-            parameter.device == given.device for parameter in self._operator.wrapped.parameters()
+            parameter.device == given.device for module in own for parameter in module.parameters()
         )
+
+    def _as_its_own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, their hidden states those that the layer before was given, by the operator's own layer's norm.
+
+        They stay as they are where that is not known.
+        """
+        norm, given = self._operator.input_norm, self._before.layer_input
+        if norm is None or given is None:
+            return args, kwargs
+        if "hidden_states" in kwargs:
+            return args, {**kwargs, "hidden_states": norm(given)}
+        return (norm(given), *args[1:]), kwargs
 
     def taken(self, step: Step) -> Choice | None:
         """What was chosen for a step, once; None where nothing was."""
@@ -60,5 +75,5 @@ def link(operators: Sequence[AttentionOperator], kind: type[TokenRetrievalAttent
     of_kind = sorted((each for each in operators if isinstance(each, kind)), key=lambda each: each.layer_idx)
     for before, operator in pairwise(of_kind):
         if before.layer_idx > 0 and operator.chooser is not None and operator.chooser.looks_ahead:
-            operator.ahead = before.following = LookAhead(operator)
+            operator.ahead = before.following = LookAhead(operator, before)
             before.changes_arguments = before.reads_hidden_states = True

@@ -5,7 +5,12 @@ import pkgutil
 
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
 from hetero_kv.families.bounded.eviction.registry import get, names, register
-from hetero_kv.families.bounded.eviction.settings import BoundedSettings, StridedSettings, policy_setting
+from hetero_kv.families.bounded.eviction.settings import (
+    BoundedSettings,
+    StridedSettings,
+    WholePromptSettings,
+    policy_setting,
+)
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -15,6 +20,7 @@ __all__ = [
     "BoundedSettings",
     "EvictionPolicy",
     "StridedSettings",
+    "WholePromptSettings",
     "get",
     "names",
     "policy_setting",

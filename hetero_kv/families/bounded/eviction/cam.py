@@ -12,12 +12,12 @@ from hetero_kv.families.bounded.eviction.draws import uniform
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
 from hetero_kv.families.bounded.eviction.ranking import best, others, protected
 from hetero_kv.families.bounded.eviction.registry import register
-from hetero_kv.families.bounded.eviction.settings import BoundedSettings, policy_setting
+from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
 from hetero_kv.settings.setting import setting
 
 
 @dataclass(frozen=True)
-class CaMSettings(BoundedSettings):
+class CaMSettings(WholePromptSettings):
     """CaM: heavy hitters and the newest tokens, the values of the evicted merged into the newest."""
 
     policy: str = policy_setting("cam")

@@ -14,12 +14,12 @@ from hetero_kv.families.bounded.eviction.merging import merged, nearest
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
 from hetero_kv.families.bounded.eviction.ranking import best, others, protected
 from hetero_kv.families.bounded.eviction.registry import register
-from hetero_kv.families.bounded.eviction.settings import BoundedSettings, policy_setting
+from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
 from hetero_kv.settings.setting import setting
 
 
 @dataclass(frozen=True)
-class D2OSettings(BoundedSettings):
+class D2OSettings(WholePromptSettings):
     """D2O: heavy hitters and the newest tokens, the evicted merged into them, more of them where attention is dense."""
 
     policy: str = policy_setting("d2o")

@@ -8,12 +8,12 @@ from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
 from hetero_kv.families.bounded.eviction.ranking import best, protected
 from hetero_kv.families.bounded.eviction.registry import register
-from hetero_kv.families.bounded.eviction.settings import BoundedSettings, policy_setting
+from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
 from hetero_kv.settings.setting import setting
 
 
 @dataclass(frozen=True)
-class H2OSettings(BoundedSettings):
+class H2OSettings(WholePromptSettings):
     """H2O: heavy hitters and the newest tokens."""
 
     policy: str = policy_setting("h2o")

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from hetero_kv.families.sparse_prefill.settings import PrefillSettings
 from hetero_kv.settings.setting import SettingError, Settings, setting
 
 
@@ -62,3 +63,8 @@ class StridedSettings(BoundedSettings):
     stride: int = setting(
         1024, "tokens of a prompt that pass through all layers before entries are dropped", unit="tokens", minimum=1
     )
+
+
+@dataclass(frozen=True)
+class WholePromptSettings(BoundedSettings, PrefillSettings):
+    """A fixed number of entries, and a prompt that passes as a whole, sparsely where that is asked for."""

@@ -13,14 +13,14 @@ from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
 from hetero_kv.families.bounded.eviction.ranking import best, protected
 from hetero_kv.families.bounded.eviction.registry import register
-from hetero_kv.families.bounded.eviction.settings import BoundedSettings, policy_setting
+from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.settings import LONGEST_QUESTION
 from hetero_kv.settings.setting import SettingError, setting
 
 
 @dataclass(frozen=True)
-class SnapKVSettings(BoundedSettings):
+class SnapKVSettings(WholePromptSettings):
     """SnapKV: what the prompt's last queries attend to."""
 
     policy: str = policy_setting("snapkv")

@@ -109,12 +109,14 @@ class InfiniGen(Chooser[InfiniGenSettings]):
         partial = torch.from_numpy(asked.q) @ basis
         scores, read = scores_by_components(asked, "partial_keys", partial)
         around, read_around = self._scores_around(asked, partial @ basis.transpose(2, 3))
-        highest = torch.cat([scores.amax(dim=3, keepdim=True), around], dim=3).amax(dim=3, keepdim=True)
-        # A kv head's tokens are those that any of its query heads wants.
-        ranked = (scores - highest).amax(dim=2)
+        every = torch.cat([scores, around], dim=3)
+        # A kv head's tokens are those that any of its query heads wants, and those come first that one has most of its
+        # attention on: a head that looks everywhere alike has many that are nearly its highest, and needs none of them.
+        ranked = (scores - every.logsumexp(dim=3, keepdim=True)).amax(dim=2)
+        near = (scores - every.amax(dim=3, keepdim=True)).amax(dim=2) >= -self.settings.alpha
         budget = self.settings.budget(asked.tokens)
         # All heads of a layer fetch as many: the mean of what each wants.
-        wanted = (ranked >= -self.settings.alpha).sum(dim=2).float().mean(dim=1).round().int()
+        wanted = near.sum(dim=2).float().mean(dim=1).round().int()
         each = wanted.clamp(min(1, budget), budget).tolist()
         positions = np.zeros((*ranked.shape[:2], max(each)), np.int32)
         for row, count in enumerate(each):

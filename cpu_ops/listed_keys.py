@@ -1,0 +1,46 @@
+"""What kernels over runs of keys share: where a listed token lies, which come next, which a query cannot see."""
+
+import numpy as np
+from numba import njit
+
+from cpu_ops.gathered_rows import row_address
+
+UNSEEN = np.float32(-3e38)
+"""Score of a token behind the query: finite, so that a query which sees nothing yet has no infinite maximum."""
+
+
+@njit(nogil=True)
+def address_of_token(past, new, row, head, token):
+    """Where the vector of a token lies, of what came before the chunk or of its own."""
+    held = past.shape[2]
+    if token < held:
+        return row_address(past, row, head, token)
+    return row_address(new, row, head, token - held)
+
+
+@njit(nogil=True)
+def next_listed(runs, run, token, stop, listed):
+    """The next tokens of the runs before `stop`: from `token` within `run` on, as many as `listed` takes.
+
+    Returns the run and the token at which the next ones begin, and how many these are.
+    """
+    filled = 0
+    while run < stop and filled < listed.size:
+        first = np.int64(runs[run, 0]) + token
+        count = min(np.int64(runs[run, 1]) - first, listed.size - filled)
+        for t in range(count):
+            listed[filled + t] = first + t
+        filled += count
+        token += count
+        if first + count == runs[run, 1]:
+            run += 1
+            token = np.int64(0)
+    return run, token, filled
+
+
+@njit(nogil=True)
+def hide(listed, filled, position, scores):
+    """Take from the scores [tokens, queries] those of tokens behind a query, the first of which is at `position`."""
+    for t in range(filled):
+        for i in range(min(scores.shape[1], listed[t] - position)):
+            scores[t, i] = UNSEEN
