@@ -38,7 +38,8 @@ class PromptWriting:
     ) -> None:  # fmt: skip
         self._pool, self._buffer, self._table, self._write_out = pool, buffer, table, write_out
         self._represented, self._vectors_of = represented, vectors_of
-        self._start, self._stop = (buffer.past, None) if part is None else part
+        self._start = buffer.past if part is None else part[0]
+        self._stop = None if part is None else part[1]
         self._with_keys, self._written = with_keys, self._start
         self.largest = [0.0, 0.0]
 
