@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gpu_ops.host_copies import on_device
 from hetero_kv.adapter import bridge, chunking
 from hetero_kv.adapter.rotation import Rotation, found_rotation
 from hetero_kv.engine.cache import HeteroCache
@@ -71,7 +72,8 @@ def rotation_of(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dic
         value = chunking.sliced(name, value, first, total)
         if isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point():
             # Hidden states of a real token may be anything, zeros included.
-            return torch.randn(1, 1, value.shape[2], generator=torch.Generator().manual_seed(0)).to(value)
+            state = torch.randn(1, 1, value.shape[2], generator=torch.Generator().manual_seed(0))
+            return on_device(state.to(value.dtype), value.device)
         return value
 
     probe_args = [first_token("", value) for value in args]

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from gpu_ops.host_copies import on_device
 from gpu_ops.rotary import RotaryLayout, rotate, unrotate
 
 #: (cos, sin), each [1, tokens, width] -> the keys [1, kv_heads, tokens, dim] that attention gets with them.
@@ -58,7 +59,8 @@ def found_rotation(keys_under: KeysUnder, like: torch.Tensor) -> Rotation | None
             continue
         pairs = width if doubled == "once" else width // 2
         angles = torch.rand(*like.shape[:-1], pairs, generator=generator) * 2 - 1
-        cos, sin = (_SCALING * part.to(like) for part in (angles.cos(), angles.sin()))
+        parts = (part.to(like.dtype) for part in (angles.cos(), angles.sin()))
+        cos, sin = (_SCALING * on_device(part, like.device) for part in parts)
         keys = keys_under(_doubled(cos, doubled), _doubled(sin, doubled))
         if _close(plain, keys.float(), keys.dtype):
             return Rotation(RotaryLayout(0))

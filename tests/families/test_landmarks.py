@@ -79,3 +79,12 @@ def test_an_outlier_is_never_chosen_even_where_every_other_share_underflows():
     q = torch.ones(1, 1, 1, 1)
     chosen = chosen_chunks(q, landmark, torch.tensor([[[0]]]), 3, scale=1.0)
     assert set(chosen.flatten().tolist()) == {1, 2, 3}
+
+
+def test_products_beyond_half_precision_choose_the_best_chunks_too():
+    # 16 · 200 · 60 · (1 + i / 100), every product is beyond 65,504, scaled none is.
+    keys = torch.full((1, 1, 8, 16), 60.0) * (1 + torch.arange(8)[:, None] / 100)
+    q = torch.full((1, 1, 1, 16), 200.0)
+    none = torch.empty(1, 1, 0, dtype=torch.int64)
+    found = chosen_chunks(q.half(), keys.half(), none, 2, scale=0.001)
+    assert set(found.flatten().tolist()) == {6, 7}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from caches import new_cache, prefill
+from devices import simulated_cuda
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,3 +57,16 @@ def test_the_mask_sizes_are_those_of_the_window():
     layer = WindowLayer(8)
     layer.extend(*tokens(0, 20))
     assert layer.get_mask_sizes(3) == (7 + 3, 20 - 7)
+
+
+@pytest.mark.cuda
+def test_a_buffer_on_a_gpu_is_no_dram():
+    with simulated_cuda():
+        held = {}
+        for device in ("cpu", "cuda"):
+            layer = WindowLayer(4)
+            layer.extend(*(part.to(device) for part in tokens(0, 10)))
+            held[device] = layer.dram_bytes, layer.device_bytes
+            del layer
+    assert held["cpu"] == held["cuda"][::-1]
+    assert held["cpu"][0] > held["cpu"][1] == 0

@@ -10,6 +10,8 @@ _PACKED = "tests/gpu_ops/test_packed_weights.py::test_"
 _HIDDEN = "tests/operators/test_hidden_in_dram.py::test_answers_are_the_same_wherever_hidden_states_lie"
 
 _SLOTS = "tests/operators/test_shadowkv_on_cuda.py::test_it_attends_to_and_counts_what_it_does_when_the_host_chooses"
+_PIECES = "tests/families/test_prompt_writing.py::test_"
+_PROMPTS = "tests/operators/test_shadowkv_prompts_on_cuda.py::test_"
 _CAPTURED = "tests/operators/test_captured_steps.py::test_"
 
 LASTING = (
@@ -142,5 +144,54 @@ LASTING = (
         "            self._quantised = weight_at(self._quantised, cast(torch.Tensor, self.packed))\n",
         "            pass\n",
         ("tests/models/test_packed_on_cuda.py::test_answers_are_those_of_the_numbers",),
+    ),
+    Mutation(
+        "nobody waits for a piece of what is stored",
+        "gpu_ops/prefetch.py",
+        "            current.wait_event(event)\n",
+        "",
+        (f"{_PIECES}stored_tokens_come_back_in_pieces_as_they_are_read",),
+    ),
+    Mutation(
+        "page-locked memory is filled with the next piece while it is copied",
+        "gpu_ops/prefetch.py",
+        "            before.synchronize()\n",
+        "            pass\n",
+        ("tests/gpu_ops/test_bus_transfers.py",),
+    ),
+    Mutation(
+        "a prompt's blocks are taken before they have come",
+        "gpu_ops/write_out.py",
+        "        self._event.synchronize()\n",
+        "",
+        (f"{_PIECES}the_pool_has_what_the_cpu_would_have_put_there",),
+    ),
+    Mutation(
+        "less is page-locked than is stored",
+        "gpu_ops/mapped_memory.py",
+        "min(self.tensor.data_ptr() + size, self._end)",
+        "min(self.tensor.data_ptr() + size // 2, self._end)",
+        ("tests/gpu_ops/test_mapped_memory.py",),
+    ),
+    Mutation(
+        "a kernel is launched on whatever GPU is the present one",
+        "gpu_ops/merge.py",
+        "        with torch.cuda.device(out_a.device):\n            return merge",
+        "        if True:\n            return merge",
+        ("tests/gpu_ops/test_merged_sets.py",),
+    ),
+    Mutation(
+        "an earlier turn's newest tokens are not attended to",
+        "hetero_kv/families/shadowkv/context_layer.py",
+        "            buffer.keys[:, :, recent] = self.recent_keys.entries\n",
+        "            buffer.keys[:, :, recent] = 0\n",
+        (f"{_PROMPTS}a_later_turn_in_pieces_answers_as_one_on_a_cpu[FP32-0.0001-1.0]",),
+    ),
+    Mutation(
+        "keys are factored anew without those before the turn",
+        "hetero_kv/families/shadowkv/context_layer.py",
+        "itertools.chain(self._keys_before(first), [new])",
+        "itertools.chain([], [new])",
+        (f"{_PROMPTS}a_later_turn_in_pieces_answers_as_one_on_a_cpu[FP32-0.0001-0.0]",),
     ),
 )

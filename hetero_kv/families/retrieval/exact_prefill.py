@@ -19,7 +19,7 @@ from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.short_turn import is_short, store_and_attend
-from hetero_kv.families.retrieval.stored_pieces import attention_to_pieces
+from hetero_kv.families.retrieval.stored_pieces import attention_behind_pieces
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.settings.engine_settings import EngineSettings
 
@@ -66,10 +66,7 @@ class ExactPrefill(AttentionOperator):
         assert layer.prefill_buffer is not None
         if not layer.prefill_buffer.first:
             return self.attend_chunk(step, call, past_k, past_v)
-        given = call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap
-        pieces = layer.pieces(0, call.k)
-        out, lse = attention_to_pieces(pieces, call.q, *chunk_attention(*given), call.scale, call.softcap)
-        return (out, lse) if call.sink is None else apply_sink(out, lse, call.sink)
+        return attention_behind_pieces(layer.pieces(0, call.k), call, past_k, past_v)
 
     def attend_chunk(
         self, step: Step, call: bridge.AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor

@@ -57,6 +57,13 @@ def bytes_per_token(
     )
 
 
+def write_out_share(stored: BytesPerToken, numbers: int, demand: Demand) -> Share:
+    """Of a prompt two pieces as they are stored, and the float32 `numbers` of a token that one is encoded from."""
+    tokens = demand.batch * min(PIECE_TOKENS, demand.chunk_tokens, demand.tokens)
+    of_token = 2 * (stored.keys + stored.values + stored.representatives) + _FLOAT_BYTES * numbers
+    return Share(WRITE_OUT, math.ceil(tokens * of_token), common=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PagedFootprint(LayerFootprint):
     """All tokens in DRAM blocks.
@@ -102,11 +109,5 @@ class PagedFootprint(LayerFootprint):
         if demand.on_gpu:
             yield Share(WINDOWS, demand.sequences * self.kv_bytes(self.device_window, demand))
             yield sums_share(min(self.observed, demand.tokens), demand.tokens, self.shape, demand)
-            yield Share(WRITE_OUT, math.ceil(self._under_way(demand)), common=True)
-
-    def _under_way(self, demand: Demand) -> float:
-        """Bytes of two pieces of a prompt as they are stored, and of what one of them is encoded from."""
-        tokens = demand.batch * min(PIECE_TOKENS, demand.chunk_tokens, demand.tokens)
-        numbers = self.shape.kv_heads * max(self.shape.k_dim, self.shape.v_dim)
-        of_token = self.stored.keys + self.stored.values + self.stored.representatives
-        return tokens * (2 * of_token + _FLOAT_BYTES * numbers)
+            numbers = self.shape.kv_heads * max(self.shape.k_dim, self.shape.v_dim)
+            yield write_out_share(self.stored, numbers, demand)

@@ -25,7 +25,7 @@ from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
-from hetero_kv.families.retrieval.prompt_layer import PromptLayer
+from hetero_kv.families.retrieval.prompt_layer import RepresentedPromptLayer
 from hetero_kv.families.retrieval.prompt_writing import VectorsOf
 from hetero_kv.families.retrieval.reading import Reading
 from hetero_kv.families.retrieval.state import RetrievalState
@@ -33,7 +33,7 @@ from hetero_kv.families.retrieval.unseen import NONE_UNSEEN
 from hetero_kv.store.pool import Beside, BlockPool
 
 
-class RetrievalLayer(PromptLayer):
+class RetrievalLayer(RepresentedPromptLayer):
     """Keys, values and representatives in a pool; what the operator remembers beside them in `state`.
 
     Args:
@@ -126,7 +126,7 @@ class RetrievalLayer(PromptLayer):
         pool = self._prepare(keys, values)
         table = step.blocks(self.layout).table
         if keys.is_cuda:
-            self._write_from_gpu(step, keys, values, buffer)
+            self._store_from_gpu(step, keys, values, buffer)
         else:
             self._require_finite(keys, values)
             for ids, row_keys, row_values in zip(table, keys, values, strict=True):

@@ -1,9 +1,8 @@
-"""The part of a retrieval layer that takes prompts on a GPU: new tokens leave in blocks, stored ones come in pieces."""
+"""The part of a layer that takes prompts on a GPU: new tokens leave in blocks, stored ones come in pieces."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
 from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval.prompt_writing import PromptWriting, VectorsOf
-from hetero_kv.families.retrieval.stored_pieces import stored_pieces
+from hetero_kv.families.retrieval.stored_pieces import Pieces, stored_pieces
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.storage import StorageType
 
@@ -22,35 +21,28 @@ if TYPE_CHECKING:
 class PromptLayer(BufferedLayer):
     """A layer whose prompts are written from a GPU block by block, and attend to what is stored in pieces.
 
-    Args:
-        vectors_of: what represents blocks on a GPU as a prompt is written; None where that needs the whole prompt.
-
     Attributes:
         writing: what writes the present prompt out of a GPU's buffer; None without one.
     """
 
-    layout: RetrievalLayout
-
-    def __init__(
-        self, storage: StorageType, value_storage: StorageType | None, vectors_of: VectorsOf | None = None
-    ) -> None:
+    def __init__(self, storage: StorageType, value_storage: StorageType | None = None) -> None:
         super().__init__(storage, value_storage)
-        self.vectors_of = vectors_of
         self.writing: PromptWriting | None = None
 
     @abstractmethod
-    def _prepare(self, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
-        """Have a pool for keys [batch, kv_heads, tokens, k_dim] and values."""
+    def _begun_writing(self, step: Step, buffer: PrefillBuffer) -> PromptWriting:
+        """What is to write a prompt of which the buffer has the first tokens, or all."""
 
-    def _write_from_gpu(
-        self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None
-    ) -> None:
-        """Have everything of a prompt in the pool. Raises HeteroKVError for a number that is too large for its type."""
+    @property
+    def stored_apart(self) -> int:
+        """Tokens before a prompt that come in pieces, whole blocks of them but for the last: by default all."""
+        return self.cohort.length
+
+    def _write_from_gpu(self, step: Step, buffer: PrefillBuffer) -> None:
+        """Have everything of a prompt in the pool that belongs there."""
         if self.writing is None:
-            here = PrefillBuffer(keys, values, step.past, step.length, first=step.past)
-            self.writing = self._begun_writing(step, here if buffer is None else buffer)
+            self.writing = self._begun_writing(step, buffer)
         self.writing.finish()
-        self._require_within(self.writing.largest)
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See BufferedLayer; from a GPU what has become whole blocks is written while the chunk is computed with."""
@@ -64,23 +56,50 @@ class PromptLayer(BufferedLayer):
         return before
 
     def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:
-        """See BufferedLayer; on a GPU for the new tokens alone, those before are attended to in pieces."""
+        """See BufferedLayer; on a GPU without those that are attended to in pieces."""
         if not keys.is_cuda:
             return super()._loaded_buffer(keys, values)
         assert self._prefilling is not None
-        past, tokens = self._prefilling.past, self._prefilling.tokens
+        past, first = self._prefilling.past, self.stored_apart
+        tokens = self._prefilling.length - first
         new_keys, new_values = (like.new_empty(*like.shape[:2], tokens, like.shape[3]) for like in (keys, values))
-        return PrefillBuffer(new_keys, new_values, past, past, first=past)
+        return PrefillBuffer(new_keys, new_values, past, past, first)
 
-    def pieces(self, start: int, like: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """What was stored before the present prompt, from position `start` on, where a block begins.
+    def pieces(self, start: int, like: torch.Tensor) -> Pieces:
+        """What was `stored_apart` before the present prompt, from position `start` on, where a block begins.
 
         As `stored_pieces`, on the GPU of `like` and in its dtype.
         """
         assert self.pool is not None
         tables = [self.block_ids(row) for row in range(len(self.cohort.sequences))]
         prefetch = self.cohort.store.prefetch(like.device)
-        return stored_pieces(self.pool, tables, start, self.cohort.length, like.dtype, prefetch)
+        return stored_pieces(self.pool, tables, start, self.stored_apart, like.dtype, prefetch)
+
+    def leave_prefill(self) -> None:
+        super().leave_prefill()
+        if self.writing is not None:
+            self.writing.leave()
+            self.writing = None
+
+
+class RepresentedPromptLayer(PromptLayer):
+    """One whose blocks are represented as they are written.
+
+    Args:
+        vectors_of: what represents blocks on a GPU as a prompt is written; None where that needs the whole prompt.
+    """
+
+    layout: RetrievalLayout
+
+    def __init__(
+        self, storage: StorageType, value_storage: StorageType | None, vectors_of: VectorsOf | None = None
+    ) -> None:
+        super().__init__(storage, value_storage)
+        self.vectors_of = vectors_of
+
+    @abstractmethod
+    def _prepare(self, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
+        """Have a pool for keys [batch, kv_heads, tokens, k_dim] and values."""
 
     def _begun_writing(self, step: Step, buffer: PrefillBuffer) -> PromptWriting:
         pool, blocks = self._prepare(buffer.keys, buffer.values), step.blocks(self.layout)
@@ -89,8 +108,11 @@ class PromptLayer(BufferedLayer):
         write_out = self.cohort.store.write_out(buffer.keys.device)
         return PromptWriting(pool, buffer, blocks.table, write_out, represented, self.vectors_of)
 
-    def leave_prefill(self) -> None:
-        super().leave_prefill()
-        if self.writing is not None:
-            self.writing.leave()
-            self.writing = None
+    def _store_from_gpu(
+        self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None
+    ) -> None:
+        """Have all new tokens in the pool. Raises HeteroKVError for a number that is too large for its type."""
+        here = PrefillBuffer(keys, values, step.past, step.length, first=step.past)
+        self._write_from_gpu(step, here if buffer is None else buffer)
+        assert self.writing is not None
+        self._require_within(self.writing.largest)

@@ -24,6 +24,8 @@ class PromptWriting:
     Args:
         table: [rows, blocks] int32, the sequences' blocks, those of the new tokens among them.
         represented: blocks [first, end) for which `vectors_of` makes vectors; none where they are made later, or not.
+        part: the positions [start, stop) that are written; None for the new tokens.
+        with_keys: whether the pool has the keys; else its vectors of keys have no numbers.
 
     Attributes:
         largest: magnitude of a stored key, and of a stored value; complete when `finish` has returned.
@@ -32,20 +34,28 @@ class PromptWriting:
     def __init__(
         self, pool: BlockPool, buffer: PrefillBuffer, table: np.ndarray, write_out: WriteOut,
         represented: tuple[int, int] = (0, 0), vectors_of: VectorsOf | None = None,
+        part: tuple[int, int] | None = None, with_keys: bool = True,
     ) -> None:  # fmt: skip
         self._pool, self._buffer, self._table, self._write_out = pool, buffer, table, write_out
         self._represented, self._vectors_of = represented, vectors_of
-        self._written = buffer.past
+        self._start = buffer.past if part is None else part[0]
+        self._stop = None if part is None else part[1]
+        self._with_keys, self._written = with_keys, self._start
         self.largest = [0.0, 0.0]
 
     @property
     def first_block(self) -> int:
         """The first block that is written as a whole."""
-        return -(-self._buffer.past // self._pool.block_size)
+        return -(-self._start // self._pool.block_size)
+
+    @property
+    def _length(self) -> int:
+        """Tokens of the sequence that have come and are to be written, or were before."""
+        return self._buffer.length if self._stop is None else min(self._buffer.length, self._stop)
 
     def advance(self) -> None:
         """Send the blocks that the buffer has filled since."""
-        size, length = self._pool.block_size, self._buffer.length
+        size, length = self._pool.block_size, self._length
         boundary = self.first_block * size
         if self._written < boundary <= length:
             self._send_tokens(boundary)
@@ -55,8 +65,8 @@ class PromptWriting:
     def finish(self) -> None:
         """Send what is left, and wait until everything is in the pool."""
         self.advance()
-        if self._written < self._buffer.length:
-            self._send_tokens(self._buffer.length)
+        if self._written < self._length:
+            self._send_tokens(self._length)
         self._write_out.finish()
 
     def leave(self) -> None:
@@ -67,7 +77,8 @@ class PromptWriting:
         """Keys and values of the positions from `_written` to `stop`, which are written with that."""
         part = slice(self._written - self._buffer.first, stop - self._buffer.first)
         self._written = stop
-        return self._buffer.keys[:, :, part], self._buffer.values[:, :, part]
+        keys = self._buffer.keys[:, :, part]
+        return keys if self._with_keys else keys[..., :0], self._buffer.values[:, :, part]
 
     def _send_tokens(self, stop: int) -> None:
         """Send tokens of a block that is not whole, which the CPU stores."""
@@ -149,5 +160,6 @@ class PromptWriting:
 
 
 def _ends(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The least and the largest number of each, [2, 2] float32."""
-    return torch.stack([torch.stack(torch.aminmax(t)) for t in (keys, values)]).float()
+    """The least and the largest number of each, [2, 2] float32; zeros of what has none."""
+    ends = (torch.stack(torch.aminmax(t)) if t.numel() else t.new_zeros(2) for t in (keys, values))
+    return torch.stack(list(ends)).float()

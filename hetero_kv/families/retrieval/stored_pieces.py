@@ -7,19 +7,22 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from gpu_ops.attention import attention_with_lse
-from gpu_ops.merge import merge_attention
+from gpu_ops.attention import attention_with_lse, chunk_attention
+from gpu_ops.merge import apply_sink, merge_attention
 from gpu_ops.pinned_bytes import Kind
 from gpu_ops.prefetch import Fill, Prefetch
+from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.store.pool import WRITTEN, BlockPool
 
 # Tokens of a piece, of all rows together: some tens of megabytes of one layer.
 _TOKENS_AT_ONCE = 8192
+#: First position of each, its keys [rows, kv_heads, tokens, k_dim] and its values, on a GPU, in order.
+Pieces = Iterator[tuple[int, torch.Tensor, torch.Tensor]]
 
 
 def stored_pieces(
     pool: BlockPool, tables: Sequence[np.ndarray], start: int, stop: int, dtype: torch.dtype, prefetch: Prefetch
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+) -> Pieces:
     """Stored tokens of the positions [start, stop), in order, on the device of `prefetch`.
 
     They go over the bus as they are stored, and are decoded there.
@@ -61,15 +64,18 @@ def _gathering(arrays: dict[str, torch.Tensor], rows: list[torch.Tensor]) -> Fil
     return fill
 
 
-def attention_to_pieces(
-    pieces: Iterator[tuple[int, torch.Tensor, torch.Tensor]], q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    scale: float, softcap: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention `out` [batch, heads, n, v_dim] and `lse` of queries, merged with that to the pieces before them."""
-    batch, heads, n, k_dim = q.shape
+def attention_behind_pieces(
+    pieces: Pieces, call: AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a chunk to `pieces`, then to past_k [batch, kv_heads, past, k_dim] and past_v, then to itself.
+
+    Returns out and lse as `chunk_attention`, the learned sink included.
+    """
+    batch, heads, n, k_dim = call.q.shape
+    out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap)
     for _, keys, values in pieces:
         # Without a mask the group's queries are just more queries of the kv head.
-        folded = q.reshape(batch, keys.shape[1], -1, k_dim)
-        part, part_lse = attention_with_lse(folded, keys, values, scale, softcap)
+        folded = call.q.reshape(batch, keys.shape[1], -1, k_dim)
+        part, part_lse = attention_with_lse(folded, keys, values, call.scale, call.softcap)
         out, lse = merge_attention(out, lse, part.reshape(batch, heads, n, -1), part_lse.reshape(batch, heads, n))
-    return out, lse
+    return (out, lse) if call.sink is None else apply_sink(out, lse, call.sink)

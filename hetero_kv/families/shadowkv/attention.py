@@ -25,6 +25,7 @@ from hetero_kv.engine.recorded_prompt import RecordedPrompt
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
+from hetero_kv.families.retrieval.stored_pieces import attention_behind_pieces
 from hetero_kv.families.shadowkv import cpu_decode, device_decode
 from hetero_kv.families.shadowkv.footprint import LowRankFootprint
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks
@@ -124,7 +125,12 @@ class ShadowKVAttention(NotedRotations):
     def prefill_chunk(self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         self._require_full(call)
         past_k, past_v = layer.extend(call.k, call.v)
-        return self.prompt_attention(step, call, past_k, past_v)[0].to(call.q.dtype)
+        assert layer.prefill_buffer is not None
+        if layer.prefill_buffer.first:
+            out, _ = attention_behind_pieces(layer.pieces(0, call.k), call, past_k, past_v)
+        else:
+            out, _ = self.prompt_attention(step, call, past_k, past_v)
+        return out.to(call.q.dtype)
 
     def _require_full(self, call: bridge.AttentionCall) -> None:
         if call.sliding_window is not None:

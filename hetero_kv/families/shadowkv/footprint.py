@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from hetero_kv.adapter import rotary_table
 from hetero_kv.adapter.footprint import FOLLOWING, BytesPerToken, Demand, LayerFootprint, Share, Term, register
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.families.retrieval.footprint import write_out_share
 from hetero_kv.families.shadowkv import key_factors, landmarks
 from hetero_kv.families.shadowkv import layer as low_rank_layer
 from hetero_kv.families.shadowkv.partition import chunk_budget, first_context_end
@@ -58,6 +59,8 @@ class LowRankFootprint(LayerFootprint):
             yield Share(LOW_RANK, demand.batch * self.kv_bytes(demand.tokens, demand))
 
         yield Share(FOLLOWING, demand.batch * self.factoring(demand.tokens), common=True)
+        if demand.on_gpu:
+            yield write_out_share(self.stored, self.shape.kv_heads * self.shape.v_dim, demand)
 
     def factoring(self, tokens: int) -> int:
         """Bytes that a layer's factors and landmarks take while they are made, beside themselves; at most."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -46,16 +46,24 @@ class KeyFactors:
     def __len__(self) -> int:
         return len(self.coefficients)
 
-    def factor(self, keys: torch.Tensor) -> None:
-        """Take the best basis for keys [batch, kv_heads, tokens, k_dim] of the first tokens; forget coefficients."""
-        gram = factors.gram_matrix(self._plain_tiles(keys, 0))
+    def factored(self, parts: Iterable[tuple[int, torch.Tensor]], tokens: int, like: torch.Tensor) -> KeyFactors:
+        """Factors with the best basis for the keys of `tokens` tokens, with room for their coefficients, and none yet.
+
+        Args:
+            parts: first position and keys [batch, kv_heads, any, k_dim] of each part of them.
+            like: any keys, for shapes and dtype.
+        """
+        gram = factors.gram_matrix(tile for start, keys in parts for tile in self._plain_tiles(keys, start))
         if self._energy is None:
             basis = factors.leading_basis(gram, self._wanted)
         else:
             basis = factors.basis_holding(gram, self._energy)
-        by_head = basis.unflatten(2, (keys.shape[1], keys.shape[3]))
-        self.basis = by_head.transpose(1, 2).to(keys.dtype).contiguous()
-        self.coefficients = GrowingTensor(1, self.coefficients.slack)
+        by_head = basis.unflatten(2, (like.shape[1], like.shape[3]))
+        twin = copy.copy(self)
+        twin.basis = by_head.transpose(1, 2).to(like.dtype).contiguous()
+        twin.coefficients = GrowingTensor(1, self.coefficients.slack)
+        twin.coefficients.reserve(like.new_empty(like.shape[0], 0, basis.shape[1]), tokens)
+        return twin
 
     def append(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add the coefficients of the next keys [batch, kv_heads, tokens, k_dim].

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from gpu_ops.gather import gathered_rows
+from gpu_ops.host_copies import on_host
 from gpu_ops.kernel_choice import runs_triton
 from gpu_ops.mapped_memory import MappedMemory
-from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
+from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step
 from hetero_kv.engine.watched import Watched
-from hetero_kv.families.shadowkv import landmarks, saving
+from hetero_kv.families.shadowkv import saving
+from hetero_kv.families.shadowkv.context_layer import Context, ContextLayer
 from hetero_kv.families.shadowkv.key_factors import KeyFactors
 from hetero_kv.families.shadowkv.layout import ContextLayout
 from hetero_kv.families.shadowkv.missed_chunks import MissedChunks
-from hetero_kv.families.shadowkv.outlier_chunks import Outliers, with_new_outliers
 from hetero_kv.families.shadowkv.read_bytes import bytes_of_missed
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import KEY_RANK, LowRankStatistics
@@ -30,26 +31,9 @@ from hetero_kv.store.growing_tensor import GrowingTensor
 
 # Tokens that the buffers of generated tokens grow by.
 SLACK = 256
-# Tokens of the Context that are rebuilt at once.
-_READ_AT_ONCE = 8192
 
 
-@dataclass(frozen=True)
-class _Context:
-    """What the Context has beside factors, landmarks and values; replaced, so that a checkpoint is a reference.
-
-    Attributes:
-        length: tokens, whole chunks.
-        outliers: None before the first chunk.
-        statistics: what was counted.
-    """
-
-    length: int = 0
-    outliers: Outliers | None = None
-    statistics: LowRankStatistics = field(default_factory=LowRankStatistics)
-
-
-class LowRankLayer(BufferedLayer):
+class LowRankLayer(ContextLayer):
     """A sequence is Context | Recent.
 
     The Context is whole chunks: their keys as low-rank factors, a landmark per chunk and kv head, their values in
@@ -63,8 +47,6 @@ class LowRankLayer(BufferedLayer):
         energy: share of the keys' energy that their factors hold, where that says the rank; None for the settings'.
     """
 
-    layout: ContextLayout
-
     def __init__(self, settings: ShadowKVSettings, energy: float | None = None) -> None:
         super().__init__(settings.value_storage)
         self.storage_settings = (settings.storage_setting,) * 2
@@ -75,7 +57,7 @@ class LowRankLayer(BufferedLayer):
 
     def _forget(self) -> None:
         self.pool = None
-        self.context = _Context()
+        self.context = Context()
         self.read = NO_NUMBERS
         slack = SLACK if self.settings.project_generated else 0
         self.factors = KeyFactors(self.settings.most_rank, slack, self._energy)
@@ -104,17 +86,12 @@ class LowRankLayer(BufferedLayer):
 
     def count(self, statistics: LowRankStatistics) -> None:
         """Note what was counted."""
-        self.context = _Context(self.context.length, self.context.outliers, statistics)
+        self.context = Context(self.context.length, self.context.outliers, statistics)
 
     @property
     def stored_length(self) -> int:
         """Tokens of each sequence that this layer holds."""
         return self.context.length + len(self.recent_keys)
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of the Context."""
-        return self.context.length // self.chunk_size
 
     def select(self, rows: Rows[int]) -> None:
         """See FamilyLayer: blocks are shared, factors are copied."""
@@ -150,28 +127,13 @@ class LowRankLayer(BufferedLayer):
 
     # -- storing tokens
 
-    def have_pool(self, values: torch.Tensor) -> None:
-        """Have a pool for values like these, [batch, kv_heads, tokens, v_dim]."""
-        if self.pool is None:
-            kv_heads, v_dim = values.shape[1], values.shape[-1]
-            # Its vectors of keys have no numbers: keys are elsewhere.
-            self.pool = self.cohort.store.pool(self.layer_idx, self.layout, kv_heads, 0, v_dim, self.value_storage)
-
     def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
         self.have_pool(values)
         assert self.pool is not None
         # In the store, so that forks share it: memory is page-locked once.
         if self.layer_idx not in self.cohort.store.mapped and runs_triton(values):
             self.cohort.store.mapped[self.layer_idx] = MappedMemory(self.pool.values, values.device)
-        if not step.is_decode:
-            self._require_finite(None, values)
-        elif self.value_storage.largest is not None:
-            largest = torch.linalg.vector_norm(values, float("inf"), dtype=torch.float32)
-            if values.device.type == "cpu":
-                self.require_storable(float(largest))
-            else:
-                # Looked at when the token has passed all layers: until then nothing of it is stored.
-                step.watched.append(Watched(largest, self.require_storable))
+        self._watch(step, values)
         end = (step.made.get(id(self.layout)) or step.blocks(self.layout)).length
         if buffer is not None and step.part.is_last:
             self._store_prompt(step, buffer, end)
@@ -180,72 +142,25 @@ class LowRankLayer(BufferedLayer):
         self.recent_values.append(values)
         count = end - self.context.length
         if count > 0:
-            self._take_in(step, self.recent_keys.entries[:, :, :count], self.recent_values.entries[:, :, :count])
+            new_keys, new_values = (part.entries[:, :, :count] for part in (self.recent_keys, self.recent_values))
+            self._put(step, *on_host(new_values))
+            self._take_in(new_keys, new_values)
             self.recent_keys.drop_first(count)
             self.recent_values.drop_first(count)
 
-    def _store_prompt(self, step: Step, buffer: PrefillBuffer, end: int) -> None:
-        """Let the Context reach to the local chunks; factor the keys where no factors serve them."""
-        start = self.context.length
-        if end > start:
-            new = buffer.keys[:, :, start:end]
-            if start == 0 or self.factors.share_outside(new, start) > self.settings.refactor_above:
-                # Of a sequence that goes on, what is factored is what the old factors give back, and the new keys.
-                self._factor(buffer.keys[:, :, :end], start)
-            self._take_in(step, new, buffer.values[:, :, start:end])
-            # A prompt's values at once, not when the first token waits for them.
-            self.values_are_mapped()
-        self.recent_keys.replace(buffer.keys[:, :, end : buffer.length])
-        self.recent_values.replace(buffer.values[:, :, end : buffer.length])
-
-    def _factor(self, keys: torch.Tensor, start: int) -> None:
-        """Find a basis for all of `keys`, and the coefficients of those before `start`."""
-        self.factors.factor(keys)
-        if start:
-            self.factors.append(keys[:, :, :start])
-        self.count(self.counted.with_factors())
-        if self.context.outliers is not None:
-            self.context.outliers.residents.empty()
-
-    def _take_in(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Add whole chunks behind the Context, exact keys [batch, kv_heads, tokens, k_dim] and values."""
-        assert self.pool is not None
-        for ids, row_keys, row_values in zip(step.blocks(self.layout).table, keys, values, strict=True):
-            self.pool.write(ids, self.context.length, row_keys[..., :0], row_values)
-        statistics = self.counted.with_energy(*self.factors.append(keys))
-        key_chunks, value_chunks = (part.unflatten(2, (-1, self.chunk_size)) for part in (keys, values))
-        self.landmarks.append(landmarks.landmarks(key_chunks))
-        outliers = with_new_outliers(
-            self.context.outliers, key_chunks, value_chunks, self.chunks, self.settings.outlier_chunks
-        )
-        length = self.context.length + keys.shape[2]
-        self.context = replace(self.context, length=length, outliers=outliers, statistics=statistics)
+    def _watch(self, step: Step, values: torch.Tensor) -> None:
+        """See to it that no value is stored that its type would turn into infinity."""
+        if values.device.type == "cpu" and not step.is_decode:
+            self._require_finite(None, values)
+        elif self.value_storage.largest is not None:
+            largest = torch.linalg.vector_norm(values, float("inf"), dtype=torch.float32)
+            if values.device.type == "cpu":
+                self.require_storable(float(largest))
+            else:
+                # Looked at when the tokens have passed all layers: until then nothing of them counts as stored.
+                step.watched.append(Watched(largest, self.require_storable))
 
     # -- reading tokens
-
-    def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See BufferedLayer; the Context's keys are as the factors give them back, but for outliers."""
-        end, step = self.context.length, max(1, _READ_AT_ONCE // self.chunk_size) * self.chunk_size
-        for start in range(0, end, step):
-            part = slice(start, min(start + step, end))
-            keys[:, :, part], values[:, :, part] = self._between(part.start, part.stop)
-        if len(self.recent_keys):
-            keys[:, :, end:], values[:, :, end:] = self.recent_keys.entries, self.recent_values.entries
-
-    def _between(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the Context's positions [start, stop), whole chunks; the keys of outliers are exact."""
-        assert self.context.outliers is not None
-        first, count = start // self.chunk_size, (stop - start) // self.chunk_size
-        keys = self.factors.keys_between(start, stop).unflatten(2, (count, self.chunk_size))
-        # Outliers elsewhere go to one more chunk, which is cut off again.
-        keys = torch.nn.functional.pad(keys, (0, 0, 0, 0, 0, 1))
-        at = self.context.outliers.ids - first
-        at = at.masked_fill((at < 0) | (at >= count), count)
-        exact = self.context.outliers.residents.outlier_keys
-        keys.scatter_(2, at[..., None, None].expand_as(exact), exact)
-        assert self.pool is not None
-        values = torch.stack([self.pool.read(self.block_ids(row), start, stop)[1] for row in range(len(keys))])
-        return keys[:, :, :-1].flatten(2, 3), values.to(keys)
 
     def rebuilt(self, chunks: torch.Tensor) -> torch.Tensor:
         """Keys of chunks [batch, kv_heads, n] from the factors: [batch, kv_heads, n, chunk_size, k_dim]."""
@@ -266,11 +181,6 @@ class LowRankLayer(BufferedLayer):
         # Decoded where it is needed: of a quantised type there is less to copy.
         values = self.value_storage.decode(gathered_rows(stored.flatten(0, 1), where, target, self.values_are_mapped()))
         return values.to(target.dtype).unflatten(0, chunks.shape)
-
-    def values_are_mapped(self) -> bool:
-        """Whether kernels of the compute device can read the stored values where they lie; sees to it if they may."""
-        mapped: MappedMemory | None = self.cohort.store.mapped.get(self.layer_idx)
-        return mapped is not None and mapped.reach(self.bytes_touched)
 
     # -- going back, and going several ways
 
@@ -302,7 +212,7 @@ class LowRankLayer(BufferedLayer):
         return saving.saved(self)
 
     def restore(self, part: SavedPart, place: Place) -> None:
-        self.context = _Context(*saving.restore(self, part, place))
+        self.context = Context(*saving.restore(self, part, place))
 
     @property
     def device_bytes(self) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from gpu_ops.host_copies import on_host
 from hetero_kv.store.growing_tensor import GrowingTensor
 
 # Steps that the log grows by.
@@ -38,7 +39,8 @@ class MissedChunks:
         """
         if not len(self._steps):
             return []
-        by_step: list[int] = self._steps.entries.sum(dim=1).tolist()
+        (by_row,) = on_host(self._steps.entries.sum(dim=1))
+        by_step: list[int] = by_row.tolist()
         of_rows, start = [], 0
         for stop, count in (*self._rows_before, (len(by_step), rows)):
             of_rows += [(missed, count) for missed in by_step[start:stop]]

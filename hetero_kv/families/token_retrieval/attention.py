@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from cpu_ops.causal_attention import attend_blocks_causal
+from gpu_ops.host_copies import on_host
 from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kernel_arrays import kernel_array
@@ -100,7 +101,7 @@ class TokenRetrievalAttention(ExactPrefill):
             layer.close(step)
             return
         layer.state = replace(layer.state, observation=None)
-        layer.close(step, observation.q.to("cpu", torch.float32))
+        layer.close(step, *on_host(observation.q.float()))
 
     # -- looking ahead
 
@@ -148,13 +149,8 @@ class TokenRetrievalAttention(ExactPrefill):
         if call.sliding_window is not None:
             self._refuse_window(call.sliding_window)
         blocks = layer.blocks_for(step, call.k, call.v)
-        if layer.window is not None:
-            layer.window.append(call.k, call.v, blocks.closed * layer.layout.block_size)
-        layer.store_token(step, call.k, call.v)
-        ahead = None if self.ahead is None else self.ahead.taken(step)
-        if ahead is None and blocks.newly_closed[0] != blocks.newly_closed[1]:
-            layer.close(step)
-        out, lse, mass = self._attended(layer, step, blocks, call, ahead)
+        attended = self._attended if layer.window is None else self._attended_beside_window
+        out, lse, mass = attended(layer, step, blocks, call)
         if self.engine.measure_recall:
             assert layer.pool is not None
             covered = covered_mass(layer.pool, blocks, call, mass, self.threads)
@@ -163,10 +159,14 @@ class TokenRetrievalAttention(ExactPrefill):
             out, _ = apply_sink(out, lse, call.sink)
         return out if out.dtype is call.q.dtype else out.to(call.q.dtype)
 
-    def _asked(self, layer: TokenRetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall) -> Asked:
+    def _asked(
+        self, layer: TokenRetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall, q: np.ndarray | None = None
+    ) -> Asked:
+        """A step whose queries are `q`, where they have come to the CPU already, else those of the call."""
         pool, table = layer.pool, blocks.table
         assert pool is not None
-        q = kernel_array(call.q, torch.float32).reshape(len(table), pool.keys.shape[1], -1, call.q.shape[3])
+        queries = kernel_array(call.q, torch.float32) if q is None else q
+        q = queries.reshape(len(table), pool.keys.shape[1], -1, call.q.shape[3])
         first, end = min(layer.layout.sink_blocks, blocks.closed), blocks.closed
         return Asked(
             q, pool, table, first, end, blocks.lengths, call.scale, call.softcap or 0.0, _NO_LSE, layer.state.known,
@@ -174,42 +174,78 @@ class TokenRetrievalAttention(ExactPrefill):
         )  # fmt: skip
 
     def _attended(
-        self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks, call: bridge.AttentionCall,
-        ahead: Choice | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Attention of a token that is stored: out [batch, heads, 1, v_dim], lse [batch, heads, 1], mass likewise.
+        self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks, call: bridge.AttentionCall
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Attention of a token, which is stored: out [batch, heads, 1, v_dim], lse [batch, heads, 1], mass likewise.
 
-        mass: the lse of the tokens that were attended to, each counted once. The attention sink and the recent window
-        are attended to where they lie, on the device where that has a window.
+        mass: the lse of the tokens that were attended to, each counted once.
         """
-        chooser, asked = self.chooser, self._asked(layer, blocks, call)
-        tokens, context = asked.tokens, asked.end - asked.first
-        chooses = chooser is not None and tokens > 0 and not chooser.covers(tokens)
-        if layer.window is not None:
-            out, lse = layer.window.attend(call.q, call.scale, call.softcap)
-        else:
-            out, lse = _of_heads(call, *asked.attend_blocks(asked.elsewhere if chooses else asked.table))
-        if chooses:
-            assert chooser is not None
-            beside = lse.to("cpu", torch.float32).view(asked.q.shape[:3])
-            if ahead is None and chooser.looks_ahead:
-                ahead = self._fetched(asked)
-            answer = chooser.attend(asked._replace(beside=beside, ahead=ahead))
-            self._count(layer, step, context, answer)
-            chosen_out, chosen_lse, chosen_mass = _of_heads(call, answer.out, answer.lse, answer.mass)
-        else:
-            layer.count(step.length, context, tokens, 0.0)
-            if layer.window is None or not tokens:
-                return out, lse, lse
-            chosen_out, chosen_lse = _of_heads(call, *asked.attend_blocks(asked.context))
-            chosen_mass = chosen_lse
-        mass = torch.logaddexp(lse.float(), chosen_mass)
-        return *merge_attention(out, lse, chosen_out, chosen_lse), mass
+        layer.store_token(step, call.k, call.v)
+        ahead, asked = self._taken_ahead(layer, step, blocks), self._asked(layer, blocks, call)
+        chooses = self._chooses(asked)
+        out, lse = _of_heads(call, *asked.attend_blocks(asked.elsewhere if chooses else asked.table))
+        if not chooses:
+            layer.count(step.length, asked.end - asked.first, asked.tokens, 0.0)
+            return out, lse, lse
+        answer = self._answer(layer, step, asked._replace(beside=lse.view(asked.q.shape[:3]), ahead=ahead))
+        chosen_out, chosen_lse, chosen_mass = _of_heads(call, answer.out, answer.lse, answer.mass)
+        return *merge_attention(out, lse, chosen_out, chosen_lse), torch.logaddexp(lse, chosen_mass)
 
-    def _count(self, layer: TokenRetrievalLayer, step: Step, context: int, answer: Answer) -> None:
-        layer.count(step.length, context, answer.tokens, answer.read)
+    def _attended_beside_window(
+        self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks, call: bridge.AttentionCall
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `_attended`, where the attention sink and the recent window lie on a device; `mass` is on the CPU.
+
+        One copy down, for which the host waits, and one back, as `WindowedDecode` has it.
+        """
+        window, staging = layer.window, layer.staging_for(call.q, call.k, call.v)
+        assert window is not None
+        window.append(call.k, call.v, blocks.closed * layer.layout.block_size)
+        in_window = window.attend(call.q, call.scale, call.softcap)
+        staging.send(call.q, call.k, call.v, in_window[1].view(staging.back[1].shape))
+        q, k, v, lse, _ = staging.arrived()
+        layer.store_token(step, torch.from_numpy(k), torch.from_numpy(v))
+        if self.following is not None:
+            # What the next layer guesses from was sent before.
+            self.following.arrived(step)
+        ahead, asked = self._taken_ahead(layer, step, blocks), self._asked(layer, blocks, call, q)
+        beside = torch.from_numpy(lse)
+        if self._chooses(asked):
+            answer = self._answer(layer, step, asked._replace(beside=beside, ahead=ahead))
+            chosen_out, chosen_lse, chosen_mass = answer.out, answer.lse, answer.mass
+        else:
+            layer.count(step.length, asked.end - asked.first, asked.tokens, 0.0)
+            if not asked.tokens:
+                return *in_window, beside
+            chosen_out, chosen_lse = asked.attend_blocks(asked.context)
+            chosen_mass = chosen_lse
+        for room, part in zip(staging.back, (chosen_out, chosen_lse), strict=True):
+            room[...] = part.numpy().reshape(room.shape)
+        device_out, device_lse = staging.sent_back()
+        merged = merge_attention(*in_window, device_out, device_lse.view(call.q.shape[:3]))
+        return *merged, torch.logaddexp(beside, chosen_mass)
+
+    def _chooses(self, asked: Asked) -> bool:
+        return self.chooser is not None and asked.tokens > 0 and not self.chooser.covers(asked.tokens)
+
+    def _taken_ahead(self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks) -> Choice | None:
+        """What was chosen before the layer was called; what closes with the step is closed then."""
+        ahead = None if self.ahead is None else self.ahead.taken(step)
+        if ahead is None and blocks.newly_closed[0] != blocks.newly_closed[1]:
+            layer.close(step)
+        return ahead
+
+    def _answer(self, layer: TokenRetrievalLayer, step: Step, asked: Asked) -> Answer:
+        """The chooser's, counted."""
+        chooser = self.chooser
+        assert chooser is not None
+        if asked.ahead is None and chooser.looks_ahead:
+            asked = asked._replace(ahead=self._fetched(asked))
+        answer = chooser.attend(asked)
+        layer.count(step.length, asked.end - asked.first, answer.tokens, answer.read)
         if answer.share is not None:
             layer.state = replace(layer.state, share=layer.state.share.plus(answer.share))
+        return answer
 
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
         """Compile what decoding and short turns need, or load it from Numba's cache, before a token waits for it."""

@@ -9,6 +9,7 @@ by the system meanwhile.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -26,10 +27,15 @@ if TYPE_CHECKING:
 
 
 class LookAhead:
-    """What is chosen for `operator` before it is called."""
+    """What is chosen for `operator` before it is called.
+
+    On a GPU the guessed queries are sent to the CPU, which chooses when those of the layer before have come, behind
+    them: there is nothing more to wait for.
+    """
 
     def __init__(self, operator: TokenRetrievalAttention, before: TokenRetrievalAttention) -> None:
         self._operator, self._before = operator, before
+        self._sent: WeakKeyDictionary[Step, bridge.AttentionCall] = WeakKeyDictionary()
         self._chosen: WeakKeyDictionary[Step, Choice] = WeakKeyDictionary()
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -40,7 +46,11 @@ class LookAhead:
             return
         call = call_of(operator.path, operator.wrapped, *self._as_its_own(args, kwargs))
         for step in steps:
-            self._chosen[step] = operator.chosen_for(step, call.of_rows(step.rows))
+            of_rows = call.of_rows(step.rows)
+            # Into page-locked memory, which torch takes for copies that do not block.
+            self._sent[step] = replace(of_rows, q=of_rows.q.to("cpu", torch.float32, non_blocking=True))
+            if not call.q.is_cuda:
+                self.arrived(step)
 
     def _computes_where(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the weights are where the arguments are; streamed ones come with their own layer."""
@@ -61,6 +71,12 @@ class LookAhead:
         if "hidden_states" in kwargs:
             return args, {**kwargs, "hidden_states": norm(given)}
         return (norm(given), *args[1:]), kwargs
+
+    def arrived(self, step: Step) -> None:
+        """The CPU has the queries of a step that were sent, or of later work of the device's: choose, if they were."""
+        call = self._sent.pop(step, None)
+        if call is not None:
+            self._chosen[step] = self._operator.chosen_for(step, call)
 
     def taken(self, step: Step) -> Choice | None:
         """What was chosen for a step, once; None where nothing was."""

@@ -1,0 +1,212 @@
+"""The part of a ShadowKV layer that a prompt enters: low-rank keys where the model computes, values in DRAM.
+
+Later prompts attend to the Context piece by piece: keys as the factors give them back, values out of DRAM.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from gpu_ops.host_copies import on_device
+from gpu_ops.mapped_memory import MappedMemory
+from hetero_kv.engine.buffered_layer import PrefillBuffer
+from hetero_kv.engine.step import Step
+from hetero_kv.families.retrieval.prompt_layer import PromptLayer
+from hetero_kv.families.retrieval.prompt_writing import PromptWriting
+from hetero_kv.families.retrieval.stored_pieces import Pieces
+from hetero_kv.families.shadowkv import landmarks
+from hetero_kv.families.shadowkv.key_factors import KeyFactors
+from hetero_kv.families.shadowkv.layout import ContextLayout
+from hetero_kv.families.shadowkv.outlier_chunks import Outliers, with_new_outliers
+from hetero_kv.families.shadowkv.settings import ShadowKVSettings
+from hetero_kv.families.shadowkv.statistics import LowRankStatistics
+from hetero_kv.store.growing_tensor import GrowingTensor
+
+# Tokens of the Context that are rebuilt at once.
+_READ_AT_ONCE = 8192
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the Context has beside factors, landmarks and values; replaced, so that a checkpoint is a reference.
+
+    Attributes:
+        length: tokens, whole chunks.
+        outliers: None before the first chunk.
+        statistics: what was counted.
+    """
+
+    length: int = 0
+    outliers: Outliers | None = None
+    statistics: LowRankStatistics = field(default_factory=LowRankStatistics)
+
+
+class ContextLayer(PromptLayer):
+    """What a ShadowKV layer does with prompts, and how its Context is read.
+
+    Attributes:
+        context: of its sequences; see also `factors`, the keys, and `landmarks`, [batch, kv_heads, chunks, k_dim].
+        recent_keys, recent_values: what is behind it, [batch, kv_heads, tokens, dim].
+    """
+
+    layout: ContextLayout
+    settings: ShadowKVSettings
+    chunk_size: int
+    context: Context
+    factors: KeyFactors
+    landmarks: GrowingTensor
+    recent_keys: GrowingTensor
+    recent_values: GrowingTensor
+
+    @property
+    @abstractmethod
+    def counted(self) -> LowRankStatistics:
+        """What was counted."""
+
+    @abstractmethod
+    def count(self, statistics: LowRankStatistics) -> None:
+        """Note what was counted."""
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the Context."""
+        return self.context.length // self.chunk_size
+
+    def have_pool(self, values: torch.Tensor) -> None:
+        """Have a pool for values like these, [batch, kv_heads, tokens, v_dim]."""
+        if self.pool is None:
+            kv_heads, v_dim = values.shape[1], values.shape[-1]
+            # Its vectors of keys have no numbers: keys are elsewhere.
+            self.pool = self.cohort.store.pool(self.layer_idx, self.layout, kv_heads, 0, v_dim, self.value_storage)
+
+    def values_are_mapped(self) -> bool:
+        """Whether kernels of the compute device can read the stored values where they lie; sees to it if they may."""
+        mapped: MappedMemory | None = self.cohort.store.mapped.get(self.layer_idx)
+        return mapped is not None and mapped.reach(self.bytes_touched)
+
+    # -- storing tokens
+
+    def _store_prompt(self, step: Step, buffer: PrefillBuffer, end: int) -> None:
+        """Let the Context reach to the local chunks; factor the keys where no factors serve them."""
+        start, first = self.context.length, buffer.first
+        if end > start:
+            new_keys, new_values = (part[:, :, start - first : end - first] for part in (buffer.keys, buffer.values))
+            if start == 0 or self.factors.share_outside(new_keys, start) > self.settings.refactor_above:
+                self._factor(buffer, start, end)
+            if not new_values.is_cuda:
+                self._put(step, new_values)
+            self._take_in(new_keys, new_values)
+            if new_values.is_cuda:
+                self._write_from_gpu(step, buffer)
+            # A prompt's values at once, not when the first token waits for them.
+            self.values_are_mapped()
+        self.recent_keys.replace(buffer.keys[:, :, end - first : buffer.length - first])
+        self.recent_values.replace(buffer.values[:, :, end - first : buffer.length - first])
+
+    def _factor(self, buffer: PrefillBuffer, start: int, end: int) -> None:
+        """Find a basis for the keys up to `end`, and the coefficients of those before `start`, the Context's.
+
+        Of a sequence that goes on, what is factored is what the old factors give back, and the new keys.
+        """
+        first = buffer.first
+        new = first, buffer.keys[:, :, : end - first]
+        factors = self.factors.factored(itertools.chain(self._keys_before(first), [new]), end, buffer.keys)
+        for _, keys in self._keys_before(first):
+            factors.append(keys)
+        if start > first:
+            factors.append(buffer.keys[:, :, : start - first])
+        self.factors = factors
+        self.count(self.counted.with_factors())
+        if self.context.outliers is not None:
+            self.context.outliers.residents.empty()
+
+    def _put(self, step: Step, values: torch.Tensor) -> None:
+        """Have values [batch, kv_heads, tokens, v_dim] on the CPU in the pool, the first behind the Context."""
+        assert self.pool is not None
+        for ids, row in zip(step.blocks(self.layout).table, values, strict=True):
+            self.pool.write(ids, self.context.length, row[..., :0], row)
+
+    def _begun_writing(self, step: Step, buffer: PrefillBuffer) -> PromptWriting:
+        """See PromptLayer: the values of the chunks that enter the Context."""
+        self.have_pool(buffer.values)
+        assert self.pool is not None
+        blocks, write_out = step.blocks(self.layout), self.cohort.store.write_out(buffer.values.device)
+        part = self.context.length, blocks.length
+        return PromptWriting(self.pool, buffer, blocks.table, write_out, part=part, with_keys=False)
+
+    def _take_in(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Add whole chunks behind the Context, exact keys [batch, kv_heads, tokens, k_dim] and values.
+
+        The values are in the pool, or on their way there.
+        """
+        statistics = self.counted.with_energy(*self.factors.append(keys))
+        key_chunks, value_chunks = (part.unflatten(2, (-1, self.chunk_size)) for part in (keys, values))
+        self.landmarks.append(landmarks.landmarks(key_chunks))
+        outliers = with_new_outliers(
+            self.context.outliers, key_chunks, value_chunks, self.chunks, self.settings.outlier_chunks
+        )
+        length = self.context.length + keys.shape[2]
+        self.context = replace(self.context, length=length, outliers=outliers, statistics=statistics)
+
+    # -- reading tokens
+
+    @property
+    def stored_apart(self) -> int:
+        """See PromptLayer: the Context; Recent is where the model computes."""
+        return self.context.length
+
+    def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:
+        """See PromptLayer; Recent is in the buffer."""
+        buffer = super()._loaded_buffer(keys, values)
+        if keys.is_cuda and buffer.past > buffer.first:
+            recent = slice(0, buffer.past - buffer.first)
+            buffer.keys[:, :, recent] = self.recent_keys.entries
+            buffer.values[:, :, recent] = self.recent_values.entries
+        return buffer
+
+    def pieces(self, start: int, like: torch.Tensor) -> Pieces:
+        """See PromptLayer; keys are as the factors give them back, but for outliers."""
+        for first, _, values in super().pieces(start, like):
+            yield first, self._keys_between(first, first + values.shape[2]), values
+
+    def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See BufferedLayer; the Context's keys are as the factors give them back, but for outliers."""
+        end = self.context.length
+        for part in self._parts(end):
+            keys[:, :, part], values[:, :, part] = self._between(part.start, part.stop)
+        if len(self.recent_keys):
+            keys[:, :, end:], values[:, :, end:] = self.recent_keys.entries, self.recent_values.entries
+
+    def _between(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the Context's positions [start, stop), whole chunks; the keys of outliers are exact."""
+        assert self.pool is not None
+        keys, rows = self._keys_between(start, stop), range(len(self.cohort.sequences))
+        values = torch.stack([self.pool.read(self.block_ids(row), start, stop)[1] for row in rows])
+        return keys, on_device(values.to(keys.dtype), keys.device)
+
+    def _keys_between(self, start: int, stop: int) -> torch.Tensor:
+        """As `_between`, the keys alone."""
+        assert self.context.outliers is not None
+        first, count = start // self.chunk_size, (stop - start) // self.chunk_size
+        keys = self.factors.keys_between(start, stop).unflatten(2, (count, self.chunk_size))
+        # Outliers elsewhere go to one more chunk, which is cut off again.
+        keys = torch.nn.functional.pad(keys, (0, 0, 0, 0, 0, 1))
+        at = self.context.outliers.ids - first
+        at = at.masked_fill((at < 0) | (at >= count), count)
+        exact = self.context.outliers.residents.outlier_keys
+        keys.scatter_(2, at[..., None, None].expand_as(exact), exact)
+        return keys[:, :, :-1].flatten(2, 3)
+
+    def _parts(self, stop: int) -> Iterator[slice]:
+        """The positions before `stop`, where a chunk begins, a part at a time."""
+        step = max(1, _READ_AT_ONCE // self.chunk_size) * self.chunk_size
+        return (slice(start, min(start + step, stop)) for start in range(0, stop, step))
+
+    def _keys_before(self, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """First position and keys of parts of the Context before `stop`."""
+        return ((part.start, self._keys_between(part.start, part.stop)) for part in self._parts(stop))

@@ -1,0 +1,129 @@
+"""What a prompt under ShadowKV asks of a GPU: nothing pageable, nothing that blocks, and no second copy of the past."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devices import model_on, simulated_cuda
+from shadowkv_models import injected, logits, model_of, random_tokens, relative_error
+from tiny_models import tiny_model
+
+from hetero_kv import HeteroKVError, eject
+from hetero_kv.families.retrieval import prompt_writing, stored_pieces
+from hetero_kv.families.shadowkv import context_layer, key_factors
+
+pytestmark = pytest.mark.cuda
+
+#: Layers, kv heads and head dim of the tiny Llama.
+LAYERS, HEADS, DIM = 3, 2, 16
+SPARSE = {"rank": 8, "sparse_budget": 16, "value_type": "FP16"}
+
+
+@pytest.fixture
+def gpu():
+    with simulated_cuda() as simulation:
+        yield simulation
+
+
+@pytest.fixture
+def in_small_pieces(monkeypatch):
+    for owner, name in ((stored_pieces, "_TOKENS_AT_ONCE"), (context_layer, "_READ_AT_ONCE")):
+        monkeypatch.setattr(owner, name, 64)
+    for owner, name in ((prompt_writing, "PIECE_TOKENS"), (key_factors, "TILE")):
+        monkeypatch.setattr(owner, name, 16)
+
+
+def on_gpu(model):
+    return model_on(torch.device("cuda", 0), model)
+
+
+@pytest.mark.parametrize("refactor_above", [0.0, 1.0])
+def test_nothing_is_pageable_and_nothing_blocks(gpu, refactor_above):
+    model = on_gpu(tiny_model("llama").to(torch.bfloat16))
+    cache = injected(model, **SPARSE, refactor_above=refactor_above, project_generated=True)
+    tokens = random_tokens(190, batch=2).to("cuda")
+    # A model whose rotation is not known yet; tokens that join the Context as they leave Recent; and a later turn.
+    for part in tokens.split([100, *[1] * 20, 70], dim=1):
+        gpu.record.clear()
+        with torch.no_grad():
+            model(part, past_key_values=cache)
+        assert gpu.record.pageable == []
+        assert not any(copy.is_blocking for copy in gpu.record.copies)
+    assert {layer.counted.factored for layer in cache.layers} == {1 if refactor_above else 2}
+
+
+@pytest.mark.usefixtures("in_small_pieces")
+@pytest.mark.parametrize("refactor_above", [0.0, 1.0])
+# A number that rounding brings over the edge of a step is stored as its neighbour.
+@pytest.mark.parametrize(("value_type", "tolerance"), [("FP32", 1e-4), ("FP16", 1e-4), ("Q8_0", 1e-3)])
+def test_a_later_turn_in_pieces_answers_as_one_on_a_cpu(gpu, refactor_above, value_type, tolerance):
+    plain = tiny_model("llama", head_dim=32)
+    parts = random_tokens(181, batch=2).split([100, *[1] * 5, 43, *[1] * 3, 27, *[1] * 3], dim=1)
+    settings = {"rank": 12, "sparse_budget": 24, "value_type": value_type, "refactor_above": refactor_above}
+    found = []
+    for model in (plain, on_gpu(plain)):
+        cache = injected(model, **settings)
+        found.append(logits(model, cache, *parts))
+        factored = [layer.counted.factored for layer in cache.layers]
+        eject(model)
+    assert factored == [1 if refactor_above else 3] * LAYERS
+    assert relative_error(found[1], found[0]) < tolerance
+
+
+@pytest.mark.usefixtures("in_small_pieces")
+@pytest.mark.parametrize("refactor_above", [0.0, 1.0])
+def test_a_later_turn_never_has_the_past_on_the_device(gpu, refactor_above):
+    model = on_gpu(tiny_model("llama").to(torch.bfloat16))
+    cache = injected(model, **SPARSE, max_seq_len=1024, refactor_above=refactor_above)
+    logits(model, cache, random_tokens(900))
+    live, kept = torch.cuda.memory_allocated(), cache.device_bytes
+    torch.cuda.reset_peak_memory_stats()
+    logits(model, cache, random_tokens(24, seed=1))
+    of_one_layer = 2 * HEADS * DIM * 2 * 900
+    # What grows is there twice until the turn has passed: a forward that fails goes back.
+    assert torch.cuda.max_memory_allocated() - live < kept + of_one_layer / 4
+    assert torch.cuda.memory_allocated() - live < of_one_layer / 4
+
+
+def test_a_chunk_is_launched_before_the_values_before_have_left(gpu):
+    model = on_gpu(tiny_model("llama").to(torch.bfloat16))
+    cache = injected(model, **SPARSE)
+    logits(model, cache, random_tokens(3))
+    cache.reset()
+    gpu.record.clear()
+    with torch.no_grad():
+        model(random_tokens(64).to("cuda"), past_key_values=cache)
+    waits = [wait.line for wait in gpu.record.waits]
+    # Four chunks; the last is Recent in part, and what is behind the Context stays.
+    assert sum(line.startswith("gpu_ops/write_out") for line in waits) == LAYERS * 4
+
+
+def test_values_that_cannot_be_stored_are_refused_by_name_and_leave_nothing(gpu):
+    model = on_gpu(model_of("llama"))
+    cache = injected(model, **SPARSE)
+    first, second = random_tokens(140).split([100, 40], dim=1)
+    expected = logits(model, cache.fork(), first, second)
+    logits(model, cache, first)
+    weight = model.model.layers[1].self_attn.wrapped.v_proj.weight
+    with torch.no_grad():
+        before = weight.clone()
+        weight.mul_(1e6)
+        with pytest.raises(HeteroKVError, match=r"a key or value of .* is beyond value_type FP16, which ends at 65504"):
+            logits(model, cache, second)
+        weight.copy_(before)
+    assert cache.get_seq_length() == 100
+    assert relative_error(logits(model, cache, second), expected[:, 100:]) < 1e-5
+
+
+@pytest.mark.usefixtures("in_small_pieces")
+def test_a_fork_s_turn_is_its_own(gpu):
+    model = on_gpu(model_of("llama"))
+    cache = injected(model, **SPARSE, refactor_above=0.0)
+    logits(model, cache, random_tokens(100))
+    fork, crop = cache.fork(), cache.fork()
+    turns = [random_tokens(30, seed) for seed in (1, 2)]
+    theirs = logits(model, fork, turns[0])
+    assert relative_error(logits(model, cache, turns[0]), theirs) < 1e-5
+    crop.crop(-40)
+    assert logits(model, crop, turns[1], random_tokens(1)).isfinite().all()
+    assert relative_error(logits(model, fork, turns[1]), logits(model, cache, turns[1])) < 1e-5
