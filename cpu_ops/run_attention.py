@@ -21,7 +21,7 @@ from cpu_ops.kernel_address import address_of
 from cpu_ops.key_runs import QUERY_BLOCK, are_sound
 from cpu_ops.listed_keys import UNSEEN, address_of_token, hide, next_listed
 from cpu_ops.matrix_tiles import multiply_tile
-from cpu_ops.number_bits import float_to_bfloat16
+from cpu_ops.number_bits import rounded
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.run_attention_tiles import tiles_region
 from cpu_ops.scratch import scratch
@@ -97,16 +97,18 @@ def attend_runs(
     lse = np.empty((batch, heads, n), np.float32)
     region = address_of(_region(is_bits, isa(), k_dim, v_dim, softcap > 0))
     with kernel_threads(threads) as used:
-        call_region(
-            "attend runs", "bfloat16" if is_bits else "float32", region,
-            (*arrays, runs, starts, float(scale), float(softcap), out, lse), used,
-        )  # fmt: skip
+        arguments = (*arrays, runs, starts, float(scale), float(softcap), out, lse)
+        call_region("attend runs", _variant(is_bits), region, arguments, used)
     return out, lse
 
 
 def compile_for(in_bfloat16: bool, k_dim: int, v_dim: int, softcapped: bool) -> None:
     """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first prompt needs it."""
     _region(in_bfloat16, isa(), k_dim, v_dim, softcapped)
+
+
+def _variant(in_bfloat16: bool) -> str:
+    return "bfloat16" if in_bfloat16 else "float32"
 
 
 @region_arguments("attend runs")
@@ -122,32 +124,45 @@ def _arguments(variant: str) -> tuple[Any, ...]:
 
 
 def _region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int, softcapped: bool) -> Any:
-    if in_bfloat16:
-        return (tiles_region if multiplies_by_tiles() else _bfloat16_region)(k_dim, v_dim, softcapped)
-    return _float_region(instructions, k_dim, v_dim, softcapped)
+    if in_bfloat16 and multiplies_by_tiles():
+        return tiles_region(k_dim, v_dim, softcapped)
+    return _vector_region(in_bfloat16, instructions, k_dim, v_dim, softcapped)
 
 
 @cache
-def _bfloat16_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
-    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
-    depth, columns, tokens, height = k_dim // 2, QUERY_BLOCK, _TOKENS, _ROWS
+def _vector_region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int, softcapped: bool) -> Any:
+    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values.
+
+    What the branches on `in_bfloat16` leave out is not compiled.
+    """
+    lanes = LANES if in_bfloat16 else ISAS[instructions].float_lanes
+    columns, tokens, height = QUERY_BLOCK, _TOKENS, _ROWS if in_bfloat16 else _FLOAT_ROWS
+    per_word = 2 if in_bfloat16 else 1
+    depth = k_dim // per_word
+    vectors = 4 if ISAS[instructions].registers == 32 else 2
+    wide = vectors * lanes
+    v_pad = -(-v_dim // lanes) * lanes
+    v_full = v_pad // wide * wide
+    v_rest = (v_pad - v_full) // lanes
     # A register tile of queries may reach behind the last.
     rows_padded = -(-columns // height) * height
-    code_version = CODE_VERSION
+    variant, code_version = _variant(in_bfloat16), CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def attend(thread, threads, arguments):
         q, past_k, past_v, k, v, runs, starts, scale, softcap, out, lse = arguments_at(
-            "attend runs", "bfloat16", arguments
+            "attend runs", variant, arguments
         )
         heads, n, kv_heads, past = q.shape[1], q.shape[2], k.shape[1], past_k.shape[2]
         blocks = -(-n // columns)
-        factor = np.float32(1) if softcapped else np.float32(scale * LOG2_E)
-        before_cap = np.float32(scale / softcap) if softcapped else np.float32(0)
-        turned_q = scratch(depth, columns).view(np.uint32)
-        key_words, value_words = scratch(tokens, depth).view(np.uint32), scratch(tokens // 2, v_dim).view(np.uint32)
-        scores, sums = scratch(tokens, columns), scratch(rows_padded, v_dim)
-        weights = scratch(tokens // 2 + 1, columns).view(np.uint32)
+        # Queries are scaled in float32; in bfloat16 they would lose by it, so that their scores are.
+        scaling = np.float32(scale / softcap) if softcapped else np.float32(scale * LOG2_E)
+        factor = scaling if in_bfloat16 and not softcapped else np.float32(1)
+        turned_q, keys = scratch(depth, columns).view(q.dtype), scratch(tokens, depth).view(q.dtype)
+        scores, sums = scratch(tokens, columns), scratch(rows_padded, v_pad)
+        values = scratch(tokens // per_word, v_pad).view(q.dtype)
+        if in_bfloat16:
+            weights = scratch(tokens // 2 + 1, columns).view(np.uint32)
         listed = np.empty(tokens, np.int64)
         most, totals, fresh = np.empty((3, columns), np.float32)
         for item in range(thread, starts.size - 1, threads):
@@ -157,130 +172,76 @@ def _bfloat16_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
             turned_q[:] = 0
             for i in range(count):
                 for d in range(depth):
-                    turned_q[d, i] = q[row, head, first + i, d]
+                    word = q[row, head, first + i, d]
+                    turned_q[d, i] = word if in_bfloat16 else word * scaling
             most[:], totals[:], sums[:] = UNSEEN, 0, 0
             run, token = starts[item], np.int64(0)
             while run < starts[item + 1]:
                 run, token, filled = next_listed(runs, run, token, starts[item + 1], listed)
-                for t in range(filled):
-                    copy_row(depth, address_of_token(past_k, k, row, kv_head, listed[t]), key_words, t * depth)
-                if filled % 2:
-                    # A pair's other half, which no query sees.
-                    listed[filled] = listed[filled - 1]
                 pairs = (filled + 1) // 2
-                for pair in range(pairs):
-                    even = address_of_token(past_v, v, row, kv_head, listed[2 * pair])
-                    odd = address_of_token(past_v, v, row, kv_head, listed[2 * pair + 1])
-                    pair_rows(v_dim, even, odd, value_words, pair * v_dim)
-                for t in range(0, filled, height):
-                    score_tile_bf16(height, depth, columns, key_words, t * depth, turned_q, columns, scores[t:])
-                if softcapped:
-                    for t in range(filled):
-                        for i in range(columns):
-                            scores[t, i] *= before_cap
-                        row_softcap(scores, t, columns, np.float32(softcap) * LOG2_E)
-                if listed[filled - 1] > past + first:
-                    hide(listed, filled, past + first, scores)
-                if filled % 2:
-                    scores[filled] = UNSEEN
-                for i in range(0, columns, LANES):
-                    if rows_most(LANES, LANES, scores, i, columns, filled, most, i, fresh, i):
-                        for j in range(i, i + LANES):
-                            if most[j] == fresh[j]:
-                                continue
-                            rescale = exp2((most[j] - fresh[j]) * factor)
-                            most[j] = fresh[j]
-                            totals[j] *= rescale
-                            for d in range(v_dim):
-                                sums[j, d] *= rescale
-                    lane_weights_bf16(columns, scores, i, pairs, factor, most, i, weights, totals)
-                for i in range(0, columns, height):
-                    add_values_of_lanes_bf16(height, v_dim, columns, weights, i, pairs, value_words, sums, i * v_dim)
-            for i in range(count):
-                for d in range(v_dim):
-                    out[row, first + i, head, d] = float_to_bfloat16(sums[i, d] / totals[i])
-                lse[row, head, first + i] = (most[i] * factor + np.log2(totals[i])) * LN_2
-        return np.int64(0 * code_version)
-
-    return attend
-
-
-@cache
-def _float_region(instructions: str, k_dim: int, v_dim: int, softcapped: bool) -> Any:
-    """As `_bfloat16_region`, of float32."""
-    lanes = ISAS[instructions].float_lanes
-    vectors = 4 if ISAS[instructions].registers == 32 else 2
-    wide = vectors * lanes
-    v_pad = -(-v_dim // lanes) * lanes
-    v_full = v_pad // wide * wide
-    v_rest = (v_pad - v_full) // lanes
-    columns, tokens, height = QUERY_BLOCK, _TOKENS, _FLOAT_ROWS
-    code_version = CODE_VERSION
-
-    @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
-    def attend(thread, threads, arguments):
-        q, past_k, past_v, k, v, runs, starts, scale, softcap, out, lse = arguments_at(
-            "attend runs", "float32", arguments
-        )
-        heads, n, kv_heads, past = q.shape[1], q.shape[2], k.shape[1], past_k.shape[2]
-        blocks = -(-n // columns)
-        factor = np.float32(scale / softcap) if softcapped else np.float32(scale * LOG2_E)
-        turned_q, wide_keys, wide_values = scratch(k_dim, columns), scratch(tokens, k_dim), scratch(tokens, v_pad)
-        scores, sums = scratch(tokens, columns), scratch(columns, v_pad)
-        listed = np.empty(tokens, np.int64)
-        most, totals, fresh = np.empty((3, columns), np.float32)
-        for item in range(thread, starts.size - 1, threads):
-            block, head, row = item % blocks, item // blocks % heads, item // blocks // heads
-            kv_head, first = head // (heads // kv_heads), block * columns
-            count = min(columns, n - first)
-            turned_q[:] = 0
-            for i in range(count):
-                for d in range(k_dim):
-                    turned_q[d, i] = q[row, head, first + i, d] * factor
-            most[:], totals[:], sums[:] = UNSEEN, 0, 0
-            run, token = starts[item], np.int64(0)
-            while run < starts[item + 1]:
-                run, token, filled = next_listed(runs, run, token, starts[item + 1], listed)
                 for t in range(filled):
-                    copy_row(k_dim, address_of_token(past_k, k, row, kv_head, listed[t]), wide_keys, t * k_dim)
-                    copy_row(v_dim, address_of_token(past_v, v, row, kv_head, listed[t]), wide_values, t * v_pad)
-                for i in range(0, columns, wide):
+                    copy_row(depth, address_of_token(past_k, k, row, kv_head, listed[t]), keys, t * depth)
+                if in_bfloat16:
+                    if filled % 2:
+                        # A pair's other half, which no query sees.
+                        listed[filled] = listed[filled - 1]
+                    for pair in range(pairs):
+                        even = address_of_token(past_v, v, row, kv_head, listed[2 * pair])
+                        odd = address_of_token(past_v, v, row, kv_head, listed[2 * pair + 1])
+                        pair_rows(v_dim, even, odd, values, pair * v_dim)
                     for t in range(0, filled, height):
-                        multiply_tile(
-                            lanes, height, vectors, 0, wide_keys, t * k_dim, k_dim, 1, k_dim,
-                            turned_q, i, columns, scores, t * columns + i, columns,
-                        )  # fmt: skip
+                        score_tile_bf16(height, depth, columns, keys, t * depth, turned_q, columns, scores[t:])
+                else:
+                    for t in range(filled):
+                        copy_row(v_dim, address_of_token(past_v, v, row, kv_head, listed[t]), values, t * v_pad)
+                    for i in range(0, columns, wide):
+                        for t in range(0, filled, height):
+                            multiply_tile(
+                                lanes, height, vectors, 0, keys, t * k_dim, k_dim, 1, k_dim,
+                                turned_q, i, columns, scores, t * columns + i, columns,
+                            )  # fmt: skip
                 if softcapped:
                     for t in range(filled):
+                        if in_bfloat16:
+                            for i in range(columns):
+                                scores[t, i] *= scaling
                         row_softcap(scores, t, columns, np.float32(softcap) * LOG2_E)
                 if listed[filled - 1] > past + first:
                     hide(listed, filled, past + first, scores)
+                if in_bfloat16 and filled % 2:
+                    scores[filled] = UNSEEN
                 for i in range(0, columns, lanes):
                     if rows_most(lanes, lanes, scores, i, columns, filled, most, i, fresh, i):
                         for j in range(i, i + lanes):
                             if most[j] == fresh[j]:
                                 continue
-                            rescale = exp2(most[j] - fresh[j])
+                            rescale = exp2((most[j] - fresh[j]) * factor)
                             most[j] = fresh[j]
                             totals[j] *= rescale
                             for d in range(v_pad):
                                 sums[j, d] *= rescale
-                    rows_exp2(lanes, scores, i, columns, filled, most, i, totals, i)
+                    if in_bfloat16:
+                        lane_weights_bf16(columns, scores, i, pairs, factor, most, i, weights, totals)
+                    else:
+                        rows_exp2(lanes, scores, i, columns, filled, most, i, totals, i)
                 for i in range(0, columns, height):
-                    for d in range(0, v_full, wide):
-                        multiply_tile(
-                            lanes, height, vectors, 1, scores, i, 1, columns, filled,
-                            wide_values, d, v_pad, sums, i * v_pad + d, v_pad,
-                        )  # fmt: skip
-                    if v_rest > 0:
-                        multiply_tile(
-                            lanes, height, v_rest, 1, scores, i, 1, columns, filled,
-                            wide_values, v_full, v_pad, sums, i * v_pad + v_full, v_pad,
-                        )  # fmt: skip
+                    if in_bfloat16:
+                        add_values_of_lanes_bf16(height, v_dim, columns, weights, i, pairs, values, sums, i * v_dim)
+                    else:
+                        for d in range(0, v_full, wide):
+                            multiply_tile(
+                                lanes, height, vectors, 1, scores, i, 1, columns, filled,
+                                values, d, v_pad, sums, i * v_pad + d, v_pad,
+                            )  # fmt: skip
+                        if v_rest > 0:
+                            multiply_tile(
+                                lanes, height, v_rest, 1, scores, i, 1, columns, filled,
+                                values, v_full, v_pad, sums, i * v_pad + v_full, v_pad,
+                            )  # fmt: skip
             for i in range(count):
                 for d in range(v_dim):
-                    out[row, first + i, head, d] = sums[i, d] / totals[i]
-                lse[row, head, first + i] = (most[i] + np.log2(totals[i])) * LN_2
+                    out[row, first + i, head, d] = rounded(out, sums[i, d] / totals[i])
+                lse[row, head, first + i] = (most[i] * factor + np.log2(totals[i])) * LN_2
         return np.int64(0 * code_version)
 
     return attend
