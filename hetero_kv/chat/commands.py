@@ -82,9 +82,17 @@ def _system(terminal: Terminal, argument: str) -> None:
         terminal.note("the model's own system message" if talk.system is None else f"system message: {talk.system}")
         return
     had_said = talk.context_tokens > 0
-    talk.begin_anew(None if argument in ("''", '""') else argument)
+    talk.begin_anew(_unquoted(argument) or None)
     terminal.forget()
     terminal.note(f"the system message is set{'; the conversation begins anew' if had_said else ''}")
+
+
+def _unquoted(text: str) -> str:
+    """Text without the quotation marks around all of it, as a shell takes an argument; others are part of it."""
+    for mark in ('"', "'"):
+        if len(text) > 1 and text[0] == text[-1] == mark and mark not in text[1:-1]:
+            return text[1:-1].strip()
+    return text
 
 
 def _file(terminal: Terminal, argument: str) -> None:

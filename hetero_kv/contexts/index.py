@@ -43,7 +43,7 @@ class StoredContext:
         file: its name in the folder.
         name: as it was saved; None for one that was stored by itself.
         model: as people know it.
-        tokens: that are stored.
+        tokens: that it goes on from. Of a conversation one is not computed yet: an answer's last.
         bytes: of its own file: blocks that were there already are in others'.
         created, used: seconds since 1970.
         identity: fingerprint of what it belongs to.

@@ -185,8 +185,9 @@ class ContextStore:
             best: tuple[StoredContext, int] | None = None
             for stored in self._index.beginning_with(address):
                 with contextlib.suppress(ContextError), closing(OpenContext.at(self.path(stored))) as context:
-                    common = _common(context.stored_tokens[0], tokens[:-1])
-                    if (best is None or common > best[1]) and not (whole and common < stored.tokens):
+                    held = context.stored_tokens[0]
+                    common = _common(held, tokens[:-1])
+                    if (best is None or common > best[1]) and not (whole and common < len(held)):
                         best = stored, common
             if best is not None:
                 return best
@@ -280,8 +281,8 @@ def _noted(path: Path, context: OpenContext) -> NewContext:
     name = notes.get("name") if isinstance(notes, dict) else None
     status = path.stat()
     stored = StoredContext(
-        path.name, name if isinstance(name, str) else None, context.identity.model, len(tokens[0]), status.st_size,
-        status.st_mtime, max(status.st_mtime, time.time()), identity,
+        path.name, name if isinstance(name, str) else None, context.identity.model, len(context.tokens[0]),
+        status.st_size, status.st_mtime, max(status.st_mtime, time.time()), identity,
     )  # fmt: skip
     return NewContext(stored, blocks, sorted(needs), addresses.beginnings(identity, tokens[0]))
 

@@ -207,17 +207,19 @@ def test_commands_of_the_chat_save_load_and_list(loaded, tmp_path):
     options = SimpleNamespace(contexts=ContextSettings(context_folder=str(tmp_path / "c")))
     session = SimpleNamespace(conversation=talk, contexts=lambda: open_store(options.contexts))
     terminal = SimpleNamespace(session=session, note=notes.append, forget=lambda: notes.append("forgotten"))
-    terminal.console = SimpleNamespace(print=lambda table: notes.append(table.row_count))
+    terminal.console = SimpleNamespace(print=lambda table: notes.append([*table.columns[1].cells]))
     obey(terminal, "/contexts")
     obey(terminal, "/save my notes")
+    saved = talk.context_tokens
     expected = replies(talk.fork(), "word3")
     talk.reset()
     obey(terminal, "/load my notes")
     obey(terminal, "/contexts")
     assert replies(talk, "word3") == expected
     assert notes[0].startswith("there are no contexts in ")
-    assert notes[1].startswith("saved my notes: ")
+    # One number, whoever is asked: an answer's last token counts, though it is computed with the next turn.
+    assert notes[1].startswith(f"saved my notes: {saved:,} tokens, ")
     assert notes[2:4] == ["forgotten", f"my notes: {sum(astuple(talk.turns[0])):,} tokens, 1 turns"]
-    assert notes[4] == 1
+    assert notes[4] == [f"{saved:,}"]
     with pytest.raises(HeteroKVError, match="/save needs a name"):
         obey(terminal, "/save")

@@ -176,6 +176,12 @@ def test_the_system_message_can_be_set_and_the_conversation_begins_anew(chat: Ch
     chat.type("one\n")
     stop_the_answer(chat)
     assert prompt_tokens(chat) == 6 + 5
+    chat.say('/system "be brief"')
+    assert "system message: be brief" in chat.say("/system")
+    chat.say('/system say "yes" or "no"')
+    assert 'system message: say "yes" or "no"' in chat.say("/system")
+    chat.say('/system "yes" or "no"')
+    assert 'system message: "yes" or "no"' in chat.say("/system")
     chat.say('/system ""')
     assert "the model's own system message" in chat.say("/system")
 
