@@ -57,6 +57,7 @@ def test_a_wrong_choice_fails_by_name_and_in_the_exit_status(monkeypatch, capsys
     assert "FAIL  sets: ShadowKV's landmarks, outliers and choice, float32" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_attention_that_leaves_tokens_out_is_no_full_attention():
     setting = gpu_check.Setting(torch.device("cpu"), True, 0, 0)
     subject = exactness.Subject(setting, "llama")

@@ -110,7 +110,7 @@ def test_a_window_on_the_compute_device_changes_nothing(llama, checked, monkeypa
     np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_with_all_groups_opened_the_answers_are_those_without_groups(architecture):
     model, parts = tiny_model(architecture), (tokens(70), *answer(20))
     found = []
