@@ -10,6 +10,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from cpu_ops.exponential import COARSE_COEFFICIENTS
 from cpu_ops.vectors import Vectors, array_pointer, integer, offset
 
 LANES = 16
@@ -180,7 +181,8 @@ def lane_weights_bf16(typingctx, pitch, scores, s_at, pairs, factor, most, m_at,
             halves = []
             for token in range(2):
                 score = v.load(offset(builder, offset(builder, s_pointer, line), token * stride))
-                weight = v.exp2(builder.fmul(builder.fsub(score, shift), times))
+                # Rounded to bfloat16 it is far coarser than these.
+                weight = v.exp2(builder.fmul(builder.fsub(score, shift), times), COARSE_COEFFICIENTS)
                 builder.store(builder.fadd(builder.load(slot), weight), slot)
                 bits = builder.bitcast(builder.fptrunc(weight, _HALVES), shorts)
                 halves.append(builder.zext(bits, words))

@@ -3,7 +3,8 @@
 import numpy as np
 from numba import njit
 
-from cpu_ops.exponential import LOG2_E, row_exp2, row_max
+from cpu_ops.exponential import LOG2_E, row_exp2
+from cpu_ops.row_maximum import row_max
 from cpu_ops.top_k import select
 
 MEAN, LARGEST, SOFTMAX, LARGEST_SOFTMAX = 0, 1, 2, 3

@@ -100,15 +100,6 @@ def tanh(x):
     return result if x >= 0 else -result
 
 
-@njit(fastmath={"contract", "nsz", "nnan", "reassoc"}, error_model="numpy")
-def row_max(scores, g, count):
-    """The largest of scores[g, :count]."""
-    most = np.float32(-np.inf)
-    for t in range(count):
-        most = max(most, scores[g, t])
-    return most
-
-
 @njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def row_exp2(scores, g, count, shift):
     """Replace scores[g, :count] by 2 ** (score - shift); returns their sum."""

@@ -10,12 +10,19 @@ UNSEEN = np.float32(-3e38)
 
 
 @njit(nogil=True)
-def address_of_token(past, new, row, head, token):
-    """Where the vector of a token lies, of what came before the chunk or of its own."""
-    held = past.shape[2]
-    if token < held:
-        return row_address(past, row, head, token)
-    return row_address(new, row, head, token - held)
+def places_of(past, new, row, head):
+    """Where the vectors of one row and head lie, for `address_in`: the first and the pitch of either's, in bytes."""
+    before, own = row_address(past, row, head, 0), row_address(new, row, head, 0)
+    pitch, own_pitch = row_address(past, row, head, 1) - before, row_address(new, row, head, 1) - own
+    # As if its tokens were counted from the first of all.
+    return before, pitch, own - past.shape[2] * own_pitch, own_pitch
+
+
+@njit(nogil=True, inline="always")
+def address_in(places, held, token):
+    """Where the vector of a token lies, of the `held` ones that came before the chunk or of its own."""
+    before, pitch, own, own_pitch = places
+    return before + token * pitch if token < held else own + token * own_pitch
 
 
 @njit(nogil=True)

@@ -19,7 +19,7 @@ from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
 from cpu_ops.gathered_rows import copy_row, pair_rows
 from cpu_ops.kernel_address import address_of
 from cpu_ops.key_runs import QUERY_BLOCK, are_sound
-from cpu_ops.listed_keys import UNSEEN, address_of_token, hide, next_listed
+from cpu_ops.listed_keys import UNSEEN, address_in, hide, next_listed, places_of
 from cpu_ops.matrix_tiles import multiply_tile
 from cpu_ops.number_bits import rounded
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
@@ -169,6 +169,7 @@ def _vector_region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int,
             block, head, row = item % blocks, item // blocks % heads, item // blocks // heads
             kv_head, first = head // (heads // kv_heads), block * columns
             count = min(columns, n - first)
+            key_places, value_places = places_of(past_k, k, row, kv_head), places_of(past_v, v, row, kv_head)
             turned_q[:] = 0
             for i in range(count):
                 for d in range(depth):
@@ -180,20 +181,20 @@ def _vector_region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int,
                 run, token, filled = next_listed(runs, run, token, starts[item + 1], listed)
                 pairs = (filled + 1) // 2
                 for t in range(filled):
-                    copy_row(depth, address_of_token(past_k, k, row, kv_head, listed[t]), keys, t * depth)
+                    copy_row(depth, address_in(key_places, past, listed[t]), keys, t * depth)
                 if in_bfloat16:
                     if filled % 2:
                         # A pair's other half, which no query sees.
                         listed[filled] = listed[filled - 1]
                     for pair in range(pairs):
-                        even = address_of_token(past_v, v, row, kv_head, listed[2 * pair])
-                        odd = address_of_token(past_v, v, row, kv_head, listed[2 * pair + 1])
+                        even = address_in(value_places, past, listed[2 * pair])
+                        odd = address_in(value_places, past, listed[2 * pair + 1])
                         pair_rows(v_dim, even, odd, values, pair * v_dim)
                     for t in range(0, filled, height):
                         score_tile_bf16(height, depth, columns, keys, t * depth, turned_q, columns, scores[t:])
                 else:
                     for t in range(filled):
-                        copy_row(v_dim, address_of_token(past_v, v, row, kv_head, listed[t]), values, t * v_pad)
+                        copy_row(v_dim, address_in(value_places, past, listed[t]), values, t * v_pad)
                     for i in range(0, columns, wide):
                         for t in range(0, filled, height):
                             multiply_tile(

@@ -13,10 +13,11 @@ from numba import from_dtype, njit, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.eight_lanes import accumulate_rows, query_tiles, score_tile, token_tile
-from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_exp2, row_max, row_softcap
+from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_exp2, row_softcap
 from cpu_ops.kernel_address import address_of
 from cpu_ops.kernel_call import on_threads
 from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
+from cpu_ops.row_maximum import row_max
 from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.work_division import merge_edges
 

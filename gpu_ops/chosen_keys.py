@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from cpu_ops import run_attention
-from cpu_ops.line_sums import line_sums
+from cpu_ops import line_sums, run_attention
 from cpu_ops.run_attention import attend_runs, runs_in_bfloat16
 from cpu_ops.threads import at_most
 from gpu_ops.merge import apply_sink
@@ -43,21 +42,27 @@ def compile_for_chosen(dtype: torch.dtype, k_dim: int, v_dim: int, softcapped: b
     """Compile what `chosen_attention` needs of a model, before the first prompt waits for it."""
     in_bits = dtype is torch.bfloat16 and runs_in_bfloat16(k_dim, v_dim)
     run_attention.compile_for(in_bits, k_dim, v_dim, softcapped)
+    line_sums.compile_for(dtype is torch.bfloat16)
 
 
 def attention_by_line(
     q: torch.Tensor, past_k: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Attention that tokens, and distances, receive from the last queries of one head, summed over these.
+    """Attention that tokens, and distances, receive from the last queries of heads, summed over these.
 
     Args:
-        q: [queries, k_dim], the last ones of the chunk.
+        q: [heads, queries, k_dim], the last ones of the chunk, of heads that share keys.
         past_k, k: [past, k_dim] and [n, k_dim].
 
-    Returns two [past + n] float32: by token, and by the distance of the key from the query.
+    Returns two [heads, past + n] float32: by token, and by the distance of the key from the query.
     """
-    products = torch.cat([q @ past_k.T, q @ k.T], dim=1).float()
-    return line_sums(products.contiguous().numpy(), np.float32(scale), np.float32(softcap or 0.0))
+    in_bits = q.dtype is torch.bfloat16
+    queries = q.flatten(0, 1)
+    past, new = (
+        (products.view(torch.uint16) if in_bits else products.float()).unflatten(0, q.shape[:2]).numpy()
+        for products in (queries @ past_k.T, queries @ k.T)
+    )
+    return line_sums.line_sums(past, new, scale, softcap or 0.0, at_most(torch.get_num_threads()))
 
 
 def block_means(past: torch.Tensor, new: torch.Tensor, block: int) -> torch.Tensor:

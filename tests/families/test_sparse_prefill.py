@@ -1,4 +1,4 @@
-"""Sparse prefill against plain torch, against full attention, and what is kept of the search."""
+"""Recipes with a sparse prefill, whole models, and what is kept of the search for patterns."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ import torch
 from devices import device_called, model_on
 from tiny_models import tiny_model
 
-from gpu_ops.attention import chunk_attention
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import ConfigError
-from hetero_kv.families.sparse_prefill import flexprefill, known_patterns, minference
-from hetero_kv.families.sparse_prefill.chunk import Chunk, HeadView, key_means
+from hetero_kv.families.sparse_prefill import known_patterns, minference
+from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.minference import Pattern
-
-SCALE = 0.3
-BLOCK = 64
 
 
 @pytest.fixture(autouse=True)
@@ -26,153 +22,6 @@ def own_folder(tmp_path, monkeypatch):
     """Patterns of tests are not the user's."""
     monkeypatch.setenv(known_patterns.ENVIRONMENT_VARIABLE, str(tmp_path / "patterns"))
     return tmp_path / "patterns"
-
-
-def chunk_of(past, n, heads=2, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(1, heads, n, 16, generator=generator)
-    # Some keys are attended to by all, as in models.
-    k, v = (torch.randn(1, 1, past + n, 16, generator=generator) for _ in range(2))
-    k[:, :, ::37] += 2 * q.mean(dim=(0, 1, 2))
-    return Chunk(q, k[:, :, :past], v[:, :, :past], k[:, :, past:], v[:, :, past:], SCALE, None)
-
-
-def dense_of(chunk):
-    return chunk_attention(chunk.q, chunk.past_k, chunk.past_v, chunk.k, chunk.v, chunk.scale, chunk.softcap)[0]
-
-
-def masked(chunk, chosen):
-    """Attention of one head to `chosen` [query blocks, tokens] and its own block, in plain torch."""
-    past, n, total = chunk.past, chunk.n, chunk.total
-    k, v = (torch.cat(parts, 2)[0, 0] for parts in ((chunk.past_k, chunk.k), (chunk.past_v, chunk.v)))
-    away = torch.arange(past, total)[:, None] - torch.arange(total)[None]
-    of_block = torch.arange(n) // BLOCK
-    own = torch.arange(total)[None] >= past + of_block[:, None] * BLOCK
-    scores = (chunk.q[0] @ k.T * SCALE).masked_fill(~((chosen[of_block] | own) & (away >= 0)), float("-inf"))
-    return scores.softmax(-1) @ v
-
-
-def reference_lines(chunk, head, lines, distances):
-    """A vertical-slash of the tokens and distances with most of the last 64 queries' attention."""
-    past, n, total = chunk.past, chunk.n, chunk.total
-    k = torch.cat([chunk.past_k, chunk.k], 2)[0, 0]
-    away = torch.arange(total - 64, total)[:, None] - torch.arange(total)[None]
-    weights = (chunk.q[0, head, -64:] @ k.T * SCALE).masked_fill(away < 0, float("-inf")).softmax(1)
-    by_distance = torch.stack([weights[away == distance].sum() for distance in range(total)])
-    tokens = {*range(64), *weights.sum(0).topk(lines).indices.tolist()}
-    kept = {*range(64), *by_distance.topk(distances).indices.tolist()} if distances else {*range(64)}
-    chosen = torch.zeros(-(-n // BLOCK), total, dtype=torch.bool)
-    chosen[:, sorted(tokens)] = True
-    for query in range(n):
-        seen = [past + query - distance for distance in kept if distance <= past + query]
-        chosen[query // BLOCK, seen] = True
-    return chosen
-
-
-def test_vertical_slash_is_plain_torchs():
-    chunk = chunk_of(300, 150)
-    # Room for the seven best distances, whatever they are.
-    view = HeadView(chunk, 0, 1)
-    by_distance = torch.from_numpy(view.sums[1])
-    far = [int(each) for each in by_distance.topk(7).indices if each >= BLOCK]
-    seen = {at for away in far for at in range(away, away + BLOCK)} - {*range(2 * BLOCK - 1)}
-    lines = view.lines_within(20, max(7, len(seen)))
-    out = chunk.attention([lines, lines])[0][0]
-    chosen = reference_lines(chunk, 1, 20, 7)
-    assert lines.distances[0].tolist()[0] == 0
-    assert torch.allclose(out[1], masked(chunk, chosen)[1], atol=1e-5)
-    assert not torch.allclose(out, dense_of(chunk)[0], atol=1e-2)
-
-
-def test_a_shape_is_sinks_and_a_window():
-    chunk = chunk_of(300, 150)
-    out = chunk.attention(minference.keys_of(chunk, [Pattern("a_shape", 80, 100)] * 2))[0][0]
-    chosen = torch.zeros(3, 450, dtype=torch.bool)
-    chosen[:, :80] = True
-    for block in range(3):
-        chosen[block, 300 + block * BLOCK - 99 :] = True
-    assert torch.allclose(out, masked(chunk, chosen), atol=1e-5)
-
-
-@pytest.mark.parametrize(("whole", "blocks"), [(1, 1), (22, 1), (23, 2), (86, 2), (87, 3), (999, 3)])
-def test_the_last_queries_attend_to_everything(whole, blocks):
-    """The third block has 22 queries."""
-    chunk = chunk_of(300, 150)
-    keys = minference.keys_of(chunk, [Pattern("a_shape", 80, 100)] * 2)
-    sparse, out = chunk.attention(keys)[0], chunk.attention(keys, whole)[0]
-    first = (3 - blocks) * BLOCK
-    assert torch.equal(out[:, :, :first], sparse[:, :, :first])
-    assert torch.allclose(out[:, :, first:], dense_of(chunk)[:, :, first:], atol=1e-5)
-    assert not torch.allclose(sparse[:, :, first:], dense_of(chunk)[:, :, first:], atol=1e-2)
-
-
-def reference_blocks(chunk, head, count=None, mass=None):
-    """Key blocks by the products of block means: the `count` best, or the fewest whose softmax reaches `mass`."""
-    past, n, total = chunk.past, chunk.n, chunk.total
-    k = torch.cat([chunk.past_k, chunk.k], 2)[0, 0]
-    means = torch.stack([part.mean(0) for part in k.split(BLOCK)])
-    chosen = torch.zeros(-(-n // BLOCK), total, dtype=torch.bool)
-    chosen[:, :BLOCK] = True
-    for block, part in enumerate(chunk.q[0, head].split(BLOCK)):
-        scores = means @ part.mean(0) * SCALE
-        scores[torch.arange(len(means)) * BLOCK >= past + (block + 1) * BLOCK] = float("-inf")
-        order, shares = scores.argsort(descending=True), scores.softmax(0)
-        taken = count
-        if mass is not None:
-            taken = 1 + int((shares[order].cumsum(0) < mass).sum())
-        for each in order[:taken].tolist():
-            chosen[block, each * BLOCK : (each + 1) * BLOCK] = True
-    return chosen
-
-
-def test_block_sparse_is_plain_torchs():
-    chunk = chunk_of(640, 130)
-    out = chunk.attention(minference.keys_of(chunk, [Pattern("block_sparse", 0, 256)] * 2))[0][0]
-    for head in range(2):
-        assert torch.allclose(out[head], masked(chunk, reference_blocks(chunk, head, 4))[head], atol=1e-5)
-
-
-@pytest.mark.parametrize("is_near", [True, False])
-def test_flexprefill_is_plain_torchs(is_near, monkeypatch):
-    monkeypatch.setattr(flexprefill, "_NEAR", 1.0 if is_near else 0.0)
-    chunk = chunk_of(640, 128)
-    out, _, tokens = chunk.attention(flexprefill.keys_of(chunk, 0.6, 64 if is_near else 256))
-    for head in range(2):
-        if is_near:
-            chosen = reference_blocks(chunk, head, mass=0.6)
-        else:
-            counts = [(sums.sort().values.flip(0).cumsum(0) < 0.6 * 64).sum() + 1 for sums in map(
-                torch.from_numpy, HeadView(chunk, 0, head).sums)]  # fmt: skip
-            chosen = reference_lines(chunk, head, max(256, int(counts[0])), int(counts[1]))
-        assert torch.allclose(out[0, head], masked(chunk, chosen)[head], atol=1e-5)
-    assert tokens.max() < (704 if is_near else 769)
-
-
-def test_the_divergence_is_none_where_means_tell_the_attention():
-    chunk = chunk_of(640, 64, seed=1)
-    flat = Chunk(chunk.q, chunk.past_k * 0, chunk.past_v, chunk.k * 0, chunk.v, SCALE, None)
-    view = HeadView(flat, 0, 0)
-    # Equal keys: every block of keys before has the same share; only the last is seen in part.
-    assert flexprefill.estimate_distance(view, key_means(flat)) < 0.1
-    loud = chunk.past_k.clone()
-    loud[:, :, 200] = 40 * chunk.q[0, 0].mean(0)
-    sharp = Chunk(chunk.q, loud, chunk.past_v, chunk.k, chunk.v, SCALE, None)
-    assert flexprefill.estimate_distance(HeadView(sharp, 0, 0), key_means(sharp)) > 0.1
-
-
-def test_the_search_takes_the_cheapest_pattern_within_the_error_and_else_the_closest():
-    chunk = chunk_of(900, 128)
-    exact = dense_of(chunk)
-    cheap = minference.found_patterns(chunk, exact, 512, 9.0)
-    assert all(each.first + each.rest <= 128 for each in cheap)
-    closest = minference.found_patterns(chunk, exact, 512, 0.0)
-    errors = {}
-    tried = chunk.last(128)
-    for pattern in minference.candidates(512):
-        out = tried.attention(minference.keys_of(tried, [pattern] * 2))[0]
-        errors[pattern] = (out - exact).square().sum(dim=(0, 2, 3)).div(exact.square().sum(dim=(0, 2, 3))).sqrt()
-    for head, pattern in enumerate(closest):
-        assert errors[pattern][head] == min(each[head] for each in errors.values())
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,12 +89,39 @@ class Chunk:
         return out, lse, by_block.mean(axis=2)
 
 
-class HeadView:
-    """What one row and head of a chunk pays attention to, as far as its last queries, or means of blocks, tell."""
+class LastQueries:
+    """The last queries of heads of one row that share keys: what they pay attention to is found for all at once.
 
-    def __init__(self, chunk: Chunk, row: int, head: int) -> None:
-        self.chunk, self.row, self.head, self.kv_head = chunk, row, head, chunk.kv_head(head)
+    Args:
+        chunk, row: whose they are.
+        heads: which heads, all of one kv head.
+    """
+
+    def __init__(self, chunk: Chunk, row: int, heads: Sequence[int]) -> None:
+        self._chunk, self._row, self._heads = chunk, row, list(heads)
         self._sums: tuple[np.ndarray, np.ndarray] | None = None
+
+    def sums(self, head: int) -> tuple[np.ndarray, np.ndarray]:
+        """A head's attention by token and by distance, [tokens] float32 each."""
+        if self._sums is None:
+            chunk, place = self._chunk, (self._row, self._chunk.kv_head(self._heads[0]))
+            q = chunk.q[self._row, self._heads, -min(LAST_QUERIES, chunk.n) :]
+            self._sums = attention_by_line(q, chunk.past_k[place], chunk.k[place], chunk.scale, chunk.softcap)
+        by_token, by_distance = self._sums
+        return by_token[self._heads.index(head)], by_distance[self._heads.index(head)]
+
+
+class HeadView:
+    """What one row and head of a chunk pays attention to, as far as its last queries, or means of blocks, tell.
+
+    Args:
+        chunk, row, head: whose view it is.
+        last: its last queries, perhaps with those of other heads; None: alone.
+    """
+
+    def __init__(self, chunk: Chunk, row: int, head: int, last: LastQueries | None = None) -> None:
+        self.chunk, self.row, self.head, self.kv_head = chunk, row, head, chunk.kv_head(head)
+        self._last = last or LastQueries(chunk, row, [head])
 
     @property
     def queries(self) -> int:
@@ -103,11 +131,7 @@ class HeadView:
     @property
     def sums(self) -> tuple[np.ndarray, np.ndarray]:
         """The last queries' attention by token and by distance, [tokens] float32 each."""
-        if self._sums is None:
-            chunk, place = self.chunk, (self.row, self.kv_head)
-            q = chunk.q[self.row, self.head, -self.queries :]
-            self._sums = attention_by_line(q, chunk.past_k[place], chunk.k[place], chunk.scale, chunk.softcap)
-        return self._sums
+        return self._last.sums(self.head)
 
     def lines_within(self, tokens: int, band_tokens: int) -> Lines:
         """The `tokens` tokens with most attention, and of distances as many as are seen in `band_tokens` tokens."""
@@ -134,6 +158,23 @@ class HeadView:
         first = chunk.past + QUERY_BLOCK * torch.arange(chunk.query_blocks)
         behind = QUERY_BLOCK * torch.arange(scores.shape[1]) > (first + QUERY_BLOCK - 1)[:, None]
         return scores.masked_fill_(behind, float("-inf"))
+
+
+def views(chunk: Chunk, by_line: Collection[int] | None = None) -> list[HeadView]:
+    """The heads of all rows in turn. by_line: of which heads the last queries are looked at; None: of all."""
+    rows, heads = chunk.q.shape[:2]
+    looked_at = range(heads) if by_line is None else by_line
+    found = []
+    for row in range(rows):
+        shared = {
+            kv_head: LastQueries(chunk, row, [head for head in looked_at if chunk.kv_head(head) == kv_head])
+            for kv_head in range(chunk.k.shape[1])
+        }
+        found += [
+            HeadView(chunk, row, head, shared[chunk.kv_head(head)] if head in looked_at else None)
+            for head in range(heads)
+        ]
+    return found
 
 
 def key_means(chunk: Chunk) -> torch.Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from cpu_ops.key_runs import QUERY_BLOCK
-from hetero_kv.families.sparse_prefill.chunk import Chunk, HeadView, key_means
+from hetero_kv.families.sparse_prefill.chunk import Chunk, HeadView, key_means, views
 from hetero_kv.families.sparse_prefill.lists import Blocks, Lines
 
 # The paper's threshold of the square root of the Jensen-Shannon divergence.
@@ -18,8 +18,7 @@ _NEAR = 0.1
 def keys_of(chunk: Chunk, mass: float, least: int) -> list[Lines | Blocks]:
     """The keys of all rows and heads that have `mass` of the attention by estimate; `least`: tokens at least."""
     means = key_means(chunk)
-    places = [(row, head) for row in range(chunk.q.shape[0]) for head in range(chunk.q.shape[1])]
-    return [_keys(HeadView(chunk, row, head), means, mass, least) for row, head in places]
+    return [_keys(view, means, mass, least) for view in views(chunk)]
 
 
 def _keys(view: HeadView, means: torch.Tensor, mass: float, least: int) -> Lines | Blocks:

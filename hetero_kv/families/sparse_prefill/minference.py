@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from cpu_ops.key_runs import QUERY_BLOCK
-from hetero_kv.families.sparse_prefill.chunk import Chunk, HeadView, key_means
+from hetero_kv.families.sparse_prefill.chunk import Chunk, HeadView, key_means, views
 from hetero_kv.families.sparse_prefill.lists import Blocks, Lines
 
 Kind = Literal["a_shape", "vertical_slash", "block_sparse"]
@@ -69,8 +69,8 @@ def candidates(budget: int) -> list[Pattern]:
 def keys_of(chunk: Chunk, patterns: Sequence[Pattern]) -> list[Lines | Blocks]:
     """The keys of all rows and heads under the heads' patterns."""
     means = key_means(chunk)
-    places = [(row, head) for row in range(chunk.q.shape[0]) for head in range(chunk.q.shape[1])]
-    return [patterns[head].keys(HeadView(chunk, row, head), means) for row, head in places]
+    by_line = {head for head, pattern in enumerate(patterns) if pattern.kind == "vertical_slash"}
+    return [patterns[view.head].keys(view, means) for view in views(chunk, by_line)]
 
 
 def found_patterns(chunk: Chunk, exact: torch.Tensor, budget: int, error: float) -> list[Pattern]:
@@ -82,11 +82,11 @@ def found_patterns(chunk: Chunk, exact: torch.Tensor, budget: int, error: float)
     tried = chunk.last(n)
     wanted = exact[:, :, -n:].float()
     means = key_means(tried)
-    views = [HeadView(tried, row, head) for row in range(tried.q.shape[0]) for head in range(tried.q.shape[1])]
+    heads = views(tried)
     patterns = candidates(budget)
     errors, costs = [], []
     for pattern in patterns:
-        out, _, tokens = tried.attention([pattern.keys(view, means) for view in views])
+        out, _, tokens = tried.attention([pattern.keys(view, means) for view in heads])
         off = (out.float() - wanted).square().sum(dim=(0, 2, 3)) / wanted.square().sum(dim=(0, 2, 3))
         errors.append(off.sqrt().numpy())
         costs.append(tokens.mean(axis=0))
