@@ -3,7 +3,8 @@
     python -m benchmarks.sparse_prefill --haystack essays.json [--model NAME] [--lengths 16384,32768]
                                         [--recipes minference,flexprefill] [--layers N] [--repeats 3] [--threads N]
 
-The share is that of attention in the prefill's CPU seconds, and beside it how many times fewer it took than `dense`'s;
+Keys are those that blocks of 64 queries attend to, of all before or among them. The share is that of attention in the
+prefill's CPU seconds, and beside it how many times fewer it took than `dense`'s;
 `at most` is how many times fewer a prefill would take than `dense` whose attention took none. With `--layers` the model
 has its first N layers alone: what a layer takes is the same, and the run shorter. CPU seconds beside tokens/s say how
 far other processes disturbed. MInference's patterns are found in a prefill before, which is not timed, and kept in a
@@ -17,7 +18,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from rich.table import Table
 from benchmarks.timing import seconds
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.evals.haystack import Haystack
+from hetero_kv.families.sparse_prefill.attention import PromptAttention
 from hetero_kv.families.sparse_prefill.known_patterns import ENVIRONMENT_VARIABLE
 from hetero_kv.models import DEFAULT_MODEL, load_model
 from hetero_kv.threads import set_threads
@@ -38,11 +40,12 @@ DENSE = "dense"
 
 @dataclass(frozen=True)
 class Prefill:
-    """One prefill, in seconds: of the clock, of all CPUs, and of these in attention."""
+    """One prefill, in seconds of the clock, of all CPUs, and of these in attention; keys: the share attended to."""
 
     wall: float
     cpu: float
     attention: float
+    keys: float
 
 
 def timed_prefill(model: Any, recipe: str, context: torch.Tensor) -> Prefill:
@@ -62,14 +65,20 @@ def timed_prefill(model: Any, recipe: str, context: torch.Tensor) -> Prefill:
 
     try:
         injection.compile_kernels()
+        prompts = [operator.prompt_attention for operator in injection.attention_operators()]
         for operator in injection.attention_operators():
             operator.prompt_attention = timed(operator.prompt_attention)
         cache, before = HeteroCache(model), time.process_time()
         with torch.no_grad():
             wall = seconds(lambda: model(context, past_key_values=cache, logits_to_keep=1))
-        return Prefill(wall, time.process_time() - before, spent)
+        return Prefill(wall, time.process_time() - before, spent, share_of_keys(prompts))
     finally:
         eject(model)
+
+
+def share_of_keys(prompts: Iterable[PromptAttention]) -> float:
+    """The share of the keys that prompts attended to so far, the mean over layers."""
+    return statistics.fmean(each.attended / each.there for each in prompts)
 
 
 def with_layers(model: Any, count: int) -> None:
@@ -90,7 +99,7 @@ def measured(model: Any, recipes: list[str], context: torch.Tensor, repeats: int
             found.append(timed_prefill(model, name, context))
     return {
         name: Prefill(
-            *(statistics.median(getattr(run, part) for run in found) for part in ("wall", "cpu", "attention"))
+            *(statistics.median(getattr(run, part) for run in found) for part in ("wall", "cpu", "attention", "keys"))
         )
         for name, found in runs.items()
     }
@@ -116,7 +125,7 @@ def main() -> None:
     text = Haystack.from_file(arguments.haystack).text
     tokens = torch.tensor([loaded.tokenizer(text[: 8 * max(lengths)])["input_ids"]])
     table = Table(title=f"prefill, {arguments.model}, {loaded.model.config.num_hidden_layers} layers")
-    columns = "tokens", "recipe", "tokens/s", "/ dense", "CPU s", "/ dense", "attention", "/ dense", "at most"
+    columns = "tokens", "recipe", "keys", "tokens/s", "/ dense", "CPU s", "/ dense", "attention", "/ dense", "at most"
     for column in columns:
         table.add_column(column, justify="left" if column == "recipe" else "right")
     with tempfile.TemporaryDirectory() as folder:
@@ -126,8 +135,8 @@ def main() -> None:
             dense = found[DENSE]
             for name, run in found.items():
                 table.add_row(
-                    f"{length:,}", name, f"{length / run.wall:.0f}", f"{dense.wall / run.wall:.2f}", f"{run.cpu:.1f}",
-                    f"{dense.cpu / run.cpu:.2f}", f"{run.attention / run.cpu:.0%}",
+                    f"{length:,}", name, f"{run.keys:.1%}", f"{length / run.wall:.0f}", f"{dense.wall / run.wall:.2f}",
+                    f"{run.cpu:.1f}", f"{dense.cpu / run.cpu:.2f}", f"{run.attention / run.cpu:.0%}",
                     f"{dense.attention / run.attention:.2f}",
                     f"{run.cpu / (run.cpu - run.attention):.2f}" if name == DENSE else "",
                 )  # fmt: skip

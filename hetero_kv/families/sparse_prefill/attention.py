@@ -15,6 +15,7 @@ from hetero_kv.engine.step import Step
 from hetero_kv.families.sparse_prefill import flexprefill, minference
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.known_patterns import KnownPatterns, layer_key
+from hetero_kv.families.sparse_prefill.lists import Blocks, Lines
 from hetero_kv.families.sparse_prefill.minference import Pattern
 from hetero_kv.families.sparse_prefill.settings import PrefillSettings
 
@@ -36,6 +37,8 @@ class PromptAttention:
         self._operator, self._settings = operator, settings
         self._patterns: list[Pattern] | None = None
         self._key: str | None = None
+        #: Keys that blocks of queries attended to so far, and those that there were before or among them.
+        self.attended, self.there = 0.0, 0.0
 
     def __call__(
         self, step: Step, call: AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor
@@ -44,16 +47,16 @@ class PromptAttention:
         settings = self._settings
         chunk = Chunk(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
         if not settings.prefills_sparsely or chunk.total <= settings.prefill_from or not self._can(call.q):
-            return _dense(chunk)
+            return self._dense(chunk)
         # The question comes last, and the first token of the answer out of the last query.
         whole = max(0, chunk.total - (step.length - settings.prefill_last)) if step.part.is_last else 0
         if settings.prefill == "flexprefill":
             keys = flexprefill.keys_of(chunk, settings.prefill_mass, settings.prefill_least)
-            return chunk.attention(keys, whole)[:2]
+            return self._sparse(chunk, keys, whole)
         patterns = self._known(chunk)
         if patterns is not None:
-            return chunk.attention(minference.keys_of(chunk, patterns), whole)[:2]
-        out, lse = _dense(chunk)
+            return self._sparse(chunk, minference.keys_of(chunk, patterns), whole)
+        out, lse = self._dense(chunk)
         if chunk.total == step.length >= _SEARCHED_FROM * settings.prefill_from:
             self._search(chunk, out)
         return out, lse
@@ -70,6 +73,22 @@ class PromptAttention:
             name = self._settings.prefill
             _logger.warning("prefill %s is for models on a CPU; on %s prompts attend to everything", name, q.device)
         return q.device.type == "cpu"
+
+    def _sparse(self, chunk: Chunk, keys: list[Lines | Blocks], whole: int) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse, tokens = chunk.attention(keys, whole)
+        self._count(chunk, float(tokens.mean()))
+        return out, lse
+
+    def _dense(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `chunk_attention`."""
+        self._count(chunk, chunk.mean_keys)
+        return chunk_attention(
+            chunk.q, chunk.past_k, chunk.past_v, chunk.k, chunk.v, chunk.scale, chunk.softcap, chunk.sink
+        )
+
+    def _count(self, chunk: Chunk, keys: float) -> None:
+        self.attended += keys * chunk.query_blocks
+        self.there += chunk.mean_keys * chunk.query_blocks
 
     @property
     def _file(self) -> KnownPatterns:
@@ -91,10 +110,3 @@ class PromptAttention:
         self._patterns = minference.found_patterns(chunk, exact, settings.prefill_budget, settings.prefill_error)
         assert self._key is not None
         self._file.add(self._key, self._patterns, chunk.total)
-
-
-def _dense(chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `chunk_attention`."""
-    return chunk_attention(
-        chunk.q, chunk.past_k, chunk.past_v, chunk.k, chunk.v, chunk.scale, chunk.softcap, chunk.sink
-    )

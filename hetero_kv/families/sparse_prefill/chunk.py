@@ -58,6 +58,12 @@ class Chunk:
         """Blocks of queries."""
         return -(-self.n // QUERY_BLOCK)
 
+    @property
+    def mean_keys(self) -> float:
+        """Keys that a block of queries can attend to, the mean over blocks."""
+        stops = self.past + np.minimum(QUERY_BLOCK * np.arange(1, self.query_blocks + 1), self.n)
+        return float(stops.mean())
+
     def kv_head(self, head: int) -> int:
         """The kv head of a query head."""
         return head // (self.q.shape[1] // self.k.shape[1])
