@@ -59,7 +59,8 @@ class Row:
 def rows_of(folders: Iterable[Path]) -> list[Row]:
     """The rows of the runs in `folders`, of which every one has the same samples; those that some lack are left out.
 
-    None where no sample is in all of them. What several runs have measured is taken from the first.
+    None where no sample is in all of them. What several runs have measured is taken from the first. They come recipe by
+    recipe, each from the smallest budget on: full attention first, and last what recipes do as shipped.
     """
     found: dict[tuple[str, int | str | None], dict[str, Result]] = {}
     for folder in folders:
@@ -73,7 +74,18 @@ def rows_of(folders: Iterable[Path]) -> list[Row]:
         # Whole, so that a row is of one run, with one set of settings.
         found = own | found
     order = sorted(set.intersection(*map(set, found.values()))) if found else []
-    return [Row(*key, tuple(results[sample] for sample in order)) for key, results in found.items() if order]
+    rows = [Row(*key, tuple(results[sample] for sample in order)) for key, results in found.items() if order]
+    recipes = list(dict.fromkeys(row.recipe for row in rows))
+    return sorted(rows, key=lambda row: (_budget_order(row.fraction), recipes.index(row.recipe), -_tokens_to_one(row)))
+
+
+def _budget_order(fraction: int | str | None) -> int:
+    """Full attention, recipes at budgets, recipes as shipped."""
+    return 0 if fraction is None else 2 if fraction == SHIPPED else 1
+
+
+def _tokens_to_one(row: Row) -> int:
+    return row.fraction if isinstance(row.fraction, int) else 0
 
 
 def fidelity_table(rows: Sequence[Row]) -> str:

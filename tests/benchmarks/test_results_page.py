@@ -92,6 +92,13 @@ def test_rows_have_the_samples_that_all_of_them_have(runs):
     assert results_page.rows_of([]) == []
 
 
+def test_rows_come_recipe_by_recipe_from_the_smallest_budget_on(runs, tmp_path):
+    (tmp_path / "b" / CELLS).write_text(json.dumps([["quest", SHIPPED, "infllm:n=1"]]))
+    (tmp_path / "a" / CELLS).write_text(json.dumps([["infllm", 8, "quest:n=1"], ["infllm", 16, "quest:n=2"]]))
+    rows = [(row.recipe, row.fraction) for row in results_page.rows_of(runs[::-1])]
+    assert rows == [("full attention", None), ("infllm", 16), ("infllm", 8), ("quest", SHIPPED)]
+
+
 def test_a_row_is_of_one_run(runs, tmp_path):
     (tmp_path / "b" / CELLS).write_text(json.dumps([["quest", 16, "infllm:n=1"]]))
     (of_first,) = (row for row in results_page.rows_of(runs) if row.fraction == 16)
