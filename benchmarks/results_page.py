@@ -149,7 +149,7 @@ def plot(rows: Sequence[Row], path: Path, title: str, *, fidelity: bool) -> None
     """Divergence against bytes, both logarithmic, or the score against the budget; a line per recipe."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    figure = Figure(figsize=(8.4, 4.6), layout="constrained")
     axis = figure.subplots()
     recipes = dict.fromkeys(row.recipe for row in rows if row.fraction is not None)
     at: Callable[[Row], Any]
@@ -187,7 +187,7 @@ def plot(rows: Sequence[Row], path: Path, title: str, *, fidelity: bool) -> None
         axis.set_ylim(0, 1.02)
     axis.set_title(f"{title}, {len(rows[0].results)} samples", fontsize=10)
     axis.grid(alpha=0.3, which="both")
-    axis.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=120, metadata={"Software": None})
 
 

@@ -118,7 +118,7 @@ def plot(tables: dict[int, list[dict[str, Any]]], path: Path) -> None:
     """Scores against the share of keys, a line for each recipe and length; a dashed one for `dense`."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    figure = Figure(figsize=(8.4, 4.6), layout="constrained")
     axis = figure.subplots()
     for number, (length, rows) in enumerate(tables.items()):
         recipes = dict.fromkeys(row["method"].partition(":")[0] for row in rows)
@@ -138,7 +138,7 @@ def plot(tables: dict[int, list[dict[str, Any]]], path: Path) -> None:
     axis.set_ylabel("score")
     axis.set_ylim(0, 1.02)
     axis.grid(alpha=0.3, which="both")
-    axis.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=120, metadata={"Software": None})
 
 
