@@ -71,6 +71,19 @@ LEAVING_OUT = {
     "flexprefill": {**_SPARSE, "prefill_mass": 0.1, "prefill_least": 64},
     "minference": {**_SPARSE, "prefill_budget": 128, "prefill_error": 1.0},
 }
+#: Models with layers that are no attention, every recipe in one and some in each.
+BETWEEN_OTHERS = [
+    *(("lfm2", recipe) for recipe in COVERING),
+    ("bamba", "flexprefill"),
+    ("bamba", "infllm_stream"),
+    ("granitemoehybrid", "cam"),
+    ("granitemoehybrid", "loki"),
+    ("jamba", "infinigen"),
+    ("qwen3_5_text", "retroinfer"),
+    ("qwen3_5_text", "self_extend"),
+    ("qwen3_next", "minference"),
+    ("qwen3_next", "sparq"),
+]
 
 
 def _tokens(count, seed):
@@ -123,6 +136,15 @@ def test_every_recipe_says_what_covers_everything():
 @pytest.mark.parametrize("recipe", COVERING)
 def test_a_covering_budget_is_full_attention(model, expected, recipe):
     assert off(model, expected, recipe, COVERING[recipe]) < ROUNDING
+
+
+@pytest.mark.parametrize(("architecture", "recipe"), BETWEEN_OTHERS)
+def test_a_covering_budget_is_full_attention_between_layers_that_are_none(architecture, recipe):
+    model = tiny_model(architecture, max_position_embeddings=1024)
+    with torch.no_grad():
+        whole = model(IDS).logits
+    # States are sums over all tokens, in as many orders.
+    assert off(model, whole, recipe, COVERING[recipe]) < 10 * ROUNDING
 
 
 @pytest.mark.parametrize(
