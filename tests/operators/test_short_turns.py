@@ -35,7 +35,7 @@ METHODS = {
     "preselection": {"representative_type": "MEAN", **PRESELECTING},
     "DYNAMIC and preselection": {"representative_type": "DYNAMIC", "head_select_mode": "SEPARATE", **PRESELECTING},
 }
-OFFSET = {"key_offset": "block_mean", **METHODS["QUEST"]}
+OFFSET = {"key_offset": "block_mean", **METHODS["QUEST"], "block_size": 4}
 #: Of two later turns: a question of two tokens is the least that is no decoded token.
 TURNS = [(2, 3), (7, 30), (30, MOST_TOKENS), (MOST_TOKENS, MOST_TOKENS + 1)]
 
