@@ -18,7 +18,8 @@ from hetero_kv.rules.owners import every_settings_class
 from hetero_kv.rules.precedence import COMMAND_LINE, DEFAULT, SETTINGS_FILE, Given, in_force
 from hetero_kv.settings.description import describe
 from hetero_kv.settings.engine_settings import EngineSettings
-from hetero_kv.settings.setting import SettingError, Settings, canonical, setting, settings_from_mapping
+from hetero_kv.settings.mapping import canonical, settings_from_mapping
+from hetero_kv.settings.setting import SettingError, Settings, setting
 from hetero_kv.store import storage
 
 

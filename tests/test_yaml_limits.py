@@ -15,7 +15,8 @@ from hetero_kv.rules.rule_file import load_rules, parse_rules
 from hetero_kv.rules.settings_file import ensure_settings_file, read_settings_file, settings_text
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.located_yaml import MOST_BYTES, parse_yaml
-from hetero_kv.settings.setting import LARGEST, settings_from_mapping
+from hetero_kv.settings.mapping import settings_from_mapping
+from hetero_kv.settings.setting import LARGEST
 
 ALIASES = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 # Without the limit each level would take twice as long as the one before.

@@ -53,7 +53,8 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     "gpt_neox": {"rotary_pct": 0.25},
     "gpt_oss": {**_HEAD_DIM, **_SLIDING, **_MOE, **_EAGER},
     "smollm3": {"no_rope_layers": [1, 0, 1], "use_sliding_window": False},
-    "internlm3": {},
+    # Heads that are wider than the hidden states have room for.
+    "internlm3": {"head_dim": 32},
     "nemotron": {"partial_rotary_factor": 0.5},
     "deepseek_v3": {
         **_MOE,

@@ -13,6 +13,8 @@ from hetero_kv.store.pool import BlockPool
 # As the tiny llama's pool in tests/operators, so that no kernel is compiled for this alone.
 ROWS, KV_HEADS, GROUP, DIM, BLOCK, BLOCKS = 2, 2, 2, 16, 8, 14
 FIRST, END = 1, BLOCKS - 2
+#: Dimension and block with which tests/operators stores this type, for the same reason.
+LARGER = {"BF16": {"dim": 32, "block": 32}}
 
 
 class TokenProblem:

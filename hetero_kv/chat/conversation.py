@@ -17,7 +17,8 @@ from hetero_kv.chat.fitting import new_tokens_that_fit, require_encodable
 from hetero_kv.chat.saved_conversation import Said, SavedConversation
 from hetero_kv.chat.watching import StoppedInPrefill, StopTexts, Streamer, Watch, measured
 from hetero_kv.contexts.prefix_cache import PrefixCache
-from hetero_kv.engine.cache import HeteroCache, Progress
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.passing_prompt import Progress
 from hetero_kv.engine.undo import undo_on_error, way_back
 from hetero_kv.engine.untouched import forked
 from hetero_kv.errors import HeteroKVError

@@ -14,7 +14,8 @@ from transformers.cache_utils import Cache
 
 from hetero_kv.chat.answer import Statistics
 from hetero_kv.engine import untouched
-from hetero_kv.engine.cache import HeteroCache, Progress
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.passing_prompt import Progress
 
 # getrusage counts kilobytes, except on macOS.
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,26 +11,23 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from transformers import AutoTokenizer
 from transformers.cache_utils import Cache
 
-from hetero_kv.engine.batch import Batch, BatchSnapshot, Span
+from hetero_kv.engine.batch import BatchSnapshot, Span
 from hetero_kv.engine.cache_maker import injected
 from hetero_kv.engine.cohort import Cohort
+from hetero_kv.engine.counted_batch import CountedBatch
 from hetero_kv.engine.held import NOTHING_HELD, Held
-from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.mapped_file import MappedFile
-from hetero_kv.engine.statistics import row_means
-from hetero_kv.engine.step import PromptPart, Step
+from hetero_kv.engine.passing_prompt import PassingPrompt, Progress
+from hetero_kv.engine.policy_texts import PolicyTexts
+from hetero_kv.engine.step import Step
 from hetero_kv.engine.store import Store
 from hetero_kv.engine.watched import require_all
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 
-#: Called while a prompt prefills: (layers done, layers in all, tokens of the layer done, tokens of the prompt).
-Progress = Callable[[int, int, int, int], None]
 
-
-class HeteroCache(Batch, Cache):
+class HeteroCache(PassingPrompt, CountedBatch, Cache):
     """The KV cache of a batch of sequences: `model.generate(**inputs, past_key_values=cache)`.
 
     Rows of equal length go on together, as a cohort; a batch whose rows have several lengths (left-padded prompts) is
@@ -66,21 +63,15 @@ class HeteroCache(Batch, Cache):
         held: Held = NOTHING_HELD,
     ) -> None:
         maker = injected(model)
-        self.on_progress = on_progress
-        self.tokenizer = tokenizer
-        self._tokenized: dict[str, list[int]] = {}
-        self._model_name = getattr(getattr(model, "config", None), "_name_or_path", "")
-        # Of a prompt that passes in strides: tokens before the present one, behind it, and of the prompt.
-        self._stride: tuple[int, int, int] | None = None
-        self._transient = False
-        self._question: int | None = None
+        PassingPrompt.__init__(self, on_progress)
+        self._texts = PolicyTexts(tokenizer, getattr(getattr(model, "config", None), "_name_or_path", ""))
         #: The forward that is cut into parts, if one is (`adapter.strides.StridedForward`).
         self.strided: Any = None
         #: The steps of the forward that is under way, one per cohort that takes part.
         self.steps: tuple[Step, ...] = ()
         #: Files that lie in the pools' memory.
         self.mapped_files: tuple[MappedFile, ...] = ()
-        Batch.__init__(self, maker, max_seq_len, forks, held)
+        CountedBatch.__init__(self, maker, max_seq_len, forks, held)
         Cache.__init__(self, layers=self.layers)
 
     def _present(self, cohort: Cohort) -> None:
@@ -157,12 +148,10 @@ class HeteroCache(Batch, Cache):
         Raises CacheFullError when they do not fit, DamagedContextError as `require_unchanged_files`, and what layers
         have watched for.
         """
-        stride = self._stride
-        first, last = (True, True) if stride is None else (stride[0] == 0, stride[1] == stride[2])
-        part = PromptPart(first, last, self._question)
+        part = self._part
         self.require_unchanged_files()
         if is_decode is None:
-            is_decode = stride is None and spans[0].tokens == 1
+            is_decode = self._stride is None and spans[0].tokens == 1
         whole, row = len(spans) > 1, 0
         steps = []
         try:
@@ -183,67 +172,14 @@ class HeteroCache(Batch, Cache):
             self.steps = ()
             self._present(self.cohorts[0])
 
-    @contextmanager
-    def asking(self, question: int | None) -> Iterator[None]:
-        """Within this context the last `question` tokens of a prompt ask what comes before, in every row.
-
-        Operators whose `observation` is `question` watch what these attend to. None where nobody says.
-
-        Raises HeteroKVError for less than one token.
-        """
-        if question is not None and question < 1:
-            raise HeteroKVError(f"question is {question}; give its number of tokens, at least 1, or None")
-        try:
-            self._question = question
-            yield
-        finally:
-            self._question = None
-
-    @contextmanager
-    def prompt_part(self, start: int, stop: int, total: int) -> Iterator[None]:
-        """Within this context tokens `start` to `stop` of a prompt of `total` pass through all layers."""
-        try:
-            self._stride = (start, stop, total)
-            yield
-        finally:
-            self._stride = None
-
-    @contextmanager
-    def transient(self) -> Iterator[None]:
-        """Within this context tokens attend, nothing of them is stored in any block, and no progress is told."""
-        on_progress, self.on_progress = self.on_progress, None
-        self._transient = True
-        try:
-            yield
-        finally:
-            self.on_progress, self._transient = on_progress, False
-
-    def report_progress(self, layer_idx: int, done: int, total: int) -> None:
-        """Tell `on_progress` that layer `layer_idx` has prefilled `done` of `total` tokens."""
-        if self.on_progress is None:
-            return
-        if self._stride is None:
-            self.on_progress(layer_idx + (done == total), len(self.layers), done, total)
-            return
-        # Strides go through all layers: what is done is a share of the tokens, as if there were one layer.
-        start, stop, whole = self._stride
-        passed = start + (stop - start) * (layer_idx * total + done) // (len(self.layers) * total)
-        self.on_progress(int(passed == whole), 1, passed, whole)
+    @property
+    def tokenizer(self) -> Any:
+        """Of policies that run a text; None where none was given or read yet."""
+        return self._texts.tokenizer
 
     def tokenized(self, text: str) -> list[int]:
-        """The token ids of `text`, without special tokens. Raises HeteroKVError when there is no tokenizer."""
-        if text in self._tokenized:
-            return self._tokenized[text]
-        if self.tokenizer is None:
-            try:
-                self.tokenizer = AutoTokenizer.from_pretrained(self._model_name)
-            except (OSError, ValueError) as error:
-                raise HeteroKVError(
-                    f"the eviction policy needs a tokenizer, and there is none in {self._model_name!r} ({error}); give "
-                    "one: HeteroCache(model, tokenizer=tokenizer)"
-                ) from error
-        self._tokenized[text] = self.tokenizer.encode(text, add_special_tokens=False)
-        return self._tokenized[text]
+        """As `PolicyTexts.tokens`."""
+        return self._texts.tokens(text)
 
     # -- going back, and going several ways
 
@@ -251,7 +187,8 @@ class HeteroCache(Batch, Cache):
         """See Batch; the forward that was under way is over."""
         for step in self.steps:
             step.cohort.step = None
-        self.steps, self.strided, self._stride, self._transient = (), None, None, False
+        self.steps, self.strided = (), None
+        self._end_passing()
         super().rollback(snapshot)
 
     def fork(self) -> HeteroCache:
@@ -312,58 +249,8 @@ class HeteroCache(Batch, Cache):
         """Refused: blocks are planned for the rows of the first prompt. Raises HeteroKVError."""
         raise HeteroKVError("a HeteroCache cannot repeat its sequences; repeat the prompt before generating")
 
-    # -- what it takes
-
-    @property
-    def _family_layers(self) -> list[FamilyLayer]:
-        return [layer for cohort in self.cohorts for layer in cohort.family_layers]
-
-    @property
-    def strided_layers(self) -> list[Any]:
-        """The layers whose forwards are cut into strides, bounded ones: of one cohort after the other."""
-        return [layer for layer in self._family_layers if layer.is_strided]
-
-    @property
-    def statistics(self) -> dict[str, list[float | int | None]]:
-        """What layers have counted, by name, a value for each layer; None where a layer says nothing of that name.
-
-        The mean over the rows; of rows of several lengths, over those of which a layer says something.
-        """
-        return row_means([(len(cohort.sequences), cohort.statistics) for cohort in self.cohorts])
-
     def ran_out_of_memory(self, error: Exception, batch: int, tokens: int) -> OutOfMemoryError:
         """What to raise when a forward of so many new tokens of `batch` sequences found no memory."""
         return self._maker.ran_out_of_memory(
             error, batch, stored=self.columns.count, tokens=tokens, capacity=self.max_seq_len, held=self.dram_bytes
-        )
-
-    @property
-    def _stores(self) -> dict[int, Store]:
-        return {id(cohort.store): cohort.store for cohort in self.cohorts}
-
-    @property
-    def dram_bytes(self) -> int:
-        """Bytes that the stored tokens take in operator layers, with the blocks of all forks."""
-        return sum(store.dram_bytes for store in self._stores.values()) + sum(
-            layer.dram_bytes for layer in self._family_layers
-        )
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes that the stored tokens take where the model computes, beside `dram_bytes`.
-
-        ShadowKV's factors, landmarks and exact chunks; rotary tables; on a GPU also the entries of bounded layers, and
-        the copies of the attention sink and the recent window.
-        """
-        tables = {id(table): table.nbytes for layer in self._family_layers for table in layer.tables_shared_with_others}
-        return sum(layer.device_bytes for layer in self._family_layers) + sum(tables.values())
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of the blocks that this cache holds together with its forks."""
-        return sum(
-            store.shared_bytes(
-                sequence for cohort in self.cohorts if cohort.store is store for sequence in cohort.sequences
-            )
-            for store in self._stores.values()
         )

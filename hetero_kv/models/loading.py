@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +11,13 @@ from typing import Any
 import torch
 import transformers
 from accelerate import init_empty_weights
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from hetero_kv.models.boundary import refusals
-from hetero_kv.models.config_contract import require_possible_config, require_weights
+from hetero_kv.models.config_contract import require_weights
+from hetero_kv.models.configuration import config_of, origin_of, reading, refusing
 from hetero_kv.models.end_of_turn import end_of_turn_ids
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf_file import GGUFFile
-from hetero_kv.models.gguf_reading import one_reading
 from hetero_kv.models.gguf_weights import WeightMap, load_weights
 from hetero_kv.models.locating import Location, locate
 from hetero_kv.models.named import DEFAULT_MODEL
@@ -29,8 +26,6 @@ from hetero_kv.models.precision import resolve_device, resolve_dtype
 from hetero_kv.models.progress import ProgressReport, reporting
 from hetero_kv.models.safetensors_weights import TensorFiles
 
-# Tensors and metadata of a rotary embedding that transformers does not read from a GGUF file.
-ROPE_TENSORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -142,9 +137,9 @@ def _opened(
     location = locate(name_or_path, gguf_path, progress)
     weights: WeightMap | None = None
     numbers: TensorFiles | None = None
-    with _reading(location, progress) as gguf, _refusals(location):
-        config = _config(location, gguf, trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(**_origin(location), trust_remote_code=trust_remote_code)
+    with reading(location, progress) as gguf, refusing(location):
+        config = config_of(location, gguf, trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(**origin_of(location), trust_remote_code=trust_remote_code)
         if without_weights and gguf is not None:
             model = _weightless(config, number_type, trust_remote_code)
             weights = WeightMap.of(model, gguf)
@@ -169,7 +164,7 @@ def _opened(
     def load() -> None:
         if weights is None and numbers is None:
             return
-        with _refusals(location), reporting(location.name, progress) as report:
+        with refusing(location), reporting(location.name, progress) as report:
             if numbers is not None:
                 numbers.load(model, number_type, report)
             elif weights is not None and gguf is not None:
@@ -177,10 +172,6 @@ def _opened(
             placed(model, on_device, weights_device)
 
     return OpenedModel(model, tokenizer, location.name, context_length, load)
-
-
-def _refusals(location: Location) -> AbstractContextManager[None]:
-    return refusals(location.name, f"cannot be loaded from {str(location.gguf or location.pretrained)!r}")
 
 
 def _weightless(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
@@ -191,75 +182,9 @@ def _weightless(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any
     return model
 
 
-def model_config(
-    name_or_path: str | os.PathLike[str] = DEFAULT_MODEL,
-    *,
-    gguf_path: str | os.PathLike[str] | None = None,
-    trust_remote_code: bool = False,
-    progress: ProgressReport | None = None,
-) -> Any:
-    """The transformers configuration of a model, without its weights; the arguments are those of `load_model`.
-
-    Raises:
-        ModelError: the model cannot be found or fetched, or its configuration cannot be read.
-    """
-    config, _ = config_and_header(
-        name_or_path, gguf_path=gguf_path, trust_remote_code=trust_remote_code, progress=progress
-    )
-    return config
-
-
-def config_and_header(
-    name_or_path: str | os.PathLike[str],
-    *,
-    gguf_path: str | os.PathLike[str] | None,
-    trust_remote_code: bool,
-    progress: ProgressReport | None = None,
-) -> tuple[Any, GGUFFile | None]:
-    """What `model_config` gives, and the header of the GGUF file that the weights are in; None where there is none."""
-    location = locate(name_or_path, gguf_path, progress)
-    with _reading(location, progress) as gguf, _refusals(location):
-        return _config(location, gguf, trust_remote_code), gguf
-
-
-def _origin(location: Location) -> dict[str, Any]:
-    """The arguments that tell transformers where configuration and tokenizer are."""
-    if location.pretrained is not None:
-        return {"pretrained_model_name_or_path": location.pretrained, "local_files_only": location.offline}
-    assert location.gguf is not None
-    return {"pretrained_model_name_or_path": str(location.gguf.parent), "gguf_file": location.gguf.name}
-
-
-def _config(location: Location, gguf: GGUFFile | None, trust_remote_code: bool) -> Any:
-    if location.pretrained is not None:
-        require_possible_config(location.pretrained, local_files_only=location.offline)
-    config = AutoConfig.from_pretrained(**_origin(location), trust_remote_code=trust_remote_code)
-    if gguf is None:
-        return config
-    gguf.require_known_tensors()
-    if location.pretrained is None:
-        gguf.require_configuration()
-        _refuse_unread_rope(gguf, config)
-    # The file decides, because a converter may leave out an output matrix that equals the embedding, or write both.
-    config.tie_word_embeddings = "output.weight" not in gguf.tensor_names
-    return config
-
-
-def _refuse_unread_rope(gguf: GGUFFile, config: Any) -> None:
-    scaling = gguf.get(f"{gguf.architecture}.rope.scaling.type", "none")
-    unread = sorted(ROPE_TENSORS & gguf.tensor_names) + ([f"rope.scaling.type {scaling}"] if scaling != "none" else [])
-    rope = getattr(config, "rope_parameters", None) or {}
-    if unread and rope.get("rope_type", "default") == "default":
-        raise ModelError(
-            f"{str(gguf.path)!r} scales its rotary embedding ({', '.join(unread)}), which transformers does not read "
-            "from a GGUF file, so that long texts would go wrong; give the model's directory or hub id in Hugging Face "
-            "format as the model and this file as gguf_path"
-        )
-
-
 def _model(location: Location, gguf: GGUFFile | None, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     if gguf is None:
-        origin = _origin(location)
+        origin = origin_of(location)
         folder = Path(str(location.pretrained)).expanduser()
         if folder.is_dir():
             require_weights(folder, config, trust_remote_code)
@@ -316,34 +241,3 @@ def _as_ids(ids: int | Iterable[int] | None) -> Iterable[int]:
     if ids is None:
         return ()
     return (ids,) if isinstance(ids, int) else ids
-
-
-@contextmanager
-def _reading(location: Location, progress: ProgressReport | None) -> Iterator[GGUFFile | None]:
-    """The GGUF file of `location` while transformers reads it, or None; transformers keeps quiet meanwhile."""
-    with ExitStack() as stack:
-        fetching_from_hub = location.pretrained is not None and not Path(location.pretrained).expanduser().is_dir()
-        stack.enter_context(nullcontext() if fetching_from_hub else _quiet())
-        if location.gguf is None:
-            yield None
-            return
-        file = GGUFFile.read(location.gguf)
-        report = stack.enter_context(reporting(location.name, progress))
-        stack.enter_context(one_reading(file, report))
-        yield file
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    log = transformers.utils.logging
-    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
-    log.set_verbosity_error()
-    log.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.set_verbosity(verbosity)
-        if bars:
-            log.enable_progress_bar()

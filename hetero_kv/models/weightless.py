@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hetero_kv.models.boundary import refusals
 from hetero_kv.models.config_contract import require_possible_config
+from hetero_kv.models.configuration import config_and_header
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf_file import GGUFFile
 from hetero_kv.models.gguf_reading import one_reading
 from hetero_kv.models.gguf_weights import WeightMap
-from hetero_kv.models.loading import config_and_header
 from hetero_kv.models.named import DEFAULT_MODEL
 
 

@@ -9,7 +9,7 @@ from hetero_kv.errors import ConfigError
 from hetero_kv.rules.owners import Owner, flat_classes, labels
 from hetero_kv.settings.description import setting_names
 from hetero_kv.settings.located_yaml import located
-from hetero_kv.settings.setting import canonical
+from hetero_kv.settings.mapping import canonical
 
 
 def require_effect(

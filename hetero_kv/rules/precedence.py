@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from hetero_kv.errors import ConfigError
 from hetero_kv.settings.description import setting_names
-from hetero_kv.settings.setting import canonical, settings_from_mapping
+from hetero_kv.settings.mapping import canonical, settings_from_mapping
 
 COMMAND_LINE = "command line"
 SETTINGS_FILE = "settings file"

@@ -21,7 +21,8 @@ from hetero_kv.rules.owners import flat_classes, owners_of, registered_owners
 from hetero_kv.rules.rule_set import Rule, RuleFile, RuleSet
 from hetero_kv.rules.trusted_names import trusted_names
 from hetero_kv.settings.located_yaml import LocatedMapping, located, parse_yaml, read_yaml
-from hetero_kv.settings.setting import canonical, nearest_spelling
+from hetero_kv.settings.mapping import canonical
+from hetero_kv.settings.setting import nearest_spelling
 
 MOST_RULES = 1000
 """Of a file."""

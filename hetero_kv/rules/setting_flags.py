@@ -14,7 +14,7 @@ from hetero_kv.rules.setting_groups import setting_groups
 from hetero_kv.rules.trust import add_trust_flag, trusted_modules
 from hetero_kv.settings.description import takes_any_text
 from hetero_kv.settings.flags import FlagParser
-from hetero_kv.settings.setting import canonical
+from hetero_kv.settings.mapping import canonical
 
 #: Where the parsed flags hold the settings.
 SETTINGS_DEST = "long_context"

@@ -20,7 +20,7 @@ from hetero_kv.rules.setting_groups import default_words, setting_groups
 from hetero_kv.rules.trusted_names import TRUST_RULES, trusted_names
 from hetero_kv.settings.description import describe
 from hetero_kv.settings.located_yaml import LocatedMapping, located, read_yaml
-from hetero_kv.settings.setting import canonical
+from hetero_kv.settings.mapping import canonical
 
 ENVIRONMENT_VARIABLE = "HETERO_KV_CONFIG"
 #: The block of what concerns saved contexts.

@@ -158,7 +158,7 @@ def test_every_vector_width_computes_the_same(isa, shape, rows, separate, thread
 def test_kernels_of_different_widths_are_kept_apart():
     shape = WIDTH_SHAPES["group of 7, q4_0"]
     kernels = [
-        _region(isa, "q4_0", "q4_0", shape.group, shape.k_dim, shape.v_dim, shape.block_size, False, False)
+        _region(isa, "q4_0", "q4_0", shape.group, shape.k_dim, shape.v_dim, shape.block_size, False, True)
         for isa in available()
     ]
     keys = [kernel._cache._index_key(kernel.signatures[0], kernel.targetctx.codegen()) for kernel in kernels]

@@ -9,7 +9,7 @@ from tiny_evaluation import save_tiny
 
 from hetero_kv.cli import main
 
-SPARSE = ("--block_size", 8, "--local_windows_len", 16, "--initial_len", 8, "--second_block_count", 2)
+SPARSE = ("--block_size", 4, "--local_windows_len", 16, "--initial_len", 8, "--second_block_count", 2)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_a_run_writes_its_files_and_prints_the_scores(evaluate, tmp_path):
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["settings"]["lengths"] == [200, 256]
     assert list(summary["settings"]["methods"]) == ["full", "quest", "streaming"]
-    assert summary["settings"]["methods"]["quest"]["operators"][1]["settings"]["block_size"] == 8
+    assert summary["settings"]["methods"]["quest"]["operators"][1]["settings"]["block_size"] == 4
     (row,) = (line for line in printed.splitlines() if "recite" in line)
     assert [cell.strip() for cell in row.split("│")[1:-1]] == ["recite", "2", "0.000", "0.000", "0.000"]
     assert f"Report: {tmp_path / 'out' / 'report.md'}" in printed

@@ -51,9 +51,9 @@ def by_method(done):
 
 
 def test_every_method_answers_the_same_samples_and_each_answer_is_a_line(loaded, tmp_path):
-    done = run(["recite"], model_under(loaded, "ktransformers", "quest:block_size=16"), tmp_path, OPTIONS)
+    done = run(["recite"], model_under(loaded, "ktransformers", "quest:block_size=4"), tmp_path, OPTIONS)
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    methods = ["full", "ktransformers", "quest:block_size=16"]
+    methods = ["full", "ktransformers", "quest:block_size=4"]
     assert [line["method"] for line in lines] == methods * 2
     assert [line["sample"] for line in lines[::3]] == ["recite/200/50/0", "recite/300/50/0"]
     assert len({line["prompt"] for line in lines[:3]}) == 1
@@ -240,13 +240,13 @@ def test_a_model_is_whole_again_when_a_run_fails(loaded, tmp_path, monkeypatch):
 
 
 def test_a_config_with_settings_of_its_own_wins_over_the_runs(loaded):
-    model = model_under(loaded, "quest", "quest:block_size=32:second_block_count=1")
+    model = model_under(loaded, "quest", "quest:block_size=4:second_block_count=1")
     blocks = {
         name: what["operators"][1]["settings"]["block_size"]
         for name, what in model.described().items()
         if name != "full"
     }
-    assert blocks == {"quest": 8, "quest:block_size=32:second_block_count=1": 32}
+    assert blocks == {"quest": 8, "quest:block_size=4:second_block_count=1": 4}
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_an_option_out_of_range_is_named(wrong, message):
 
 
 def test_patterns_name_tasks(loaded):
-    from hetero_kv.evals.runner import wanted_tasks
+    from hetero_kv.evals.run_request import wanted_tasks
 
     assert set(wanted_tasks(["ruler/niah_single_*", "recite"])) == {
         *(f"ruler/niah_single_{number}" for number in (1, 2, 3)),

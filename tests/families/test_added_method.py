@@ -19,21 +19,14 @@ from hetero_kv.evals.budget import attended_tokens
 from hetero_kv.evals.shared_prefill import record_prefill
 from hetero_kv.rules.rule_file import load_rules
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 RULES = EXAMPLES / "dilated.yaml"
 SMALL = {"initial_len": 4, "local_windows_len": 8, "dilation": 4}
 ENGINE = {"chunk_size": 16, "threads_num": 1}
 LENGTHS = (3, 21, 60)
 PROMPTS = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Many small steps: threads would wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,8 @@ from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import ConfigError
 from hetero_kv.families.infllm_stream.attention import local_scores
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WINDOW, BLOCK, SINK, BUDGET, KEPT, CHUNK = 12, 4, 4, 3, 2, 8
 SMALL = {
     "chunk_size": 16, "block_size": BLOCK, "initial_len": SINK, "local_windows_len": WINDOW, "max_seq_len": 256,
@@ -26,15 +28,6 @@ PROMPTS, ANSWERS = ((0, PROMPT), (TURN, 87)), ((PROMPT, TURN), (87, 90))
 # Where chunks begin and end, and the tokens by which it is known which blocks may be retrieved: an answer's has itself.
 CHUNKS = [(at, min(at + CHUNK, end), at) for begin, end in PROMPTS for at in range(begin, end, CHUNK)]
 CHUNKS += [(at, at + 1, at + 1) for begin, end in ANSWERS for at in range(begin, end)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Many small steps: threads would wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def representatives(query, key, first, end):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from token_problem import BLOCK, END, FIRST, TokenProblem
+from token_problem import END, FIRST, LARGER, TokenProblem
 
 from hetero_kv.families.token_retrieval.choosers.magicpig import MagicPIG, sampling_chance
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def reference(problem, bits, tables):
     """Section 4.2 and algorithm 1, with the chooser's hyperplanes: what is attended to, and which are sampled."""
     planes = problem.chooser._planes[problem.dim].view(problem.dim, tables, bits)
-    centre = problem.keys[:, :, FIRST * BLOCK : (END - 2) * BLOCK].mean(dim=2, keepdim=True)
+    centre = problem.keys[:, :, FIRST * problem.block : (END - 2) * problem.block].mean(dim=2, keepdim=True)
     centred = problem.keys - centre
     sides = [torch.einsum("...d,dlk->...lk", vectors, planes) > 0 for vectors in (problem.q, centred)]
     agree = (sides[0][:, :, :, None] == sides[1][:, :, None]).all(dim=-1).sum(dim=-1)
@@ -31,7 +31,7 @@ def reference(problem, bits, tables):
 
 @pytest.mark.parametrize(("kv_type", "bits", "tables"), [("FP32", 4, 20), ("FP32", 10, 150), ("BF16", 3, 9)])
 def test_a_step_is_that_of_the_formulas(kv_type, bits, tables):
-    problem = TokenProblem("magicpig", kv_type=kv_type, hash_bits=bits, hash_tables=tables)
+    problem = TokenProblem("magicpig", kv_type=kv_type, hash_bits=bits, hash_tables=tables, **LARGER.get(kv_type, {}))
     answer, out, _ = problem.answered()
     expected, sampled = reference(problem, bits, tables)
     assert answer.tokens == pytest.approx(float(sampled.sum(dim=3).float().mean()))

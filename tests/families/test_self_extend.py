@@ -14,6 +14,8 @@ from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.families.self_extend.positions import GroupedPositions
 from hetero_kv.planning.plan import Footprint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 GROUP, WINDOW = 4, 12
 SMALL = {
     "chunk_size": 16, "block_size": 4, "initial_len": 4, "local_windows_len": 8, "max_seq_len": 256, "kv_type": "FP32",
@@ -22,15 +24,6 @@ SMALL = {
 COVERING = {"self_extend": {}, "self_extend_quest": {"second_block_count": 500, "dense_layer_num": 0}}
 IDS = torch.randint(2, 97, (1, 90), generator=torch.Generator().manual_seed(0))
 PARTS = [IDS[:, :61], *IDS[:, 61:66].split(1, dim=1), IDS[:, 66:87], *IDS[:, 87:].split(1, dim=1)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Many small steps: threads would wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def _reference(module, query, key, value, attention_mask, scaling, **_):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from token_problem import DIM, TokenProblem
+from token_problem import DIM, LARGER, TokenProblem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -14,7 +14,7 @@ def reference(problem, components, budget, mean_value):
     q, context = problem.q, problem.in_context
     largest = q.abs().sum(dim=2, keepdim=True).topk(components, dim=3).indices.expand(-1, -1, q.shape[2], -1)
     kept = torch.zeros_like(q).scatter_(3, largest, q.gather(3, largest))
-    temperature = (DIM * kept.abs().sum(dim=3, keepdim=True) / q.abs().sum(dim=3, keepdim=True)).sqrt()
+    temperature = (problem.dim * kept.abs().sum(dim=3, keepdim=True) / q.abs().sum(dim=3, keepdim=True)).sqrt()
     products = kept @ problem.keys.transpose(2, 3) / temperature
     coarse = (problem.softcap * torch.tanh(products / problem.softcap) if problem.softcap else products).softmax(dim=3)
     ranked = coarse.sum(dim=2).masked_fill(~context, -1)
@@ -32,14 +32,14 @@ def reference(problem, components, budget, mean_value):
 )
 def test_a_step_is_that_of_the_algorithm(kv_type, mean_value, softcap):
     settings = {"query_components": 5, "token_budget": 13, "mean_value": mean_value}
-    problem = TokenProblem("sparq", softcap=softcap, kv_type=kv_type, **settings)
+    problem = TokenProblem("sparq", softcap=softcap, kv_type=kv_type, **settings, **LARGER.get(kv_type, {}))
     answer, out, _ = problem.answered()
     torch.testing.assert_close(out, reference(problem, 5, 13, mean_value), rtol=1e-4, atol=1e-4)
     assert answer.tokens == 13
     # Five components of keys in the Context, and whole keys elsewhere: components are no faster to find there.
-    size = problem.pool.keys.element_size()
-    means = 11 * 2 * DIM * 4 if mean_value else 0
-    assert answer.read == (88 * 5 + 3 * 8 * DIM) * 2 * size + means
+    size, block, dim = problem.pool.keys.element_size(), problem.block, problem.dim
+    means = 11 * 2 * dim * 4 if mean_value else 0
+    assert answer.read == (11 * block * 5 + 3 * block * dim) * 2 * size + means
 
 
 def test_a_share_of_the_query_and_of_the_context():

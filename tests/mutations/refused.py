@@ -191,9 +191,9 @@ MODELS = (
     ),
     Mutation(
         "Python files beside a model are run",
-        "hetero_kv/models/loading.py",
-        "config = AutoConfig.from_pretrained(**_origin(location), trust_remote_code=trust_remote_code)",
-        "config = AutoConfig.from_pretrained(**_origin(location), trust_remote_code=True)",
+        "hetero_kv/models/configuration.py",
+        "config = AutoConfig.from_pretrained(**origin_of(location), trust_remote_code=trust_remote_code)",
+        "config = AutoConfig.from_pretrained(**origin_of(location), trust_remote_code=True)",
         (f"{_FOREIGN}python_files_beside_a_model_are_not_run_unless_they_are_trusted",),
     ),
     Mutation(

@@ -26,6 +26,8 @@ class Mutation:
 
 _KEPT = "tests/eviction/test_kept_sets.py::test_the_kept_entries_are_those_of_the_dense_reference"
 _RETRIEVAL = "tests/operators/test_retrieval.py::test_"
+_SCHEDULE = "tests/operators/test_selection_schedule.py::test_"
+_PRESELECTION = "tests/operators/test_preselection.py::test_"
 _BOUNDED = "tests/operators/test_bounded_cache.py::test_"
 _SHADOWKV = "tests/operators/test_shadowkv_cache.py::test_"
 _GROUPS = "tests/operators/test_block_groups.py::test_"
@@ -61,7 +63,7 @@ MUTATIONS = (
         "hetero_kv/families/retrieval/state.py",
         "with_entered(self.candidates, self.preselected_end, blocks)",
         "with_entered(self.candidates, self.preselected_end + 1, blocks)",
-        (f"{_RETRIEVAL}blocks_that_leave_local_after_preselection_are_candidates_from_the_first_one_on",),
+        (f"{_PRESELECTION}blocks_that_leave_local_after_preselection_are_candidates_from_the_first_one_on",),
     ),
     Mutation(
         "a turn that is undone leaves its budget, where that is a share",
@@ -82,14 +84,14 @@ MUTATIONS = (
         "hetero_kv/families/retrieval/decode.py",
         "with_entered(last, int(seen), context)",
         "last",
-        (f"{_RETRIEVAL}a_block_that_leaves_local_between_two_selections_is_attended_to[SHARED]",),
+        (f"{_SCHEDULE}a_block_that_leaves_local_between_two_selections_is_attended_to[SHARED]",),
     ),
     Mutation(
         "a new prompt does not begin the count of token_step anew",
         "hetero_kv/engine/cohort.py",
         "                self.prompt_length = step.length",
         "                self.prompt_length = self.prompt_length or step.length",
-        (f"{_RETRIEVAL}a_new_prompt_begins_the_count_of_token_step_anew",),
+        (f"{_SCHEDULE}a_new_prompt_begins_the_count_of_token_step_anew",),
     ),
     Mutation(
         "a crop leaves blocks closed that are written anew",
@@ -103,7 +105,7 @@ MUTATIONS = (
         "hetero_kv/families/retrieval/layer.py",
         "state = replace(state, candidates=None, preselected_end=0)",
         "pass",
-        (f"{_RETRIEVAL}a_crop_into_what_was_preselected_makes_all_blocks_candidates",),
+        (f"{_PRESELECTION}a_crop_into_what_was_preselected_makes_all_blocks_candidates",),
     ),
     Mutation(
         "a group has the variance within its blocks alone",

@@ -8,6 +8,7 @@ from tiny_models import tiny_model
 from hetero_kv import eject
 
 _LLAMA = tiny_model("llama")
+_DEEP_LLAMA = tiny_model("llama", num_hidden_layers=4)
 _MODELS: dict[str, object] = {}
 
 
@@ -17,6 +18,14 @@ def llama():
     yield _LLAMA
     if getattr(_LLAMA, "hetero_kv_injection", None) is not None:
         eject(_LLAMA)
+
+
+@pytest.fixture
+def deep_llama():
+    """A tiny Llama of four layers, which differ in what they choose, the same for all tests, without rules beside."""
+    yield _DEEP_LLAMA
+    if getattr(_DEEP_LLAMA, "hetero_kv_injection", None) is not None:
+        eject(_DEEP_LLAMA)
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from hetero_kv.engine.undo import undo_on_error
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.rules.rule_file import parse_rules
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = {
     "block_size": 4,
     "local_windows_len": 8,
@@ -45,15 +47,6 @@ CASES = {
         {"representative_type": "MEAN"},
     ),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Many small steps: threads would wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random_tokens(count, seed):

@@ -28,15 +28,16 @@ SETTINGS = {"chunk_size": 16, "block_size": 4, "initial_len": 4, "local_windows_
 EXACT = {**SETTINGS, "kv_type": "FP32", "second_block_count": 500}
 PROMPT, TURN, TOTAL = 37, 40, 50
 IDS = tokens(TOTAL)
+_MIXED = {
+    "mamba_d_state": 8,
+    "n_mamba_heads": 8,
+    "layers_block_type": ["mamba", "hybrid", "mamba"],
+    "num_key_value_heads": 4,
+    "attention_hidden_size": 128,
+    "attention_head_dim": 32,
+}
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Many small steps: threads would wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def answered(model, cache, ids, **kwargs):
@@ -147,8 +148,22 @@ def test_going_back_to_any_token_is_refused_by_name(talk):
         talk.cache.fork().crop(-1)
 
 
-def test_rows_of_several_lengths_are_what_each_is_alone():
-    model = tiny_model("qwen3_next")
+@pytest.mark.parametrize("architecture", HYBRIDS)
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 64])
+def test_chunks_of_any_length_carry_the_state(architecture, chunk_size):
+    """Shorter than a convolution too, and no multiple of what a scan takes at once."""
+    model = tiny_model(architecture)
+    with torch.no_grad():
+        whole = model(IDS).logits
+    inject(model, "dense", command_line={**EXACT, "chunk_size": chunk_size})
+    cache = HeteroCache(model)
+    parts = [answered(model, cache, part) for part in (IDS[:, :PROMPT], IDS[:, PROMPT:TURN], IDS[:, TURN:])]
+    assert relative_error(torch.cat(parts, dim=1), whole) < 1e-4
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_rows_of_several_lengths_are_what_each_is_alone(architecture):
+    model = tiny_model(architecture)
     ids, mask = tokens(40, batch=2), torch.ones(2, 40, dtype=torch.int64)
     mask[0, :9] = 0
     with torch.no_grad():
@@ -160,9 +175,10 @@ def test_rows_of_several_lengths_are_what_each_is_alone():
     assert relative_error(torch.cat(logits, dim=1), torch.cat(alone)) < 1e-4
 
 
-def test_beams_are_those_of_the_untouched_model():
-    model = tiny_model("lfm2")
-    beams = {"max_new_tokens": 4, "num_beams": 2, "do_sample": False}
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_beams_are_those_of_the_untouched_model(architecture):
+    model = tiny_model(architecture)
+    beams = {"max_new_tokens": 8, "num_beams": 3, "do_sample": False}
     expected = model.generate(IDS, **beams)
     inject(model, "dense", command_line=EXACT)
     assert model.generate(IDS, past_key_values=HeteroCache(model), **beams).equal(expected)
@@ -204,16 +220,53 @@ def test_a_catalyst_leaves_nothing_in_a_state():
     torch.testing.assert_close(held[0], held[1], rtol=1e-5, atol=1e-5)
 
 
-def test_what_cannot_be_chunked_is_refused_by_name():
-    both = AutoModelForCausalLM.from_config(tiny_config("falcon_h1", mamba_d_ssm=64, mamba_n_heads=4, mamba_d_state=8))
-    with pytest.raises(
-        UnsupportedModelError,
-        match=r"FalconH1DecoderLayer.*2 attention modules, or others.*mamba.*self_attn.*exactly one",
-    ):
-        inject(both, "dense")
+#: Architectures whose layers cannot be chunked: their config, and what is said.
+REFUSED = {
+    "falcon_h1": (
+        {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 8},
+        r"FalconH1DecoderLayer.*2 attention modules, or others.*mamba.*self_attn.*exactly one",
+    ),
+    "zamba2": (
+        {**_MIXED, "mamba_headdim": 16, "num_mem_blocks": 1, "hybrid_layer_ids": [1], "mamba_ngroups": 1},
+        r"layers\.1 \(Zamba2HybridLayer\).*mamba_decoder\.mamba, shared_transformer\.self_attn.*exactly one",
+    ),
+    "recurrent_gemma": ({}, r"layers\.0 \(RecurrentGemmaDecoderLayer\) has 0 attention modules"),
+    "minimax": (
+        {"head_dim": 16, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+        r"layers\.0\.self_attn \(MiniMaxLightningAttention\) cannot be replaced.*attention interface",
+    ),
+}
+
+
+@pytest.mark.parametrize("architecture", REFUSED)
+def test_layers_that_cannot_be_chunked_are_refused_by_name(architecture):
+    settings, said = REFUSED[architecture]
+    model = AutoModelForCausalLM.from_config(tiny_config(architecture, **settings))
+    with pytest.raises(UnsupportedModelError, match=said):
+        inject(model, "dense")
+
+
+def test_attention_whose_layers_around_it_are_not_chunked_is_refused_by_name():
     attention_alone = {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}}
     with pytest.raises(InjectionError, match=r"layers\.0\.conv.*no ChunkedDecoderLayer.*carry its state"):
         inject(tiny_model("lfm2"), parse_rules({"rules": [attention_alone]}))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "what"),
+    [
+        ("infllm_stream", "InfLLMStreamAttention would clip distances"),
+        ("self_extend", "SelfExtendAttention would group positions"),
+        ("shadowkv", "ShadowKVAttention would undo the rotation"),
+        ("streaming_llm", "BoundedAttention with policy streaming_llm"),
+    ],
+)
+def test_what_needs_positions_is_refused_by_name_in_models_without(recipe, what):
+    model = tiny_model("granitemoehybrid")
+    inject(model, recipe, command_line={"threads_num": 1})
+    # It is seen by what the attention is called with.
+    with pytest.raises(UnsupportedModelError, match=rf"layers\.1\.self_attn.*no position_embeddings.*{what}"):
+        answered(model, HeteroCache(model, max_seq_len=128), IDS)
 
 
 class _Averaging(nn.Module):

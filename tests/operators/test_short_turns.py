@@ -15,6 +15,8 @@ from hetero_kv.families.retrieval.short_turn import MOST_TOKENS
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store import storage
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL = {
     "block_size": 8,
     "initial_len": 8,
@@ -33,18 +35,9 @@ METHODS = {
     "preselection": {"representative_type": "MEAN", **PRESELECTING},
     "DYNAMIC and preselection": {"representative_type": "DYNAMIC", "head_select_mode": "SEPARATE", **PRESELECTING},
 }
-OFFSET = {"key_offset": "block_mean", **METHODS["QUEST"]}
+OFFSET = {"key_offset": "block_mean", **METHODS["QUEST"], "block_size": 4}
 #: Of two later turns: a question of two tokens is the least that is no decoded token.
 TURNS = [(2, 3), (7, 30), (30, MOST_TOKENS), (MOST_TOKENS, MOST_TOKENS + 1)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Many small steps: threads would wait for each other longer than they work."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,60 @@
+"""Models with RetrievalAttention in every layer, and what their steps choose."""
+
+from __future__ import annotations
+
+import torch
+
+from cpu_ops.estimating_step import EstimatingStep
+from cpu_ops.retrieval_step import EVERYTHING, RetrievalStep
+from hetero_kv import HeteroCache, inject
+from hetero_kv.operators import RetrievalAttention
+from hetero_kv.rules.rule_file import parse_rules
+
+SMALL = {"block_size": 4, "local_windows_len": 8, "initial_len": 4, "chunk_size": 16, "max_seq_len": 512}
+
+
+def injected(model, **settings):
+    """The model with these settings in every layer, and a new cache."""
+    every = {"match": {"name": r"self_attn$"}, "replace": {"class": "RetrievalAttention"}}
+    layer = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
+    inject(model, parse_rules({"rules": [every, layer], "long_context": {**SMALL, **settings}}))
+    return HeteroCache(model)
+
+
+def random_tokens(count, seed=0):
+    return torch.randint(2, 97, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model, cache, *parts):
+    """Logits of prompts and single tokens, one after the other."""
+    with torch.no_grad():
+        return torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
+
+
+def recorded(monkeypatch):
+    """A list that fills with (layer, token, positions in the Context, q, cache layer) of every selection."""
+    record, given = [], []
+    attend = RetrievalAttention._attend_natively
+
+    def noting(call):
+        def noted(native, q, k, v, position, table, first, end, which, positions, *rest):
+            largest = call(native, q, k, v, position, table, first, end, which, positions, *rest)
+            if which != EVERYTHING:
+                given.append(positions.copy())
+            return largest
+
+        return noted
+
+    def kept(self, native, layer, step, blocks, q, *rest):
+        given.clear()
+        masses = attend(self, native, layer, step, blocks, q, *rest)
+        if given:
+            by_kv_head = q.reshape(len(q), -1, native.group, q.shape[3])
+            decoded = step.past - step.cohort.prompt_length
+            record.append((self.layer_idx, decoded, given[0], by_kv_head.copy(), layer))
+        return masses
+
+    for kind in (RetrievalStep, EstimatingStep):
+        monkeypatch.setattr(kind, "__call__", noting(kind.__call__))
+    monkeypatch.setattr(RetrievalAttention, "_attend_natively", kept)
+    return record
