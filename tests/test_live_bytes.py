@@ -10,7 +10,9 @@ from devices import model_on, simulated_cuda
 from small_recipes import injected, small_recipe
 from tiny_models import tiny_model
 
+from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.planning.footprint import Footprint
+from hetero_kv.rules.injection import inject
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 #: Architecture, recipe, number type, tokens, rows, where hidden states lie.
@@ -43,4 +45,46 @@ def test_no_more_lives_on_a_gpu_than_was_planned(architecture, recipe, dtype, to
         live = gpu.memory.peak[0] - before
         assert planned.compute / 10 < live <= planned.compute
         del cache
+        gc.collect()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("refactor_above", [0.0, 1.0])
+def test_no_turn_of_shadowkv_takes_more_than_was_planned(refactor_above):
+    tokens = 2400
+    with simulated_cuda() as gpu:
+        model = model_on(torch.device("cuda"), tiny_model("llama").to(HALF))
+        settings = {"rank": 32, "landmark_chunk_size": 4, "sparse_budget": 16, "outlier_chunks": 3, "local_chunks": 2}
+        engine = {"max_seq_len": tokens + 64, "chunk_size": 64, "threads_num": 1, "hidden_device": "dram"}
+        settings |= {"refactor_above": refactor_above, **engine}
+        inject(model, "shadowkv", command_line=settings)
+        cache = HeteroCache(model, forks=1)
+        ids = torch.randint(2, 97, (1, tokens), generator=torch.Generator().manual_seed(0)).to("cuda")
+        turns = ids.split([2000, *[1] * 4, tokens - 2004], dim=1)
+        weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        footprint = Footprint.of(model.hetero_kv_injection)
+
+        def peak(of, *parts):
+            torch.cuda.reset_peak_memory_stats()
+            with torch.no_grad():
+                for part in parts:
+                    of(part)
+            return gpu.memory.peak[0] - weights
+
+        def turn(cache):
+            return lambda part: model(part, past_key_values=cache, logits_to_keep=1)
+
+        one, two = (footprint.memory(tokens, forks=forks).compute for forks in (0, 1))
+        found = {"first": peak(turn(cache), *turns[:-1])}
+        before = cache.snapshot()
+        found["later"] = peak(turn(cache), turns[-1])
+        cache.rollback(before)
+        found["again"] = peak(turn(cache), turns[-1])
+        cache.rollback(before)
+        del before
+        fork = cache.fork()
+        forked = [peak(turn(each), turns[-1]) for each in (fork, cache)]
+        assert max(found.values()) <= one
+        assert max(forked) <= two
+        del cache, fork
         gc.collect()

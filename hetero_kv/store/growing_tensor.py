@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from dataclasses import dataclass
 
 import torch
 
-_Checkpoint = tuple[torch.Tensor | None, int, int]
+_Extent = tuple[torch.Tensor | None, int, int]
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """Where entries lie: a buffer, None before there was any, and [start, end) in it.
+
+    One attribute, so that an interrupt finds it as it was or as it will be.
+    """
+
+    extent: _Extent
 
 
 class GrowingTensor:
     """Entries along `dim`, in a buffer with room for some more.
 
     Entries are only ever written behind those that are held, so that a checkpoint stays valid for as long as nothing
-    is cut off before it.
+    is cut off before it. Where the entries move to a larger buffer, checkpoints move with them: the smaller one is
+    freed at once, whoever may yet want to come back.
 
     Args:
         dim: the dimension that grows.
@@ -27,6 +40,7 @@ class GrowingTensor:
         self._start = self._end = 0
         # A buffer that two tensors hold is written to by neither.
         self._is_shared = False
+        self._checkpoints: weakref.WeakSet[Checkpoint] = weakref.WeakSet()
 
     def __len__(self) -> int:
         return self._end - self._start
@@ -36,6 +50,11 @@ class GrowingTensor:
         """The entries, a view. There must have been some."""
         assert self._buffer is not None
         return self._buffer.narrow(self.dim, self._start, len(self))
+
+    @property
+    def extent(self) -> _Extent:
+        """The buffer, None before there was any, and where in it the entries begin and end."""
+        return self._buffer, self._start, self._end
 
     def append(self, new: torch.Tensor) -> None:
         """Add the entries of `new`, which agrees with the others in all dimensions but `dim`."""
@@ -78,17 +97,21 @@ class GrowingTensor:
     def fork(self) -> GrowingTensor:
         """A second tensor with the same entries; the first of the two that grows moves out of the common buffer."""
         self._is_shared = self._buffer is not None
-        return copy.copy(self)
+        twin = copy.copy(self)
+        twin._checkpoints = weakref.WeakSet()
+        return twin
 
-    def checkpoint(self) -> _Checkpoint:
+    def checkpoint(self) -> Checkpoint:
         """What `restore` needs to come back to the present entries."""
-        return self._buffer, self._start, self._end
+        made = Checkpoint(self.extent)
+        self._checkpoints.add(made)
+        return made
 
-    def restore(self, checkpoint: _Checkpoint) -> None:
+    def restore(self, checkpoint: Checkpoint) -> None:
         """Come back to the entries at `checkpoint`."""
         # A fork may hold a buffer that this one has moved out of.
-        self._is_shared = self._is_shared or checkpoint[0] is not self._buffer
-        self._buffer, self._start, self._end = checkpoint
+        self._is_shared = self._is_shared or checkpoint.extent[0] is not self._buffer
+        self._buffer, self._start, self._end = checkpoint.extent
 
     @property
     def nbytes(self) -> int:
@@ -103,4 +126,12 @@ class GrowingTensor:
         buffer = source.new_empty(shape)
         if self._buffer is not None:
             buffer.narrow(self.dim, 0, len(self)).copy_(self.entries)
+            self._have_checkpoints_follow(buffer)
         self._buffer, self._start, self._end, self._is_shared = buffer, 0, len(self), False
+
+    def _have_checkpoints_follow(self, buffer: torch.Tensor) -> None:
+        """Let those whose entries have all moved to the beginning of `buffer` be found there."""
+        for each in self._checkpoints:
+            held, start, end = each.extent
+            if held is self._buffer and self._start <= start and end <= self._end:
+                each.extent = buffer, start - self._start, end - self._start

@@ -80,8 +80,10 @@ def test_a_later_turn_never_has_the_past_on_the_device(gpu, refactor_above):
     torch.cuda.reset_peak_memory_stats()
     logits(model, cache, random_tokens(24, seed=1))
     of_one_layer = 2 * HEADS * DIM * 2 * 900
-    # What grows is there twice until the turn has passed: a forward that fails goes back.
-    assert torch.cuda.max_memory_allocated() - live < kept + of_one_layer / 4
+    # What grows is there twice in the layer where it grows. What is made anew, Recent or all, is there twice until the
+    # turn has passed: a forward that fails goes back.
+    twice = kept + of_one_layer / 4 if refactor_above == 0.0 else kept / LAYERS + of_one_layer / 2
+    assert torch.cuda.max_memory_allocated() - live < twice
     assert torch.cuda.memory_allocated() - live < of_one_layer / 4
 
 

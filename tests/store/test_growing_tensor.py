@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,6 +43,7 @@ def test_a_growing_tensor_and_its_forks_hold_what_lists_hold(operations, slack):
             checkpoint = tensor.checkpoint()
             tensor.append(entries)
             tensor.drop_first(min(2, len(tensor)))
+            tensor.append(entries)
             tensor.restore(checkpoint)
     for tensor, held in zip(tensors, lists, strict=True):
         assert len(tensor) == len(held)
@@ -54,3 +57,43 @@ def test_growing_by_one_copies_the_rest_only_now_and_then():
         buffers.add(tensor.entries.untyped_storage().data_ptr())
     assert tensor.entries.tolist() == list(range(300))
     assert len(buffers) <= 3
+
+
+def test_a_checkpoint_follows_to_a_larger_buffer_and_the_smaller_one_is_freed():
+    tensor = GrowingTensor(0, 2)
+    tensor.append(torch.arange(5.0))
+    tensor.drop_first(2)
+    checkpoints, small = [tensor.checkpoint(), tensor.checkpoint()], weakref.ref(tensor.extent[0])
+    for _ in range(3):
+        tensor.append(torch.arange(10.0, 20))
+    assert small() is None
+    for checkpoint in checkpoints:
+        tensor.restore(checkpoint)
+        assert tensor.entries.tolist() == [2, 3, 4]
+
+
+def test_a_checkpoint_stays_where_the_larger_buffer_lacks_some_of_its_entries():
+    tensor = GrowingTensor(0, 0)
+    tensor.append(torch.arange(5.0))
+    checkpoint = tensor.checkpoint()
+    tensor.drop_first(1)
+    tensor.append(torch.arange(10.0, 20))
+    tensor.restore(checkpoint)
+    assert tensor.entries.tolist() == [0, 1, 2, 3, 4]
+    tensor.truncate(3)
+    tensor.append(torch.arange(10.0, 20))
+    tensor.restore(checkpoint)
+    assert tensor.entries.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_checkpoint_does_not_follow_a_fork():
+    tensor = GrowingTensor(0, 0)
+    tensor.append(torch.arange(5.0))
+    checkpoint, twin = tensor.checkpoint(), tensor.fork()
+    twin.append(torch.arange(10.0, 20))
+    twin.truncate(0)
+    twin.append(torch.arange(20.0, 30))
+    tensor.restore(checkpoint)
+    tensor.append(torch.tensor([7.0]))
+    assert tensor.entries.tolist() == [0, 1, 2, 3, 4, 7]
+    assert twin.entries.tolist() == [*range(20, 30)]

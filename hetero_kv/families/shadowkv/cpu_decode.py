@@ -91,7 +91,7 @@ def attention(
 
 def _buffer(growing: GrowingTensor) -> tuple[torch.Tensor, int, int]:
     """The memory that entries lie in, which is contiguous where they need not be, and where they begin and end."""
-    buffer, start, stop = growing.checkpoint()
+    buffer, start, stop = growing.extent
     assert buffer is not None
     return buffer, start, stop
 
