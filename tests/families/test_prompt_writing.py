@@ -10,7 +10,9 @@ from devices import simulated_cuda
 from gpu_ops.prefetch import Prefetch
 from gpu_ops.write_out import WriteOut
 from hetero_kv.engine.buffered_layer import PrefillBuffer
-from hetero_kv.families.retrieval import prompt_writing, representatives, stored_pieces
+from hetero_kv.families.prompts_on_gpu import pieces, writing
+from hetero_kv.families.prompts_on_gpu.writing import PromptWriting
+from hetero_kv.families.retrieval import representatives
 from hetero_kv.store import storage
 from hetero_kv.store.pool import BlockPool
 
@@ -24,8 +26,8 @@ TABLE = np.random.default_rng(0).permutation(ROWS * BLOCKS).astype(np.int32).res
 @pytest.fixture
 def gpu(monkeypatch):
     # Two blocks at once.
-    monkeypatch.setattr(prompt_writing, "PIECE_TOKENS", 2 * SIZE)
-    monkeypatch.setattr(stored_pieces, "_TOKENS_AT_ONCE", 2 * SIZE * ROWS)
+    monkeypatch.setattr(writing, "PIECE_TOKENS", 2 * SIZE)
+    monkeypatch.setattr(pieces, "_TOKENS_AT_ONCE", 2 * SIZE * ROWS)
     with simulated_cuda() as simulation:
         yield simulation
 
@@ -73,21 +75,21 @@ def test_the_pool_has_what_the_cpu_would_have_put_there(gpu, kind, more, past, c
     buffer = PrefillBuffer(*(torch.empty_like(t) for t in new), past, past, first=past)
     gpu.record.clear()
     # Representatives of blocks that are in the buffer as a whole: those before are another's.
-    writing = prompt_writing.PromptWriting(ours, buffer, TABLE, WriteOut(DEVICE), (0, end), mean_of)
+    prompt = PromptWriting(ours, buffer, TABLE, WriteOut(DEVICE), (0, end), mean_of)
     for start in range(past, past + 61, chunk):
         part = slice(start, min(start + chunk, past + 61))
         here = slice(part.start - past, part.stop - past)
         buffer.keys[:, :, here], buffer.values[:, :, here] = (t[:, :, part].to(DEVICE) for t in (keys, values))
         buffer.length = part.stop
         gpu.record.clear()
-        writing.advance()
+        prompt.advance()
         assert not gpu.record.pageable
-    writing.finish()
+    prompt.finish()
     assert not gpu.record.pageable
     for name, array in theirs.arrays.items():
         assert torch.equal(ours.arrays[name], array), name
     largest = [float(t[:, :, past:].abs().max()) for t in (keys, values)]
-    assert writing.largest == largest
+    assert prompt.largest == largest
 
 
 def test_what_looks_at_received_attention_is_represented_when_that_is_known(gpu):
@@ -103,9 +105,9 @@ def test_what_looks_at_received_attention_is_represented_when_that_is_known(gpu)
         theirs.represent(ids, chosen(theirs.decoded_keys(ids).float(), received[row]))
     buffer = PrefillBuffer(keys.to(DEVICE), values.to(DEVICE), 0, 100)
     gpu.record.clear()
-    writing = prompt_writing.PromptWriting(ours, buffer, TABLE, WriteOut(DEVICE))
-    writing.finish()
-    writing.send_represented(1, 6, received, chosen)
+    prompt = PromptWriting(ours, buffer, TABLE, WriteOut(DEVICE))
+    prompt.finish()
+    prompt.send_represented(1, 6, received, chosen)
     assert not gpu.record.pageable
     for name, array in theirs.arrays.items():
         assert torch.equal(ours.arrays[name], array), name
@@ -117,10 +119,10 @@ def test_stored_tokens_come_back_in_pieces_as_they_are_read(gpu, kind, more, sta
     pool = some_pool(kind, **more)
     stored_by_the_cpu(pool, 0, *some_tokens(70))
     gpu.record.clear()
-    pieces = list(stored_pieces.stored_pieces(pool, [*TABLE], start, stop, torch.float32, Prefetch(DEVICE)))
+    stored = list(pieces.stored_pieces(pool, [*TABLE], start, stop, torch.float32, Prefetch(DEVICE)))
     assert not gpu.record.pageable
-    assert [first for first, _, _ in pieces] == list(range(start, stop, 2 * SIZE))
+    assert [first for first, _, _ in stored] == list(range(start, stop, 2 * SIZE))
     for number in (1, 2):
-        found = torch.cat([piece[number] for piece in pieces], dim=2).cpu()
+        found = torch.cat([piece[number] for piece in stored], dim=2).cpu()
         expected = torch.stack([pool.read(ids, start, stop)[number - 1].float() for ids in TABLE])
         assert torch.equal(found, expected)

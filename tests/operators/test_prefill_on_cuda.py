@@ -12,7 +12,8 @@ from small_recipes import injected, small_recipe
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroKVError
-from hetero_kv.families.retrieval import representatives, stored_pieces
+from hetero_kv.families.prompts_on_gpu import pieces
+from hetero_kv.families.retrieval import representatives
 
 pytestmark = pytest.mark.cuda
 
@@ -85,7 +86,7 @@ def test_representatives_are_computed_where_the_keys_are(gpu, llama_on_gpu, monk
 
 
 def test_a_turn_never_has_a_copy_of_the_store_on_the_device(gpu, llama_on_gpu, monkeypatch):
-    monkeypatch.setattr(stored_pieces, "_TOKENS_AT_ONCE", 16)
+    monkeypatch.setattr(pieces, "_TOKENS_AT_ONCE", 16)
     cache = injected(llama_on_gpu, small_recipe("quest"))
     prompt(llama_on_gpu, cache, 900)
     live = torch.cuda.memory_allocated()

@@ -9,7 +9,7 @@ from shadowkv_models import injected, logits, model_of, random_tokens, relative_
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroKVError, eject
-from hetero_kv.families.retrieval import prompt_writing, stored_pieces
+from hetero_kv.families.prompts_on_gpu import pieces, writing
 from hetero_kv.families.shadowkv import context_layer, key_factors
 
 pytestmark = pytest.mark.cuda
@@ -27,9 +27,9 @@ def gpu():
 
 @pytest.fixture
 def in_small_pieces(monkeypatch):
-    for owner, name in ((stored_pieces, "_TOKENS_AT_ONCE"), (context_layer, "_READ_AT_ONCE")):
+    for owner, name in ((pieces, "_TOKENS_AT_ONCE"), (context_layer, "_READ_AT_ONCE")):
         monkeypatch.setattr(owner, name, 64)
-    for owner, name in ((prompt_writing, "PIECE_TOKENS"), (key_factors, "TILE")):
+    for owner, name in ((writing, "PIECE_TOKENS"), (key_factors, "TILE")):
         monkeypatch.setattr(owner, name, 16)
 
 

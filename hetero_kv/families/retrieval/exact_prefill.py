@@ -16,10 +16,10 @@ from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.recorded_prompt import RecordedPrompt
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import UnsupportedModelError
+from hetero_kv.families.prompts_on_gpu.pieces import attention_behind_pieces
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.short_turn import is_short, store_and_attend
-from hetero_kv.families.retrieval.stored_pieces import attention_behind_pieces
 from hetero_kv.families.window.attention import SlidingWindowAttention
 from hetero_kv.settings.engine_settings import EngineSettings
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from cpu_ops.code_masses import bytes_of_block
 from hetero_kv.adapter.footprint import BytesPerToken, Demand, LayerFootprint, Share, Term, register, sums_share
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.families.prompts_on_gpu.writing import PIECE_TOKENS
 from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
@@ -16,9 +17,6 @@ from hetero_kv.store.storage import FP16, StorageType
 
 WINDOWS = register(Term("windows", "Initial and Local of every layer"))
 WRITE_OUT = register(Term("write_out", "blocks of a prompt on their way to DRAM (prefill)"))
-PIECE_TOKENS = 2048
-"""Of a prompt, what is on its way to DRAM at a time: the float32 copies of its keys stay small beside a chunk's
-activations."""
 
 _FLOAT_BYTES = 4
 # The attention that a key received, float32.

@@ -20,14 +20,14 @@ from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step, StepBlocks
+from hetero_kv.families.prompts_on_gpu.writing import VectorsOf
 from hetero_kv.families.retrieval import saving
 from hetero_kv.families.retrieval.choosing import NONE_DERIVED, Derived
 from hetero_kv.families.retrieval.device_window import DeviceWindow
 from hetero_kv.families.retrieval.layout import RetrievalLayout
 from hetero_kv.families.retrieval.paged_settings import PagedSettings
-from hetero_kv.families.retrieval.prompt_layer import RepresentedPromptLayer
-from hetero_kv.families.retrieval.prompt_writing import VectorsOf
 from hetero_kv.families.retrieval.reading import Reading
+from hetero_kv.families.retrieval.represented_prompts import RepresentedPromptLayer
 from hetero_kv.families.retrieval.state import RetrievalState
 from hetero_kv.families.retrieval.unseen import NONE_UNSEEN
 from hetero_kv.store.pool import Beside, BlockPool

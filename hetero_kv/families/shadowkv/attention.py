@@ -25,7 +25,7 @@ from hetero_kv.engine.recorded_prompt import RecordedPrompt
 from hetero_kv.engine.statistics import BLOCK_RECALL, READ_BYTES
 from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
-from hetero_kv.families.retrieval.stored_pieces import attention_behind_pieces
+from hetero_kv.families.prompts_on_gpu.pieces import attention_behind_pieces
 from hetero_kv.families.shadowkv import cpu_decode, device_decode
 from hetero_kv.families.shadowkv.footprint import LowRankFootprint
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks

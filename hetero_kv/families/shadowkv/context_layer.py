@@ -16,9 +16,9 @@ from gpu_ops.host_copies import on_device
 from gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.step import Step
-from hetero_kv.families.retrieval.prompt_layer import PromptLayer
-from hetero_kv.families.retrieval.prompt_writing import PromptWriting
-from hetero_kv.families.retrieval.stored_pieces import Pieces
+from hetero_kv.families.prompts_on_gpu.layer import PromptLayer
+from hetero_kv.families.prompts_on_gpu.pieces import Pieces
+from hetero_kv.families.prompts_on_gpu.writing import PromptWriting
 from hetero_kv.families.shadowkv import landmarks
 from hetero_kv.families.shadowkv.key_factors import KeyFactors
 from hetero_kv.families.shadowkv.layout import ContextLayout

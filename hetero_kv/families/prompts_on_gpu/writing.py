@@ -10,12 +10,15 @@ import torch
 from gpu_ops.host_copies import on_device
 from gpu_ops.write_out import WriteOut
 from hetero_kv.engine.buffered_layer import PrefillBuffer
-from hetero_kv.families.retrieval.footprint import PIECE_TOKENS
 from hetero_kv.store.pool import BlockPool
 
 #: Keys of blocks [blocks, kv_heads, block_size, k_dim] float32, and the attention that each has received or None -> the
 #: vectors that stand for them.
 VectorsOf = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+
+PIECE_TOKENS = 2048
+"""Of a prompt, what is on its way to DRAM at a time: the float32 copies of its keys stay small beside a chunk's
+activations."""
 
 
 class PromptWriting:
