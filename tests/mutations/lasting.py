@@ -16,6 +16,37 @@ _CAPTURED = "tests/operators/test_captured_steps.py::test_"
 
 LASTING = (
     Mutation(
+        "a checkpoint keeps the smaller buffer that entries have left",
+        "hetero_kv/store/growing_tensor.py",
+        "            self._have_checkpoints_follow(buffer)\n",
+        "",
+        (
+            "tests/store/test_growing_tensor.py::test_a_checkpoint_follows_to_a_larger_buffer_and_the_smaller_one_is_freed",
+            f"{_PROMPTS}a_later_turn_never_has_the_past_on_the_device[1.0]",
+        ),
+    ),
+    Mutation(
+        "a checkpoint follows entries that were dropped on the way",
+        "hetero_kv/store/growing_tensor.py",
+        "held is self._buffer and self._start <= start and end <= self._end",
+        "held is self._buffer",
+        ("tests/store/test_growing_tensor.py",),
+    ),
+    Mutation(
+        "the numbers behind a row's last whole vector have no part in its maximum",
+        "cpu_ops/row_maximum.py",
+        "for t in range(whole, count):",
+        "for t in range(whole, whole):",
+        ("tests/cpu_ops/test_run_attention.py::test_the_largest_of_a_row_is_numpys",),
+    ),
+    Mutation(
+        "heads that share keys are looked at by the first one's queries",
+        "hetero_kv/families/sparse_prefill/chunk.py",
+        "by_token[self._heads.index(head)], by_distance[self._heads.index(head)]",
+        "by_token[0], by_distance[0]",
+        ("tests/families/test_sparse_choice.py::test_heads_that_are_looked_at_together_see_what_each_sees_alone",),
+    ),
+    Mutation(
         "nobody waits for the stream that fetches missing values",
         "hetero_kv/families/shadowkv/device_decode.py",
         "            joined(residents.value_slots)\n",
