@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.budgeted_recipes import SHIPPED, TITLES
+from benchmarks.figures import label_decades, new_figure, save
 from benchmarks.results import CELLS
 from hetero_kv.evals.bootstrap import mean_interval
 from hetero_kv.evals.config_spec import BASELINE
@@ -147,10 +148,7 @@ def _interval(values: Sequence[float]) -> str:
 
 def plot(rows: Sequence[Row], path: Path, title: str, *, fidelity: bool) -> None:
     """Divergence against bytes, both logarithmic, or the score against the budget; a line per recipe."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.4, 4.6), layout="constrained")
-    axis = figure.subplots()
+    figure, axis = new_figure()
     recipes = dict.fromkeys(row.recipe for row in rows if row.fraction is not None)
     at: Callable[[Row], Any]
     at = (lambda row: (row.counted("read_bytes") or 0) / 1e3) if fidelity else (lambda row: 1 / row.fraction)  # type: ignore[operator]
@@ -175,8 +173,7 @@ def plot(rows: Sequence[Row], path: Path, title: str, *, fidelity: bool) -> None
         axis.set_yscale("log")
         axis.set_xlabel("KB that the attention of a layer reads per token")
         axis.set_ylabel("divergence from full attention, nats")
-        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axis.xaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "235" else "")
+        label_decades(axis.xaxis, lambda value: f"{value:g}")
     else:
         (full,) = (row for row in rows if row.fraction is None)
         axis.axhline(fmean(full.values(of)), color="0.4", linestyle="--", label=_FULL)
@@ -186,9 +183,7 @@ def plot(rows: Sequence[Row], path: Path, title: str, *, fidelity: bool) -> None
         axis.set_ylabel("score")
         axis.set_ylim(0, 1.02)
     axis.set_title(f"{title}, {len(rows[0].results)} samples", fontsize=10)
-    axis.grid(alpha=0.3, which="both")
-    figure.legend(loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    save(figure, axis, path)
 
 
 def main() -> None:

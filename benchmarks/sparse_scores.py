@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.sparse_prefill import share_of_keys
+from benchmarks.figures import label_decades, new_figure, save
+from benchmarks.sparse_prefill import DENSE, share_of_keys
 from hetero_kv import load_model
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.evals import ConfiguredModel, RunOptions, config_specs, run
@@ -40,8 +41,8 @@ from hetero_kv.threads import set_threads
 
 PREFILLS = "prefills.jsonl"
 _FOUND_ON, _FOUND_SEED, _FOUND_LENGTH = "ruler/niah_multikey_1", 7, 9216
+# Tokens beside a prompt that a cache has room for.
 _ANSWER = 512
-DENSE = "dense"
 
 
 class PrefillingAlone(ConfiguredModel):
@@ -116,10 +117,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def plot(tables: dict[int, list[dict[str, Any]]], path: Path) -> None:
     """Scores against the share of keys, a line for each recipe and length; a dashed one for `dense`."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.4, 4.6), layout="constrained")
-    axis = figure.subplots()
+    figure, axis = new_figure()
     for number, (length, rows) in enumerate(tables.items()):
         recipes = dict.fromkeys(row["method"].partition(":")[0] for row in rows)
         for recipe in recipes:
@@ -132,14 +130,11 @@ def plot(tables: dict[int, list[dict[str, Any]]], path: Path) -> None:
                 marker = "os^D"[list(recipes).index(recipe) % 4]
                 axis.plot(*zip(*points, strict=True), marker=marker, color=f"C{number}", label=title)
     axis.set_xscale("log")
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    axis.xaxis.set_minor_formatter(lambda value, _: f"{value:.0%}" if f"{value:.0e}"[0] in "235" else "")
+    label_decades(axis.xaxis, lambda value: f"{value:.0%}")
     axis.set_xlabel("share of the keys that a prompt's queries attend to")
     axis.set_ylabel("score")
     axis.set_ylim(0, 1.02)
-    axis.grid(alpha=0.3, which="both")
-    figure.legend(loc="outside right upper", fontsize=8)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    save(figure, axis, path)
 
 
 def main() -> None:

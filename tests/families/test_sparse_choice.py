@@ -7,7 +7,8 @@ import torch
 
 from gpu_ops.attention import chunk_attention
 from hetero_kv.families.sparse_prefill import flexprefill, minference
-from hetero_kv.families.sparse_prefill.chunk import Chunk, HeadView, key_means, views
+from hetero_kv.families.sparse_prefill.chunk import Chunk
+from hetero_kv.families.sparse_prefill.head_views import HeadView, key_means, views
 from hetero_kv.families.sparse_prefill.minference import Pattern
 
 SCALE = 0.3

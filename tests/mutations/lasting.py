@@ -41,7 +41,7 @@ LASTING = (
     ),
     Mutation(
         "heads that share keys are looked at by the first one's queries",
-        "hetero_kv/families/sparse_prefill/chunk.py",
+        "hetero_kv/families/sparse_prefill/head_views.py",
         "by_token[self._heads.index(head)], by_distance[self._heads.index(head)]",
         "by_token[0], by_distance[0]",
         ("tests/families/test_sparse_choice.py::test_heads_that_are_looked_at_together_see_what_each_sees_alone",),

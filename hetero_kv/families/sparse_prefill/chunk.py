@@ -1,20 +1,15 @@
-"""A chunk of a prompt as a sparse prefill sees it, and what keys of it are chosen by."""
+"""A chunk of a prompt as a sparse prefill sees it: new tokens behind others, and their attention to chosen keys."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from cpu_ops.key_runs import QUERY_BLOCK
-from cpu_ops.line_sums import distances_within
-from gpu_ops.chosen_keys import attention_by_line, block_means, chosen_attention
-from hetero_kv.families.sparse_prefill.lists import ALWAYS_NEAR, Blocks, Lines, runs_of
-
-#: Last queries of a chunk that lines and distances are chosen by.
-LAST_QUERIES = 64
+from gpu_ops.chosen_keys import chosen_attention
+from hetero_kv.families.sparse_prefill.lists import Blocks, Lines, runs_of
 
 
 @dataclass(frozen=True)
@@ -93,117 +88,3 @@ class Chunk:
         sums = np.concatenate(([0], np.cumsum(runs[:, 1] - runs[:, 0], dtype=np.int64)))
         by_block = (sums[starts[1:]] - sums[starts[:-1]]).reshape(*self.q.shape[:2], -1)
         return out, lse, by_block.mean(axis=2)
-
-
-class LastQueries:
-    """The last queries of heads of one row that share keys: what they pay attention to is found for all at once.
-
-    Args:
-        chunk, row: whose they are.
-        heads: which heads, all of one kv head.
-    """
-
-    def __init__(self, chunk: Chunk, row: int, heads: Sequence[int]) -> None:
-        self._chunk, self._row, self._heads = chunk, row, list(heads)
-        self._sums: tuple[np.ndarray, np.ndarray] | None = None
-
-    def sums(self, head: int) -> tuple[np.ndarray, np.ndarray]:
-        """A head's attention by token and by distance, [tokens] float32 each."""
-        if self._sums is None:
-            chunk, place = self._chunk, (self._row, self._chunk.kv_head(self._heads[0]))
-            q = chunk.q[self._row, self._heads, -min(LAST_QUERIES, chunk.n) :]
-            self._sums = attention_by_line(q, chunk.past_k[place], chunk.k[place], chunk.scale, chunk.softcap)
-        by_token, by_distance = self._sums
-        return by_token[self._heads.index(head)], by_distance[self._heads.index(head)]
-
-
-class HeadView:
-    """What one row and head of a chunk pays attention to, as far as its last queries, or means of blocks, tell.
-
-    Args:
-        chunk, row, head: whose view it is.
-        last: its last queries, perhaps with those of other heads; None: alone.
-    """
-
-    def __init__(self, chunk: Chunk, row: int, head: int, last: LastQueries | None = None) -> None:
-        self.chunk, self.row, self.head, self.kv_head = chunk, row, head, chunk.kv_head(head)
-        self._last = last or LastQueries(chunk, row, [head])
-
-    @property
-    def queries(self) -> int:
-        """How many last queries there are."""
-        return min(LAST_QUERIES, self.chunk.n)
-
-    @property
-    def sums(self) -> tuple[np.ndarray, np.ndarray]:
-        """The last queries' attention by token and by distance, [tokens] float32 each."""
-        return self._last.sums(self.head)
-
-    def lines_within(self, tokens: int, band_tokens: int) -> Lines:
-        """The `tokens` tokens with most attention, and of distances as many as are seen in `band_tokens` tokens."""
-        by_token, by_distance = self.sums
-        ranked = _ranked(by_distance, band_tokens)
-        return Lines.of(_best(by_token, tokens), distances_within(ranked, QUERY_BLOCK, ALWAYS_NEAR, band_tokens))
-
-    def lines_of_mass(self, mass: float, least: int) -> Lines:
-        """The fewest tokens, and the fewest distances, that have this share of the last queries' attention each.
-
-        least: tokens at least.
-        """
-        by_token, by_distance = self.sums
-        return Lines.of(_fewest(by_token, mass, least), _fewest(by_distance, mass))
-
-    def block_scores(self, key_means: torch.Tensor) -> torch.Tensor:
-        """Scores of key blocks by the means of blocks of queries, [query blocks, key blocks] float32, causal.
-
-        key_means: [batch, kv_heads, key blocks, k_dim].
-        """
-        chunk = self.chunk
-        q = chunk.q[self.row, self.head]
-        scores = block_means(q[:0], q, QUERY_BLOCK) @ key_means[self.row, self.kv_head].T * chunk.scale
-        first = chunk.past + QUERY_BLOCK * torch.arange(chunk.query_blocks)
-        behind = QUERY_BLOCK * torch.arange(scores.shape[1]) > (first + QUERY_BLOCK - 1)[:, None]
-        return scores.masked_fill_(behind, float("-inf"))
-
-
-def views(chunk: Chunk, by_line: Collection[int] | None = None) -> list[HeadView]:
-    """The heads of all rows in turn. by_line: of which heads the last queries are looked at; None: of all."""
-    rows, heads = chunk.q.shape[:2]
-    looked_at = range(heads) if by_line is None else by_line
-    found = []
-    for row in range(rows):
-        shared = {
-            kv_head: LastQueries(chunk, row, [head for head in looked_at if chunk.kv_head(head) == kv_head])
-            for kv_head in range(chunk.k.shape[1])
-        }
-        found += [
-            HeadView(chunk, row, head, shared[chunk.kv_head(head)] if head in looked_at else None)
-            for head in range(heads)
-        ]
-    return found
-
-
-def key_means(chunk: Chunk) -> torch.Tensor:
-    """Means of blocks of all keys, [batch, kv_heads, key blocks, k_dim] float32."""
-    return block_means(chunk.past_k, chunk.k, QUERY_BLOCK)
-
-
-def _best(values: np.ndarray, count: int) -> np.ndarray:
-    """Indices of the `count` largest."""
-    count = min(count, values.size)
-    return np.argpartition(values, values.size - count)[values.size - count :] if count else np.empty(0, np.int64)
-
-
-def _ranked(values: np.ndarray, count: int) -> np.ndarray:
-    """Indices of the `count` largest, best first."""
-    best = _best(values, count)
-    return best[np.argsort(-values[best], kind="stable")]
-
-
-def _fewest(values: np.ndarray, mass: float, least: int = 0) -> np.ndarray:
-    """Indices of the fewest values that have this share of their sum, and are `least` at least."""
-    order = np.argsort(-values, kind="stable")
-    if mass >= 1:
-        return order
-    needed = int(np.searchsorted(np.cumsum(values[order], dtype=np.float64), mass * values.sum())) + 1
-    return order[: max(needed, least)]

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from cpu_ops.key_runs import QUERY_BLOCK
-from hetero_kv.families.sparse_prefill.chunk import Chunk, HeadView, key_means, views
+from hetero_kv.families.sparse_prefill.chunk import Chunk
+from hetero_kv.families.sparse_prefill.head_views import HeadView, key_means, views
 from hetero_kv.families.sparse_prefill.lists import Blocks, Lines
 
 # The paper's threshold of the square root of the Jensen-Shannon divergence.

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from cpu_ops.key_runs import QUERY_BLOCK
-from hetero_kv.families.sparse_prefill.chunk import Chunk, HeadView, key_means, views
+from hetero_kv.families.sparse_prefill.chunk import Chunk
+from hetero_kv.families.sparse_prefill.head_views import HeadView, key_means, views
 from hetero_kv.families.sparse_prefill.lists import Blocks, Lines
 
 Kind = Literal["a_shape", "vertical_slash", "block_sparse"]
