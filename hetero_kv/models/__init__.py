@@ -1,11 +1,17 @@
 """Finding, fetching and loading models: `load_model` is the one front door."""
 
-from hetero_kv.models.configuration import model_config
-from hetero_kv.models.errors import ModelError
-from hetero_kv.models.fetching import cache_home, fetch
-from hetero_kv.models.loading import LoadedModel, OpenedModel, load_model, open_model
-from hetero_kv.models.named import DEFAULT_MODEL, NAMED_MODELS, ModelFile, NamedModel
-from hetero_kv.models.progress import ProgressReport
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetero_kv.models.configuration import model_config
+    from hetero_kv.models.errors import ModelError
+    from hetero_kv.models.fetching import cache_home, fetch
+    from hetero_kv.models.loading import LoadedModel, OpenedModel, load_model, open_model
+    from hetero_kv.models.named import DEFAULT_MODEL, NAMED_MODELS, ModelFile, NamedModel
+    from hetero_kv.models.progress import ProgressReport
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -22,3 +28,28 @@ __all__ = [
     "model_config",
     "open_model",
 ]
+
+_HOME = {
+    "DEFAULT_MODEL": "named",
+    "LoadedModel": "loading",
+    "ModelError": "errors",
+    "ModelFile": "named",
+    "NAMED_MODELS": "named",
+    "NamedModel": "named",
+    "OpenedModel": "loading",
+    "ProgressReport": "progress",
+    "cache_home": "fetching",
+    "fetch": "fetching",
+    "load_model": "loading",
+    "model_config": "configuration",
+    "open_model": "loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Layers ask `placing` alone, where nothing is there that reads files of models.
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
