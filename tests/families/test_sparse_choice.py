@@ -8,7 +8,7 @@ import torch
 from gpu_ops.attention import chunk_attention
 from hetero_kv.families.sparse_prefill import flexprefill, minference
 from hetero_kv.families.sparse_prefill.chunk import Chunk
-from hetero_kv.families.sparse_prefill.head_views import HeadView, key_means, views
+from hetero_kv.families.sparse_prefill.head_views import HeadView, views
 from hetero_kv.families.sparse_prefill.minference import Pattern
 
 SCALE = 0.3
@@ -160,11 +160,11 @@ def test_the_divergence_is_none_where_means_tell_the_attention():
     flat = Chunk(chunk.q, chunk.past_k * 0, chunk.past_v, chunk.k * 0, chunk.v, SCALE, None)
     view = HeadView(flat, 0, 0)
     # Equal keys: every block of keys before has the same share; only the last is seen in part.
-    assert flexprefill.estimate_distance(view, key_means(flat)) < 0.1
+    assert flexprefill.estimate_distance(view) < 0.1
     loud = chunk.past_k.clone()
     loud[:, :, 200] = 40 * chunk.q[0, 0].mean(0)
     sharp = Chunk(chunk.q, loud, chunk.past_v, chunk.k, chunk.v, SCALE, None)
-    assert flexprefill.estimate_distance(HeadView(sharp, 0, 0), key_means(sharp)) > 0.1
+    assert flexprefill.estimate_distance(HeadView(sharp, 0, 0)) > 0.1
 
 
 def test_the_search_takes_the_cheapest_pattern_within_the_error_and_else_the_closest():

@@ -60,7 +60,19 @@ def test_the_last_queries_of_a_prompt_attend_to_everything_in_whatever_chunk_the
     monkeypatch.setattr(Chunk, "attention", lambda self, keys, whole=0: seen.append((self.n, whole)) or attention(
         self, keys, whole))  # fmt: skip
     logits(qwen2, "flexprefill", ids, prefill_last=30, prefill_mass=0.1, prefill_least=64)
-    assert seen == [(200, 0), (200, 20), (10, 30)] * 3
+    assert seen == [(136, 0), (200, 20), (10, 30)] * 3
+
+
+@pytest.mark.parametrize(("first", "chunk"), [(64, 200), (130, 200), (300, 200), (200, 200), (301, 64), (90, 1000)])
+def test_the_first_tokens_of_a_context_attend_to_everything_in_whatever_chunk_they_are(qwen2, first, chunk):
+    ids = torch.randint(1, 97, (2, 410), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        exact = qwen2(ids).logits
+    few = {"prefill_last": 0, "prefill_mass": 0.1, "prefill_least": 64}
+    found = logits(qwen2, "flexprefill", ids, prefill_from=first, chunk_size=chunk, **few)
+    assert torch.allclose(found[:, :first], exact[:, :first], atol=1e-3)
+    # A block of queries attends to its own tokens; the next has left something out.
+    assert not torch.allclose(found[:, first + 64 :], exact[:, first + 64 :], atol=1e-2)
 
 
 @pytest.mark.parametrize("recipe", ["minference", "flexprefill", "shadowkv_minference"])

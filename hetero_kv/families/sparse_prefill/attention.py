@@ -48,17 +48,18 @@ class PromptAttention:
         chunk = Chunk(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
         if not settings.prefills_sparsely or chunk.total <= settings.prefill_from or not self._can(call.q):
             return self._dense(chunk)
+        if settings.prefill == "minference" and self._known(chunk) is None:
+            out, lse = self._dense(chunk)
+            if chunk.total == step.length >= _SEARCHED_FROM * settings.prefill_from:
+                self._search(chunk, out)
+            return out, lse
         # The question comes last, and the first token of the answer out of the last query.
         whole = max(0, chunk.total - (step.length - settings.prefill_last)) if step.part.is_last else 0
-        if settings.prefill == "flexprefill":
-            keys = flexprefill.keys_of(chunk, settings.prefill_mass, settings.prefill_least)
-            return self._sparse(chunk, keys, whole)
-        patterns = self._known(chunk)
-        if patterns is not None:
-            return self._sparse(chunk, minference.keys_of(chunk, patterns), whole)
-        out, lse = self._dense(chunk)
-        if chunk.total == step.length >= _SEARCHED_FROM * settings.prefill_from:
-            self._search(chunk, out)
+        first = max(0, settings.prefill_from - chunk.past)
+        if not first:
+            return self._sparse(chunk, whole)
+        parts = self._dense(chunk.first(first)), self._sparse(chunk.last(chunk.n - first), whole)
+        out, lse = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
         return out, lse
 
     def compile(self, dtype: torch.dtype, k_dim: int, v_dim: int, softcap: float) -> None:
@@ -74,10 +75,18 @@ class PromptAttention:
             _logger.warning("prefill %s is for models on a CPU; on %s prompts attend to everything", name, q.device)
         return q.device.type == "cpu"
 
-    def _sparse(self, chunk: Chunk, keys: list[Lines | Blocks], whole: int) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse, tokens = chunk.attention(keys, whole)
+    def _sparse(self, chunk: Chunk, whole: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `chunk_attention`, to chosen keys; whole: as for `runs_of`."""
+        out, lse, tokens = chunk.attention(self._keys_of(chunk), whole)
         self._count(chunk, float(tokens.mean()))
         return out, lse
+
+    def _keys_of(self, chunk: Chunk) -> list[Lines | Blocks]:
+        settings = self._settings
+        if settings.prefill == "flexprefill":
+            return flexprefill.keys_of(chunk, settings.prefill_mass, settings.prefill_least)
+        assert self._patterns is not None
+        return minference.keys_of(chunk, self._patterns)
 
     def _dense(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """As `chunk_attention`."""

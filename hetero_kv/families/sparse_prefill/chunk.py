@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from cpu_ops.key_runs import QUERY_BLOCK
-from gpu_ops.chosen_keys import chosen_attention
+from gpu_ops.chosen_keys import block_means, chosen_attention
 from hetero_kv.families.sparse_prefill.lists import Blocks, Lines, runs_of
 
 
@@ -59,9 +60,19 @@ class Chunk:
         stops = self.past + np.minimum(QUERY_BLOCK * np.arange(1, self.query_blocks + 1), self.n)
         return float(stops.mean())
 
+    @cached_property
+    def key_means(self) -> torch.Tensor:
+        """Means of blocks of all keys, [batch, kv_heads, key blocks, k_dim] float32."""
+        return block_means(self.past_k, self.k, QUERY_BLOCK)
+
     def kv_head(self, head: int) -> int:
         """The kv head of a query head."""
         return head // (self.q.shape[1] // self.k.shape[1])
+
+    def first(self, n: int) -> Chunk:
+        """The first n tokens as a chunk of their own."""
+        q, k, v = (each[:, :, :n] for each in (self.q, self.k, self.v))
+        return Chunk(q, self.past_k, self.past_v, k, v, self.scale, self.softcap, self.sink)
 
     def last(self, n: int) -> Chunk:
         """The last n tokens as a chunk of their own."""

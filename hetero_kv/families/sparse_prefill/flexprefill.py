@@ -9,7 +9,7 @@ import torch
 
 from cpu_ops.key_runs import QUERY_BLOCK
 from hetero_kv.families.sparse_prefill.chunk import Chunk
-from hetero_kv.families.sparse_prefill.head_views import HeadView, key_means, views
+from hetero_kv.families.sparse_prefill.head_views import HeadView, views
 from hetero_kv.families.sparse_prefill.lists import Blocks, Lines
 
 # The paper's threshold of the square root of the Jensen-Shannon divergence.
@@ -18,17 +18,16 @@ _NEAR = 0.1
 
 def keys_of(chunk: Chunk, mass: float, least: int) -> list[Lines | Blocks]:
     """The keys of all rows and heads that have `mass` of the attention by estimate; `least`: tokens at least."""
-    means = key_means(chunk)
-    return [_keys(view, means, mass, least) for view in views(chunk)]
+    return [_keys(view, mass, least) for view in views(chunk)]
 
 
-def _keys(view: HeadView, means: torch.Tensor, mass: float, least: int) -> Lines | Blocks:
-    if estimate_distance(view, means) < _NEAR:
-        return blocks_of_mass(view.block_scores(means), mass, least)
+def _keys(view: HeadView, mass: float, least: int) -> Lines | Blocks:
+    if estimate_distance(view) < _NEAR:
+        return blocks_of_mass(view.block_scores(), mass, least)
     return view.lines_of_mass(mass, least)
 
 
-def estimate_distance(view: HeadView, means: torch.Tensor) -> float:
+def estimate_distance(view: HeadView) -> float:
     """How far the attention to key blocks is from what means of blocks say of it, both of the last queries.
 
     The square root of the Jensen-Shannon divergence, in nats: 0 to 0.83.
@@ -38,7 +37,7 @@ def estimate_distance(view: HeadView, means: torch.Tensor) -> float:
     starts = np.arange(0, by_token.size, QUERY_BLOCK)
     true = np.add.reduceat(by_token.astype(np.float64), starts) / queries
     q = view.chunk.q[view.row, view.head, -queries:].float().mean(dim=0)
-    scores = means[view.row, view.kv_head] @ q * view.chunk.scale
+    scores = view.key_means @ q * view.chunk.scale
     return math.sqrt(_jensen_shannon(true, scores.double().softmax(0).numpy()))
 
 

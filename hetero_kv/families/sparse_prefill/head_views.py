@@ -75,14 +75,16 @@ class HeadView:
         by_token, by_distance = self.sums
         return Lines.of(_fewest(by_token, mass, least), _fewest(by_distance, mass))
 
-    def block_scores(self, key_means: torch.Tensor) -> torch.Tensor:
-        """Scores of key blocks by the means of blocks of queries, [query blocks, key blocks] float32, causal.
+    @property
+    def key_means(self) -> torch.Tensor:
+        """Means of blocks of the head's keys, [key blocks, k_dim] float32."""
+        return self.chunk.key_means[self.row, self.kv_head]
 
-        key_means: [batch, kv_heads, key blocks, k_dim].
-        """
+    def block_scores(self) -> torch.Tensor:
+        """Scores of key blocks by the means of blocks of queries, [query blocks, key blocks] float32, causal."""
         chunk = self.chunk
         q = chunk.q[self.row, self.head]
-        scores = block_means(q[:0], q, QUERY_BLOCK) @ key_means[self.row, self.kv_head].T * chunk.scale
+        scores = block_means(q[:0], q, QUERY_BLOCK) @ self.key_means.T * chunk.scale
         first = chunk.past + QUERY_BLOCK * torch.arange(chunk.query_blocks)
         behind = QUERY_BLOCK * torch.arange(scores.shape[1]) > (first + QUERY_BLOCK - 1)[:, None]
         return scores.masked_fill_(behind, float("-inf"))
@@ -103,11 +105,6 @@ def views(chunk: Chunk, by_line: Collection[int] | None = None) -> list[HeadView
             for head in range(heads)
         ]
     return found
-
-
-def key_means(chunk: Chunk) -> torch.Tensor:
-    """Means of blocks of all keys, [batch, kv_heads, key blocks, k_dim] float32."""
-    return block_means(chunk.past_k, chunk.k, QUERY_BLOCK)
 
 
 def _best(values: np.ndarray, count: int) -> np.ndarray:

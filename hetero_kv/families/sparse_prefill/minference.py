@@ -11,7 +11,7 @@ import torch
 
 from cpu_ops.key_runs import QUERY_BLOCK
 from hetero_kv.families.sparse_prefill.chunk import Chunk
-from hetero_kv.families.sparse_prefill.head_views import HeadView, key_means, views
+from hetero_kv.families.sparse_prefill.head_views import HeadView, views
 from hetero_kv.families.sparse_prefill.lists import Blocks, Lines
 
 Kind = Literal["a_shape", "vertical_slash", "block_sparse"]
@@ -39,13 +39,13 @@ class Pattern:
     first: int
     rest: int
 
-    def keys(self, view: HeadView, means: torch.Tensor) -> Lines | Blocks:
-        """The keys of one row and head; means: `key_means` of the chunk."""
+    def keys(self, view: HeadView) -> Lines | Blocks:
+        """The keys of one row and head."""
         if self.kind == "a_shape":
             return Lines.of(np.arange(self.first), np.arange(self.rest))
         if self.kind == "vertical_slash":
             return view.lines_within(self.first, self.rest)
-        scores = view.block_scores(means)
+        scores = view.block_scores()
         count = min(scores.shape[1], self.rest // QUERY_BLOCK)
         best = scores.topk(count, dim=1).indices
         chosen = torch.zeros(scores.shape, dtype=torch.bool).scatter_(1, best, value=True)
@@ -69,9 +69,8 @@ def candidates(budget: int) -> list[Pattern]:
 
 def keys_of(chunk: Chunk, patterns: Sequence[Pattern]) -> list[Lines | Blocks]:
     """The keys of all rows and heads under the heads' patterns."""
-    means = key_means(chunk)
     by_line = {head for head, pattern in enumerate(patterns) if pattern.kind == "vertical_slash"}
-    return [patterns[view.head].keys(view, means) for view in views(chunk, by_line)]
+    return [patterns[view.head].keys(view) for view in views(chunk, by_line)]
 
 
 def found_patterns(chunk: Chunk, exact: torch.Tensor, budget: int, error: float) -> list[Pattern]:
@@ -82,12 +81,11 @@ def found_patterns(chunk: Chunk, exact: torch.Tensor, budget: int, error: float)
     n = min(_TRIED_QUERIES, chunk.n // QUERY_BLOCK * QUERY_BLOCK or chunk.n)
     tried = chunk.last(n)
     wanted = exact[:, :, -n:].float()
-    means = key_means(tried)
     heads = views(tried)
     patterns = candidates(budget)
     errors, costs = [], []
     for pattern in patterns:
-        out, _, tokens = tried.attention([pattern.keys(view, means) for view in heads])
+        out, _, tokens = tried.attention([pattern.keys(view) for view in heads])
         off = (out.float() - wanted).square().sum(dim=(0, 2, 3)) / wanted.square().sum(dim=(0, 2, 3))
         errors.append(off.sqrt().numpy())
         costs.append(tokens.mean(axis=0))

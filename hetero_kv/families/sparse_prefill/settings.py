@@ -28,7 +28,10 @@ class PrefillSettings(Settings):
 
     prefill: str = setting("dense", "attention of prompts", choices=_prefills)
     prefill_from: int = setting(
-        4096, "tokens of a context up to which a sparse prefill attends to everything", unit="tokens", minimum=64
+        4096,
+        "tokens of a context up to which queries of a sparse prefill attend to everything",
+        unit="tokens",
+        minimum=64,
     )
     prefill_last: int = setting(
         64,
