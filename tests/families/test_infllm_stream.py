@@ -11,7 +11,7 @@ from turned_vectors import turned
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import ConfigError
-from hetero_kv.families.infllm_stream.attention import local_scores
+from hetero_kv.families.infllm_stream.layer import local_scores
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,20 +7,16 @@ token of a long prompt costs no more than one of a short.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from torch.nn.functional import pad
 
 from gpu_ops.attention import chunk_attention
-from gpu_ops.host_copies import on_host
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.engine.step import Step
+from hetero_kv.families.infllm_stream.layer import InfLLMStreamLayer
 from hetero_kv.families.retrieval.observation import Observation
-from hetero_kv.families.retrieval.unseen import NONE_UNSEEN
 from hetero_kv.families.self_extend.attention import SelfExtendAttention
 from hetero_kv.families.self_extend.layer import SelfExtendLayer
 from hetero_kv.families.self_extend.settings import SharedPositionSettings
@@ -28,8 +24,6 @@ from hetero_kv.settings.setting import SettingError, setting
 
 # All keys beyond the window share one position: a group of more tokens than a sequence has.
 _EVERY_TOKEN = 1 << 62
-# Blocks whose keys are looked at once: bounds their float32 copy.
-_REPRESENTED_AT_ONCE = 64
 _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("representative_type", "DYNAMIC", "blocks are represented by the keys that the window's queries score highest"),
     ("representative_reduce", "mean", "a block is scored by all of its representatives"),
@@ -57,77 +51,6 @@ class InfLLMStreamSettings(SharedPositionSettings):
         for name, value, why in _FIXED:
             if getattr(self, name) != value:
                 raise SettingError(name, getattr(self, name), f"{why} as they stream; take {value}")
-
-
-class InfLLMStreamLayer(SelfExtendLayer):
-    """A layer that says of a block what represents it as soon as the window has passed it, within a prompt too."""
-
-    _represented: torch.Tensor | None = None
-
-    def note_neighbours(self, q: torch.Tensor, start: int, keys: torch.Tensor, first: int) -> None:
-        """See SelfExtendLayer: adds up the products of keys with the window's queries behind them."""
-        if self.accumulates:
-            (scores,) = on_host(local_scores(q, start, keys, first, self.positions.neighbours))
-            self.accumulate(scores, first)
-
-    def accumulate_unseen(self, length: int) -> None:
-        """Add the products of queries that were decoded since; `length` is what the last of them saw."""
-        if not self.unseen.count:
-            return
-        assert self.rotary is not None
-        positions, rotary = self.positions, self.rotary
-        grouped = torch.from_numpy(self.unseen.stacked()[0])
-        start = length - self.unseen.count
-        self.unseen = NONE_UNSEEN
-        first = max(self.state.open_start, start - positions.neighbours + 1)
-        keys, q = (part.to(rotary.cos.device) for part in (self.read_keys(first, length), grouped))
-        q = positions.neighbouring_queries(q, start, rotary)
-        self.note_neighbours(q, start, positions.neighbouring_keys(keys, first, rotary), first)
-
-    def representatives_before(self, end: int, vectors_of: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """What stands for the Context's blocks before block `end` of the sequence that is being prefilled.
-
-        vectors_of: as `RetrievalPrefill.vectors_of`. Returns [batch, kv_heads, blocks, k_dim] float32.
-        """
-        size, sink = self.layout.block_size, self.layout.sink_blocks
-        parts = [] if self._represented is None else [self._represented]
-        done = sink + sum(part.shape[2] for part in parts)
-        stored = max(done, min(end, self.state.open_start // size))
-        if done < stored:
-            parts.append(self._stored_representatives(done, stored))
-        parts += [
-            self._new_representatives(first, min(first + _REPRESENTED_AT_ONCE, end), vectors_of)
-            for first in range(stored, end, _REPRESENTED_AT_ONCE)
-        ]
-        self._represented = torch.cat(parts, dim=2)
-        return self._represented[:, :, : end - sink]
-
-    def _stored_representatives(self, first: int, end: int) -> torch.Tensor:
-        """Of blocks [first, end) that were represented before this prompt."""
-        assert self.pool is not None
-        assert self.prefill_buffer is not None
-        tables = [self.block_ids(row)[first:end].astype(np.int64) for row in range(len(self.cohort.sequences))]
-        stored = torch.stack([self.pool.representatives[torch.from_numpy(table)] for table in tables])
-        vectors = self.pool.representative_storage.decode(stored).float()
-        return vectors.squeeze(3).transpose(1, 2).to(self.prefill_buffer.keys.device)
-
-    def _new_representatives(self, first: int, end: int, vectors_of: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Of blocks [first, end) that this prompt's queries have passed."""
-        buffer, accumulated, size = self.prefill_buffer, self.state.accumulated, self.layout.block_size
-        assert buffer is not None
-        assert accumulated is not None
-        keys = buffer.keys[:, :, first * size : end * size]
-        scores = accumulated[:, :, first * size - self.state.open_start :][:, :, : keys.shape[2]].to(keys.device)
-        keys, scores = (part.unflatten(2, (end - first, size)).transpose(1, 2) for part in (keys, scores))
-        vectors = vectors_of(keys.flatten(0, 1).float(), scores.flatten(0, 1))
-        return vectors.squeeze(2).unflatten(0, (len(keys), end - first)).transpose(1, 2)
-
-    def leave_prefill(self) -> None:
-        super().leave_prefill()
-        self._represented = None
-
-    def reopen(self) -> None:
-        """See FamilyLayer: what the window's queries said of its keys does not hang on what is asked."""
 
 
 class InfLLMStreamAttention(SelfExtendAttention):
@@ -173,16 +96,20 @@ class InfLLMStreamAttention(SelfExtendAttention):
         assert buffer is not None
         window, blocks = layer.positions.neighbours, layout.context_blocks(start + begin)
         q = grouped.q[:, :, first:stop]
-        # The last key of each query is `window` before it.
-        behind = start + first - window
-        own = slice(behind, behind + q.shape[2])
-        past = buffer.keys[:, :, :behind], buffer.values[:, :, :behind]
         assert self.budget is not None
-        if blocks > self.budget:
-            chosen = self._retrieved(layer, grouped.q[:, :, begin:stop], blocks)
-            past = _of_blocks(past, chosen, layout.sink_blocks, layout.sink_blocks + blocks, layout.block_size)
+        if blocks <= self.budget:
+            return super()._far(layer, replace(grouped, q=grouped.q[:, :, :stop]), start, first)
+        chosen = self._retrieved(layer, grouped.q[:, :, begin:stop], blocks)
+        # The last key of each query is `window` before it.
+        behind = start + first - window - buffer.first
+        tail = slice((layout.sink_blocks + blocks) * layout.block_size - buffer.first, behind)
+        past_k, past_v = (
+            torch.cat([part, of_all[:, :, tail]], dim=2)
+            for part, of_all in zip(layer.of_blocks(chosen), (buffer.keys, buffer.values), strict=True)
+        )
+        own = slice(behind, behind + q.shape[2])
         keys, values = (part[:, :, own] for part in (buffer.keys, buffer.values))
-        return chunk_attention(q, *past, keys, values, grouped.scale, grouped.softcap)
+        return chunk_attention(q, past_k, past_v, keys, values, grouped.scale, grouped.softcap)
 
     def _retrieved(self, layer: InfLLMStreamLayer, q: torch.Tensor, blocks: int) -> torch.Tensor:
         """The best of the Context's `blocks` blocks, by their representatives' products with all queries.
@@ -204,40 +131,3 @@ class InfLLMStreamAttention(SelfExtendAttention):
     def stored_by(self) -> dict[str, Any]:
         """See AttentionOperator: what is retrieved for a prompt decides what the layers behind it store."""
         return super().stored_by() | {"second_block_count": self.settings_in_layer()["second_block_count"]}
-
-
-def local_scores(q: torch.Tensor, start: int, keys: torch.Tensor, first: int, window: int) -> torch.Tensor:
-    """The sum of each key's products with the queries behind it that have it among their last `window` keys.
-
-    Args:
-        q: [batch, heads, n, k_dim], queries from position `start` on.
-        keys: [batch, kv_heads, m, k_dim], those from position `first` on.
-
-    Returns [batch, kv_heads, m] float32. InfLLM's representative score (section 3.2), times the queries' number.
-    """
-    n = q.shape[2]
-    sums = q.float().unflatten(1, (keys.shape[1], -1)).sum(dim=2).cumsum(dim=2)
-    sums = pad(sums, (0, 0, 1, 0))
-    at = torch.arange(first, first + keys.shape[2], device=keys.device) - start
-    seen_by = sums[:, :, (at + window).clamp(0, n)] - sums[:, :, (at + 1).clamp(0, n)]
-    return (seen_by * keys.float()).sum(dim=3)
-
-
-def _of_blocks(
-    past: tuple[torch.Tensor, torch.Tensor], chosen: torch.Tensor, sink: int, end: int, size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [batch, kv_heads, tokens, dim] of Initial, the chosen blocks, and what is behind block `end`.
-
-    chosen: [batch, lists, blocks], positions behind the `sink` blocks of Initial.
-    """
-    tokens = ((chosen + sink).unsqueeze(3) * size + torch.arange(size, device=chosen.device)).flatten(2)
-    batch, kv_heads = past[0].shape[:2]
-    at = tokens.expand(batch, kv_heads, -1).unsqueeze(3)
-    keys, values = (
-        torch.cat(
-            [part[:, :, : sink * size], part.gather(2, at.expand(-1, -1, -1, part.shape[3])), part[:, :, end * size :]],
-            2,
-        )
-        for part in past
-    )
-    return keys, values

@@ -65,10 +65,14 @@ class PromptLayer(BufferedLayer):
 
         As `stored_pieces`, on the GPU of `like` and in its dtype.
         """
+        return self._pieces_between(start, self.stored_apart, like)
+
+    def _pieces_between(self, start: int, stop: int, like: torch.Tensor) -> Pieces:
+        """What is stored of the positions [start, stop), as `pieces`."""
         assert self.pool is not None
         tables = [self.block_ids(row) for row in range(len(self.cohort.sequences))]
         prefetch = self.cohort.store.prefetch(like.device)
-        return stored_pieces(self.pool, tables, start, self.stored_apart, like.dtype, prefetch)
+        return stored_pieces(self.pool, tables, start, stop, like.dtype, prefetch)
 
     def leave_prefill(self) -> None:
         super().leave_prefill()

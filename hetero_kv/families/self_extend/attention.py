@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from gpu_ops.attention import chunk_attention, sliding_window_attention
+from gpu_ops.attention import sliding_window_attention
 from gpu_ops.merge import apply_sink, merge_attention
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.footprint import Demand, Share
@@ -24,6 +24,7 @@ from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.adapter.rotation import Rotation
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.errors import UnsupportedModelError
+from hetero_kv.families.prompts_on_gpu.pieces import attention_behind_pieces
 from hetero_kv.families.retrieval.attention import RetrievalAttention
 from hetero_kv.families.retrieval.choosing import Derived
 from hetero_kv.families.retrieval.footprint import WINDOWS, PagedFootprint
@@ -95,7 +96,7 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
         start = layer.get_seq_length()
         grouped = self._grouped(layer, call, start)
         past_k, past_v = layer.extend(grouped.k, call.v)
-        out, lse = self._near(layer, call, past_k, past_v)
+        out, lse = self._near(layer, call, start, past_k, past_v)
         first = max(0, layer.positions.neighbours - start)
         if first < call.q.shape[2]:
             far = self._far(layer, grouped, start, first)
@@ -107,15 +108,17 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
         return out.to(call.q.dtype)
 
     def _near(
-        self, layer: SelfExtendLayer, call: bridge.AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor
+        self, layer: SelfExtendLayer, call: bridge.AttentionCall, start: int, past_k: torch.Tensor, past_v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of a chunk to its neighbours, before which are past_k, grouped, and past_v."""
+        """Attention of a chunk to its neighbours; past_k, grouped, and past_v are what is before its position `start`,
+        as far as the buffer has it."""
         assert layer.rotary is not None
-        window, past = layer.positions.neighbours, past_k.shape[2]
-        first = max(0, past - window + 1)
-        before = layer.positions.neighbouring_keys(past_k[:, :, first:], first, layer.rotary)
-        keys, values = torch.cat([before, call.k], dim=2), torch.cat([past_v[:, :, first:], call.v], dim=2)
-        layer.note_neighbours(call.q, past, keys, first)
+        window = layer.positions.neighbours
+        first = max(0, start - window + 1)
+        near = slice(first - start + past_k.shape[2], None)
+        before = layer.positions.neighbouring_keys(past_k[:, :, near], first, layer.rotary)
+        keys, values = torch.cat([before, call.k], dim=2), torch.cat([past_v[:, :, near], call.v], dim=2)
+        layer.note_neighbours(call.q, start, keys, first)
         return sliding_window_attention(call.q, keys, values, window, call.scale, call.softcap)
 
     def _far(
@@ -128,12 +131,12 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
         buffer = layer.prefill_buffer
         assert buffer is not None
         q = grouped.q[:, :, first:]
-        begin = start + first - layer.positions.neighbours
+        begin = start + first - layer.positions.neighbours - buffer.first
         past, own = slice(0, begin), slice(begin, begin + q.shape[2])
         keys, values = buffer.keys, buffer.values
-        return chunk_attention(
-            q, keys[:, :, past], values[:, :, past], keys[:, :, own], values[:, :, own], grouped.scale, grouped.softcap
-        )
+        far = replace(grouped, q=q, k=keys[:, :, own], v=values[:, :, own], sink=None)
+        stored = layer.pieces(0, q) if buffer.first else iter(())
+        return attention_behind_pieces(stored, far, keys[:, :, past], values[:, :, past])
 
     def decode_step(self, layer: SelfExtendLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         if call.sliding_window is not None:

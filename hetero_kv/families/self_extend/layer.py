@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hetero_kv.adapter.rotary_table import RotaryTable
-from hetero_kv.engine.buffered_layer import BufferedLayer, PrefillBuffer
+from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.families.retrieval.choosing import Derived
 from hetero_kv.families.retrieval.layer import RetrievalLayer
@@ -45,9 +45,20 @@ class SelfExtendLayer(RetrievalLayer):
             self.window = GroupedWindow(self.positions, self.rotary, *sizes, keys, values)
         return pool
 
+    @property
+    def stored_apart(self) -> int:
+        """See PromptLayer: without Local, which has all neighbours of the prompt's first token."""
+        size, length = self.layout.block_size, self.cohort.length
+        return max(0, min(self.context_end, (length - self.positions.neighbours) // size)) * size
+
     def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:
-        """See BufferedLayer: of all tokens on a GPU too, where neighbours and those beyond are looked up in it."""
-        return BufferedLayer._loaded_buffer(self, keys, values)
+        """See PromptLayer; Local is in the buffer."""
+        buffer = super()._loaded_buffer(keys, values)
+        if keys.is_cuda and buffer.first < buffer.past:
+            for first, stored_keys, stored_values in self._pieces_between(buffer.first, buffer.past, keys):
+                part = slice(first - buffer.first, first - buffer.first + stored_keys.shape[2])
+                buffer.keys[:, :, part], buffer.values[:, :, part] = stored_keys, stored_values
+        return buffer
 
     def note_neighbours(self, q: torch.Tensor, start: int, keys: torch.Tensor, first: int) -> None:
         """Take note of what a chunk's queries are multiplied with, both rotated to their own positions.

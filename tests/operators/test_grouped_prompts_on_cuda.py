@@ -1,0 +1,87 @@
+"""Later turns at grouped positions on a GPU: what is stored comes in pieces or by the block, and is never all there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from devices import model_on, simulated_cuda
+from tiny_models import tiny_model
+
+from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.families.prompts_on_gpu import pieces
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("one_thread")]
+
+#: kv heads and head dim of the tiny Llama.
+HEADS, DIM = 2, 16
+ENGINE = {"max_seq_len": 2048, "chunk_size": 32, "threads_num": 1}
+GROUPED = {"block_size": 8, "initial_len": 8, "local_windows_len": 24, "position_group": 4, "neighbour_window": 20}
+STREAM = {
+    "block_size": 8, "initial_len": 8, "local_windows_len": 24, "second_block_count": 4, "representative_num": 2,
+    "stream_chunk": 16,
+}  # fmt: skip
+RUNS = [
+    ("self_extend", GROUPED),
+    ("self_extend_quest", {**GROUPED, "second_block_count": 4, "dense_layer_num": 0}),
+    ("infllm_stream", STREAM),
+    ("infllm_stream", {**STREAM, "head_select_mode": "SEPARATE"}),
+    ("infllm_stream", {**STREAM, "second_block_count": 500}),
+]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(pieces, "_TOKENS_AT_ONCE", 32)
+    with simulated_cuda() as simulation:
+        yield simulation
+
+
+def on_gpu(model):
+    return model_on(torch.device("cuda", 0), model)
+
+
+def logits(model, cache, *parts):
+    with torch.no_grad():
+        return torch.cat([model(part.to(model.device), past_key_values=cache).logits for part in parts], dim=1).cpu()
+
+
+def random_tokens(count, rows=1):
+    return torch.randint(2, 97, (rows, count), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("kv_type", ["FP32", "FP16"])
+@pytest.mark.parametrize(("recipe", "settings"), RUNS)
+def test_a_later_turn_in_pieces_answers_as_one_on_a_cpu(recipe, settings, kv_type):
+    plain = tiny_model("llama", head_dim=32)
+    # The first turn is shorter than the window, the second no longer than a block, the last goes back into the past.
+    parts = random_tokens(250, rows=2).split([19, *[1] * 3, 75, *[1] * 4, 7, *[1] * 2, 70, *[1] * 4, 66], dim=1)
+    found = []
+    for model in (plain, on_gpu(plain)):
+        inject(model, recipe, command_line={**ENGINE, **settings, "kv_type": kv_type})
+        cache = HeteroCache(model)
+        whole = logits(model, cache, *parts)
+        cache.crop(-41)
+        found.append(torch.cat([whole, logits(model, cache, *parts[-5:])], dim=1))
+        eject(model)
+    assert float((found[1] - found[0]).abs().max() / found[0].abs().max()) < (1e-4 if kv_type == "FP32" else 2e-3)
+
+
+@pytest.mark.parametrize(("recipe", "settings"), RUNS)
+def test_a_later_turn_never_has_the_past_on_the_device(gpu, recipe, settings):
+    past = 1500
+    model = on_gpu(tiny_model("llama").to(torch.bfloat16))
+    inject(model, recipe, command_line={**ENGINE, **settings, "kv_type": "FP16"})
+    cache = HeteroCache(model)
+    logits(model, cache, random_tokens(past))
+    turn = random_tokens(24).to(model.device)
+    live = torch.cuda.memory_allocated()
+    gpu.record.clear()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.no_grad():
+        model(turn, past_key_values=cache)
+    of_one_layer = 2 * HEADS * DIM * 2 * past
+    # What chunks compute with is there at most; vectors of blocks are an eighth of the keys, in float32 a fourth.
+    assert torch.cuda.max_memory_allocated() - live < of_one_layer / 2
+    # Blocks' representatives, and the attention that keys received, go up as they lie.
+    assert recipe == "infllm_stream" or gpu.record.pageable == []
