@@ -82,7 +82,7 @@ class InfLLMStreamLayer(SelfExtendLayer):
         return vectors.squeeze(2).unflatten(0, (len(keys), end - first)).transpose(1, 2)
 
     def of_blocks(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of Initial and of blocks of the Context, as the buffer has them.
+        """Keys and values of Initial and of blocks of the Context, from the buffer, or the pool where it lacks them.
 
         chosen: positions in the Context, [batch, lists, blocks]; lists is 1 where all kv heads choose together.
 
