@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from tests.mutations.lasting import LASTING
+from tests.mutations.prompts import PROMPTS
 from tests.mutations.refused import REFUSED
 from tests.mutations.run_files import RUNS
 from tests.mutations.seeded import MUTATIONS, Mutation
@@ -90,7 +91,7 @@ def chosen(words: list[str]) -> list[Mutation]:
     """The mutations with one of these words, or sequences of them, in what they mean; all where there are none."""
     return [
         mutation
-        for mutation in (*MUTATIONS, *REFUSED, *RUNS, *LASTING)
+        for mutation in (*MUTATIONS, *REFUSED, *RUNS, *LASTING, *PROMPTS)
         if not words or any(each in mutation.meaning for each in words)
     ]
 

@@ -12,7 +12,6 @@ _HIDDEN = "tests/operators/test_hidden_in_dram.py::test_answers_are_the_same_whe
 _SLOTS = "tests/operators/test_shadowkv_on_cuda.py::test_it_attends_to_and_counts_what_it_does_when_the_host_chooses"
 _PIECES = "tests/families/test_prompt_writing.py::test_"
 _PROMPTS = "tests/operators/test_shadowkv_prompts_on_cuda.py::test_"
-_GROUPED = "tests/operators/test_grouped_prompts_on_cuda.py::test_"
 _CAPTURED = "tests/operators/test_captured_steps.py::test_"
 
 LASTING = (
@@ -32,44 +31,6 @@ LASTING = (
         "held is self._buffer and self._start <= start and end <= self._end",
         "held is self._buffer",
         ("tests/store/test_growing_tensor.py",),
-    ),
-    Mutation(
-        "the numbers behind a row's last whole vector have no part in its maximum",
-        "cpu_ops/row_maximum.py",
-        "for t in range(whole, count):",
-        "for t in range(whole, whole):",
-        ("tests/cpu_ops/test_run_attention.py::test_the_largest_of_a_row_is_numpys",),
-    ),
-    Mutation(
-        "grouped positions have the whole past in a layer's buffer",
-        "hetero_kv/families/self_extend/layer.py",
-        "(length - self.positions.neighbours) // size)) * size",
-        "0)) * size",
-        (f"{_GROUPED}a_later_turn_never_has_the_past_on_the_device",),
-    ),
-    Mutation(
-        "a stream retrieves from its buffer what is stored",
-        "hetero_kv/families/infllm_stream/layer.py",
-        "(blocks < apart)",
-        "(blocks < 0)",
-        (f"{_GROUPED}a_later_turn_in_pieces_answers_as_one_on_a_cpu",),
-    ),
-    Mutation(
-        "a chunk that a context's first tokens end in is sparse from its first token on",
-        "hetero_kv/families/sparse_prefill/attention.py",
-        "max(0, settings.prefill_from - chunk.past)",
-        "0",
-        (
-            "tests/families/test_sparse_prefill.py"
-            "::test_the_first_tokens_of_a_context_attend_to_everything_in_whatever_chunk_they_are",
-        ),
-    ),
-    Mutation(
-        "heads that share keys are looked at by the first one's queries",
-        "hetero_kv/families/sparse_prefill/head_views.py",
-        "by_token[self._heads.index(head)], by_distance[self._heads.index(head)]",
-        "by_token[0], by_distance[0]",
-        ("tests/families/test_sparse_choice.py::test_heads_that_are_looked_at_together_see_what_each_sees_alone",),
     ),
     Mutation(
         "nobody waits for the stream that fetches missing values",

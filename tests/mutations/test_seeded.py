@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutations.lasting import LASTING
+from tests.mutations.prompts import PROMPTS
 from tests.mutations.refused import REFUSED
 from tests.mutations.run_files import RUNS
 from tests.mutations.seeded import MUTATIONS
@@ -16,7 +17,7 @@ from tests.mutations.seeded import MUTATIONS
 PROJECT = Path(__file__).parents[2]
 
 
-ALL = (*MUTATIONS, *REFUSED, *RUNS, *LASTING)
+ALL = (*MUTATIONS, *REFUSED, *RUNS, *LASTING, *PROMPTS)
 
 
 @pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.meaning)

@@ -54,7 +54,7 @@ def random_tokens(count, rows=1):
 @pytest.mark.parametrize(("recipe", "settings"), RUNS)
 def test_a_later_turn_in_pieces_answers_as_one_on_a_cpu(recipe, settings, kv_type):
     plain = tiny_model("llama", head_dim=32)
-    # The first turn is shorter than the window, the second no longer than a block, the last goes back into the past.
+    # The first prompt is shorter than the window, the third than a block; the last is asked twice, the end cut off.
     parts = random_tokens(250, rows=2).split([19, *[1] * 3, 75, *[1] * 4, 7, *[1] * 2, 70, *[1] * 4, 66], dim=1)
     found = []
     for model in (plain, on_gpu(plain)):
@@ -83,5 +83,4 @@ def test_a_later_turn_never_has_the_past_on_the_device(gpu, recipe, settings):
     of_one_layer = 2 * HEADS * DIM * 2 * past
     # What chunks compute with is there at most; vectors of blocks are an eighth of the keys, in float32 a fourth.
     assert torch.cuda.max_memory_allocated() - live < of_one_layer / 2
-    # Blocks' representatives, and the attention that keys received, go up as they lie.
-    assert recipe == "infllm_stream" or gpu.record.pageable == []
+    assert gpu.record.pageable == []

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from gpu_ops.host_copies import on_host
-from gpu_ops.pinned_bytes import Kind
+from gpu_ops.host_copies import on_device, on_host
+from hetero_kv.families.prompts_on_gpu.pieces import stored_blocks
 from hetero_kv.families.retrieval.unseen import NONE_UNSEEN
 from hetero_kv.families.self_extend.layer import SelfExtendLayer
-from hetero_kv.store.pool import WRITTEN
 
 # Blocks whose keys are looked at once: bounds their float32 copy.
 _REPRESENTED_AT_ONCE = 64
@@ -39,7 +38,7 @@ class InfLLMStreamLayer(SelfExtendLayer):
         start = length - self.unseen.count
         self.unseen = NONE_UNSEEN
         first = max(self.state.open_start, start - positions.neighbours + 1)
-        keys, q = (part.to(rotary.cos.device) for part in (self.read_keys(first, length), grouped))
+        keys, q = (on_device(part, rotary.cos.device) for part in (self.read_keys(first, length), grouped))
         q = positions.neighbouring_queries(q, start, rotary)
         self.note_neighbours(q, start, positions.neighbouring_keys(keys, first, rotary), first)
 
@@ -68,7 +67,7 @@ class InfLLMStreamLayer(SelfExtendLayer):
         tables = [self.block_ids(row)[first:end].astype(np.int64) for row in range(len(self.cohort.sequences))]
         stored = torch.stack([self.pool.representatives[torch.from_numpy(table)] for table in tables])
         vectors = self.pool.representative_storage.decode(stored).float()
-        return vectors.squeeze(3).transpose(1, 2).to(self.prefill_buffer.keys.device)
+        return on_device(vectors.squeeze(3).transpose(1, 2), self.prefill_buffer.keys.device)
 
     def _new_representatives(self, first: int, end: int, vectors_of: Callable[..., torch.Tensor]) -> torch.Tensor:
         """Of blocks [first, end) that this prompt's queries have passed."""
@@ -76,7 +75,8 @@ class InfLLMStreamLayer(SelfExtendLayer):
         assert buffer is not None
         assert accumulated is not None
         keys = buffer.keys[:, :, first * size - buffer.first : end * size - buffer.first]
-        scores = accumulated[:, :, first * size - self.state.open_start :][:, :, : keys.shape[2]].to(keys.device)
+        scores = accumulated[:, :, first * size - self.state.open_start :][:, :, : keys.shape[2]]
+        scores = on_device(scores, keys.device)
         keys, scores = (part.unflatten(2, (end - first, size)).transpose(1, 2) for part in (keys, scores))
         vectors = vectors_of(keys.flatten(0, 1).float(), scores.flatten(0, 1))
         return vectors.squeeze(2).unflatten(0, (len(keys), end - first)).transpose(1, 2)
@@ -109,27 +109,10 @@ class InfLLMStreamLayer(SelfExtendLayer):
 
         On the GPU of `like`, through page-locked memory, and in its dtype.
         """
-        pool = self.pool
-        assert pool is not None
+        assert self.pool is not None
         (wanted,) = on_host(blocks)
-        tables = [torch.from_numpy(self.block_ids(row).astype(np.int64))[ids] for row, ids in enumerate(wanted)]
-        arrays = {name: each for name, each in pool.arrays.items() if name in WRITTEN}
-
-        def fill(host: Sequence[torch.Tensor]) -> None:
-            for array, target in zip(arrays.values(), host, strict=True):
-                for row, table in zip(target, tables, strict=True):
-                    for head, ids in enumerate(table):
-                        row[:, head] = array[:, head].index_select(0, ids)
-
-        count = blocks.shape[2]
-        kinds: list[Kind] = [((len(tables), count, *each.shape[1:]), each.dtype) for each in arrays.values()]
-        (parts,) = self.cohort.store.prefetch(like.device).pieces([(kinds, fill)])
-        stored = dict(zip(arrays, parts, strict=True))
-        keys, values = (
-            part.to(like.dtype).transpose(1, 2).flatten(2, 3)
-            for part in (pool.decoded(stored), pool.value_storage.decode(stored["values"]))
-        )
-        return keys, values
+        ids = [torch.from_numpy(self.block_ids(row).astype(np.int64))[heads] for row, heads in enumerate(wanted)]
+        return stored_blocks(self.pool, torch.stack(ids), like.dtype, self.cohort.store.prefetch(like.device))
 
     def leave_prefill(self) -> None:
         super().leave_prefill()

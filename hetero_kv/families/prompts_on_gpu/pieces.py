@@ -33,26 +33,57 @@ def stored_pieces(
 
     Yields the first position of a piece, its keys [rows, kv_heads, tokens, k_dim] and its values, in `dtype`.
     """
-    size, arrays = pool.block_size, {name: each for name, each in pool.arrays.items() if name in WRITTEN}
+    size, arrays = pool.block_size, _written(pool)
     step, end = max(1, _TOKENS_AT_ONCE // (size * len(tables))), -(-stop // size)
     firsts = range(start // size, end, step)
     ids = [
         [torch.from_numpy(table[first : min(first + step, end)].astype(np.int64)) for table in tables]
         for first in firsts
     ]
-    wanted = [(_kinds(arrays, rows), _gathering(arrays, rows)) for rows in ids]
+    wanted = [(_kinds(arrays, len(rows), len(rows[0])), _gathering(arrays, rows)) for rows in ids]
     for first, parts in zip(firsts, prefetch.pieces(wanted), strict=True):
-        stored = dict(zip(arrays, parts, strict=True))
         tokens = min(stop - first * size, step * size)
-        keys, values = (
-            blocks.to(dtype).transpose(1, 2).flatten(2, 3)[:, :, :tokens]
-            for blocks in (pool.decoded(stored), pool.value_storage.decode(stored["values"]))
-        )
-        yield first * size, keys, values
+        keys, values = _decoded(pool, parts, dtype)
+        yield first * size, keys[:, :, :tokens], values[:, :, :tokens]
 
 
-def _kinds(arrays: dict[str, torch.Tensor], rows: list[torch.Tensor]) -> list[Kind]:
-    return [((len(rows), len(rows[0]), *array.shape[1:]), array.dtype) for array in arrays.values()]
+def stored_blocks(
+    pool: BlockPool, ids: torch.Tensor, dtype: torch.dtype, prefetch: Prefetch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks of the pool that each kv head has chosen for itself, on the device of `prefetch`, all at once.
+
+    ids: [rows, kv_heads, blocks] int64 on the CPU.
+
+    Returns keys [rows, kv_heads, tokens, k_dim] and values, in `dtype`.
+    """
+    arrays = _written(pool)
+
+    def fill(host: Sequence[torch.Tensor]) -> None:
+        for array, target in zip(arrays.values(), host, strict=True):
+            for heads, row in zip(ids, target, strict=True):
+                for head, blocks in enumerate(heads):
+                    row[:, head] = array[:, head].index_select(0, blocks)
+
+    (parts,) = prefetch.pieces([(_kinds(arrays, ids.shape[0], ids.shape[2]), fill)])
+    return _decoded(pool, parts, dtype)
+
+
+def _written(pool: BlockPool) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in pool.arrays.items() if name in WRITTEN}
+
+
+def _kinds(arrays: dict[str, torch.Tensor], rows: int, blocks: int) -> list[Kind]:
+    return [((rows, blocks, *array.shape[1:]), array.dtype) for array in arrays.values()]
+
+
+def _decoded(pool: BlockPool, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [rows, kv_heads, tokens, dim] of blocks as they are stored, [rows, blocks, kv_heads, ...]."""
+    stored = dict(zip(_written(pool), parts, strict=True))
+    keys, values = (
+        blocks.to(dtype).transpose(1, 2).flatten(2, 3)
+        for blocks in (pool.decoded(stored), pool.value_storage.decode(stored["values"]))
+    )
+    return keys, values
 
 
 def _gathering(arrays: dict[str, torch.Tensor], rows: list[torch.Tensor]) -> Fill:

@@ -1,0 +1,48 @@
+"""Mistakes in how prompts are attended to: what a sparse prefill chooses, and what is stored of turns before."""
+
+from __future__ import annotations
+
+from tests.mutations.seeded import Mutation
+
+_GROUPED = "tests/operators/test_grouped_prompts_on_cuda.py::test_"
+
+PROMPTS = (
+    Mutation(
+        "the numbers behind a row's last whole vector have no part in its maximum",
+        "cpu_ops/row_maximum.py",
+        "for t in range(whole, count):",
+        "for t in range(whole, whole):",
+        ("tests/cpu_ops/test_run_attention.py::test_the_largest_of_a_row_is_numpys",),
+    ),
+    Mutation(
+        "grouped positions have the whole past in a layer's buffer",
+        "hetero_kv/families/self_extend/layer.py",
+        "(length - self.positions.neighbours) // size)) * size",
+        "0)) * size",
+        (f"{_GROUPED}a_later_turn_never_has_the_past_on_the_device",),
+    ),
+    Mutation(
+        "a stream retrieves from its buffer what is stored",
+        "hetero_kv/families/infllm_stream/layer.py",
+        "(blocks < apart)",
+        "(blocks < 0)",
+        (f"{_GROUPED}a_later_turn_in_pieces_answers_as_one_on_a_cpu",),
+    ),
+    Mutation(
+        "a chunk that a context's first tokens end in is sparse from its first token on",
+        "hetero_kv/families/sparse_prefill/attention.py",
+        "max(0, settings.prefill_from - chunk.past)",
+        "0",
+        (
+            "tests/families/test_sparse_prefill.py"
+            "::test_the_first_tokens_of_a_context_attend_to_everything_in_whatever_chunk_they_are",
+        ),
+    ),
+    Mutation(
+        "heads that share keys are looked at by the first one's queries",
+        "hetero_kv/families/sparse_prefill/head_views.py",
+        "by_token[self._heads.index(head)], by_distance[self._heads.index(head)]",
+        "by_token[0], by_distance[0]",
+        ("tests/families/test_sparse_choice.py::test_heads_that_are_looked_at_together_see_what_each_sees_alone",),
+    ),
+)
