@@ -43,8 +43,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: Rotary
     first, second = layout.channels()
     a, b, cos, sin = out[..., first], out[..., second], cos.float(), sin.float()
     turned = torch.empty_like(out)
-    turned[..., : layout.offset] = out[..., : layout.offset]
-    turned[..., layout.offset + 2 * layout.pairs :] = out[..., layout.offset + 2 * layout.pairs :]
+    # Most heads are rotated whole: copies of nothing are asked for all the same.
+    end = layout.offset + 2 * layout.pairs
+    if layout.offset:
+        turned[..., : layout.offset] = out[..., : layout.offset]
+    if end < out.shape[-1]:
+        turned[..., end:] = out[..., end:]
     # Straight into their places: keys of a whole cache are turned at every step, and temporaries cost more than sums.
     torch.mul(a, cos, out=turned[..., first]).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=turned[..., second]).addcmul_(a, sin)

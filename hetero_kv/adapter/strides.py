@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
+from gpu_ops.host_copies import on_device
 from hetero_kv.adapter.model_call import ModelCall, joined_tokens
 from hetero_kv.engine import untouched
 from hetero_kv.engine.cache import HeteroCache
@@ -79,7 +80,7 @@ class StridedForward:
         """
         assert self.token_ids is not None
         rows, count = self.token_ids.shape[0], len(token_ids)
-        passed = torch.tensor(token_ids, device=self.token_ids.device).expand(rows, -1)
+        passed = on_device(torch.tensor(token_ids), self.token_ids.device).expand(rows, -1)
         kept = {id(layer) for layer in lasting}
         others = [(layer, _snapshot(layer)) for layer in self.cohort.layers if id(layer) not in kept]
         with self.cache.transient(), self.cache.prompt_part(0, count, count):

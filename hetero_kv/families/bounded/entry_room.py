@@ -65,7 +65,9 @@ class EntryRoom:
             gather_entries(self.arrays, index.numpy(), twin.arrays, kernel_threads())
             return twin
         padded = torch.nn.functional.pad(index.expand(*self.positions.shape[:2], -1), (0, SLACK))
-        return EntryRoom(_rows(self.keys, padded), _rows(self.values, padded), self.positions.gather(2, padded), count)
+        # Once for keys and values: of small kernels the launches are what a token waits for.
+        rows = _flat_rows(padded, self.positions.shape[2])
+        return EntryRoom(_rows(self.keys, rows), _rows(self.values, rows), self.positions.gather(2, padded), count)
 
     def is_free_behind(self, cached: int, tokens: int) -> bool:
         """Whether the first `cached` entries are all that lies here, and `tokens` more have room behind them."""
@@ -79,7 +81,10 @@ class EntryRoom:
         else:
             behind = slice(self.taken, self.taken + new)
             self.keys[:, :, behind], self.values[:, :, behind] = keys, values
-            self.positions[:, :, behind] = torch.arange(position, position + new, device=keys.device)
+            if new == 1:
+                self.positions[:, :, behind].fill_(position)
+            else:
+                self.positions[:, :, behind] = torch.arange(position, position + new, device=keys.device)
         self.taken += new
 
     @property
@@ -100,10 +105,14 @@ def _bits(numbers: torch.Tensor) -> np.ndarray:
     return numbers.numpy()
 
 
-def _rows(stored: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The vectors [batch, kv_heads, count, dim] at `index` of `stored` [batch, kv_heads, capacity, dim]."""
-    batch, kv_heads, capacity, dim = stored.shape
+def _flat_rows(index: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Where entries at `index` [batch, kv_heads, count] lie among batch * kv_heads * `capacity` rows: of its shape."""
+    batch, kv_heads, _ = index.shape
+    first = torch.arange(0, batch * kv_heads * capacity, capacity, device=index.device)
+    return index + first.view(batch, kv_heads, 1)
+
+
+def _rows(stored: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The vectors [batch, kv_heads, count, dim] at `rows` of `stored` [batch, kv_heads, capacity, dim]."""
     # Ten times as fast as gather, which looks up every number of a vector by itself.
-    first = torch.arange(batch * kv_heads, device=index.device).view(batch, kv_heads, 1) * capacity
-    flat = stored.view(batch * kv_heads * capacity, dim)
-    return flat.index_select(0, (index + first).flatten()).view(batch, kv_heads, index.shape[2], dim)
+    return stored.view(-1, stored.shape[3]).index_select(0, rows.flatten()).view(*rows.shape, stored.shape[3])

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.entry_room import SLACK
 from hetero_kv.families.bounded.eviction.draws import uniform
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
 from hetero_kv.families.bounded.eviction.ranking import best, others, protected
@@ -57,12 +56,13 @@ class CaM(EvictionPolicy[CaMSettings]):
         draws = uniform(entries.positions.gather(-1, gone), self.settings.seed, self.layer_idx)
         joins = draws < odds
         kept = entries.kept(index)
-        if not joins.any():
+        # Asking a GPU would wait for it; nothing is added where none joins.
+        if joins.device.type == "cpu" and not joins.any():
             return kept
         evicted = entries.values.gather(2, gone[..., None].expand(*gone.shape, entries.values.shape[3]))
         # A product, whose order of addition is the same every time.
         share = (joins.float()[..., None, :] @ evicted.float()) / recent
-        changed = kept.moved(SLACK)
-        newest = changed.values[:, :, -recent:]
+        # In memory that was just taken for them.
+        newest = kept.values[:, :, -recent:]
         newest.copy_(newest.float() + share)
-        return changed
+        return kept

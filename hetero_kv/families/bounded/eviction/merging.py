@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 
 from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.entry_room import SLACK
 
 # Pairs of an evicted and a kept entry, over all heads, that are computed with at once.
 _PAIRS_AT_ONCE = 1 << 24
@@ -43,6 +42,7 @@ def merged(
     would add up to more than 1.) Entries that none joins are as they were, to the bit.
 
     Args:
+        kept: in memory that nobody else refers to, such as `Entries.kept` takes: one that joins is written there.
         similarities, matches: what `nearest` found, [batch, kv_heads, count].
         joins: [batch, kv_heads, count] bool.
     """
@@ -67,11 +67,10 @@ def merged(
 
 def _with_one(kept: Entries, evicted: Entries, weight: torch.Tensor, match: torch.Tensor) -> Entries:
     """One step of decoding: of the kept entries only one can change."""
-    changed = kept.moved(SLACK)
-    for part, new in zip(_parts(changed), _parts(evicted), strict=True):
+    for part, new in zip(_parts(kept), _parts(evicted), strict=True):
         index = match[..., None].expand(-1, -1, -1, part.shape[3])
         part.scatter_(2, index, _blended(part.gather(2, index), weight[..., None] * new, weight[..., None]))
-    return changed
+    return kept
 
 
 def _blended(old: torch.Tensor, joined: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,10 @@ def protected(scores: torch.Tensor, *, first: int = 0, last: int = 0) -> torch.T
 
 def others(index: torch.Tensor, cached: int) -> torch.Tensor:
     """The indices 0 to `cached` that are not in `index` [batch, kv_heads, count], ascending."""
-    batch, kv_heads, _ = index.shape
-    gone = torch.ones(batch, kv_heads, cached, dtype=torch.bool, device=index.device).scatter(-1, index, False)
-    return torch.arange(cached, device=index.device).expand(batch, kv_heads, cached)[gone].view(batch, kv_heads, -1)
+    batch, kv_heads, count = index.shape
+    if cached - count == 1:
+        # One step of decoding: what all indices add up to, without these.
+        return cached * (cached - 1) // 2 - index.sum(dim=-1, keepdim=True)
+    # Sorted and not picked by a mask, of which a GPU would have to tell the host how many it picks.
+    gone = torch.ones(batch, kv_heads, cached, dtype=torch.uint8, device=index.device).scatter(-1, index, 0)
+    return gone.argsort(dim=-1, descending=True, stable=True)[..., : cached - count]

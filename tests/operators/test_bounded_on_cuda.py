@@ -1,0 +1,72 @@
+"""What bounded layers ask of a GPU for a decoded token, counted on the simulated device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bounded_models import bounded, tokens
+from count_launches import counts_of
+from devices import model_on, simulated_cuda
+from small_recipes import RECIPES
+from tiny_models import tiny_model
+
+from hetero_kv.families.bounded import eviction
+from hetero_kv.families.bounded.eviction.ranking import others
+
+pytestmark = pytest.mark.cuda
+
+# What draws, merges or counts squares launches more.
+SLIM = ("streaming_llm", "h2o", "tova", "snapkv_evict", "pyramidkv")
+BOUNDED = (*SLIM, "bigbird", "cam", "cascade", "d2o", "infinipot", "random", "roco", "sirllm")
+
+
+def test_every_policy_is_counted_below():
+    named = {name.removesuffix("_evict") for name in BOUNDED}
+    assert named == {name.removesuffix("_evict") for name in eviction.names()}
+    assert set(BOUNDED) <= set(RECIPES)
+
+
+@pytest.mark.parametrize("half", [SLIM, BOUNDED[len(SLIM) :]], ids=["slim", "others"])
+def test_no_bounded_layer_waits_or_copies_and_the_slim_ones_launch_little(half):
+    found = counts_of(half)
+    del found["untouched"]
+    for recipe, counts in found.items():
+        assert (counts.waits, counts.pageable) == (0, 0), recipe
+        # Of infinipot the text that it runs when entries are to be dropped.
+        assert counts.pinned == 0 or recipe == "infinipot"
+        if recipe in SLIM:
+            assert counts.launches <= 25, recipe
+
+
+@pytest.mark.parametrize("dropped", [1, 2, 5])
+@torch.no_grad()
+def test_what_is_not_kept_is_told_on_a_gpu_without_a_wait(dropped):
+    with simulated_cuda() as gpu:
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(dropped))
+        order = torch.stack([order, order.flip(0)])
+        kept = order[None, :, dropped:].sort(dim=-1).values
+        index = kept.to("cuda")
+        gpu.record.clear()
+        found = others(index, 12)
+        assert not gpu.record.waits
+        assert torch.equal(found.cpu(), order[None, :, :dropped].sort(dim=-1).values)
+
+
+@pytest.mark.parametrize("policy", ["cam", "d2o"])
+@torch.no_grad()
+def test_evicted_values_are_merged_on_a_gpu_as_on_a_cpu_and_no_fork_sees_it(policy):
+    """Entries that stay are written to as they are kept: a fork that was taken before has its own."""
+    prompt, later = tokens(60), tokens(12, seed=3)
+    answers = []
+    with simulated_cuda():
+        for device in ("cpu", "cuda"):
+            model = model_on(torch.device(device), tiny_model("llama"))
+            cache = bounded(model, policy=policy, budget=24)
+            model(prompt.to(device), past_key_values=cache)
+            twin = cache.fork()
+            for held in (cache, twin):
+                steps = [model(token.to(device), past_key_values=held).logits.cpu() for token in later.split(1, dim=1)]
+                answers.append(torch.cat(steps, dim=1))
+            del model, cache, twin, held
+    for answer in answers[1:]:
+        assert (answer - answers[0]).norm() < 1e-5 * answers[0].norm()
