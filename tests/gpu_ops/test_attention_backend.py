@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -148,3 +150,12 @@ def test_a_model_is_attended_to_by_what_its_settings_name():
         assert injection.attention.used == {TRITON}
         assert "_scaled_dot_product_flash_attention" not in {launch.name for launch in gpu.record.launches}
         del model, injection
+
+
+def test_the_extra_for_gpus_needs_nothing_that_is_built_against_torch():
+    """flash-attn's source wants torch while it is built, which pip builds apart from; so it is an extra of its own."""
+    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert extras["gpu"] == ["triton"]
+    assert extras["flash-attn"] == ["flash-attn"]

@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.mutations.gpu_defects import DEFECTS
 from tests.mutations.lasting import LASTING
 from tests.mutations.prompts import PROMPTS
 from tests.mutations.refused import REFUSED
@@ -91,7 +92,7 @@ def chosen(words: list[str]) -> list[Mutation]:
     """The mutations with one of these words, or sequences of them, in what they mean; all where there are none."""
     return [
         mutation
-        for mutation in (*MUTATIONS, *REFUSED, *RUNS, *LASTING, *PROMPTS)
+        for mutation in (*MUTATIONS, *REFUSED, *RUNS, *LASTING, *PROMPTS, *DEFECTS)
         if not words or any(each in mutation.meaning for each in words)
     ]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutations.gpu_defects import DEFECTS
 from tests.mutations.lasting import LASTING
 from tests.mutations.prompts import PROMPTS
 from tests.mutations.refused import REFUSED
@@ -17,7 +18,7 @@ from tests.mutations.seeded import MUTATIONS
 PROJECT = Path(__file__).parents[2]
 
 
-ALL = (*MUTATIONS, *REFUSED, *RUNS, *LASTING, *PROMPTS)
+ALL = (*MUTATIONS, *REFUSED, *RUNS, *LASTING, *PROMPTS, *DEFECTS)
 
 
 @pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.meaning)

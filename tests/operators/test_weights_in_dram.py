@@ -19,15 +19,17 @@ CUDA = torch.device("cuda")
 
 
 def ids(tokens=100, seed=0):
-    return torch.randint(2, 97, (1, tokens), generator=torch.Generator().manual_seed(seed)).to("cuda")
+    return torch.randint(2, 97, (1, tokens), generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
-def answers(model, recipe="dense"):
-    cache = injected(model, small_recipe(recipe))
+def answers(model, recipe="dense", later=(), **engine):
+    cache = injected(model, small_recipe(recipe, **engine))
+    parts = [ids(), *(ids(1, seed) for seed in range(3)), *later]
+    # Embeddings lie where a model computes.
+    device = model.get_input_embeddings().weight.device
     try:
-        logits = [model(ids(), past_key_values=cache).logits.cpu()]
-        logits += [model(ids(1, seed), past_key_values=cache).logits.cpu() for seed in range(3)]
+        logits = [model(part.to(device), past_key_values=cache).logits.cpu() for part in parts]
         return torch.cat(logits, dim=1)
     finally:
         eject(model)
@@ -64,10 +66,24 @@ def test_a_gpu_holds_two_layers_and_no_more_than_was_planned():
         layer = weight_bytes(decoder_layers(model)[0].parameters())
         assert 2 * layer <= planned.weights < 3 * layer
         with torch.no_grad():
-            model(ids(), past_key_values=cache, logits_to_keep=1)
+            model(ids().to(CUDA), past_key_values=cache, logits_to_keep=1)
         assert gpu.memory.peak[0] - beside <= planned.compute
         # What has come is no longer to come.
         assert Footprint.of(model.hetero_kv_injection).memory(100).weights == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", ["dense", "ktransformers", "shadowkv", "h2o"])
+def test_a_model_larger_than_its_gpu_answers_as_on_a_cpu(recipe):
+    whole = tiny_model("llama", num_hidden_layers=12, intermediate_size=1024)
+    small = {"later": (ids(20, 4), ids(1, 5)), "max_seq_len": 128, "chunk_size": 32}
+    expected = answers(whole, recipe, **small)
+    most = weight_bytes(whole.parameters()) * 2 // 3
+    with simulated_cuda(total=most) as gpu:
+        model = placed(copy.deepcopy(whole), CUDA, "auto")
+        found = answers(model, recipe, **small)
+        assert gpu.memory.peak[0] <= most
+    assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
 @pytest.mark.cuda

@@ -1,0 +1,136 @@
+"""Defects that the path of a GPU once had, made again."""
+
+from __future__ import annotations
+
+from tests.mutations.seeded import Mutation
+
+_KERNELS = "tests/gpu_ops/test_attention_backend.py::test_what_was_asked_for_computes_what_it_can"
+_FITS = "tests/operators/test_weights_in_dram.py::test_a_model_"
+
+DEFECTS = (
+    Mutation(
+        "a cache's bytes on a GPU leave out the windows",
+        "hetero_kv/families/retrieval/layer.py",
+        "return 0 if self.window is None else self.window.nbytes",
+        "return 0",
+        ("tests/operators/test_decode_on_cuda.py::test_the_bytes_of_the_window_are_the_devices",),
+    ),
+    Mutation(
+        "a sliding window on a GPU counts as DRAM",
+        "hetero_kv/families/window/layer.py",
+        '(part.device.type == "cpu") == cpu',
+        "cpu",
+        ("tests/families/test_window_layer.py::test_a_buffer_on_a_gpu_is_no_dram",),
+    ),
+    Mutation(
+        "scores of landmarks are scaled behind a product in half precision",
+        "hetero_kv/families/shadowkv/landmarks.py",
+        "(q.float() * scale).to(landmark.dtype).reshape(batch, kv_heads, heads // kv_heads * tokens, dim)\n"
+        "    scores = (folded @ landmark.transpose(2, 3)).float()",
+        "q.to(landmark.dtype).reshape(batch, kv_heads, heads // kv_heads * tokens, dim)\n"
+        "    scores = (folded @ landmark.transpose(2, 3)).float() * scale",
+        ("tests/families/test_landmarks.py::test_products_beyond_half_precision_choose_the_best_chunks_too",),
+    ),
+    Mutation(
+        "a GPU sums columns by tiles of a CPU's size",
+        "gpu_ops/column_sums.py",
+        'if device.type == "cpu":',
+        'if device.type != "":',
+        ("tests/gpu_ops/test_column_sums.py::test_a_gpu_is_given_tiles_of_its_size",),
+    ),
+    Mutation(
+        "float32 is attended to by tiles",
+        "gpu_ops/attention_backend.py",
+        "q.dtype in (torch.float32, *_HALVES) and runs_triton(q)",
+        "q.dtype in _HALVES and runs_triton(q)",
+        (_KERNELS,),
+    ),
+    Mutation(
+        "torch's flash kernel is asked for on a GPU older than Ampere",
+        "gpu_ops/attention_backend.py",
+        ">= (8, 0)",
+        ">= (7, 0)",
+        (_KERNELS,),
+    ),
+    Mutation(
+        "soft-capped attention is torch's flash kernel's",
+        "gpu_ops/attention_backend.py",
+        'if asked != "triton" and is_half and is_plain:',
+        'if asked != "triton" and is_half:',
+        (_KERNELS,),
+    ),
+    Mutation(
+        "an answer's peak is that of the first GPU",
+        "hetero_kv/chat/watching.py",
+        "torch.cuda.max_memory_allocated(device)",
+        "torch.cuda.max_memory_allocated()",
+        ("tests/chat/test_conversation.py::test_the_peak_of_gpu_memory_is_that_of_the_models_gpu",),
+    ),
+    Mutation(
+        "a run names the first GPU",
+        "hetero_kv/evals/environment.py",
+        'device if device is not None and device.type == "cuda" else None',
+        "None",
+        ("tests/evals/test_environment.py",),
+    ),
+    Mutation(
+        "an error that CUDA keeps is taken from the first GPU",
+        "gpu_ops/mapped_memory.py",
+        "torch.zeros(1, device=device)",
+        'torch.zeros(1, device="cuda")',
+        ("tests/gpu_ops/test_mapped_memory.py::test_a_pending_error_is_taken_from_the_gpu_that_reads",),
+    ),
+    Mutation(
+        "beams have their windows loaded anew",
+        "hetero_kv/families/retrieval/layer.py",
+        "        self.window = None if self.window is None else self.window.selected(list(rows))\n",
+        "        self.window = None if self.window is None else self.window.selected(list(rows))\n"
+        "        self._reload_window(self.length)\n",
+        ("tests/operators/test_decode_on_cuda.py::test_beams_take_their_windows_with_them",),
+    ),
+    Mutation(
+        "no plan counts the masks of layers without an operator",
+        "hetero_kv/adapter/footprint.py",
+        "        yield mask_share(demand.tokens, demand)\n",
+        "",
+        ("tests/test_planned_bytes.py::test_the_masks_of_layers_that_rules_leave_alone_are_planned",),
+    ),
+    Mutation(
+        "the weights of a model that is larger than its GPU go there all the same",
+        "hetero_kv/models/placing.py",
+        "return free is not None and weights > _MOST_OF_GPU * free",
+        "return False",
+        (f"{_FITS}goes_where_its_setting_says", f"{_FITS}larger_than_its_gpu_answers_as_on_a_cpu"),
+    ),
+    Mutation(
+        "nobody says why an old driver's GPU is not used",
+        "hetero_kv/models/precision.py",
+        'unused = "" if gpus else unused_gpu()',
+        'unused = ""',
+        ("tests/models/test_precision.py::test_a_gpu_that_torch_cannot_use_is_told_with_the_remedy",),
+    ),
+    Mutation(
+        "flash-attn is used nowhere",
+        "gpu_ops/attention_backend.py",
+        'if asked == "auto" and is_half and has_flash_attn():',
+        "if False:",
+        (_KERNELS,),
+    ),
+    Mutation(
+        "what an eviction leaves out is picked by a mask, of which a GPU tells the host how many it picks",
+        "hetero_kv/families/bounded/eviction/ranking.py",
+        "return gone.argsort(dim=-1, descending=True, stable=True)[..., : cached - count]",
+        "return torch.arange(cached, device=gone.device).expand_as(gone)[gone.bool()].view(batch, kv_heads, -1)",
+        ("tests/operators/test_bounded_on_cuda.py::test_what_is_not_kept_is_told_on_a_gpu_without_a_wait",),
+    ),
+    Mutation(
+        "merging asks a GPU whether anything joins",
+        "hetero_kv/families/bounded/eviction/cam.py",
+        'if joins.device.type == "cpu" and not joins.any():',
+        "if not joins.any():",
+        (
+            "tests/operators/test_bounded_on_cuda.py::"
+            "test_no_bounded_layer_waits_or_copies_and_the_slim_ones_launch_little",
+        ),
+    ),
+)
