@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from gpu_ops.page_locked import PageLocked
+
 _Extent = tuple[torch.Tensor | None, int, int]
 
 
@@ -41,6 +43,8 @@ class GrowingTensor:
         # A buffer that two tensors hold is written to by neither.
         self._is_shared = False
         self._checkpoints: weakref.WeakSet[Checkpoint] = weakref.WeakSet()
+        # Where the entries lie that have left a GPU, and which.
+        self._parked: tuple[PageLocked, torch.device] | None = None
 
     def __len__(self) -> int:
         return self._end - self._start
@@ -112,6 +116,24 @@ class GrowingTensor:
         # A fork may hold a buffer that this one has moved out of.
         self._is_shared = self._is_shared or checkpoint.extent[0] is not self._buffer
         self._buffer, self._start, self._end = checkpoint.extent
+        if self._parked is not None and self._buffer is self._parked[0].tensor:
+            # The host waits: its copy goes.
+            self._resettle(self._buffer.to(self._parked[1]))
+            self._parked = None
+
+    def park(self) -> None:
+        """Take the entries off a GPU, to page-locked DRAM, where they wait for `restore`; until then nobody reads them.
+
+        For entries that others have taken the place of, and that a checkpoint may come back to. Those that a fork holds
+        too stay, and so do those on a CPU.
+        """
+        if self._buffer is None or not self._buffer.is_cuda or self._is_shared or not self._checkpoints:
+            return
+        entries = self.entries
+        host = PageLocked(entries.shape, entries.dtype, entries.device)
+        host.tensor.copy_(entries, non_blocking=True)
+        self._parked = host, entries.device
+        self._resettle(host.tensor)
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +150,11 @@ class GrowingTensor:
             buffer.narrow(self.dim, 0, len(self)).copy_(self.entries)
             self._have_checkpoints_follow(buffer)
         self._buffer, self._start, self._end, self._is_shared = buffer, 0, len(self), False
+
+    def _resettle(self, buffer: torch.Tensor) -> None:
+        """Have the entries, which `buffer` holds and nothing else, there."""
+        self._have_checkpoints_follow(buffer)
+        self._buffer, self._start, self._end = buffer, 0, len(self)
 
     def _have_checkpoints_follow(self, buffer: torch.Tensor) -> None:
         """Let those whose entries have all moved to the beginning of `buffer` be found there."""

@@ -33,6 +33,13 @@ LASTING = (
         ("tests/store/test_growing_tensor.py",),
     ),
     Mutation(
+        "factors that a turn has replaced stay on the GPU",
+        "hetero_kv/families/shadowkv/context_layer.py",
+        "        before.park()\n",
+        "",
+        ("tests/operators/test_shadowkv_prompts_on_cuda.py::test_a_later_turn_never_has_the_past_on_the_device",),
+    ),
+    Mutation(
         "nobody waits for the stream that fetches missing values",
         "hetero_kv/families/shadowkv/device_decode.py",
         "            joined(residents.value_slots)\n",

@@ -120,7 +120,8 @@ class ContextLayer(PromptLayer):
             factors.append(keys)
         if start > first:
             factors.append(buffer.keys[:, :, : start - first])
-        self.factors = factors
+        before, self.factors = self.factors, factors
+        before.park()
         self.count(self.counted.with_factors())
         if self.context.outliers is not None:
             self.context.outliers.residents.empty()

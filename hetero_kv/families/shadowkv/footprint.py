@@ -14,6 +14,7 @@ from hetero_kv.families.shadowkv import layer as low_rank_layer
 from hetero_kv.families.shadowkv.partition import chunk_budget, first_context_end
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 
+PARKED = register(Term("parked", "low-rank keys that a turn may go back to (turns)", in_dram=True))
 LOW_RANK = register(Term("low_rank", "low-rank keys, landmarks and exact chunks"))
 
 
@@ -60,6 +61,9 @@ class LowRankFootprint(LayerFootprint):
 
         yield Share(FOLLOWING, demand.batch * self.factoring(demand.tokens), common=True)
         if demand.on_gpu:
+            if self.settings.refactor_above < 1:
+                parked = self.context(demand.tokens) * self.settings.most_rank
+                yield Share(PARKED, demand.batch * demand.element * parked)
             yield write_out_share(self.stored, self.shape.kv_heads * self.shape.v_dim, demand)
 
     def factoring(self, tokens: int) -> int:

@@ -132,6 +132,10 @@ class KeyFactors:
         self.basis, self.rotary, self.coefficients, held = checkpoint
         self.coefficients.restore(held)
 
+    def park(self) -> None:
+        """Take the coefficients off a GPU: others stand for the keys now, and who goes back gets them back."""
+        self.coefficients.park()
+
     def fork(self, memo: dict[int, Any]) -> KeyFactors:
         """A second one with the same keys; `memo` as for copy.deepcopy."""
         twin = copy.copy(self)
