@@ -27,6 +27,8 @@ RUNS = [
     ("infllm_stream", {**STREAM, "head_select_mode": "SEPARATE"}),
     ("infllm_stream", {**STREAM, "second_block_count": 500}),
 ]
+# Types in groups of 32 numbers want blocks of as many tokens.
+LARGE = {"block_size": 32, "initial_len": 32, "local_windows_len": 32}
 
 
 @pytest.fixture
@@ -50,8 +52,13 @@ def random_tokens(count, rows=1):
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("kv_type", ["FP32", "FP16"])
-@pytest.mark.parametrize(("recipe", "settings"), RUNS)
+@pytest.mark.parametrize(
+    ("recipe", "settings", "kv_type"),
+    [
+        *((*run, kv_type) for run in RUNS for kv_type in ("FP32", "FP16")),
+        *((recipe, {**settings, **LARGE}, "Q8_0") for recipe, settings in (RUNS[0], RUNS[2])),
+    ],
+)
 def test_a_later_turn_in_pieces_answers_as_one_on_a_cpu(recipe, settings, kv_type):
     plain = tiny_model("llama", head_dim=32)
     # The first prompt is shorter than the window, the third than a block; the last is asked twice, the end cut off.
