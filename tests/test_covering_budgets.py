@@ -9,7 +9,7 @@ from tiny_models import tiny_model
 from transformers import DynamicCache
 
 from hetero_kv import eject, inject
-from hetero_kv.families.sparse_prefill import flexprefill, known_patterns, minference
+from hetero_kv.families.sparse_prefill import attention, flexprefill, known_patterns, minference
 from hetero_kv.families.sparse_prefill.minference import Pattern
 from hetero_kv.families.token_retrieval import choosers
 
@@ -108,10 +108,11 @@ def expected(model):
 
 @pytest.fixture(autouse=True)
 def no_short_cuts(monkeypatch, tmp_path):
-    """A chooser is asked though it would take all tokens; patterns of this model are not the user's."""
+    """A chooser is asked though it would take all tokens; patterns are this model's, found on so short a prompt."""
     for name in choosers.names():
         monkeypatch.setattr(choosers.get(name).implementation, "covers", lambda *_: False)
     monkeypatch.setenv(known_patterns.ENVIRONMENT_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(attention, "_SEARCHED_FROM", 2)
 
 
 def off(model, expected, recipe, settings):

@@ -20,7 +20,7 @@ from hetero_kv.families.sparse_prefill.minference import Pattern
 from hetero_kv.families.sparse_prefill.settings import PrefillSettings
 
 #: Times `prefill_from` tokens that a prompt has at least by which patterns are searched.
-_SEARCHED_FROM = 2
+_SEARCHED_FROM = 4
 
 _logger = logging.getLogger(__name__)
 

@@ -28,13 +28,13 @@ class PrefillSettings(Settings):
 
     prefill: str = setting("dense", "attention of prompts", choices=_prefills)
     prefill_from: int = setting(
-        4096,
+        2048,
         "tokens of a context up to which queries of a sparse prefill attend to everything",
         unit="tokens",
         minimum=64,
     )
     prefill_last: int = setting(
-        64,
+        256,
         "with a sparse prefill, last tokens of a prompt whose queries attend to everything",
         unit="tokens",
         minimum=0,
