@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpu_ops.attention import chunk_attention
 from hetero_kv.families.sparse_prefill import flexprefill, minference
@@ -167,10 +172,10 @@ def test_the_divergence_is_none_where_means_tell_the_attention():
     assert flexprefill.estimate_distance(HeadView(sharp, 0, 0)) > 0.1
 
 
-def test_the_search_takes_the_cheapest_pattern_within_the_error_and_else_the_closest():
+def test_the_search_takes_the_cheapest_pattern_at_a_high_price_and_the_closest_at_none():
     chunk = chunk_of(900, 128)
     exact = dense_of(chunk)
-    cheap = minference.found_patterns(chunk, exact, 512, 9.0)
+    cheap = minference.found_patterns(chunk, exact, 512, 1e6)
     assert all(each.first + each.rest <= 128 for each in cheap)
     closest = minference.found_patterns(chunk, exact, 512, 0.0)
     errors = {}
@@ -180,3 +185,33 @@ def test_the_search_takes_the_cheapest_pattern_within_the_error_and_else_the_clo
         errors[pattern] = (out - exact).square().sum(dim=(0, 2, 3)).div(exact.square().sum(dim=(0, 2, 3))).sqrt()
     for head, pattern in enumerate(closest):
         assert errors[pattern][head] == min(each[head] for each in errors.values())
+
+
+@given(
+    errors=st.lists(st.lists(st.floats(0, 2), min_size=3, max_size=3), min_size=4, max_size=4),
+    price=st.sampled_from([0.0, 0.01, 0.1, 1.0]),
+)
+def test_no_other_patterns_of_as_few_tokens_are_nearer(errors, price):
+    """What one price chooses for each head is the best of all ways to spend as many tokens, or fewer."""
+    tokens, heads = np.array([64, 128, 512, 2048])[:, None].repeat(3, axis=1), np.arange(3)
+    errors = np.array(errors)
+    chosen = minference.preferred(errors, tokens, price)
+    for other in itertools.product(range(4), repeat=3):
+        if tokens[list(other), heads].sum() <= tokens[chosen, heads].sum():
+            assert errors[list(other), heads].sum() >= errors[chosen, heads].sum() - 1e-12
+    assert minference.preferred(errors, tokens, 1e9).tolist() == [0, 0, 0]
+
+
+def test_a_heads_error_is_weighed_by_what_it_says():
+    """A head whose values are small gets few tokens, though by itself it is off as far as the other."""
+    chunk = chunk_of(900, 128)
+    k, v, past_k, past_v = (each.repeat(1, 2, 1, 1) for each in (chunk.k, chunk.v, chunk.past_k, chunk.past_v))
+    q = chunk.q[:, :1].repeat(1, 2, 1, 1)
+    v[:, 1] *= 1e-2
+    past_v[:, 1] *= 1e-2
+    both = Chunk(q, past_k, past_v, k, v, SCALE, None)
+    loud, quiet = minference.found_patterns(both, dense_of(both), 512, 0.03)
+    assert loud.first + loud.rest > 256
+    assert quiet.first + quiet.rest == 32
+    near = minference.found_patterns(both, dense_of(both), 512, 0.0)
+    assert near[0] == near[1]

@@ -109,7 +109,7 @@ class PromptAttention:
         if self._patterns is None:
             heads, settings = chunk.q.shape[1], self._settings
             if self._key is None:
-                searched_by: dict[str, Any] = {"budget": settings.prefill_budget, "error": settings.prefill_error}
+                searched_by: dict[str, Any] = {"budget": settings.prefill_budget, "price": settings.prefill_error}
                 self._key = layer_key(self._operator.layer_idx, self._operator.wrapped, heads, searched_by)
             self._patterns = self._file.of_layer(self._key, heads)
         return self._patterns

@@ -40,11 +40,12 @@ class PrefillSettings(Settings):
         minimum=0,
     )
     prefill_budget: int = setting(
-        1024, "with minference, tokens that a block of 64 queries attends to at most", unit="tokens", minimum=128
+        4096, "with minference, tokens that a block of 64 queries attends to at most", unit="tokens", minimum=128
     )
     prefill_error: float = setting(
-        0.05,
-        "with minference, relative error of a head's output up to which a pattern of fewer tokens is taken",
+        0.02,
+        "with minference, error of a head's output, squared and relative to its layer's heads, that 1,024 tokens fewer "
+        "may cost; 0: the nearest pattern",
         minimum=0,
         maximum=1,
     )
