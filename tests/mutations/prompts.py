@@ -45,4 +45,18 @@ PROMPTS = (
         "by_token[0], by_distance[0]",
         ("tests/families/test_sparse_choice.py::test_heads_that_are_looked_at_together_see_what_each_sees_alone",),
     ),
+    Mutation(
+        "every head's error counts the same, whatever the head says",
+        "hetero_kv/families/sparse_prefill/minference.py",
+        "mean = wanted.square().sum() / wanted.shape[1]",
+        "mean = wanted.square().sum(dim=(0, 2, 3))",
+        ("tests/families/test_sparse_choice.py::test_a_heads_error_is_weighed_by_what_it_says",),
+    ),
+    Mutation(
+        "tokens have no price",
+        "hetero_kv/families/sparse_prefill/minference.py",
+        "weights = errors + price * tokens / 1024",
+        "weights = errors",
+        ("tests/families/test_sparse_choice.py::test_no_other_patterns_of_as_few_tokens_are_nearer",),
+    ),
 )
