@@ -81,6 +81,6 @@ def _changed(content: bytes, random: randomness.Random) -> bytes:
 
 
 CAMPAIGNS = (
-    Campaign("data files", 800, prepare_data, attempt_data),
+    Campaign("data files", 400, prepare_data, attempt_data),
     Campaign("folders of runs", 300, prepare_runs, attempt_runs),
 )

@@ -331,4 +331,4 @@ def _any_value(random: Random) -> bytes:
     return random.choice((array(4, [1, 2, 3]), array(STRING, ["a"]), array(6, [math.nan]), array(4, []), b"\x63\0\0\0"))
 
 
-CAMPAIGNS = (Campaign("GGUF files", 400, prepare, attempt),)
+CAMPAIGNS = (Campaign("GGUF files", 200, prepare, attempt),)

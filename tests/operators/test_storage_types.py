@@ -21,7 +21,7 @@ from hetero_kv.store import storage
 
 REPRESENTATIVES = {"MAX": 1, "MEAN": 1, "MEANSTD": 2, "QUEST": 2, "DYNAMIC": 2, "FIXED": 3}
 RECIPES = ("dense", "ktransformers", "kvretrieval", "quest", "snapkv", "infllm", "streaming")
-# Blocks of 32, the least that Q8_0 and Q4_0 take: ten of them move to the Context in 300 tokens.
+# Blocks of 32, the least that Q8_0 and Q4_0 take: six of them move to the Context in 200 tokens.
 KINDS = list(enumerate(itertools.product(REPRESENTATIVES, ["SHARED", "SEPARATE"])))
 SMALL = {"block_size": 32, "local_windows_len": 8, "initial_len": 32, "chunk_size": 64, "max_seq_len": 512}
 TYPES = ("key_type", "value_type")
@@ -63,12 +63,12 @@ def random_tokens(count, seed):
     return torch.randint(2, 97, (1, count), generator=torch.Generator().manual_seed(seed))
 
 
-PROMPT, ANSWER, TURN = random_tokens(45, 1), random_tokens(300, 2), random_tokens(21, 3)
+PROMPT, ANSWER, TURN = random_tokens(45, 1), random_tokens(200, 2), random_tokens(21, 3)
 PARTS = [PROMPT, *ANSWER.split(1, dim=1), TURN, *random_tokens(10, 4).split(1, dim=1)]
 
 
 def logits(cache):
-    """Logits of a prompt, 300 tokens after it, and a second turn."""
+    """Logits of a prompt, 200 tokens after it, and a second turn."""
     with torch.no_grad():
         return torch.cat([_LLAMA(part, past_key_values=cache).logits for part in PARTS], dim=1)
 
