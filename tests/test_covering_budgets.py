@@ -26,7 +26,7 @@ _ENTRIES = {"budget": 500}
 _FACTORS = {"rank": 32, "sparse_budget": "all"}
 # From a prompt's first chunk on, and to its last query.
 _SPARSE = {"prefill_from": 64, "prefill_last": 0}
-_PATTERNS = {**_SPARSE, "prefill_budget": 4096, "prefill_error": 0.0}
+_PATTERNS = {**_SPARSE, "prefill_budget": 4096, "prefill_price": 0.0}
 
 #: Settings under which a method leaves nothing out, and computes what it does otherwise.
 COVERING = {
@@ -69,7 +69,7 @@ COVERING = {
 #: Where the small recipe leaves nothing out of as few tokens as here: settings under which it does.
 LEAVING_OUT = {
     "flexprefill": {**_SPARSE, "prefill_mass": 0.1, "prefill_least": 64},
-    "minference": {**_SPARSE, "prefill_budget": 128, "prefill_error": 1.0},
+    "minference": {**_SPARSE, "prefill_budget": 128, "prefill_price": 1.0},
 }
 #: Models with layers that are no attention, every recipe in one and some in each.
 BETWEEN_OTHERS = [

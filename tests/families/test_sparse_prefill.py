@@ -78,7 +78,7 @@ def test_the_first_tokens_of_a_context_attend_to_everything_in_whatever_chunk_th
 @pytest.mark.parametrize("recipe", ["minference", "flexprefill", "shadowkv_minference"])
 def test_with_everything_chosen_a_prompt_prefills_exactly(qwen2, recipe):
     ids = torch.randint(1, 97, (2, 500), generator=torch.Generator().manual_seed(1))
-    everything = {"prefill_mass": 1.0} if recipe == "flexprefill" else {"prefill_budget": 4096, "prefill_error": 0.0}
+    everything = {"prefill_mass": 1.0} if recipe == "flexprefill" else {"prefill_budget": 4096, "prefill_price": 0.0}
     extra = {"rank": 16} if recipe.startswith("shadowkv") else {}
     with torch.no_grad():
         exact = qwen2(ids).logits

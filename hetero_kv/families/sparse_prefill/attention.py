@@ -109,13 +109,13 @@ class PromptAttention:
         if self._patterns is None:
             heads, settings = chunk.q.shape[1], self._settings
             if self._key is None:
-                searched_by: dict[str, Any] = {"budget": settings.prefill_budget, "price": settings.prefill_error}
+                searched_by: dict[str, Any] = {"budget": settings.prefill_budget, "price": settings.prefill_price}
                 self._key = layer_key(self._operator.layer_idx, self._operator.wrapped, heads, searched_by)
             self._patterns = self._file.of_layer(self._key, heads)
         return self._patterns
 
     def _search(self, chunk: Chunk, exact: torch.Tensor) -> None:
         settings = self._settings
-        self._patterns = minference.found_patterns(chunk, exact, settings.prefill_budget, settings.prefill_error)
+        self._patterns = minference.found_patterns(chunk, exact, settings.prefill_budget, settings.prefill_price)
         assert self._key is not None
         self._file.add(self._key, self._patterns, chunk.total)

@@ -73,7 +73,7 @@ def keys_of(chunk: Chunk, patterns: Sequence[Pattern]) -> list[Lines | Blocks]:
     return [patterns[view.head].keys(view) for view in views(chunk, by_line)]
 
 
-def found_patterns(chunk: Chunk, exact: torch.Tensor, budget: int, error: float) -> list[Pattern]:
+def found_patterns(chunk: Chunk, exact: torch.Tensor, budget: int, price: float) -> list[Pattern]:
     """The pattern of each head: of all that are tried, the one whose error and tokens weigh least together.
 
     Errors are squared, and relative to the mean of the heads, so that a head that says little may be off by more. A
@@ -84,7 +84,7 @@ def found_patterns(chunk: Chunk, exact: torch.Tensor, budget: int, error: float)
         chunk: behind the whole prompt.
         exact: [batch, heads, n, v_dim], its full attention.
         budget: tokens that a block of queries attends to at most.
-        error: what 1,024 tokens fewer may cost.
+        price: the error that 1,024 tokens fewer may cost.
     """
     n = min(_TRIED_QUERIES, chunk.n // QUERY_BLOCK * QUERY_BLOCK or chunk.n)
     tried = chunk.last(n)
@@ -97,7 +97,7 @@ def found_patterns(chunk: Chunk, exact: torch.Tensor, budget: int, error: float)
         out, _, attended = tried.attention([pattern.keys(view) for view in heads])
         errors.append(((out.float() - wanted).square().sum(dim=(0, 2, 3)) / mean).double().numpy())
         tokens.append(attended.mean(axis=0))
-    return [patterns[index] for index in preferred(np.stack(errors), np.stack(tokens), error)]
+    return [patterns[index] for index in preferred(np.stack(errors), np.stack(tokens), price)]
 
 
 def preferred(errors: np.ndarray, tokens: np.ndarray, price: float) -> np.ndarray:

@@ -42,7 +42,7 @@ class PrefillSettings(Settings):
     prefill_budget: int = setting(
         4096, "with minference, tokens that a block of 64 queries attends to at most", unit="tokens", minimum=128
     )
-    prefill_error: float = setting(
+    prefill_price: float = setting(
         0.02,
         "with minference, error of a head's output, squared and relative to its layer's heads, that 1,024 tokens fewer "
         "may cost; 0: the nearest pattern",
