@@ -23,7 +23,7 @@ _AHEAD = 2
 
 @region_arguments("candidates")
 def arguments(numbers: str) -> tuple[Any, ...]:
-    """Of the regions: (q, keys, means, table, positions, scale, softcap, weights, masses).
+    """Of the regions: (q, keys, means, table, positions, scale, softcap, weights, masses, token_scores).
 
     numbers: as kernels view keys and means, as in "uint8,uint16". q: [rows, kv_heads, group, k_dim] float32. keys:
     [num_blocks, kv_heads, block_size, k_dim], or how they differ from means [num_blocks, kv_heads, 1 or more, k_dim],
@@ -31,12 +31,13 @@ def arguments(numbers: str) -> tuple[Any, ...]:
     kv_heads, n] int32, the candidates among those, entries below 0 are none; all of them where n is 0. scale, softcap:
     as `attention.attend_blocks`. weights, masses: [rows, kv_heads, group, blocks] float32. Written to masses, at the
     candidates' positions, is the log-sum-exp of the scores of all keys of each; to weights, where keys are coarse
-    copies (`code_masses`), that of as many scores that are all the mean's.
+    copies (`code_masses`), that of as many scores that are all the mean's. token_scores: [rows, kv_heads, group, n *
+    block_size] float32, written: the scores of the candidates' keys, in the order of `positions`; or of length 0.
     """
     pool, means = pool_arrays(numbers)
     real4, real = types.Array(types.float32, 4, "C"), types.float64
     int3, int2 = (types.Array(types.int32, dims, "C") for dims in (3, 2))
-    return real4, pool, means, int2, int3, real, real, real4, real4
+    return real4, pool, means, int2, int3, real, real, real4, real4, real4
 
 
 def region_for(
@@ -71,7 +72,7 @@ def _region(instructions: str, storage: str, kind: str, differ: bool, group: int
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def score(thread, threads, arguments):
-        q, keys, means, table, positions, scale, softcap, _weights, masses = arguments_at(
+        q, keys, means, table, positions, scale, softcap, _weights, masses, token_scores = arguments_at(
             "candidates", numbers, arguments
         )
         rows, kv_heads = q.shape[:2]
@@ -141,6 +142,12 @@ def _region(instructions: str, storage: str, kind: str, differ: bool, group: int
                         for g in range(tile * tile_queries, min(group, (tile + 1) * tile_queries)):
                             scores[tile, t * row_size + g - tile * tile_queries] += of_mean[0, g]
                     row_softcap(scores, tile, block_size * row_size, np.float32(softcap) * LOG2_E)
+                if token_scores.shape[3] > 0:
+                    for g in range(tile * tile_queries, min(group, (tile + 1) * tile_queries)):
+                        shift = np.float32(0) if softcap > 0 else of_mean[0, g]
+                        for t in range(block_size):
+                            found = scores[tile, t * row_size + g - tile * tile_queries] + shift
+                            token_scores[row, head, g, place * block_size + t] = found * LN_2
                 scores[tile, block_size * row_size : vectors * lanes] = -np.inf
                 at: Any = tile * lanes
                 rows_most(lanes, row_size, scores, tile * tile_scores, lanes, vectors, nothing, at, most, at)

@@ -77,7 +77,7 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def score(thread, threads, arguments):
-        q, codes, means, table, positions, scale, softcap, weights, masses = arguments_at(
+        q, codes, means, table, positions, scale, softcap, weights, masses, token_scores = arguments_at(
             "candidates", numbers, arguments
         )
         kv_heads, lists = q.shape[1], positions.shape[1]
@@ -90,7 +90,7 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
         factors, zeros = np.empty(group, np.float32), np.empty(group, np.int32)
         of_means, most, totals = scratch(tiles, 2 * lanes), scratch(tiles, 2 * lanes), scratch(tiles, 2 * lanes)
         wanted, now = _number_of(positions, q.shape[0] * kv_heads, kv_heads, places), np.zeros(at_once, np.int64)
-        in_means, in_codes = np.empty(at_once, np.int64), np.empty(at_once, np.int64)
+        in_means, in_codes, its = np.empty(at_once, np.int64), np.empty(at_once, np.int64), np.zeros(at_once, np.int64)
         first, last = wanted * thread // threads, wanted * (thread + 1) // threads
         number: Any = np.int64(0)
         for index in range(q.shape[0] * kv_heads):
@@ -113,7 +113,7 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
                     if position < 0 or number <= first or number > last:
                         position = np.int64(-1)
                 if position >= 0:
-                    now[count] = position
+                    now[count], its[count] = position, place
                     count += 1
                     following = min(place + _AHEAD, stop - 1)
                     ahead: Any = following if everything else np.int64(positions[row, own, following])
@@ -139,6 +139,8 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
                     )  # fmt: skip
                     if softcap > 0:
                         row_softcap(scores.reshape(1, scores.size), 0, rows * block_size, np.float32(softcap) * LOG2_E)
+                    if token_scores.shape[3] > 0:
+                        _copy_scores(scores, token_scores[row, head], g, tile_queries, its, count, block_size)
                     row_masses(lanes, rows, block_size, scores, most, totals, tile * 2 * lanes)
                 if rest_queries > 0:
                     at = full_tiles * 2 * lanes
@@ -153,6 +155,10 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
                     if softcap > 0:
                         row_softcap(
                             scores.reshape(1, scores.size), 0, rest_rows * block_size, np.float32(softcap) * LOG2_E
+                        )
+                    if token_scores.shape[3] > 0:
+                        _copy_scores(
+                            scores, token_scores[row, head], full_queries, rest_queries, its, count, block_size
                         )
                     row_masses(lanes, rest_rows, block_size, scores, most, totals, at)
                 for tile in range(tiles):
@@ -170,6 +176,17 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
         return np.int64(0 * code_version)
 
     return score
+
+
+@njit(error_model="numpy")
+def _copy_scores(scores, token_scores, first, queries, places, count, block_size):
+    """Copy rows of scores, block by block those of so many queries from `first` on, to the places of their tokens."""
+    flat = scores.reshape(scores.size)
+    for block in range(count):
+        for lane in range(queries):
+            start, to = (block * queries + lane) * block_size, places[block] * block_size
+            for t in range(block_size):
+                token_scores[first + lane, to + t] = flat[start + t] * LN_2
 
 
 @njit

@@ -111,12 +111,12 @@ def fewest_blocks(scores, shares, before, target, least, most):
             found = np.uint32(0)
             for bit in range(32):
                 tried = found | (SIGN >> np.uint32(bit))
-                if _share_from(keys, shares[each], tried) >= wanted:
+                if share_from(keys, shares[each], tried) >= wanted:
                     found = tried
             if found <= LOWEST:
                 count = there
             else:
-                reached = _share_from(keys, shares[each], found + np.uint32(1))
+                reached = share_from(keys, shares[each], found + np.uint32(1))
                 count = number_above(keys, found)
                 for block in range(blocks):
                     if reached >= wanted:
@@ -129,7 +129,7 @@ def fewest_blocks(scores, shares, before, target, least, most):
 
 
 @njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
-def _share_from(keys, shares, lowest):
+def share_from(keys, shares, lowest):
     """What the shares [n] float32 are together of blocks whose keys [n] uint32 are `lowest` or more."""
     found = np.float32(0)
     for block in range(keys.size):

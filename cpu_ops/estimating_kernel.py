@@ -18,6 +18,7 @@ from cpu_ops.block_groups import (
     places_of,
     positions_at,
 )
+from cpu_ops.chosen_tokens import pool_blocks
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.estimated_masses import take_out
 from cpu_ops.kernel_address import call_kernel
@@ -50,6 +51,8 @@ class Flags(NamedTuple):
     threads: int
     group_blocks: int
     group_factor: int
+    tokens: int
+    candidates: int
 
 
 @cache
@@ -77,10 +80,23 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
         group_vectors, group_values, position, table, first, end, which, positions, allowed, shared, flags, target,
         scale, softcap, addresses, shape, beside, out, lse, masses, taken,
     ):  # fmt: skip
-        reduce, rerank, least, has_mean, has_codes, estimates, threads, group_blocks, group_factor = flags
+        (
+            reduce,
+            rerank,
+            least,
+            has_mean,
+            has_codes,
+            estimates,
+            threads,
+            group_blocks,
+            group_factor,
+            tokens,
+            candidates,
+        ) = flags
         rows, kv_heads = q.shape[0], keys.shape[1]
         group, k_dim, v_dim = shape[0], shape[1], shape[2]
-        heads = kv_heads * group
+        heads, block_size = kv_heads * group, np.int64(keys.shape[2])
+        by_token = tokens > 0 and which != EVERYTHING
         if (
             q.shape != (rows, heads, 1, k_dim)
             or out.shape != (rows, heads, 1, v_dim)
@@ -154,6 +170,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             weights, block_masses = likely[:, :, :, :0].copy(), likely[:, :, :, :0].copy()
             by_row = queries.reshape(each_row, 1, group, k_dim)
             vectors_by_row = by_head(representatives)
+            unread = np.empty((each_row, 1, group, 0), np.float32)
             looks_at_all = has_mean != 0 and rerank == 0 and which == CHOSEN
             if has_mean:
                 weights, block_masses = np.empty_like(likely), np.empty_like(likely)
@@ -161,7 +178,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             scores_means = has_mean and not (looks_at_all and has_codes)
             if scores_means:
                 scored = (
-                    by_row, vectors_by_row, ids, np.int64(keys.shape[2]), scale, softcap, head_rows(likely),
+                    by_row, vectors_by_row, ids, block_size, scale, softcap, head_rows(likely),
                     head_rows(weights), head_rows(block_masses),
                 )  # fmt: skip
                 run_region("mean scores", kind, addresses[0], addresses[3], threads, scored)
@@ -169,7 +186,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                 taken[1] = number_of(entries)
                 looked = (
                     by_row, by_head(coarse_keys), by_head(coarse_means), ids, np.empty((each_row, 1, 0), np.int32),
-                    scale, softcap, head_rows(weights), head_rows(block_masses),
+                    scale, softcap, head_rows(weights), head_rows(block_masses), unread,
                 )  # fmt: skip
                 run_region("candidates", coarse, addresses[0], addresses[4], threads, looked)
             elif which == CHOSEN and not has_mean:
@@ -190,7 +207,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             elsewhere = masses_of(group_masses) if has_mean else np.full_like(lse, -np.inf)
             taken[4] = number_of(opened)
         window_first, window_end = first, end
-        separate = which == CHOSEN and target > 0
+        separate = by_token or (which == CHOSEN and target > 0)
         out_window, lse_window = attended[:0], beside
         if separate:
             # What is attended to in any case counts for the target, so that it comes first.
@@ -210,17 +227,21 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             among = places_of(allowed, entries) if allowed.shape[2] > 0 else allowed
             room = allowed.shape[2] if allowed.shape[2] > 0 else count
             places = np.empty((rows, lists, most), np.int32)
-            proposed = np.empty((rows, lists, min(most * rerank, room)), np.int32) if looks else places
-            times = rerank if looks else np.int64(1)
+            wanted, times, proposed = most, rerank if looks else np.int64(1), places
+            if by_token:
+                # Tokens of all that are proposed are chosen from.
+                wanted, times = min(tokens // block_size, most), candidates
+            elif looks:
+                proposed = np.empty((rows, lists, min(most * rerank, room)), np.int32)
             choosing = (
-                scores, block_masses, looks_at_all, beside, elsewhere, among, shared, reduce, target, least, most,
+                scores, block_masses, looks_at_all, beside, elsewhere, among, shared, reduce, target, least, wanted,
                 times, proposed,
             )  # fmt: skip
             run_region("choose", "", addresses[0], addresses[9], threads, choosing)
-            if looks:
+            if looks and not by_token:
                 looked = (
                     by_row, by_head(coarse_keys), by_head(coarse_means), ids, for_every_head(proposed, kv_heads),
-                    scale, softcap, head_rows(weights), head_rows(block_masses),
+                    scale, softcap, head_rows(weights), head_rows(block_masses), unread,
                 )  # fmt: skip
                 run_region("candidates", coarse, addresses[0], addresses[4], threads, looked)
                 taken[1] = number_of(proposed)
@@ -230,23 +251,51 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                 )  # fmt: skip
                 run_region("choose", "", addresses[0], addresses[9], threads, choosing)
             positions_at(places, entries, positions)
-        if which != EVERYTHING:
-            attended_ids, counts = attended_lists(table, context, positions, window_first, window_end)
-            taken[0] = number_of(positions)
-        attending = (
-            addresses[0], addresses[6], np.int64(0), asked, keys, values, key_offsets, attended_ids, counts, lengths,
-            scale, softcap, threads, attended, lse,
-        )  # fmt: skip
-        if call_kernel("attend lists", numbers, addresses[5], attending) < 0:
-            return BAD_LISTS
+        if by_token:
+            if not looks_at_all:
+                taken[1] = number_of(places)
+            token_scores = np.full((rows, kv_heads, group, places.shape[2] * block_size), -np.inf, np.float32)
+            looked = (
+                by_row, by_head(coarse_keys), by_head(coarse_means), ids, for_every_head(places, kv_heads), scale,
+                softcap, head_rows(weights), head_rows(block_masses), head_rows(token_scores),
+            )  # fmt: skip
+            run_region("candidates", coarse, addresses[0], addresses[4], threads, looked)
+            chosen = np.empty((rows, lists, token_scores.shape[3]), np.int32)
+            token_counts = np.empty((rows, lists, 3), np.int32)
+            choosing_tokens = (
+                token_scores, places, pool_blocks(positions, context), weights, block_masses, beside, elsewhere, shared,
+                reduce, target, least * block_size, tokens, chosen, token_counts,
+            )  # fmt: skip
+            run_region("choose tokens", "", addresses[0], addresses[10], threads, choosing_tokens)
+            for row in range(rows):
+                for each in range(lists):
+                    taken[0] += token_counts[row, each, 0]
+                    taken[5] += token_counts[row, each, 1]
+                    taken[6] += token_counts[row, each, 2]
+            attending_tokens = (
+                addresses[0], addresses[12], queries, keys, values, key_offsets, chosen, token_counts, scale, softcap,
+                threads, attended, lse,
+            )  # fmt: skip
+            call_kernel("attend tokens", numbers, addresses[11], attending_tokens)
+        else:
+            if which != EVERYTHING:
+                attended_ids, counts = attended_lists(table, context, positions, window_first, window_end)
+                taken[0] = taken[5] = taken[6] = number_of(positions)
+            attending = (
+                addresses[0], addresses[6], np.int64(0), asked, keys, values, key_offsets, attended_ids, counts,
+                lengths, scale, softcap, threads, attended, lse,
+            )  # fmt: skip
+            if call_kernel("attend lists", numbers, addresses[5], attending) < 0:
+                return BAD_LISTS
         if separate:
             merge_into(attended, lse, out_window, lse_window)
         masses[0], masses[1] = lse, lse
         if which != EVERYTHING:
             masses[1] = np.nan
             if has_mean:
-                take_out(weights, places)
-                take_out(block_masses, places)
+                if not by_token:
+                    take_out(weights, places)
+                    take_out(block_masses, places)
                 total = np.empty(lse.shape, np.float32)
                 rest = (
                     addresses[0], addresses[8], by_head(value_means), ids, head_rows(weights), head_rows(block_masses),

@@ -12,6 +12,7 @@ from cpu_ops import (
     attention,
     block_choice,
     candidate_masses,
+    chosen_tokens,
     code_masses,
     list_attention,
     mean_scores,
@@ -39,6 +40,8 @@ class Choice(NamedTuple):
         group_blocks: consecutive blocks of a group; 1: none.
         group_factor: how many times the blocks that are wanted the groups hold that are opened. The blocks of others
             are not scored, and count together.
+        tokens: whole blocks' tokens, of which each list attends to so many at most, one by one: those of candidates
+            that receive most; then `rerank` is not 1. 0: blocks are attended to as a whole.
     """
 
     reduce: int = SOFTMAX
@@ -47,6 +50,17 @@ class Choice(NamedTuple):
     least: int = 0
     group_blocks: int = 1
     group_factor: int = 1
+    tokens: int = 0
+
+    @property
+    def candidates(self) -> int:
+        """How many times the blocks that are wanted those are of which single tokens are taken."""
+        return self.rerank or (_CANDIDATES if self.target == 0 else _CANDIDATES_OF_TARGET)
+
+
+_CANDIDATES, _CANDIDATES_OF_TARGET = 4, 2
+"""Where the masses of all blocks are known; under a target the best alone have most of the attention. The more, the
+less is overlooked, and the longer it takes."""
 
 
 class EstimatingStep:
@@ -67,9 +81,11 @@ class EstimatingStep:
     Attributes:
         stores: whether it writes blocks of this storage type; else the token has to be there already.
         group, v_dim: query heads of a kv head, dimension of a value.
-        taken: [5] int64, of the last call, over all rows and lists of positions: how many of a context's blocks were
-            attended to, how many were candidates whose keys were looked at, how many were scored, how many groups were,
-            and how many of these were opened. All 0 where everything was taken.
+        by_token: whether single tokens are chosen.
+        taken: [7] int64, of the last call, over all rows and lists of positions: how many of a context's blocks, or
+            tokens, were attended to, how many blocks were candidates whose keys were looked at, how many were scored,
+            how many groups were, how many of these were opened, of how many blocks something was attended to, and of
+            how many everything. All 0 where everything was taken.
 
     Raises ValueError or TypeError for arrays that do not fit together.
     """
@@ -107,6 +123,14 @@ class EstimatingStep:
             looks = candidate_masses.region_for(
                 q, coarse.shape, coarse_means.shape, coarse.dtype, coarse_means.dtype, differ=key_offsets is not None
             )
+        by_token = [0, 0, 0]
+        if choice.tokens:
+            if not looks:
+                raise ValueError("of single tokens keys must be looked at: has_mean, and a rerank other than 1")
+            region = chosen_tokens.region_for(
+                q, keys.shape, self.v_dim, keys.dtype, values.dtype, softcapped, key_offsets is not None
+            )
+            by_token = [chosen_tokens.choosing_region(), address_of(chosen_tokens.kernel_for(numbers)), region]
         self._addresses = np.array(
             [
                 all_threads(),
@@ -121,6 +145,7 @@ class EstimatingStep:
                 address_of(rest_estimate.kernel_for(kind.kernel_dtype.name)) if has_mean else 0,
                 rest_estimate.region_for(q, self.v_dim, means.dtype) if has_mean else 0,
                 block_choice.region(),
+                *by_token,
             ],
             np.int64,
         )
@@ -138,11 +163,12 @@ class EstimatingStep:
         flags = Flags(
             choice.reduce, choice.rerank, choice.least, has_mean, key_codes is not None,
             value_means is not None, threads,
-            choice.group_blocks if group_vectors is not None else 1, choice.group_factor,
+            choice.group_blocks if group_vectors is not None else 1, choice.group_factor, choice.tokens,
+            choice.candidates,
         )  # fmt: skip
         self._flags, self._target = np.array(flags, np.int64), float(choice.target)
         self._shape = np.array([group, k_dim, self.v_dim], np.int64)
-        self.taken = np.zeros(5, np.int64)
+        self.taken, self.by_token = np.zeros(7, np.int64), choice.tokens > 0
         self._lengths, self.group, self._bound = lengths, group, (dtype, softcapped)
 
     def fits(self, dtype: Any, softcapped: bool) -> bool:
@@ -157,10 +183,11 @@ class EstimatingStep:
         """Store one token of every row, unless `position` is negative, and attend to what it attends to.
 
         As `RetrievalStep.__call__`, with these differences. positions: entries behind the chosen ones are -1, as they
-        may be where they are given. beside: [rows, kv_heads, group] float32, the log-sum-exp of what is attended to
-        elsewhere, which counts for the target; -inf for nothing. lse: that of `out`, with the rest where it is
-        estimated. masses: [2, rows, kv_heads, group] float32, written: the log-sum-exp of what was attended to here,
-        and that with the estimated mass of the rest; NaN where nothing can be estimated.
+        may be where they are given; of single tokens those of the candidates, for which there must be room. beside:
+        [rows, kv_heads, group] float32, the log-sum-exp of what is attended to elsewhere, which counts for the target
+        and for single tokens; -inf for nothing. lse: that of `out`, with the rest where it is estimated. masses: [2,
+        rows, kv_heads, group] float32, written: the log-sum-exp of what was attended to here, and that with the
+        estimated mass of the rest; NaN where nothing can be estimated.
         """
         status = self._kernel(
             q, k, v, *self._pool, self._lengths, *self._groups, position, table, first, end, which, positions, allowed,

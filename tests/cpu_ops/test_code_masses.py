@@ -54,7 +54,20 @@ def test_masses_are_those_of_scores_by_the_codes(isa):
             )
             for positions in (np.empty((1, 1, 0), np.int32), chosen):
                 weights, masses = np.full((2, 1, KV_HEADS, GROUP, 5), 7, np.float32)
-                given = q.numpy(), codes.numpy(), means.numpy(), table, positions, SCALE, softcap, weights, masses
+                places = positions.shape[2] or 5
+                of_tokens = np.full((1, KV_HEADS, GROUP, places * BLOCK), 7, np.float32)
+                given = (
+                    q.numpy(),
+                    codes.numpy(),
+                    means.numpy(),
+                    table,
+                    positions,
+                    SCALE,
+                    softcap,
+                    weights,
+                    masses,
+                    of_tokens,
+                )
                 call_region("candidates", "uint8,float32", region, given, threads=2)
                 # Of as many tokens as have the mean's score each, and of the tokens themselves.
                 for found, every in ((weights, all_mean.expand_as(capped)), (masses, capped)):
@@ -64,6 +77,10 @@ def test_masses_are_those_of_scores_by_the_codes(isa):
                         for head, at in enumerate(([0, 2, 3], [4])):
                             expected[head][:, at] = every[head].logsumexp(-1)[:, at]
                     np.testing.assert_allclose(found[0], expected, rtol=2e-5, atol=2e-5)
+                by_place = torch.full((KV_HEADS, GROUP, places, BLOCK), 7.0)
+                for head, at in enumerate(([0, 2, 3], [4]) if positions.size else ([0, 1, 2, 3, 4],) * KV_HEADS):
+                    by_place[head][:, : len(at)] = capped[head][:, at]
+                np.testing.assert_allclose(of_tokens[0], by_place.flatten(2), rtol=2e-5, atol=2e-5)
 
 
 def test_the_largest_number_of_a_token_is_met_and_zeros_stay_zeros():

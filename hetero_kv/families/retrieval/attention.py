@@ -36,7 +36,7 @@ from hetero_kv.store.pool import BlockPool
 _CHOOSING = frozenset(
     (
         "second_block_count", "group_reduce", "rest", "rerank", "target_mass", "least_block_count", "whole_block_count",
-        "group_factor",
+        "group_factor", "attend_to",
     )
 )  # fmt: skip
 

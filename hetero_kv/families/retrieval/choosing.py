@@ -37,8 +37,11 @@ class Derived(NamedTuple):
 NONE_DERIVED = Derived()
 
 
-def choice_of(settings: RetrievalSettings) -> Choice | None:
-    """How blocks are chosen where that takes an estimate, or groups of them; None where it takes the scores alone."""
+def choice_of(settings: RetrievalSettings, budget: int) -> Choice | None:
+    """How blocks are chosen where that takes an estimate, or groups of them; None where it takes the scores alone.
+
+    budget: blocks of the Context, or as many tokens, that are attended to at most.
+    """
     target = 0.0 if settings.target_mass == "none" else float(settings.target_mass)
     reduce = REDUCTIONS[settings.group_reduce]
     is_plain = reduce in (MEAN, LARGEST) and settings.rest == "drop" and settings.rerank == 1 and not target
@@ -46,4 +49,5 @@ def choice_of(settings: RetrievalSettings) -> Choice | None:
         return None
     groups = settings.group_blocks, settings.group_factor
     rerank = 0 if settings.rerank == "all" else int(settings.rerank)
-    return Choice(reduce, rerank, target, settings.least_block_count, *groups)
+    tokens = budget * settings.block_size if settings.attend_to == "tokens" else 0
+    return Choice(reduce, rerank, target, settings.least_block_count, *groups, tokens)

@@ -98,7 +98,8 @@ class RetrievalDecode(RetrievalPrefill):
                 stored = native(*given, *results)
             if which != EVERYTHING:
                 lists = len(table) * positions.shape[1]
-                taken = Taken(*[number / lists for number in native.taken.tolist()])
+                attended, *others = [number / lists for number in native.taken.tolist()]
+                taken = Taken(attended / layer.layout.block_size if native.by_token else attended, *others)
             estimated = masses, taken
         else:
             with one_kernel_at_a_time:
@@ -156,8 +157,9 @@ class RetrievalDecode(RetrievalPrefill):
         selected_at: SharedSelections = shared.setdefault(SELECTED_AT, {})
         key = (
             self.layer_idx // settings.layer_step, layout.block_size, layout.sink_blocks, layout.local_len, lists,
-            # Where the number of blocks differs from list to list, only steps that know of it can take it over.
-            self.targets,
+            # Where the number of blocks differs from list to list, only steps that know of it can take it over; blocks
+            # whose single tokens are chosen are more.
+            self.targets, settings.attend_to == "tokens",
         )  # fmt: skip
         decoded = step.past - step.cohort.prompt_length
         last = selections.get(key)
@@ -173,9 +175,10 @@ class RetrievalDecode(RetrievalPrefill):
     def _best(
         self, layer: RetrievalLayer, rows: int, kv_heads: int, context: int
     ) -> tuple[int, np.ndarray, np.ndarray]:
-        """The best blocks of the Context, among those that preselection left."""
+        """The best blocks of the Context among those that preselection left; for single tokens, candidates."""
         assert self.budget is not None
-        allowed, most = NOTHING_FORBIDDEN, min(self.budget, context)
+        times = self.choice.candidates if self.choice is not None and self.choice.tokens else 1
+        allowed, most = NOTHING_FORBIDDEN, min(self.budget * times, context)
         if layer.state.candidates is not None:
             candidates = layer.state.allowed(context)
             assert candidates is not None

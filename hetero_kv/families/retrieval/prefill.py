@@ -52,7 +52,7 @@ class RetrievalPrefill(ExactPrefill):
         self.covering = self.budget
         if self.targets and self.budget is not None:
             self.covering = max(settings.least_block_count, settings.whole_block_count)
-        self.choice = choice_of(settings) if self.budget is not None else None
+        self.choice = choice_of(settings, self.budget) if self.budget is not None else None
         preselected = layer_budget("preselect_block_count", settings.preselect_block_count, self.layer_idx, layers)
         self.preselected = preselected if settings.preselect_block and self.budget is not None else None
         self.accumulates = self.representative_type.needs_attention and self.budget is not None

@@ -19,6 +19,8 @@ class Taken(NamedTuple):
         scored: blocks whose representatives it reads.
         groups: likewise, groups of blocks.
         opened: of those, groups whose blocks are scored.
+        touched: blocks of which it attends to some tokens, and
+        whole: to all of them; None: as many as `attended`, which counts single tokens as parts of a block.
     """
 
     attended: float
@@ -26,6 +28,8 @@ class Taken(NamedTuple):
     scored: float = 0.0
     groups: float = 0.0
     opened: float = 0.0
+    touched: float | None = None
+    whole: float | None = None
 
 
 class Reading(NamedTuple):
@@ -67,7 +71,8 @@ class Reading(NamedTuple):
 
     def of_step(self, length: int, context: int, taken: Taken) -> float:
         """Bytes of a row that a step reads of a sequence of `length` tokens, whose Context has so many blocks."""
-        around, inside, blocks = length - context * self.block_size, taken.attended * self.block_size, taken.attended
+        around, inside = length - context * self.block_size, taken.attended * self.block_size
+        blocks, whole = (taken.attended if each is None else each for each in (taken.touched, taken.whole))
         if self.in_window is None:
             read = float(around * self.token)
             blocks += -(-around // self.block_size)
@@ -77,7 +82,7 @@ class Reading(NamedTuple):
         read += (taken.scored + taken.groups) * self.representatives
         # Without representatives nothing is estimated of a block either.
         estimated = max(taken.scored, taken.candidates)
-        left = estimated - taken.attended + taken.groups - taken.opened if estimated else 0
+        left = estimated - whole + taken.groups - taken.opened if estimated else 0
         return read + left * self.value_mean
 
 

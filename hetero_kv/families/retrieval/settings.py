@@ -117,6 +117,11 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
         "1: the representatives choose; all: every block's keys are scored",
         minimum=1,
     )
+    attend_to: Literal["blocks", "tokens"] = setting(
+        "blocks",
+        "what of the Context is attended to: blocks as a whole; tokens: as many single tokens, those of the blocks "
+        "that are looked at (rerank) which receive most attention; what is left of a block is part of the rest",
+    )
     target_mass: float | Literal["none"] = setting(
         "none",
         "share of the attention that as few blocks as possible are to reach, by estimate, for each list of blocks; "
@@ -195,6 +200,13 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
                 f"representative_type {self.representative_type} takes {allowed}",
             )
         self._require_mean()
+        if self.attend_to == "tokens" and self.rerank == 1:
+            raise SettingError(
+                "attend_to",
+                self.attend_to,
+                "single tokens are chosen by scores of their keys, at which rerank 1 does not look; take rerank all or "
+                "a number from 2 on",
+            )
         self._require_groups()
         if self.representative_num > self.block_size and most is None:
             raise SettingError(

@@ -30,6 +30,7 @@ class WindowedDecode(RetrievalDecode):
         scale, softcap = call.scale, call.softcap or 0.0
         window.append(call.k, call.v, blocks.closed * layer.layout.block_size)
         out, lse = staging.back
+        weighs = self.choice is not None and (self.targets or self.choice.tokens > 0)
         if self.choice is not None or self.accumulates:
             # The CPU wants to know how much of the attention the window has.
             in_window = window.attend(call.q, scale, call.softcap)
@@ -43,7 +44,7 @@ class WindowedDecode(RetrievalDecode):
         if blocks.newly_closed[0] != blocks.newly_closed[1]:
             self._close_blocks(layer, step)
         estimated = self._attend_natively(
-            native, layer, step, blocks, q, k, v, None, scale, softcap, out, lse, beside if self.targets else None
+            native, layer, step, blocks, q, k, v, None, scale, softcap, out, lse, beside if weighs else None
         )  # fmt: skip
         device_out, device_lse = staging.sent_back()
         merged, merged_lse = merge_attention(*in_window, device_out, device_lse.view(call.q.shape[:3]))

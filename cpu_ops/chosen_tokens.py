@@ -1,0 +1,428 @@
+"""Of the blocks that were looked at, the tokens that receive most attention: chosen one by one, and attended to.
+
+What is left of a block stays part of the rest: its mean key and value stand for as many tokens fewer.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+
+from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX
+from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.cpu_features import isa
+from cpu_ops.estimated_masses import log_sum_exp, logaddexp, share_from
+from cpu_ops.exponential import LN_2, LOG2_E, exp2, log2, row_softcap
+from cpu_ops.kernel_address import address_of, called_as
+from cpu_ops.list_attention import OFFSETS
+from cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
+from cpu_ops.scratch import scratch
+from cpu_ops.simd import accumulate_rows_at, prefetch, score_rows
+from cpu_ops.softmax_rows import rows_exp2, rows_most
+from cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays, storage_of
+from cpu_ops.tiles import tiles_for
+from cpu_ops.top_k import number_above
+from cpu_ops.work_division import merge_edges
+
+_AT_ONCE = 64
+"""Tokens whose scores are brought together before their values are added."""
+_AHEAD = 8
+"""Tokens whose numbers are on their way meanwhile: they lie anywhere, so that no hardware guesses where."""
+_COLUMNS = {"avx512": 28, "avx2": 12, "neon": 24, "generic": 12}
+"""Vectors of partial sums at once (as `rest_estimate` has them)."""
+_HIGHEST, _BITS = np.uint32(1 << 29), 30
+"""Bits of float32 from 0 to 1, and one."""
+_SMALLEST = np.float32(2.0**-126)
+"""Shares below it are none."""
+_INT3 = types.Array(types.int32, 3, "C")
+_REAL4, _REAL3, _REAL2 = (types.Array(types.float32, dims, "C") for dims in (4, 3, 2))
+
+
+@region_arguments("choose tokens")
+def choosing_arguments(_: str) -> tuple[Any, ...]:
+    """Of the region.
+
+    (scores, places, blocks, weights, masses, beside, elsewhere, shared, reduce, target, least, most, chosen, counts)
+
+    scores: [rows, kv_heads, group, n * block_size] float32, of the keys of n blocks; written over. places: [rows, 1
+    where shared, else kv_heads, n] int32, where these are in weights and masses [rows, kv_heads, group, blocks]
+    float32, the log-sum-exps of all blocks' scores, by their means and by themselves; below 0 for none. blocks: as
+    places, where they lie in the pool. beside, elsewhere: [rows, kv_heads, group] float32, of what is attended to in
+    any case, and of what cannot be chosen. reduce: as `chosen_blocks.reduced_scores` joins query heads, of their shares
+    of the attention. target: 0, for `most` tokens, or the share of the attention that as few as possible are to reach,
+    `least` to `most` of them. chosen: [rows, lists, n * block_size] int32, written: where the tokens lie in the pool,
+    counted through all blocks. counts: [rows, lists, 3] int32, written: how many these are, of how many blocks, and how
+    many of these are taken as a whole. weights and masses are written over, at the places: those of what is left of
+    each block; its mean stands for it as for the whole.
+    """
+    integer = types.int64
+    flags = types.boolean, integer, types.float64, integer, integer
+    return _REAL4, _INT3, _INT3, _REAL4, _REAL4, _REAL3, _REAL3, *flags, _INT3, _INT3
+
+
+@cache
+def choosing_region() -> int:
+    """The address of the region "choose tokens": one for all pools and shapes, a list for a thread."""
+    code_version = CODE_VERSION
+
+    @njit(REGION, cache=True, nogil=True, error_model="numpy")
+    def choose(thread, threads, arguments):
+        (
+            scores, places, blocks, weights, masses, beside, elsewhere, shared, reduce, target, least, most, chosen,
+            counts,
+        ) = arguments_at("choose tokens", "", arguments)  # fmt: skip
+        rows, kv_heads = scores.shape[:2]
+        lists, heads = (1, kv_heads) if shared else (kv_heads, 1)
+        largest = reduce in (LARGEST, LARGEST_SOFTMAX)
+        for index in range(rows * lists * thread // threads, rows * lists * (thread + 1) // threads):
+            row, each = index // lists, index % lists
+            own, first = chosen[row, each], each * heads
+            totals = np.empty((heads, scores.shape[2]), np.float32)
+            keys, shares, before = _shares(
+                scores[row, first : first + heads], places[row, each], masses[row, first : first + heads],
+                beside[row, first : first + heads], elsewhere[row, first : first + heads], largest, totals,
+            )  # fmt: skip
+            count = _choose(keys, shares, np.float32(target) - before, target > 0, least, most, own)
+            taken = np.zeros(places.shape[2], np.int32)
+            is_left = _taken_of(own[:count], taken, scores.shape[3])
+            for head in range(heads):
+                at = row, first + head
+                _leave(scores[at], totals[head], places[row, each], taken, is_left, weights[at], masses[at])
+            _to_pool(own[:count], taken, blocks[row, each], scores.shape[3], counts[row, each])
+        return np.int64(0 * code_version)
+
+    return address_of(choose)
+
+
+@njit(error_model="numpy")
+def _shares(scores, places, masses, beside, elsewhere, largest, totals):
+    """What tokens are ordered by, [n] uint32, 0 for none, and each one's share of the attention, [n] float32.
+
+    It is the mean share over query heads, or the largest, that orders. scores: [heads, group, n], in whose place each
+    head's own shares are written. places: [blocks that are looked at]. masses: [heads, group, blocks], beside and
+    elsewhere: [heads, group]. totals: [heads, group], written: the log-sum-exp of everything. Returns the share of what
+    is beside too.
+    """
+    heads, group, n = scores.shape
+    shares, most, before = np.zeros(n, np.float32), np.zeros(n, np.float32), np.float32(0)
+    weight = np.float32(1) / np.float32(heads * group)
+    for head in range(heads):
+        for g in range(group):
+            total = logaddexp(log_sum_exp(masses[head, g]), logaddexp(beside[head, g], elsewhere[head, g]))
+            totals[head, g] = total
+            before += weight * exp2((beside[head, g] - total) * LOG2_E)
+            _to_shares(scores[head, g], total, weight, shares, most, largest)
+    # Of numbers from 0 on the bits are in order.
+    keys = (most if largest else shares).copy().view(np.uint32)
+    keys += np.uint32(1)
+    size = n // max(1, places.size)
+    for entry in range(places.size):
+        if places[entry] < 0:
+            keys[entry * size : (entry + 1) * size] = 0
+    return keys, shares, before
+
+
+@njit(fastmath={"contract", "nsz"}, error_model="numpy")
+def _to_shares(scores, total, weight, shares, most, largest):
+    """Replace scores [n] by their shares of `total`; added to `shares` by weight, and the most of them if `largest`."""
+    for token in range(scores.size):
+        share = exp2((scores[token] - total) * LOG2_E)
+        scores[token] = share
+        shares[token] += weight * share
+    if largest:
+        for token in range(scores.size):
+            most[token] = max(most[token], scores[token])
+
+
+@njit(error_model="numpy")
+def _choose(keys, shares, wanted, has_target, least, most, chosen):
+    """Write the indices of the tokens with the largest keys [n] to chosen [n], ascending; returns how many.
+
+    As many as `most`, or, where there is a target, as few as have the share `wanted` together, of those not less than
+    `least`; of equal ones the first.
+    """
+    there = np.int64(number_above(keys, np.uint32(0)))
+    most, count, lowest = min(most, there), min(most, there), np.uint32(0)
+    if has_target:
+        count = np.int64(0)
+        if wanted > 0:
+            for bit in range(_BITS):
+                tried = lowest | (_HIGHEST >> np.uint32(bit))
+                if share_from(keys, shares, tried) >= wanted:
+                    lowest = tried
+            reached, count = share_from(keys, shares, lowest + np.uint32(1)), np.int64(number_above(keys, lowest))
+            for token in range(keys.size if lowest > 0 else 0):
+                if reached >= wanted:
+                    break
+                if keys[token] == lowest:
+                    reached += shares[token]
+                    count += 1
+        limited = min(max(count, least), most)
+        if limited != count:
+            count, lowest = limited, np.uint32(0)
+    if count == 0:
+        return np.int64(0)
+    if lowest == 0:
+        for bit in range(_BITS):
+            tried = lowest | (_HIGHEST >> np.uint32(bit))
+            if number_above(keys, tried - np.uint32(1)) >= count:
+                lowest = tried
+    ties, place = count - number_above(keys, lowest), 0
+    for token in range(keys.size):
+        if keys[token] >= lowest:
+            if keys[token] == lowest:
+                if ties == 0:
+                    continue
+                ties -= 1
+            chosen[place] = token
+            place += 1
+    return count
+
+
+@njit
+def _taken_of(chosen, taken, n):
+    """Count the tokens of each block among `chosen`, ascending indices of n, in taken [blocks], of zeros before.
+
+    Returns [n] float32, 1 for a token that is left and 0 for a chosen one.
+    """
+    is_left, size, entry = np.ones(n, np.float32), n // max(1, taken.size), 0
+    for index in chosen:
+        while index >= (entry + 1) * size:
+            entry += 1
+        is_left[index] = 0
+        taken[entry] += 1
+    return is_left
+
+
+@njit
+def _to_pool(chosen, taken, blocks, n, counts):
+    """Let `chosen`, indices of n tokens, be where they lie in the pool, and count them (as the region's arguments)."""
+    size, entry = n // max(1, taken.size), 0
+    counts[0], counts[1], counts[2] = chosen.size, 0, 0
+    for place in range(chosen.size):
+        while chosen[place] >= (entry + 1) * size:
+            entry += 1
+        chosen[place] += (blocks[entry] - entry) * size
+    for entry in range(taken.size):
+        counts[1] += taken[entry] > 0
+        counts[2] += taken[entry] == size
+
+
+@njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+def _leave(shares, totals, places, taken, is_left, weights, masses):
+    """Let weights and masses [group, blocks] be those of what is left of the blocks at `places`.
+
+    shares: [group, n], of `totals` [group]. taken, is_left: as from `_taken_of`.
+    """
+    group, n = shares.shape
+    size = n // max(1, places.size)
+    for entry in range(places.size):
+        place, count = places[entry], size - taken[entry]
+        if place < 0 or taken[entry] == 0:
+            continue
+        fewer = np.float32(np.log(count / size))
+        for g in range(group):
+            left = np.float32(0)
+            for t in range(entry * size, (entry + 1) * size):
+                left += is_left[t] * shares[g, t]
+            weights[g, place] += fewer
+            masses[g, place] = totals[g] + log2(left) * LN_2 if left > _SMALLEST else np.float32(-np.inf)
+
+
+@njit
+def pool_blocks(positions, context):
+    """Where the blocks at positions [rows, lists, n] of context [rows, blocks] int32 lie in the pool; -1 for none."""
+    found = np.full(positions.shape, -1, np.int32)
+    for row in range(positions.shape[0]):
+        for each in range(positions.shape[1]):
+            for place in range(positions.shape[2]):
+                if positions[row, each, place] >= 0:
+                    found[row, each, place] = context[row, positions[row, each, place]]
+    return found
+
+
+def _given(numbers: str) -> tuple[Any, ...]:
+    """q, keys, values, key_offsets, tokens, counts, scale, softcap."""
+    return _REAL4, *pool_arrays(numbers), OFFSETS, _INT3, _INT3, types.float64, types.float64
+
+
+@region_arguments("attend tokens")
+def arguments(numbers: str) -> tuple[Any, ...]:
+    """Of the regions: as the kernels, without threads, and edges as `list_attention.arguments` has them before out."""
+    edges = types.Array(types.int64, 1, "C"), _REAL3, _REAL2, _REAL2
+    return (*_given(numbers), *edges, _REAL4, _REAL3)
+
+
+@called_as("attend tokens")
+def signature(numbers: str) -> Any:
+    """Of the kernels: (run, region, q, keys, values, key_offsets, tokens, counts, scale, softcap, threads, out, lse).
+
+    run: `parallel_region.all_threads()`. region: its address. q: [rows, kv_heads, group, k_dim] float32. keys, values,
+    key_offsets: as `attention.attend_blocks` takes them, viewed as `numbers`. tokens: [rows, 1 or kv_heads, n] int32,
+    where each lies in the pool, counted through all blocks; counts: [rows, lists, 1 or more] int32, whose first are the
+    entries in use. scale, softcap: as there. out: [rows, kv_heads, group, v_dim] and lse [rows, kv_heads, group]
+    float32, written: 0 and -inf of an empty list.
+    """
+    integer = types.int64
+    return integer(integer, integer, *_given(numbers), integer, _REAL4, _REAL3)
+
+
+@cache
+def kernel_for(numbers: str) -> Any:
+    """Compile the kernel for pools viewed as `numbers` (as `signature`), or load it from Numba's on-disk cache."""
+    code_version = CODE_VERSION
+
+    @njit(signature(numbers), cache=True, nogil=True, error_model="numpy")
+    def attend_tokens(
+        run, region, q, keys, values, key_offsets, tokens, counts, scale, softcap, threads, out, lse
+    ):  # fmt: skip
+        group, v_dim = out.shape[2:]
+        edges = np.full(2 * threads, -1, np.int64)
+        edge_sums = np.empty((2 * threads, group, v_dim), np.float32)
+        edge_most, edge_total = np.empty((2 * threads, group), np.float32), np.empty((2 * threads, group), np.float32)
+        given = (
+            q, keys, values, key_offsets, tokens, counts, scale, softcap, edges, edge_sums, edge_most, edge_total, out,
+            lse,
+        )  # fmt: skip
+        run_region("attend tokens", numbers, run, region, threads, given)
+        merge_edges(edges, edge_sums, edge_most, edge_total, out, lse)
+        return np.int64(0 * code_version)
+
+    return attend_tokens
+
+
+def region_for(
+    q: tuple[int, ...], keys: tuple[int, ...], v_dim: int, dtype: np.dtype, value_dtype: np.dtype, softcapped: bool,
+    offset: bool,
+) -> int:  # fmt: skip
+    """The address of the region "attend tokens" for queries [rows, kv_heads, group, k_dim] and pools of these types."""
+    names = storage_of(dtype).name, storage_of(value_dtype).name
+    return address_of(_region(isa(), *names, q[2], q[3], v_dim, keys[2], softcapped, offset))
+
+
+@cache
+def _region(
+    isa: str, storage: str, value_storage: str, group: int, k_dim: int, v_dim: int, block_size: int, softcapped: bool,
+    offset: bool,
+) -> Any:  # fmt: skip
+    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
+    lanes, full_tiles, tile_queries, rest_queries, row_size, *_ = tiles_for(isa, group, 1)
+    full_queries, num_tiles = full_tiles * tile_queries, full_tiles + (rest_queries > 0)
+    columns = min(_COLUMNS[isa] // tile_queries, -(-v_dim // lanes))
+    tile_scores = _AT_ONCE * row_size + lanes
+    k_units, v_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[value_storage].units(v_dim)
+    numbers, code_version = numbers_of(STORAGE_TYPES[storage], STORAGE_TYPES[value_storage]), CODE_VERSION
+
+    @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def attend(thread, threads, arguments):
+        (
+            q, keys, values, key_offsets, tokens, counts, scale, softcap, edges, edge_sums, edge_most, edge_total, out,
+            lse,
+        ) = arguments_at("attend tokens", numbers, arguments)  # fmt: skip
+        rows, kv_heads = q.shape[:2]
+        lists, total = tokens.shape[1], np.int64(0)
+        for index in range(rows * kv_heads):
+            total += counts[index // kv_heads, min(index % kv_heads, lists - 1), 0]
+        first, last = total * thread // threads, total * (thread + 1) // threads
+        factor = np.float32(scale / softcap) if softcapped else np.float32(scale * LOG2_E)
+        scaled_q, sums = scratch(group, k_dim), scratch(group, v_dim)
+        scores, shifts = scratch(num_tiles, tile_scores), scratch(num_tiles, 2 * lanes)
+        most, fresh, totals = np.empty((3, num_tiles, lanes), np.float32)
+        places, before = np.empty(_AT_ONCE, np.int64), np.int64(0)
+        for index in range(rows * kv_heads):
+            row, head = index // kv_heads, index % kv_heads
+            own = tokens[row, min(head, lists - 1)]
+            count = np.int64(counts[row, min(head, lists - 1), 0])
+            if count == 0 and thread == 0:
+                lse[row, head] = -np.inf
+                out[row, head] = 0
+            start, stop = max(first - before, 0), min(last - before, count)
+            begun, before = before, before + count
+            if start >= stop:
+                continue
+            most[:], totals[:], sums[:] = -np.inf, 0, 0
+            for g in range(group):
+                for d in range(k_dim):
+                    scaled_q[g, d] = q[row, head, g, d] * factor
+            for begin in range(start, stop, _AT_ONCE):
+                here: Any = min(_AT_ONCE, stop - begin)
+                for each in range(here):
+                    if begin + each + _AHEAD < stop:
+                        token = np.int64(own[begin + each + _AHEAD])
+                        place = (token // block_size * kv_heads + head) * block_size + token % block_size
+                        prefetch(keys, place * k_units, k_units)
+                    token = np.int64(own[begin + each])
+                    block = token // block_size * kv_heads + head
+                    place = block * block_size + token % block_size
+                    places[each] = place
+                    prefetch(values, place * v_units, v_units)
+                    for tile in range(full_tiles):
+                        score_rows(
+                            lanes, storage, k_dim, tile_queries, 1, row_size, scaled_q, tile * (tile_queries * k_dim),
+                            keys, place * k_units, scores, tile * tile_scores + each * row_size,
+                        )  # fmt: skip
+                    if rest_queries > 0:
+                        score_rows(
+                            lanes, storage, k_dim, rest_queries, 1, row_size, scaled_q, full_queries * k_dim,
+                            keys, place * k_units, scores, full_tiles * tile_scores + each * row_size,
+                        )  # fmt: skip
+                    if offset:
+                        for tile in range(full_tiles):
+                            score_rows(
+                                lanes, "float16", k_dim, tile_queries, 1, row_size, scaled_q,
+                                tile * (tile_queries * k_dim), key_offsets, block * k_dim, shifts, tile * (2 * lanes),
+                            )  # fmt: skip
+                        if rest_queries > 0:
+                            score_rows(
+                                lanes, "float16", k_dim, rest_queries, 1, row_size, scaled_q, full_queries * k_dim,
+                                key_offsets, block * k_dim, shifts, full_tiles * (2 * lanes),
+                            )  # fmt: skip
+                        for tile in range(num_tiles):
+                            for lane in range(row_size):
+                                scores[tile, each * row_size + lane] += shifts[tile, lane]
+                vectors: Any = (here * row_size + lanes - 1) // lanes
+                for tile in range(num_tiles):
+                    scores[tile, here * row_size : vectors * lanes] = -np.inf
+                    if softcapped:
+                        row_softcap(scores, tile, here * row_size, np.float32(softcap) * LOG2_E)
+                    at: Any = tile * lanes
+                    if rows_most(lanes, row_size, scores, tile * tile_scores, lanes, vectors, most, at, fresh, at):
+                        for g in range(tile * tile_queries, min(group, (tile + 1) * tile_queries)):
+                            lane = g - tile * tile_queries
+                            rescale = exp2(most[tile, lane] - fresh[tile, lane])
+                            for d in range(v_dim):
+                                sums[g, d] *= rescale
+                        for lane in range(lanes):
+                            totals[tile, lane] *= exp2(most[tile, lane] - fresh[tile, lane])
+                            most[tile, lane] = fresh[tile, lane]
+                    rows_exp2(lanes, scores, tile * tile_scores, lanes, vectors, most, at, totals, at)
+                for tile in range(full_tiles):
+                    accumulate_rows_at(
+                        lanes, value_storage, v_dim, tile_queries, row_size, columns, scores, tile * tile_scores,
+                        values, places, here, sums, tile * (tile_queries * v_dim),
+                    )  # fmt: skip
+                if rest_queries > 0:
+                    accumulate_rows_at(
+                        lanes, value_storage, v_dim, rest_queries, row_size, columns, scores, full_tiles * tile_scores,
+                        values, places, here, sums, full_queries * v_dim,
+                    )  # fmt: skip
+            is_whole = start == 0 and stop == count
+            edge = 2 * thread + (0 if begun < first else 1)
+            for g in range(group):
+                tile, lane = g // tile_queries, g % tile_queries
+                weight = np.float32(0)
+                for same in range(lane, lanes, row_size):
+                    weight += totals[tile, same]
+                if is_whole:
+                    lse[row, head, g] = (most[tile, lane] + np.log2(weight)) * LN_2
+                    for d in range(v_dim):
+                        out[row, head, g, d] = sums[g, d] / weight
+                else:
+                    edges[edge] = index
+                    edge_most[edge, g], edge_total[edge, g] = most[tile, lane], weight
+                    for d in range(v_dim):
+                        edge_sums[edge, g, d] = sums[g, d]
+        return np.int64(0 * code_version)
+
+    return attend

@@ -1,0 +1,151 @@
+"""Single tokens of the blocks that are looked at: against a reference in torch that says the same in a few lines."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
+from cpu_ops.estimating_step import Choice
+from cpu_ops.retrieval_step import AS_GIVEN, EVERYTHING
+from tests.cpu_ops.estimating_problems import (
+    BLOCK,
+    BLOCKS,
+    CONTEXT,
+    END,
+    FIRST,
+    KV_HEADS,
+    ROWS,
+    Problem,
+    assert_same,
+    scores_of,
+    spread,
+    taken,
+)
+
+AROUND = [*range(FIRST), *range(END, BLOCKS)]
+
+
+def reference(problem, choice, *, shared=False, softcap=0.0, estimates=True, beside=-math.inf, given_blocks=None):
+    """Per row: candidates of each list, out, lse, and the mass of what was attended to and of everything."""
+    inside, lists, wanted = slice(FIRST, END), 1 if shared else KV_HEADS, choice.tokens // BLOCK
+    for row in range(ROWS):
+        exact, mean, likely = scores_of(problem, row, softcap)
+        window = exact[:, :, AROUND].flatten(2).logsumexp(-1)
+        seen = torch.logaddexp(window, torch.tensor(beside).double())
+        exact, mean, likely = exact[:, :, inside], mean[:, :, inside], likely[:, :, inside]
+        looked, masses = exact.logsumexp(-1), spread(mean, likely)
+        nothing = torch.full_like(seen, -math.inf)
+        if given_blocks is not None:
+            candidates = [[b for b in own if b >= 0] for own in given_blocks[row]]
+        else:
+            if choice.rerank == 0:
+                masses = looked.clone()
+            by = masses if choice.rerank == 0 else likely
+            every = [list(range(CONTEXT))] * lists
+            candidates = taken(by, masses, every, choice.candidates, choice, wanted, shared, seen, nothing)
+        elsewhere = masses.clone()
+        for head in range(KV_HEADS):
+            own = candidates[0 if shared else head]
+            masses[head][:, own] = looked[head][:, own]
+            elsewhere[head][:, own] = -math.inf
+        elsewhere, total = elsewhere.logsumexp(-1), torch.logaddexp(masses.logsumexp(-1), seen)
+        among = [[b * BLOCK + t for b in own for t in range(BLOCK)] for own in candidates]
+        tokens = torch.full((*seen.shape, CONTEXT * BLOCK), -math.inf).double()
+        for head in range(KV_HEADS):
+            own = among[0 if shared else head]
+            tokens[head][:, own] = exact[head].flatten(1)[:, own]
+        by_share = choice._replace(reduce=LARGEST if choice.reduce in (LARGEST, LARGEST_SOFTMAX) else MEAN)
+        by_share = by_share._replace(least=choice.least * BLOCK)
+        shares = torch.exp(tokens - total[..., None])
+        if shared and by_share.reduce == LARGEST:
+            shares = shares.amax(0, keepdim=True).expand_as(shares)
+        chosen = taken(shares, tokens, among, 1, by_share, choice.tokens, shared, seen, elsewhere)
+        values, means = (
+            torch.from_numpy(part[problem.table[row]]).double() for part in (problem.values, problem.value_means)
+        )
+        out, lse, attended = [], [], []
+        for head in range(KV_HEADS):
+            own, its = chosen[0 if shared else head], values[inside, head].flatten(0, 1)
+            left = torch.ones(CONTEXT, BLOCK).bool()
+            left.view(-1)[own] = False
+            around = scores_of(problem, row, softcap)[0][head][:, AROUND].flatten(1)
+            parts = [exact[head].flatten(1)[:, own], around]
+            vectors = [its[own], values[AROUND, head].flatten(0, 1)]
+            mass = torch.cat(parts, -1).logsumexp(-1)
+            if estimates:
+                parts.append(mean[head] + left.sum(1).double().log())
+                vectors.append(means[inside, head, 0])
+            out.append(torch.cat(parts, -1).softmax(-1) @ torch.cat(vectors))
+            lse.append(torch.cat(parts, -1).logsumexp(-1))
+            rest = masses[head].clone()
+            looked_at = candidates[0 if shared else head]
+            rest[:, looked_at] = exact[head].masked_fill(~left, -math.inf).logsumexp(-1)[:, looked_at]
+            attended.append([mass, torch.logaddexp(mass, rest.logsumexp(-1))])
+        yield candidates, torch.stack(out), torch.stack(lse), [torch.stack(e) for e in zip(*attended, strict=True)]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    reduce=st.sampled_from([SOFTMAX, LARGEST_SOFTMAX, MEAN, LARGEST]),
+    rerank=st.sampled_from([2, 3, 0]),
+    target=st.sampled_from([0.0, 0.5, 0.9, 0.99]),
+    least=st.integers(0, 2),
+    wanted=st.integers(1, CONTEXT),
+    shared=st.booleans(),
+    softcap=st.sampled_from([0.0, 3.0]),
+    estimates=st.booleans(),
+    beside=st.sampled_from([-math.inf, 0.0, 2.0]),
+    size=st.sampled_from([0.3, 1.5]),
+    representative_num=st.sampled_from([1, 2]),
+    seed=st.integers(0, 10**6),
+)
+def test_tokens_and_what_is_left_of_their_blocks_are_the_references(
+    reduce, rerank, target, least, wanted, shared, softcap, estimates, beside, size, representative_num, seed
+):
+    problem = Problem(seed, size, representative_num)
+    choice = Choice(reduce, rerank, target, least, tokens=wanted * BLOCK)
+    step = problem.step(choice, estimates=estimates, softcap=softcap)
+    most = min(CONTEXT, wanted * choice.candidates)
+    problem.run(step, most=most, shared=shared, softcap=softcap, beside=beside)
+    kept = {"shared": shared, "softcap": softcap, "estimates": estimates, "beside": beside}
+    assert_same(problem, reference(problem, choice, **kept))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_tokens_are_chosen_among_given_blocks(shared):
+    problem = Problem(7)
+    blocks = np.array([[[1, 4, -1], [0, 2, 5]], [[3, -1, -1], [-1, -1, -1]]], np.int32)
+    blocks = np.ascontiguousarray(blocks[:, :1]) if shared else blocks
+    choice = Choice(rerank=0, tokens=BLOCK)
+    step = problem.step(choice)
+    problem.run(step, which=AS_GIVEN, positions=blocks, shared=shared)
+    assert_same(problem, reference(problem, choice, shared=shared, given_blocks=blocks.tolist()))
+    # So many tokens of each list that has any, of the blocks that it was given.
+    assert step.taken.tolist()[:2] == [2 * BLOCK if shared else 3 * BLOCK, 3 if shared else 6]
+
+
+def test_with_room_for_every_token_nothing_is_estimated():
+    problem, exact = Problem(5), Problem(5)
+    step = problem.step(Choice(rerank=0, tokens=CONTEXT * BLOCK))
+    problem.run(step, most=CONTEXT)
+    exact.run(exact.step(Choice()), which=EVERYTHING)
+    np.testing.assert_allclose(problem.out, exact.out, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(problem.masses, exact.masses, rtol=1e-6)
+    lists = ROWS * KV_HEADS
+    assert step.taken.tolist() == [
+        lists * CONTEXT * BLOCK,
+        lists * CONTEXT,
+        lists * CONTEXT,
+        0,
+        0,
+        *[lists * CONTEXT] * 2,
+    ]
+
+
+def test_tokens_whose_keys_are_not_looked_at_cannot_be_chosen():
+    with pytest.raises(ValueError, match="a rerank other than 1"):
+        Problem(1).step(Choice(tokens=BLOCK))
