@@ -21,7 +21,7 @@ from cpu_ops.scratch import scratch
 from cpu_ops.simd import accumulate_rows_at, prefetch, score_rows
 from cpu_ops.softmax_rows import rows_exp2, rows_most
 from cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays, storage_of
-from cpu_ops.tiles import tiles_for
+from cpu_ops.tiles import columns_apart, tiles_for
 from cpu_ops.top_k import number_above
 from cpu_ops.work_division import merge_edges
 
@@ -29,8 +29,6 @@ _AT_ONCE = 64
 """Tokens whose scores are brought together before their values are added."""
 _AHEAD = 8
 """Tokens whose numbers are on their way meanwhile: they lie anywhere, so that no hardware guesses where."""
-_COLUMNS = {"avx512": 28, "avx2": 12, "neon": 24, "generic": 12}
-"""Vectors of partial sums at once (as `rest_estimate` has them)."""
 _HIGHEST, _BITS = np.uint32(1 << 29), 30
 """Bits of float32 from 0 to 1, and one."""
 _SMALLEST = np.float32(2.0**-126)
@@ -309,7 +307,7 @@ def _region(
     """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
     lanes, full_tiles, tile_queries, rest_queries, row_size, *_ = tiles_for(isa, group, 1)
     full_queries, num_tiles = full_tiles * tile_queries, full_tiles + (rest_queries > 0)
-    columns = min(_COLUMNS[isa] // tile_queries, -(-v_dim // lanes))
+    columns = columns_apart(isa, tile_queries, v_dim)
     tile_scores = _AT_ONCE * row_size + lanes
     k_units, v_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[value_storage].units(v_dim)
     numbers, code_version = numbers_of(STORAGE_TYPES[storage], STORAGE_TYPES[value_storage]), CODE_VERSION

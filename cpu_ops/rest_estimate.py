@@ -14,12 +14,10 @@ from cpu_ops.kernel_address import address_of, called_as
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
 from cpu_ops.simd import accumulate_rows_at
 from cpu_ops.storage import STORAGE_TYPES, storage_of
-from cpu_ops.tiles import tiles_for
+from cpu_ops.tiles import columns_apart, tiles_for
 
 _AT_ONCE = 32
 """Blocks whose weights are brought together before their mean values are added."""
-_COLUMNS = {"avx512": 28, "avx2": 12, "neon": 24, "generic": 12}
-"""Vectors of partial sums at once: what a row of means is multiplied with is read from memory each time."""
 _REAL4, _REAL3, _REAL2 = (types.Array(types.float32, dims, "C") for dims in (4, 3, 2))
 
 
@@ -115,7 +113,7 @@ def _merge(out, lses, at, other, other_lse):
 def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
     lanes, full_tiles, tile_queries, rest_queries, row_size, *_ = tiles_for(instructions, group, 1)
     full_queries, num_tiles = full_tiles * tile_queries, full_tiles + (rest_queries > 0)
-    columns = min(_COLUMNS[instructions] // tile_queries, -(-v_dim // lanes))
+    columns = columns_apart(instructions, tile_queries, v_dim)
     numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})

@@ -10,6 +10,10 @@ _ACCUMULATORS = {"avx512": 16, "avx2": 8, "neon": 16, "generic": 8}
 registers is for operands."""
 
 
+_ROWS_APART = {"avx512": 28, "avx2": 12, "neon": 24, "generic": 12}
+"""Vectors of partial sums of values that lie apart: what a row is multiplied with is read from memory each time."""
+
+
 class Tiles(NamedTuple):
     """How a group of query heads is cut into tiles.
 
@@ -42,3 +46,8 @@ def tiles_for(isa: str, group: int, block_size: int) -> Tiles:
         tokens *= 2
     columns = max(1, accumulators // queries)
     return Tiles(ISAS[isa].float_lanes, group // queries, queries, group % queries, row, tokens, columns)
+
+
+def columns_apart(isa: str, tile_queries: int, v_dim: int) -> int:
+    """Vectors of columns of values that lie apart, which are added to at once for a tile of queries."""
+    return min(_ROWS_APART[isa] // tile_queries, -(-v_dim // ISAS[isa].float_lanes))

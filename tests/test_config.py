@@ -164,6 +164,7 @@ def test_settings_that_are_no_mapping_are_an_error(mapping: Any) -> None:
             "or MEANSTD, or rest drop",
         ),
         ({"representative_type": "QUEST", "representative_num": 2, "rerank": 2}, "take MEAN or MEANSTD, or rerank 1"),
+        ({"representative_type": "MEAN", "attend_to": "tokens"}, "take rerank all or a number from 2 on"),
         ({"target_mass": 0.9}, "target_mass is 0.9; representative_type DYNAMIC holds no mean"),
         ({"target_mass": 1.5}, "target_mass is 1.5; it must be a number from 0 to 1, or none"),
         (

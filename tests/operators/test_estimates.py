@@ -165,6 +165,43 @@ def test_a_context_of_up_to_so_many_blocks_is_attended_to_as_a_whole(injected, c
     assert (before, len(checked)) == (0, 3 * 7)
 
 
+TOKENS = {"rerank": "all", "attend_to": "tokens"}
+
+
+@pytest.mark.parametrize("target_mass", ["none", 0.8])
+@pytest.mark.parametrize("head_select_mode", ["SHARED", "SEPARATE"])
+def test_single_tokens_are_the_same_beside_a_window_on_the_compute_device(
+    injected, monkeypatch, target_mass, head_select_mode
+):
+    settings = {**TOKENS, "target_mass": target_mass, "head_select_mode": head_select_mode, "measure_recall": True}
+    model, cache = injected(**settings)
+    expected, before = logits(model, cache, tokens(60), *answer(12)), cache.statistics
+    monkeypatch.setattr(retrieval_layer, "_needs_window", lambda device: True)
+    model, cache = injected(**settings)
+    np.testing.assert_allclose(logits(model, cache, tokens(60), *answer(12)), expected, rtol=1e-3, atol=1e-4)
+    for name in ("estimated_share", "block_recall", *(["attended_blocks"] if target_mass != "none" else [])):
+        assert cache.statistics[name] == pytest.approx(before[name], rel=1e-4)
+
+
+def test_as_many_single_tokens_cover_more_than_whole_blocks(injected):
+    shares = []
+    for settings in ({"rerank": "all"}, TOKENS):
+        model, cache = injected(measure_recall=True, head_select_mode="SEPARATE", **settings)
+        logits(model, cache, tokens(90), *answer(6))
+        shares.append(np.array(cache.statistics["block_recall"]))
+    assert (shares[1] > shares[0]).all()
+
+
+def test_single_tokens_are_chosen_anew_among_blocks_that_are_reused(injected):
+    found = []
+    for token_step in (1, 4):
+        # Four times five blocks are candidates: all that there are.
+        model, cache = injected(**TOKENS, second_block_count=5, token_step=token_step, layer_step=token_step)
+        found.append(logits(model, cache, tokens(60), *answer(11)))
+        assert max(cache.statistics["estimated_share"]) < 0.999
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-4)
+
+
 def test_a_window_on_the_compute_device_counts_for_the_target(injected, checked, monkeypatch):
     settings = {"target_mass": 0.8, "head_select_mode": "SEPARATE", "second_block_count": 500, "least_block_count": 0}
     model, cache = injected(**settings)
@@ -191,9 +228,11 @@ def test_as_few_blocks_as_reach_the_target_are_attended_to(injected, checked, ta
     assert cache.statistics["estimated_share"] == pytest.approx([target_mass] * 3, abs=0.1)
 
 
+@pytest.mark.parametrize("attend_to", ["blocks", "tokens"])
 @pytest.mark.parametrize(("rerank", "key_offset"), [(100, "none"), (100, "block_mean"), ("all", "none")])
-def test_where_all_candidates_are_looked_at_the_estimated_share_is_the_true_one(injected, rerank, key_offset):
-    model, cache = injected(rerank=rerank, measure_recall=True, second_block_count=4, key_offset=key_offset)
+def test_where_all_candidates_are_looked_at_the_estimate_is_the_true_share(injected, rerank, key_offset, attend_to):
+    settings = {"rerank": rerank, "key_offset": key_offset, "attend_to": attend_to}
+    model, cache = injected(measure_recall=True, second_block_count=4, **settings)
     logits(model, cache, tokens(70), *answer(6))
     found = cache.statistics
     assert found["estimated_share"] == pytest.approx(found["block_recall"], rel=1e-4)

@@ -9,6 +9,7 @@ from bounded_models import bounded
 from shadowkv_models import injected as shadowkv
 from tiny_models import tiny_model
 
+from cpu_ops.estimating_step import EstimatingStep
 from hetero_kv import HeteroCache, inject
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.rules.rule_file import parse_rules
@@ -104,6 +105,27 @@ def test_under_a_target_what_is_read_follows_the_blocks_that_were_taken(llama):
     assert 0 < min(blocks) < max(blocks) < CONTEXT
     expected = AROUND * TOKEN + np.array(blocks) * 4 * TOKEN + CONTEXT * REPRESENTATIVES
     assert read == pytest.approx(expected.tolist())
+
+
+def test_of_single_tokens_these_are_read_and_the_mean_values_of_what_is_left_of_blocks(llama, monkeypatch):
+    taken, call = [], EstimatingStep.__call__
+
+    def noted(self, *given):
+        result = call(self, *given)
+        taken.append(self.taken.tolist())
+        return result
+
+    monkeypatch.setattr(EstimatingStep, "__call__", noted)
+    settings = {**MEANSTD, "rest": "estimate", "rerank": "all", "attend_to": "tokens", "key_offset": "block_mean"}
+    read = after(llama, retrieving(llama, **settings))
+    assert len(taken) == len(read) == 3
+    for (tokens, looked, scored, _, _, touched, whole), found in zip(taken, read, strict=True):
+        # Three blocks' tokens, out of more blocks than three; all are looked at.
+        assert (tokens, looked, scored) == (12, CONTEXT, CONTEXT)
+        assert 3 < touched <= 12
+        around = AROUND * TOKEN + (4 + touched) * VECTOR // 2
+        looks = CONTEXT * (REPRESENTATIVES + 4 * VECTOR + VECTOR // 2)
+        assert found == around + 12 * TOKEN + looks + (CONTEXT - whole) * VECTOR
 
 
 def test_a_window_on_the_compute_device_is_read_there(llama, monkeypatch):
