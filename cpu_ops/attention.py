@@ -12,7 +12,7 @@ from numba import get_num_threads, njit, set_num_threads
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
-from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
+from cpu_ops.exponential import LOG2_E, exp2, row_softcap
 from cpu_ops.kernel_address import address_of
 from cpu_ops.list_attention import kernel_for as list_kernel_for
 from cpu_ops.list_checks import check_lists, check_offsets, outside_pool, wrong_array
@@ -23,6 +23,7 @@ from cpu_ops.softmax_rows import rows_exp2, rows_most
 from cpu_ops.storage import STORAGE_TYPES, numbers_of
 from cpu_ops.threads import one_kernel_at_a_time, use_threads
 from cpu_ops.tiles import tiles_for
+from cpu_ops.work_division import keep_part
 
 NO_OFFSETS = np.empty((0, 0, 0), np.uint16)
 _VALUE_TILE = 32
@@ -270,20 +271,10 @@ def _region(
                         )  # fmt: skip
             edge = 2 * thread + (0 if starts[index] < first else 1)
             whole = starts[index] >= first and starts[index + 1] <= last
-            for g in range(group):
-                tile, lane = g // tile_queries, g % tile_queries
-                weight = np.float32(0)
-                for same in range(lane, lanes, row_size):
-                    weight += totals[tile, same]
-                if whole:
-                    lse[row, head, g] = (most[tile, lane] + np.log2(weight)) * LN_2
-                    for d in range(v_dim):
-                        out[row, head, g, d] = sums[g, d] / weight
-                else:
-                    edges[edge] = index
-                    edge_most[edge, g], edge_total[edge, g] = most[tile, lane], weight
-                    for d in range(v_dim):
-                        edge_sums[edge, g, d] = sums[g, d]
+            keep_part(
+                index, edge, whole, tile_queries, row_size, most, totals, sums, edges, edge_sums, edge_most, edge_total,
+                out, lse,
+            )  # fmt: skip
         return np.int64(0 * code_version)
 
     return attend

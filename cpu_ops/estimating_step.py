@@ -18,6 +18,7 @@ from cpu_ops import (
     mean_scores,
     rest_estimate,
     scores,
+    token_attention,
     token_store,
 )
 from cpu_ops.chosen_blocks import SOFTMAX
@@ -127,10 +128,10 @@ class EstimatingStep:
         if choice.tokens:
             if not looks:
                 raise ValueError("of single tokens keys must be looked at: has_mean, and a rerank other than 1")
-            region = chosen_tokens.region_for(
+            region = token_attention.region_for(
                 q, keys.shape, self.v_dim, keys.dtype, values.dtype, softcapped, key_offsets is not None
             )
-            by_token = [chosen_tokens.choosing_region(), address_of(chosen_tokens.kernel_for(numbers)), region]
+            by_token = [chosen_tokens.choosing_region(), address_of(token_attention.kernel_for(numbers)), region]
         self._addresses = np.array(
             [
                 all_threads(),

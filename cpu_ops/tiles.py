@@ -8,8 +8,6 @@ _MOST_QUERIES = {"avx512": 8, "avx2": 4, "neon": 4, "generic": 4}
 _ACCUMULATORS = {"avx512": 16, "avx2": 8, "neon": 16, "generic": 8}
 """Vectors of partial sums in a tile: enough to cover the latency of two multiply-adds a cycle; what is left of the
 registers is for operands."""
-
-
 _ROWS_APART = {"avx512": 28, "avx2": 12, "neon": 24, "generic": 12}
 """Vectors of partial sums of values that lie apart: what a row is multiplied with is read from memory each time."""
 

@@ -37,6 +37,33 @@ def list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size):
 
 
 @njit(error_model="numpy")
+def keep_part(
+    index, edge, whole, tile_queries, row_size, most, totals, sums, edges, edge_sums, edge_most, edge_total, out, lse
+):  # fmt: skip
+    """Write what a thread found of the list `index`: as it is where it had the `whole` list, else to one of its edges.
+
+    most, totals: [tiles, lanes], the largest scores (to base 2) of the queries of each tile and the sums of their
+    powers, of which every `row_size`-th lane is of one query. sums: [group, v_dim], of values by these powers.
+    """
+    kv_heads, (group, v_dim), lanes = out.shape[1], sums.shape, most.shape[1]
+    row, head = index // kv_heads, index % kv_heads
+    for g in range(group):
+        tile, lane = g // tile_queries, g % tile_queries
+        weight = np.float32(0)
+        for same in range(lane, lanes, row_size):
+            weight += totals[tile, same]
+        if whole:
+            lse[row, head, g] = (most[tile, lane] + np.log2(weight)) * LN_2
+            for d in range(v_dim):
+                out[row, head, g, d] = sums[g, d] / weight
+        else:
+            edges[edge] = index
+            edge_most[edge, g], edge_total[edge, g] = most[tile, lane], weight
+            for d in range(v_dim):
+                edge_sums[edge, g, d] = sums[g, d]
+
+
+@njit(error_model="numpy")
 def merge_edges(edges, edge_sums, edge_most, edge_total, out, lse):
     """Merge what several threads computed of one list; edges [2 * threads] name the lists, equal ones in sequence."""
     group, v_dim = edge_sums.shape[1:]

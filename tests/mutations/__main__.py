@@ -22,6 +22,7 @@ from tests.mutations.prompts import PROMPTS
 from tests.mutations.refused import REFUSED
 from tests.mutations.run_files import RUNS
 from tests.mutations.seeded import MUTATIONS, Mutation
+from tests.mutations.single_tokens import SINGLE_TOKENS
 
 PROJECT = Path(__file__).parents[2]
 #: Seconds that the tests of a mutation have.
@@ -92,7 +93,7 @@ def chosen(words: list[str]) -> list[Mutation]:
     """The mutations with one of these words, or sequences of them, in what they mean; all where there are none."""
     return [
         mutation
-        for mutation in (*MUTATIONS, *REFUSED, *RUNS, *LASTING, *PROMPTS, *DEFECTS)
+        for mutation in (*MUTATIONS, *REFUSED, *RUNS, *LASTING, *PROMPTS, *DEFECTS, *SINGLE_TOKENS)
         if not words or any(each in mutation.meaning for each in words)
     ]
 

@@ -14,11 +14,12 @@ from tests.mutations.prompts import PROMPTS
 from tests.mutations.refused import REFUSED
 from tests.mutations.run_files import RUNS
 from tests.mutations.seeded import MUTATIONS
+from tests.mutations.single_tokens import SINGLE_TOKENS
 
 PROJECT = Path(__file__).parents[2]
 
 
-ALL = (*MUTATIONS, *REFUSED, *RUNS, *LASTING, *PROMPTS, *DEFECTS)
+ALL = (*MUTATIONS, *REFUSED, *RUNS, *LASTING, *PROMPTS, *DEFECTS, *SINGLE_TOKENS)
 
 
 @pytest.mark.parametrize("mutation", ALL, ids=lambda mutation: mutation.meaning)

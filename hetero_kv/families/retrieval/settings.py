@@ -49,7 +49,7 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
     local_windows_len: int = setting(4096, "window of the newest tokens, always attended", unit="tokens", minimum=1)
     second_block_count: int | Literal["all"] | tuple[int, ...] | Pyramid = setting(
         96,
-        "Context blocks attended at each step; all: full attention",
+        "Context blocks attended at each step, or as many tokens (attend_to); all: full attention",
         unit="blocks",
         minimum=0,
         aliases=("second_select_num",),
@@ -124,8 +124,8 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
     )
     target_mass: float | Literal["none"] = setting(
         "none",
-        "share of the attention that as few blocks as possible are to reach, by estimate, for each list of blocks; "
-        "second_block_count is the most then",
+        "share of the attention that as few blocks, or tokens, as possible are to reach, by estimate, for each list of "
+        "blocks; second_block_count is the most then",
         minimum=0,
         maximum=1,
     )

@@ -13,6 +13,7 @@ ATTENDED_BLOCKS = register(
     Statistic(
         "attended_blocks",
         "Context blocks attended to",
-        "blocks of the Context that a kv head attends to, the mean over steps, where a number of its own is chosen",
+        "blocks of the Context that a kv head attends to, or as many tokens, the mean over steps, where a number of "
+        "its own is chosen",
     )
 )

@@ -1,0 +1,70 @@
+"""Mistakes in the choice of single tokens, and in attention to them."""
+
+from __future__ import annotations
+
+from tests.mutations.seeded import Mutation
+
+_FILE = "cpu_ops/chosen_tokens.py"
+_REFERENCE = "tests/cpu_ops/test_chosen_tokens.py::test_tokens_and_what_is_left_of_their_blocks_are_the_references"
+_GIVEN = "tests/cpu_ops/test_chosen_tokens.py::test_tokens_are_chosen_among_given_blocks"
+
+SINGLE_TOKENS = (
+    Mutation(
+        "what is left of a block counts for all its tokens",
+        _FILE,
+        "            weights[g, place] += fewer\n",
+        "",
+        (_REFERENCE,),
+    ),
+    Mutation(
+        "chosen tokens stay in the mass of what is left of their block",
+        _FILE,
+        "left += is_left[t] * shares[g, t]",
+        "left += shares[g, t]",
+        (_REFERENCE,),
+    ),
+    Mutation(
+        "what is attended to in any case does not count for the target",
+        _FILE,
+        "np.float32(target) - before, target > 0",
+        "np.float32(target), target > 0",
+        (_REFERENCE,),
+    ),
+    Mutation(
+        "a token more than the target needs",
+        _FILE,
+        "                if reached >= wanted:\n",
+        "                if reached > 1:\n",
+        (_REFERENCE,),
+    ),
+    Mutation(
+        "tokens of places that hold no block are chosen",
+        _FILE,
+        "            keys[entry * size : (entry + 1) * size] = 0\n",
+        "            pass\n",
+        (_GIVEN,),
+    ),
+    Mutation(
+        "the second query heads' largest shares are forgotten",
+        _FILE,
+        "most[token] = max(most[token], scores[token])",
+        "most[token] = scores[token]",
+        (_REFERENCE,),
+    ),
+    Mutation(
+        "a thread's part of a list that others have too is lost",
+        "cpu_ops/token_attention.py",
+        "        merge_edges(edges, edge_sums, edge_most, edge_total, out, lse)\n",
+        "",
+        (_REFERENCE,),
+    ),
+    Mutation(
+        "what was taken off the keys of a block is another block's",
+        "cpu_ops/token_attention.py",
+        'lanes, "float16", k_dim, rest_queries, 1, row_size, scaled_q, full_queries * k_dim,\n'
+        "                                key_offsets, block * k_dim,",
+        'lanes, "float16", k_dim, rest_queries, 1, row_size, scaled_q, full_queries * k_dim,\n'
+        "                                key_offsets, 0 * block,",
+        ("tests/operators/test_estimates.py::test_where_all_candidates_are_looked_at_the_estimate_is_the_true_share",),
+    ),
+)
