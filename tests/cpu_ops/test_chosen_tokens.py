@@ -8,8 +8,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cpu_ops import chosen_tokens
 from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX, MEAN, SOFTMAX
 from cpu_ops.estimating_step import Choice
+from cpu_ops.parallel_region import call_region
 from cpu_ops.retrieval_step import AS_GIVEN, EVERYTHING
 from tests.cpu_ops.estimating_problems import (
     BLOCK,
@@ -126,6 +128,24 @@ def test_tokens_are_chosen_among_given_blocks(shared):
     assert_same(problem, reference(problem, choice, shared=shared, given_blocks=blocks.tolist()))
     # So many tokens of each list that has any, of the blocks that it was given.
     assert step.taken.tolist()[:2] == [2 * BLOCK if shared else 3 * BLOCK, 3 if shared else 6]
+
+
+# Two fourteenths are beside; with five of the twelve tokens it is a half.
+@pytest.mark.parametrize(("target", "wanted"), [(0.0, 6), (0.49, 5), (0.99, 12)])
+def test_of_equal_tokens_the_first_are_taken_as_few_as_reach_the_target(target, wanted):
+    # One of four places holds no block.
+    scores = np.zeros((1, 1, 2, 4 * BLOCK), np.float32)
+    places, blocks = np.array([[[0, 1, -1, 2]]], np.int32), np.array([[[5, 3, -1, 4]]], np.int32)
+    weights, masses = np.full((2, 1, 1, 2, 3), math.log(BLOCK), np.float32)
+    beside, elsewhere = np.full((1, 1, 2), math.log(2), np.float32), np.full((1, 1, 2), -np.inf, np.float32)
+    chosen, counts = np.empty((1, 1, 4 * BLOCK), np.int32), np.empty((1, 1, 3), np.int32)
+    most = 6 if target == 0 else 12
+    given_arrays = scores, places, blocks, weights, masses, beside, elsewhere
+    arguments = *given_arrays, False, SOFTMAX, target, 0, most, chosen, counts
+    call_region("choose tokens", "", chosen_tokens.choosing_region(), arguments, threads=1)
+    every = [block * BLOCK + t for block in (5, 3, 4) for t in range(BLOCK)]
+    assert counts[0, 0].tolist() == [wanted, -(-wanted // BLOCK), wanted // BLOCK]
+    assert chosen[0, 0, :wanted].tolist() == every[:wanted]
 
 
 def test_with_room_for_every_token_nothing_is_estimated():

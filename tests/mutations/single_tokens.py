@@ -31,11 +31,11 @@ SINGLE_TOKENS = (
         (_REFERENCE,),
     ),
     Mutation(
-        "a token more than the target needs",
+        "of tokens that are equal more than the target needs are taken",
         _FILE,
         "                if reached >= wanted:\n",
         "                if reached > 1:\n",
-        (_REFERENCE,),
+        ("tests/cpu_ops/test_chosen_tokens.py::test_of_equal_tokens_the_first_are_taken_as_few_as_reach_the_target",),
     ),
     Mutation(
         "tokens of places that hold no block are chosen",
@@ -65,6 +65,6 @@ SINGLE_TOKENS = (
         "                                key_offsets, block * k_dim,",
         'lanes, "float16", k_dim, rest_queries, 1, row_size, scaled_q, full_queries * k_dim,\n'
         "                                key_offsets, 0 * block,",
-        ("tests/operators/test_estimates.py::test_where_all_candidates_are_looked_at_the_estimate_is_the_true_share",),
+        ("tests/cpu_ops/test_token_attention.py",),
     ),
 )
