@@ -205,7 +205,7 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
                 "attend_to",
                 self.attend_to,
                 "single tokens are chosen by scores of their keys, at which rerank 1 does not look; take rerank all or "
-                "a number from 2 on",
+                "a number from 2 on, or attend_to blocks",
             )
         self._require_groups()
         if self.representative_num > self.block_size and most is None:
