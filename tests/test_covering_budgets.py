@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from hetero_kv import eject, inject
 from hetero_kv.families.sparse_prefill import attention, flexprefill, known_patterns, minference
-from hetero_kv.families.sparse_prefill.minference import Pattern
+from hetero_kv.families.sparse_prefill.minference import Pattern, Tried
 from hetero_kv.families.token_retrieval import choosers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,7 +26,7 @@ _ENTRIES = {"budget": 500}
 _FACTORS = {"rank": 32, "sparse_budget": "all"}
 # From a prompt's first chunk on, and to its last query.
 _SPARSE = {"prefill_from": 64, "prefill_last": 0}
-_PATTERNS = {**_SPARSE, "prefill_budget": 4096, "prefill_price": 0.0}
+_PATTERNS = {**_SPARSE, "prefill_budget": 8192, "prefill_price": 0.0}
 
 #: Settings under which a method leaves nothing out, and computes what it does otherwise.
 COVERING = {
@@ -159,7 +159,8 @@ def test_a_covering_budget_is_full_attention_between_layers_that_are_none(archit
     ],
 )
 def test_every_pattern_of_everything_is_full_attention(model, expected, pattern, monkeypatch):
-    monkeypatch.setattr(minference, "found_patterns", lambda chunk, *_: [pattern] * chunk.q.shape[1])
+    only = [Tried(pattern, 0.0, 4096.0)]
+    monkeypatch.setattr(minference, "tried_patterns", lambda chunk, *_: [only] * chunk.q.shape[1])
     assert off(model, expected, "minference", _SPARSE) < ROUNDING
 
 

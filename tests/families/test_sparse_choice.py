@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +13,7 @@ from gpu_ops.attention import chunk_attention
 from hetero_kv.families.sparse_prefill import flexprefill, minference
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.head_views import HeadView, views
-from hetero_kv.families.sparse_prefill.minference import Pattern
+from hetero_kv.families.sparse_prefill.minference import Pattern, Tried
 
 SCALE = 0.3
 BLOCK = 64
@@ -172,12 +171,16 @@ def test_the_divergence_is_none_where_means_tell_the_attention():
     assert flexprefill.estimate_distance(HeadView(sharp, 0, 0)) > 0.1
 
 
+def chosen_at(chunk, budget, price):
+    """Each head's pattern."""
+    return [minference.preferred(each, price) for each in minference.tried_patterns(chunk, dense_of(chunk), budget)]
+
+
 def test_the_search_takes_the_cheapest_pattern_at_a_high_price_and_the_closest_at_none():
     chunk = chunk_of(900, 128)
     exact = dense_of(chunk)
-    cheap = minference.found_patterns(chunk, exact, 512, 1e6)
-    assert all(each.first + each.rest <= 128 for each in cheap)
-    closest = minference.found_patterns(chunk, exact, 512, 0.0)
+    assert all(each.first + each.rest <= 128 for each in chosen_at(chunk, 512, 1e6))
+    closest = chosen_at(chunk, 512, 0.0)
     errors = {}
     tried = chunk.last(128)
     for pattern in minference.candidates(512):
@@ -187,19 +190,38 @@ def test_the_search_takes_the_cheapest_pattern_at_a_high_price_and_the_closest_a
         assert errors[pattern][head] == min(each[head] for each in errors.values())
 
 
+SOME = [Pattern("block_sparse", 0, 64 * number) for number in range(4)]
+
+
 @given(
     errors=st.lists(st.lists(st.floats(0, 2), min_size=3, max_size=3), min_size=4, max_size=4),
     price=st.sampled_from([0.0, 0.01, 0.1, 1.0]),
 )
 def test_no_other_patterns_of_as_few_tokens_are_nearer(errors, price):
     """What one price chooses for each head is the best of all ways to spend as many tokens, or fewer."""
-    tokens, heads = np.array([64, 128, 512, 2048])[:, None].repeat(3, axis=1), np.arange(3)
-    errors = np.array(errors)
-    chosen = minference.preferred(errors, tokens, price)
+    tokens, heads = [64, 128, 512, 2048], range(3)
+    tried = [[Tried(SOME[row], errors[row][head], tokens[row]) for row in range(4)] for head in heads]
+    kept = [minference.worth_their_tokens(each[::-1]) for each in tried]
+    chosen = [SOME.index(minference.preferred(each, price)) for each in kept]
     for other in itertools.product(range(4), repeat=3):
-        if tokens[list(other), heads].sum() <= tokens[chosen, heads].sum():
-            assert errors[list(other), heads].sum() >= errors[chosen, heads].sum() - 1e-12
-    assert minference.preferred(errors, tokens, 1e9).tolist() == [0, 0, 0]
+        if sum(tokens[row] for row in other) <= sum(tokens[row] for row in chosen):
+            own, others = (
+                sum(errors[row][head] for row, head in zip(rows, heads, strict=True)) for rows in (chosen, other)
+            )
+            assert others >= own - 1e-12
+    assert [minference.preferred(each, 1e9) for each in kept] == [SOME[0]] * 3
+
+
+def test_only_patterns_that_some_price_prefers_are_kept():
+    tokens, errors = [90.0, 90.0, 95.0, 300.0, 400.0], [0.5, 0.6, 0.5, 0.4, 0.1]
+    tried = [Tried(SOME[0], error, count) for count, error in zip(tokens, errors, strict=True)]
+    assert minference.worth_their_tokens(tried) == [tried[0], tried[4]]
+    bent = [*tried[:3], Tried(SOME[0], 0.2, 200.0), tried[4]]
+    assert minference.worth_their_tokens(bent) == [bent[0], bent[3], bent[4]]
+
+
+def test_tokens_are_cheaper_in_longer_contexts():
+    assert [minference.price_at(0.02, length) for length in (9216, 16384, 32768, 65536)] == [0.02, 0.02, 0.005, 0.00125]
 
 
 def test_a_heads_error_is_weighed_by_what_it_says():
@@ -210,8 +232,8 @@ def test_a_heads_error_is_weighed_by_what_it_says():
     v[:, 1] *= 1e-2
     past_v[:, 1] *= 1e-2
     both = Chunk(q, past_k, past_v, k, v, SCALE, None)
-    loud, quiet = minference.found_patterns(both, dense_of(both), 512, 0.03)
+    loud, quiet = chosen_at(both, 512, 0.03)
     assert loud.first + loud.rest > 256
-    assert quiet.first + quiet.rest == 32
-    near = minference.found_patterns(both, dense_of(both), 512, 0.0)
+    assert quiet.first + quiet.rest == 16
+    near = chosen_at(both, 512, 0.0)
     assert near[0] == near[1]

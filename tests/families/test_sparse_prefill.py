@@ -14,7 +14,7 @@ from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import ConfigError
 from hetero_kv.families.sparse_prefill import known_patterns, minference
 from hetero_kv.families.sparse_prefill.chunk import Chunk
-from hetero_kv.families.sparse_prefill.minference import Pattern
+from hetero_kv.families.sparse_prefill.minference import Pattern, Tried
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +157,7 @@ def test_a_sparse_prefill_is_not_called_exact(qwen2, recipe):
 
 def test_patterns_are_found_once_and_kept(qwen2, own_folder, monkeypatch, caplog):
     ids = torch.randint(1, 97, (1, 500), generator=torch.Generator().manual_seed(2))
-    settings = {"prefill_budget": 128}
+    settings = {"prefill_budget": 256, "prefill_price": 1.0}
     exact = logits(qwen2, "dense", ids)
     with caplog.at_level(logging.WARNING):
         first = logits(qwen2, "minference", ids, **settings)
@@ -171,37 +171,63 @@ def test_patterns_are_found_once_and_kept(qwen2, own_folder, monkeypatch, caplog
     def searched(*_):
         raise AssertionError("searched again")
 
-    monkeypatch.setattr(minference, "found_patterns", searched)
+    monkeypatch.setattr(minference, "tried_patterns", searched)
     second = logits(qwen2, "minference", ids, **settings)
     assert not torch.allclose(second, exact, atol=1e-2)
+    # Another price chooses among what has been tried; another budget tries anew.
+    assert not torch.equal(logits(qwen2, "minference", ids, **settings | {"prefill_price": 0.0}), second)
     with pytest.raises(AssertionError, match="searched again"):
-        logits(qwen2, "minference", ids, prefill_budget=256)
+        logits(qwen2, "minference", ids, prefill_budget=128)
     other = tiny_model("qwen2", seed=5, max_position_embeddings=2048)
     with pytest.raises(AssertionError, match="searched again"):
         logits(other, "minference", ids, **settings)
 
 
+def test_all_chunks_of_a_prompt_have_one_price(qwen2, monkeypatch):
+    ids = torch.randint(1, 97, (1, 500), generator=torch.Generator().manual_seed(2))
+    monkeypatch.setattr(minference, "_PRICED_LENGTH", 250)
+    prices, preferred = [], minference.preferred
+    monkeypatch.setattr(minference, "preferred", lambda tried, price: prices.append(price) or preferred(tried, price))
+    logits(qwen2, "minference", ids, 2, prefill_budget=128, prefill_price=0.4)
+    # The second prefill's three chunks in three layers of four heads.
+    assert prices == [0.1] * 36
+
+
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"format": 1, "layers": 3}', "{" * 5000, '{"format": 2, "layers": {"key": {}}}']
+    "content", ["", "[]", '{"format": 2, "layers": 3}', "{" * 5000, '{"format": 1, "layers": {"key": {}}}']
 )
 def test_a_damaged_file_of_patterns_is_none(own_folder, content):
     known = known_patterns.KnownPatterns("some/model")
     own_folder.mkdir()
     known.path.write_text(content)
     assert known.of_layer("key", 2) is None
-    known.add("key", [Pattern("a_shape", 1, 2)] * 2, 9)
-    assert known.of_layer("key", 2) == [Pattern("a_shape", 1, 2)] * 2
+    tried = [[Tried(Pattern("a_shape", 1, 2), 0.25, 70.5), Tried(Pattern("block_sparse", 0, 64), 0.0, 128.0)]] * 2
+    known.add("key", tried, 9)
+    assert known.of_layer("key", 2) == tried
     assert known.path.parent == own_folder
 
 
-@pytest.mark.parametrize("row", [["a_shape", 1], ["b_shape", 1, 2], ["a_shape", -1, 2], ["a_shape", True, 2], 7])
+_ROW = ["a_shape", 1, 2, 0.1, 64.0]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *([*_ROW[:place], wrong, *_ROW[place + 1 :]] for place, wrong in enumerate(["b_shape", -1, True, -0.1, "64"])),
+        _ROW[:3],
+        [*_ROW, 1],
+        [*_ROW[:3], float("nan"), 64.0],
+        7,
+    ],
+)
 def test_an_entry_that_is_no_pattern_is_none(own_folder, row):
     known = known_patterns.KnownPatterns("model")
     known.add("other", [], 1)
     said = json.loads(known.path.read_text())
-    said["layers"]["key"] = {"heads": [row]}
-    known.path.write_text(json.dumps(said))
-    assert known.of_layer("key", 1) is None
+    for heads, is_known in ([[_ROW]], True), ([[_ROW, row]], False), ([[]], False), ([row], False):
+        said["layers"]["key"] = {"heads": heads}
+        known.path.write_text(json.dumps(said))
+        assert (known.of_layer("key", 1) is not None) is is_known
     assert known.of_layer("other", 1) is None
 
 

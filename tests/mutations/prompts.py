@@ -55,8 +55,29 @@ PROMPTS = (
     Mutation(
         "tokens have no price",
         "hetero_kv/families/sparse_prefill/minference.py",
-        "weights = errors + price * tokens / 1024",
-        "weights = errors",
+        "key=lambda each: each.error + price * each.tokens / 1024",
+        "key=lambda each: each.error",
         ("tests/families/test_sparse_choice.py::test_no_other_patterns_of_as_few_tokens_are_nearer",),
+    ),
+    Mutation(
+        "patterns are kept that no price prefers",
+        "hetero_kv/families/sparse_prefill/minference.py",
+        "            kept.pop()",
+        "            break",
+        ("tests/families/test_sparse_choice.py::test_only_patterns_that_some_price_prefers_are_kept",),
+    ),
+    Mutation(
+        "tokens cost as much in a longer context",
+        "hetero_kv/families/sparse_prefill/minference.py",
+        "return price * min(1.0, (_PRICED_LENGTH / length) ** 2)",
+        "return price",
+        ("tests/families/test_sparse_choice.py::test_tokens_are_cheaper_in_longer_contexts",),
+    ),
+    Mutation(
+        "patterns are preferred by what they cost in a chunk's context, not in the whole prompt's",
+        "hetero_kv/families/sparse_prefill/attention.py",
+        "minference.price_at(settings.prefill_price, length)",
+        "minference.price_at(settings.prefill_price, chunk.total)",
+        ("tests/families/test_sparse_prefill.py::test_all_chunks_of_a_prompt_have_one_price",),
     ),
 )

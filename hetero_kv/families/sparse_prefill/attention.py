@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from hetero_kv.families.sparse_prefill import flexprefill, minference
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.known_patterns import KnownPatterns, layer_key
 from hetero_kv.families.sparse_prefill.lists import Blocks, Lines
-from hetero_kv.families.sparse_prefill.minference import Pattern
+from hetero_kv.families.sparse_prefill.minference import Tried
 from hetero_kv.families.sparse_prefill.settings import PrefillSettings
 
 #: Times `prefill_from` tokens that a prompt has at least by which patterns are searched.
@@ -35,7 +34,7 @@ class PromptAttention:
 
     def __init__(self, operator: AttentionOperator, settings: PrefillSettings) -> None:
         self._operator, self._settings = operator, settings
-        self._patterns: list[Pattern] | None = None
+        self._tried: list[list[Tried]] | None = None
         self._key: str | None = None
         #: Keys that blocks of queries attended to so far, and those that there were before or among them.
         self.attended, self.there = 0.0, 0.0
@@ -57,8 +56,8 @@ class PromptAttention:
         whole = max(0, chunk.total - (step.length - settings.prefill_last)) if step.part.is_last else 0
         first = max(0, settings.prefill_from - chunk.past)
         if not first:
-            return self._sparse(chunk, whole)
-        parts = self._dense(chunk.first(first)), self._sparse(chunk.last(chunk.n - first), whole)
+            return self._sparse(chunk, step.length, whole)
+        parts = self._dense(chunk.first(first)), self._sparse(chunk.last(chunk.n - first), step.length, whole)
         out, lse = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
         return out, lse
 
@@ -75,18 +74,19 @@ class PromptAttention:
             _logger.warning("prefill %s is for models on a CPU; on %s prompts attend to everything", name, q.device)
         return q.device.type == "cpu"
 
-    def _sparse(self, chunk: Chunk, whole: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `chunk_attention`, to chosen keys; whole: as for `runs_of`."""
-        out, lse, tokens = chunk.attention(self._keys_of(chunk), whole)
+    def _sparse(self, chunk: Chunk, length: int, whole: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `chunk_attention`, to chosen keys; length: tokens of the whole context; whole: as for `runs_of`."""
+        out, lse, tokens = chunk.attention(self._keys_of(chunk, length), whole)
         self._count(chunk, float(tokens.mean()))
         return out, lse
 
-    def _keys_of(self, chunk: Chunk) -> list[Lines | Blocks]:
+    def _keys_of(self, chunk: Chunk, length: int) -> list[Lines | Blocks]:
         settings = self._settings
         if settings.prefill == "flexprefill":
             return flexprefill.keys_of(chunk, settings.prefill_mass, settings.prefill_least)
-        assert self._patterns is not None
-        return minference.keys_of(chunk, self._patterns)
+        assert self._tried is not None
+        price = minference.price_at(settings.prefill_price, length)
+        return minference.keys_of(chunk, [minference.preferred(head, price) for head in self._tried])
 
     def _dense(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """As `chunk_attention`."""
@@ -104,18 +104,17 @@ class PromptAttention:
         config = self._operator._own_config
         return KnownPatterns(f"{config.model_type}-{config.num_hidden_layers}x{config.hidden_size}")
 
-    def _known(self, chunk: Chunk) -> list[Pattern] | None:
-        """The patterns of the layer's heads, where they have been found."""
-        if self._patterns is None:
-            heads, settings = chunk.q.shape[1], self._settings
+    def _known(self, chunk: Chunk) -> list[list[Tried]] | None:
+        """What is known of patterns of the layer's heads, where they have been tried."""
+        if self._tried is None:
+            heads = chunk.q.shape[1]
             if self._key is None:
-                searched_by: dict[str, Any] = {"budget": settings.prefill_budget, "price": settings.prefill_price}
-                self._key = layer_key(self._operator.layer_idx, self._operator.wrapped, heads, searched_by)
-            self._patterns = self._file.of_layer(self._key, heads)
-        return self._patterns
+                tried_with = {"budget": self._settings.prefill_budget}
+                self._key = layer_key(self._operator.layer_idx, self._operator.wrapped, heads, tried_with)
+            self._tried = self._file.of_layer(self._key, heads)
+        return self._tried
 
     def _search(self, chunk: Chunk, exact: torch.Tensor) -> None:
-        settings = self._settings
-        self._patterns = minference.found_patterns(chunk, exact, settings.prefill_budget, settings.prefill_price)
+        self._tried = minference.tried_patterns(chunk, exact, self._settings.prefill_budget)
         assert self._key is not None
-        self._file.add(self._key, self._patterns, chunk.total)
+        self._file.add(self._key, self._tried, chunk.total)

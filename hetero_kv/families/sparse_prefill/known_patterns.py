@@ -1,10 +1,11 @@
-"""The patterns that were found for a model's heads, in a file of the user's: found once, and read from then on."""
+"""What was found of patterns of a model's heads, in a file of the user's: tried once, and read from then on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +16,11 @@ from torch import nn
 
 from hetero_kv.durable_file import write_atomically
 from hetero_kv.errors import ConfigError
-from hetero_kv.families.sparse_prefill.minference import KINDS, Pattern
+from hetero_kv.families.sparse_prefill.minference import KINDS, Pattern, Tried
 
 #: Where files of patterns lie.
 ENVIRONMENT_VARIABLE = "HETERO_KV_PREFILL_PATTERNS"
-_FORMAT = 1
+_FORMAT = 2
 # Numbers of each tensor that a layer's weights are known by.
 _SAMPLES = 64
 _LARGEST_FILE = 16 << 20
@@ -33,7 +34,7 @@ def folder() -> Path:
 
 
 def layer_key(layer: int, module: nn.Module, heads: int, settings: dict[str, Any]) -> str:
-    """What a layer's patterns are known by: its number, its weights as they are kept, and what they are searched by."""
+    """What a layer's patterns are known by: its number, its weights as they are kept, and what is tried."""
     seen = hashlib.sha256(json.dumps([layer, heads, settings], sort_keys=True).encode())
     packed = ((name, each) for name, each in module.named_buffers() if each.dtype is torch.uint8)
     for name, tensor in sorted([*module.named_parameters(), *packed]):
@@ -56,19 +57,19 @@ class KnownPatterns:
         name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in model)
         self.path = folder() / f"{name}.json"
 
-    def of_layer(self, key: str, heads: int) -> list[Pattern] | None:
+    def of_layer(self, key: str, heads: int) -> list[list[Tried]] | None:
         """What was found for a layer of so many heads; None where nothing was, or it cannot be read."""
         found = self._read().get(key)
-        return None if found is None else _patterns(found, heads)
+        return None if found is None else _tried(found, heads)
 
-    def add(self, key: str, patterns: Sequence[Pattern], tokens: int) -> None:
+    def add(self, key: str, tried: Sequence[Sequence[Tried]], tokens: int) -> None:
         """Keep what was found for a layer behind a context of so many tokens. What cannot be written is warned of."""
         layers = self._read()
         is_first = not layers
-        layers[key] = {"tokens": tokens, "heads": [[each.kind, each.first, each.rest] for each in patterns]}
+        layers[key] = {"tokens": tokens, "heads": [[_row(each) for each in head] for head in tried]}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, json.dumps({"format": _FORMAT, "layers": layers}, indent=1) + "\n")
+            write_atomically(self.path, json.dumps({"format": _FORMAT, "layers": layers}) + "\n")
         except OSError as error:
             _logger.warning("the prefill patterns of this model are searched again next time: %s", error)
             return
@@ -92,16 +93,27 @@ class KnownPatterns:
         return layers if isinstance(layers, dict) else {}
 
 
-def _patterns(said: object, heads: int) -> list[Pattern] | None:
-    """The patterns of an entry; None where it is none."""
+def _row(tried: Tried) -> list[str | int | float]:
+    pattern = tried.pattern
+    return [pattern.kind, pattern.first, pattern.rest, float(f"{tried.error:.6g}"), float(f"{tried.tokens:.6g}")]
+
+
+def _tried(said: object, heads: int) -> list[list[Tried]] | None:
+    """What an entry says of each head; None where it is none."""
     rows = said.get("heads") if isinstance(said, dict) else None
     if not isinstance(rows, list) or len(rows) != heads:
         return None
-    found = []
-    for row in rows:
-        if not (isinstance(row, list) and len(row) == 3 and row[0] in KINDS):
-            return None
-        if any(type(each) is not int or not 0 <= each < 1 << 31 for each in row[1:]):
-            return None
-        found.append(Pattern(*row))
-    return found
+    try:
+        found = [[_tried_one(*row) for row in head] for head in rows]
+    except (TypeError, ValueError):
+        return None
+    return found if all(found) else None
+
+
+def _tried_one(kind: Any, first: Any, rest: Any, error: Any, tokens: Any) -> Tried:
+    """What a row says; TypeError or ValueError where it says no pattern."""
+    if kind not in KINDS or any(type(each) is not int or not 0 <= each < 1 << 31 for each in (first, rest)):
+        raise ValueError("no pattern")
+    if not all(type(each) in (int, float) and 0 <= each < math.inf for each in (error, tokens)):
+        raise ValueError("no error and tokens")
+    return Tried(Pattern(kind, first, rest), error, tokens)

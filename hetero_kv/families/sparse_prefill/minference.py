@@ -22,7 +22,9 @@ _TRIED_QUERIES = 512
 # Shares of the budget that are sinks of an A-shape (the paper's 1,024 of 5,120), and lines of a vertical-slash.
 _SINK_SHARE, _LINE_SHARES = 0.2, (1 / 32, 1 / 8, 1 / 2, 7 / 8)
 # Budgets that are tried, of the whole.
-_BUDGETS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
+_BUDGETS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
+# Tokens of a context up to which the price is what the settings say.
+_PRICED_LENGTH = 16384
 
 
 @dataclass(frozen=True)
@@ -73,34 +75,78 @@ def keys_of(chunk: Chunk, patterns: Sequence[Pattern]) -> list[Lines | Blocks]:
     return [patterns[view.head].keys(view) for view in views(chunk, by_line)]
 
 
-def found_patterns(chunk: Chunk, exact: torch.Tensor, budget: int, price: float) -> list[Pattern]:
-    """The pattern of each head: of all that are tried, the one whose error and tokens weigh least together.
+@dataclass(frozen=True)
+class Tried:
+    """A pattern as the search saw it on one head.
 
-    Errors are squared, and relative to the mean of the heads, so that a head that says little may be off by more. A
-    price that is the same in all layers takes tokens from where they save little to where they save much: the least
-    error of the model's layers together that so many tokens can have.
+    Attributes:
+        pattern: how the head chose keys.
+        error: of its output, squared, relative to the mean of its layer's heads.
+        tokens: that a block of queries attended to, the mean over blocks.
+    """
+
+    pattern: Pattern
+    error: float
+    tokens: float
+
+
+def tried_patterns(chunk: Chunk, exact: torch.Tensor, budget: int) -> list[list[Tried]]:
+    """What each head's patterns cost, and how far each is off: those that some price prefers, by rising tokens.
+
+    Errors are squared, and relative to the mean of the heads, so that a head that says little may be off by more.
 
     Args:
         chunk: behind the whole prompt.
         exact: [batch, heads, n, v_dim], its full attention.
         budget: tokens that a block of queries attends to at most.
-        price: the error that 1,024 tokens fewer may cost.
     """
     n = min(_TRIED_QUERIES, chunk.n // QUERY_BLOCK * QUERY_BLOCK or chunk.n)
     tried = chunk.last(n)
     wanted = exact[:, :, -n:].float()
     mean = wanted.square().sum() / wanted.shape[1]
-    heads = views(tried)
-    patterns = candidates(budget)
-    errors, tokens = [], []
-    for pattern in patterns:
-        out, _, attended = tried.attention([pattern.keys(view) for view in heads])
-        errors.append(((out.float() - wanted).square().sum(dim=(0, 2, 3)) / mean).double().numpy())
-        tokens.append(attended.mean(axis=0))
-    return [patterns[index] for index in preferred(np.stack(errors), np.stack(tokens), price)]
+    by_row, heads = views(tried), wanted.shape[1]
+    found: list[list[Tried]] = [[] for _ in range(heads)]
+    for pattern in candidates(budget):
+        out, _, attended = tried.attention([pattern.keys(view) for view in by_row])
+        errors = ((out.float() - wanted).square().sum(dim=(0, 2, 3)) / mean).tolist()
+        for head, error, tokens in zip(range(heads), errors, attended.mean(axis=0).tolist(), strict=True):
+            found[head].append(Tried(pattern, error, tokens))
+    return [worth_their_tokens(each) for each in found]
 
 
-def preferred(errors: np.ndarray, tokens: np.ndarray, price: float) -> np.ndarray:
-    """The index of the pattern of each head, [heads], from [patterns, heads] errors and tokens each."""
-    weights = errors + price * tokens / 1024
-    return np.lexsort((tokens, weights), axis=0)[0]
+def worth_their_tokens(tried: Sequence[Tried]) -> list[Tried]:
+    """Those that some price prefers, by rising tokens: the lower convex hull of errors over tokens."""
+    kept: list[Tried] = []
+    for each in sorted(tried, key=lambda each: (each.tokens, each.error)):
+        if kept and each.error >= kept[-1].error:
+            continue
+        while len(kept) > 1 and _gain(kept[-2], kept[-1]) <= _gain(kept[-2], each):
+            kept.pop()
+        kept.append(each)
+    return kept
+
+
+def _gain(few: Tried, many: Tried) -> float:
+    """What a token more saves of the error."""
+    return (few.error - many.error) / (many.tokens - few.tokens)
+
+
+def preferred(tried: Sequence[Tried], price: float) -> Pattern:
+    """The pattern of a head whose error and tokens weigh least together.
+
+    A price that is the same in all layers takes tokens from where they save little to where they save much: the least
+    error of the model's layers together that so many tokens can have.
+
+    Args:
+        tried: by rising tokens.
+        price: the error that 1,024 tokens fewer may cost.
+    """
+    return min(tried, key=lambda each: each.error + price * each.tokens / 1024).pattern
+
+
+def price_at(price: float, length: int) -> float:
+    """What 1,024 tokens weigh in a context of `length`: beyond 16,384 tokens less, by the square of the length.
+
+    There a token is a smaller share of what full attention takes, and what queries leave out adds up over more of them.
+    """
+    return price * min(1.0, (_PRICED_LENGTH / length) ** 2)

@@ -40,12 +40,12 @@ class PrefillSettings(Settings):
         minimum=0,
     )
     prefill_budget: int = setting(
-        4096, "with minference, tokens that a block of 64 queries attends to at most", unit="tokens", minimum=128
+        8192, "with minference, tokens that a block of 64 queries attends to at most", unit="tokens", minimum=128
     )
     prefill_price: float = setting(
         0.02,
         "with minference, error of a head's output, squared and relative to its layer's heads, that 1,024 tokens fewer "
-        "may cost; 0: the nearest pattern",
+        "may cost, in contexts of more than 16,384 tokens less; 0: the nearest pattern",
         minimum=0,
         maximum=1,
     )
