@@ -34,13 +34,14 @@ def choosing_arguments(_: str) -> tuple[Any, ...]:
     scores: [rows, kv_heads, group, n * block_size] float32, of the keys of n blocks; written over. places: [rows, 1
     where shared, else kv_heads, n] int32, where these are in weights and masses [rows, kv_heads, group, blocks]
     float32, the log-sum-exps of all blocks' scores, by their means and by themselves; below 0 for none. blocks: as
-    places, where they lie in the pool. beside, elsewhere: [rows, kv_heads, group] float32, of what is attended to in
-    any case, and of what cannot be chosen. reduce: as `chosen_blocks.reduced_scores` joins query heads, of their shares
-    of the attention. target: 0, for `most` tokens, or the share of the attention that as few as possible are to reach,
-    `least` to `most` of them. chosen: [rows, lists, n * block_size] int32, written: where the tokens lie in the pool,
-    counted through all blocks. counts: [rows, lists, 3] int32, written: how many these are, of how many blocks, and how
-    many of these are taken as a whole. weights and masses are written over, at the places: those of what is left of
-    each block; its mean stands for it as for the whole.
+    places, where they lie in the pool; written: -1 for those of which nothing is chosen. beside, elsewhere: [rows,
+    kv_heads, group] float32, of what is attended to in any case, and of what cannot be chosen. reduce: as
+    `chosen_blocks.reduced_scores` joins query heads, of their shares of the attention. target: 0, for `most` tokens, or
+    the share of the attention that as few as possible are to reach, `least` to `most` of them. chosen: [rows, lists, n
+    * block_size] int32, written: where the tokens lie in the pool, counted through all blocks. counts: [rows, lists, 3]
+    int32, written: how many these are, of how many blocks, and how many of these are taken as a whole. weights and
+    masses are written over, at the places: those of what is left of each block; its mean stands for it as for the
+    whole.
     """
     integer = types.int64
     flags = types.boolean, integer, types.float64, integer, integer
@@ -183,7 +184,10 @@ def _taken_of(chosen, taken, n):
 
 @njit
 def _to_pool(chosen, taken, blocks, n, counts):
-    """Let `chosen`, indices of n tokens, be where they lie in the pool, and count them (as the region's arguments)."""
+    """Let `chosen`, indices of n tokens, be where they lie in the pool, and count them (as the region's arguments).
+
+    blocks becomes -1 for those of which nothing is taken.
+    """
     size, entry = n // max(1, taken.size), 0
     counts[0], counts[1], counts[2] = chosen.size, 0, 0
     for place in range(chosen.size):
@@ -193,6 +197,8 @@ def _to_pool(chosen, taken, blocks, n, counts):
     for entry in range(taken.size):
         counts[1] += taken[entry] > 0
         counts[2] += taken[entry] == size
+        if taken[entry] == 0:
+            blocks[entry] = -1
 
 
 @njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
@@ -226,3 +232,13 @@ def pool_blocks(positions, context):
                 if positions[row, each, place] >= 0:
                     found[row, each, place] = context[row, positions[row, each, place]]
     return found
+
+
+@njit
+def keep_chosen(positions, blocks):
+    """Let positions be -1, as for none, where blocks of the same shape are."""
+    for row in range(positions.shape[0]):
+        for each in range(positions.shape[1]):
+            for place in range(positions.shape[2]):
+                if blocks[row, each, place] < 0:
+                    positions[row, each, place] = -1

@@ -18,7 +18,7 @@ from cpu_ops.block_groups import (
     places_of,
     positions_at,
 )
-from cpu_ops.chosen_tokens import pool_blocks
+from cpu_ops.chosen_tokens import keep_chosen, pool_blocks
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.estimated_masses import take_out
 from cpu_ops.kernel_address import call_kernel
@@ -53,6 +53,7 @@ class Flags(NamedTuple):
     group_factor: int
     tokens: int
     candidates: int
+    rehearses: int
 
 
 @cache
@@ -92,6 +93,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             group_factor,
             tokens,
             candidates,
+            rehearses,
         ) = flags
         rows, kv_heads = q.shape[0], keys.shape[1]
         group, k_dim, v_dim = shape[0], shape[1], shape[2]
@@ -262,11 +264,15 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             run_region("candidates", coarse, addresses[0], addresses[4], threads, looked)
             chosen = np.empty((rows, lists, token_scores.shape[3]), np.int32)
             token_counts = np.empty((rows, lists, 3), np.int32)
+            blocks_of = pool_blocks(positions, context)
             choosing_tokens = (
-                token_scores, places, pool_blocks(positions, context), weights, block_masses, beside, elsewhere, shared,
+                token_scores, places, blocks_of, weights, block_masses, beside, elsewhere, shared,
                 reduce, target, least * block_size, tokens, chosen, token_counts,
             )  # fmt: skip
             run_region("choose tokens", "", addresses[0], addresses[10], threads, choosing_tokens)
+            if rehearses:
+                keep_chosen(positions, blocks_of)
+                return stored
             for row in range(rows):
                 for each in range(lists):
                     taken[0] += token_counts[row, each, 0]
@@ -278,6 +284,8 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             )  # fmt: skip
             call_kernel("attend tokens", numbers, addresses[11], attending_tokens)
         else:
+            if rehearses:
+                return stored
             if which != EVERYTHING:
                 attended_ids, counts = attended_lists(table, context, positions, window_first, window_end)
                 taken[0] = taken[5] = taken[6] = number_of(positions)

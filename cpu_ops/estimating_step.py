@@ -165,9 +165,10 @@ class EstimatingStep:
             choice.reduce, choice.rerank, choice.least, has_mean, key_codes is not None,
             value_means is not None, threads,
             choice.group_blocks if group_vectors is not None else 1, choice.group_factor, choice.tokens,
-            choice.candidates,
+            choice.candidates, rehearses=0,
         )  # fmt: skip
         self._flags, self._target = np.array(flags, np.int64), float(choice.target)
+        self._rehearsing = np.array(flags._replace(rehearses=1), np.int64)
         self._shape = np.array([group, k_dim, self.v_dim], np.int64)
         self.taken, self.by_token = np.zeros(7, np.int64), choice.tokens > 0
         self._lengths, self.group, self._bound = lengths, group, (dtype, softcapped)
@@ -190,9 +191,32 @@ class EstimatingStep:
         rows, kv_heads, group] float32, written: the log-sum-exp of what was attended to here, and that with the
         estimated mass of the rest; NaN where nothing can be estimated.
         """
+        return self._call(
+            self._flags, q, k, v, position, table, first, end, which, positions, allowed, shared, scale, softcap,
+            beside, out, lse, masses,
+        )  # fmt: skip
+
+    def rehearsed(
+        self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, table: np.ndarray, first: int, end: int,
+        which: int, positions: np.ndarray, *others: Any,
+    ) -> np.ndarray:  # fmt: skip
+        """The positions of the Context's blocks to which a call with these arguments attends, be it to single tokens.
+
+        Nothing of these blocks is read, but for keys that are looked at and have no coarse copies. The token is stored,
+        what is around the Context is attended to where that counts for the choice, and no argument is written.
+        """
+        chosen = positions.copy()
+        self._call(self._rehearsing, q, k, v, position, table, first, end, which, chosen, *others)
+        return chosen
+
+    def _call(
+        self, flags: np.ndarray, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, table: np.ndarray,
+        first: int, end: int, which: int, positions: np.ndarray, allowed: np.ndarray, shared: bool, scale: float,
+        softcap: float, beside: np.ndarray, out: np.ndarray, lse: np.ndarray, masses: np.ndarray,
+    ) -> float:  # fmt: skip
         status = self._kernel(
             q, k, v, *self._pool, self._lengths, *self._groups, position, table, first, end, which, positions, allowed,
-            shared, self._flags, self._target, scale, softcap, self._addresses, self._shape, beside, out, lse, masses,
+            shared, flags, self._target, scale, softcap, self._addresses, self._shape, beside, out, lse, masses,
             self.taken,
         )  # fmt: skip
         if status < 0:

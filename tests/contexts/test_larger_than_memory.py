@@ -188,6 +188,42 @@ def test_blocks_that_are_chosen_by_estimates_are_read_before_too(settings, tmp_p
         assert 4 < len(places) < 20
 
 
+@pytest.mark.parametrize("settings", [{}, {"layer_step": 2}, {"head_select_mode": "SEPARATE"}])
+def test_of_single_tokens_those_blocks_are_read_before_that_hold_some(settings, tmp_path, asked, no_waits, monkeypatch):
+    """Nothing else of them is looked at: what has not been asked for may be anything."""
+    means = {"representative_type": "MEAN", "group_reduce": "softmax", "rest": "estimate", "least_block_count": 1}
+    blocks = {"block_size": 16, "initial_len": 16, "local_windows_len": 16, "second_block_count": 16}
+    model = reader(**means, **blocks, rerank="all", attend_to="tokens", target_mass=0.98, **settings)
+    for layer in model.model.layers:
+        # So few tokens have most of the attention that not all candidates hold some.
+        layer.self_attn.q_proj.weight.data *= 3
+    cache, ids = document(model)
+    cache.save(tmp_path / "document", [ids])
+    loaded, twin = HeteroCache.load(tmp_path / "document", model, verify=False), cache.fork()
+    expected = decoded(model, twin, 5)
+    asked.clear()
+    counts, call = [], EstimatingStep.__call__
+
+    def with_what_was_asked_for(step, *given):
+        (layer,) = (layer for layer in loaded.layers if layer.token_step is step)
+        known = blocks_in(asked, layer.pool.keys)
+        assert known == blocks_in(asked, layer.pool.values)
+        table, first, end = given[4:7]
+        context = set(table[0, first:end].tolist())
+        unknown = list(context - known)
+        layer.pool.keys[unknown], layer.pool.values[unknown] = torch.nan, torch.nan
+        largest = call(step, *given)
+        counts.append((len(context & known), step.taken[5], len(np.unique(given[8][given[8] >= 0]))))
+        return largest
+
+    monkeypatch.setattr(EstimatingStep, "__call__", with_what_was_asked_for)
+    assert torch.equal(decoded(model, loaded, 5), expected)
+    assert len(counts) == 3
+    read, touched, candidates = np.transpose(counts)
+    assert (read <= touched).all()
+    assert read.sum() < 0.9 * candidates.sum()
+
+
 def test_a_question_has_all_blocks_read_a_layer_ahead(model, told, asked, no_waits):
     loaded = HeteroCache.load(told[1], model, verify=False)
     asked.clear()

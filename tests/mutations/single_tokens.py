@@ -7,8 +7,23 @@ from tests.mutations.seeded import Mutation
 _FILE = "cpu_ops/chosen_tokens.py"
 _REFERENCE = "tests/cpu_ops/test_chosen_tokens.py::test_tokens_and_what_is_left_of_their_blocks_are_the_references"
 _GIVEN = "tests/cpu_ops/test_chosen_tokens.py::test_tokens_are_chosen_among_given_blocks"
+_ON_DISK = "tests/contexts/test_larger_than_memory.py::test_of_single_tokens_those_blocks_are_read_before_"
 
 SINGLE_TOKENS = (
+    Mutation(
+        "blocks of which no token is taken are read too",
+        _FILE,
+        "            blocks[entry] = -1\n",
+        "            pass\n",
+        (f"{_ON_DISK}that_hold_some",),
+    ),
+    Mutation(
+        "of blocks that are used again all are read, whatever tokens are taken",
+        "hetero_kv/families/retrieval/fetching.py",
+        "self.which == CHOSEN or (self.which == AS_GIVEN and native.by_token)",
+        "self.which == CHOSEN",
+        (f"{_ON_DISK}that_hold_some",),
+    ),
     Mutation(
         "what is left of a block counts for all its tokens",
         _FILE,

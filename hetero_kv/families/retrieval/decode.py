@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -89,12 +88,7 @@ class RetrievalDecode(RetrievalPrefill):
             results = scale, softcap, beside, out, lse, masses
             with one_kernel_at_a_time:
                 if fetching is not None:
-                    # What else comes is the bits of bfloat16.
-                    dtype, softcapped = torch.float32 if q.dtype == np.float32 else torch.bfloat16, softcap > 0
-                    like = partial(
-                        self._bound_step, fetching.pool, group=native.group, softcapped=softcapped, dtype=dtype
-                    )
-                    fetching.by_rehearsal(blocks.lengths, like, (*given, *results))
+                    fetching.by_rehearsal(native, (*given, *results))
                 stored = native(*given, *results)
             if which != EVERYTHING:
                 lists = len(table) * positions.shape[1]

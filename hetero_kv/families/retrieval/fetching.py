@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from cpu_ops.chosen_blocks import best_blocks
+from cpu_ops.estimating_step import EstimatingStep
 from cpu_ops.retrieval_step import AS_GIVEN, CHOSEN, EVERYTHING
 from cpu_ops.scores import block_scores
 from hetero_kv.store.pool import BlockPool
@@ -44,38 +44,31 @@ class Fetching(NamedTuple):
             scores = block_scores(queries, self.pool.representative_array, context, counts, score, threads=threads)
             self.positions[:] = best_blocks(scores, self.positions.shape[2], self.allowed, shared, largest)
             which = AS_GIVEN
-        self._ask()
+        self._ask(self.positions)
         return which
 
-    def by_rehearsal(self, lengths: np.ndarray, bound: Callable[[np.ndarray], Any], given: tuple[Any, ...]) -> None:
-        """Make the choice that an `EstimatingStep` makes after all that it does before; positions are written.
+    def by_rehearsal(self, native: EstimatingStep, given: tuple[Any, ...]) -> None:
+        """Have those blocks read to which an `EstimatingStep` attends that is called with `given`.
 
-        So the step is made twice, first with a Context whose blocks have no tokens, and are not read. Only where
-        candidates have no coarse copies of their keys are theirs read as they come.
-
-        Args:
-            lengths: [num_blocks] int32, tokens in each block.
-            bound: of such lengths, a step like the one that follows.
-            given: what that is called with.
+        They are known after all that it does before, so that this is done twice. Only where candidates have no coarse
+        copies of their keys are theirs read as they come.
         """
         assert self.pool.read_ahead is not None
-        if self.which == CHOSEN:
-            beside = self._beside()
-            self.pool.read_ahead.ask(beside)
-            without_context = np.zeros_like(lengths)
-            without_context[beside] = lengths[beside]
-            bound(without_context)(*given)
-        self._ask()
+        positions = self.positions
+        if self.which == CHOSEN or (self.which == AS_GIVEN and native.by_token):
+            self.pool.read_ahead.ask(self._beside())
+            positions = native.rehearsed(*given)
+        self._ask(positions)
 
     def _beside(self) -> np.ndarray:
         """The blocks around the Context, to which every step attends, [rows, first + blocks - end]."""
         return np.concatenate((self.table[:, : self.first], self.table[:, self.end :]), axis=1)
 
-    def _ask(self) -> None:
+    def _ask(self, positions: np.ndarray) -> None:
         assert self.pool.read_ahead is not None
         if self.which == EVERYTHING:
             self.pool.read_ahead.ask(self.table)
             return
-        row, each, at = np.nonzero(self.positions >= 0)
-        chosen = self.table[row, self.first + self.positions[row, each, at]]
+        row, each, at = np.nonzero(positions >= 0)
+        chosen = self.table[row, self.first + positions[row, each, at]]
         self.pool.read_ahead.ask(np.concatenate((self._beside().ravel(), chosen)))
