@@ -93,6 +93,7 @@ _MAMBA2 = {
 HYBRIDS: dict[str, dict[str, object]] = {
     "qwen3_next": {**_GATED_DELTA, **_MOE, "shared_expert_intermediate_size": 32},
     "qwen3_5_text": _GATED_DELTA,
+    "olmo_hybrid": _GATED_DELTA,
     "granitemoehybrid": {
         **_MAMBA2,
         **_MOE,
@@ -102,6 +103,7 @@ HYBRIDS: dict[str, dict[str, object]] = {
     },
     "bamba": {**_MAMBA2, "attn_layer_indices": [1]},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": {**_MOE, "layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "jamba": {
         **_MOE,
         "mamba_d_state": 8,
