@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 from cpu_ops.weight_formats import FORMATS
 from gpu_ops.rotary import RotaryLayout
 from gpu_ops.triton_kernels import (
+    cached_entries,
     column_sums,
     flash,
     gather,
@@ -107,6 +108,25 @@ def gathering() -> None:
     gather.gathered_rows(zeros(9, 8, DIM, dtype=HALF), torch.zeros(4, dtype=torch.int64), zeros(4, 8, DIM, dtype=HALF))
 
 
+def room(dtype: torch.dtype, capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    vectors = (zeros(1, 8, capacity, DIM, dtype=dtype) for _ in range(2))
+    return *vectors, torch.zeros(1, 8, capacity, dtype=torch.int64)
+
+
+def appending(dtype: torch.dtype) -> Callable[[], Any]:
+    token = zeros(1, 1, 8, DIM, dtype=dtype).transpose(1, 2)
+    return lambda: cached_entries.append_token(token, token, *room(dtype, 1056), 1024, 5000)
+
+
+def leaving_out(dtype: torch.dtype, first: int) -> Callable[[], Any]:
+    return lambda: cached_entries.all_but_lowest(zeros(1, 8, 1025, dtype=dtype), first, first)
+
+
+def keeping(dtype: torch.dtype, *scores: torch.dtype) -> Callable[[], Any]:
+    lists, index = [zeros(1, 8, 1025, dtype=each) for each in scores], torch.zeros(1, 8, 1024, dtype=torch.int64)
+    return lambda: cached_entries.keep(room(dtype, 1056), lists, index, room(dtype, 1056))
+
+
 def packed(name: str, rows: int, columns: int) -> torch.Tensor:
     return zeros(FORMATS[name].packed_bytes(rows, columns), dtype=torch.uint8)
 
@@ -149,6 +169,11 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "fetch, float16 for bfloat16": fetching(HALF, BRAIN),
     "fetch, bytes": fetching(torch.uint8, torch.uint8),
     "gather": gathering,
+    "append, bfloat16": appending(BRAIN),
+    "all but the lowest, float32": leaving_out(SINGLE, 7),
+    "all but the lowest, int64": leaving_out(torch.int64, 0),
+    "keep, bfloat16, with three scores": keeping(BRAIN, SINGLE, SINGLE, SINGLE),
+    "keep, float32, with whole numbers": keeping(SINGLE, torch.int64),
     "multiply packed, Q4_K, bfloat16": multiplying("Q4_K", BRAIN, 1),
     "multiply packed, Q8_0, float16, nine rows": multiplying("Q8_0", HALF, 9),
     "multiply packed, MXFP4, float32, of chosen experts": multiplying_chosen("MXFP4", SINGLE),

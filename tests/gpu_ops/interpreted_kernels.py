@@ -14,6 +14,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from bfloat16_products import mended
 
+from gpu_ops.cached_entries import all_but_lowest_in_torch, append_token_in_torch, keep_in_torch
 from gpu_ops.column_sums import column_sums_in_torch
 from gpu_ops.flash import flash_attention_in_torch
 from gpu_ops.gather import gathered_rows_by_copy
@@ -21,7 +22,7 @@ from gpu_ops.merge import merge_attention_in_torch
 from gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_torch
 from gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
 from gpu_ops.rotary import RotaryLayout
-from gpu_ops.triton_kernels import column_sums, flash, gather, merge, rebuild, resident_slots
+from gpu_ops.triton_kernels import cached_entries, column_sums, flash, gather, merge, rebuild, resident_slots
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Halves, a part at either end, neighbours, an odd number of pairs in the middle of nowhere, and no rotation.
@@ -139,6 +140,47 @@ def gathered(dtype: torch.dtype, shape: tuple[int, ...], count: int) -> bool:
     return torch.equal(out, gathered_rows_by_copy(stored, where, stored))
 
 
+def room(dtype: torch.dtype, capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Memory of entries of two sequences with three heads."""
+    keys, values = random(2, 3, capacity, 24, dtype=dtype), random(2, 3, capacity, 17, dtype=dtype)
+    return keys, values, torch.randint(0, 900, (2, 3, capacity), generator=_generator)
+
+
+def appended(dtype: torch.dtype, taken: int) -> bool:
+    """A token that a model has projected, so that its heads do not lie side by side."""
+    key, value = (random(2, 1, 3, dim, dtype=dtype).transpose(1, 2) for dim in (24, 17))
+    found = room(dtype, 9)
+    expected = [part.clone() for part in found]
+    cached_entries.append_token(key, value, *found, taken, 777)
+    append_token_in_torch(key, value, *expected, taken, 777)
+    return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def lowest_left_out(kind: str, cached: int, first: int, last: int) -> bool:
+    """Of scores among which are equal ones, of a list for all heads or one for each."""
+    scores = torch.randint(0, 5, (2, 3, cached + 2), generator=_generator)[..., :cached]
+    scores = scores << 40 if kind == "int64" else scores.float().masked_fill(scores == 4, float("inf"))
+    if kind == "not a number":
+        scores[:, 1, cached // 2] = float("nan")
+    given = scores[:, :1] if kind == "shared" else scores
+    return torch.equal(cached_entries.all_but_lowest(given, first, last), all_but_lowest_in_torch(given, first, last))
+
+
+def kept(dtype: torch.dtype, count: int, lists: int, is_shared: bool) -> bool:
+    """Entries with scores of which some have not come to the newest, and one is the same for all heads."""
+    heads = 1 if is_shared else 3
+    index = torch.rand(2 if heads == 3 else 1, heads, 80, generator=_generator).argsort(dim=2)[..., :count]
+    scores = random(2, 3, 78), torch.randint(0, 1 << 60, (2, 3, 80), generator=_generator), random(2, 1, 79)
+    given = room(dtype, 83), (*scores[:2], scores[2].expand(-1, 3, -1))[:lists], index.sort(dim=2).values
+    found, expected = room(dtype, count + 5), room(dtype, count + 5)
+    gathered = [
+        cached_entries.keep(*given, found),
+        keep_in_torch(*given, expected),
+    ]
+    entries = zip((part[:, :, :count] for part in found), (part[:, :, :count] for part in expected), strict=True)
+    return all(torch.equal(*pair) for pair in (*entries, *zip(*gathered, strict=True)))
+
+
 def attended(dtype: torch.dtype, case: Attention) -> tuple[float, float]:
     """Of the output and of the log-sum-exp, of tensors that are not contiguous."""
     heads = case.kv_heads * case.group
@@ -205,6 +247,18 @@ if __name__ == "__main__":
                     for dtype in DTYPES
                     for stored in (dtype, torch.float16)
                     for count in (1, 9, 18)
+                },
+                "appended": {f"{dtype}, {taken}": appended(dtype, taken) for dtype in DTYPES for taken in (0, 5, 8)},
+                "lowest left out": {
+                    f"{kind}, {cached}, {first}, {last}": lowest_left_out(kind, cached, first, last)
+                    for kind in ("float32", "shared", "not a number", "int64")
+                    for cached, first, last in ((1, 0, 0), (30, 0, 0), (30, 4, 9), (20, 10, 10), (2500, 3, 700))
+                    if kind != "int64" or not first
+                },
+                "kept": {
+                    f"{dtype}, {count}, {lists}, {is_shared}": kept(dtype, count, lists, is_shared)
+                    for dtype in DTYPES
+                    for count, lists, is_shared in ((79, 3, False), (1, 2, False), (80, 1, True), (40, 0, True))
                 },
                 "gathered": {
                     f"{dtype}, {shape}, {count}": gathered(dtype, shape, count)

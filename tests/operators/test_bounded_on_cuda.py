@@ -15,9 +15,23 @@ from hetero_kv.families.bounded.eviction.ranking import others
 
 pytestmark = pytest.mark.cuda
 
-# What draws, merges or counts squares launches more.
-SLIM = ("streaming_llm", "h2o", "tova", "snapkv_evict", "pyramidkv")
-BOUNDED = (*SLIM, "bigbird", "cam", "cascade", "d2o", "infinipot", "random", "roco", "sirllm")
+#: Most launches of a layer and decoded token beyond the model's. What merges launches more.
+LAUNCHES = {
+    "streaming_llm": 18,
+    "h2o": 5,
+    "tova": 4,
+    "snapkv_evict": 8,
+    "pyramidkv": 8,
+    "bigbird": 20,
+    "cam": 40,
+    "cascade": 32,
+    "d2o": 50,
+    "infinipot": 28,
+    "random": 16,
+    "roco": 20,
+    "sirllm": 24,
+}
+BOUNDED = tuple(LAUNCHES)
 
 
 def test_every_policy_is_counted_below():
@@ -26,16 +40,15 @@ def test_every_policy_is_counted_below():
     assert set(BOUNDED) <= set(RECIPES)
 
 
-@pytest.mark.parametrize("half", [SLIM, BOUNDED[len(SLIM) :]], ids=["slim", "others"])
-def test_no_bounded_layer_waits_or_copies_and_the_slim_ones_launch_little(half):
+@pytest.mark.parametrize("half", [BOUNDED[::2], BOUNDED[1::2]], ids=["even", "odd"])
+def test_no_bounded_layer_waits_or_copies_and_all_launch_little(half):
     found = counts_of(half)
     del found["untouched"]
     for recipe, counts in found.items():
         assert (counts.waits, counts.pageable) == (0, 0), recipe
         # Of infinipot the text that it runs when entries are to be dropped.
         assert counts.pinned == 0 or recipe == "infinipot"
-        if recipe in SLIM:
-            assert counts.launches <= 25, recipe
+        assert counts.launches <= LAUNCHES[recipe] + 1e-9, recipe
 
 
 @pytest.mark.parametrize("dropped", [1, 2, 5])

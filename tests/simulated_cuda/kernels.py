@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import torch
 
+from gpu_ops.cached_entries import all_but_lowest_in_torch, append_token_in_torch, keep_in_torch
 from gpu_ops.column_sums import column_sums_in_torch
 from gpu_ops.flash import flash_attention_in_torch
 from gpu_ops.merge import merge_attention_in_torch
@@ -71,6 +72,24 @@ def _column_sums(
     sums.copy_(column_sums_in_torch(*given))
 
 
+def _append(
+    key: Any, value: Any, keys: Any, values: Any, positions: Any, taken: int, position: int, *_: Any, **__: Any
+) -> None:
+    append_token_in_torch(key, value, keys, values, positions, taken, position)
+
+
+def _all_but_lowest(scores: Any, index: Any, cached: int, first: int, last: int, *_: Any, **__: Any) -> None:
+    index.copy_(all_but_lowest_in_torch(scores, first, last))
+
+
+def _keep(*given: Any, **fixed: Any) -> None:
+    parts, scores, index, kept, gathered = given[:3], given[3:6], given[6], given[7:10], given[10:13]
+    count = fixed["SCORES"]
+    found = keep_in_torch(parts, scores[:count], index, kept)
+    for out, each in zip(gathered[:count], found, strict=True):
+        out.copy_(each)
+
+
 def _multiply_packed(x: Any, data: Any, bias: Any, chosen: Any, out: Any, *_: Any, **fixed: Any) -> None:
     name, rows = fixed["NAME"], out.shape[1]
     if fixed["HAS_EXPERTS"]:
@@ -97,6 +116,9 @@ DEFINITIONS: dict[str, Callable[..., None]] = {
     "_fetch": _fetch,
     "_flash": _flash,
     "_column_sums": _column_sums,
+    "_append": _append,
+    "_all_but_lowest": _all_but_lowest,
+    "_keep": _keep,
     "_multiply_packed": _multiply_packed,
     "_unpack_packed": _unpack_packed,
     "_rows_of_packed": _rows_of_packed,
@@ -111,6 +133,9 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "_fetch": ("out",),
     "_flash": ("out", "lse"),
     "_column_sums": ("sums",),
+    "_append": ("keys", "values", "positions"),
+    "_all_but_lowest": ("index",),
+    "_keep": ("kept_keys", "kept_values", "kept_positions", "kept_a", "kept_b", "kept_c"),
     "_multiply_packed": ("out",),
     "_unpack_packed": ("out",),
     "_rows_of_packed": ("out",),

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from cpu_ops.cached_entries import gather_numbers
 from hetero_kv.families.bounded.entry_room import EntryRoom
 
 
@@ -70,6 +69,17 @@ class Entries:
         """The same entries with these scores, each [batch, kv_heads, cached]."""
         return Entries(self.room, self.num_entries, {**self.scores, **scores}, self.carried)
 
+    def accumulated(self, **more: torch.Tensor) -> Entries:
+        """The same entries with these numbers added to their scores.
+
+        more: [batch, kv_heads, cached] each, in memory that is nobody else's: the sums are made there.
+        """
+        for name, numbers in more.items():
+            known = self.scores.get(name)
+            if known is not None:
+                numbers[..., : known.shape[2]].add_(known)
+        return self.scored(**more)
+
     def without_score(self, name: str) -> Entries:
         """The same entries without the scores of this name."""
         scores = {other: score for other, score in self.scores.items() if other != name}
@@ -88,9 +98,8 @@ class Entries:
     def kept(self, index: torch.Tensor) -> Entries:
         """Only the entries at `index`, [batch or 1, kv_heads or 1, count] int64; ascending, so that they stay in
         order."""
-        room = self.room.gathered(index)
-        scores = {name: _gathered(self.score(name), index) for name in self.scores}
-        return Entries(room, index.shape[2], scores, self.carried)
+        room, scores = self.room.gathered(index, list(self.scores.values()))
+        return Entries(room, index.shape[2], dict(zip(self.scores, scores, strict=True)), self.carried)
 
     def with_room(self, tokens: int, spare: int = 0) -> Entries:
         """The same entries where `tokens` more can be written behind them: here, or moved, with `spare` besides."""
@@ -130,9 +139,3 @@ def no_entries(keys: torch.Tensor, values: torch.Tensor) -> Entries:
     """None yet, of the shape and type of keys [batch, kv_heads, tokens, k_dim] and values."""
     positions = torch.empty(*keys.shape[:2], 0, dtype=torch.int64, device=keys.device)
     return Entries.of(keys[:, :, :0], values[:, :, :0], positions)
-
-
-def _gathered(numbers: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    if numbers.device.type == "cpu":
-        return torch.from_numpy(gather_numbers(numbers.numpy(), index.numpy()))
-    return numbers.gather(2, index.expand(*numbers.shape[:2], -1))

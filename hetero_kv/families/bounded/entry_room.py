@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from cpu_ops.cached_entries import append_token, gather_entries
+from cpu_ops.cached_entries import append_token, gather_entries, gather_numbers
 from cpu_ops.threads import at_most
+from gpu_ops import cached_entries
 
 #: Entries that there is room for behind those that stay: tokens that are decoded until all are moved again.
 SLACK = 32
@@ -56,18 +59,22 @@ class EntryRoom:
             new[:, :, :cached] = old[:, :, :cached]
         return twin
 
-    def gathered(self, index: torch.Tensor) -> EntryRoom:
-        """A copy of the entries at `index` [batch or 1, kv_heads or 1, count] int64, with SLACK behind them."""
+    def gathered(
+        self, index: torch.Tensor, scores: Sequence[torch.Tensor] = ()
+    ) -> tuple[EntryRoom, list[torch.Tensor]]:
+        """A copy of the entries at `index` [batch or 1, kv_heads or 1, count] int64, with SLACK behind them.
+
+        And of each of the `scores` [batch, kv_heads, cached or fewer] theirs, 0 for entries behind those.
+        """
         count = index.shape[2]
-        if self.arrays is not None:
-            twin = EntryRoom.empty(self, count + SLACK, count)
-            assert twin.arrays is not None
-            gather_entries(self.arrays, index.numpy(), twin.arrays, kernel_threads())
-            return twin
-        padded = torch.nn.functional.pad(index.expand(*self.positions.shape[:2], -1), (0, SLACK))
-        # Once for keys and values: of small kernels the launches are what a token waits for.
-        rows = _flat_rows(padded, self.positions.shape[2])
-        return EntryRoom(_rows(self.keys, rows), _rows(self.values, rows), self.positions.gather(2, padded), count)
+        twin = EntryRoom.empty(self, count + SLACK, count)
+        if self.arrays is None:
+            return twin, cached_entries.keep(self._parts, scores, index, twin._parts)
+        assert twin.arrays is not None
+        where = index.numpy()
+        gather_entries(self.arrays, where, twin.arrays, kernel_threads())
+        padded = (torch.nn.functional.pad(each, (0, max(0, self.taken - each.shape[2]))) for each in scores)
+        return twin, [torch.from_numpy(gather_numbers(each.numpy(), where)) for each in padded]
 
     def is_free_behind(self, cached: int, tokens: int) -> bool:
         """Whether the first `cached` entries are all that lies here, and `tokens` more have room behind them."""
@@ -78,14 +85,17 @@ class EntryRoom:
         new = keys.shape[2]
         if new == 1 and self.arrays is not None:
             append_token(_bits(keys), _bits(values), *self.arrays, self.taken, position)
+        elif new == 1:
+            cached_entries.append_token(keys, values, self._parts, self.taken, position)
         else:
             behind = slice(self.taken, self.taken + new)
             self.keys[:, :, behind], self.values[:, :, behind] = keys, values
-            if new == 1:
-                self.positions[:, :, behind].fill_(position)
-            else:
-                self.positions[:, :, behind] = torch.arange(position, position + new, device=keys.device)
+            self.positions[:, :, behind] = torch.arange(position, position + new, device=keys.device)
         self.taken += new
+
+    @property
+    def _parts(self) -> cached_entries.Parts:
+        return self.keys, self.values, self.positions
 
     @property
     def nbytes(self) -> int:
@@ -103,16 +113,3 @@ def _bits(numbers: torch.Tensor) -> np.ndarray:
     if numbers.dtype in _OF_16_BITS:
         numbers = numbers.view(torch.int16)
     return numbers.numpy()
-
-
-def _flat_rows(index: torch.Tensor, capacity: int) -> torch.Tensor:
-    """Where entries at `index` [batch, kv_heads, count] lie among batch * kv_heads * `capacity` rows: of its shape."""
-    batch, kv_heads, _ = index.shape
-    first = torch.arange(0, batch * kv_heads * capacity, capacity, device=index.device)
-    return index + first.view(batch, kv_heads, 1)
-
-
-def _rows(stored: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The vectors [batch, kv_heads, count, dim] at `rows` of `stored` [batch, kv_heads, capacity, dim]."""
-    # Ten times as fast as gather, which looks up every number of a vector by itself.
-    return stored.view(-1, stored.shape[3]).index_select(0, rows.flatten()).view(*rows.shape, stored.shape[3])

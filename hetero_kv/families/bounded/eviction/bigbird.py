@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.draws import uniform
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy
-from hetero_kv.families.bounded.eviction.ranking import best, protected
+from hetero_kv.families.bounded.eviction.ranking import best
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import StridedSettings, policy_setting
 from hetero_kv.settings.setting import SettingError, setting
@@ -49,4 +49,4 @@ class BigBird(EvictionPolicy[BigBirdSettings]):
         first = round(budget * settings.global_ratio)
         last = min(budget - first, round(budget * settings.window_ratio))
         draws = uniform(entries.positions // settings.block_size, settings.seed, self.layer_idx)
-        return entries.kept(best(protected(draws, first=first, last=last), budget))
+        return entries.kept(best(draws, budget, first=first, last=last))

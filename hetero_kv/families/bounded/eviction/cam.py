@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.draws import uniform
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
-from hetero_kv.families.bounded.eviction.ranking import best, others, protected
+from hetero_kv.families.bounded.eviction.ranking import best, others, seen_by
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
 from hetero_kv.settings.setting import setting
@@ -40,16 +38,12 @@ class CaM(EvictionPolicy[CaMSettings]):
     """
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
-        index = torch.arange(entries.num_entries, device=attended.keys.device)
-        saw = (entries.num_entries - index).clamp(max=attended.tokens)
-        return entries.scored(
-            received=entries.score("received") + attended.column_sums().sum(dim=2),
-            queries=entries.score("queries") + saw,
-        )
+        received = attended.column_sums().sum(dim=2)
+        return entries.accumulated(received=received, queries=seen_by(received, attended.tokens))
 
     def evict(self, entries: Entries, budget: int) -> Entries:
         recent = max(1, round(budget * self.settings.recent_ratio))
-        index = best(protected(entries.score("received"), last=recent), budget)
+        index = best(entries.score("received"), budget, last=recent)
         mean = entries.score("received") / entries.score("queries")
         gone = others(index, entries.num_entries)
         odds = mean.gather(-1, gone) / mean[..., -recent:].mean(dim=-1, keepdim=True)

@@ -12,7 +12,7 @@ from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.allocation import shared_out
 from hetero_kv.families.bounded.eviction.merging import merged, nearest
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
-from hetero_kv.families.bounded.eviction.ranking import best, others, protected
+from hetero_kv.families.bounded.eviction.ranking import best, others
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
 from hetero_kv.settings.setting import setting
@@ -59,7 +59,7 @@ class D2O(EvictionPolicy[D2OSettings]):
     allocates = True
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
-        return entries.scored(received=entries.score("received") + attended.column_sums().mean(dim=2))
+        return entries.accumulated(received=attended.column_sums().mean(dim=2))
 
     def allocate(self, layers: Sequence[Entries], budgets: Sequence[int]) -> Sequence[int]:
         """Dynamic allocation (eq. 4 and 5): less for layers whose column sums vary more, the same total.
@@ -86,7 +86,7 @@ class D2O(EvictionPolicy[D2OSettings]):
         """See EvictionPolicy; eq. 8 to 12."""
         sinks = self.settings.sinks
         recent = max(1, round((budget - sinks) * self.settings.recent_ratio))
-        index = best(protected(entries.score("received"), first=sinks, last=recent), budget)
+        index = best(entries.score("received"), budget, first=sinks, last=recent)
         kept = entries.kept(index)
         limit = self.settings.threshold
         if isinstance(limit, float) and limit > 1:

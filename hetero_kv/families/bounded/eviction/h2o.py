@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
-from hetero_kv.families.bounded.eviction.ranking import best, protected
+from hetero_kv.families.bounded.eviction.ranking import best
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
 from hetero_kv.settings.setting import setting
@@ -25,8 +25,8 @@ class H2O(EvictionPolicy[H2OSettings]):
     """Ranks entries by the attention received from all queries so far, summed over the group's heads (algorithm 1)."""
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
-        return entries.scored(received=entries.score("received") + attended.column_sums().sum(dim=2))
+        return entries.accumulated(received=attended.column_sums().sum(dim=2))
 
     def evict(self, entries: Entries, budget: int) -> Entries:
         recent = round(budget * self.settings.recent_ratio)
-        return entries.kept(best(protected(entries.score("received"), last=recent), budget))
+        return entries.kept(best(entries.score("received"), budget, last=recent))

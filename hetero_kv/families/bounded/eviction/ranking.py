@@ -5,34 +5,31 @@ from __future__ import annotations
 import torch
 
 from cpu_ops.cached_entries import all_but_lowest
+from gpu_ops import cached_entries
+from gpu_ops.cached_entries import protected
+
+__all__ = ["best", "others", "protected", "seen_by"]
 
 
-def best(scores: torch.Tensor, count: int) -> torch.Tensor:
+def best(scores: torch.Tensor, count: int, *, first: int = 0, last: int = 0) -> torch.Tensor:
     """Indices of the `count` highest scores along the last dimension, ascending; of equal scores the earlier wins.
 
     Args:
-        scores: [..., cached].
+        scores: [..., cached], floating point where entries are `protected`.
+        first, last: entries at either end that count as infinitely high.
 
     Returns [..., count] int64.
     """
-    cached = scores.shape[-1]
-    if cached - count == 1:
-        # One step of decoding. The last of the lowest goes, so that the earlier of equals stays.
-        if scores.device.type == "cpu" and scores.dim() == 3:
-            return torch.from_numpy(all_but_lowest(scores.numpy()))
-        dropped = cached - 1 - scores.flip(-1).argmin(dim=-1, keepdim=True)
-        index = torch.arange(count, device=scores.device).expand(*scores.shape[:-1], count)
-        return index + (index >= dropped)
+    # One step of decoding: the last of the lowest goes, so that the earlier of equals stays.
+    is_step, has_kernel = scores.shape[-1] - count == 1, scores.device.type == "cpu" and scores.dim() == 3
+    if is_step and not has_kernel:
+        return cached_entries.all_but_lowest(scores, first, last)
+    if first or last:
+        scores = protected(scores, first=first, last=last)
+    if is_step:
+        return torch.from_numpy(all_but_lowest(scores.numpy()))
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., :count]
     return order.sort(dim=-1).values
-
-
-def protected(scores: torch.Tensor, *, first: int = 0, last: int = 0) -> torch.Tensor:
-    """`scores` [..., cached] with the first and the last entries at infinity, so that they are kept."""
-    scores = scores.clone()
-    scores[..., :first] = float("inf")
-    scores[..., scores.shape[-1] - last :] = float("inf")
-    return scores
 
 
 def others(index: torch.Tensor, cached: int) -> torch.Tensor:
@@ -44,3 +41,15 @@ def others(index: torch.Tensor, cached: int) -> torch.Tensor:
     # Sorted and not picked by a mask, of which a GPU would have to tell the host how many it picks.
     gone = torch.ones(batch, kv_heads, cached, dtype=torch.uint8, device=index.device).scatter(-1, index, 0)
     return gone.argsort(dim=-1, descending=True, stable=True)[..., : cached - count]
+
+
+def seen_by(like: torch.Tensor, tokens: int, group: int = 1) -> torch.Tensor:
+    """How many queries of the newest `tokens` see each entry, `group` of each one: [batch, kv_heads, cached] float32.
+
+    like: a score of all entries.
+    """
+    if tokens == 1:
+        return torch.full_like(like, group)
+    cached = like.shape[2]
+    seen = torch.arange(cached, 0, -1, device=like.device).clamp(max=tokens) * group
+    return torch.empty_like(like).copy_(seen)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
-from hetero_kv.families.bounded.eviction.ranking import best, protected
+from hetero_kv.families.bounded.eviction.ranking import best, seen_by
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
 from hetero_kv.settings.setting import setting
@@ -36,14 +34,9 @@ class RoCo(EvictionPolicy[RoCoSettings]):
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
         sums, squares = attended.column_sums(), attended.column_sums(squared=True)
-        new, group = attended.tokens, sums.shape[2]
-        index = torch.arange(entries.num_entries, device=sums.device)
-        saw = (entries.num_entries - index).clamp(max=new) * group
-        return entries.scored(
-            received=entries.score("received") + sums.sum(dim=2),
-            squared=entries.score("squared") + squares.sum(dim=2),
-            queries=entries.score("queries") + saw,
-        )
+        received = sums.sum(dim=2)
+        queries = seen_by(received, attended.tokens, sums.shape[2])
+        return entries.accumulated(received=received, squared=squares.sum(dim=2), queries=queries)
 
     def evict(self, entries: Entries, budget: int) -> Entries:
         queries = entries.score("queries")
@@ -51,5 +44,5 @@ class RoCo(EvictionPolicy[RoCoSettings]):
         variance = entries.score("squared") / queries - mean.square()
         recent = self.settings.recent
         out_of_scope = max(recent, round(budget * self.settings.protected_ratio))
-        uneven = best(protected(variance, last=recent), out_of_scope)
+        uneven = best(variance, out_of_scope, last=recent)
         return entries.kept(best(mean.scatter(-1, uneven, float("inf")), budget))

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy
-from hetero_kv.families.bounded.eviction.ranking import best, protected
+from hetero_kv.families.bounded.eviction.ranking import best
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import StridedSettings, policy_setting
 from hetero_kv.settings.setting import setting
@@ -61,4 +61,4 @@ class SirLLM(EvictionPolicy[SirLLMSettings]):
         recent = min(round(budget * self.settings.recent_ratio), budget - sinks)
         # One set for all heads: the entropy is the token's.
         entropy = entries.score("token")[:, :1]
-        return entries.kept(best(protected(entropy, first=sinks, last=recent), budget))
+        return entries.kept(best(entropy, budget, first=sinks, last=recent))

@@ -11,7 +11,7 @@ from torch.nn.functional import avg_pool1d
 
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
-from hetero_kv.families.bounded.eviction.ranking import best, protected
+from hetero_kv.families.bounded.eviction.ranking import best
 from hetero_kv.families.bounded.eviction.registry import register
 from hetero_kv.families.bounded.eviction.settings import WholePromptSettings, policy_setting
 from hetero_kv.families.retrieval.observation import Observation
@@ -93,7 +93,7 @@ class WindowVote(EvictionPolicy[V]):
         return entries.scored(vote=self.prompt_votes(entries)).carrying(window=None)
 
     def evict(self, entries: Entries, budget: int) -> Entries:
-        return entries.kept(best(protected(entries.score("vote"), last=self.settings.window), budget))
+        return entries.kept(best(entries.score("vote"), budget, last=self.settings.window))
 
 
 @register(
