@@ -23,7 +23,7 @@ from hetero_kv.engine.passing_prompt import PassingPrompt, Progress
 from hetero_kv.engine.policy_texts import PolicyTexts
 from hetero_kv.engine.step import Step
 from hetero_kv.engine.store import Store
-from hetero_kv.engine.watched import require_all
+from hetero_kv.engine.watched import tell_all
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 
 
@@ -163,7 +163,7 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
             self._present(spans[0].cohort)
             yield self.steps
             self.require_unchanged_files()
-            require_all([each for step in steps for each in step.watched])
+            tell_all([each for step in steps for each in step.watched])
             for step in steps:
                 step.cohort.end(step)
         finally:

@@ -1,4 +1,4 @@
-"""Numbers on a device that a forward's tokens are refused for: read once per forward, behind all layers."""
+"""Numbers on a device that layers are told behind all layers: read once per forward, before its tokens are stored."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Watched(NamedTuple):
 
     Attributes:
         number: float32 without dimensions, on any device.
-        require: raises an error for a number that must not be.
+        told: is called with the number; raises an error for one that the tokens are refused for.
     """
 
     number: torch.Tensor
-    require: Callable[[float], None]
+    told: Callable[[float], None]
 
 
-def require_all(watched: Sequence[Watched]) -> None:
+def tell_all(watched: Sequence[Watched]) -> None:
     """Look at all of them, with one wait for each device. Raises what the first of them to complain raises."""
     for device in dict.fromkeys(each.number.device for each in watched):
         there = [each for each in watched if each.number.device == device]
         (numbers,) = on_host(torch.stack([each.number for each in there]))
         for each, number in zip(there, numbers.tolist(), strict=True):
-            each.require(number)
+            each.told(number)

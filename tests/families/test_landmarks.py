@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_kv.families.shadowkv.landmarks import chosen_chunks, landmarks
-from hetero_kv.families.shadowkv.outlier_chunks import with_new_outliers
+from hetero_kv.families.shadowkv.outlier_chunks import OutlierChoice
 
 
 def reference(keys, q, chunk_size, outlier_count, count, scale, softcap):
@@ -55,7 +55,8 @@ def test_landmarks_outliers_and_chosen_chunks_are_the_references(
     # However a sequence comes, its outliers are those of the whole.
     for part in torch.arange(chunks).chunk(arrivals):
         first, end = int(part[0]), int(part[-1]) + 1
-        outliers = with_new_outliers(outliers, cut[:, :, first:end], cut[:, :, first:end], first, outlier_count)
+        new = cut[:, :, first:end]
+        outliers = OutlierChoice(outliers, new, new, first, outlier_count).outliers()
     count = min(wanted, chunks - outliers.ids.shape[2])
     expected, expected_outliers, expected_chosen = reference(keys, q, chunk_size, outlier_count, count, 0.3, softcap)
     means = landmarks(cut)

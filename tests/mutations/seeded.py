@@ -75,8 +75,8 @@ MUTATIONS = (
     Mutation(
         "slots keep keys of factors that are no more",
         "hetero_kv/families/shadowkv/context_layer.py",
-        "self.count(self.counted.with_factors())\n        if self.context.outliers is not None:",
-        "self.count(self.counted.with_factors())\n        if False:",
+        "self.count(statistics.with_factors())\n        if self.context.outliers is not None:",
+        "self.count(statistics.with_factors())\n        if False:",
         (f"{_SHADOWKV}slots_hold_what_the_factors_say_also_when_these_are_made_anew",),
     ),
     Mutation(

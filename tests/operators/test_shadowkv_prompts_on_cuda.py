@@ -11,6 +11,7 @@ from tiny_models import tiny_model
 from hetero_kv import HeteroKVError, eject
 from hetero_kv.families.prompts_on_gpu import pieces, writing
 from hetero_kv.families.shadowkv import context_layer, key_factors
+from hetero_kv.families.shadowkv import layer as low_rank_layer
 
 pytestmark = pytest.mark.cuda
 
@@ -50,6 +51,62 @@ def test_nothing_is_pageable_and_nothing_blocks(gpu, refactor_above):
         assert gpu.record.pageable == []
         assert not any(copy.is_blocking for copy in gpu.record.copies)
     assert {layer.counted.factored for layer in cache.layers} == {1 if refactor_above else 2}
+
+
+@pytest.mark.parametrize("value_type", ["FP16", "FP32"])
+@pytest.mark.parametrize("refactor_above", [0.0, 0.99, 1.0])
+def test_a_later_turn_waits_for_copies_and_once_behind_all_layers(gpu, refactor_above, value_type):
+    model = on_gpu(tiny_model("llama").to(torch.bfloat16))
+    settings = {**SPARSE, "value_type": value_type, "refactor_above": refactor_above}
+    cache = injected(model, **settings)
+    *before, turn = random_tokens(190, batch=2).to("cuda").split([100, *[1] * 20, 70], dim=1)
+    logits(model, cache, *before)
+    gpu.record.clear()
+    with torch.no_grad():
+        model(turn, past_key_values=cache)
+    waits = [wait.line.partition(":")[0] for wait in gpu.record.waits]
+    assert waits.count("gpu_ops/host_copies.py") == 1
+    # Eigenvectors, where keys are factored anew; the rest are values on their way out and in.
+    anew = "hetero_kv/families/shadowkv/factors.py"
+    assert waits.count(anew) == (0 if refactor_above else LAYERS)
+    assert set(waits) - {anew, "gpu_ops/host_copies.py"} == {"gpu_ops/write_out.py", "gpu_ops/prefetch.py"}
+    assert [layer.counted.factored for layer in cache.layers] == [1 if refactor_above else 2] * LAYERS
+
+
+@pytest.mark.usefixtures("gpu")
+def test_slots_stay_through_a_turn_that_brings_no_new_outlier_and_all_is_counted_as_on_a_cpu():
+    plain = tiny_model("llama")
+    parts = random_tokens(150).split([100, *[1] * 8, 8, *[1] * 8, 8, *[1] * 18], dim=1)
+    found, held = [], []
+    for model in (plain, on_gpu(plain)):
+        cache = injected(model, **SPARSE, refactor_above=1.0)
+        seen = []
+        for part in parts:
+            before = [layer.context.outliers for layer in cache.layers]
+            logits(model, cache, part)
+            after = [layer.context.outliers for layer in cache.layers]
+            if part.shape[1] == 8:
+                seen += [new is old for new, old in zip(after, before, strict=True)]
+        held.append(seen)
+        found.append(cache.statistics)
+        eject(model)
+    assert held[1] == held[0]
+    assert set(held[1]) == {True, False}
+    assert found[1]["chunk_hit_rate"] == found[0]["chunk_hit_rate"]
+    assert found[1]["key_energy_outside"] == pytest.approx(found[0]["key_energy_outside"])
+
+
+def test_a_log_of_missed_chunks_that_has_grown_long_is_counted_at_the_end_of_a_turn(gpu, monkeypatch):
+    model = on_gpu(tiny_model("llama").to(torch.bfloat16))
+    counted = []
+    for most in (4096, 5):
+        monkeypatch.setattr(low_rank_layer, "MOST_UNTOLD", most)
+        cache = injected(model, **SPARSE)
+        logits(model, cache, *random_tokens(140).split([100, *[1] * 10, 30], dim=1))
+        counted.append(([len(layer.missed) for layer in cache.layers], cache.statistics))
+        eject(model)
+    assert [lengths for lengths, _ in counted] == [[10] * LAYERS, [0] * LAYERS]
+    assert counted[0][1] == counted[1][1]
 
 
 @pytest.mark.usefixtures("in_small_pieces")

@@ -16,6 +16,9 @@ from hetero_kv.store.pool import BlockPool
 #: vectors that stand for them.
 VectorsOf = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
+#: Keys [rows, kv_heads, tokens, k_dim] and the position of the first of them -> what is to be known of them, in sums.
+SumsOf = Callable[[torch.Tensor, int], torch.Tensor]
+
 PIECE_TOKENS = 2048
 """Of a prompt, what is on its way to DRAM at a time: the float32 copies of its keys stay small beside a chunk's
 activations."""
@@ -29,22 +32,25 @@ class PromptWriting:
         represented: blocks [first, end) for which `vectors_of` makes vectors; none where they are made later, or not.
         part: the positions [start, stop) that are written; None for the new tokens.
         with_keys: whether the pool has the keys; else its vectors of keys have no numbers.
+        sums_of: what is asked of the keys of every piece, before what is queued behind it.
 
     Attributes:
         largest: magnitude of a stored key, and of a stored value; complete when `finish` has returned.
+        sums: what `sums_of` has found, over all pieces, on the CPU, likewise; None without any.
     """
 
     def __init__(
         self, pool: BlockPool, buffer: PrefillBuffer, table: np.ndarray, write_out: WriteOut,
         represented: tuple[int, int] = (0, 0), vectors_of: VectorsOf | None = None,
-        part: tuple[int, int] | None = None, with_keys: bool = True,
+        part: tuple[int, int] | None = None, with_keys: bool = True, sums_of: SumsOf | None = None,
     ) -> None:  # fmt: skip
         self._pool, self._buffer, self._table, self._write_out = pool, buffer, table, write_out
         self._represented, self._vectors_of = represented, vectors_of
         self._start = buffer.past if part is None else part[0]
         self._stop = None if part is None else part[1]
-        self._with_keys, self._written = with_keys, self._start
+        self._with_keys, self._sums_of, self._written = with_keys, sums_of, self._start
         self.largest = [0.0, 0.0]
+        self.sums: torch.Tensor | None = None
 
     @property
     def first_block(self) -> int:
@@ -76,32 +82,34 @@ class PromptWriting:
         """Wait for what is under way, which nobody wants unless `finish` has returned."""
         self._write_out.drop()
 
-    def _new(self, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the positions from `_written` to `stop`, which are written with that."""
-        part = slice(self._written - self._buffer.first, stop - self._buffer.first)
-        self._written = stop
-        keys = self._buffer.keys[:, :, part]
-        return keys if self._with_keys else keys[..., :0], self._buffer.values[:, :, part]
+    def _new(self, stop: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Keys and values of the positions from `_written` to `stop`, which are written with that, and what `_note`
+        is to be told of them."""
+        start, self._written = self._written, stop
+        part = slice(start - self._buffer.first, stop - self._buffer.first)
+        keys, values = self._buffer.keys[:, :, part], self._buffer.values[:, :, part]
+        sums = () if self._sums_of is None else (self._sums_of(keys, start),)
+        keys = keys if self._with_keys else keys[..., :0]
+        return keys, values, (_ends(keys, values), *sums)
 
     def _send_tokens(self, stop: int) -> None:
         """Send tokens of a block that is not whole, which the CPU stores."""
         start = self._written
-        keys, values = self._new(stop)
+        keys, values, notes = self._new(stop)
 
         def arrived(copies: Sequence[torch.Tensor]) -> None:
-            new_keys, new_values, ends = copies
-            self._note(ends)
+            new_keys, new_values, *noted = copies
+            self._note(*noted)
             for ids, row_keys, row_values in zip(self._table, new_keys, new_values, strict=True):
                 self._pool.write(ids, start, row_keys, row_values)
 
-        self._write_out.send((keys, values, _ends(keys, values)), arrived)
+        self._write_out.send((keys, values, *notes), arrived)
 
     def _send_blocks(self, count: int) -> None:
         """Send whole blocks as they are stored, and what is kept of them beside."""
         pool, first = self._pool, self._written // self._pool.block_size
         stop = self._written + count * pool.block_size
-        keys, values = self._new(stop)
-        ends = _ends(keys, values)
+        keys, values, notes = self._new(stop)
         keys, values = (t.unflatten(2, (count, pool.block_size)).transpose(1, 2) for t in (keys, values))
         stored = pool.encoded(keys, values)
         begin, end = (min(max(block - first, 0), count) for block in self._represented)
@@ -111,14 +119,14 @@ class PromptWriting:
             derived = self._derived(part, None, self._vectors_of)
 
         def arrived(copies: Sequence[torch.Tensor]) -> None:
-            self._note(copies[0])
-            by_name = dict(zip((*stored, *derived), copies[1:], strict=True))
+            self._note(*copies[: len(notes)])
+            by_name = dict(zip((*stored, *derived), copies[len(notes) :], strict=True))
             for row, table in enumerate(self._table.astype(np.int64)):
                 ids = torch.from_numpy(table[first : first + count])
                 pool.put(ids, {name: by_name[name][row] for name in stored})
                 pool.put(ids[begin:end], {name: by_name[name][row] for name in derived})
 
-        self._write_out.send((ends, *stored.values(), *derived.values()), arrived)
+        self._write_out.send((*notes, *stored.values(), *derived.values()), arrived)
 
     def send_represented(self, first: int, end: int, received: torch.Tensor, vectors_of: VectorsOf) -> None:
         """Represent blocks [first, end), which have been written from this buffer, and wait until the pool has that.
@@ -157,9 +165,12 @@ class PromptWriting:
 
         return arrived
 
-    def _note(self, ends: torch.Tensor) -> None:
+    def _note(self, ends: torch.Tensor, sums: torch.Tensor | None = None) -> None:
         found = ends.abs().amax(dim=1).tolist()
         self.largest = [max(pair) for pair in zip(self.largest, found, strict=True)]
+        if sums is not None:
+            # What has arrived is overwritten.
+            self.sums = sums.clone() if self.sums is None else self.sums + sums
 
 
 def _ends(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -16,13 +16,14 @@ from gpu_ops.host_copies import on_device
 from gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.step import Step
+from hetero_kv.engine.watched import Watched
 from hetero_kv.families.prompts_on_gpu.layer import PromptLayer
 from hetero_kv.families.prompts_on_gpu.pieces import Pieces
 from hetero_kv.families.prompts_on_gpu.writing import PromptWriting
 from hetero_kv.families.shadowkv import landmarks
 from hetero_kv.families.shadowkv.key_factors import KeyFactors
 from hetero_kv.families.shadowkv.layout import ContextLayout
-from hetero_kv.families.shadowkv.outlier_chunks import Outliers, with_new_outliers
+from hetero_kv.families.shadowkv.outlier_chunks import OutlierChoice, Outliers
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import LowRankStatistics
 from hetero_kv.store.growing_tensor import GrowingTensor
@@ -96,17 +97,34 @@ class ContextLayer(PromptLayer):
         start, first = self.context.length, buffer.first
         if end > start:
             new_keys, new_values = (part[:, :, start - first : end - first] for part in (buffer.keys, buffer.values))
-            if start == 0 or self.factors.share_outside(new_keys, start) > self.settings.refactor_above:
+            if start == 0 or self._is_outside(step, buffer, new_keys):
                 self._factor(buffer, start, end)
             if not new_values.is_cuda:
                 self._put(step, new_values)
-            self._take_in(new_keys, new_values)
+            self._take_in(step, new_keys, new_values)
             if new_values.is_cuda:
                 self._write_from_gpu(step, buffer)
             # A prompt's values at once, not when the first token waits for them.
             self.values_are_mapped()
         self.recent_keys.replace(buffer.keys[:, :, end - first : buffer.length - first])
         self.recent_values.replace(buffer.values[:, :, end - first : buffer.length - first])
+
+    def _is_outside(self, step: Step, buffer: PrefillBuffer, keys: torch.Tensor) -> bool:
+        """Whether new keys [batch, kv_heads, tokens, k_dim] of a later turn are to be factored with those before.
+
+        From a GPU that is known when their values are in the pool, for which this waits.
+        """
+        most = self.settings.refactor_above
+        if most >= 1:
+            return False
+        if keys.is_cuda:
+            self._write_from_gpu(step, buffer)
+            assert self.writing is not None
+            energies = self.writing.sums
+            assert energies is not None
+        else:
+            energies = self.factors.energies(keys, self.context.length)
+        return float((energies[0] / energies[1]).max()) > most
 
     def _factor(self, buffer: PrefillBuffer, start: int, end: int) -> None:
         """Find a basis for the keys up to `end`, and the coefficients of those before `start`, the Context's.
@@ -120,9 +138,11 @@ class ContextLayer(PromptLayer):
             factors.append(keys)
         if start > first:
             factors.append(buffer.keys[:, :, : start - first])
+        # What missed chunks were made of is told by the rank that they had.
+        statistics = self.counted if self.factors.finds_rank else self.context.statistics
         before, self.factors = self.factors, factors
         before.park()
-        self.count(self.counted.with_factors())
+        self.count(statistics.with_factors())
         if self.context.outliers is not None:
             self.context.outliers.residents.empty()
 
@@ -138,21 +158,42 @@ class ContextLayer(PromptLayer):
         assert self.pool is not None
         blocks, write_out = step.blocks(self.layout), self.cohort.store.write_out(buffer.values.device)
         part = self.context.length, blocks.length
-        return PromptWriting(self.pool, buffer, blocks.table, write_out, part=part, with_keys=False)
+        is_measured = self.context.length and self.settings.refactor_above < 1
+        sums_of = self.factors.energies if is_measured else None
+        return PromptWriting(self.pool, buffer, blocks.table, write_out, part=part, with_keys=False, sums_of=sums_of)
 
-    def _take_in(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def _take_in(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add whole chunks behind the Context, exact keys [batch, kv_heads, tokens, k_dim] and values.
 
         The values are in the pool, or on their way there.
         """
-        statistics = self.counted.with_energy(*self.factors.append(keys))
+        statistics = self.context.statistics.with_energy(*self.factors.append(keys))
         key_chunks, value_chunks = (part.unflatten(2, (-1, self.chunk_size)) for part in (keys, values))
         self.landmarks.append(landmarks.landmarks(key_chunks))
-        outliers = with_new_outliers(
-            self.context.outliers, key_chunks, value_chunks, self.chunks, self.settings.outlier_chunks
-        )
+        outliers = self._new_outliers(step, key_chunks, value_chunks)
         length = self.context.length + keys.shape[2]
         self.context = replace(self.context, length=length, outliers=outliers, statistics=statistics)
+
+    def _new_outliers(self, step: Step, key_chunks: torch.Tensor, value_chunks: torch.Tensor) -> Outliers:
+        """The outliers among the Context's chunks and those behind it, [batch, kv_heads, new, chunk_size, dim].
+
+        They are those before, with what is in their slots, where no new chunk is among them. What of a prompt has come
+        from a GPU is told that behind all layers, and has them anew until then.
+        """
+        before = self.context.outliers
+        choice = OutlierChoice(before, key_chunks, value_chunks, self.chunks, self.settings.outlier_chunks)
+        is_another = choice.is_another
+        if is_another is not None and key_chunks.is_cuda and not step.is_decode:
+            step.watched.append(Watched(is_another.float(), lambda number: self._keep_outliers(before, number)))
+        elif is_another is not None and not bool(is_another):
+            assert before is not None
+            return before
+        return choice.outliers()
+
+    def _keep_outliers(self, outliers: Outliers | None, is_another: float) -> None:
+        """Go on with the outliers of before, unless a new chunk is among them."""
+        if not is_another:
+            self.context = replace(self.context, outliers=outliers)
 
     # -- reading tokens
 

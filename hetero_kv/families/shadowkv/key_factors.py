@@ -80,14 +80,22 @@ class KeyFactors:
             energy.append(factors.energy(plain))
         return torch.stack(outside).sum(dim=0), torch.stack(energy).sum(dim=0)
 
-    def share_outside(self, keys: torch.Tensor, start: int) -> float:
-        """Share of the energy of keys from position `start` on that is outside of the subspace, of the worst row."""
+    @property
+    def finds_rank(self) -> bool:
+        """Whether the rank is found in the keys, so that another basis may have another."""
+        return self._energy is not None
+
+    def energies(self, keys: torch.Tensor, start: int) -> torch.Tensor:
+        """The energy outside of the subspace, and in all, of keys from position `start` on: [2, batch] float64.
+
+        keys: [batch, kv_heads, tokens, k_dim], which are not added.
+        """
         flat = self._flat_basis
         outside = energy = torch.zeros(len(keys), dtype=torch.float64, device=keys.device)
         for plain in self._plain_tiles(keys, start):
             outside = outside + factors.energy_outside(plain, factors.projected(plain, flat), flat)
             energy = energy + factors.energy(plain)
-        return float((outside / energy).max())
+        return torch.stack([outside, energy])
 
     def keys_between(self, start: int, stop: int) -> torch.Tensor:
         """The keys of the positions [start, stop), rotated: [batch, kv_heads, stop - start, k_dim]."""

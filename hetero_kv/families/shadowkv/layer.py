@@ -23,7 +23,7 @@ from hetero_kv.families.shadowkv import saving
 from hetero_kv.families.shadowkv.context_layer import Context, ContextLayer
 from hetero_kv.families.shadowkv.key_factors import KeyFactors
 from hetero_kv.families.shadowkv.layout import ContextLayout
-from hetero_kv.families.shadowkv.missed_chunks import MissedChunks
+from hetero_kv.families.shadowkv.missed_chunks import MOST_UNTOLD, MissedChunks
 from hetero_kv.families.shadowkv.read_bytes import bytes_of_missed
 from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import KEY_RANK, LowRankStatistics
@@ -136,6 +136,8 @@ class LowRankLayer(ContextLayer):
         self._watch(step, values)
         end = (step.made.get(id(self.layout)) or step.blocks(self.layout)).length
         if buffer is not None and step.part.is_last:
+            if len(self.missed) > MOST_UNTOLD:
+                self.count(self.counted)
             self._store_prompt(step, buffer, end)
             return
         self.recent_keys.append(keys)
@@ -144,7 +146,7 @@ class LowRankLayer(ContextLayer):
         if count > 0:
             new_keys, new_values = (part.entries[:, :, :count] for part in (self.recent_keys, self.recent_values))
             self._put(step, *on_host(new_values))
-            self._take_in(new_keys, new_values)
+            self._take_in(step, new_keys, new_values)
             self.recent_keys.drop_first(count)
             self.recent_values.drop_first(count)
 

@@ -11,6 +11,8 @@ from hetero_kv.store.growing_tensor import GrowingTensor
 
 # Steps that the log grows by.
 _SLACK = 256
+#: Steps that are not told from one turn to the next: 16 KB a head.
+MOST_UNTOLD = 4096
 
 
 class MissedChunks:
@@ -24,6 +26,9 @@ class MissedChunks:
         self._steps = GrowingTensor(0, _SLACK)
         # Of how many sequences the first steps were, for each number that there was before the present one.
         self._rows_before: tuple[tuple[int, int], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._steps)
 
     def row(self, heads: int, device: torch.device) -> torch.Tensor:
         """The next step's, to be written by whoever finds out: [heads] int32."""

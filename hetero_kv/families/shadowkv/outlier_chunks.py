@@ -39,36 +39,47 @@ class Outliers:
         return Outliers(self.ids[index], self.cosines[index], ResidentChunks(keys, values))
 
 
-def with_new_outliers(
-    outliers: Outliers | None, key_chunks: torch.Tensor, value_chunks: torch.Tensor, first: int, count: int
-) -> Outliers:
+class OutlierChoice:
     """The `count` chunks with the least cosines of all so far, each kv head its own (ShadowKV, algorithm 1).
 
     Of the chunks before `first` only the outliers among them can be outliers still, so that nothing else of them is
     needed.
 
     Args:
-        outliers: of the chunks before `first`; None when there are none.
+        before: the outliers of the chunks before `first`; None when there are none.
         key_chunks, value_chunks: the chunks from `first` on, exact: [batch, kv_heads, new, chunk_size, dim].
         count: outliers to keep; fewer while there are fewer chunks.
-
-    Returns `outliers` itself where no new chunk is among them.
     """
-    batch, kv_heads, new = key_chunks.shape[:3]
-    cosines = least_cosines(key_chunks)
-    ids = torch.arange(first, first + new, device=key_chunks.device).expand(batch, kv_heads, new)
-    known = 0 if outliers is None else outliers.ids.shape[2]
-    if outliers is not None:
-        cosines, ids = torch.cat([outliers.cosines, cosines], dim=2), torch.cat([outliers.ids, ids], dim=2)
-    picked = cosines.topk(min(count, known + new), dim=2, largest=False).indices
-    if outliers is None:
-        keys, values = _chunks(key_chunks, picked), _chunks(value_chunks, picked)
-    elif picked.shape[2] == known and not bool((picked >= known).any()):
-        return outliers
-    else:
-        keys = _taken(outliers.residents.outlier_keys, key_chunks, picked)
-        values = _taken(outliers.residents.outlier_values, value_chunks, picked)
-    return Outliers(ids.gather(2, picked), cosines.gather(2, picked), ResidentChunks(keys, values))
+
+    def __init__(
+        self, before: Outliers | None, key_chunks: torch.Tensor, value_chunks: torch.Tensor, first: int, count: int
+    ) -> None:
+        batch, kv_heads, new = key_chunks.shape[:3]
+        cosines = least_cosines(key_chunks)
+        ids = torch.arange(first, first + new, device=key_chunks.device).expand(batch, kv_heads, new)
+        self._known = 0 if before is None else before.ids.shape[2]
+        if before is not None:
+            cosines, ids = torch.cat([before.cosines, cosines], dim=2), torch.cat([before.ids, ids], dim=2)
+        self._picked = cosines.topk(min(count, self._known + new), dim=2, largest=False).indices
+        self._before, self._chunks, self._cosines, self._ids = before, (key_chunks, value_chunks), cosines, ids
+
+    @property
+    def is_another(self) -> torch.Tensor | None:
+        """Whether a new chunk is among them, a bool on their device; None where one must be."""
+        if self._before is None or self._picked.shape[2] != self._known:
+            return None
+        return (self._picked >= self._known).any()
+
+    def outliers(self) -> Outliers:
+        """They, with exact keys and values of their own, and no slots."""
+        picked = self._picked
+        if self._before is None:
+            keys, values = (_chunks(part, picked) for part in self._chunks)
+        else:
+            residents = self._before.residents
+            held = residents.outlier_keys, residents.outlier_values
+            keys, values = (_taken(old, new, picked) for old, new in zip(held, self._chunks, strict=True))
+        return Outliers(self._ids.gather(2, picked), self._cosines.gather(2, picked), ResidentChunks(keys, values))
 
 
 def _taken(old: torch.Tensor, new: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
