@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from gpu_ops.kernel_choice import runs_triton
+
 
 class RotaryLayout(NamedTuple):
     """Which channels of a head are rotated together: `pairs` pairs from channel `offset` on.
@@ -53,6 +55,29 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: Rotary
     torch.mul(a, cos, out=turned[..., first]).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=turned[..., second]).addcmul_(a, sin)
     return turned
+
+
+def rotate_into(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout, out: torch.Tensor) -> None:
+    """As `rotate_into_in_torch`, which defines the result, by one Triton kernel on a CUDA device."""
+    if not (runs_triton(x) and all(part.stride(-1) == 1 for part in (x, cos, sin, out))):
+        rotate_into_in_torch(x, cos, sin, layout, out)
+        return
+    from gpu_ops.triton_kernels import rotary
+
+    with torch.cuda.device(x.device):
+        rotary.rotate_into(x, cos, sin, layout, out)
+
+
+def rotate_into_in_torch(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout, out: torch.Tensor
+) -> None:
+    """Write vectors with their pairs turned, as `rotate`, in the dtype of `out`.
+
+    Args:
+        x, out: [batch, heads, tokens, dim].
+        cos, sin: [tokens, pairs].
+    """
+    out.copy_(rotate(x, cos, sin, layout))
 
 
 def unrotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from test_kept_sets import bounded, tokens
 from tiny_models import tiny_model
 
-from hetero_kv.families.bounded.eviction.draws import uniform
+from gpu_ops.draws import uniform
 from hetero_kv.settings.setting import ConfigError
 
 BUDGET, STRIDE, BLOCK, FIRST, LAST, SEED = 40, 23, 4, 8, 12, 3

@@ -9,8 +9,8 @@ from test_d2o import FEW, passes, received, run, turns  # noqa: F401
 from test_kept_sets import bounded, tokens
 from tiny_models import tiny_model
 
+from gpu_ops.draws import uniform
 from hetero_kv import eject
-from hetero_kv.families.bounded.eviction.draws import uniform
 
 BUDGET, RECENT, SEED = 40, 10, 5
 

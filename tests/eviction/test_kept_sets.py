@@ -128,7 +128,7 @@ def test_random_keeps_the_same_entries_with_the_same_seed_and_others_with_anothe
 
 
 def test_random_draws_every_part_of_the_prompt_alike():
-    from hetero_kv.families.bounded.eviction.draws import drawn
+    from gpu_ops.draws import drawn
     from hetero_kv.families.bounded.eviction.ranking import best
 
     positions = torch.arange(20000).expand(1, 4, -1)

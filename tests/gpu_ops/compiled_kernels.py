@@ -22,17 +22,21 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from cpu_ops.weight_formats import FORMATS
+from gpu_ops.draws import FACTORS
 from gpu_ops.rotary import RotaryLayout
 from gpu_ops.triton_kernels import (
     cached_entries,
     column_sums,
+    draws,
     flash,
     gather,
     merge,
+    merged_entries,
     packed_weights,
     products,
     rebuild,
     resident_slots,
+    rotary,
 )
 
 #: Shared memory that a block of threads can have, bytes, by compute capability (CUDA C++ Programming Guide, "Technical
@@ -93,6 +97,11 @@ def rebuilding_into(dtype: torch.dtype) -> Callable[[], Any]:
     return lambda: rebuild.rebuild_into(*factors, chunks, chunks, held)
 
 
+def rotating(dtype: torch.dtype, layout: RotaryLayout, tokens: int) -> Callable[[], Any]:
+    keys, turns = zeros(1, 8, 1056, DIM, dtype=dtype), zeros(4096, layout.pairs, dtype=dtype)[:tokens]
+    return lambda: rotary.rotate_into(keys[:, :, :tokens], turns, turns, layout, zeros(*keys.shape, dtype=dtype))
+
+
 def placing() -> None:
     chunks = torch.zeros(1, 8, 256, dtype=torch.int64)
     resident_slots.place(chunks, chunks, torch.zeros(8, dtype=torch.int32))
@@ -125,6 +134,20 @@ def leaving_out(dtype: torch.dtype, first: int) -> Callable[[], Any]:
 def keeping(dtype: torch.dtype, *scores: torch.dtype) -> Callable[[], Any]:
     lists, index = [zeros(1, 8, 1025, dtype=each) for each in scores], torch.zeros(1, 8, 1024, dtype=torch.int64)
     return lambda: cached_entries.keep(room(dtype, 1056), lists, index, room(dtype, 1056))
+
+
+def drawing(constant: int, bits: int) -> Callable[[], Any]:
+    return lambda: draws.draw(room(BRAIN, 1056)[2][..., :1025], constant, FACTORS, bits)
+
+
+def comparing(dtype: torch.dtype) -> Callable[[], Any]:
+    return lambda: merged_entries.similarities(room(dtype, 33)[0][:, :, :1], room(dtype, 1056)[0][:, :, :1024])
+
+
+def merging_one(dtype: torch.dtype) -> Callable[[], Any]:
+    kept, evicted = ([part[:, :, :count] for part in room(dtype, 1056)[:2]] for count in (1024, 1))
+    likeness, matches = zeros(1, 8, 1), torch.zeros(1, 8, 1, dtype=torch.int64)
+    return lambda: merged_entries.merge_one(*kept, *evicted, likeness, matches, matches.bool())
 
 
 def packed(name: str, rows: int, columns: int) -> torch.Tensor:
@@ -165,10 +188,17 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "rebuild, bfloat16": rebuilding(BRAIN, RotaryLayout(64)),
     "rebuild, float16, in part": rebuilding(HALF, RotaryLayout(16, offset=96, interleaved=True)),
     "rebuild into slots, bfloat16": rebuilding_into(BRAIN),
+    "rotate, bfloat16": rotating(BRAIN, RotaryLayout(64), 1025),
+    "rotate, float32, in part": rotating(SINGLE, RotaryLayout(16, offset=96, interleaved=True), 1),
     "place": placing,
     "fetch, float16 for bfloat16": fetching(HALF, BRAIN),
     "fetch, bytes": fetching(torch.uint8, torch.uint8),
     "gather": gathering,
+    "draw": drawing(104_729, 0),
+    "draw, a share, of a large seed": drawing(77 * 15_485_863 * 1_000, 24),
+    "similarities, bfloat16": comparing(BRAIN),
+    "merge into one, bfloat16": merging_one(BRAIN),
+    "merge into one, float32": merging_one(SINGLE),
     "append, bfloat16": appending(BRAIN),
     "all but the lowest, float32": leaving_out(SINGLE, 7),
     "all but the lowest, int64": leaving_out(torch.int64, 0),

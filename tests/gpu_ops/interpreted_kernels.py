@@ -13,18 +13,18 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from bfloat16_products import mended
+from interpreted_entries import of_entries
+from interpreted_numbers import DTYPES, GENERATOR, difference, random
 
-from gpu_ops.cached_entries import all_but_lowest_in_torch, append_token_in_torch, keep_in_torch
 from gpu_ops.column_sums import column_sums_in_torch
 from gpu_ops.flash import flash_attention_in_torch
 from gpu_ops.gather import gathered_rows_by_copy
 from gpu_ops.merge import merge_attention_in_torch
 from gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_torch
 from gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
-from gpu_ops.rotary import RotaryLayout
-from gpu_ops.triton_kernels import cached_entries, column_sums, flash, gather, merge, rebuild, resident_slots
+from gpu_ops.rotary import RotaryLayout, rotate_into_in_torch
+from gpu_ops.triton_kernels import column_sums, flash, gather, merge, rebuild, resident_slots, rotary
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Halves, a part at either end, neighbours, an odd number of pairs in the middle of nowhere, and no rotation.
 LAYOUTS = (
     RotaryLayout(12),
@@ -71,20 +71,6 @@ SUMS: tuple[dict[str, Any], ...] = (
 )
 
 
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=_generator).to(dtype)
-
-
-def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference relative to the largest number, in units of the dtype's precision; the shapes agree."""
-    assert actual.shape == expected.shape
-    assert actual.dtype == expected.dtype
-    # The interpreter cuts numbers off to bfloat16, a GPU rounds them.
-    apart = (actual.double() - expected.double()).masked_fill(actual == expected, 0.0).abs().max()
-    largest = expected.double().masked_fill(expected.isinf(), 0.0).abs().max()
-    return float(apart / largest / torch.finfo(actual.dtype).eps) if apart else 0.0
-
-
 def merged(dtype: torch.dtype, other: torch.dtype, shape: tuple[int, ...]) -> float:
     batch, heads, tokens, dim = shape
     # Not contiguous, as flash attention gives its output.
@@ -99,14 +85,24 @@ def rebuilt(dtype: torch.dtype, layout: RotaryLayout, chunk_size: int, rank: int
     # A view with room behind, as a tensor that grows has.
     coefficients, basis = random(2, 150, rank, dtype=dtype)[:, :120], random(2, 3, rank, 24, dtype=dtype)
     cos, sin = random(130, layout.pairs, dtype=dtype), random(130, layout.pairs, dtype=dtype)
-    chunks = torch.randint(0, 120 // chunk_size, (2, 3, count), generator=_generator)
+    chunks = torch.randint(0, 120 // chunk_size, (2, 3, count), generator=GENERATOR)
     arguments = coefficients, basis, cos, sin, layout, chunks, chunk_size
     return difference(rebuild.rebuilt_chunks(*arguments), rebuilt_chunks_in_torch(*arguments))
 
 
+def rotated(dtype: torch.dtype, layout: RotaryLayout, tokens: int) -> float:
+    """Queries as a model projects them, and into a part of a larger buffer."""
+    x, out = random(2, tokens, 3, 24, dtype=dtype).transpose(1, 2), random(2, 3, tokens + 4, 24, dtype=dtype)
+    given = x, random(tokens, layout.pairs, dtype=dtype), random(tokens, layout.pairs), layout
+    found, expected = out.clone(), out.clone()
+    rotary.rotate_into(*given, found[:, :, 1:-3])
+    rotate_into_in_torch(*given, expected[:, :, 1:-3])
+    return difference(found, expected)
+
+
 def slots(held: int, count: int, chunks: int) -> tuple[torch.Tensor, ...]:
     """What two sequences of three heads hold, of which the last slots are empty, and what they choose."""
-    orders = [torch.rand(2, 3, chunks, generator=_generator).argsort(dim=2)[..., :count].contiguous() for _ in range(2)]
+    orders = [torch.rand(2, 3, chunks, generator=GENERATOR).argsort(dim=2)[..., :count].contiguous() for _ in range(2)]
     orders[0][..., held:] = -1
     return orders[0], orders[1]
 
@@ -120,7 +116,7 @@ def placed(held: int, count: int, chunks: int) -> bool:
 def brought(dtype: torch.dtype, stored: torch.dtype, count: int) -> float:
     """Keys rebuilt and values fetched into slots behind others, which stay."""
     _, misses, into = placed_in_torch(*slots(count // 2, count, 20), torch.empty(6, dtype=torch.int32))
-    values, table = random(45, 3, 5, 24).to(stored), torch.randperm(45, generator=_generator)[:40].view(2, 20).int()
+    values, table = random(45, 3, 5, 24).to(stored), torch.randperm(45, generator=GENERATOR)[:40].view(2, 20).int()
     coefficients, basis = random(2, 100, 40, dtype=dtype), random(2, 3, 40, 24, dtype=dtype)
     cos, sin = random(130, 12, dtype=dtype), random(130, 12, dtype=dtype)
     before = random(2, 3, count + 3, 5, 24, dtype=dtype)
@@ -134,51 +130,10 @@ def brought(dtype: torch.dtype, stored: torch.dtype, count: int) -> float:
 
 
 def gathered(dtype: torch.dtype, shape: tuple[int, ...], count: int) -> bool:
-    stored, where = (random(*shape) * 9).to(dtype), torch.randint(0, shape[0], (count,), generator=_generator)
+    stored, where = (random(*shape) * 9).to(dtype), torch.randint(0, shape[0], (count,), generator=GENERATOR)
     out = torch.empty(count, *shape[1:], dtype=dtype)
     gather.gathered_rows(stored, where, out)
     return torch.equal(out, gathered_rows_by_copy(stored, where, stored))
-
-
-def room(dtype: torch.dtype, capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Memory of entries of two sequences with three heads."""
-    keys, values = random(2, 3, capacity, 24, dtype=dtype), random(2, 3, capacity, 17, dtype=dtype)
-    return keys, values, torch.randint(0, 900, (2, 3, capacity), generator=_generator)
-
-
-def appended(dtype: torch.dtype, taken: int) -> bool:
-    """A token that a model has projected, so that its heads do not lie side by side."""
-    key, value = (random(2, 1, 3, dim, dtype=dtype).transpose(1, 2) for dim in (24, 17))
-    found = room(dtype, 9)
-    expected = [part.clone() for part in found]
-    cached_entries.append_token(key, value, *found, taken, 777)
-    append_token_in_torch(key, value, *expected, taken, 777)
-    return all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
-def lowest_left_out(kind: str, cached: int, first: int, last: int) -> bool:
-    """Of scores among which are equal ones, of a list for all heads or one for each."""
-    scores = torch.randint(0, 5, (2, 3, cached + 2), generator=_generator)[..., :cached]
-    scores = scores << 40 if kind == "int64" else scores.float().masked_fill(scores == 4, float("inf"))
-    if kind == "not a number":
-        scores[:, 1, cached // 2] = float("nan")
-    given = scores[:, :1] if kind == "shared" else scores
-    return torch.equal(cached_entries.all_but_lowest(given, first, last), all_but_lowest_in_torch(given, first, last))
-
-
-def kept(dtype: torch.dtype, count: int, lists: int, is_shared: bool) -> bool:
-    """Entries with scores of which some have not come to the newest, and one is the same for all heads."""
-    heads = 1 if is_shared else 3
-    index = torch.rand(2 if heads == 3 else 1, heads, 80, generator=_generator).argsort(dim=2)[..., :count]
-    scores = random(2, 3, 78), torch.randint(0, 1 << 60, (2, 3, 80), generator=_generator), random(2, 1, 79)
-    given = room(dtype, 83), (*scores[:2], scores[2].expand(-1, 3, -1))[:lists], index.sort(dim=2).values
-    found, expected = room(dtype, count + 5), room(dtype, count + 5)
-    gathered = [
-        cached_entries.keep(*given, found),
-        keep_in_torch(*given, expected),
-    ]
-    entries = zip((part[:, :, :count] for part in found), (part[:, :, :count] for part in expected), strict=True)
-    return all(torch.equal(*pair) for pair in (*entries, *zip(*gathered, strict=True)))
 
 
 def attended(dtype: torch.dtype, case: Attention) -> tuple[float, float]:
@@ -209,8 +164,6 @@ def summed(dtype: torch.dtype, key_dtype: torch.dtype, n: int, length: int, past
     return difference(found, expected)
 
 
-_generator = torch.Generator().manual_seed(0)
-
 if __name__ == "__main__":
     mended()
     print(
@@ -238,6 +191,12 @@ if __name__ == "__main__":
                     for layout in LAYOUTS
                     for size, rank, count in ((8, 20, 1), (5, 40, 9))
                 },
+                "rotated": {
+                    f"{dtype}, {layout}, {tokens}": rotated(dtype, layout, tokens)
+                    for dtype in DTYPES
+                    for layout in LAYOUTS
+                    for tokens in (1, 150)
+                },
                 "placed": {
                     f"{held} of {count}, {chunks}": placed(held, count, chunks)
                     for held, count, chunks in ((0, 1, 4), (4, 4, 5), (9, 20, 30), (70, 70, 90), (300, 300, 310))
@@ -248,18 +207,7 @@ if __name__ == "__main__":
                     for stored in (dtype, torch.float16)
                     for count in (1, 9, 18)
                 },
-                "appended": {f"{dtype}, {taken}": appended(dtype, taken) for dtype in DTYPES for taken in (0, 5, 8)},
-                "lowest left out": {
-                    f"{kind}, {cached}, {first}, {last}": lowest_left_out(kind, cached, first, last)
-                    for kind in ("float32", "shared", "not a number", "int64")
-                    for cached, first, last in ((1, 0, 0), (30, 0, 0), (30, 4, 9), (20, 10, 10), (2500, 3, 700))
-                    if kind != "int64" or not first
-                },
-                "kept": {
-                    f"{dtype}, {count}, {lists}, {is_shared}": kept(dtype, count, lists, is_shared)
-                    for dtype in DTYPES
-                    for count, lists, is_shared in ((79, 3, False), (1, 2, False), (80, 1, True), (40, 0, True))
-                },
+                **of_entries(),
                 "gathered": {
                     f"{dtype}, {shape}, {count}": gathered(dtype, shape, count)
                     for dtype in (*DTYPES, torch.uint8)

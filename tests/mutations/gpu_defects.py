@@ -128,9 +128,6 @@ DEFECTS = (
         "hetero_kv/families/bounded/eviction/cam.py",
         'if joins.device.type == "cpu" and not joins.any():',
         "if not joins.any():",
-        (
-            "tests/operators/test_bounded_on_cuda.py::"
-            "test_no_bounded_layer_waits_or_copies_and_the_slim_ones_launch_little",
-        ),
+        ("tests/operators/test_bounded_on_cuda.py::test_no_bounded_layer_waits_or_copies_and_all_launch_little",),
     ),
 )

@@ -223,7 +223,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a policy's equal scores: the later entry stays",
-        "hetero_kv/families/bounded/eviction/ranking.py",
+        "gpu_ops/cached_entries.py",
         "dropped = cached - 1 - scores.flip(-1).argmin(dim=-1, keepdim=True)",
         "dropped = scores.argmin(dim=-1, keepdim=True)",
         ("tests/eviction/test_policies.py",),

@@ -12,12 +12,14 @@ import torch
 
 from gpu_ops.cached_entries import all_but_lowest_in_torch, append_token_in_torch, keep_in_torch
 from gpu_ops.column_sums import column_sums_in_torch
+from gpu_ops.draws import mixed_in_torch, share_in_torch
 from gpu_ops.flash import flash_attention_in_torch
 from gpu_ops.merge import merge_attention_in_torch
+from gpu_ops.merged_entries import merge_one_in_torch, similarities_in_torch
 from gpu_ops.packed_weights import multiply_chosen_in_torch, multiply_in_torch, rows_in_torch, unpacked_in_torch
 from gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_torch
 from gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
-from gpu_ops.rotary import RotaryLayout
+from gpu_ops.rotary import RotaryLayout, rotate_into_in_torch
 from simulated_cuda.copies import bytes_of
 from simulated_cuda.errors import SimulatedCudaError
 from simulated_cuda.tensor import SimulatedTensor, on_cpu
@@ -90,6 +92,24 @@ def _keep(*given: Any, **fixed: Any) -> None:
         out.copy_(each)
 
 
+def _rotate(x: Any, cos: Any, sin: Any, out: Any, *_: Any, **fixed: Any) -> None:
+    layout = RotaryLayout(fixed["PAIRS"], fixed["OFFSET"], fixed["INTERLEAVED"])
+    rotate_into_in_torch(x, cos, sin, layout, out)
+
+
+def _draw(positions: Any, out: Any, count: int, heads: int, row: int, head: int, constant: int, **fixed: Any) -> None:
+    mixed = mixed_in_torch(positions, constant)
+    out.copy_(share_in_torch(mixed) if fixed["BITS"] else mixed)
+
+
+def _similarities(evicted: Any, kept: Any, out: Any, *_: Any, **__: Any) -> None:
+    out.copy_(similarities_in_torch(evicted, kept))
+
+
+def _merge_one(*given: Any, **_: Any) -> None:
+    merge_one_in_torch(*given[:7])
+
+
 def _multiply_packed(x: Any, data: Any, bias: Any, chosen: Any, out: Any, *_: Any, **fixed: Any) -> None:
     name, rows = fixed["NAME"], out.shape[1]
     if fixed["HAS_EXPERTS"]:
@@ -119,6 +139,10 @@ DEFINITIONS: dict[str, Callable[..., None]] = {
     "_append": _append,
     "_all_but_lowest": _all_but_lowest,
     "_keep": _keep,
+    "_rotate": _rotate,
+    "_draw": _draw,
+    "_similarities": _similarities,
+    "_merge_one": _merge_one,
     "_multiply_packed": _multiply_packed,
     "_unpack_packed": _unpack_packed,
     "_rows_of_packed": _rows_of_packed,
@@ -136,6 +160,10 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "_append": ("keys", "values", "positions"),
     "_all_but_lowest": ("index",),
     "_keep": ("kept_keys", "kept_values", "kept_positions", "kept_a", "kept_b", "kept_c"),
+    "_rotate": ("out",),
+    "_draw": ("out",),
+    "_similarities": ("out",),
+    "_merge_one": ("keys", "values"),
     "_multiply_packed": ("out",),
     "_unpack_packed": ("out",),
     "_rows_of_packed": ("out",),

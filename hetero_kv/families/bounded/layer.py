@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from cpu_ops.rotary import rotate_rows
-from gpu_ops.rotary import rotate
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.saved_part import Place, SavedPart
@@ -21,9 +19,10 @@ from hetero_kv.engine.step import Step
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.bounded import saving
 from hetero_kv.families.bounded.entries import Entries, no_entries
-from hetero_kv.families.bounded.entry_room import SLACK, kernel_threads
+from hetero_kv.families.bounded.entry_room import SLACK
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
 from hetero_kv.families.bounded.joint_eviction import evict_jointly
+from hetero_kv.families.bounded.positions_in_cache import rotate_arrays, rotate_tensors
 
 CACHED_ENTRIES = register(
     Statistic("cached_entries", "entries", "entries per kv head that the eviction policy has kept")
@@ -170,9 +169,10 @@ class BoundedLayer(FamilyLayer):
             room.rotated_keys, cached = torch.empty_like(room.keys), 0
         if self.rotary.arrays is not None and room.keys.dtype == torch.float32:
             assert room.arrays is not None
-            self._rotate(room.arrays[0], room.rotated_keys, (cached, entries.num_entries), cached)
+            rotate_arrays(self.rotary, room.arrays[0], room.rotated_keys, (cached, entries.num_entries), cached)
         else:
-            room.rotated_keys[:, :, cached : entries.num_entries] = self.rotated(entries.keys[:, :, cached:], cached)
+            rotated = room.rotated_keys[:, :, cached : entries.num_entries]
+            rotate_tensors(self.rotary, entries.keys[:, :, cached:], cached, rotated)
         return room.rotated_keys[:, :, : entries.num_entries]
 
     @property
@@ -185,15 +185,6 @@ class BoundedLayer(FamilyLayer):
         if self.rotary is None:
             return room.arrays[0]
         return None if room.rotated_keys is None else room.rotated_keys.numpy()
-
-    def _rotate(self, vectors: np.ndarray, rotated: torch.Tensor, entries: tuple[int, int], start: int) -> None:
-        """Write the vectors at `entries` to `rotated`, as they are at the cache positions from `start` on."""
-        table = self.rotary
-        assert table is not None
-        assert table.arrays is not None
-        layout = table.rotation.layout
-        channels = layout.offset, layout.interleaved
-        rotate_rows(vectors, rotated.numpy(), entries, *table.arrays, start, channels, kernel_threads())
 
     def _release_rotated_keys(self) -> None:
         """Give back the memory of the rotated keys, which all layers would have at once, in what undoing comes back to
@@ -210,11 +201,11 @@ class BoundedLayer(FamilyLayer):
             return vectors
         if vectors.shape[2] == 1 and vectors.dtype == torch.float32 and self.rotary.arrays is not None:
             rotated = torch.empty(vectors.shape)
-            self._rotate(vectors.numpy(), rotated, (0, 1), start)
-            return rotated
-        positions = slice(start, start + vectors.shape[2])
-        cos, sin = self.rotary.cos[positions], self.rotary.sin[positions]
-        return rotate(vectors, cos, sin, self.rotary.rotation.layout).to(vectors.dtype)
+            rotate_arrays(self.rotary, vectors.numpy(), rotated, (0, 1), start)
+        else:
+            rotated = torch.empty_like(vectors)
+            rotate_tensors(self.rotary, vectors, start, rotated)
+        return rotated
 
     def observe(self, attended: Attended) -> None:
         """Let the policy see what the tokens added last attended to."""

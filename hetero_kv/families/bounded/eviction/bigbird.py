@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpu_ops.draws import uniform
 from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.eviction.draws import uniform
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy
 from hetero_kv.families.bounded.eviction.ranking import best
 from hetero_kv.families.bounded.eviction.registry import register

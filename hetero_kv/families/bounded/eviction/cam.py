@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gpu_ops.draws import uniform
 from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.eviction.draws import uniform
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
 from hetero_kv.families.bounded.eviction.ranking import best, others, seen_by
 from hetero_kv.families.bounded.eviction.registry import register
@@ -54,9 +54,9 @@ class CaM(EvictionPolicy[CaMSettings]):
         if joins.device.type == "cpu" and not joins.any():
             return kept
         evicted = entries.values.gather(2, gone[..., None].expand(*gone.shape, entries.values.shape[3]))
-        # A product, whose order of addition is the same every time.
-        share = (joins.float()[..., None, :] @ evicted.float()) / recent
-        # In memory that was just taken for them.
-        newest = kept.values[:, :, -recent:]
-        newest.copy_(newest.float() + share)
+        weights = joins.float()
+        # Of several a product with a matrix, whose order of addition is the same every time.
+        total = weights[..., None] * evicted if gone.shape[2] == 1 else weights[..., None, :] @ evicted.float()
+        # In memory that was just taken for them; added in float32, whatever they are.
+        kept.values[:, :, -recent:].add_(total / recent)
         return kept

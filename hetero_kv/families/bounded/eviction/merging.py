@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 
+from gpu_ops import merged_entries
 from hetero_kv.families.bounded.entries import Entries
 
 # Pairs of an evicted and a kept entry, over all heads, that are computed with at once.
@@ -22,12 +22,15 @@ def nearest(evicted: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, to
 
     Returns (similarities [batch, kv_heads, count] float32, indices among the kept, the same shape, int64).
     """
+    if evicted.shape[2] == 1:
+        best = merged_entries.similarities(evicted, kept).max(dim=-1)
+        return best.values, best.indices
     kept = kept.float()
-    lengths = _lengths(kept).transpose(-1, -2)
-    found = []
-    for tile in _tiles(evicted, kept.shape[2]):
-        keys = evicted[:, :, tile].float()
-        found.append(((keys @ kept.transpose(-1, -2)) / (_lengths(keys) * lengths)).max(dim=-1))
+    lengths = merged_entries.lengths(kept)
+    found = [
+        merged_entries.similarities_in_torch(evicted[:, :, tile], kept, lengths).max(dim=-1)
+        for tile in _tiles(evicted, kept.shape[2])
+    ]
     similarities, matches = zip(*found, strict=True)
     return torch.cat(similarities, dim=-1), torch.cat(matches, dim=-1)
 
@@ -46,9 +49,10 @@ def merged(
         similarities, matches: what `nearest` found, [batch, kv_heads, count].
         joins: [batch, kv_heads, count] bool.
     """
-    weights = similarities.exp().masked_fill(~joins, 0.0)
     if evicted.num_entries == 1:
-        return _with_one(kept, evicted, weights, matches)
+        merged_entries.merge_one(*_parts(kept), *_parts(evicted), similarities, matches, joins)
+        return kept
+    weights = merged_entries.weights(similarities, joins)
     shape = kept.positions.shape
     total = torch.zeros(shape, dtype=torch.float32, device=weights.device)
     keys, values = (torch.zeros(part.shape, dtype=torch.float32, device=part.device) for part in _parts(kept))
@@ -60,31 +64,14 @@ def merged(
         for target, part in zip((keys, values), _parts(evicted), strict=True):
             target += spread.transpose(-1, -2) @ part[:, :, tile].float()
     keys, values = (
-        _blended(old, joined, total[..., None]) for old, joined in zip(_parts(kept), (keys, values), strict=True)
+        merged_entries.blended(old, joined, total[..., None])
+        for old, joined in zip(_parts(kept), (keys, values), strict=True)
     )
     return kept.with_vectors(keys, values)
 
 
-def _with_one(kept: Entries, evicted: Entries, weight: torch.Tensor, match: torch.Tensor) -> Entries:
-    """One step of decoding: of the kept entries only one can change."""
-    for part, new in zip(_parts(kept), _parts(evicted), strict=True):
-        index = match[..., None].expand(-1, -1, -1, part.shape[3])
-        part.scatter_(2, index, _blended(part.gather(2, index), weight[..., None] * new, weight[..., None]))
-    return kept
-
-
-def _blended(old: torch.Tensor, joined: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """`old`, with the weighted sum `joined` of those that join it, whose weights add up to `total`, in its dtype."""
-    blended = (math.e * old.float() + joined) / (math.e + total)
-    return torch.where(total > 0, blended.to(old.dtype), old)
-
-
 def _parts(entries: Entries) -> tuple[torch.Tensor, torch.Tensor]:
     return entries.keys, entries.values
-
-
-def _lengths(keys: torch.Tensor) -> torch.Tensor:
-    return keys.norm(dim=-1, keepdim=True).clamp(min=1e-12)
 
 
 def _tiles(evicted: torch.Tensor, cached: int) -> Iterator[slice]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from gpu_ops.draws import drawn
 from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.eviction.draws import drawn
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
 from hetero_kv.families.bounded.eviction.ranking import best
 from hetero_kv.families.bounded.eviction.registry import register

@@ -1,0 +1,22 @@
+"""Numbers that Triton's kernels are compared by, under its interpreter."""
+
+from __future__ import annotations
+
+import torch
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=GENERATOR).to(dtype)
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference relative to the largest number, in units of the dtype's precision; the shapes agree."""
+    assert actual.shape == expected.shape
+    assert actual.dtype == expected.dtype
+    # The interpreter cuts numbers off to bfloat16, a GPU rounds them.
+    apart = (actual.double() - expected.double()).masked_fill(actual == expected, 0.0).abs().max()
+    largest = expected.double().masked_fill(expected.isinf(), 0.0).abs().max()
+    return float(apart / largest / torch.finfo(actual.dtype).eps) if apart else 0.0
