@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_checks.entry_kernels import entry_cases
 from benchmarks.gpu_checks.packed_kernels import packed_cases
 from benchmarks.gpu_checks.prompt_kernels import prompt_cases
 from benchmarks.gpu_checks.setting import HALF, Result, Setting, relative_error, synchronise
@@ -88,14 +89,18 @@ def check(setting: Setting) -> Iterator[Result]:
     if setting.on_gpu and not runs_triton(torch.empty(1, device=setting.device)):
         yield Result("Triton kernels", False, "Triton is not installed or does not run on this GPU")
         return
-    pairs = 16 if setting.tiny else 64
     for dtype in (torch.float32, *HALF):
-        cases = [_merge_case(setting, dtype), _gather_case(setting, dtype)]
-        layouts = (RotaryLayout(pairs), RotaryLayout(pairs // 2, interleaved=True), RotaryLayout(0))
-        cases += [_rebuild_case(setting, dtype, layout) for layout in layouts]
-        cases += prompt_cases(setting, dtype)
-        yield from (_compared(setting, dtype, case) for case in cases)
+        # Not held beyond: a page that the next one's DRAM shares with this one's would be locked already.
+        yield from (_compared(setting, dtype, case) for case in _cases(setting, dtype))
     yield from (_compared(setting, torch.bfloat16, case) for case in packed_cases(setting))
+
+
+def _cases(setting: Setting, dtype: torch.dtype) -> list[Case]:
+    pairs = 16 if setting.tiny else 64
+    layouts = (RotaryLayout(pairs), RotaryLayout(pairs // 2, interleaved=True), RotaryLayout(0))
+    cases = [_merge_case(setting, dtype), _gather_case(setting, dtype)]
+    cases += [_rebuild_case(setting, dtype, layout) for layout in layouts]
+    return [*cases, *prompt_cases(setting, dtype), *entry_cases(setting, dtype)]
 
 
 def _compared(setting: Setting, dtype: torch.dtype, case: Case) -> Result:

@@ -83,6 +83,13 @@ def test_it_runs_on_a_gpu(capsys):
     for kernel in (
         "attention of a prompt, windowed, with sinks, float32",
         "what keys receive of a prompt's attention, float16",
+        "an entry written, bfloat16",
+        "all entries but the lowest, float32",
+        "entries gathered, bfloat16",
+        "numbers drawn, float32",
+        "keys rotated, float16",
+        "likeness of an evicted key, float32",
+        "an evicted entry merged, bfloat16",
     ):
         assert f"pass  kernels: {kernel}" in told
     for name in FORMATS:

@@ -92,6 +92,24 @@ def test_the_pool_has_what_the_cpu_would_have_put_there(gpu, kind, more, past, c
     assert prompt.largest == largest
 
 
+def test_what_is_asked_of_keys_is_summed_over_all_pieces(gpu):
+    keys, values = some_tokens(61)
+    pool = some_pool()
+
+    def sums_of(new, start):
+        at = torch.arange(start, start + new.shape[2], device=new.device)
+        by_token = new.double().sum(dim=(1, 3))
+        return torch.stack([by_token.sum(dim=1), (at * by_token).sum(dim=1)])
+
+    buffer = PrefillBuffer(keys.to(DEVICE), values.to(DEVICE), 0, 61)
+    prompt = PromptWriting(pool, buffer, TABLE, WriteOut(DEVICE), sums_of=sums_of)
+    gpu.record.clear()
+    prompt.finish()
+    assert prompt.sums is not None
+    torch.testing.assert_close(prompt.sums, sums_of(keys, 0))
+    assert not gpu.record.pageable
+
+
 def test_what_looks_at_received_attention_is_represented_when_that_is_known(gpu):
     keys, values = some_tokens(100)
     ours, theirs = some_pool(), some_pool()

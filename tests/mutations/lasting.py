@@ -14,7 +14,38 @@ _PIECES = "tests/families/test_prompt_writing.py::test_"
 _PROMPTS = "tests/operators/test_shadowkv_prompts_on_cuda.py::test_"
 _CAPTURED = "tests/operators/test_captured_steps.py::test_"
 
+_SLOTS_STAY = "slots_stay_through_a_turn_that_brings_no_new_outlier_and_all_is_counted_as_on_a_cpu"
+_BOUNDED = "tests/operators/test_bounded_on_cuda.py::test_kernels_decode_as_torch_does"
+
 LASTING = (
+    Mutation(
+        "a turn without new outliers empties the slots",
+        "hetero_kv/families/shadowkv/context_layer.py",
+        "if not is_another:",
+        "if False:",
+        (f"{_PROMPTS}{_SLOTS_STAY}",),
+    ),
+    Mutation(
+        "a turn keeps the outliers of before whatever has come",
+        "hetero_kv/families/shadowkv/context_layer.py",
+        "if not is_another:",
+        "if True:",
+        (f"{_PROMPTS}{_SLOTS_STAY}",),
+    ),
+    Mutation(
+        "of a turn's keys the last piece alone says whether they are factored anew",
+        "hetero_kv/families/prompts_on_gpu/writing.py",
+        "self.sums = sums.clone() if self.sums is None else self.sums + sums",
+        "self.sums = sums.clone()",
+        ("tests/families/test_prompt_writing.py::test_what_is_asked_of_keys_is_summed_over_all_pieces",),
+    ),
+    Mutation(
+        "entries that are gathered on a GPU have their neighbours' scores",
+        "gpu_ops/triton_kernels/cached_entries.py",
+        "tl.load(own + source, mask=is_entry & (source < known), other=0)",
+        "tl.load(own + source + 1, mask=is_entry & (source + 1 < known), other=0)",
+        (_BOUNDED, "tests/gpu_ops/test_triton_kernels.py::test_entries_of_a_bounded_cache_are_those_of_its_twin"),
+    ),
     Mutation(
         "a checkpoint keeps the smaller buffer that entries have left",
         "hetero_kv/store/growing_tensor.py",
