@@ -73,7 +73,8 @@ class EntryRoom:
         assert twin.arrays is not None
         where = index.numpy()
         gather_entries(self.arrays, where, twin.arrays, kernel_threads())
-        padded = (torch.nn.functional.pad(each, (0, max(0, self.taken - each.shape[2]))) for each in scores)
+        behind = (self.taken - each.shape[2] for each in scores)
+        padded = (torch.nn.functional.pad(s, (0, new)) if new > 0 else s for s, new in zip(scores, behind, strict=True))
         return twin, [torch.from_numpy(gather_numbers(each.numpy(), where)) for each in padded]
 
     def is_free_behind(self, cached: int, tokens: int) -> bool:
