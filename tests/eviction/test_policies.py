@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hetero_kv.errors import HeteroKVError
@@ -90,6 +90,7 @@ def budgets(layers, length, **settings):
     return [PyramidKV(PyramidKVSettings(**settings), i, layers).budget_for(length) for i in range(layers)]
 
 
+@example(layers=9, budget=30, length=35, beta=1.5)
 @given(st.integers(2, 40), st.integers(20, 3000), st.integers(0, 100_000), st.floats(1, 40))
 def test_pyramid_budgets_fall_and_have_the_flat_total(layers, budget, length, beta):
     found = budgets(layers, length, budget=budget, window=16, beta=beta)

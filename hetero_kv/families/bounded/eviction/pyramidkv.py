@@ -37,10 +37,7 @@ class PyramidKV(WindowVote[PyramidKVSettings]):
         mean = budget - window
         if self.ranks == 1 or prompt_length <= max(budget, 2 * mean - 1):
             return budget
-        lowest = mean / self.settings.beta
-        highest = 2 * mean - lowest
-        if highest > prompt_length - window:
-            highest = prompt_length - window
-            lowest = 2 * mean - highest
-        # Rounding half to even: the budgets of layers that mirror each other add up to twice the mean.
-        return window + round(highest - (highest - lowest) * self.rank / (self.ranks - 1))
+        # How far the bottom layer is above the mean; the top one is as far below.
+        steepness = min(mean - mean / self.settings.beta, prompt_length - window - mean)
+        # Layers that mirror each other round alike, to numbers that add up to twice the mean.
+        return budget + round(steepness * (self.ranks - 1 - 2 * self.rank) / (self.ranks - 1))
