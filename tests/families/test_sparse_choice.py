@@ -220,6 +220,18 @@ def test_only_patterns_that_some_price_prefers_are_kept():
     assert minference.worth_their_tokens(bent) == [bent[0], bent[3], bent[4]]
 
 
+def test_heads_that_say_nothing_take_the_fewest_tokens():
+    chunk = chunk_of(900, 128)
+    silent = Chunk(chunk.q, chunk.past_k, chunk.past_v * 0, chunk.k, chunk.v * 0, SCALE, None)
+    found = minference.tried_patterns(silent, dense_of(silent), 512)
+    assert [[tried.error for tried in head] for head in found] == [[0.0]] * 2
+
+
+def test_what_is_no_number_is_no_pattern_to_keep():
+    tried = [Tried(SOME[0], 0.5, 90.0), Tried(SOME[1], float("nan"), 90.0), Tried(SOME[2], 0.1, 300.0)]
+    assert minference.worth_their_tokens(tried) == [tried[0], tried[2]]
+
+
 def test_tokens_are_cheaper_in_longer_contexts():
     assert [minference.price_at(0.02, length) for length in (9216, 16384, 32768, 65536)] == [0.02, 0.02, 0.005, 0.00125]
 

@@ -48,7 +48,7 @@ PROMPTS = (
     Mutation(
         "every head's error counts the same, whatever the head says",
         "hetero_kv/families/sparse_prefill/minference.py",
-        "mean = wanted.square().sum() / wanted.shape[1]",
+        "mean = (wanted.square().sum() / wanted.shape[1])",
         "mean = wanted.square().sum(dim=(0, 2, 3))",
         ("tests/families/test_sparse_choice.py::test_a_heads_error_is_weighed_by_what_it_says",),
     ),

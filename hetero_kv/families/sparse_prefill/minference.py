@@ -103,7 +103,8 @@ def tried_patterns(chunk: Chunk, exact: torch.Tensor, budget: int) -> list[list[
     n = min(_TRIED_QUERIES, chunk.n // QUERY_BLOCK * QUERY_BLOCK or chunk.n)
     tried = chunk.last(n)
     wanted = exact[:, :, -n:].float()
-    mean = wanted.square().sum() / wanted.shape[1]
+    # Heads that all say nothing are off by nothing.
+    mean = (wanted.square().sum() / wanted.shape[1]).clamp(min=torch.finfo(torch.float32).tiny)
     by_row, heads = views(tried), wanted.shape[1]
     found: list[list[Tried]] = [[] for _ in range(heads)]
     for pattern in candidates(budget):
@@ -118,7 +119,7 @@ def worth_their_tokens(tried: Sequence[Tried]) -> list[Tried]:
     """Those that some price prefers, by rising tokens: the lower convex hull of errors over tokens."""
     kept: list[Tried] = []
     for each in sorted(tried, key=lambda each: (each.tokens, each.error)):
-        if kept and each.error >= kept[-1].error:
+        if kept and not each.error < kept[-1].error:
             continue
         while len(kept) > 1 and _gain(kept[-2], kept[-1]) <= _gain(kept[-2], each):
             kept.pop()
