@@ -9,12 +9,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from gpu_ops.cached_entries import protected
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.families.bounded import eviction
 from hetero_kv.families.bounded.eviction import registry
 from hetero_kv.families.bounded.eviction.h2o import H2OSettings
 from hetero_kv.families.bounded.eviction.pyramidkv import PyramidKV, PyramidKVSettings
-from hetero_kv.families.bounded.eviction.ranking import best, protected
+from hetero_kv.families.bounded.eviction.ranking import best
 from hetero_kv.families.bounded.eviction.roco import RoCoSettings
 from hetero_kv.families.bounded.eviction.snapkv import SnapKVSettings
 from hetero_kv.families.bounded.eviction.streaming_llm import StreamingLLMSettings

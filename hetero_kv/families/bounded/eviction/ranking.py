@@ -8,8 +8,6 @@ from cpu_ops.cached_entries import all_but_lowest
 from gpu_ops import cached_entries
 from gpu_ops.cached_entries import protected
 
-__all__ = ["best", "others", "protected", "seen_by"]
-
 
 def best(scores: torch.Tensor, count: int, *, first: int = 0, last: int = 0) -> torch.Tensor:
     """Indices of the `count` highest scores along the last dimension, ascending; of equal scores the earlier wins.
