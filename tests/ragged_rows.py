@@ -33,6 +33,15 @@ def padded(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     return token_ids, mask
 
 
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """The most likely token behind the last of `logits` [tokens, vocab], as [1].
+
+    Of those that are as likely but for rounding the first, so that two conversations go on alike.
+    """
+    last = logits[-1:]
+    return (last >= last.max() - ROUNDING * last.abs().max()).int().argmax(dim=-1)
+
+
 @torch.no_grad()
 def together(
     model: Any, cache: HeteroCache, parts: Sequence[torch.Tensor], with_mask: bool = True
@@ -53,7 +62,7 @@ def alone(model: Any, cache: HeteroCache, script: Script) -> torch.Tensor:
     logits: list[torch.Tensor] = []
     for part in script:
         for _ in range(part if isinstance(part, int) else 1):
-            tokens = logits[-1][-1:].argmax(dim=-1) if isinstance(part, int) else part
+            tokens = likeliest(logits[-1]) if isinstance(part, int) else part
             logits.append(model(tokens[None].to(model.device), past_key_values=cache).logits[0].cpu())
     return torch.cat(logits)
 
@@ -78,7 +87,7 @@ class Batch:
     def answer(self, tokens: Greedy) -> None:
         """As many tokens more for each row, the most likely ones, with a mask for every other step."""
         for step in range(tokens):
-            self.say([logits[-1:].argmax(dim=-1) for logits in self.logits], with_mask=step % 2 == 1)
+            self.say([likeliest(logits) for logits in self.logits], with_mask=step % 2 == 1)
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with these rows, in this order."""
