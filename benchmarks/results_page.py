@@ -1,10 +1,10 @@
-"""Tables and plots of what `benchmarks.results` has measured: recipes at equal tokens, and at equal bytes.
+"""Tables of what `benchmarks.results` has measured: recipes at equal tokens, and at equal bytes.
 
-    python -m benchmarks.results_page --out DIRECTORY [--plots docs]
+    python -m benchmarks.results_page --out DIRECTORY
 
 Prints a table in Markdown for each part and length: the mean and the interval that 95 % of bootstrap resamples of the
-samples fall into. A plot of fidelity shows divergence against bytes read, one of scored tasks their score against the
-budget. Bytes are those that a decoded token's attention reads in a layer, representatives included (`read_bytes`).
+samples fall into. Bytes are those that a decoded token's attention reads in a layer, representatives included
+(`read_bytes`). A comment before each table says what it is of; by these `benchmarks.results_plots` finds it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from benchmarks.budgeted_recipes import SHIPPED, TITLES
-from benchmarks.figures import label_decades, new_figure, save
 from benchmarks.results import CELLS
+from benchmarks.results_plots import caption
 from hetero_kv.evals.bootstrap import mean_interval
 from hetero_kv.evals.config_spec import BASELINE
 from hetero_kv.evals.outcome import Result
@@ -146,51 +145,10 @@ def _interval(values: Sequence[float]) -> str:
     return f"{fmean(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def plot(rows: Sequence[Row], path: Path, title: str, *, fidelity: bool) -> None:
-    """Divergence against bytes, both logarithmic, or the score against the budget; a line per recipe."""
-    figure, axis = new_figure()
-    recipes = dict.fromkeys(row.recipe for row in rows if row.fraction is not None)
-    at: Callable[[Row], Any]
-    at = (lambda row: (row.counted("read_bytes") or 0) / 1e3) if fidelity else (lambda row: 1 / row.fraction)  # type: ignore[operator]
-    of = "kl_divergence" if fidelity else "score"
-    for number, recipe in enumerate(recipes):
-        own = [row for row in rows if row.recipe == recipe and isinstance(row.fraction, int)]
-        points = sorted((at(row), fmean(row.values(of))) for row in own)
-        axis.plot(*zip(*points, strict=True), marker="osD^v<>PX*"[number % 10], label=recipe, color=f"C{number}")
-        for row in rows:
-            if fidelity and row.recipe == recipe and row.fraction == SHIPPED:
-                place = at(row), fmean(row.values(of))
-                axis.plot(
-                    *place,
-                    marker="*",
-                    markersize=15,
-                    linestyle="none",
-                    label=f"{recipe}, {SHIPPED}",
-                    color=f"C{number}",
-                )
-    if fidelity:
-        axis.set_xscale("log")
-        axis.set_yscale("log")
-        axis.set_xlabel("KB that the attention of a layer reads per token")
-        axis.set_ylabel("divergence from full attention, nats")
-        label_decades(axis.xaxis, lambda value: f"{value:g}")
-    else:
-        (full,) = (row for row in rows if row.fraction is None)
-        axis.axhline(fmean(full.values(of)), color="0.4", linestyle="--", label=_FULL)
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(lambda value, _: f"1/{round(1 / value)}")
-        axis.set_xlabel("share of the prompt's tokens that is attended to")
-        axis.set_ylabel("score")
-        axis.set_ylim(0, 1.02)
-    axis.set_title(f"{title}, {len(rows[0].results)} samples", fontsize=10)
-    save(figure, axis, path)
-
-
 def main() -> None:
-    """Print the tables, and write the plots where asked."""
+    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="as of benchmarks.results")
-    parser.add_argument("--plots", type=Path, help="folder for results-PART-LENGTH.png")
     given = parser.parse_args()
     runs: dict[tuple[str, str], list[Path]] = {}
     for cells in sorted(given.out.glob(f"*/{CELLS}")):
@@ -199,11 +157,8 @@ def main() -> None:
     for (part, length), folders in runs.items():
         if not (rows := rows_of(folders)):
             continue
-        title = f"{part}, {int(length):,} tokens"
-        print(f"{title}: {len(rows[0].results)} samples\n")
+        print(caption(part, int(length), len(rows[0].results)))
         print(_TABLES.get(part, scores_table)(rows), end="\n\n")
-        if given.plots and part != "perplexity" and any(isinstance(row.fraction, int) for row in rows):
-            plot(rows, given.plots / f"results-{part}-{length}.png", title, fidelity=part == "fidelity")
 
 
 if __name__ == "__main__":

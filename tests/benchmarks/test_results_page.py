@@ -118,10 +118,3 @@ def test_the_table_of_perplexity_has_what_each_sample_has_above_full_attention(r
     assert "| full attention | all | 7.39 |  |  |" in lines
     # Likelihoods of 2.5 and 2.25 nats, where full attention has 2.
     assert "| quest | 1/16 | 10.75 | 0.38 (0.25 to 0.50) | 2 |" in lines
-
-
-def test_plots_are_drawn(runs, tmp_path):
-    rows = results_page.rows_of(runs)
-    for fidelity in (True, False):
-        results_page.plot(rows, tmp_path / "plot.png", "a title", fidelity=fidelity)
-        assert (tmp_path / "plot.png").stat().st_size > 10_000

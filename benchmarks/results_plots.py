@@ -1,0 +1,148 @@
+"""Plots of the page of results, drawn from its own tables, so that both say the same whatever machines rows are of.
+
+    python -m benchmarks.results_plots docs/results.md
+
+Draws every picture `results-PART-LENGTH.png` that the page shows, beside it: of fidelity the divergence against the
+bytes read, both logarithmic, of scored tasks the score against the budget, a line for each recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.figures import label_decades, new_figure, save
+from hetero_kv.errors import HeteroKVError
+
+FIDELITY = "fidelity"
+_FULL = "full attention"
+_TABLE = re.compile(r"<!-- (\w+), ([\d,]+) tokens, (\d+) samples -->\n((?:\|.*\n?)+)")
+_PICTURE = re.compile(r"\((results-(\w+)-(\d+)\.png)\)")
+# What a column's head begins with whose values are drawn; bytes are the last column.
+_VALUES = ("KL", "score")
+
+
+def caption(part: str, length: int, samples: int) -> str:
+    """The comment before a table, which says of what it is."""
+    return f"<!-- {part}, {length:,} tokens, {samples} samples -->"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A row of a table.
+
+    Attributes:
+        share: of the prompt's tokens that are attended to; None as shipped.
+        value: the mean divergence in nats, or the mean score.
+        kilobytes: read by a layer for a token; None where the row does not say.
+    """
+
+    recipe: str
+    share: float | None
+    value: float
+    kilobytes: float | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a table of the page says, full attention's value apart."""
+
+    part: str
+    length: int
+    samples: int
+    full: float
+    points: tuple[Point, ...]
+
+
+def tables_of(page: str) -> dict[tuple[str, int], Table]:
+    """The tables behind captions, by part and length. Raises HeteroKVError where a row is none."""
+    found = {}
+    for part, length, samples, text in _TABLE.findall(page):
+        head, _, *rows = ([cell.strip() for cell in line.strip().strip("|").split("|")] for line in text.splitlines())
+        value = _column(head, *_VALUES)
+        if value is None:
+            continue
+        try:
+            points = [_point(row[0], row[1], row[value], row[-1]) for row in rows]
+        except (IndexError, ValueError) as error:
+            raise HeteroKVError(f"a row of the table of {part} at {length} tokens cannot be read: {error}") from error
+        full = next((point.value for point in points if point.recipe == _FULL), 0.0)
+        own = tuple(point for point in points if point.recipe != _FULL)
+        tokens = int(length.replace(",", ""))
+        found[part, tokens] = Table(part, tokens, int(samples), full, own)
+    return found
+
+
+def _column(head: Sequence[str], *beginnings: str) -> int | None:
+    return next((number for number, name in enumerate(head) if name.startswith(beginnings)), None)
+
+
+def _point(recipe: str, tokens: str, value: str, kilobytes: str) -> Point:
+    over = re.fullmatch(r"1/(\d+)", tokens)
+    share = 1 / int(over[1]) if over else None
+    return Point(recipe, share, float(value.split()[0]), float(kilobytes) if kilobytes else None)
+
+
+def plot(table: Table, path: Path) -> None:
+    """Divergence against bytes, or score against budget; what recipes do as shipped is a star."""
+    figure, axis = new_figure()
+    fidelity = table.part == FIDELITY
+    for number, recipe in enumerate(dict.fromkeys(point.recipe for point in table.points)):
+        own = [point for point in table.points if point.recipe == recipe]
+        line = sorted(_place(point, fidelity) for point in own if point.share is not None)
+        style = {"color": f"C{number % 10}", "marker": "osD^v<>PX*"[number % 10]}
+        if line:
+            axis.plot(*zip(*line, strict=True), label=recipe, linestyle="--" if number > 9 else "-", **style)
+        for point in own:
+            if fidelity and point.share is None:
+                star = style | {"marker": "*", "markersize": 15, "linestyle": "none"}
+                axis.plot(*_place(point, fidelity), label=f"{recipe}, as shipped", **star)
+    axis.set_xscale("log", base=10 if fidelity else 2)
+    if fidelity:
+        axis.set_yscale("log")
+        axis.set_xlabel("KB that the attention of a layer reads per token")
+        axis.set_ylabel("divergence from full attention, nats")
+        label_decades(axis.xaxis, lambda value: f"{value:g}")
+    else:
+        axis.axhline(table.full, color="0.4", linestyle="--", label=_FULL)
+        axis.xaxis.set_major_formatter(lambda value, _: f"1/{round(1 / value)}")
+        axis.set_xlabel("share of the prompt's tokens that is attended to")
+        axis.set_ylabel("score")
+        axis.set_ylim(0, 1.02)
+    axis.set_title(f"{table.part}, {table.length:,} tokens, {table.samples} samples", fontsize=10)
+    save(figure, axis, path)
+
+
+def _place(point: Point, fidelity: bool) -> tuple[float, float]:
+    at = point.kilobytes if fidelity else point.share
+    assert at is not None
+    return at, point.value
+
+
+def pictures_of(page: Path) -> Sequence[Path]:
+    """Draw what the page shows; what was drawn. Raises HeteroKVError where it shows a picture of no table."""
+    text = page.read_text()
+    tables, drawn = tables_of(text), []
+    for name, part, length in dict.fromkeys(_PICTURE.findall(text)):
+        table = tables.get((part, int(length)))
+        if table is None:
+            captions = ", ".join(f"{known} {tokens}" for known, tokens in tables) or "none"
+            raise HeteroKVError(f"{page} shows {name}, and has no table of {part} at {length} tokens ({captions})")
+        plot(table, page.parent / name)
+        drawn.append(page.parent / name)
+    return drawn
+
+
+def main() -> None:
+    """Draw the page's pictures, and name them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path)
+    for path in pictures_of(parser.parse_args().page):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
