@@ -15,21 +15,17 @@ SHIPPED = "as shipped"
 FRACTIONS = (32, 16, 8)
 """Of a prompt's tokens a method attends to one in so many."""
 
-FEWER_BYTES = "adaptive:representative_type=MEANSTD:representative_num=2:rerank=4"
-"""`adaptive` where not all keys are looked at: representatives propose what is."""
-TITLES = {FEWER_BYTES: "adaptive, rerank: 4"}
-"""How recipes are called on the page that are not called by their names."""
-
 # Blocks of at most 32 tokens: of the recipes' 128 a sixteenth of 4,096 would be one.
 _PAGED: dict[str, dict[str, Any]] = {
     "adaptive": {"block_size": 16, "initial_len": 16},
-    FEWER_BYTES: {"block_size": 16, "initial_len": 16},
+    "adaptive_lean": {"block_size": 32, "initial_len": 0},
     "quest": {"block_size": 16, "initial_len": 16},
     "ktransformers": {"block_size": 32, "initial_len": 32},
     "infllm": {"block_size": 32, "initial_len": 32},
     "snapkv": {"block_size": 1, "initial_len": 0},
     "streaming": {"block_size": 4, "initial_len": 4, "second_block_count": 0},
 }
+_ESTIMATING = ("adaptive", "adaptive_lean")
 # Whose tokens are chosen one by one, in small blocks, so that the window is what it says.
 _TOKENS = {"block_size": 16, "initial_len": 16}
 _CLUSTER = 16
@@ -67,15 +63,15 @@ def cells(length: int, fractions: tuple[int, ...] = FRACTIONS, shipped: tuple[st
 
 
 def _as_shipped(recipe: str) -> str:
-    """A recipe with its own settings; `adaptive` chooses from the first block on, where it would be exact."""
-    return _spec(recipe, {"whole_block_count": 0}) if recipe == "adaptive" else recipe
+    """A recipe with its own settings; ours choose from the first block on, where they would be exact."""
+    return _spec(recipe, {"whole_block_count": 0}) if recipe in _ESTIMATING else recipe
 
 
 def at_budget(recipe: str, budget: int, length: int) -> str:
     """A recipe with settings by which it attends to `budget` tokens of `length` in every layer, on average.
 
     The sink, Local and blocks share the budget as `settings_for_budget` says. ShadowKV's local chunks are the recipe's;
-    a quarter goes to outliers. Where single tokens are chosen a quarter is Local. `adaptive` has no target and no
+    a quarter goes to outliers. Where single tokens are chosen a quarter is Local. Ours have no target and no
     groups: every list of blocks gets the same number, of all that there are. What MagicPIG samples is up to the keys:
     the budget is met where they are at right angles to the queries. InfiniGen takes the best, wherever its threshold
     would be. No layer is dense.
@@ -96,7 +92,7 @@ def at_budget(recipe: str, budget: int, length: int) -> str:
         settings["preselect_block_count"] = preselected
     if recipe == "quest":
         settings["dense_layer_num"] = 0
-    if recipe in ("adaptive", FEWER_BYTES):
+    if recipe in _ESTIMATING:
         settings |= {"target_mass": "none", "least_block_count": 1, "group_blocks": 1}
     return _spec(recipe, settings)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.budgeted_recipes import SHIPPED, TITLES
+from benchmarks.budgeted_recipes import SHIPPED
 from benchmarks.results import CELLS
 from benchmarks.results_plots import caption
 from hetero_kv.evals.bootstrap import mean_interval
@@ -65,7 +65,7 @@ def rows_of(folders: Iterable[Path]) -> list[Row]:
     found: dict[tuple[str, int | str | None], dict[str, Result]] = {}
     for folder in folders:
         listed = json.loads((folder / CELLS).read_text())
-        cells = {name: (TITLES.get(recipe, recipe), fraction) for recipe, fraction, name in listed}
+        cells = {name: (recipe, fraction) for recipe, fraction, name in listed}
         cells[BASELINE] = (_FULL, None)
         own: dict[tuple[str, int | str | None], dict[str, Result]] = {}
         for result in read_results(folder / "run"):

@@ -31,6 +31,7 @@ _PATTERNS = {**_SPARSE, "prefill_budget": 8192, "prefill_price": 0.0}
 #: Settings under which a method leaves nothing out, and computes what it does otherwise.
 COVERING = {
     "adaptive": {"second_block_count": 500, "least_block_count": 500},
+    "adaptive_lean": {"second_block_count": 500, "least_block_count": 500},
     "bigbird": _ENTRIES,
     "cam": _ENTRIES,
     "cascade": _ENTRIES,
