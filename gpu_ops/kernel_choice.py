@@ -26,6 +26,9 @@ def _runs_on(device: torch.device) -> bool:
             merge_attention(*parts, *parts)
     # Whatever Triton lacks (a C compiler, a driver that it knows), torch does the same work.
     except Exception as error:
+        # What is missing for the moment says nothing of Triton.
+        if isinstance(error, MemoryError) or "out of memory" in str(error):
+            raise
         warnings.warn(
             f"Triton is installed and cannot run on {device} ({type(error).__name__}: {error}); torch does its work, "
             "in several passes. Triton needs a C compiler and a supported GPU",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,11 +28,35 @@ class _Place:
         self._owner[self._name] = self._tensors[on_device]
 
 
+class _StreamedForward:
+    """A module's forward, during which its weights are on the GPU: it stands in the place of the module's own.
+
+    Hooks would not do: torch runs none of them where what ends a forward is Ctrl-C.
+    """
+
+    def __init__(self, stream: LayerStream, number: int, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self._stream, self._number, self._forward = stream, number, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            self._stream.enter(self._number)
+            out = self._forward(*args, **kwargs)
+            self._stream.leave(self._number)
+        except BaseException:
+            # Again where leaving itself was interrupted: the second time changes nothing.
+            self._stream.leave(self._number)
+            raise
+        return out
+
+
 class LayerStream:
     """The weights of modules that compute one after the other, over and over, in page-locked DRAM.
 
-    Each module's are one piece of memory; the GPU has room for two such pieces. From a module's first call on, its
-    weights are on the GPU while its forward runs, and in DRAM otherwise.
+    Each module's are one piece of memory; the GPU has room for two such pieces. A module's weights are on the GPU while
+    its forward runs, and in DRAM otherwise, however the forward ends.
+
+    Whatever is raised while it is made, the modules compute as they did before.
 
     Args:
         modules: in their order, weights on the CPU.
@@ -59,13 +84,31 @@ class LayerStream:
         for number, module in enumerate(modules):
             self._lay_out(number, module)
             laid_out(module)
-            module.register_forward_pre_hook(lambda module, args, number=number: self._enter(number))
-            module.register_forward_hook(lambda module, args, out, number=number: self._leave(number), always_call=True)
+        self._stand_in(modules)
+
+    @staticmethod
+    def streams(module: nn.Module) -> bool:
+        """Whether a module's weights come and go with its forward."""
+        return isinstance(module.__dict__.get("forward"), _StreamedForward)
 
     @staticmethod
     def device_bytes(sizes: Sequence[int]) -> int:
         """What the stream of modules of these sizes takes on the GPU, bytes."""
         return _SLOTS * max(sizes)
+
+    def _stand_in(self, modules: Sequence[nn.Module]) -> None:
+        """Put a streamed forward in the place of every module's, or of none's."""
+        before = [module.__dict__.get("forward") for module in modules]
+        try:
+            for number, module in enumerate(modules):
+                module.__dict__["forward"] = _StreamedForward(self, number, module.forward)
+        except BaseException:
+            for module, forward in zip(modules, before, strict=True):
+                if forward is None:
+                    module.__dict__.pop("forward", None)
+                else:
+                    module.__dict__["forward"] = forward
+            raise
 
     def _lay_out(self, number: int, module: nn.Module) -> None:
         """Let a module's tensors lie in one page-locked piece, and find their places in a slot."""
@@ -86,7 +129,8 @@ class LayerStream:
         self._locked.append(locked)
         self._places.append(places)
 
-    def _enter(self, number: int) -> None:
+    def enter(self, number: int) -> None:
+        """Put the weights of module `number` on the GPU, and send for the next one's."""
         slot, after = number % _SLOTS, (number + 1) % len(self._places)
         self._fetch(number)
         torch.cuda.current_stream(self._device).wait_event(self._ready[slot])
@@ -95,7 +139,8 @@ class LayerStream:
         if after % _SLOTS != slot:
             self._fetch(after)
 
-    def _leave(self, number: int) -> None:
+    def leave(self, number: int) -> None:
+        """Put the weights of module `number` in DRAM, from now on."""
         slot, after = number % _SLOTS, (number + 1) % len(self._places)
         for place in self._places[number]:
             place.put(on_device=False)
@@ -107,6 +152,8 @@ class LayerStream:
         slot = number % _SLOTS
         if self._held[slot] == number:
             return
+        # Until the copy is known to be on its way: an interrupted one leaves neither module's weights there.
+        self._held[slot] = None
         self._inwards.wait_event(self._used[slot])
         with torch.cuda.stream(self._inwards):
             host = self._locked[number].tensor

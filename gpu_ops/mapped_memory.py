@@ -9,6 +9,8 @@ import weakref
 
 import torch
 
+from gpu_ops.registered_addresses import are_the_hosts
+
 # Memory is page-locked in steps of so many bytes: each call costs milliseconds.
 _STEP = 16 << 20
 # cudaHostRegisterPortable | cudaHostRegisterMapped
@@ -33,6 +35,7 @@ class MappedMemory:
         self._end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
         self._locked = self._begin
         self._failed = False
+        # Where locked ranges begin; of the last one it may not be known whether it is.
         self._ranges: list[int] = []
         # When the process ends, CUDA lets go of everything by itself.
         weakref.finalize(self, _unlock, self._ranges, device).atexit = False
@@ -40,28 +43,48 @@ class MappedMemory:
     def reach(self, size: int) -> bool:
         """Page-lock at least the first `size` bytes of the tensor; returns whether they are.
 
-        Warns once, and returns False from then on, where CUDA refuses (a limit on locked memory, say).
+        Warns once, and returns False from then on, where CUDA refuses (a limit on locked memory, say), and where a GPU
+        would not find a second range behind the first.
         """
         wanted = min(self.tensor.data_ptr() + size, self._end)
         if self._failed or wanted <= self._locked:
             return not self._failed
         stop = max(wanted, min(self._locked + _STEP, self._end))
         stop = -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE
-        error = int(torch.cuda.cudart().cudaHostRegister(self._locked, stop - self._locked, _FLAGS))
+        if self._locked > self._begin and not are_the_hosts(self._device):
+            self._failed = True
+            self._warn(stop, "this GPU reads page-locked memory at other addresses than the CPU", "")
+            return False
+        error = self._lock(stop)
         if error:
             self._failed = True
-            _take_pending_error(self._device)
-            warnings.warn(
-                f"CUDA could not page-lock {(stop - self._locked) / 1e6:.0f} MB of DRAM (cudaHostRegister: error "
-                f"{error}); values are copied through a buffer instead, which is slower. Raise the limit on locked "
-                "memory (ulimit -l) if there is one",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            advice = ". Raise the limit on locked memory (ulimit -l) if there is one"
+            self._warn(stop, f"cudaHostRegister: error {error}", advice)
             return False
-        self._ranges.append(self._locked)
         self._locked = stop
         return True
+
+    def _lock(self, stop: int) -> int:
+        """Page-lock what lies before the address `stop`; returns CUDA's error, 0 for none."""
+        if self._ranges[-1:] == [self._locked]:
+            # Somebody has interrupted the call that was to lock it, before or after it did.
+            _unlock_range(self._locked, self._device)
+        else:
+            # Before it is locked: Ctrl-C is raised when the call has returned, and the range has to be known then.
+            self._ranges.append(self._locked)
+        error = int(torch.cuda.cudart().cudaHostRegister(self._locked, stop - self._locked, _FLAGS))
+        if error:
+            self._ranges.pop()
+            _take_pending_error(self._device)
+        return error
+
+    def _warn(self, stop: int, reason: str, advice: str) -> None:
+        warnings.warn(
+            f"CUDA could not page-lock {(stop - self._locked) / 1e6:.0f} MB of DRAM ({reason}); values are copied "
+            f"through a buffer instead, which is slower{advice}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def _take_pending_error(device: torch.device) -> None:
@@ -70,9 +93,14 @@ def _take_pending_error(device: torch.device) -> None:
         torch.zeros(1, device=device)
 
 
+def _unlock_range(start: int, device: torch.device) -> None:
+    if int(torch.cuda.cudart().cudaHostUnregister(start)):
+        _take_pending_error(device)
+
+
 def _unlock(ranges: list[int], device: torch.device) -> None:
     if ranges and device.type == "cuda":
         # A kernel that reads this memory is known to nobody else.
         torch.cuda.synchronize(device)
     for start in ranges:
-        torch.cuda.cudart().cudaHostUnregister(start)
+        _unlock_range(start, device)

@@ -1,4 +1,4 @@
-"""Page-locked memory that is made once and holds other tensors every time."""
+"""Memory that is made once and holds other tensors every time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,25 @@ import torch
 # Where a tensor begins, for numbers of any kind.
 _ALIGNED = 16
 Kind = tuple[tuple[int, ...], torch.dtype]
+
+
+def bytes_of(kinds: Iterable[Kind]) -> int:
+    """Room that tensors of these shapes and dtypes take side by side, bytes."""
+    return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in kinds)
+
+
+def tensors_in(room: torch.Tensor, kinds: Iterable[Kind]) -> list[torch.Tensor]:
+    """Tensors of these shapes and dtypes, side by side in `room`, uint8 of at least their bytes."""
+    found, start = [], 0
+    for shape, dtype in kinds:
+        size = math.prod(shape) * dtype.itemsize
+        found.append(room[start : start + size].view(dtype).view(shape))
+        start += _aligned(size)
+    return found
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 class PinnedBytes:
@@ -24,12 +43,7 @@ class PinnedBytes:
 
     def of(self, kinds: list[Kind]) -> list[torch.Tensor]:
         """As `like`, for shapes and dtypes."""
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
-        room = sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
+        room = bytes_of(kinds)
         if self._bytes is None or len(self._bytes) < room:
             self._bytes = torch.empty(room, dtype=torch.uint8, pin_memory=True)
-        found, start = [], 0
-        for (shape, dtype), size in zip(kinds, sizes, strict=True):
-            found.append(self._bytes[start : start + size].view(dtype).view(shape))
-            start += -(-size // _ALIGNED) * _ALIGNED
-        return found
+        return tensors_in(self._bytes, kinds)

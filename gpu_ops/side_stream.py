@@ -33,6 +33,20 @@ def beside(device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def joined_on_error(device: torch.device) -> Iterator[None]:
+    """Around work that runs `beside` other work until it is `joined`; where that is not reached, it is all the same.
+
+    What it reads and writes may be let go of then, and come to hold something else.
+    """
+    try:
+        yield
+    except BaseException:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).wait_stream(stream_for(_BESIDE, device))
+        raise
+
+
 def joined(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`, made in a `beside` context, for use by what is queued from now on."""
     if tensor.device.type == "cuda":

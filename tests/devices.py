@@ -11,7 +11,7 @@ import torch
 from simulated_cuda import simulated
 from torch import nn
 
-from gpu_ops import kernel_choice, side_stream
+from gpu_ops import kernel_choice, registered_addresses, side_stream
 
 CPU = torch.device("cpu")
 
@@ -55,6 +55,7 @@ def simulated_cuda(**settings):
 
 def _forget_devices() -> None:
     kernel_choice._runs_on.cache_clear()
+    registered_addresses.are_the_hosts.cache_clear()
     side_stream._streams.clear()
 
 

@@ -72,8 +72,8 @@ def _keep(
     SCORES: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    each = tl.program_id(0).to(tl.int64)
-    entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
+    each = tl.program_id(1).to(tl.int64)
+    entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     is_entry = entry < count
     source = tl.load(index + each // heads * index_row + each % heads * index_head + entry, mask=is_entry, other=0)
     at, to = each * capacity + source, each * kept_capacity + entry
@@ -135,7 +135,7 @@ def keep(
     described = [number for each in (*scores, *unused) for number in (each.shape[2], *each.stride()[:2])]
     keys, values, kept_keys, kept_values = (_integers(part) for part in (*parts[:2], *kept[:2]))
     entries = max(1, _ELEMENTS // triton.next_power_of_2(max(k_dim, values.shape[3])))
-    _keep[(batch * heads, triton.cdiv(count, entries))](
+    _keep[(triton.cdiv(count, entries), batch * heads)](
         keys, values, parts[2], *scores, *unused, index, kept_keys, kept_values, kept[2], *gathered, *unused,
         count, heads, capacity, kept[0].shape[2], *index.stride()[:2], *described,
         SCORES=len(scores), ENTRIES=entries, **_widths(k_dim, values),

@@ -15,9 +15,9 @@ def _draw(
     OF_POSITION: tl.constexpr, OF_HEAD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    each = tl.program_id(0).to(tl.int64)
+    each = tl.program_id(1).to(tl.int64)
     head = each % heads
-    entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_entry = entry < count
     position = tl.load(positions + each // heads * row_stride + head * head_stride + entry, mask=is_entry, other=0)
     mixed = position * OF_POSITION + head * OF_HEAD + constant
@@ -43,5 +43,5 @@ def draw(positions: torch.Tensor, constant: int, factors: tuple[int, int, int, i
     if out.numel():
         of = dict(zip(("OF_POSITION", "OF_HEAD", "FIRST", "SECOND"), factors, strict=True))
         numbers = count, heads, *positions.stride()[:2], constant
-        _draw[(batch * heads, triton.cdiv(count, _BLOCK))](positions, out, *numbers, **of, BITS=bits, BLOCK=_BLOCK)
+        _draw[(triton.cdiv(count, _BLOCK), batch * heads)](positions, out, *numbers, **of, BITS=bits, BLOCK=_BLOCK)
     return out

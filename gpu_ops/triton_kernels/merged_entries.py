@@ -14,9 +14,9 @@ def _similarities(
     evicted, kept, out, count, heads, evicted_row, evicted_head, kept_row, kept_head, kept_entry,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    each = tl.program_id(0).to(tl.int64)
+    each = tl.program_id(1).to(tl.int64)
     row, head = each // heads, each % heads
-    entry, channel = tl.program_id(1).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES), tl.arange(0, BLOCK)
+    entry, channel = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES), tl.arange(0, BLOCK)
     is_channel = channel < DIM
     is_number = (entry < count)[:, None] & is_channel[None, :]
     one = tl.load(evicted + row * evicted_row + head * evicted_head + channel, mask=is_channel, other=0.0)
@@ -64,7 +64,7 @@ def similarities(evicted: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     out = torch.empty(batch, heads, 1, count, dtype=torch.float32, device=kept.device)
     block = triton.next_power_of_2(dim)
     entries = max(1, _ELEMENTS // block)
-    _similarities[(batch * heads, triton.cdiv(count, entries))](
+    _similarities[(triton.cdiv(count, entries), batch * heads)](
         evicted, kept, out, count, heads, *evicted.stride()[:2], *kept.stride()[:3],
         DIM=dim, BLOCK=block, ENTRIES=entries,
     )  # fmt: skip

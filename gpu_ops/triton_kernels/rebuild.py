@@ -42,22 +42,22 @@ def _rebuild(
     OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     BLOCK_RANK: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
-    row, head = (tl.program_id(0) // heads).to(tl.int64), (tl.program_id(0) % heads).to(tl.int64)
-    token = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     is_token = token < count * CHUNK
-    first_listed = tl.program_id(0).to(tl.int64) * count
+    first_listed = tl.program_id(1).to(tl.int64) * count
     listed = first_listed + token // CHUNK
     slot = (token // CHUNK).to(tl.int64)
     if SLOTTED:
         # Missing chunks come first: behind the end of their list is nothing to do.
-        if tl.load(chunks + first_listed + tl.program_id(1) * BLOCK_TOKENS // CHUNK) < 0:
+        if tl.load(chunks + first_listed + tl.program_id(0) * BLOCK_TOKENS // CHUNK) < 0:
             return
         slot = tl.load(slots + listed, mask=is_token, other=-1)
         is_token = is_token & (slot >= 0)
     position = tl.load(chunks + listed, mask=is_token, other=0) * CHUNK + token % CHUNK
     rows = coefficients + row * coefficients_batch + position * coefficients_token
     own_basis = basis + row * basis_batch + head * basis_head
-    written = out + tl.program_id(0).to(tl.int64) * out_head + (slot * CHUNK + token % CHUNK)[:, None] * DIM
+    written = out + tl.program_id(1).to(tl.int64) * out_head + (slot * CHUNK + token % CHUNK)[:, None] * DIM
 
     if PAIRS > 0:
         pair = tl.arange(0, BLOCK_PAIRS)
@@ -131,7 +131,7 @@ def _launch(
         return
     # TF32 holds every half-precision number, so that their products are exact.
     is_half = coefficients.element_size() == 2 and basis.element_size() == 2
-    grid = (batch * kv_heads, triton.cdiv(count * chunk_size, _TOKENS))
+    grid = (triton.cdiv(count * chunk_size, _TOKENS), batch * kv_heads)
     _rebuild[grid](
         coefficients, basis, cos, sin, chunks, chunks if slots is None else slots, out, count, kv_heads, out.stride(1),
         coefficients.stride(0), coefficients.stride(1), *basis.stride()[:3], cos.stride(0), sin.stride(0),

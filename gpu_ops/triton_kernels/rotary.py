@@ -17,9 +17,9 @@ def _rotate(
     DIM: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    each = tl.program_id(0).to(tl.int64)
+    each = tl.program_id(1).to(tl.int64)
     row, head = each // heads, each % heads
-    token = tl.program_id(1).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < tokens
     given = x + row * x_row + head * x_head + token[:, None] * x_token
     turned = out + row * out_row + head * out_head + token[:, None] * out_token
@@ -50,7 +50,7 @@ def rotate_into(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: R
         return
     block = triton.next_power_of_2(dim)
     rows = max(1, min(_ELEMENTS // block, triton.next_power_of_2(tokens)))
-    _rotate[(batch * heads, triton.cdiv(tokens, rows))](
+    _rotate[(triton.cdiv(tokens, rows), batch * heads)](
         x, cos, sin, out, tokens, heads, *x.stride()[:3], *out.stride()[:3], cos.stride(0), sin.stride(0),
         DIM=dim, PAIRS=layout.pairs, OFFSET=layout.offset, INTERLEAVED=layout.interleaved,
         BLOCK_PAIRS=triton.next_power_of_2(max(1, layout.pairs)),

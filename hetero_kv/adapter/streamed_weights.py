@@ -13,8 +13,6 @@ from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.models.placing import weight_bytes
 
-_STREAMED = "_hetero_kv_streamed"
-
 
 def walked_layers(model: nn.Module) -> list[nn.Module]:
     """The layers that run in chunks, in the order in which a module walks through them; none for another module."""
@@ -33,7 +31,7 @@ def stream_weights(model: Any, device: torch.device) -> None:
     Raises UnsupportedModelError where some of the layers are no ChunkedDecoderLayers.
     """
     layers = walked_layers(model)
-    if not layers or getattr(layers[0], _STREAMED, False) or not any(lies_in_dram(each, device) for each in layers):
+    if not layers or LayerStream.streams(layers[0]) or not any(lies_in_dram(each, device) for each in layers):
         return
     others = [layer for each in model.children() if isinstance(each, nn.ModuleList) for layer in each]
     if len(others) != len(layers):
@@ -42,7 +40,6 @@ def stream_weights(model: Any, device: torch.device) -> None:
             "weights lie in DRAM; add a rule for them, or set weights_device to gpu"
         )
     LayerStream(layers, device, _follow)
-    layers[0].__dict__[_STREAMED] = True
 
 
 def _follow(layer: nn.Module) -> None:
@@ -56,6 +53,6 @@ def _follow(layer: nn.Module) -> None:
 def bytes_of_room(model: nn.Module, device: torch.device) -> int:
     """What the stream will take on `device`, bytes, where it is not there yet; 0 where weights lie on the device."""
     layers = [layer for module in model.modules() for layer in walked_layers(module)]
-    if not layers or getattr(layers[0], _STREAMED, False) or not lies_in_dram(layers[0], device):
+    if not layers or LayerStream.streams(layers[0]) or not lies_in_dram(layers[0], device):
         return 0
     return LayerStream.device_bytes([weight_bytes((*layer.parameters(), *layer.buffers())) for layer in layers])

@@ -112,10 +112,28 @@ def test_two_pieces_are_on_the_device(gpu):
     prefetch, kind = Prefetch(DEVICE), [((1000,), torch.float32)]
     before = torch.cuda.memory_allocated(DEVICE)
     torch.cuda.reset_peak_memory_stats(DEVICE)
-    assert sum(len(piece) for piece in prefetch.pieces([(kind, lambda host: host[0].zero_())] * 6)) == 6
-    # The one that is used, the one that comes, and the one before, which is let go of behind that.
-    assert torch.cuda.max_memory_allocated(DEVICE) - before <= 3 * 4000
-    assert torch.cuda.memory_allocated(DEVICE) == before
+    total = torch.zeros(1000, device=DEVICE)
+    # As of the chunks of a prompt, one after the other, without a wait for what is computed.
+    for _ in range(3):
+        for (piece,) in prefetch.pieces([(kind, lambda host: host[0].fill_(1.0))] * 16):
+            total.add_(piece)
+        del piece
+    # The one that is used and the one that comes, however late what is computed with them is done.
+    assert torch.cuda.max_memory_allocated(DEVICE) - before == 4000 + 2 * 4000
+    assert torch.cuda.memory_allocated(DEVICE) - before == 4000
+    assert total.tolist() == [48.0] * 1000
+
+
+def test_pieces_that_nobody_takes_to_the_end_are_let_go_of(gpu):
+    prefetch, kind = Prefetch(DEVICE), [((1000,), torch.float32)]
+    before = torch.cuda.memory_allocated(DEVICE)
+    wanted = [(kind, lambda host: host[0].fill_(2.0))] * 3
+    pieces = prefetch.pieces(wanted)
+    total = next(pieces)[0] + 1
+    pieces.close()
+    assert torch.cuda.memory_allocated(DEVICE) - before == 4000
+    assert [float(piece.mean()) for (piece,) in prefetch.pieces(wanted)] == [2.0] * 3
+    assert total.tolist() == [3.0] * 1000
 
 
 def fill_without_waiting():

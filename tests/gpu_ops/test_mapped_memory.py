@@ -38,8 +38,7 @@ class Driver:
         return 0
 
     def cudaHostUnregister(self, start):
-        del self.locked[start]
-        return 0
+        return 713 if self.locked.pop(start, None) is None else 0
 
     def holds(self, start, size):
         """Whether every byte from address `start` on is locked."""
@@ -112,6 +111,54 @@ def test_where_cuda_refuses_it_warns_once_and_says_no(monkeypatch):
     assert taken == [CPU]
     del memory
     assert not driver.locked
+
+
+class Interrupting(Driver):
+    """Raises as CPython raises Ctrl-C: before its first call of the driver, or when that has returned."""
+
+    def __init__(self, is_locked):
+        super().__init__()
+        self.is_locked, self.calls = is_locked, 0
+
+    def cudaHostRegister(self, start, size, flags):
+        self.calls += 1
+        if self.calls > 1:
+            return super().cudaHostRegister(start, size, flags)
+        if self.is_locked:
+            super().cudaHostRegister(start, size, flags)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_locked", [True, False])
+@pytest.mark.parametrize("again", [True, False])
+def test_what_ctrl_c_has_left_locked_is_known(monkeypatch, is_locked, again):
+    driver = Interrupting(is_locked)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    memory = MappedMemory(torch.empty(40 * PAGE, dtype=torch.uint8), CPU)
+    with pytest.raises(KeyboardInterrupt):
+        memory.reach(PAGE)
+    assert bool(driver.locked) == is_locked
+    if again:
+        assert memory.reach(30 * PAGE)
+        assert driver.holds(memory.tensor.data_ptr(), 30 * PAGE)
+    del memory
+    assert not driver.locked
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("host_pointers", [True, False])
+def test_ranges_are_neighbours_only_where_a_gpu_uses_the_addresses_of_the_cpu(monkeypatch, host_pointers):
+    monkeypatch.setattr(mapped_memory, "_STEP", PAGE)
+    with simulated_cuda(devices=2, host_pointers=host_pointers):
+        memory = MappedMemory(torch.empty(40 * PAGE, dtype=torch.uint8), torch.device("cuda", 1))
+        assert memory.reach(PAGE)
+        if host_pointers:
+            assert memory.reach(30 * PAGE)
+            assert memory.tensor[: 30 * PAGE].is_pinned()
+        else:
+            with pytest.warns(RuntimeWarning, match="reads page-locked memory at other addresses than the CPU"):
+                assert not memory.reach(30 * PAGE)
+        del memory
 
 
 @pytest.mark.cuda

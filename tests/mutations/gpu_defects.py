@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutations.seeded import Mutation
 
 _KERNELS = "tests/gpu_ops/test_attention_backend.py::test_what_was_asked_for_computes_what_it_can"
+_STREAM = "tests/gpu_ops/test_layer_stream.py::test_"
 _FITS = "tests/operators/test_weights_in_dram.py::test_a_model_"
 
 DEFECTS = (
@@ -129,5 +130,67 @@ DEFECTS = (
         'if joins.device.type == "cpu" and not joins.any():',
         "if not joins.any():",
         ("tests/operators/test_bounded_on_cuda.py::test_no_bounded_layer_waits_or_copies_and_all_launch_little",),
+    ),
+    Mutation(
+        "a range of DRAM is noted when it has been locked",
+        "gpu_ops/mapped_memory.py",
+        "            self._ranges.append(self._locked)\n"
+        "        error = int(torch.cuda.cudart().cudaHostRegister(self._locked, stop - self._locked, _FLAGS))\n",
+        "            pass\n"
+        "        error = int(torch.cuda.cudart().cudaHostRegister(self._locked, stop - self._locked, _FLAGS))\n"
+        "        self._ranges.append(self._locked)\n",
+        ("tests/gpu_ops/test_mapped_memory.py::test_what_ctrl_c_has_left_locked_is_known",),
+    ),
+    Mutation(
+        "of an interrupted stream of weights some layers keep their part",
+        "gpu_ops/layer_stream.py",
+        '                    module.__dict__.pop("forward", None)\n',
+        "                    pass\n",
+        (f"{_STREAM}a_stream_is_there_for_all_modules_or_for_none",),
+    ),
+    Mutation(
+        "a layer that Ctrl-C ends has its weights on the GPU still",
+        "gpu_ops/layer_stream.py",
+        "            self._stream.leave(self._number)\n        except BaseException:",
+        "            self._stream.leave(self._number)\n        except Exception:",
+        (f"{_STREAM}ctrl_c_in_a_streamed_layer_leaves_no_weight_on_the_gpu",),
+    ),
+    Mutation(
+        "a copy of weights counts as made before it is under way",
+        "gpu_ops/layer_stream.py",
+        "        self._held[slot] = None\n",
+        "        self._held[slot] = number\n",
+        (f"{_STREAM}a_forward_that_is_interrupted_anywhere_leaves_weights_in_dram_and_the_next_one_right",),
+    ),
+    Mutation(
+        "a step that fails lets go of what a side stream reads",
+        "gpu_ops/side_stream.py",
+        "            torch.cuda.current_stream(device).wait_stream(stream_for(_BESIDE, device))\n        raise\n",
+        "            pass\n        raise\n",
+        ("tests/operators/test_shadowkv_on_cuda.py::test_what_is_still_read_is_let_go_of_when_it_has_been",),
+    ),
+    Mutation(
+        "every piece of what is stored has room of its own on a GPU",
+        "gpu_ops/prefetch.py",
+        "        tensors = tensors_in(rooms[slot], kinds)\n",
+        "        rooms[slot].record_stream(torch.cuda.current_stream(self._device))\n"
+        "        with torch.cuda.stream(self._stream):\n"
+        "            rooms[slot] = torch.empty_like(rooms[slot])\n"
+        "        tensors = tensors_in(rooms[slot], kinds)\n",
+        ("tests/gpu_ops/test_bus_transfers.py::test_two_pieces_are_on_the_device",),
+    ),
+    Mutation(
+        "a piece of what is stored comes to lie where another is used",
+        "gpu_ops/prefetch.py",
+        "                    if following >= _SLOTS:",
+        "                    if following > len(wanted):",
+        ("tests/gpu_ops/test_bus_transfers.py::test_two_pieces_are_on_the_device",),
+    ),
+    Mutation(
+        "a GPU short of memory has no Triton from then on",
+        "gpu_ops/kernel_choice.py",
+        'if isinstance(error, MemoryError) or "out of memory" in str(error):',
+        "if False:",
+        ("tests/gpu_ops/test_kernel_choice.py::test_memory_that_runs_out_says_nothing_of_triton",),
     ),
 )

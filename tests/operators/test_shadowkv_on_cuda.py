@@ -12,7 +12,8 @@ from tiny_models import tiny_model
 
 from gpu_ops import resident_slots
 from hetero_kv import HeteroKVError, eject
-from hetero_kv.families.shadowkv import device_decode
+from hetero_kv.families.shadowkv import attention as shadowkv_attention
+from hetero_kv.families.shadowkv import device_decode, resident_chunks
 from hetero_kv.families.shadowkv.layer import LowRankLayer
 
 pytestmark = pytest.mark.cuda
@@ -82,6 +83,34 @@ def test_a_step_that_fails_is_not_counted(gpu, monkeypatch):
     eject(model)
     torch.testing.assert_close(again, logits(model, injected(model, **SPARSE), *parts)[:, -1:])
     eject(model)
+
+
+@pytest.mark.parametrize("by_host", [False, True])
+def test_what_is_still_read_is_let_go_of_when_it_has_been(gpu, monkeypatch, by_host):
+    model = model_on(torch.device("cuda", 0), model_of("llama"))
+    if by_host:
+        monkeypatch.setattr(device_decode, "serves", lambda layer, keys: False)
+    cache = injected(model, **SPARSE)
+    *before, last = random_tokens(106).split([100, *[1] * 6], dim=1)
+    logits(model, cache, *before)
+    twin = cache.fork()
+    expected = logits(model, twin, last)
+    with monkeypatch.context() as patch:
+        # Between what is queued beside other work and the wait for it.
+        patch.setattr(resident_chunks if by_host else shadowkv_attention, *_interrupted(by_host))
+        with pytest.raises(KeyboardInterrupt):
+            logits(model, cache, last)
+    # Before anything waits, which takes them.
+    assert gpu.memory.faults == []
+    torch.testing.assert_close(logits(model, cache, last), expected)
+    eject(model)
+
+
+def _interrupted(by_host):
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    return "_put" if by_host else "_attention", interrupted
 
 
 def fail():

@@ -33,6 +33,7 @@ class SimulatedDevice:
         index: of the current one.
         capture: the graph that is captured; None for none.
         pools: by handle, where the memory of graphs lies.
+        host_pointers: whether memory of the host that is registered has its own addresses on them.
     """
 
     def __init__(self, devices: int, capability: tuple[int, int], total: int) -> None:
@@ -40,6 +41,7 @@ class SimulatedDevice:
         self.record = Record()
         self.index = 0
         self.capture: CUDAGraph | None = None
+        self.host_pointers = True
         self.pools: dict[Any, set[int]] = {}
         self._host, self._copies = Host(), Copies()
         self.memory, self.pinned = Memory(devices, self._host), PinnedMemory()
@@ -162,6 +164,7 @@ class SimulatedDevice:
         self.record.everything.append(Wait(cause, asking_line()))
         self._host.learn(clock)
         self._copies.arrive(self._host)
+        self.memory.let_go()
         if self.memory.faults:
             raise SimulatedCudaError(self.memory.faults.pop())
 
@@ -173,7 +176,11 @@ class SimulatedDevice:
 
 @contextmanager
 def simulated(
-    devices: int = 1, capability: tuple[int, int] = (8, 9), total: int = 24 << 30, interpret: bool = False
+    devices: int = 1,
+    capability: tuple[int, int] = (8, 9),
+    total: int = 24 << 30,
+    interpret: bool = False,
+    host_pointers: bool = True,
 ) -> Iterator[SimulatedDevice]:
     """Within this context torch has CUDA devices, simulated ones.
 
@@ -181,8 +188,10 @@ def simulated(
 
     Args:
         interpret: let Triton's interpreter run Triton's kernels, and not the torch functions that define them.
+        host_pointers: whether registered memory has the CPU's addresses on them.
     """
     simulation = SimulatedDevice(devices, capability, total)
+    simulation.host_pointers = host_pointers
     SimulatedTensor.simulation = Stream.simulation = Event.simulation = CUDAGraph.simulation = simulation
     try:
         with patched(simulation), interpreted(simulation, interpret), Interception(simulation):

@@ -12,12 +12,29 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from gpu_ops import registered_addresses
 from simulated_cuda.flash import scaled_dot_product_attention
 from simulated_cuda.graphs import CUDAGraph
 from simulated_cuda.streams import Event, Stream
 from simulated_cuda.tensor import SimulatedTensor
 
 _tensor = torch.tensor
+_HOST_POINTERS = 91
+
+
+class _Library:
+    """The library of CUDA's driver, by which ctypes calls."""
+
+    def __init__(self, simulation: Any) -> None:
+        self._simulation = simulation
+
+    def cuDeviceGet(self, number: Any, index: int) -> int:
+        number._obj.value = index
+        return 0 if index < self._simulation.devices else 101
+
+    def cuDeviceGetAttribute(self, found: Any, attribute: int, number: Any) -> int:
+        found._obj.value = int(attribute == _HOST_POINTERS and self._simulation.host_pointers)
+        return 0
 
 
 @contextmanager
@@ -26,6 +43,7 @@ def patched(simulation: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in _names(simulation).items():
             stack.enter_context(patch.object(torch.cuda, name, value))
+        stack.enter_context(patch.object(registered_addresses, "_driver", lambda: _Library(simulation)))
         stack.enter_context(patch.object(torch, "tensor", _made_on_host))
         stack.enter_context(patch.object(torch.Tensor, "to", _indexed(simulation, torch.Tensor.to)))
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", _pinning(simulation)))

@@ -24,6 +24,9 @@ from simulated_cuda.copies import bytes_of
 from simulated_cuda.errors import SimulatedCudaError
 from simulated_cuda.tensor import SimulatedTensor, on_cpu
 
+# Of the dimensions x, y and z.
+_MOST_BLOCKS = (2**31 - 1, 65_535, 65_535)
+
 
 def _merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any, *_: Any, **__: Any) -> None:
     merged = merge_attention_in_torch(out_a, lse_a, out_b, lse_b)
@@ -195,6 +198,7 @@ def interpreted(simulation: Any, by_interpreter: bool) -> Iterator[None]:
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         name = self.fn.__name__
         named = {**dict(zip(self.arg_names, args, strict=False)), **kwargs}
+        _require_grid(name, grid(named) if callable(grid) else grid)
         written = _queue(simulation, name, named)
         data, fixed = on_cpu(args), on_cpu(kwargs)
         if name in DEFINITIONS and not by_interpreter:
@@ -213,6 +217,12 @@ def interpreted(simulation: Any, by_interpreter: bool) -> Iterator[None]:
 
     with patch.object(JITFunction, "run", run), patch.object(JITFunction, "__call__", call):
         yield
+
+
+def _require_grid(name: str, grid: tuple[int, ...]) -> None:
+    """Raise what a launch does for more blocks than CUDA takes of a dimension."""
+    if any(blocks > most for blocks, most in zip(grid, _MOST_BLOCKS, strict=False)):
+        raise RuntimeError(f"Triton Error [CUDA]: invalid argument ({name} in {' x '.join(map(str, grid))} blocks)")
 
 
 def _tensors(named: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from simulated_cuda.errors import SimulatedCudaError
-from simulated_cuda.streams import Host, Stream
+from simulated_cuda.streams import Clock, Host, Stream
 
 
 class Allocation:
@@ -55,9 +55,16 @@ class Allocation:
             for stream, count in (self.written, *self.read.items())
         )
 
+    def waits_for(self) -> Clock:
+        """What must be known to be done before the allocator hands it out again: all that recorded streams have."""
+        return {stream: stream.done for stream in self.recorded if stream is not self.stream}
+
 
 class Memory:
     """The allocations that live, and how many bytes they are, by device.
+
+    As the allocator does, it keeps what was freed and is recorded for other streams until these are done; when that is
+    is a matter of time, so that here it is as late as can be: when the host has waited for them.
 
     Attributes:
         live, peak: bytes.
@@ -68,6 +75,8 @@ class Memory:
         self._host = host
         self._by_address: weakref.WeakValueDictionary[int, Allocation] = weakref.WeakValueDictionary()
         self.live, self.peak = [0] * devices, [0] * devices
+        # Device and bytes of what is kept, and what it waits for.
+        self._kept: list[tuple[int, int, Clock]] = []
         self.faults: list[str] = []
 
     def of(self, data: torch.Tensor, index: int, stream: Stream) -> Allocation:
@@ -87,8 +96,20 @@ class Memory:
         """Where the storages that live begin."""
         return set(self._by_address.keys())
 
+    def let_go(self) -> None:
+        """Let go of what is kept for streams of which the host knows by now that they are done."""
+        kept, self._kept = self._kept, []
+        for index, nbytes, clock in kept:
+            self._free(index, nbytes, clock)
+
+    def _free(self, index: int, nbytes: int, clock: Clock) -> None:
+        if all(self._host.has_seen(stream, count) for stream, count in clock.items()):
+            self.live[index] -= nbytes
+        else:
+            self._kept.append((index, nbytes, clock))
+
     def _forget(self, allocation: Allocation) -> None:
-        self.live[allocation.index] -= allocation.nbytes
+        self._free(allocation.index, allocation.nbytes, allocation.waits_for())
         if allocation.is_in_use(self._host):
             self.faults.append(
                 f"{allocation.nbytes} bytes were freed while another stream may still use them; tell the allocator "

@@ -64,8 +64,10 @@ def stored_blocks(
                 for head, blocks in enumerate(heads):
                     row[:, head] = array[:, head].index_select(0, blocks)
 
-    (parts,) = prefetch.pieces([(_kinds(arrays, ids.shape[0], ids.shape[2]), fill)])
-    return _decoded(pool, parts, dtype)
+    wanted = [(_kinds(arrays, ids.shape[0], ids.shape[2]), fill)]
+    # Decoded before the next piece is asked for, which ends what the only one is good for.
+    (found,) = [_decoded(pool, parts, dtype) for parts in prefetch.pieces(wanted)]
+    return found
 
 
 def _written(pool: BlockPool) -> dict[str, torch.Tensor]:
@@ -77,10 +79,13 @@ def _kinds(arrays: dict[str, torch.Tensor], rows: int, blocks: int) -> list[Kind
 
 
 def _decoded(pool: BlockPool, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [rows, kv_heads, tokens, dim] of blocks as they are stored, [rows, blocks, kv_heads, ...]."""
+    """Keys and values [rows, kv_heads, tokens, dim] of blocks as they are stored, [rows, blocks, kv_heads, ...].
+
+    In memory of their own, which others may hold when the next piece comes.
+    """
     stored = dict(zip(_written(pool), parts, strict=True))
     keys, values = (
-        blocks.to(dtype).transpose(1, 2).flatten(2, 3)
+        blocks.to(dtype).transpose(1, 2).clone(memory_format=torch.contiguous_format).flatten(2, 3)
         for blocks in (pool.decoded(stored), pool.value_storage.decode(stored["values"]))
     )
     return keys, values

@@ -13,6 +13,7 @@ from torch import nn
 from gpu_ops.attention import attention_with_lse
 from gpu_ops.host_copies import on_host
 from gpu_ops.merge import apply_sink, merge_attention
+from gpu_ops.side_stream import joined_on_error
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.noted_rotations import NotedRotations
@@ -177,9 +178,10 @@ class ShadowKVAttention(NotedRotations):
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
         """As `_decoded_by_kernels`, where `device_decode` serves; what was missing is counted there, and not told."""
         wanted = self._chosen_in_torch(layer, call)
-        holding = device_decode.Holding(layer, step, wanted)
-        out, lse = _attention(call, layer.recent_keys.entries, layer.recent_values.entries)
-        residents = holding.finished()
+        with joined_on_error(call.k.device):
+            holding = device_decode.Holding(layer, step, wanted)
+            out, lse = _attention(call, layer.recent_keys.entries, layer.recent_values.entries)
+            residents = holding.finished()
         layer.count_choices(wanted.numel(), wanted.numel())
         if residents.tokens:
             out, lse = merge_attention(out, lse, *_attention(call, residents.keys, residents.values))

@@ -25,6 +25,8 @@ def serves(layer: LowRankLayer, keys: torch.Tensor) -> bool:
 class Holding:
     """Has the slots hold chosen chunks: values are asked for when it is made, keys when it is `finished`.
 
+    Within `joined_on_error`: what a stream of its own reads is held by this object, and by the step.
+
     Args:
         wanted: the chosen chunks, [batch, kv_heads, n] int64, without repetition in a head.
     """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from gpu_ops.host_copies import on_device
-from gpu_ops.side_stream import beside, joined
+from gpu_ops.side_stream import beside, joined, joined_on_error
 
 #: Chunks [batch, kv_heads, n] int64 -> their keys or values [batch, kv_heads, n, chunk_size, dim].
 Supply = Callable[[torch.Tensor], torch.Tensor]
@@ -132,10 +132,11 @@ class ResidentChunks:
             misses = wanted.gather(2, is_hit.byte().argsort(dim=2, stable=True)[..., :most])
             slots = kept.byte().argsort(dim=2, stable=True)[..., :most].masked_fill(surplus, self.ids.shape[2])
             lacking, at = on_device(misses, device), on_device(slots + self._outliers, device)
-            with beside(device):
-                keys = rebuild(lacking)
-            _put(self._values, at, fetch(misses))
-            _put(self._keys, at, joined(keys))
+            with joined_on_error(device):
+                with beside(device):
+                    keys = rebuild(lacking)
+                _put(self._values, at, fetch(misses))
+                _put(self._keys, at, joined(keys))
             ids = torch.nn.functional.pad(self.ids, (0, 1), value=_EMPTY)
             self.ids = ids.scatter_(2, slots, misses)[..., :-1].contiguous()
         return int(is_hit.sum())
