@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ class Segments:
     which lives as long as this object; nothing that is captured runs.
 
     Args:
-        device: a CUDA device.
+        device: a CUDA device, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,23 +33,26 @@ class Segments:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Within this context work is captured, the first segment. Raises RuntimeError for what cannot be."""
+        """Within this context work is captured, the first segment.
+
+        Raises RuntimeError for what cannot be, and torch.OutOfMemoryError where the graphs' memory finds no room.
+        """
         side, self._present = self._stream, torch.cuda.current_stream(self._device)
         torch.cuda.synchronize(self._device)
-        # Memory that the collector lets go of may be page-locked, which is no work to be captured.
         collects = gc.isenabled()
-        gc.disable()
         try:
+            # Memory that the collector lets go of may be page-locked, which is no work to be captured.
+            gc.disable()
             with torch.cuda.device(self._device), torch.cuda.stream(side):
-                self._begin()
+                # What torch keeps of memory that others let go of is of no use to graphs, and not given back meanwhile.
+                torch.cuda.empty_cache()
                 try:
+                    self._begin()
                     yield
+                    self._graphs[-1].capture_end()
                 except BaseException:
-                    # Whatever failed: the stream is to be one again that runs what it is given.
-                    with contextlib.suppress(RuntimeError):
-                        self._graphs[-1].capture_end()
+                    self._abandon()
                     raise
-                self._graphs[-1].capture_end()
         finally:
             if collects:
                 gc.enable()
@@ -65,10 +67,18 @@ class Segments:
         self._begin()
 
     def _begin(self) -> None:
-        graph = torch.cuda.CUDAGraph()
+        # Whoever cleans up is to know of it, wherever an interrupt comes.
+        self._graphs.append(torch.cuda.CUDAGraph())
         # Other threads may go on with what is none of this.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        self._graphs.append(graph)
+        self._graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def _abandon(self) -> None:
+        """Whatever failed: the stream is to be one again that runs what it is given."""
+        for graph in self._graphs[-1:]:
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                _forget_capture(self._device, self._pool)
 
     def launch(self, index: int) -> None:
         """Run a segment, on the present stream."""
@@ -77,3 +87,19 @@ class Segments:
     def launched(self) -> None:
         """All have been launched: the graphs' memory, when it is let go, is not used again before they are done."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+
+def _forget_capture(device: torch.device, pool: tuple[int, int]) -> None:
+    """Have torch know that a capture is over which CUDA has ended by itself; nothing where it knows.
+
+    torch does not: its allocator would give back nothing that several streams used, nor its cache where memory runs
+    out, and its generator would draw no number outside a capture.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    except RuntimeError:
+        return
+    torch._C._cuda_releasePool(device.index, pool)
+    generator = torch.cuda.default_generators[device.index]
+    # Its twin has the same seed and has drawn as much, and is part of no capture.
+    generator.graphsafe_set_state(generator.clone_state())

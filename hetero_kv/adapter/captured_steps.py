@@ -4,6 +4,7 @@ A model's kernels have constant shapes and addresses from token to token, but fo
 is recorded with every attention left out: as many segments as it has attentions, and one more. Later tokens launch the
 segments, and between them layers do with the token's queries, keys and values what they always do. The model's own code
 runs while it is recorded, and not again: what it would do anew for every token beside launching kernels is refused.
+What waits for the device is found before, in a token that runs as it is, since a capture that fails harms torch.
 """
 
 from __future__ import annotations
@@ -18,47 +19,21 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from gpu_ops.captured import Segments
+from gpu_ops.host_traffic import noticed
+from hetero_kv.adapter.captures import Captures
 from hetero_kv.adapter.model_call import ModelCall, Signature
-from hetero_kv.adapter.recording import RECORDING, NotCapturableError, Recording
+from hetero_kv.adapter.recording import RECORDING, NotCapturableError, Recording, Rehearsal
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
-from hetero_kv.errors import UnsupportedModelError
+from hetero_kv.errors import is_out_of_memory
 
-OFF, ON = "off", "on"
-# Tokens that run as they are first: what is made or tried once is none to be captured.
+# Tokens that run as they are first: what is made or tried once is none to be captured, nor does it count in the last of
+# them, in which is looked for what cannot be.
 _WARM_UP = 2
 # Kinds of call (rows, arguments) that are kept captured.
 _KEPT = 4
 
 _Key = tuple[Any, ...]
-
-
-class Captures:
-    """Whether a model's tokens are to be captured, and what has come of it.
-
-    Args:
-        asked: the setting `cuda_graphs`.
-
-    Attributes:
-        state: None before any token could have been captured, then `on`, or `off` with the reason.
-    """
-
-    def __init__(self, asked: str = "auto") -> None:
-        self.asked = asked
-        self.state: str | None = None
-
-    @property
-    def is_off(self) -> bool:
-        """Whether nothing is captured, or cannot be."""
-        return self.asked == OFF or (self.state is not None and self.state != ON)
-
-    def refuse(self, reason: str) -> None:
-        """Note why tokens are not captured. Raises UnsupportedModelError where they must be."""
-        if self.asked == ON:
-            raise UnsupportedModelError(
-                f"cuda_graphs is on, and a token cannot be captured: {reason}; set cuda_graphs to auto or off"
-            )
-        self.state = f"{OFF}: {reason}"
 
 
 class _CapturedToken:
@@ -112,6 +87,8 @@ class CapturedSteps:
         self._model, self._signature, self._captures = model, Signature(forward), captures
         self._tokens: dict[_Key, _CapturedToken] = {}
         self._seen: dict[_Key, int] = {}
+        # Of calls that cannot be captured: why.
+        self._unfit: dict[_Key, str] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward."""
@@ -124,9 +101,10 @@ class CapturedSteps:
             return call.run()
         inputs, fixed = self._arguments(call, cache)
         key = _key(inputs, fixed)
-        if self._seen.get(key, 0) < _WARM_UP:
-            self._seen[key] = self._seen.get(key, 0) + 1
-            return call.run()
+        seen = self._seen.setdefault(key, 0)
+        if seen < _WARM_UP:
+            self._seen[key] += 1
+            return self._rehearsed(call, key, inputs, fixed, cache) if seen + 1 == _WARM_UP else call.run()
         token = self._captured(key, inputs, fixed, cache)
         return call.run() if token is None else token.run(inputs, cache)
 
@@ -145,24 +123,51 @@ class CapturedSteps:
         inputs = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
         return inputs, {name: value for name, value in arguments.items() if name not in inputs}
 
+    def _rehearsed(
+        self, call: ModelCall, key: _Key, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache
+    ) -> Any:
+        """A call's output, as it would be captured; what of it cannot be is noted."""
+        try:
+            self._require_capturable(inputs, fixed, cache)
+        except NotCapturableError:
+            return call.run()
+        with noticed() as traffic:
+            token = RECORDING.set(Rehearsal(cache, traffic))
+            try:
+                output = self._signature.forward(**inputs, **fixed, past_key_values=cache)
+            finally:
+                RECORDING.reset(token)
+        if traffic.first is not None:
+            self._unfit[key] = f"on its way the model {traffic.first}"
+        return output
+
     def _captured(
         self, key: _Key, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache
     ) -> _CapturedToken | None:
-        """The captured forward of such a call, recorded where there is none; None where it cannot be."""
+        """The captured forward of such a call, recorded where there is none; None where it cannot be, or not now."""
         token = self._tokens.get(key)
         if token is not None and token.is_current:
             return token
+        if self._captures.rests():
+            return None
         self._tokens.pop(key, None)
         while len(self._tokens) >= _KEPT:
             del self._tokens[next(iter(self._tokens))]
         try:
             self._require_capturable(inputs, fixed, cache)
+            if key in self._unfit:
+                raise NotCapturableError(self._unfit[key])
             self._tokens[key] = self._recorded(inputs, fixed, cache)
         # What CUDA refuses to capture is a RuntimeError of torch's.
         except RuntimeError as error:
-            self._captures.refuse(str(error).splitlines()[0] if str(error) else type(error).__name__)
+            if is_out_of_memory(error):
+                self._captures.run_out()
+            else:
+                self._captures.refuse(str(error).splitlines()[0] if str(error) else type(error).__name__)
+            if self._captures.is_off:
+                self._tokens.clear()
             return None
-        self._captures.state = ON
+        self._captures.succeed()
         return self._tokens[key]
 
     def _require_capturable(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache) -> None:

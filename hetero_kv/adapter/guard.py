@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from gpu_ops.attention_backend import AttentionBackend, attending_by
-from hetero_kv.adapter.captured_steps import CapturedSteps, Captures
+from hetero_kv.adapter.captured_steps import CapturedSteps
+from hetero_kv.adapter.captures import Captures
 from hetero_kv.adapter.hidden_states import head_wants, walking
 from hetero_kv.adapter.model_call import ModelCall, Signature, joined_rows
 from hetero_kv.adapter.padding import tokens_per_row

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpu_ops.captured import Segments
+from gpu_ops.host_traffic import HostTraffic
 
 if TYPE_CHECKING:
     from hetero_kv.adapter.bridge import AttentionCall, Serving
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 #: What a cache's layers do with the captured queries, keys and values of a token, and its attention.
 Work = Callable[["HeteroCache"], torch.Tensor]
 
-#: The recording that is under way.
-RECORDING: ContextVar[Recording | None] = ContextVar("hetero_kv_recording", default=None)
+#: The recording that is under way, or its rehearsal.
+RECORDING: ContextVar[Recording | Rehearsal | None] = ContextVar("hetero_kv_recording", default=None)
 
 
 class NotCapturableError(RuntimeError):
@@ -63,3 +64,28 @@ class Recording:
             out = call.q.new_empty(*call.q.shape[:3], call.v.shape[3])
         self.attentions.append((work, out))
         return out
+
+
+class Rehearsal:
+    """A decoded token's forward that runs as it is, of which that is noticed which could not be captured.
+
+    What a recording leaves out is not.
+
+    Args:
+        cache: the one that the forward is given.
+    """
+
+    def __init__(self, cache: HeteroCache, traffic: HostTraffic) -> None:
+        self._cache, self._traffic = cache, traffic
+
+    def noted_arguments(
+        self, operator: AttentionOperator, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What an attention module is to be called with."""
+        with self._traffic.unnoticed():
+            return operator.arguments_for(args, kwargs)
+
+    def attended(self, operator: Serving, call: AttentionCall) -> torch.Tensor:
+        """The attention of a call, [batch, heads, tokens, v_dim]."""
+        with self._traffic.unnoticed():
+            return operator.attend(self._cache, call)

@@ -16,7 +16,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from gpu_ops.attention import compile_for_prompts
 from gpu_ops.attention_backend import AttentionBackend, missing
 from hetero_kv.adapter import bridge
-from hetero_kv.adapter.captured_steps import Captures
+from hetero_kv.adapter.captures import Captures
 from hetero_kv.adapter.guard import guarded
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator

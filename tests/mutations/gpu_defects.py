@@ -6,6 +6,7 @@ from tests.mutations.seeded import Mutation
 
 _KERNELS = "tests/gpu_ops/test_attention_backend.py::test_what_was_asked_for_computes_what_it_can"
 _STREAM = "tests/gpu_ops/test_layer_stream.py::test_"
+_CAPTURES = "tests/operators/test_captured_steps.py::test_"
 _FITS = "tests/operators/test_weights_in_dram.py::test_a_model_"
 
 DEFECTS = (
@@ -192,5 +193,44 @@ DEFECTS = (
         'if isinstance(error, MemoryError) or "out of memory" in str(error):',
         "if False:",
         ("tests/gpu_ops/test_kernel_choice.py::test_memory_that_runs_out_says_nothing_of_triton",),
+    ),
+    Mutation(
+        "whether a token waits for the device is found out by capturing it",
+        "hetero_kv/adapter/captured_steps.py",
+        "if key in self._unfit:",
+        "if False:",
+        (f"{_CAPTURES}what_cannot_be_captured_runs_as_it_is_and_is_named_without_a_capture",),
+    ),
+    Mutation(
+        "torch is not told that a capture is over which CUDA has ended",
+        "gpu_ops/captured.py",
+        "                _forget_capture(self._device, self._pool)",
+        "                pass",
+        (f"{_CAPTURES}a_capture_that_fails_leaves_torch_as_it_was",),
+    ),
+    Mutation(
+        "the memory that torch keeps is not given back before a capture",
+        "gpu_ops/captured.py",
+        "torch.cuda.empty_cache()",
+        "pass",
+        (f"{_CAPTURES}memory_that_torch_keeps_is_given_back_before_a_capture",),
+    ),
+    Mutation(
+        "a capture for which memory runs out is never tried again",
+        "hetero_kv/adapter/captured_steps.py",
+        "if is_out_of_memory(error):",
+        "if False:",
+        (f"{_CAPTURES}where_memory_runs_out_tokens_run_as_they_are_and_are_captured_later[auto]",),
+    ),
+    Mutation(
+        "a capture is not ended where an interrupt comes as it has begun",
+        "gpu_ops/captured.py",
+        "        self._graphs.append(torch.cuda.CUDAGraph())\n"
+        "        # Other threads may go on with what is none of this.\n"
+        '        self._graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")\n',
+        "        graph = torch.cuda.CUDAGraph()\n"
+        '        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")\n'
+        "        self._graphs.append(graph)\n",
+        ("tests/simulated_cuda/test_graphs.py::test_an_interrupt_while_a_capture_begins_ends_it",),
     ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from simulated_cuda.copies import Copies
 from simulated_cuda.driver import patched
 from simulated_cuda.errors import SimulatedCudaError
-from simulated_cuda.graphs import CUDAGraph
+from simulated_cuda.graphs import CUDAGraph, Generator
 from simulated_cuda.kernels import interpreted
 from simulated_cuda.memory import Allocation, Memory, PinnedMemory
 from simulated_cuda.operators import Interception
@@ -34,6 +35,8 @@ class SimulatedDevice:
         capture: the graph that is captured; None for none.
         pools: by handle, where the memory of graphs lies.
         host_pointers: whether memory of the host that is registered has its own addresses on them.
+        generator: of random numbers, for all of them.
+        warns: whether it is warned of what waits (`torch.cuda.set_sync_debug_mode`): 0, 1 or 2, which is an error.
     """
 
     def __init__(self, devices: int, capability: tuple[int, int], total: int) -> None:
@@ -43,8 +46,9 @@ class SimulatedDevice:
         self.capture: CUDAGraph | None = None
         self.host_pointers = True
         self.pools: dict[Any, set[int]] = {}
+        self.generator, self.warns = Generator(), 0
         self._host, self._copies = Host(), Copies()
-        self.memory, self.pinned = Memory(devices, self._host), PinnedMemory()
+        self.memory, self.pinned = Memory(devices, total, self._host), PinnedMemory()
         self._current: dict[int, Stream] = {}
         self._streams: set[Stream] = set()
 
@@ -86,7 +90,7 @@ class SimulatedDevice:
     # -- work
 
     def allocation_of(self, data: torch.Tensor, index: int) -> Allocation:
-        return self.memory.of(data, index, self.current_stream(index))
+        return self.memory.of(data, index, self.current_stream(index), self.capture is not None)
 
     def launch(self, name: str, index: int, reads: list[SimulatedTensor], writes: list[SimulatedTensor]) -> None:
         """A kernel that reads and writes tensors of GPU `index`."""
@@ -101,6 +105,11 @@ class SimulatedDevice:
         """The kernel that was launched last has computed `out`, on the CPU; `again` does it anew."""
         if self.capture is not None:
             self.capture.add(again, out)
+
+    def draw(self) -> None:
+        """Random numbers are drawn. Raises RuntimeError where the generator is part of a capture that is not there."""
+        if self.generator.is_capturing and self.capture is None:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
 
     def refuse_capturing(self, what: str) -> None:
         """Raise RuntimeError where a stream is captured; that is over then."""
@@ -158,9 +167,16 @@ class SimulatedDevice:
 
     # -- the host
 
-    def host_waits(self, cause: str, clock: Clock) -> None:
-        """The host waits until the work that `clock` tells of is done. Raises SimulatedCudaError for mistakes."""
+    def host_waits(self, cause: str, clock: Clock, is_told: bool = True) -> None:
+        """The host waits until the work that `clock` tells of is done. Raises SimulatedCudaError for mistakes.
+
+        is_told: whether torch warns of it where it is asked to.
+        """
         self.refuse_capturing(cause)
+        if is_told and self.warns:
+            if self.warns == 2:
+                raise RuntimeError("called a synchronizing CUDA operation")
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         self.record.everything.append(Wait(cause, asking_line()))
         self._host.learn(clock)
         self._copies.arrive(self._host)
@@ -171,7 +187,7 @@ class SimulatedDevice:
     def synchronize(self, device: Any = None) -> None:
         """The host waits for all streams of one GPU."""
         index = self.index_of(device)
-        self.host_waits("synchronize", {each: each.done for each in self._streams if each.index == index})
+        self.host_waits("synchronize", {each: each.done for each in self._streams if each.index == index}, False)
 
 
 @contextmanager

@@ -12,13 +12,14 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from gpu_ops import registered_addresses
+from gpu_ops import host_traffic, registered_addresses
 from simulated_cuda.flash import scaled_dot_product_attention
 from simulated_cuda.graphs import CUDAGraph
 from simulated_cuda.streams import Event, Stream
 from simulated_cuda.tensor import SimulatedTensor
 
 _tensor = torch.tensor
+_ITS_NAME = __name__.partition(".")[0]
 _HOST_POINTERS = 91
 
 
@@ -50,17 +51,33 @@ def patched(simulation: Any) -> Iterator[None]:
         stack.enter_context(patch.object(torch.Tensor, "is_pinned", lambda self, *_: simulation.pinned.covers(self)))
         stack.enter_context(patch.object(torch.nn.Module, "_apply", _exchanging()))
         stack.enter_context(patch.object(torch.nn.functional, "scaled_dot_product_attention", _attention(simulation)))
+        stack.enter_context(patch.object(torch._C, "_cuda_endAllocateToPool", _ending(simulation)))
+        stack.enter_context(patch.object(torch._C, "_cuda_releasePool", _releasing(simulation)))
+        # The simulated device stands for torch.
+        stack.enter_context(patch.object(host_traffic, "PASSED_THROUGH", (*host_traffic.PASSED_THROUGH, _ITS_NAME)))
         yield
+
+
+def _ending(simulation: Any) -> Any:
+    return lambda device, pool: simulation.memory.end_pool(pool)
+
+
+def _releasing(simulation: Any) -> Any:
+    return lambda device, pool: simulation.memory.release_pool(pool)
 
 
 def _names(simulation: Any) -> dict[str, Any]:
     memory, index_of = simulation.memory, simulation.index_of
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
-        return simulation.total - memory.live[index_of(device)], simulation.total
+        return simulation.total - memory.reserved(index_of(device)), simulation.total
 
     def reset_peak(device: Any = None) -> None:
         memory.peak[index_of(device)] = memory.live[index_of(device)]
+
+    def set_sync_debug_mode(debug_mode: int | str) -> None:
+        named = {"default": 0, "warn": 1, "error": 2}
+        simulation.warns = named[debug_mode] if isinstance(debug_mode, str) else debug_mode
 
     return {
         "is_available": lambda: True,
@@ -89,12 +106,15 @@ def _names(simulation: Any) -> dict[str, Any]:
         ),
         "mem_get_info": mem_get_info,
         "memory_allocated": lambda device=None: memory.live[index_of(device)],
-        "memory_reserved": lambda device=None: memory.live[index_of(device)],
+        "memory_reserved": lambda device=None: memory.reserved(index_of(device)),
         "max_memory_allocated": lambda device=None: memory.peak[index_of(device)],
         "max_memory_reserved": lambda device=None: memory.peak[index_of(device)],
         "reset_peak_memory_stats": reset_peak,
         "set_per_process_memory_fraction": lambda fraction, device=None: None,
-        "empty_cache": lambda: None,
+        "empty_cache": memory.give_back,
+        "default_generators": (simulation.generator,) * simulation.devices,
+        "get_sync_debug_mode": lambda: simulation.warns,
+        "set_sync_debug_mode": set_sync_debug_mode,
     }
 
 

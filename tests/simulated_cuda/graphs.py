@@ -44,6 +44,9 @@ class CUDAGraph:
     While it captures nothing runs: what is written then is what it was before, or poison. Replays run the same kernels
     on the same addresses. Host waits, copies over the bus, page-locked allocations, other streams and events are
     refused meanwhile; what lies at an address that was let go since makes a replay an error.
+
+    A capture that something refused has failed is not told to torch's allocator and generator, as in torch: their
+    state is that of a capture until somebody sees to it.
     """
 
     simulation: Any = None
@@ -55,6 +58,8 @@ class CUDAGraph:
         self._known: set[int] = set()
         self._pool: set[int] = set()
         self._touched: set[int] = set()
+        self._held: Any = None
+        self._is_whole = False
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         simulation = self.simulation
@@ -63,14 +68,21 @@ class CUDAGraph:
             raise RuntimeError("CUDA error: a capture is under way already, or the graph has been captured")
         if self.stream.is_default:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
+        simulation.memory.begin_pool(pool)
+        simulation.generator.is_capturing = True
         self._pool = simulation.pools.setdefault(pool, set())
         self._known = simulation.memory.addresses() - self._pool
+        self._held = simulation.memory, pool
         simulation.capture = self
 
     def capture_end(self) -> None:
         if self.simulation.capture is not self:
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
         self.simulation.capture = None
+        memory, pool = self._held
+        memory.end_pool(pool)
+        self.simulation.generator.is_capturing = False
+        self._is_whole = True
         self.require_added()
         self._pool |= self._touched
         for out in (out for node in self.nodes for out in node.out):
@@ -135,3 +147,27 @@ class CUDAGraph:
 
     def reset(self) -> None:
         self.nodes.clear()
+        if self._is_whole:
+            memory, pool = self._held
+            memory.release_pool(pool)
+        self._is_whole = False
+
+    def __del__(self) -> None:
+        self.reset()
+
+
+class Generator:
+    """As the `torch.Generator` of a device.
+
+    Attributes:
+        is_capturing: whether what it draws counts for a graph.
+    """
+
+    def __init__(self) -> None:
+        self.is_capturing = False
+
+    def clone_state(self) -> Generator:
+        return Generator()
+
+    def graphsafe_set_state(self, other: Generator) -> None:
+        self.is_capturing = other.is_capturing

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -20,10 +22,13 @@ class Allocation:
         written: the stream that last wrote to it, and how much work that had.
         read: likewise, all that read since.
         recorded: streams that the allocator was told of (`Tensor.record_stream`).
+        is_graphs: whether it was made while a graph was captured.
     """
 
-    def __init__(self, nbytes: int, index: int, stream: Stream, freed: Callable[[Allocation], None]) -> None:
-        self.nbytes, self.index, self.stream, self._freed = nbytes, index, stream, freed
+    def __init__(
+        self, nbytes: int, index: int, stream: Stream, is_graphs: bool, freed: Callable[[Allocation], None]
+    ) -> None:
+        self.nbytes, self.index, self.stream, self.is_graphs, self._freed = nbytes, index, stream, is_graphs, freed
         self.written = (stream, stream.done)
         self.read: dict[Stream, int] = {}
         self.recorded: set[Stream] = set()
@@ -66,26 +71,38 @@ class Memory:
     As the allocator does, it keeps what was freed and is recorded for other streams until these are done; when that is
     is a matter of time, so that here it is as late as can be: when the host has waited for them.
 
+    torch's allocator keeps what is freed, for whatever is made next; what graphs have had is for graphs alone, and
+    these have none of the rest. It gives nothing back while it believes that a graph is captured.
+
     Attributes:
         live, peak: bytes.
+        kept: bytes that are free, and torch's still; of_graphs: likewise, for graphs.
         faults: what was freed too early.
+        underway: the pools of graphs that are captured, as far as the allocator knows.
+        pools: how many graphs have each.
     """
 
-    def __init__(self, devices: int, host: Host) -> None:
-        self._host = host
+    def __init__(self, devices: int, total: int, host: Host) -> None:
+        self._host, self._total = host, total
+        self.kept, self.of_graphs = [0] * devices, [0] * devices
+        self.underway: list[Any] = []
+        self.pools: Counter[Any] = Counter()
+        # Freed while a graph was captured, and used by several streams.
+        self._deferred: list[Allocation] = []
         self._by_address: weakref.WeakValueDictionary[int, Allocation] = weakref.WeakValueDictionary()
         self.live, self.peak = [0] * devices, [0] * devices
-        # Device and bytes of what is kept, and what it waits for.
-        self._kept: list[tuple[int, int, Clock]] = []
+        # Device and bytes of what was freed, whether it is for graphs, and what it waits for.
+        self._waiting: list[tuple[int, int, bool, Clock]] = []
         self.faults: list[str] = []
 
-    def of(self, data: torch.Tensor, index: int, stream: Stream) -> Allocation:
+    def of(self, data: torch.Tensor, index: int, stream: Stream, is_graphs: bool) -> Allocation:
         """The allocation that a tensor's numbers lie in; a new one where there is none."""
         storage = data.untyped_storage()
         found = self._by_address.get(storage.data_ptr())
         if found is not None:
             return found
-        made = Allocation(storage.nbytes(), index, stream, self._forget)
+        self._make_room(storage.nbytes(), index, is_graphs)
+        made = Allocation(storage.nbytes(), index, stream, is_graphs, self._forget)
         if made.nbytes:
             self._by_address[storage.data_ptr()] = made
         self.live[index] += made.nbytes
@@ -96,20 +113,62 @@ class Memory:
         """Where the storages that live begin."""
         return set(self._by_address.keys())
 
-    def let_go(self) -> None:
-        """Let go of what is kept for streams of which the host knows by now that they are done."""
-        kept, self._kept = self._kept, []
-        for index, nbytes, clock in kept:
-            self._free(index, nbytes, clock)
+    def reserved(self, index: int) -> int:
+        """Bytes of a device that are torch's."""
+        return self.live[index] + self.kept[index] + self.of_graphs[index]
 
-    def _free(self, index: int, nbytes: int, clock: Clock) -> None:
+    def give_back(self) -> None:
+        """As `torch.cuda.empty_cache`. What graphs have had is theirs for good."""
+        self.kept = [0] * len(self.kept)
+
+    def _make_room(self, nbytes: int, index: int, is_graphs: bool) -> None:
+        free = self.of_graphs if is_graphs else self.kept
+        free[index] -= min(free[index], nbytes)
+        if self.reserved(index) + nbytes > self._total and not self.underway:
+            # It waits for all streams before it gives up.
+            self.let_go(settled=True)
+            self.give_back()
+        if self.reserved(index) + nbytes > self._total:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes.")
+
+    def begin_pool(self, pool: Any) -> None:
+        """A graph is captured, whose memory is of this pool."""
+        self.underway.append(pool)
+        self.pools[pool] += 1
+
+    def end_pool(self, pool: Any) -> None:
+        """It is no more. Raises RuntimeError where it was not."""
+        if pool not in self.underway:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.underway.remove(pool)
+        while self._deferred and not self.underway:
+            self._let_go(self._deferred.pop())
+
+    def release_pool(self, pool: Any) -> None:
+        """A graph is no more."""
+        self.pools[pool] -= 1
+
+    def let_go(self, *, settled: bool = False) -> None:
+        """Let go of what waits for streams of which the host knows that they are done; settled: for all of them."""
+        waiting, self._waiting = self._waiting, []
+        for index, nbytes, is_graphs, clock in waiting:
+            self._free(index, nbytes, is_graphs, {} if settled else clock)
+
+    def _free(self, index: int, nbytes: int, is_graphs: bool, clock: Clock) -> None:
         if all(self._host.has_seen(stream, count) for stream, count in clock.items()):
             self.live[index] -= nbytes
+            (self.of_graphs if is_graphs else self.kept)[index] += nbytes
         else:
-            self._kept.append((index, nbytes, clock))
+            self._waiting.append((index, nbytes, is_graphs, clock))
+
+    def _let_go(self, allocation: Allocation) -> None:
+        self._free(allocation.index, allocation.nbytes, allocation.is_graphs, allocation.waits_for())
 
     def _forget(self, allocation: Allocation) -> None:
-        self._free(allocation.index, allocation.nbytes, allocation.waits_for())
+        if allocation.recorded and self.underway:
+            self._deferred.append(allocation)
+        else:
+            self._let_go(allocation)
         if allocation.is_in_use(self._host):
             self.faults.append(
                 f"{allocation.nbytes} bytes were freed while another stream may still use them; tell the allocator "

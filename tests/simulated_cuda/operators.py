@@ -57,6 +57,8 @@ def run(simulation: Any, function: Any, args: Any, kwargs: Any) -> Any:
         return _indexed(simulation, function, args, kwargs)
     index = _one_device(simulation, name, given, ours, target)
     written = _written(function, args, kwargs)
+    if torch.Tag.nondeterministic_seeded in function.tags:
+        simulation.draw()
     if not (function.is_view or name in _IDLE):
         simulation.launch(name, index, [each for each in ours if not _among(each, written)], written)
     if name in _WAITING:

@@ -79,7 +79,7 @@ class Event:
         (self.simulation.current_stream() if stream is None else stream).wait_event(self)
 
     def synchronize(self) -> None:
-        self.simulation.host_waits("event.synchronize", self.clock)
+        self.simulation.host_waits("event.synchronize", self.clock, False)
 
 
 class Host:

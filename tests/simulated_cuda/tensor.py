@@ -52,7 +52,7 @@ class SimulatedTensor(torch.Tensor):
         return self.data_on_cpu.untyped_storage()
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        return self._run(aten.copy_.default, (self, source, non_blocking), {})
+        return aten.copy_.default(self, source, non_blocking)
 
     def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
         if self.data_on_cpu.is_contiguous(memory_format=memory_format):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from devices import simulated_cuda
@@ -107,3 +109,77 @@ def test_a_graph_whose_memory_was_let_go_is_an_error(gpu):
     held.clear()
     with pytest.raises(SimulatedCudaError, match="freed since it was captured"):
         segments.launch(0)
+
+
+def capture_in_two(segments, work):
+    with segments.captured():
+        work()
+        with segments.interrupted():
+            pass
+
+
+@pytest.mark.parametrize("segment", [0, 1])
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_an_interrupt_while_a_capture_begins_ends_it(gpu, monkeypatch, segment, when):
+    begin, begun = torch.cuda.CUDAGraph.capture_begin, []
+
+    def interrupted(graph, **settings):
+        begun.append(graph)
+        if len(begun) == segment + 1 and when == "before":
+            raise KeyboardInterrupt
+        begin(graph, **settings)
+        if len(begun) == segment + 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", interrupted)
+    ours, segments = torch.ones(4, device="cuda"), Segments(torch.device("cuda", 0))
+    with pytest.raises(KeyboardInterrupt):
+        capture_in_two(segments, lambda: ours.add_(1))
+    assert not torch.cuda.is_current_stream_capturing()
+    assert gc.isenabled()
+    assert (ours + 1).tolist() == [2.0] * 4
+
+
+def test_a_capture_that_fails_is_over_for_the_allocator_and_the_generator_too(gpu):
+    segments, ours = Segments(torch.device("cuda", 0)), torch.ones(4, device="cuda")
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), segments.captured():
+        ours.sum().item()
+    assert not gpu.memory.underway
+    assert not +gpu.memory.pools
+    torch.rand(1, device="cuda")
+
+
+def test_the_simulated_allocator_and_generator_stay_in_a_capture_that_failed(gpu):
+    graph, ours = torch.cuda.CUDAGraph(), torch.ones(1000, device="cuda")
+    ours.record_stream(torch.cuda.Stream())
+    pool = torch.cuda.graph_pool_handle()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin(pool=pool)
+        for end in (ours.tolist, graph.capture_end):
+            with pytest.raises(RuntimeError, match="CUDA error"):
+                end()
+    with pytest.raises(RuntimeError, match="Offset increment outside graph capture"):
+        torch.rand(1, device="cuda")
+    del ours, end
+    assert torch.cuda.memory_allocated() == 4000
+    torch._C._cuda_endAllocateToPool(0, pool)
+    assert torch.cuda.memory_allocated() == 0
+
+
+def test_graphs_have_none_of_the_memory_that_torch_keeps():
+    with simulated_cuda(total=10_000) as gpu:
+        torch.empty(8_000, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.mem_get_info() == (2_000, 10_000)
+        torch.empty(9_000, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_reserved() == 9_000
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(11_000, dtype=torch.uint8, device="cuda")
+        torch.empty(9_000, dtype=torch.uint8, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin()
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.empty(9_000, dtype=torch.uint8, device="cuda")
+            graph.capture_end()
+        torch.cuda.empty_cache()
+        assert gpu.memory.reserved(0) == 0

@@ -1,0 +1,90 @@
+"""What has the host wait, or goes over the bus, is noticed with the line that asked for it, and runs as ever."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import pytest
+import torch
+from devices import simulated_cuda
+
+from gpu_ops.host_traffic import noticed
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture
+def gpu():
+    with simulated_cuda() as simulation:
+        yield simulation
+
+
+def pinned():
+    return torch.ones(4).pin_memory()
+
+
+CROSSING = "copies from or to the device"
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        (lambda ours: ours.sum().item(), "waits for the device"),
+        (lambda ours: bool((ours > 1).any()), "waits for the device"),
+        (lambda ours: ours[ours > 1], "waits for the device"),
+        (lambda ours: ours.nonzero(), "waits for the device"),
+        (lambda ours: ours.cpu(), "waits for the device"),
+        (lambda ours: torch.ones(4).to("cuda"), "waits for the device"),
+        (lambda ours: torch.cuda.current_stream().synchronize(), "waits for the device"),
+        (lambda ours: pinned().to("cuda", non_blocking=True), CROSSING),
+        (lambda ours: ours.copy_(pinned(), non_blocking=True), CROSSING),
+        (lambda ours: torch.empty(4, pin_memory=True), "page-locks memory"),
+    ],
+)
+def test_what_cannot_be_captured_is_noticed_with_its_line(gpu, asked, what):
+    ours = torch.ones(4, device="cuda")
+    with noticed() as traffic:
+        ours.add_(1)
+        asked(ours)
+        ours.sum().item()
+    assert traffic.first == f"{what} (test_host_traffic.py:{asked.__code__.co_firstlineno})"
+
+
+def test_work_of_the_device_alone_is_none_and_what_is_to_be_overlooked_is(gpu):
+    ours = torch.ones(4, device="cuda")
+    with noticed() as traffic:
+        made = (ours * 2).relu().to(torch.bfloat16)
+        ours.copy_(made)
+        with traffic.unnoticed():
+            assert ours.sum().item() == 8
+            torch.ones(4).to("cuda")
+    assert traffic.first is None
+
+
+def test_other_threads_may_wait(gpu):
+    ours = torch.ones(4, device="cuda")
+    with noticed() as traffic:
+        other = threading.Thread(target=ours.tolist)
+        other.start()
+        other.join()
+    assert traffic.first is None
+
+
+def warned_of_and_broken_off(ours):
+    with noticed():
+        warnings.warn("of something else", stacklevel=1)
+        raise ZeroDivisionError(ours.sum().item())
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_warnings_are_afterwards_what_they_were_and_others_are_seen_meanwhile(gpu, before):
+    ours = torch.ones(4, device="cuda")
+    torch.cuda.set_sync_debug_mode(before)
+    with warnings.catch_warnings(record=True) as seen:
+        state = warnings.showwarning, list(warnings.filters)
+        with pytest.raises(ZeroDivisionError):
+            warned_of_and_broken_off(ours)
+        assert state == (warnings.showwarning, list(warnings.filters))
+    assert [str(each.message) for each in seen] == ["of something else"]
+    assert torch.cuda.get_sync_debug_mode() == before
