@@ -54,6 +54,16 @@ def test_a_layer_waits_once_and_copies_twice():
         assert (counts.waits, counts.pinned, counts.pageable) == (1, 2, 0)
 
 
+def test_grouped_positions_are_turned_by_few_launches():
+    found = counts_of(("self_extend", "self_extend_quest", "infllm_stream"), as_shipped=False)
+    assert max(found[name].launches for name in found if name != "untouched") <= 25
+    for name in ("self_extend", "self_extend_quest"):
+        assert (found[name].waits, found[name].pinned, found[name].pageable) == (1, 2, 0)
+    # What keys have received is added up where a block closes, by one layer's wait more in as many tokens as it has.
+    stream = found["infllm_stream"]
+    assert (stream.waits, stream.pageable) == (1 + 1 / 8, 0)
+
+
 def test_a_layer_with_learned_sinks_waits_once_as_well():
     whole = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
     # Of all methods DYNAMIC alone wants to know how much attention the window and the sink have.
