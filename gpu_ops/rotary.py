@@ -80,6 +80,26 @@ def rotate_into_in_torch(
     out.copy_(rotate(x, cos, sin, layout))
 
 
+def unrotate_into(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout, out: torch.Tensor
+) -> None:
+    """As `unrotate_into_in_torch`, which defines the result, by one Triton kernel on a CUDA device."""
+    if not (runs_triton(x) and all(part.stride(-1) == 1 for part in (x, cos, sin, out))):
+        unrotate_into_in_torch(x, cos, sin, layout, out)
+        return
+    from gpu_ops.triton_kernels import rotary
+
+    with torch.cuda.device(x.device):
+        rotary.rotate_into(x, cos, sin, layout, out, inverse=True)
+
+
+def unrotate_into_in_torch(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout, out: torch.Tensor
+) -> None:
+    """Write what `unrotate` gives, in the dtype of `out`; shapes as for `rotate_into_in_torch`."""
+    out.copy_(unrotate(x, cos, sin, layout))
+
+
 def unrotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout) -> torch.Tensor:
     """The inverse of `rotate`, attention scaling and the rounding of `cos` and `sin` included: [..., dim] float32."""
     cos, sin = cos.float(), sin.float()

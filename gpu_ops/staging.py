@@ -17,43 +17,73 @@ class Staging:
     On CUDA both copies are asynchronous and page-locked. Whoever sends anew must have waited for what he sent before
     (`arrived`): then the device has read what was sent back before, too, as all of it runs on one stream.
 
+    What the device finds out only when the CPU has its answer goes down with what is sent next (`follow`).
+
     Args:
         device: where the tensors are.
-        down: their shapes; up: those of the arrays that come back.
+        down: their shapes; up: those of the arrays that come back; following: of what goes down with the next.
 
     Attributes:
         back: float32 arrays of the shapes `up`, to be written before `sent_back`.
     """
 
-    def __init__(self, device: torch.device, down: Sequence[Shape], up: Sequence[Shape]) -> None:
-        self.shapes = tuple(down), tuple(up)
+    def __init__(
+        self, device: torch.device, down: Sequence[Shape], up: Sequence[Shape], following: Shape = (0,)
+    ) -> None:
+        self.shapes = tuple(down), tuple(up), following
         self.device = device
         is_cuda = device.type == "cuda"
-        self._down, self._up = (_numbers(shapes, device) for shapes in self.shapes)
-        self._down_host, self._up_host = (_numbers(shapes, is_pinned=is_cuda) for shapes in self.shapes)
-        self._parts, self._returned = _views(self._down, down), _views(self._up, up)
-        self._arrays = tuple(view.numpy() for view in _views(self._down_host, down))
+        # What follows lies before all that may go down with it.
+        all_down = (following, *down)
+        self._down, self._up = (_numbers(shapes, device) for shapes in (all_down, up))
+        self._down_host, self._up_host = (_numbers(shapes, is_pinned=is_cuda) for shapes in (all_down, up))
+        (self._follows, *self._parts), self._returned = _views(self._down, all_down), _views(self._up, up)
+        self._followed, *arrays = (view.numpy() for view in _views(self._down_host, all_down))
+        self._arrays = tuple(arrays)
         self.back: tuple[np.ndarray, ...] = tuple(view.numpy() for view in _views(self._up_host, up))
         self._event = torch.cuda.Event() if is_cuda else None
+        #: Where what is to follow is wanted.
+        self._room: np.ndarray | None = None
 
-    def fits(self, device: torch.device, down: Sequence[Shape], up: Sequence[Shape]) -> bool:
+    def fits(self, device: torch.device, down: Sequence[Shape], up: Sequence[Shape], following: Shape = (0,)) -> bool:
         """Whether it was made for these."""
-        return self.device == device and self.shapes == (tuple(down), tuple(up))
+        return self.device == device and self.shapes == (tuple(down), tuple(up), following)
 
     def send(self, *tensors: torch.Tensor) -> None:
         """Have the tensors, of the first of the shapes `down`, copied to the CPU as float32."""
         for part, tensor in zip(self._parts, tensors, strict=False):
             part.copy_(tensor)
-        size = sum(tensor.numel() for tensor in tensors)
-        self._down_host[:size].copy_(self._down[:size], non_blocking=self._event is not None)
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(self.device))
+        self._copy_down(sum(tensor.numel() for tensor in tensors))
 
     def arrived(self) -> tuple[np.ndarray, ...]:
         """Wait for what was sent: float32 arrays of the shapes `down`, the same memory every time."""
         if self._event is not None:
             self._event.synchronize()
+        if self._room is not None:
+            self._room[...] = self._followed
+            self._room = None
         return self._arrays
+
+    def follow(self, tensor: torch.Tensor, room: np.ndarray) -> None:
+        """Have a tensor of the shape `following` go down with what is sent next, and into `room` when that has arrived.
+
+        What was sent before must have arrived.
+        """
+        self._follows.copy_(tensor)
+        self._room = room
+
+    def settle(self) -> None:
+        """Have what is to follow, if anything is, come by itself, and wait for it."""
+        if self._room is not None:
+            self._copy_down(0)
+            self.arrived()
+
+    def _copy_down(self, size: int) -> None:
+        """Copy what is to follow and the first `size` numbers behind it."""
+        first, end = 0 if self._room is not None else self._follows.numel(), self._follows.numel() + size
+        self._down_host[first:end].copy_(self._down[first:end], non_blocking=self._event is not None)
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(self.device))
 
     def sent_back(self) -> tuple[torch.Tensor, ...]:
         """What has been written to `back`, on the device: the same memory every time."""

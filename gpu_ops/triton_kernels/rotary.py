@@ -1,4 +1,4 @@
-"""Vectors of a head rotated in one pass; `gpu_ops.rotary.rotate_into_in_torch` defines the result."""
+"""Vectors of a head rotated, or rotated back, in one pass; `gpu_ops.rotary`'s functions in torch define the result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ELEMENTS = 4096
 def _rotate(
     x, cos, sin, out, tokens, heads, x_row, x_head, x_token, out_row, out_head, out_token, cos_token, sin_token,
     DIM: tl.constexpr, PAIRS: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr, TOKENS: tl.constexpr,
+    INVERSE: tl.constexpr, BLOCK_PAIRS: tl.constexpr, BLOCK_REST: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     each = tl.program_id(1).to(tl.int64)
     row, head = each // heads, each % heads
@@ -33,6 +33,10 @@ def _rotate(
         b = tl.load(given + second[None, :], mask=is_number, other=0.0).to(tl.float32)
         c = tl.load(cos + token[:, None] * cos_token + pair[None, :], mask=is_number, other=0.0).to(tl.float32)
         s = tl.load(sin + token[:, None] * sin_token + pair[None, :], mask=is_number, other=0.0).to(tl.float32)
+        if INVERSE:
+            # Where nothing is stored nothing is divided by zero.
+            determinant = tl.where(is_number, c * c + s * s, 1.0)
+            c, s = c / determinant, -s / determinant
         tl.store(turned + first[None, :], (a * c - b * s).to(out.dtype.element_ty), mask=is_number)
         tl.store(turned + second[None, :], (b * c + a * s).to(out.dtype.element_ty), mask=is_number)
     if DIM > 2 * PAIRS:
@@ -43,8 +47,14 @@ def _rotate(
         tl.store(turned + channel[None, :], plain.to(out.dtype.element_ty), mask=is_rest)
 
 
-def rotate_into(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout, out: torch.Tensor) -> None:
-    """As `gpu_ops.rotary.rotate_into_in_torch`; the last dimension of every argument is contiguous."""
+def rotate_into(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout, out: torch.Tensor,
+    inverse: bool = False,
+) -> None:  # fmt: skip
+    """As `gpu_ops.rotary.rotate_into_in_torch`, or `unrotate_into_in_torch` for the `inverse`.
+
+    The last dimension of every argument is contiguous.
+    """
     batch, heads, tokens, dim = x.shape
     if x.numel() == 0:
         return
@@ -52,7 +62,7 @@ def rotate_into(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: R
     rows = max(1, min(_ELEMENTS // block, triton.next_power_of_2(tokens)))
     _rotate[(triton.cdiv(tokens, rows), batch * heads)](
         x, cos, sin, out, tokens, heads, *x.stride()[:3], *out.stride()[:3], cos.stride(0), sin.stride(0),
-        DIM=dim, PAIRS=layout.pairs, OFFSET=layout.offset, INTERLEAVED=layout.interleaved,
+        DIM=dim, PAIRS=layout.pairs, OFFSET=layout.offset, INTERLEAVED=layout.interleaved, INVERSE=inverse,
         BLOCK_PAIRS=triton.next_power_of_2(max(1, layout.pairs)),
         BLOCK_REST=triton.next_power_of_2(max(1, dim - 2 * layout.pairs)), TOKENS=rows,
     )  # fmt: skip

@@ -163,7 +163,8 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
             self._present(spans[0].cohort)
             yield self.steps
             self.require_unchanged_files()
-            tell_all([each for step in steps for each in step.watched])
+            watched = [each for step in steps for each in step.watched]
+            tell_all(watched, [each for step in steps for each in step.arriving])
             for step in steps:
                 step.cohort.end(step)
         finally:

@@ -10,7 +10,7 @@ import torch
 
 from hetero_kv.engine.device_table import DeviceTable
 from hetero_kv.engine.sequence import Layout
-from hetero_kv.engine.watched import Watched
+from hetero_kv.engine.watched import Arriving, Watched
 
 if TYPE_CHECKING:
     from hetero_kv.engine.cohort import Cohort
@@ -61,6 +61,7 @@ class Step:
         part: which part of a prompt.
         keeps: whether the tokens are stored; else they attend and are gone (a catalyst).
         watched: what is looked at before the tokens are stored.
+        arriving: what is in DRAM then.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Step:
         self.part = part
         self.keeps = keeps
         self.watched: list[Watched] = []
+        self.arriving: list[Arriving] = []
         #: What `blocks` has made, by the layout's identity: a lookup that costs no hash of a layout's fields.
         self.made: dict[int, StepBlocks] = {}
         self._tables: dict[int, torch.Tensor] = {}

@@ -22,7 +22,7 @@ from gpu_ops.gather import gathered_rows_by_copy
 from gpu_ops.merge import merge_attention_in_torch
 from gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_torch
 from gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
-from gpu_ops.rotary import RotaryLayout, rotate_into_in_torch
+from gpu_ops.rotary import RotaryLayout, rotate_into_in_torch, unrotate_into_in_torch
 from gpu_ops.triton_kernels import column_sums, flash, gather, merge, rebuild, resident_slots, rotary
 
 #: Halves, a part at either end, neighbours, an odd number of pairs in the middle of nowhere, and no rotation.
@@ -97,7 +97,10 @@ def rotated(dtype: torch.dtype, layout: RotaryLayout, tokens: int) -> float:
     found, expected = out.clone(), out.clone()
     rotary.rotate_into(*given, found[:, :, 1:-3])
     rotate_into_in_torch(*given, expected[:, :, 1:-3])
-    return difference(found, expected)
+    back, plain = out.clone(), out.clone()
+    rotary.rotate_into(*given, back[:, :, 1:-3], inverse=True)
+    unrotate_into_in_torch(*given, plain[:, :, 1:-3])
+    return max(difference(found, expected), difference(back, plain))
 
 
 def slots(held: int, count: int, chunks: int) -> tuple[torch.Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from devices import simulated_cuda
@@ -29,10 +30,42 @@ def test_what_is_sent_arrives_and_what_is_written_comes_back(device):
         assert (float(out.min()), float(whole.max())) == (10 * step, 10 * step + 1)
 
 
+def test_what_follows_arrives_with_what_is_sent_next(device):
+    staging = Staging(device, DOWN, UP, following=(2, 4))
+    told = [np.full((2, 4), np.nan, np.float32) for _ in range(3)]
+    for step, room in enumerate(told):
+        staging.send(*(torch.full(shape, float(step), device=device) for shape in DOWN[:2]))
+        q, k, _ = staging.arrived()
+        assert (q.min(), q.max(), k.min(), k.max()) == (step,) * 4
+        assert all((before == 10 * at).all() for at, before in enumerate(told[:step]))
+        staging.follow(torch.full((2, 4), 10.0 * step, device=device), room)
+        assert np.isnan(room).all()
+    staging.settle()
+    assert (told[2] == 20).all()
+
+
+@pytest.mark.cuda
+def test_what_follows_is_no_copy_and_no_wait_of_its_own():
+    with simulated_cuda() as gpu:
+        staging = Staging(torch.device("cuda", 0), DOWN, UP, following=(2, 4))
+        sent, room = [torch.ones(shape, device="cuda") for shape in DOWN], np.empty((2, 4), np.float32)
+        gpu.record.clear()
+        for _ in range(4):
+            staging.send(*sent)
+            staging.arrived()
+            staging.follow(sent[2], room)
+        assert (len(gpu.record.copies), len(gpu.record.waits)) == (4, 4)
+        for _ in range(2):
+            # The second time there is nothing.
+            staging.settle()
+        assert (len(gpu.record.copies), len(gpu.record.waits), len(gpu.record.pageable)) == (5, 5, 0)
+
+
 def test_it_fits_the_shapes_and_the_device_that_it_was_made_for(device):
     staging = Staging(device, DOWN, UP)
     assert staging.fits(device, DOWN, UP)
     assert not staging.fits(device, DOWN, DOWN)
+    assert not staging.fits(device, DOWN, UP, following=(2, 4))
     assert not staging.fits(torch.device("meta"), DOWN, UP)
 
 

@@ -7,12 +7,14 @@ import torch
 from count_launches import counts_of, stored_as_shipped
 from devices import model_on, simulated_cuda
 from simulated_cuda import Launch, Wait
-from small_recipes import injected, small_recipe
+from small_recipes import RECIPES, injected, small_recipe
 from tiny_models import tiny_model
 
 from gpu_ops.staging import Staging
-from hetero_kv import HeteroKVError
+from hetero_kv import HeteroKVError, eject, inject
 from hetero_kv.families.retrieval.device_window import DeviceWindow
+from hetero_kv.families.retrieval.windowed_decode import WindowedDecode
+from hetero_kv.families.token_retrieval.attention import TokenRetrievalAttention
 
 pytestmark = pytest.mark.cuda
 
@@ -52,6 +54,16 @@ def test_a_layer_waits_once_and_copies_twice():
         assert (counts.waits, counts.pinned, counts.pageable) == (1, 2, 0)
 
 
+def test_grouped_positions_are_turned_by_few_launches():
+    found = counts_of(("self_extend", "self_extend_quest", "infllm_stream"), as_shipped=False)
+    assert max(found[name].launches for name in found if name != "untouched") <= 25
+    for name in ("self_extend", "self_extend_quest"):
+        assert (found[name].waits, found[name].pinned, found[name].pageable) == (1, 2, 0)
+    # What keys have received is added up where a block closes, by one layer's wait more in as many tokens as it has.
+    stream = found["infllm_stream"]
+    assert (stream.waits, stream.pageable) == (1 + 1 / 8, 0)
+
+
 def test_a_layer_with_learned_sinks_waits_once_as_well():
     whole = {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
     # Of all methods DYNAMIC alone wants to know how much attention the window and the sink have.
@@ -74,6 +86,35 @@ def test_sinks_count_in_what_keys_receive_as_they_do_on_a_cpu(gpu):
     for wanted, mine in zip(*received, strict=True):
         assert wanted.max() > 0.1
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def unseen_queries(device, *selections):
+    """What DYNAMIC's layers save of queries that are not added up yet; rows are selected between."""
+    tokens = torch.randint(2, 97, (2, 91), generator=torch.Generator().manual_seed(0))
+    model = model_on(torch.device(device), tiny_model("llama"))
+    cache = injected(model, small_recipe("ktransformers"))
+    for part in tokens[:, :89].split([84, *[1] * 5], dim=1):
+        model(part.to(device), past_key_values=cache)
+    for rows in selections:
+        cache.select(rows)
+        tokens = tokens[rows]
+    for part in tokens[:, 89:].split(1, dim=1):
+        model(part.to(device), past_key_values=cache)
+    saved = [layer.saved() for layer in cache.layers]
+    eject(model)
+    return [(part.tensors["queries"], part.tensors["lse"]) for part in saved]
+
+
+@pytest.mark.parametrize("selections", [(), ([1, 0],), ([1, 1, 0], [2, 0, 1])], ids=["none", "as many", "more"])
+def test_what_the_gpu_tells_of_a_query_later_is_what_a_cpu_knows_at_once(gpu, selections):
+    wanted, mine = unseen_queries("cpu", *selections), unseen_queries("cuda", *selections)
+    assert len(wanted) == 3
+    for layer in zip(wanted, mine, strict=True):
+        # Those of the block that is open: two from before rows were selected, two from behind.
+        assert layer[0][1].shape[2] == 4
+        for expected, actual in zip(*layer, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_values_that_shadowkv_cannot_store_are_refused_by_name(gpu, llama_on_gpu):
@@ -99,6 +140,64 @@ def test_the_window_is_launched_before_the_cpu_begins(gpu, llama_on_gpu):
     layers = [part for part in "".join(name[0] for name in order).split("w") if part]
     assert len(layers) == 3
     assert set(layers) <= {"f", "ff"}
+
+
+def windows_launched(gpu, recipe, monkeypatch):
+    """How often a token's layers launch attention to their window before each `Staging.send`, and before `arrived`."""
+    model = model_on(torch.device("cuda", 0), tiny_model("llama").to(torch.bfloat16))
+    cache = prompted(model, recipe)
+    launched = {"send": [], "arrived": []}
+
+    def noting(name):
+        called = getattr(Staging, name)
+
+        def noted(staging, *args):
+            flash = sum("flash" in launch.name for launch in gpu.record.launches)
+            launched[name].append(flash - sum(map(sum, launched.values())))
+            return called(staging, *args)
+
+        return noted
+
+    for name in launched:
+        monkeypatch.setattr(Staging, name, noting(name))
+    gpu.record.clear()
+    decode(model, cache, 7)
+    eject(model)
+    return launched["send"], launched["arrived"]
+
+
+WINDOW_BESIDE_THE_CPU = (
+    "dense", "infinigen", "infllm", "infllm_stream", "ktransformers", "kvretrieval", "loki", "magicpig", "quest",
+    "self_extend", "self_extend_quest", "snapkv", "streaming",
+)  # fmt: skip
+WINDOW_BEFORE_THE_CPU = ("adaptive", "retroinfer", "sparq")
+
+
+@pytest.mark.parametrize("recipe", WINDOW_BESIDE_THE_CPU)
+def test_the_cpu_has_its_queries_before_the_window_is_launched(gpu, recipe, monkeypatch):
+    before, beside = windows_launched(gpu, recipe, monkeypatch)
+    assert before == [0, 0, 0]
+    assert min(beside) > 0
+
+
+@pytest.mark.parametrize("recipe", WINDOW_BEFORE_THE_CPU)
+def test_where_the_window_weighs_in_the_choice_the_cpu_waits_for_it(gpu, recipe, monkeypatch):
+    before, beside = windows_launched(gpu, recipe, monkeypatch)
+    assert min(before) > 0
+    assert beside == [0, 0, 0]
+
+
+def test_every_recipe_with_a_window_on_the_gpu_is_one_or_the_other(gpu):
+    retrieving = set()
+    for recipe in RECIPES:
+        model = tiny_model("llama")
+        inject(model, small_recipe(recipe))
+        operators = model.hetero_kv_injection.attention_operators()
+        if any(isinstance(each, WindowedDecode | TokenRetrievalAttention) for each in operators):
+            retrieving.add(recipe)
+        eject(model)
+    # Those that differ from `dense` in how they take in prompts decode as it does.
+    assert retrieving - {"flexprefill", "minference"} == {*WINDOW_BESIDE_THE_CPU, *WINDOW_BEFORE_THE_CPU}
 
 
 def test_a_step_leaves_as_much_memory_as_it_found(gpu, llama_on_gpu):

@@ -116,28 +116,42 @@ def recorded(monkeypatch):
     return record
 
 
+def attended_by_definition(operator, layer, call):
+    """Attention of a step over outliers, chosen chunks and Recent, by the keys that the layer gives back."""
+    keys, values = (part.new_empty(2, 2, layer.stored_length, 16) for part in (call.k, call.v))
+    layer.load(keys, values)
+    outliers, chosen = layer.context.outliers, operator.chosen(layer, call)
+    assert chosen.shape[2] == 5
+    attended = torch.zeros(2, 2, layer.chunks, dtype=torch.bool)
+    attended.scatter_(2, torch.cat([outliers.ids, chosen], dim=2), True)
+    seen = attended.repeat_interleave(4, dim=2)
+    seen = torch.nn.functional.pad(seen, (0, layer.stored_length - layer.context.length), value=True)
+    assert (seen.sum(dim=2) == 20 + 12 + len(layer.recent_keys)).all()
+    scores = call.q.unflatten(1, (2, 2))[:, :, :, 0] @ keys.transpose(2, 3) * call.scale
+    return (scores.masked_fill(~seen[:, :, None], float("-inf")).softmax(dim=-1) @ values).flatten(1, 2)
+
+
 @pytest.mark.parametrize("plus", [False, True])
 def test_a_step_attends_to_outliers_chosen_and_recent_tokens_by_the_keys_of_rank_r(llama, monkeypatch, plus):
-    record = recorded(monkeypatch)
+    record, expected = recorded(monkeypatch), []
     cache = injected(llama, rank=9, sparse_budget=20, project_generated=plus)
     logits(llama, cache, random_tokens(150, 1, batch=2))
-    for token in random_tokens(23, 2, batch=2).split(1, dim=1):
-        record.clear()
-        logits(llama, cache, token)
-        for operator, layer, call, out in record:
-            keys, values = call.k.new_empty(2, 2, 0, 16), None
-            keys, values = (part.new_empty(2, 2, layer.stored_length, 16) for part in (call.k, call.v))
-            layer.load(keys, values)
-            outliers, chosen = layer.context.outliers, operator.chosen(layer, call)
-            assert chosen.shape[2] == 5
-            attended = torch.zeros(2, 2, layer.chunks, dtype=torch.bool)
-            attended.scatter_(2, torch.cat([outliers.ids, chosen], dim=2), True)
-            seen = attended.repeat_interleave(4, dim=2)
-            seen = torch.nn.functional.pad(seen, (0, layer.stored_length - layer.context.length), value=True)
-            assert (seen.sum(dim=2) == 20 + 12 + len(layer.recent_keys)).all()
-            scores = call.q.unflatten(1, (2, 2))[:, :, :, 0] @ keys.transpose(2, 3) * call.scale
-            expected = scores.masked_fill(~seen[:, :, None], float("-inf")).softmax(dim=-1) @ values
-            torch.testing.assert_close(out[:, :, 0], expected.flatten(1, 2), rtol=1e-4, atol=1e-5)
+    attend, project = ShadowKVAttention.decode_step, LowRankLayer.project
+
+    def attending(self, layer, step, call):
+        def looked_at(layer, step):
+            # What a token attends to is there until a chunk leaves Recent behind it.
+            expected.append(attended_by_definition(self, layer, call))
+            project(layer, step)
+
+        monkeypatch.setattr(LowRankLayer, "project", looked_at)
+        return attend(self, layer, step, call)
+
+    monkeypatch.setattr(ShadowKVAttention, "decode_step", attending)
+    logits(llama, cache, *random_tokens(23, 2, batch=2).split(1, dim=1))
+    assert len(expected) == len(record) == 23 * 3
+    for (_, _, _, out), wanted in zip(record, expected, strict=True):
+        torch.testing.assert_close(out[:, :, 0], wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_outliers_and_recent_tokens_have_exact_keys_and_the_others_the_best_of_their_rank(llama, monkeypatch):

@@ -19,7 +19,7 @@ from gpu_ops.merged_entries import merge_one_in_torch, similarities_in_torch
 from gpu_ops.packed_weights import multiply_chosen_in_torch, multiply_in_torch, rows_in_torch, unpacked_in_torch
 from gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_torch
 from gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
-from gpu_ops.rotary import RotaryLayout, rotate_into_in_torch
+from gpu_ops.rotary import RotaryLayout, rotate_into_in_torch, unrotate_into_in_torch
 from simulated_cuda.copies import bytes_of
 from simulated_cuda.errors import SimulatedCudaError
 from simulated_cuda.tensor import SimulatedTensor, on_cpu
@@ -97,7 +97,7 @@ def _keep(*given: Any, **fixed: Any) -> None:
 
 def _rotate(x: Any, cos: Any, sin: Any, out: Any, *_: Any, **fixed: Any) -> None:
     layout = RotaryLayout(fixed["PAIRS"], fixed["OFFSET"], fixed["INTERLEAVED"])
-    rotate_into_in_torch(x, cos, sin, layout, out)
+    (unrotate_into_in_torch if fixed["INVERSE"] else rotate_into_in_torch)(x, cos, sin, layout, out)
 
 
 def _draw(positions: Any, out: Any, count: int, heads: int, row: int, head: int, constant: int, **fixed: Any) -> None:

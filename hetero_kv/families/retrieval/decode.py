@@ -109,10 +109,11 @@ class RetrievalDecode(RetrievalPrefill):
     def _remember(self, layer: RetrievalLayer, step: Step, call: AttentionCall, q: np.ndarray, lse: np.ndarray) -> None:
         """Keep a query [batch, heads, k_dim] float32, and its log-sum-exp [batch, heads], for what keys receive."""
         layer.scale, layer.softcap = call.scale, call.softcap
-        layer.unseen = layer.unseen.grown(q, lse)
-        # In batches of a block's length, which costs a step little and holds few queries.
+        # In batches of a block's length, which costs a step little and holds few queries; without this one, of which a
+        # device may still have to tell the log-sum-exp.
         if layer.unseen.count >= layer.layout.block_size:
-            layer.accumulate_unseen(step.length)
+            layer.accumulate_unseen(step.past)
+        layer.unseen = layer.unseen.grown(q, lse)
 
     def _measure_recall(
         self, layer: RetrievalLayer, blocks: StepBlocks, call: AttentionCall, lse: torch.Tensor

@@ -161,13 +161,19 @@ class RetrievalLayer(RepresentedPromptLayer):
         return blocks
 
     def staging_for(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Staging:
-        """What a token passes through between the device and the CPU: query, key, value, the window's log-sum-exp and
-        the scores of learned sinks down, attention over the blocks and its log-sum-exp back."""
+        """What a token passes through between the device and the CPU: query, key, value and the window's log-sum-exp
+        down, attention over the blocks and its log-sum-exp back; the log-sum-exp of all of it follows."""
         lse = (q.shape[0], k.shape[1], q.shape[1] // k.shape[1])
-        down, up = (q.shape, k.shape, v.shape, lse, q.shape[1:2]), ((*q.shape[:3], v.shape[3]), lse)
-        if self._staging is None or not self._staging.fits(q.device, down, up):
-            self._staging = Staging(q.device, down, up)
+        shapes = (q.shape, k.shape, v.shape, lse), ((*q.shape[:3], v.shape[3]), lse), q.shape[:2]
+        if self._staging is None or not self._staging.fits(q.device, *shapes):
+            self._settle()
+            self._staging = Staging(q.device, *shapes)
         return self._staging
+
+    def _settle(self) -> None:
+        """Have the log-sum-exp of the newest of the `unseen` queries, where the device is still to tell it."""
+        if self._staging is not None:
+            self._staging.settle()
 
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         assert self.pool is not None
@@ -204,6 +210,7 @@ class RetrievalLayer(RepresentedPromptLayer):
         """
         if not self.unseen.count:
             return
+        self._settle()
         q, lse = (torch.from_numpy(part) for part in self.unseen.stacked())
         self.unseen = NONE_UNSEEN
         cohort, layout = self.cohort, self.layout
@@ -277,6 +284,7 @@ class RetrievalLayer(RepresentedPromptLayer):
             self.unseen = NONE_UNSEEN
 
     def saved(self) -> SavedPart:
+        self._settle()
         return saving.saved(self)
 
     def restore(self, part: SavedPart, place: Place) -> None:

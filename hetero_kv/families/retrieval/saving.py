@@ -67,8 +67,10 @@ def restored_unseen(part: SavedPart, rows: int, kv_heads: int, k_dim: int, most:
     lse = part.tensor("lse", (rows, heads, count), torch.float32, _CPU)
     if heads % kv_heads or not 0 < count <= most:
         raise part.wrong(f"queries are {count} of {heads} heads")
-    each = [(queries[:, :, at].contiguous().numpy(), lse[:, :, at].contiguous().numpy()) for at in range(count)]
-    return Unseen(each, count)
+    unseen = NONE_UNSEEN
+    for at in range(count):
+        unseen = unseen.grown(queries[:, :, at].contiguous().numpy(), lse[:, :, at].contiguous().numpy())
+    return unseen
 
 
 def require_sound_selections(layer: RetrievalLayer, part: SavedPart) -> None:

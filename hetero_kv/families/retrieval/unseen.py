@@ -6,8 +6,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: A query [batch, heads, k_dim] float32, and the log-sum-exp of its attention [batch, heads].
-_Query = tuple[np.ndarray, np.ndarray]
+
+class _Query(NamedTuple):
+    """A query of every row.
+
+    Attributes:
+        q: [batch, heads, k_dim] float32.
+        lse: [any, heads] float32, the log-sum-exp of its attention; NaN until a device has told it.
+        rows: [batch], which of `lse` is whose: rows may have been selected before it was told.
+    """
+
+    q: np.ndarray
+    lse: np.ndarray
+    rows: np.ndarray
 
 
 class Unseen(NamedTuple):
@@ -22,9 +33,9 @@ class Unseen(NamedTuple):
     count: int  # type: ignore[assignment]
 
     def grown(self, q: np.ndarray, lse: np.ndarray) -> Unseen:
-        """With one query more, q [batch, heads, k_dim] float32 and lse [batch, heads]."""
+        """With one query more, q [batch, heads, k_dim] float32 and lse [batch, heads], which may be written later."""
         queries = self.queries if 0 < self.count == len(self.queries) else self.queries[: self.count]
-        queries.append((q, lse))
+        queries.append(_Query(q, lse, np.arange(len(q))))
         return Unseen(queries, self.count + 1)
 
     def first(self, count: int) -> Unseen:
@@ -33,13 +44,15 @@ class Unseen(NamedTuple):
 
     def selected(self, rows: list[int]) -> Unseen:
         """With row i what row `rows[i]` was."""
-        chosen = [(q[rows], lse[rows]) for q, lse in self.queries[: self.count]]
+        chosen = [_Query(each.q[rows], each.lse, each.rows[rows]) for each in self.queries[: self.count]]
         return Unseen(chosen, len(chosen))
 
-    def stacked(self) -> _Query:
+    def stacked(self) -> tuple[np.ndarray, np.ndarray]:
         """All of them: q [batch, heads, queries, k_dim] and lse [batch, heads, queries]. There must be some."""
-        q, lse = zip(*self.queries[: self.count], strict=True)
-        return np.stack(q, axis=2), np.stack(lse, axis=2)
+        queries = self.queries[: self.count]
+        return np.stack([each.q for each in queries], axis=2), np.stack(
+            [each.lse[each.rows] for each in queries], axis=2
+        )
 
 
 NONE_UNSEEN = Unseen([], 0)

@@ -16,7 +16,9 @@ class WindowedDecode(RetrievalDecode):
     """What `RetrievalAttention` does with a token where the attention sink and the recent window lie on a device.
 
     Query, key and value go to the CPU in one copy, for which the host waits; the device attends to its window in the
-    meantime; what the CPU attended to goes back in one copy, for which nobody waits, and is merged there.
+    meantime; what the CPU attended to goes back in one copy, for which nobody waits, and is merged there. Where blocks
+    are chosen by how much of the attention the window has, the CPU waits for the window as well. What the keys have
+    received of a query is known behind all of it, and goes down with the next token's.
     """
 
     def _decode_beside_window(
@@ -30,19 +32,18 @@ class WindowedDecode(RetrievalDecode):
         scale, softcap = call.scale, call.softcap or 0.0
         window.append(call.k, call.v, blocks.closed * layer.layout.block_size)
         out, lse = staging.back
-        weighs = self.choice is not None and (self.targets or self.choice.tokens > 0)
-        if self.choice is not None or self.accumulates:
+        if self.choice is not None:
             # The CPU wants to know how much of the attention the window has.
             in_window = window.attend(call.q, scale, call.softcap)
-            sinks = () if call.sink is None or not self.accumulates else (call.sink,)
-            staging.send(call.q, call.k, call.v, in_window[1].view(lse.shape), *sinks)
+            staging.send(call.q, call.k, call.v, in_window[1].view(lse.shape))
         else:
             staging.send(call.q, call.k, call.v)
             in_window = window.attend(call.q, scale, call.softcap)
-        q, k, v, beside, sink = staging.arrived()
+        q, k, v, beside = staging.arrived()
         layer.store_token(step, torch.from_numpy(k), torch.from_numpy(v))
         if blocks.newly_closed[0] != blocks.newly_closed[1]:
             self._close_blocks(layer, step)
+        weighs = self.choice is not None and (self.targets or self.choice.tokens > 0)
         estimated = self._attend_natively(
             native, layer, step, blocks, q, k, v, None, scale, softcap, out, lse, beside if weighs else None
         )  # fmt: skip
@@ -56,9 +57,9 @@ class WindowedDecode(RetrievalDecode):
         if self.engine.measure_recall:
             self._measure_recall(layer, blocks, call, attended)
         if call.sink is not None:
-            merged, _ = apply_sink(merged, merged_lse, call.sink)
+            merged, merged_lse = apply_sink(merged, merged_lse, call.sink)
         if self.accumulates:
-            both = np.logaddexp(lse, beside).reshape(q.shape[:2])
-            seen = both if call.sink is None else np.logaddexp(both, sink)
+            seen = np.full(q.shape[:2], np.nan, np.float32)
             self._remember(layer, step, call, q.squeeze(2).copy(), seen)
+            staging.follow(merged_lse.view(seen.shape), seen)
         return merged if merged.dtype is call.q.dtype else merged.to(call.q.dtype)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from gpu_ops.rotary import rotate, unrotate
+from gpu_ops.rotary import rotate_into, unrotate_into
 from hetero_kv.adapter.rotary_table import RotaryTable
 
 
@@ -34,31 +35,51 @@ class GroupedPositions:
 
     def grouped_keys(self, keys: torch.Tensor, start: int, table: RotaryTable) -> torch.Tensor:
         """Keys [batch, kv_heads, n, dim] that are rotated to the positions from `start` on, at their grouped ones."""
-        positions = _from(start, keys)
-        return _turned(keys, positions, self.of_keys(positions), table)
+        own, grouped = _own(keys, start, table), _shared(keys, start, table, self.of_keys)
+        return _turned(keys, own, grouped, table)
 
     def neighbouring_keys(self, grouped: torch.Tensor, start: int, table: RotaryTable) -> torch.Tensor:
         """What `grouped_keys` came from."""
-        positions = _from(start, grouped)
-        return _turned(grouped, self.of_keys(positions), positions, table)
+        own, given = _own(grouped, start, table), _shared(grouped, start, table, self.of_keys)
+        return _turned(grouped, given, own, table)
 
     def grouped_queries(self, q: torch.Tensor, start: int, table: RotaryTable) -> torch.Tensor:
         """Queries [batch, heads, n, dim] that are rotated to the positions from `start` on, at their grouped ones."""
-        positions = _from(start, q)
-        return _turned(q, positions, self.of_queries(positions), table)
+        own, grouped = _own(q, start, table), _shared(q, start, table, self.of_queries)
+        return _turned(q, own, grouped, table)
 
     def neighbouring_queries(self, grouped: torch.Tensor, start: int, table: RotaryTable) -> torch.Tensor:
         """What `grouped_queries` came from."""
-        positions = _from(start, grouped)
-        return _turned(grouped, self.of_queries(positions), positions, table)
+        own, given = _own(grouped, start, table), _shared(grouped, start, table, self.of_queries)
+        return _turned(grouped, given, own, table)
 
 
-def _from(start: int, vectors: torch.Tensor) -> torch.Tensor:
-    return torch.arange(start, start + vectors.shape[2], device=vectors.device)
+#: Cosines and sines [n, pairs] of a rotation.
+_Angles = tuple[torch.Tensor, torch.Tensor]
 
 
-def _turned(vectors: torch.Tensor, given: torch.Tensor, wanted: torch.Tensor, table: RotaryTable) -> torch.Tensor:
-    """Vectors [batch, heads, n, dim] rotated to the positions `given` [n], rotated to `wanted`, in their dtype."""
+def _own(vectors: torch.Tensor, start: int, table: RotaryTable) -> _Angles:
+    """Those of the positions from `start` on, of which vectors [batch, heads, n, dim] have one each; views."""
+    at = slice(start, start + vectors.shape[2])
+    return table.cos[at], table.sin[at]
+
+
+def _shared(
+    vectors: torch.Tensor, start: int, table: RotaryTable, of: Callable[[torch.Tensor], torch.Tensor]
+) -> _Angles:
+    """Those of the positions that `of` says, likewise."""
+    if vectors.shape[2] == 1:
+        # A token's position is the host's to know: nothing is launched to find it.
+        return _own(vectors, int(of(torch.tensor(start))), table)
+    at = of(torch.arange(start, start + vectors.shape[2], device=vectors.device))
+    return table.cos[at], table.sin[at]
+
+
+def _turned(vectors: torch.Tensor, given: _Angles, wanted: _Angles, table: RotaryTable) -> torch.Tensor:
+    """Vectors [batch, heads, n, dim] that are rotated by the angles `given`, rotated by `wanted`, in their dtype."""
     layout = table.rotation.layout
-    plain = unrotate(vectors, table.cos[given], table.sin[given], layout)
-    return rotate(plain, table.cos[wanted], table.sin[wanted], layout).to(vectors.dtype)
+    plain = torch.empty(vectors.shape, dtype=torch.float32, device=vectors.device)
+    unrotate_into(vectors, *given, layout, plain)
+    turned = torch.empty(vectors.shape, dtype=vectors.dtype, device=vectors.device)
+    rotate_into(plain, *wanted, layout, turned)
+    return turned

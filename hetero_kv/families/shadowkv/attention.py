@@ -155,6 +155,7 @@ class ShadowKVAttention(NotedRotations):
         layer.read = layer.read.plus(read_bytes(layer, missed))
         if self.engine.measure_recall:
             self._measure_recall(layer, call, lse)
+        layer.project(step)
         return (out if call.sink is None else apply_sink(out, lse, call.sink)[0]).to(call.q.dtype)
 
     def _decoded_by_kernels(
@@ -180,12 +181,12 @@ class ShadowKVAttention(NotedRotations):
         wanted = self._chosen_in_torch(layer, call)
         with joined_on_error(call.k.device):
             holding = device_decode.Holding(layer, step, wanted)
-            out, lse = _attention(call, layer.recent_keys.entries, layer.recent_values.entries)
+            out, lse = _folded_attention(call, layer.recent_keys.entries, layer.recent_values.entries)
             residents = holding.finished()
         layer.count_choices(wanted.numel(), wanted.numel())
         if residents.tokens:
-            out, lse = merge_attention(out, lse, *_attention(call, residents.keys, residents.values))
-        return out, lse, 0
+            out, lse = merge_attention(out, lse, *_folded_attention(call, residents.keys, residents.values))
+        return *_unfolded(call, out, lse), 0
 
     def _decoded_in_torch(
         self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall
@@ -264,8 +265,20 @@ def _attention(
     call: bridge.AttentionCall, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one query per head to keys and values [batch, kv_heads, tokens, dim]: out as q is, and its lse."""
+    return _unfolded(call, *_folded_attention(call, keys, values))
+
+
+def _folded_attention(
+    call: bridge.AttentionCall, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_attention`, with heads [batch, kv_heads, group], as they lie: what is merged need not be copied before."""
     batch, heads, _, k_dim = call.q.shape
     kv_heads = keys.shape[1]
     folded = call.q.reshape(batch, kv_heads, heads // kv_heads, k_dim)
-    out, lse = attention_with_lse(folded, keys, values, call.scale, call.softcap)
+    return attention_with_lse(folded, keys, values, call.scale, call.softcap)
+
+
+def _unfolded(call: bridge.AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `_folded_attention` gives, as `_attention` gives it."""
+    batch, heads = call.q.shape[:2]
     return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)

@@ -100,7 +100,7 @@ class ContextLayer(PromptLayer):
             if start == 0 or self._is_outside(step, buffer, new_keys):
                 self._factor(buffer, start, end)
             if not new_values.is_cuda:
-                self._put(step, new_values)
+                self._put(step, new_values, start)
             self._take_in(step, new_keys, new_values)
             if new_values.is_cuda:
                 self._write_from_gpu(step, buffer)
@@ -146,11 +146,11 @@ class ContextLayer(PromptLayer):
         if self.context.outliers is not None:
             self.context.outliers.residents.empty()
 
-    def _put(self, step: Step, values: torch.Tensor) -> None:
-        """Have values [batch, kv_heads, tokens, v_dim] on the CPU in the pool, the first behind the Context."""
+    def _put(self, step: Step, values: torch.Tensor, start: int) -> None:
+        """Have values [batch, kv_heads, tokens, v_dim] on the CPU in the pool, the first at position `start`."""
         assert self.pool is not None
         for ids, row in zip(step.blocks(self.layout).table, values, strict=True):
-            self.pool.write(ids, self.context.length, row[..., :0], row)
+            self.pool.write(ids, start, row[..., :0], row)
 
     def _begun_writing(self, step: Step, buffer: PrefillBuffer) -> PromptWriting:
         """See PromptLayer: the values of the chunks that enter the Context."""
@@ -177,18 +177,27 @@ class ContextLayer(PromptLayer):
     def _new_outliers(self, step: Step, key_chunks: torch.Tensor, value_chunks: torch.Tensor) -> Outliers:
         """The outliers among the Context's chunks and those behind it, [batch, kv_heads, new, chunk_size, dim].
 
-        They are those before, with what is in their slots, where no new chunk is among them. What of a prompt has come
-        from a GPU is told that behind all layers, and has them anew until then.
+        They are those before, with what is in their slots, where no new chunk is among them. On a GPU that is told
+        behind all layers: until then a prompt has them anew, whose chunks go, and a token those before.
         """
         before = self.context.outliers
         choice = OutlierChoice(before, key_chunks, value_chunks, self.chunks, self.settings.outlier_chunks)
         is_another = choice.is_another
-        if is_another is not None and key_chunks.is_cuda and not step.is_decode:
-            step.watched.append(Watched(is_another.float(), lambda number: self._keep_outliers(before, number)))
-        elif is_another is not None and not bool(is_another):
-            assert before is not None
+        if is_another is None:
+            return choice.outliers()
+        assert before is not None
+        if not key_chunks.is_cuda:
+            return choice.outliers() if bool(is_another) else before
+        if step.is_decode:
+            step.watched.append(Watched(is_another.float(), lambda number: self._change_outliers(choice, number)))
             return before
+        step.watched.append(Watched(is_another.float(), lambda number: self._keep_outliers(before, number)))
         return choice.outliers()
+
+    def _change_outliers(self, choice: OutlierChoice, is_another: float) -> None:
+        """Go on with the outliers that were chosen, if a new chunk is among them."""
+        if is_another:
+            self.context = replace(self.context, outliers=choice.outliers())
 
     def _keep_outliers(self, outliers: Outliers | None, is_another: float) -> None:
         """Go on with the outliers of before, unless a new chunk is among them."""

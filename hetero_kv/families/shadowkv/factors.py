@@ -76,7 +76,7 @@ def energy_outside(keys: torch.Tensor, coefficients: torch.Tensor, basis: torch.
         coefficients: [batch, tokens, rank], as `projected` gives them, in any precision.
         basis: [batch, rank, channels].
     """
-    return energy(keys - coefficients.float() @ basis.float())
+    return energy(torch.baddbmm(keys, coefficients.float(), basis.float(), alpha=-1))
 
 
 def energy(keys: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gpu_ops.rebuild import rebuilt_chunks, rebuilt_range
-from gpu_ops.rotary import unrotate
+from gpu_ops.rotary import unrotate_into
 from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.families.shadowkv import factors
 from hetero_kv.store.growing_tensor import GrowingTensor
@@ -74,11 +74,11 @@ class KeyFactors:
         self.coefficients.reserve(keys.new_empty(keys.shape[0], 0, flat.shape[1]), keys.shape[2])
         outside, energy = [], []
         for plain in self._plain_tiles(keys, start):
-            coefficients = factors.projected(plain, flat).to(keys.dtype)
-            self.coefficients.append(coefficients)
+            coefficients = self.coefficients.room(keys.new_empty(keys.shape[0], 0, flat.shape[1]), plain.shape[1])
+            coefficients.copy_(factors.projected(plain, flat))
             outside.append(factors.energy_outside(plain, coefficients, flat))
             energy.append(factors.energy(plain))
-        return torch.stack(outside).sum(dim=0), torch.stack(energy).sum(dim=0)
+        return sum(outside[1:], outside[0]), sum(energy[1:], energy[0])
 
     @property
     def finds_rank(self) -> bool:
@@ -123,8 +123,11 @@ class KeyFactors:
         for offset in range(0, keys.shape[2], TILE):
             tile = keys[:, :, offset : offset + TILE]
             at = slice(start + offset, start + offset + tile.shape[2])
-            plain = unrotate(tile, self.rotary.cos[at], self.rotary.sin[at], self.rotary.rotation.layout)
-            yield plain.transpose(1, 2).flatten(2)
+            batch, kv_heads, tokens, k_dim = tile.shape
+            plain = torch.empty(batch, tokens, kv_heads, k_dim, dtype=torch.float32, device=tile.device)
+            angles = self.rotary.cos[at], self.rotary.sin[at], self.rotary.rotation.layout
+            unrotate_into(tile, *angles, plain.transpose(1, 2))
+            yield plain.flatten(2)
 
     def select(self, index: torch.Tensor) -> None:
         """Let row i be what row `index[i]` was."""

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 from gpu_ops.gather import gathered_rows
-from gpu_ops.host_copies import on_host
+from gpu_ops.host_copies import on_device
 from gpu_ops.kernel_choice import runs_triton
 from gpu_ops.mapped_memory import MappedMemory
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
 from hetero_kv.engine.step import Step
-from hetero_kv.engine.watched import Watched
+from hetero_kv.engine.watched import Arriving, Watched
 from hetero_kv.families.shadowkv import saving
 from hetero_kv.families.shadowkv.context_layer import Context, ContextLayer
 from hetero_kv.families.shadowkv.key_factors import KeyFactors
@@ -95,7 +95,10 @@ class LowRankLayer(ContextLayer):
 
     def select(self, rows: Rows[int]) -> None:
         """See FamilyLayer: blocks are shared, factors are copied."""
-        index = torch.tensor(rows)
+        index, held = torch.tensor(rows), self.recent_keys.extent[0]
+        if held is not None:
+            # Once for all parts: a copy that the host does not wait for.
+            index = on_device(index, held.device)
         if len(self.recent_keys):
             self.missed.select(len(self.recent_keys.entries), len(rows))
         for part in (self.factors, self.landmarks, self.recent_keys, self.recent_values):
@@ -142,13 +145,25 @@ class LowRankLayer(ContextLayer):
             return
         self.recent_keys.append(keys)
         self.recent_values.append(values)
-        count = end - self.context.length
-        if count > 0:
-            new_keys, new_values = (part.entries[:, :, :count] for part in (self.recent_keys, self.recent_values))
-            self._put(step, *on_host(new_values))
-            self._take_in(step, new_keys, new_values)
-            self.recent_keys.drop_first(count)
-            self.recent_values.drop_first(count)
+
+    def project(self, step: Step) -> None:
+        """Have the chunks that a token has made one too many of the local ones enter the Context.
+
+        Behind the token's attention, which has them exact: their values leave a GPU while other layers compute, and are
+        in the pool when a later token asks for them.
+        """
+        start = self.context.length
+        count = step.blocks(self.layout).length - start
+        if count <= 0:
+            return
+        new_keys, new_values = (part.entries[:, :, :count] for part in (self.recent_keys, self.recent_values))
+        if new_values.is_cuda:
+            step.arriving.append(Arriving(new_values, lambda values: self._put(step, values, start)))
+        else:
+            self._put(step, new_values, start)
+        self._take_in(step, new_keys, new_values)
+        self.recent_keys.drop_first(count)
+        self.recent_values.drop_first(count)
 
     def _watch(self, step: Step, values: torch.Tensor) -> None:
         """See to it that no value is stored that its type would turn into infinity."""

@@ -54,32 +54,34 @@ class OutlierChoice:
     def __init__(
         self, before: Outliers | None, key_chunks: torch.Tensor, value_chunks: torch.Tensor, first: int, count: int
     ) -> None:
-        batch, kv_heads, new = key_chunks.shape[:3]
-        cosines = least_cosines(key_chunks)
-        ids = torch.arange(first, first + new, device=key_chunks.device).expand(batch, kv_heads, new)
         self._known = 0 if before is None else before.ids.shape[2]
-        if before is not None:
-            cosines, ids = torch.cat([before.cosines, cosines], dim=2), torch.cat([before.ids, ids], dim=2)
-        self._picked = cosines.topk(min(count, self._known + new), dim=2, largest=False).indices
-        self._before, self._chunks, self._cosines, self._ids = before, (key_chunks, value_chunks), cosines, ids
+        self._first, self._count = first, min(count, self._known + key_chunks.shape[2])
+        self._before, self._chunks, self._cosines = before, (key_chunks, value_chunks), least_cosines(key_chunks)
 
     @property
     def is_another(self) -> torch.Tensor | None:
         """Whether a new chunk is among them, a bool on their device; None where one must be."""
-        if self._before is None or self._picked.shape[2] != self._known:
+        if self._before is None or self._count != self._known:
             return None
-        return (self._picked >= self._known).any()
+        if not self._known:
+            return torch.zeros((), dtype=torch.bool, device=self._cosines.device)
+        return (self._cosines < self._before.cosines.amax(dim=2, keepdim=True)).any()
 
     def outliers(self) -> Outliers:
         """They, with exact keys and values of their own, and no slots."""
-        picked = self._picked
+        cosines, (batch, kv_heads, new) = self._cosines, self._cosines.shape
+        ids = torch.arange(self._first, self._first + new, device=cosines.device).expand(batch, kv_heads, new)
+        if self._before is not None:
+            cosines = torch.cat([self._before.cosines, cosines], dim=2)
+            ids = torch.cat([self._before.ids, ids], dim=2)
+        picked = cosines.topk(self._count, dim=2, largest=False).indices
         if self._before is None:
             keys, values = (_chunks(part, picked) for part in self._chunks)
         else:
             residents = self._before.residents
             held = residents.outlier_keys, residents.outlier_values
             keys, values = (_taken(old, new, picked) for old, new in zip(held, self._chunks, strict=True))
-        return Outliers(self._ids.gather(2, picked), self._cosines.gather(2, picked), ResidentChunks(keys, values))
+        return Outliers(ids.gather(2, picked), cosines.gather(2, picked), ResidentChunks(keys, values))
 
 
 def _taken(old: torch.Tensor, new: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:

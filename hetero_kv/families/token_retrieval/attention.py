@@ -194,22 +194,28 @@ class TokenRetrievalAttention(ExactPrefill):
     def _attended_beside_window(
         self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks, call: bridge.AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `_attended`, where the attention sink and the recent window lie on a device; `mass` is on the CPU.
+        """As `_attended`, where the attention sink and the recent window lie on a device; `mass` is on the CPU, and NaN
+        where nobody asks for it.
 
         One copy down, for which the host waits, and one back, as `WindowedDecode` has it.
         """
         window, staging = layer.window, layer.staging_for(call.q, call.k, call.v)
         assert window is not None
         window.append(call.k, call.v, blocks.closed * layer.layout.block_size)
-        in_window = window.attend(call.q, call.scale, call.softcap)
-        staging.send(call.q, call.k, call.v, in_window[1].view(staging.back[1].shape))
-        q, k, v, lse, _ = staging.arrived()
-        layer.store_token(step, torch.from_numpy(k), torch.from_numpy(v))
+        if self.engine.measure_recall or (self.chooser is not None and self.chooser.reads_beside):
+            in_window = window.attend(call.q, call.scale, call.softcap)
+            staging.send(call.q, call.k, call.v, in_window[1].view(staging.back[1].shape))
+            q, k, v, beside = (torch.from_numpy(part) for part in staging.arrived())
+        else:
+            staging.send(call.q, call.k, call.v)
+            in_window = window.attend(call.q, call.scale, call.softcap)
+            q, k, v, _ = (torch.from_numpy(part) for part in staging.arrived())
+            beside = torch.full(staging.back[1].shape, torch.nan)
+        layer.store_token(step, k, v)
         if self.following is not None:
             # What the next layer guesses from was sent before.
             self.following.arrived(step)
-        ahead, asked = self._taken_ahead(layer, step, blocks), self._asked(layer, blocks, call, q)
-        beside = torch.from_numpy(lse)
+        ahead, asked = self._taken_ahead(layer, step, blocks), self._asked(layer, blocks, call, q.numpy())
         if self._chooses(asked):
             answer = self._answer(layer, step, asked._replace(beside=beside, ahead=ahead))
             chosen_out, chosen_lse, chosen_mass = answer.out, answer.lse, answer.mass

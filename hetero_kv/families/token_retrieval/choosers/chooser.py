@@ -163,6 +163,8 @@ class Chooser(ABC, Generic[S]):
     learns: ClassVar[bool] = False
     #: Whether it chooses from a query that the layer before guesses (`choose`); `attend` is told its choice.
     looks_ahead: ClassVar[bool] = False
+    #: Whether `attend` reads `Asked.beside`; else that is NaN on a GPU, which attends to the window in the meantime.
+    reads_beside: ClassVar[bool] = True
 
     def __init__(self, settings: S, layer_idx: int) -> None:
         self.settings = settings

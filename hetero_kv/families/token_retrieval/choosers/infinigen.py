@@ -65,6 +65,7 @@ class InfiniGen(Chooser[InfiniGenSettings]):
     """Section 4. Skewing and components are those of the keys that enter the Context first, a long prompt's."""
 
     learns = looks_ahead = True
+    reads_beside = False
     choosing = frozenset(("token_budget", "alpha"))
 
     @property

@@ -56,6 +56,7 @@ class Loki(BestTokens[LokiSettings]):
     """Algorithm 1. The components are those of the keys that enter the Context first: the first long prompt's."""
 
     learns = True
+    reads_beside = False
 
     def arrays(self, shape: KVShape) -> Mapping[str, Beside]:
         storage = self.settings.key_storage.for_representatives

@@ -49,6 +49,7 @@ class MagicPIG(Chooser[MagicPIGSettings]):
     """Section 4. Each query head samples for itself; keys are centred by the mean of those that came first."""
 
     learns = True
+    reads_beside = False
 
     def __init__(self, settings: MagicPIGSettings, layer_idx: int) -> None:
         super().__init__(settings, layer_idx)
