@@ -84,6 +84,17 @@ class Chunk:
         q, k, v = (each[:, :, own] for each in (self.q, self.k, self.v))
         return Chunk(q, past_k, past_v, k, v, self.scale, self.softcap, self.sink)
 
+    def seen_by(self, q: torch.Tensor) -> Chunk:
+        """The last tokens as a chunk: those of the queries q [batch, heads, n, k_dim]."""
+        before = q.shape[2] - self.n
+        if before <= 0:
+            return self.last(q.shape[2])
+        (past_k, k), (past_v, v) = (
+            (past[:, :, :-before], torch.cat([past[:, :, -before:], new], dim=2))
+            for past, new in ((self.past_k, self.k), (self.past_v, self.v))
+        )
+        return Chunk(q, past_k, past_v, k, v, self.scale, self.softcap, self.sink)
+
     def attention(self, heads: list[Lines | Blocks], whole: int = 0) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
         """Attention to the keys that each row and head attends to, one after the other.
 
