@@ -65,6 +65,11 @@ class Chunk:
         """Means of blocks of all keys, [batch, kv_heads, key blocks, k_dim] float32."""
         return block_means(self.past_k, self.k, QUERY_BLOCK)
 
+    def capped(self, products: torch.Tensor) -> torch.Tensor:
+        """Inner products of queries and keys as they go into the softmax."""
+        scores = products * self.scale
+        return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
+
     def kv_head(self, head: int) -> int:
         """The kv head of a query head."""
         return head // (self.q.shape[1] // self.k.shape[1])
