@@ -164,6 +164,7 @@ class Batch:
         Raises as `require_room`.
         """
         self._open(len(tokens), max(tokens))
+        before = self.cohorts
         if len(self.cohorts) > 1 or len(set(tokens)) > 1:
             self._split(tokens)
         spans, row = [], 0
@@ -172,6 +173,10 @@ class Batch:
             if tokens[row]:
                 spans.append(Span(cohort, rows, slice(width - tokens[row], width)))
             row = rows.stop
+        anew = set().union(*(span.cohort.expect(span.tokens) for span in spans))
+        # Rows that part keep their blocks, and a rollback comes back to the cohort that they were.
+        for cohort in {*before, *self.cohorts} if anew else ():
+            cohort.close_anew(anew)
         require_room([(span.cohort, span.tokens) for span in spans])
         return spans
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,17 @@ class Cohort:
         return {name: [each.get(name) for each in said] for name in names}
 
     # -- a step
+
+    def expect(self, tokens: int) -> set[Layout]:
+        """Tell the layers that `tokens` new ones of each row are about to come; room for them is asked for next.
+
+        Returns the layouts whose blocks are all to be closed anew.
+        """
+        return {layer.layout for layer in self.family_layers if layer.expect(tokens) and layer.layout is not None}
+
+    def close_anew(self, layouts: Iterable[Layout]) -> None:
+        """Have what is derived from the blocks of these layouts made anew, of all of them, in the next step."""
+        self.closed |= dict.fromkeys(layouts, 0)
 
     def begin(self, tokens: int, rows: slice, *, is_decode: bool, part: PromptPart, keeps: bool) -> Step:
         """Reserve the blocks of a step, in every layer: the caller ends it, or rolls back.

@@ -110,6 +110,10 @@ class FamilyLayer(CacheLayerMixin):
 
     # -- a step
 
+    def expect(self, tokens: int) -> bool:
+        """`tokens` new tokens are about to come, in one step or several: whether all blocks are to be closed anew."""
+        return False
+
     def begin_prefill(self, step: Step) -> None:
         """The tokens of a prompt are about to arrive in chunks."""
 

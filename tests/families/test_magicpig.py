@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from token_problem import END, FIRST, LARGER, TokenProblem
@@ -81,3 +82,14 @@ def test_a_seed_draws_the_same_sample_again():
     answers = [with_seed(problem, seed).answered()[1] for seed in (0, 1, 0)]
     assert torch.equal(answers[0], answers[2])
     assert not torch.allclose(answers[0], answers[1])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_key_that_is_the_centre_counts_as_one_at_a_right_angle(seed):
+    """As the first that enters the Context is, where blocks have one token and enter while answering."""
+    problem = TokenProblem("magicpig", seed=seed, hash_bits=4, hash_tables=60)
+    asked = problem.asked._replace(known={"centre": problem.keys[:, :, FIRST * problem.block].contiguous()})
+    problem.chooser.close(problem.pool, asked.table, FIRST, END, asked.known)
+    positions, counts = np.zeros((2, 4, 1), np.int32), np.ones((2, 4), np.int32)
+    chances = problem.chooser._chances(asked, problem.q, positions, counts)
+    torch.testing.assert_close(chances, sampling_chance(torch.zeros(chances.shape), 4, 60))

@@ -55,3 +55,12 @@ def test_the_share_that_is_counted_is_what_the_coarse_scores_say():
     # With all components the scores are the true ones.
     covered = torch.logaddexp(answer.mass, problem.around[1]) - torch.logsumexp(problem.scores, dim=3)
     assert answer.share == pytest.approx(float(covered.exp().mean()), abs=1e-5)
+
+
+def test_a_query_head_of_zeros_looks_at_all_keys_alike():
+    problem = TokenProblem("sparq", token_budget=12)
+    problem.q[:, :, 0] = 0
+    coarse = problem.chooser.coarse(problem.asked)
+    assert torch.equal(coarse.scores[:, :, 0], torch.zeros_like(coarse.scores[:, :, 0]))
+    answer, out, lse = problem.answered()
+    assert all(bool(each.isfinite().all()) for each in (answer.out, answer.lse, out, lse))

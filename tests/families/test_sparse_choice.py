@@ -249,3 +249,18 @@ def test_a_heads_error_is_weighed_by_what_it_says():
     assert quiet.first + quiet.rest == 16
     near = chosen_at(both, 512, 0.0)
     assert near[0] == near[1]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0, 50.0])
+def test_blocks_have_the_mass_that_is_asked_for_whatever_caps_the_scores(softcap):
+    """Of keys that are equal within their block, whose means tell everything."""
+    generator = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 1, 20, 1, 16, generator=generator).expand(-1, -1, -1, BLOCK, -1).flatten(2, 3)
+    q = 2 * torch.randn(1, 1, 1, 16, generator=generator).expand(-1, -1, 256, -1)
+    chunk = Chunk(q, k[:, :, :1024], k[:, :, :1024], k[:, :, 1024:], k[:, :, 1024:], 0.5, softcap)
+    (view,) = views(chunk)
+    assert flexprefill.estimate_distance(view) < 0.1
+    chosen = torch.from_numpy(flexprefill.blocks_of_mass(view.block_scores(), 0.95, 64).chosen)[-1]
+    scores = k[0, 0] @ q[0, 0, -1] * 0.5
+    capped = softcap * torch.tanh(scores / softcap) if softcap else scores
+    assert float(capped.softmax(0).view(20, BLOCK).sum(1)[chosen].sum()) >= 0.95

@@ -10,9 +10,10 @@ import torch
 from devices import device_called, model_on
 from tiny_models import tiny_model
 
+from gpu_ops.attention import chunk_attention
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import ConfigError
-from hetero_kv.families.sparse_prefill import known_patterns, minference
+from hetero_kv.families.sparse_prefill import attention, known_patterns, minference
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.minference import Pattern, Tried
 
@@ -56,8 +57,8 @@ def test_with_everything_chosen_learned_sinks_take_their_share():
 
 def test_the_last_queries_of_a_prompt_attend_to_everything_in_whatever_chunk_they_are(qwen2, monkeypatch):
     ids, seen = torch.randint(1, 97, (1, 410), generator=torch.Generator().manual_seed(1)), []
-    attention = Chunk.attention
-    monkeypatch.setattr(Chunk, "attention", lambda self, keys, whole=0: seen.append((self.n, whole)) or attention(
+    chosen = Chunk.attention
+    monkeypatch.setattr(Chunk, "attention", lambda self, keys, whole=0: seen.append((self.n, whole)) or chosen(
         self, keys, whole))  # fmt: skip
     logits(qwen2, "flexprefill", ids, prefill_last=30, prefill_mass=0.1, prefill_least=64)
     assert seen == [(136, 0), (200, 20), (10, 30)] * 3
@@ -181,6 +182,86 @@ def test_patterns_are_found_once_and_kept(qwen2, own_folder, monkeypatch, caplog
     other = tiny_model("qwen2", seed=5, max_position_embeddings=2048)
     with pytest.raises(AssertionError, match="searched again"):
         logits(other, "minference", ids, **settings)
+
+
+def searches(monkeypatch, queries, least):
+    """What the search for patterns is given from now on, with so many queries, for prompts of 64 * least or more."""
+    seen, tried_patterns = [], minference.tried_patterns
+    monkeypatch.setattr(minference, "TRIED_QUERIES", queries)
+    monkeypatch.setattr(attention, "_SEARCHED_FROM", least)
+    monkeypatch.setattr(
+        minference,
+        "tried_patterns",
+        lambda chunk, exact, budget: seen.append((chunk, exact)) or tried_patterns(chunk, exact, budget),
+    )
+    return seen
+
+
+@pytest.mark.parametrize("chunk_size", [40, 200, 400, 401, 1000])
+def test_patterns_are_searched_by_a_prompts_last_queries_in_whatever_chunks_they_are(qwen2, monkeypatch, chunk_size):
+    ids = torch.randint(1, 97, (1, 401), generator=torch.Generator().manual_seed(2))
+    seen = searches(monkeypatch, 256, 2)
+    logits(qwen2, "minference", ids, chunk_size=chunk_size, prefill_from=128)
+    assert [chunk.q[:, :, -256:].shape[2] for chunk, _ in seen] == [256] * 3
+    for chunk, exact in seen:
+        last = chunk.last(256)
+        assert (last.past, last.total) == (145, 401)
+        wanted, _ = chunk_attention(last.q, last.past_k, last.past_v, last.k, last.v, last.scale, None)
+        torch.testing.assert_close(exact[:, :, -256:], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_patterns_are_searched_behind_no_turn_that_has_fewer_queries(qwen2, monkeypatch):
+    seen = searches(monkeypatch, 256, 4)
+    turns = torch.randint(1, 97, (1, 1000), generator=torch.Generator().manual_seed(2)).split([200, 250, 256, 294], 1)
+    inject(qwen2, "minference", command_line={"chunk_size": 100, "max_seq_len": 1024, "prefill_from": 64})
+    try:
+        cache, found = HeteroCache(qwen2), []
+        with torch.no_grad():
+            for turn in turns:
+                qwen2(turn, past_key_values=cache)
+                found.append(len(seen))
+    finally:
+        eject(qwen2)
+    assert found == [0, 0, 3, 3]
+    assert seen[0][0].total == 706
+
+
+@pytest.mark.parametrize(("policy", "second"), [("snapkv_evict", 100), ("h2o", 100), ("h2o", 600)])
+def test_a_later_turns_last_queries_attend_to_everything_that_a_policy_has_kept(qwen2, monkeypatch, policy, second):
+    seen, chosen = [], Chunk.attention
+    monkeypatch.setattr(Chunk, "attention", lambda self, keys, whole=0: seen.append((self.past, self.n, whole)) or (
+        chosen(self, keys, whole)))  # fmt: skip
+    settings = {"prefill": "flexprefill", "prefill_from": 64, "prefill_last": 50, "chunk_size": 128, "budget": second}
+    inject(qwen2, policy, command_line={**settings, "max_seq_len": 1024, "threads_num": 1})
+    try:
+        cache = HeteroCache(qwen2)
+        with torch.no_grad():
+            for seed in range(2):
+                ids = torch.randint(1, 97, (1, 300), generator=torch.Generator().manual_seed(seed))
+                qwen2(ids, past_key_values=cache)
+    finally:
+        eject(qwen2)
+    kept = min(second, 300)
+    assert seen[:3] == [(64, 64, 0), (128, 128, 6), (256, 44, 50)]
+    assert seen[9:12] == [(kept, 128, 0), (kept + 128, 128, 6), (kept + 256, 44, 50)]
+
+
+def test_patterns_are_searched_behind_a_turn_under_a_policy_by_what_it_attends_to(qwen2, monkeypatch):
+    seen = searches(monkeypatch, 256, 4)
+    settings = {"prefill": "minference", "prefill_from": 64, "budget": 100, "chunk_size": 128, "max_seq_len": 1024}
+    lengths, price_at = [], minference.price_at
+    monkeypatch.setattr(minference, "price_at", lambda price, length: lengths.append(length) or price_at(price, length))
+    inject(qwen2, "h2o", command_line=settings)
+    try:
+        cache = HeteroCache(qwen2)
+        with torch.no_grad():
+            for tokens in (200, 300, 200):
+                ids = torch.randint(1, 97, (1, tokens), generator=torch.Generator().manual_seed(tokens))
+                qwen2(ids, past_key_values=cache)
+    finally:
+        eject(qwen2)
+    assert [chunk.total for chunk, _ in seen] == [400] * 3
+    assert set(lengths) == {300}
 
 
 def test_all_chunks_of_a_prompt_have_one_price(qwen2, monkeypatch):

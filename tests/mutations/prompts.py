@@ -80,4 +80,31 @@ PROMPTS = (
         "minference.price_at(settings.prefill_price, chunk.total)",
         ("tests/families/test_sparse_prefill.py::test_all_chunks_of_a_prompt_have_one_price",),
     ),
+    Mutation(
+        "patterns are searched by the last chunk of a prompt, however few queries it has",
+        "hetero_kv/families/sparse_prefill/attention.py",
+        "        elif q.shape[2] == wanted:\n            self._search(chunk.seen_by(q), exact)\n",
+        "        else:\n            self._search(chunk, exact[:, :, -chunk.n :])\n",
+        (
+            "tests/families/test_sparse_prefill.py"
+            "::test_patterns_are_searched_by_a_prompts_last_queries_in_whatever_chunks_they_are",
+        ),
+    ),
+    Mutation(
+        "a turn shorter than what patterns are searched by is searched by all the same",
+        "hetero_kv/families/sparse_prefill/attention.py",
+        "elif q.shape[2] == wanted:",
+        "else:",
+        ("tests/families/test_sparse_prefill.py::test_patterns_are_searched_behind_no_turn_that_has_fewer_queries",),
+    ),
+    Mutation(
+        "what a policy has dropped counts as if the last queries of a turn saw it",
+        "hetero_kv/families/bounded/attention.py",
+        "self.prompt_attention(step, call, *past, layer.num_entries + layer.coming)",
+        "self.prompt_attention(step, call, *past)",
+        (
+            "tests/families/test_sparse_prefill.py"
+            "::test_a_later_turns_last_queries_attend_to_everything_that_a_policy_has_kept",
+        ),
+    ),
 )

@@ -82,4 +82,25 @@ SINGLE_TOKENS = (
         "                                key_offsets, 0 * block,",
         ("tests/cpu_ops/test_token_attention.py",),
     ),
+    Mutation(
+        "what is learned of a short prompt serves every long one behind it",
+        "hetero_kv/families/token_retrieval/choosers/chooser.py",
+        "return tokens >= LEARNED_ANEW * learned",
+        "return False",
+        ("tests/operators/test_token_retrieval.py::test_a_long_prompt_behind_a_short_one_is_learned_from",),
+    ),
+    Mutation(
+        "a rollback comes back to rows whose blocks others have derived anew",
+        "hetero_kv/engine/batch.py",
+        "for cohort in {*before, *self.cohorts} if anew else ():",
+        "for cohort in self.cohorts:",
+        ("tests/operators/test_token_retrieval.py::test_a_turn_that_fails_leaves_what_was_known",),
+    ),
+    Mutation(
+        "clusters have tokens that are in the window",
+        "hetero_kv/families/token_retrieval/choosers/retroinfer.py",
+        "if 0 < end <= context_end",
+        "if 0 < end <= full",
+        ("tests/operators/test_token_retrieval.py::test_clusters_end_where_the_context_does",),
+    ),
 )

@@ -148,7 +148,8 @@ class BoundedAttention(AttentionOperator):
             layer.read = layer.read.plus(keys[0].nbytes + values[0].nbytes)
         q = layer.rotated(call.q, cached)
         if self.prompt_attention is not None and call.k.shape[2] > 1:
-            out, lse = self.prompt_attention(step, call, keys[:, :, :cached], values[:, :, :cached])
+            past = keys[:, :, :cached], values[:, :, :cached]
+            out, lse = self.prompt_attention(step, call, *past, layer.num_entries + layer.coming)
         else:
             out, lse = _attention(q, keys, values, cached, call.scale, call.softcap)
             if call.sink is not None:

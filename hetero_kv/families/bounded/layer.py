@@ -41,6 +41,7 @@ class BoundedLayer(FamilyLayer):
         entries: None before the first token.
         length: tokens of the sequence so far, dropped ones included.
         budget: entries that stay; None before the first token.
+        coming: tokens of the step under way that have not come yet.
         rotary: the rotation of positions 0 to the most entries that there were; None where positions are kept.
     """
 
@@ -52,7 +53,7 @@ class BoundedLayer(FamilyLayer):
         super().__init__()
         self.policy = policy
         self.rotary: RotaryTable | None = None
-        self._coming = self._step_tokens = 0
+        self.coming = self._step_tokens = 0
         self._probed = False
         self._without_catalyst: Entries | None = None
         self._forget()
@@ -127,7 +128,7 @@ class BoundedLayer(FamilyLayer):
 
     def begin_prefill(self, step: Step) -> None:
         """The tokens of `step` are about to arrive (`extend`)."""
-        self._coming = self._step_tokens = step.tokens
+        self.coming = self._step_tokens = step.tokens
 
     def end_prefill(self, step: Step) -> None:
         """Drop entries, where that need not wait for the other layers."""
@@ -135,7 +136,7 @@ class BoundedLayer(FamilyLayer):
             self.evict_if_due(step.tokens)
 
     def leave_prefill(self) -> None:
-        passed, self._coming, self._step_tokens = self._step_tokens, 0, 0
+        passed, self.coming, self._step_tokens = self._step_tokens, 0, 0
         if passed > 1:
             self._release_rotated_keys()
 
@@ -152,12 +153,12 @@ class BoundedLayer(FamilyLayer):
         new = keys.shape[2]
         cached = entries.num_entries
         # Of a prompt all tokens to come, of what is decoded one at a time some more.
-        roomy = entries.with_room(new, max(self._coming - new, SLACK if self._coming == 1 else 0))
+        roomy = entries.with_room(new, max(self.coming - new, SLACK if self.coming == 1 else 0))
         if roomy is not entries:
             self._release_rotated_keys()
         self.entries = grown = roomy.grown(keys, values, self.length)
         self.length += new
-        self._coming -= new
+        self.coming -= new
         return self._rotated_keys(grown, cached), grown.values
 
     def _rotated_keys(self, entries: Entries, cached: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -36,28 +37,40 @@ class PromptAttention:
         self._operator, self._settings = operator, settings
         self._tried: list[list[Tried]] | None = None
         self._key: str | None = None
+        #: Queries of prompts whose end is coming, and their full attention, by which patterns are searched.
+        self._ends: WeakKeyDictionary[Step, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
         #: Keys that blocks of queries attended to so far, and those that there were before or among them.
         self.attended, self.there = 0.0, 0.0
 
     def __call__(
-        self, step: Step, call: AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor
+        self,
+        step: Step,
+        call: AttentionCall,
+        past_k: torch.Tensor,
+        past_v: torch.Tensor,
+        length: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `chunk_attention`, of the call's chunk behind [batch, kv_heads, past, dim] keys and values."""
-        settings = self._settings
+        """As `chunk_attention`, of the call's chunk behind [batch, kv_heads, past, dim] keys and values.
+
+        length: tokens that the step's last query sees; None: all of the sequence.
+        """
+        settings, length = self._settings, step.length if length is None else length
         chunk = Chunk(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
-        if not settings.prefills_sparsely or chunk.total <= settings.prefill_from or not self._can(call.q):
+        if not settings.prefills_sparsely or length <= settings.prefill_from or not self._can(call.q):
             return self._dense(chunk)
         if settings.prefill == "minference" and self._known(chunk) is None:
             out, lse = self._dense(chunk)
-            if chunk.total == step.length >= _SEARCHED_FROM * settings.prefill_from:
-                self._search(chunk, out)
+            if step.part.is_last and length >= _SEARCHED_FROM * settings.prefill_from:
+                self._watch(step, chunk, out, length)
             return out, lse
+        if chunk.total <= settings.prefill_from:
+            return self._dense(chunk)
         # The question comes last, and the first token of the answer out of the last query.
-        whole = max(0, chunk.total - (step.length - settings.prefill_last)) if step.part.is_last else 0
+        whole = max(0, chunk.total - (length - settings.prefill_last)) if step.part.is_last else 0
         first = max(0, settings.prefill_from - chunk.past)
         if not first:
-            return self._sparse(chunk, step.length, whole)
-        parts = self._dense(chunk.first(first)), self._sparse(chunk.last(chunk.n - first), step.length, whole)
+            return self._sparse(chunk, length, whole)
+        parts = self._dense(chunk.first(first)), self._sparse(chunk.last(chunk.n - first), length, whole)
         out, lse = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
         return out, lse
 
@@ -113,6 +126,22 @@ class PromptAttention:
                 self._key = layer_key(self._operator.layer_idx, self._operator.wrapped, heads, tried_with)
             self._tried = self._file.of_layer(self._key, heads)
         return self._tried
+
+    def _watch(self, step: Step, chunk: Chunk, exact: torch.Tensor, length: int) -> None:
+        """Keep the prompt's last queries, in whatever chunks they come, and search by them where those are enough.
+
+        exact: [batch, heads, n, v_dim], the chunk's full attention. length: as for `__call__`.
+        """
+        wanted = min(minference.TRIED_QUERIES, length)
+        if length - chunk.total >= wanted:
+            return
+        before = self._ends.pop(step, (chunk.q[:, :, :0], exact[:, :, :0]))
+        q, exact = (torch.cat(each, dim=2)[:, :, -wanted:] for each in zip(before, (chunk.q, exact), strict=True))
+        if chunk.total < length:
+            # Clones, because slices would keep the whole chunk alive.
+            self._ends[step] = q.clone(), exact.clone()
+        elif q.shape[2] == wanted:
+            self._search(chunk.seen_by(q), exact)
 
     def _search(self, chunk: Chunk, exact: torch.Tensor) -> None:
         self._tried = minference.tried_patterns(chunk, exact, self._settings.prefill_budget)

@@ -65,6 +65,11 @@ class Chunk:
         """Means of blocks of all keys, [batch, kv_heads, key blocks, k_dim] float32."""
         return block_means(self.past_k, self.k, QUERY_BLOCK)
 
+    def capped(self, products: torch.Tensor) -> torch.Tensor:
+        """Inner products of queries and keys as they go into the softmax."""
+        scores = products * self.scale
+        return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
+
     def kv_head(self, head: int) -> int:
         """The kv head of a query head."""
         return head // (self.q.shape[1] // self.k.shape[1])
@@ -82,6 +87,17 @@ class Chunk:
             for past, new in ((self.past_k, self.k), (self.past_v, self.v))
         )
         q, k, v = (each[:, :, own] for each in (self.q, self.k, self.v))
+        return Chunk(q, past_k, past_v, k, v, self.scale, self.softcap, self.sink)
+
+    def seen_by(self, q: torch.Tensor) -> Chunk:
+        """The last tokens as a chunk: those of the queries q [batch, heads, n, k_dim]."""
+        before = q.shape[2] - self.n
+        if before <= 0:
+            return self.last(q.shape[2])
+        (past_k, k), (past_v, v) = (
+            (past[:, :, :-before], torch.cat([past[:, :, -before:], new], dim=2))
+            for past, new in ((self.past_k, self.k), (self.past_v, self.v))
+        )
         return Chunk(q, past_k, past_v, k, v, self.scale, self.softcap, self.sink)
 
     def attention(self, heads: list[Lines | Blocks], whole: int = 0) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:

@@ -37,7 +37,7 @@ def estimate_distance(view: HeadView) -> float:
     starts = np.arange(0, by_token.size, QUERY_BLOCK)
     true = np.add.reduceat(by_token.astype(np.float64), starts) / queries
     q = view.chunk.q[view.row, view.head, -queries:].float().mean(dim=0)
-    scores = view.key_means @ q * view.chunk.scale
+    scores = view.chunk.capped(view.key_means @ q)
     return math.sqrt(_jensen_shannon(true, scores.double().softmax(0).numpy()))
 
 

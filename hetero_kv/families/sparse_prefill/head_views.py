@@ -84,7 +84,7 @@ class HeadView:
         """Scores of key blocks by the means of blocks of queries, [query blocks, key blocks] float32, causal."""
         chunk = self.chunk
         q = chunk.q[self.row, self.head]
-        scores = block_means(q[:0], q, QUERY_BLOCK) @ self.key_means.T * chunk.scale
+        scores = chunk.capped(block_means(q[:0], q, QUERY_BLOCK) @ self.key_means.T)
         first = chunk.past + QUERY_BLOCK * torch.arange(chunk.query_blocks)
         behind = QUERY_BLOCK * torch.arange(scores.shape[1]) > (first + QUERY_BLOCK - 1)[:, None]
         return scores.masked_fill_(behind, float("-inf"))

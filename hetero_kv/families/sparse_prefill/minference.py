@@ -18,7 +18,7 @@ Kind = Literal["a_shape", "vertical_slash", "block_sparse"]
 KINDS: tuple[Kind, ...] = ("a_shape", "vertical_slash", "block_sparse")
 
 #: Last queries by which patterns are tried.
-_TRIED_QUERIES = 512
+TRIED_QUERIES = 512
 # Shares of the budget that are sinks of an A-shape (the paper's 1,024 of 5,120), and lines of a vertical-slash.
 _SINK_SHARE, _LINE_SHARES = 0.2, (1 / 32, 1 / 8, 1 / 2, 7 / 8)
 # Budgets that are tried, of the whole.
@@ -100,7 +100,7 @@ def tried_patterns(chunk: Chunk, exact: torch.Tensor, budget: int) -> list[list[
         exact: [batch, heads, n, v_dim], its full attention.
         budget: tokens that a block of queries attends to at most.
     """
-    n = min(_TRIED_QUERIES, chunk.n // QUERY_BLOCK * QUERY_BLOCK or chunk.n)
+    n = min(TRIED_QUERIES, chunk.n // QUERY_BLOCK * QUERY_BLOCK or chunk.n)
     tried = chunk.last(n)
     wanted = exact[:, :, -n:].float()
     # Heads that all say nothing are off by nothing.

@@ -101,14 +101,25 @@ class TokenRetrievalLayer(RetrievalLayer):
 
     def crop(self, length: int) -> None:
         super().crop(length)
-        state, blocks = self.state, length // self.layout.block_size
+        state, layout = self.state, self.layout
         if self.chooser is None or not state.known:
             return
-        kept = self.chooser.kept_until(state.known, state.learned, blocks)
+        full = length // layout.block_size
+        kept = self.chooser.kept_until(state.known, state.learned, full, layout.closed(length))
         if kept == 0:
             self._forget()
-        elif kept < blocks:
-            self.cohort.closed[self.layout] = min(kept, self.cohort.closed[self.layout])
+        elif kept < full:
+            self.cohort.closed[layout] = min(kept, self.cohort.closed[layout])
+            self.state = replace(state, learned=min(kept, state.learned))
+
+    def expect(self, tokens: int) -> bool:
+        state, layout = self.state, self.layout
+        if self.chooser is None or not state.known:
+            return False
+        is_outgrown = self.chooser.is_outgrown((state.learned - layout.sink_blocks) * layout.block_size, tokens)
+        if is_outgrown:
+            self._forget()
+        return is_outgrown
 
     def reopen(self) -> None:
         super().reopen()
@@ -131,7 +142,8 @@ class TokenRetrievalLayer(RetrievalLayer):
         rows, kv_heads, _, k_dim = place.keys.shape
         shape, known = KVShape(kv_heads, k_dim, place.values.shape[-1]), {}
         wanted = {} if self.chooser is None else self.chooser.known_shapes(shape)
-        learned = part.integer("learned", 0, self.layout.closed(self.cohort.length))
+        # Not what is closed: a sequence that was cropped keeps what was learned of blocks that are in its window now.
+        learned = part.integer("learned", 0, self.cohort.length // self.layout.block_size)
         if learned:
             for name, (of_row, dtype) in wanted.items():
                 known[name] = part.tensor(f"known_{name}", (rows, *of_row), dtype, torch.device("cpu"))

@@ -21,6 +21,8 @@ S = TypeVar("S", bound=TokenSettings)
 #: What a chooser has learned of a cohort's sequences: [rows, ...] on the CPU each; replaced, never changed.
 Known = Mapping[str, torch.Tensor]
 NOTHING_KNOWN: Known = {}
+#: Times the tokens that something was learned of, which a prompt has at least behind which it is learned anew.
+LEARNED_ANEW = 4
 
 
 class Attended(NamedTuple):
@@ -219,12 +221,17 @@ class Chooser(ABC, Generic[S]):
         """What `Known` holds of a row once something is known: name -> (shape, None for any extent, dtype)."""
         return {}
 
-    def kept_until(self, known: Known, learned: int, blocks: int) -> int:
-        """Up to which block what is kept of blocks holds, where those behind the first `blocks` are gone.
+    def is_outgrown(self, learned: int, tokens: int) -> bool:
+        """Whether what was learned of so many tokens is to be learned anew of all, where a prompt brings `tokens`."""
+        return tokens >= LEARNED_ANEW * learned
 
-        known: was learned from the first `learned` blocks. 0: nothing holds, and nothing is known.
+    def kept_until(self, known: Known, learned: int, full: int, context_end: int) -> int:
+        """Up to which block what is kept of blocks holds, where those behind the first `full` are gone.
+
+        known: was learned from the first `learned` blocks. context_end: where the Context ends now, `full` at most.
+        0: nothing holds, and nothing is known.
         """
-        return blocks if blocks >= learned else 0
+        return full if full >= learned else 0
 
 
 def encoded(storage: StorageType, vectors: torch.Tensor) -> torch.Tensor:

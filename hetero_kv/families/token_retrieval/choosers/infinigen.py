@@ -62,7 +62,7 @@ class InfiniGenSettings(BudgetedSettings):
     settings=InfiniGenSettings,
 )
 class InfiniGen(Chooser[InfiniGenSettings]):
-    """Section 4. Skewing and components are those of the keys that enter the Context first, a long prompt's."""
+    """Section 4. Skewing and components are made when keys first enter the Context, and anew behind longer prompts."""
 
     learns = looks_ahead = True
     reads_beside = False

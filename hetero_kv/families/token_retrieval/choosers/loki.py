@@ -53,7 +53,7 @@ class LokiSettings(BudgetedSettings):
 
 @register("loki", meaning="scores keys by their first principal components (Loki)", settings=LokiSettings)
 class Loki(BestTokens[LokiSettings]):
-    """Algorithm 1. The components are those of the keys that enter the Context first: the first long prompt's."""
+    """Algorithm 1. The components are those of the first keys of the Context, and found anew behind longer prompts."""
 
     learns = True
     reads_beside = False

@@ -24,6 +24,8 @@ from hetero_kv.store.storage import FP32, StorageType
 CODES = StorageType("codes", "float16", "int16", 2, "hash codes: 2 bytes each")
 #: Tables in which a query and a key must agree.
 LEAST_COLLISIONS = 2
+# Distance from the centre, relative to its size, up to which a key is the centre but for rounding.
+_AT_CENTRE = 1e-5
 # Blocks that are hashed at once: bounds the float32 products of their keys.
 _AT_ONCE = 16
 
@@ -46,7 +48,10 @@ class MagicPIGSettings(TokenSettings):
     settings=MagicPIGSettings,
 )
 class MagicPIG(Chooser[MagicPIGSettings]):
-    """Section 4. Each query head samples for itself; keys are centred by the mean of those that came first."""
+    """Section 4. Each query head samples for itself.
+
+    Keys are centred by the mean of the Context's first, and by that of all behind longer prompts.
+    """
 
     learns = True
     reads_beside = False
@@ -116,6 +121,9 @@ class MagicPIG(Chooser[MagicPIGSettings]):
         of_head = torch.arange(heads).div(group, rounding_mode="floor")[None, :, None]
         norms = pool.beside["centred_norms"][ids.view_as(at), of_head, at % pool.block_size]
         cosine = (products - off) / (by_head.norm(dim=3) * norms).clamp_min(torch.finfo(torch.float32).tiny)
+        # A key that is the centre but for rounding lies at no angle, and has a query's code as often as at a right one.
+        sizes = asked.known["centre"].norm(dim=2).repeat_interleave(group, dim=1)[..., None]
+        cosine = cosine.masked_fill(norms <= _AT_CENTRE * sizes, 0)
         return sampling_chance(cosine, self.settings.hash_bits, self.settings.hash_tables)
 
     def attended_tokens(self, tokens: int) -> float:

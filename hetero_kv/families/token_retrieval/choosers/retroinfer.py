@@ -80,9 +80,13 @@ class RetroInfer(Chooser[RetroInferSettings]):
     def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]:
         return {"segment_ends": ((None,), torch.int64)}
 
-    def kept_until(self, known: Known, learned: int, blocks: int) -> int:
-        # A cluster has tokens of all blocks of its segment.
-        return max((end for end in known["segment_ends"][0].tolist() if 0 < end <= blocks), default=0)
+    def is_outgrown(self, learned: int, tokens: int) -> bool:
+        # Whatever comes has clusters of its own.
+        return False
+
+    def kept_until(self, known: Known, learned: int, full: int, context_end: int) -> int:
+        # A cluster has tokens of all blocks of its segment, and all that it has are in the Context.
+        return max((end for end in known["segment_ends"][0].tolist() if 0 < end <= context_end), default=0)
 
     def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
         size = max(1, self.settings.segment_tokens // self.settings.block_size)
@@ -137,7 +141,7 @@ class RetroInfer(Chooser[RetroInferSettings]):
         """Attention to the tokens of the `chosen` [rows, kv_heads, n] of `total` clusters, and how many of a head."""
         numbers = _of_context(asked, "clusters").flatten(2).long() - asked.first * self._of_block
         is_chosen = torch.zeros(*chosen.shape[:2], total, dtype=torch.bool).scatter_(2, chosen, True)
-        is_read = is_chosen.gather(2, numbers.clamp(0, total - 1)).numpy()
+        is_read = is_chosen.gather(2, numbers).numpy()
         counts = is_read.sum(axis=2, dtype=np.int32)
         positions = np.zeros((*counts.shape, max(1, int(counts.max()))), np.int32)
         for row, head in np.ndindex(*counts.shape):

@@ -81,8 +81,9 @@ class SparQ(BestTokens[SparQSettings]):
         index = chosen[:, :, None].expand(-1, -1, q.shape[2], -1)
         kept = q.gather(3, index)
         # The temperature: as much as the components are of the query's L1 norm.
-        norms = kept.abs().sum(dim=3, keepdim=True) / q.abs().sum(dim=3, keepdim=True)
-        kept = kept / norms.clamp_min(torch.finfo(torch.float32).tiny).sqrt()
+        tiny = torch.finfo(torch.float32).tiny
+        norms = kept.abs().sum(dim=3, keepdim=True) / q.abs().sum(dim=3, keepdim=True).clamp_min(tiny)
+        kept = kept / norms.clamp_min(tiny).sqrt()
         table, given = asked.context, chosen.int().contiguous().numpy()
         products = component_scores(kept.contiguous().numpy(), given, columns, table, asked.threads)
         masked = torch.zeros_like(q).scatter_(3, index, kept)
