@@ -102,3 +102,7 @@ def _overview() -> str:
     return "\n".join(
         ("usage: hetero-kv COMMAND [flags]", "", *lines, "", "hetero-kv COMMAND --help lists the flags of a command")
     )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

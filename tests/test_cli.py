@@ -33,3 +33,10 @@ def test_what_needs_no_command_imports_no_torch(arguments, status, said):
     *_, last = asked.stdout.splitlines()
     assert json.loads(last) == [status, []]
     assert said in asked.stdout + asked.stderr
+
+
+@pytest.mark.parametrize("module", ["hetero_kv", "hetero_kv.cli"])
+def test_it_runs_as_a_module(module):
+    asked = subprocess.run([sys.executable, "-m", module, "plam"], capture_output=True, text=True)
+    assert (asked.returncode, asked.stdout) == (2, "")
+    assert "hetero-kv has no command 'plam'; did you mean plan?" in asked.stderr
