@@ -39,7 +39,7 @@ FLOORS = (
     ("hetero_kv.contexts", "hetero_kv.planning"),
     ("hetero_kv.rules",),
     ("hetero_kv.cli", "hetero_kv.evals"),
-    ("hetero_kv.chat", "hetero_kv.commands"),
+    ("hetero_kv.chat", "hetero_kv.commands", "hetero_kv.__main__"),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
