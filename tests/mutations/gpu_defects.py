@@ -27,7 +27,7 @@ DEFECTS = (
     Mutation(
         "scores of landmarks are scaled behind a product in half precision",
         "hetero_kv/families/shadowkv/landmarks.py",
-        "(q.float() * scale).to(landmark.dtype).reshape(batch, kv_heads, heads // kv_heads * tokens, dim)\n"
+        "(q.to(landmark.dtype) * scale).reshape(batch, kv_heads, heads // kv_heads * tokens, dim)\n"
         "    scores = (folded @ landmark.transpose(2, 3)).float()",
         "q.to(landmark.dtype).reshape(batch, kv_heads, heads // kv_heads * tokens, dim)\n"
         "    scores = (folded @ landmark.transpose(2, 3)).float() * scale",
