@@ -65,7 +65,9 @@ def run_command(name: str, arguments: Sequence[str], prog: str | None = None) ->
         module = importlib.import_module(command.module)
         parser = FlagParser(prog or f"hetero-kv {name}", command.summary)
         module.add_flags(parser)
-        return module.run(parser.parse(arguments))
+        given = parser.parse(arguments)
+        _require_instruction_set()
+        return module.run(given)
     except HeteroKVError as error:
         print_error(error)
         return USER_ERROR
@@ -86,6 +88,18 @@ def run_command(name: str, arguments: Sequence[str], prog: str | None = None) ->
         # Whoever read the output has gone; the interpreter would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _require_instruction_set() -> None:
+    """Raise ConfigError where HETERO_KV_ISA names what this CPU cannot run, before a model is loaded."""
+    if not os.environ.get("HETERO_KV_ISA"):
+        return
+    from cpu_ops import cpu_features
+
+    try:
+        cpu_features.isa()
+    except ValueError as error:
+        raise ConfigError(f"{error}; name one of these, or unset it") from error
 
 
 def print_error(error: Exception) -> None:

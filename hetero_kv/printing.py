@@ -56,7 +56,8 @@ class _PrintableConsole(Console):
 
 def console(*, stderr: bool = False) -> Console:
     """A console of rich whose texts are printable; its own colours and cursor movements are not touched."""
-    return _PrintableConsole(stderr=stderr)
+    # A name may have colons, `quest:x:y=3`: what stands between them is no emoji.
+    return _PrintableConsole(stderr=stderr, emoji=False)
 
 
 class _PrintableFormatter(logging.Formatter):

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from hetero_kv.cli import main
+
 ASKING = """
 import json, sys
 from hetero_kv.cli import main
@@ -40,3 +42,14 @@ def test_it_runs_as_a_module(module):
     asked = subprocess.run([sys.executable, "-m", module, "plam"], capture_output=True, text=True)
     assert (asked.returncode, asked.stdout) == (2, "")
     assert "hetero-kv has no command 'plam'; did you mean plan?" in asked.stderr
+
+
+def test_an_instruction_set_that_is_none_is_refused_by_name(monkeypatch, capsys):
+    monkeypatch.setenv("HETERO_KV_ISA", "sse9")
+    assert main(["models", "list"]) == 2
+    assert "HETERO_KV_ISA is 'sse9'; the instruction sets are " in capsys.readouterr().err
+
+
+def test_colons_of_a_name_make_no_emoji(capsys):
+    assert main(["models", "fetch", ":key:a"]) == 2
+    assert "':key:a'" in capsys.readouterr().err

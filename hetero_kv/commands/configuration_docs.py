@@ -152,12 +152,18 @@ def _flags() -> Iterator[str]:
         yield f"### {name}\n"
         yield f"{command.summary}\n"
         own = [action for action in parser._actions if action.dest not in (SETTINGS_DEST, "help")]
-        yield from _table(("flag", "meaning"), ((_flag(action), action.help or "") for action in own))
+        yield from _table(("flag", "meaning"), ((_flag(action), _meaning(parser, action)) for action in own))
+
+
+def _meaning(parser: FlagParser, action: argparse.Action) -> str:
+    """What `--help` says of a flag, its default put in."""
+    return parser.formatter_class(parser.prog)._expand_help(action) if action.help else ""
 
 
 def _flag(action: argparse.Action) -> str:
     words = ", ".join(action.option_strings) or action.dest
-    value = f" {action.metavar}" if action.metavar and action.nargs != 0 else ""
+    named = " ".join(action.metavar) if isinstance(action.metavar, tuple) else action.metavar
+    value = f" {named}" if named and action.nargs != 0 else ""
     return f"`{words}{value}`".replace("` ", "`")
 
 
