@@ -38,10 +38,12 @@ def show(terminal: Terminal, _: str) -> None:
 
 
 def saved(session: ChatSession, name: str) -> str:
-    """Save a session's conversation under a name; returns what to say of it."""
+    """Save a session's conversation under a name; returns what to say of it, and of what had the name before."""
     with session.contexts() as store:
+        before = next((each for each in store.contexts() if each.name == name), None)
         stored = session.conversation.save_in(store, name)
-    return f"saved {name}: {stored.tokens:,} tokens, {stored.bytes / 1e6:,.1f} MB on the disk"
+    replaced = "" if before is None else f", in place of one of {before.tokens:,} tokens that had this name"
+    return f"saved {name}: {stored.tokens:,} tokens, {stored.bytes / 1e6:,.1f} MB on the disk{replaced}"
 
 
 def _required(name: str, command: str) -> str:

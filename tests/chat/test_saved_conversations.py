@@ -223,3 +223,5 @@ def test_commands_of_the_chat_save_load_and_list(loaded, tmp_path):
     assert notes[4] == [f"{saved:,}"]
     with pytest.raises(HeteroKVError, match="/save needs a name"):
         obey(terminal, "/save")
+    obey(terminal, "/save my notes")
+    assert notes[5].endswith(f" MB on the disk, in place of one of {saved:,} tokens that had this name")
