@@ -99,7 +99,7 @@ class RetrievalDecode(RetrievalPrefill):
             with one_kernel_at_a_time:
                 stored = native(*given, largest, scale, softcap, out, lse)
             if is_scored:
-                taken = taken._replace(scored=end - first)
+                taken = taken._replace(scored=allowed.shape[2] or end - first)
         assert layer.reading is not None
         layer.read = layer.read.plus(layer.reading.of_step(step.length, end - first, taken))
         if stored:
