@@ -168,6 +168,15 @@ def test_settings_that_are_no_mapping_are_an_error(mapping: Any) -> None:
         ({"target_mass": 0.9}, "target_mass is 0.9; representative_type DYNAMIC holds no mean"),
         ({"target_mass": 1.5}, "target_mass is 1.5; it must be a number from 0 to 1, or none"),
         (
+            {"representative_type": "MEAN", "target_mass": 0},
+            "target_mass is 0.0; a share of 0 is reached by nothing; take a share above 0, such as 0.9, or none",
+        ),
+        (
+            {"representative_type": "MEAN", "target_mass": 0.9, "least_block_count": 5, "second_block_count": 4},
+            "least_block_count is 5; with target_mass second_block_count, which is 4, is the most that is attended to; "
+            "take 4 or fewer, or a larger second_block_count",
+        ),
+        (
             {"representative_type": "FIXED", "group_blocks": 4},
             "group_blocks is 4; representatives of representative_type FIXED do not tell those of a group of blocks; "
             "take one of MAX, MEAN, MEANSTD, QUEST, or group_blocks 1",

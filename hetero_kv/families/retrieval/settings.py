@@ -124,12 +124,17 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
     )
     target_mass: float | Literal["none"] = setting(
         "none",
-        "share of the attention that as few blocks, or tokens, as possible are to reach, by estimate, for each list of "
-        "blocks; second_block_count is the most then",
+        "share of the attention, above 0, that as few blocks, or tokens, as possible are to reach, by estimate, for "
+        "each list of blocks; second_block_count is the most then",
         minimum=0,
         maximum=1,
     )
-    least_block_count: int = setting(1, "with target_mass, Context blocks attended at least", unit="blocks", minimum=0)
+    least_block_count: int = setting(
+        1,
+        "with target_mass, Context blocks attended at least; at most second_block_count",
+        unit="blocks",
+        minimum=0,
+    )
     whole_block_count: int = setting(
         0,
         "with target_mass, Context blocks up to which all of them are attended to, which is exact, and faster than a "
@@ -210,6 +215,7 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
         self._require_groups()
         if self.representative_num > self.block_size and most is None:
             raise SettingError(
+        self._require_reachable_target()
                 "representative_num",
                 self.representative_num,
                 f"a block of block_size {self.block_size} has no more keys than that; take fewer, or larger blocks",
@@ -228,6 +234,24 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
     def _require_groups(self) -> None:
         """Raise SettingError for groups of blocks under a type by which they cannot be represented."""
         from hetero_kv.families.retrieval import representatives
+    def _require_reachable_target(self) -> None:
+        """Raise SettingError for a share of the attention that says nothing, or numbers of blocks that exclude it."""
+        if self.target_mass == 0:
+            raise SettingError(
+                "target_mass",
+                self.target_mass,
+                "a share of 0 is reached by nothing; take a share above 0, such as 0.9, or none for "
+                "second_block_count blocks",
+            )
+        most = self.second_block_count
+        if self.target_mass != "none" and isinstance(most, int) and self.least_block_count > most:
+            raise SettingError(
+                "least_block_count",
+                self.least_block_count,
+                f"with target_mass second_block_count, which is {most}, is the most that is attended to; take "
+                f"{most} or fewer, or a larger second_block_count",
+            )
+
 
         if self.group_blocks == 1 or representatives.get(self.representative_type).combined is not None:
             return
