@@ -128,6 +128,17 @@ def test_every_storage_type_is_estimated_from(injected, checked, stored):
 
 
 @pytest.mark.parametrize("key_offset", ["none", "block_mean"])
+@pytest.mark.parametrize("kv_type", ["Q8_0", "Q4_0"])
+def test_blocks_of_16_tokens_in_few_bits_are_estimated_from(injected, checked, kv_type):
+    settings = {"representative_type": "MEAN", "representative_num": 1, "rerank": "all", "kv_type": kv_type}
+    blocks = {"block_size": 16, "initial_len": 16, "local_windows_len": 16, "chunk_size": 64, "second_block_count": 2}
+    model, cache = injected("llama", {"head_dim": 32}, **settings, **blocks, measure_recall=True)
+    logits(model, cache, tokens(150), *answer(20))
+    assert len(checked) == 3 * 20
+    found = cache.statistics
+    assert found["estimated_share"] == pytest.approx(found["block_recall"], rel=1e-4)
+
+
 def test_crops_forks_short_turns_and_beams_estimate_what_is_there(injected, checked, monkeypatch, key_offset):
     monkeypatch.setattr(short_turn, "LEAST_PAST", 1)
     model, cache = injected(key_offset=key_offset)
