@@ -39,8 +39,8 @@ class Choice(NamedTuple):
         target: the share of the attention that as few blocks as possible are to reach; 0: as many as there is room for.
         least: with a target, so many at least.
         group_blocks: consecutive blocks of a group; 1: none.
-        group_factor: how many times the blocks that are wanted the groups hold that are opened. The blocks of others
-            are not scored, and count together.
+        group_factor: how many times the blocks that are wanted, or of which single tokens are taken, the groups hold
+            that are opened. The blocks of others are not scored, and count together.
         tokens: whole blocks' tokens, of which each list attends to so many at most, one by one: those of candidates
             that receive most; then `rerank` is not 1. 0: blocks are attended to as a whole.
     """

@@ -150,7 +150,10 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
         minimum=1,
     )
     group_factor: int = setting(
-        4, "times second_block_count blocks that groups are opened with, where blocks have groups", minimum=1
+        4,
+        "times second_block_count blocks that groups are opened with, where blocks have groups; where single tokens "
+        "are chosen (attend_to), times the blocks that these are taken from",
+        minimum=1,
     )
     layer_step: int = setting(1, "reselect in every n-th layer, reuse its blocks between", unit="layers", minimum=1)
     token_step: int = setting(
@@ -212,10 +215,10 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
                 "single tokens are chosen by scores of their keys, at which rerank 1 does not look; take rerank all or "
                 "a number from 2 on, or attend_to blocks",
             )
+        self._require_reachable_target()
         self._require_groups()
         if self.representative_num > self.block_size and most is None:
             raise SettingError(
-        self._require_reachable_target()
                 "representative_num",
                 self.representative_num,
                 f"a block of block_size {self.block_size} has no more keys than that; take fewer, or larger blocks",
@@ -231,9 +234,6 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
             raise SettingError("kernel_size", self.kernel_size, "it must be odd, so that pooling has a middle")
         self.require_whole_groups()
 
-    def _require_groups(self) -> None:
-        """Raise SettingError for groups of blocks under a type by which they cannot be represented."""
-        from hetero_kv.families.retrieval import representatives
     def _require_reachable_target(self) -> None:
         """Raise SettingError for a share of the attention that says nothing, or numbers of blocks that exclude it."""
         if self.target_mass == 0:
@@ -252,6 +252,9 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
                 f"{most} or fewer, or a larger second_block_count",
             )
 
+    def _require_groups(self) -> None:
+        """Raise SettingError for groups of blocks under a type by which they cannot be represented."""
+        from hetero_kv.families.retrieval import representatives
 
         if self.group_blocks == 1 or representatives.get(self.representative_type).combined is not None:
             return
