@@ -189,7 +189,8 @@ class EstimatingStep:
         [rows, kv_heads, group] float32, the log-sum-exp of what is attended to elsewhere, which counts for the target
         and for single tokens; -inf for nothing. lse: that of `out`, with the rest where it is estimated. masses: [2,
         rows, kv_heads, group] float32, written: the log-sum-exp of what was attended to here, and that with the
-        estimated mass of the rest; NaN where nothing can be estimated.
+        estimated mass of the rest; NaN where nothing can be estimated, and, of means without deviations, where keys are
+        looked at to choose (`rerank` 0) but blocks are given: their masses would be too small.
         """
         return self._call(
             self._flags, q, k, v, position, table, first, end, which, positions, allowed, shared, scale, softcap,

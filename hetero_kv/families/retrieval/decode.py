@@ -90,9 +90,11 @@ class RetrievalDecode(RetrievalPrefill):
                 if fetching is not None:
                     fetching.by_rehearsal(native, (*given, *results))
                 stored = native(*given, *results)
+                # A fork has the same call, and may be asked in another thread.
+                counted = native.taken.tolist()
             if which != EVERYTHING:
                 lists = len(table) * positions.shape[1]
-                attended, *others = [number / lists for number in native.taken.tolist()]
+                attended, *others = [number / lists for number in counted]
                 taken = Taken(attended / layer.layout.block_size if native.by_token else attended, *others)
             estimated = masses, taken
         else:
