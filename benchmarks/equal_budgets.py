@@ -39,9 +39,12 @@ def settings_for_budget(recipe: RetrievalSettings, budget: int) -> dict[str, Any
     if recipe.second_block_count != 0:
         local = max(1 + excess, budget / 4)
         blocks = max(1, int((budget - initial - local) / size))
-    return {
+    found = {
         "initial_len": initial,
         "local_windows_len": max(1, round(budget - initial - blocks * size - excess)),
         "second_block_count": blocks,
         "preselect_block_count": blocks,
     }
+    if recipe.target_mass != "none" and recipe.least_block_count > blocks:
+        found["least_block_count"] = blocks
+    return found

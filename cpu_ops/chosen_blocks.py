@@ -12,23 +12,27 @@ MEAN, LARGEST, SOFTMAX, LARGEST_SOFTMAX = 0, 1, 2, 3
 
 
 @njit(cache=True, nogil=True)
-def best_blocks(scores, count, allowed, shared, reduce):
+def best_blocks(scores, count, candidates, shared, reduce):
     """Positions of the `count` best blocks, ascending; ties go to the lower position.
 
-    scores: [rows, kv_heads, group, blocks] float32, reduced as `reduced_scores` does. allowed: [rows, 1 where shared,
-    else kv_heads, n] int32, positions that may be chosen, at least `count`; all where n is 0.
+    scores: [rows, kv_heads, group, blocks] float32, reduced as `reduced_scores` does. candidates: [rows, 1 where
+    shared, else kv_heads, blocks] int32, the positions that were scored, ascending; [..., 0]: those from 0 on.
 
     Returns [rows, 1 where shared, else kv_heads, count] int32.
     """
     rows, kv_heads = scores.shape[:2]
     lists = 1 if shared else kv_heads
     reduced = reduced_scores(scores, shared, reduce)
-    if allowed.shape[2] > 0:
-        forbid_others(reduced, allowed)
-    positions = np.empty((rows * lists, count), np.int32)
+    found = np.empty((rows * lists, count), np.int32)
     blocks = np.full(rows * lists, scores.shape[3], np.int32)
-    select(reduced, blocks, np.full(rows * lists, count, np.int32), positions)
-    return positions.reshape(rows, lists, count)
+    select(reduced, blocks, np.full(rows * lists, count, np.int32), found)
+    positions = found.reshape(rows, lists, count)
+    if candidates.shape[2] > 0:
+        for row in range(rows):
+            for each in range(lists):
+                for place in range(count):
+                    positions[row, each, place] = candidates[row, each, positions[row, each, place]]
+    return positions
 
 
 @njit

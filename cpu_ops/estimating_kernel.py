@@ -310,7 +310,9 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                     estimates != 0, threads, head_rows(attended), head_row(lse), head_row(total),
                 )  # fmt: skip
                 call_kernel("rest", kind, addresses[7], rest)
-                masses[1] = sums_of_powers(total, elsewhere)
+                # Of keys by their mean alone, without a deviation, less is known than a step knew that looked at them.
+                if which == CHOSEN or rerank != 0 or representatives.shape[2] > 1:
+                    masses[1] = sums_of_powers(total, elsewhere)
                 if groups > 0 and estimates != 0:
                     rest = (
                         addresses[0], addresses[8], group_values, grouped, group_weights, group_masses, estimates != 0,

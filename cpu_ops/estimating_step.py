@@ -39,8 +39,8 @@ class Choice(NamedTuple):
         target: the share of the attention that as few blocks as possible are to reach; 0: as many as there is room for.
         least: with a target, so many at least.
         group_blocks: consecutive blocks of a group; 1: none.
-        group_factor: how many times the blocks that are wanted the groups hold that are opened. The blocks of others
-            are not scored, and count together.
+        group_factor: how many times the blocks that are wanted, or of which single tokens are taken, the groups hold
+            that are opened. The blocks of others are not scored, and count together.
         tokens: whole blocks' tokens, of which each list attends to so many at most, one by one: those of candidates
             that receive most; then `rerank` is not 1. 0: blocks are attended to as a whole.
     """
@@ -189,7 +189,8 @@ class EstimatingStep:
         [rows, kv_heads, group] float32, the log-sum-exp of what is attended to elsewhere, which counts for the target
         and for single tokens; -inf for nothing. lse: that of `out`, with the rest where it is estimated. masses: [2,
         rows, kv_heads, group] float32, written: the log-sum-exp of what was attended to here, and that with the
-        estimated mass of the rest; NaN where nothing can be estimated.
+        estimated mass of the rest; NaN where nothing can be estimated, and, of means without deviations, where keys are
+        looked at to choose (`rerank` 0) but blocks are given: their masses would be too small.
         """
         return self._call(
             self._flags, q, k, v, position, table, first, end, which, positions, allowed, shared, scale, softcap,

@@ -7,11 +7,13 @@ import numpy as np
 from numba import from_dtype, njit, types
 
 from cpu_ops import attention, list_attention, scores, token_store
+from cpu_ops.block_groups import entry_ids
 from cpu_ops.chosen_blocks import attended_ids, best_blocks
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.kernel_address import address_of, call_kernel
 from cpu_ops.number_bits import number, rounded
 from cpu_ops.parallel_region import all_threads
+from cpu_ops.step_parts import by_head, head_rows
 from cpu_ops.storage import numbers_of, pool_arrays, storage_of
 
 EVERYTHING, AS_GIVEN, CHOSEN = 0, 1, 2
@@ -20,9 +22,10 @@ NOTHING_FORBIDDEN = np.empty((0, 0, 0), np.int32)
 BAD_PLACE, BAD_CONTEXT, BAD_LISTS, BAD_SHAPES = -1.0, -2.0, -3.0, -4.0
 REFUSALS = {
     BAD_PLACE: "the position must lie in the blocks of table, and those in the pool",
-    BAD_CONTEXT: "the blocks of table must lie in the pool",
+    BAD_CONTEXT: "the blocks of table must lie in the pool, and allowed positions in the context",
     BAD_LISTS: "lists of blocks, or their lengths, must lie in the pool",
-    BAD_SHAPES: "q, k, v, table, positions, out and lse must have the rows, heads and dimensions that it was bound to",
+    BAD_SHAPES: "q, k, v, table, positions, allowed, out and lse must have the rows, heads and dimensions that it was "
+    "bound to, and no more positions be chosen than are allowed",
 }
 
 
@@ -88,8 +91,10 @@ class RetrievalStep:
         q: [rows, heads, 1, k_dim], k: [rows, kv_heads, 1, k_dim], v: [rows, kv_heads, 1, v_dim] and out [rows, heads,
         1, v_dim], of the bound dtype. position: the token's in its sequence. table: [rows, blocks] int32, ids of every
         row's blocks in order; [first, end) of them are the Context. which: EVERYTHING, AS_GIVEN or CHOSEN. positions:
-        [rows, 1 or kv_heads, count] int32, in the Context, ascending; written where they are CHOSEN. allowed, shared,
-        largest: as `chosen_blocks.best_blocks` takes them. scale, softcap: as `attention.attend_blocks`. lse: [rows,
+        [rows, 1 or kv_heads, count] int32, in the Context, ascending; written where they are CHOSEN. allowed: [rows, 1
+        or kv_heads, n] int32, the positions to choose from, ascending, which alone are scored, at least `count`; all
+        where n is 0. shared: whether there is one list of positions for all kv heads. largest: whether a kv head's
+        score is its group's largest, and not their mean. scale, softcap: as `attention.attend_blocks`. lse: [rows,
         kv_heads, group] float32, is written. For who holds `threads.one_kernel_at_a_time`.
 
         Returns the largest magnitude that was stored (0 for none), infinity or NaN where there are such. Raises
@@ -134,6 +139,8 @@ def _kernel(dtype: str, numbers: str, representative_numbers: str) -> Any:
             or table.shape[0] != rows
             or (position >= 0 and (k.shape != (rows, kv_heads, 1, k_dim) or v.shape != (rows, kv_heads, 1, v_dim)))
             or (which != EVERYTHING and (positions.shape[0] != rows or positions.shape[1] not in (1, kv_heads)))
+            or (which == CHOSEN and allowed.shape[2] > 0 and allowed.shape[:2] != positions.shape[:2])
+            or (which == CHOSEN and allowed.shape[2] > 0 and allowed.shape[2] < positions.shape[2])
         ):
             return BAD_SHAPES
         stored = np.float64(0 * code_version)
@@ -159,10 +166,22 @@ def _kernel(dtype: str, numbers: str, representative_numbers: str) -> Any:
             ids = table.copy().reshape(rows, 1, table.shape[1])
         else:
             if which == CHOSEN:
-                context = table[:, first:end].copy()
-                block_scores = np.empty((rows, kv_heads, group, end - first), np.float32)
+                context, candidates = table[:, first:end].copy(), allowed.shape[2]
+                for each in allowed.flat:
+                    if each < 0 or each >= end - first:
+                        return BAD_CONTEXT
+                among = candidates if candidates > 0 else end - first
+                block_scores = np.empty((rows, kv_heads, group, among), np.float32)
                 counts = np.full(rows, end - first, np.int32)
                 scored = addresses[0], addresses[3], queries, representatives, context, counts, threads, block_scores
+                if candidates > 0:
+                    # Kv heads may have candidates of their own, so that each one's part of a block is a row.
+                    ids, counts = entry_ids(context, allowed, kv_heads), np.full(rows * kv_heads, candidates, np.int32)
+                    by_row = queries.reshape(rows * kv_heads, 1, group, k_dim)
+                    scored = (
+                        addresses[0], addresses[3], by_row, by_head(representatives), ids, counts, threads,
+                        head_rows(block_scores),
+                    )  # fmt: skip
                 if call_kernel("score", representative_numbers, addresses[2], scored) < 0:
                     return BAD_CONTEXT
                 positions[:] = best_blocks(block_scores, positions.shape[2], allowed, shared, largest)

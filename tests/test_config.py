@@ -168,6 +168,15 @@ def test_settings_that_are_no_mapping_are_an_error(mapping: Any) -> None:
         ({"target_mass": 0.9}, "target_mass is 0.9; representative_type DYNAMIC holds no mean"),
         ({"target_mass": 1.5}, "target_mass is 1.5; it must be a number from 0 to 1, or none"),
         (
+            {"representative_type": "MEAN", "target_mass": 0},
+            "target_mass is 0.0; a share of 0 is reached by nothing; take a share above 0, such as 0.9, or none",
+        ),
+        (
+            {"representative_type": "MEAN", "target_mass": 0.9, "least_block_count": 5, "second_block_count": 4},
+            "least_block_count is 5; with target_mass second_block_count, which is 4, is the most that is attended to; "
+            "take 4 or fewer, or a larger second_block_count",
+        ),
+        (
             {"representative_type": "FIXED", "group_blocks": 4},
             "group_blocks is 4; representatives of representative_type FIXED do not tell those of a group of blocks; "
             "take one of MAX, MEAN, MEANSTD, QUEST, or group_blocks 1",
@@ -176,11 +185,11 @@ def test_settings_that_are_no_mapping_are_an_error(mapping: Any) -> None:
         ({"group_reduce": "softmx"}, "did you mean softmax?"),
         ({"representative_num": 129}, "a block of block_size 128 has no more keys than that"),
         ({"kernel_size": 4}, "kernel_size is 4; it must be odd"),
-        ({"block_size": 16, "kv_type": "Q8_0"}, "block_size is 16; kv_type Q8_0 needs a multiple of 32, such as 32"),
-        ({"block_size": 100, "kv_type": "q4_0"}, "block_size is 100; kv_type Q4_0 needs a multiple of 32, such as 128"),
-        ({"block_size": 16, "key_type": "q4_0"}, "block_size is 16; key_type Q4_0 needs a multiple of 32, such as 32"),
-        ({"block_size": 16, "kv_type": "q8_0", "key_type": "FP16"}, "block_size is 16; kv_type Q8_0 needs a multiple"),
-        ({"block_size": 16, "value_type": "q8_0"}, "block_size is 16; value_type Q8_0 needs a multiple of 32"),
+        ({"block_size": 8, "kv_type": "Q8_0"}, "block_size is 8; kv_type Q8_0 needs a multiple of 16, such as 16"),
+        ({"block_size": 100, "kv_type": "q4_0"}, "block_size is 100; kv_type Q4_0 needs a multiple of 16, such as 112"),
+        ({"block_size": 24, "key_type": "q4_0"}, "block_size is 24; key_type Q4_0 needs a multiple of 16, such as 32"),
+        ({"block_size": 8, "kv_type": "q8_0", "key_type": "FP16"}, "block_size is 8; kv_type Q8_0 needs a multiple"),
+        ({"block_size": 8, "value_type": "q8_0"}, "block_size is 8; value_type Q8_0 needs a multiple of 16"),
         ({"value_type": "FP61"}, "value_type is 'FP61'; it must be kv_type, or FP16 or FP32"),
         ({"preselect_block": "yes"}, "preselect_block is 'yes'; it must be true or false"),
         ({"preselect_block_count": "pyramid(9, 1)"}, "or pyramid(low, high)"),

@@ -257,7 +257,7 @@ class AttentionOperator(Operator):
         return LayerFootprint(shape)
 
     def attended_tokens(self, length: int) -> float:
-        """Tokens that a decode step attends to behind a prompt of `length` tokens."""
+        """Tokens that a decode step attends to behind a prompt of `length` tokens; at most, where each step decides."""
         return length
 
     @property

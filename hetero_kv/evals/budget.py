@@ -12,6 +12,7 @@ from hetero_kv.rules.injection import Injection
 def attended_tokens(injection: Injection, length: int) -> float:
     """Tokens that a decode step attends to behind a prompt of `length` tokens, the mean over the model's layers.
 
+    Where each step decides how many (retrieval's `target_mass`) it is the most that they may be.
     Layers without an operator attend to everything, or to the model's own window; those that are no attention do not
     count.
     """

@@ -143,7 +143,7 @@ def recall_by_layer(task: str, methods: Mapping[str, Any]) -> Any:
 def score_by_budget(
     length: str, scores: Mapping[str, Mapping[str, float]], attended: Mapping[str, Mapping[str, float]]
 ) -> Any:
-    """The score of every method against the tokens that it attends to at one length, a panel per task.
+    """The score of every method against the tokens that it attends to, at most, at one length, a panel per task.
 
     Methods that are one recipe under several settings (`quest:second_block_count=32`, `…=64`) are joined to a line.
     """
@@ -173,7 +173,7 @@ def score_by_budget(
                 )
         axis.set_xscale("log", base=2)
         axis.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:,.0f}")
-        axis.set_xlabel("tokens attended per step")
+        axis.set_xlabel("tokens attended per step, at most")
         axis.set_ylabel("score")
         axis.set_ylim(-0.05, 1.1)
         axis.margins(x=0.15)

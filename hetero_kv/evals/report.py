@@ -220,7 +220,10 @@ def _methods(methods: Mapping[str, Any], attended: Mapping[str, Mapping[str, flo
         for method, what in methods.items()
     ]
     note = (
-        "Tokens that a decode step attends to, the mean over layers, by the length of the prompt. " if lengths else ""
+        "Tokens that a decode step attends to, the mean over layers, by the length of the prompt; at most, where steps "
+        "decide how many (`target_mass`). "
+        if lengths
+        else ""
     )
     return f"{note}Every setting is in `summary.json`.\n\n" + table(
         ["method", "rules", *(f"of {length}" for length in lengths)], rows

@@ -19,9 +19,9 @@ SMALL = {
 }  # fmt: skip
 
 
-def reader(**settings):
-    """The model, with the rules in it, and these settings besides."""
-    model = tiny_model("llama", max_position_embeddings=2048)
+def reader(shape=None, **settings):
+    """The model, with the rules in it, and these settings besides; of this shape where it is another."""
+    model = tiny_model("llama", max_position_embeddings=2048, **(shape or {}))
     inject(model, parse_rules({"rules": RULES, "long_context": SMALL | settings}))
     return model
 

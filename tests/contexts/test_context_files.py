@@ -47,6 +47,10 @@ STORED = {
         {**ESTIMATES, **BLOCKS_OF_32, "kv_type": "FP16", "rerank": "all", "target_mass": 0.9, "second_block_count": 1},
         32,
     ),
+    "blocks of 16, keys in 4, values in 8 bits": (
+        {**BLOCKS_OF_32, "block_size": 16, "initial_len": 16, "key_type": "Q4_0", "value_type": "Q8_0"},
+        32,
+    ),
     "keys in 8, values in 4 bits": ({**BLOCKS_OF_32, "key_type": "Q8_0", "value_type": "Q4_0"}, 32),
 }
 

@@ -12,10 +12,13 @@ from conversations import goes_on
 from long_documents import document, reader
 
 from cpu_ops.estimating_step import EstimatingStep
+from cpu_ops.retrieval_step import RetrievalStep
+from cpu_ops.scores import block_scores
 from hetero_kv import HeteroCache
 from hetero_kv.engine.errors import ContextError
 from hetero_kv.engine.held import Held
 from hetero_kv.errors import OutOfMemoryError
+from hetero_kv.families.retrieval import fetching
 from hetero_kv.planning import plan
 from hetero_kv.store import read_ahead
 
@@ -153,6 +156,46 @@ def test_the_blocks_that_a_token_chooses_are_read_before_it_attends_to_them(mode
     no_waits["ru_majflt"] += 1
     assert torch.equal(decoded(model, loaded, 7), decoded(model, twin, 7))
     assert asked != []
+
+
+def test_blocks_of_16_tokens_in_few_bits_are_mapped_and_go_on_as_they_were(tmp_path):
+    blocks = {"block_size": 16, "initial_len": 16, "local_windows_len": 16, "second_block_count": 4}
+    model = reader({"head_dim": 32}, **blocks, key_type="Q4_0", value_type="Q8_0")
+    cache, ids = document(model)
+    cache.save(tmp_path / "document", [ids])
+    loaded = HeteroCache.load(tmp_path / "document", model, verify=False)
+    assert mapped_and_private(tmp_path / "document")[0] > 0
+    assert torch.equal(goes_on(model, loaded, [0], 3), goes_on(model, cache.fork(), [0], 3))
+
+
+@pytest.mark.parametrize("head_select_mode", ["SHARED", "SEPARATE"])
+def test_of_a_preselected_context_the_candidates_alone_are_scored(
+    head_select_mode, tmp_path, asked, no_waits, monkeypatch
+):
+    model = reader(preselect_block=True, preselect_block_count=9, head_select_mode=head_select_mode)
+    cache, ids = document(model)
+    cache.save(tmp_path / "document", [ids])
+    loaded, twin = HeteroCache.load(tmp_path / "document", model, verify=False), cache.fork()
+    numbers, chosen = [], []
+
+    def noted(q, representatives, ids, *given, **options):
+        numbers.append(ids.size)
+        return block_scores(q, representatives, ids, *given, **options)
+
+    monkeypatch.setattr(fetching, "block_scores", noted)
+    call = RetrievalStep.__call__
+
+    def stepped(step, *given):
+        result = call(step, *given)
+        chosen.append(given[8].tolist())
+        return result
+
+    monkeypatch.setattr(RetrievalStep, "__call__", stepped)
+    expected = decoded(model, twin, 5)
+    assert torch.equal(decoded(model, loaded, 5), expected)
+    # Of each of two kv heads, those that were preselected; fewer are attended to.
+    assert numbers == [2 * 9] * 3
+    assert chosen[3:] == chosen[:3]
 
 
 @pytest.mark.parametrize(

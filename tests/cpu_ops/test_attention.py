@@ -47,6 +47,8 @@ SHAPES = {
     "mla, q4_0": Shape(3, 1, k_dim=192, v_dim=128, block_size=32, dtype=Q4_0),
     "q8_0 keys, q4_0 values": Shape(2, 7, k_dim=64, v_dim=64, block_size=32, dtype=Q8_0, value_dtype=Q4_0),
     "fp16 keys, q4_0 values": Shape(2, 3, k_dim=64, v_dim=32, block_size=32, dtype=np.float16, value_dtype=Q4_0),
+    "blocks of 16, q8_0": Shape(2, group=7, k_dim=64, v_dim=64, block_size=16, dtype=Q8_0),
+    "heads of half a cache line, q4_0": Shape(3, group=2, k_dim=32, v_dim=96, block_size=16, dtype=Q4_0),
     "blocks of one token, fp32": Shape(2, group=6, k_dim=16, v_dim=16, block_size=1, dtype=np.float32),
     **WIDTH_SHAPES,
 }

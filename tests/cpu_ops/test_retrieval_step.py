@@ -4,6 +4,8 @@ import numba
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cpu_ops.attention import attend_blocks
 from cpu_ops.chosen_blocks import attended_ids, best_blocks
@@ -44,9 +46,12 @@ class Problem:
         self.out = np.empty((ROWS, KV_HEADS * GROUP, 1, DIM), dtype)
         self.lse = np.empty((ROWS, KV_HEADS, GROUP), np.float32)
 
-    def run(self, which, positions=NOTHING_FORBIDDEN, allowed=NOTHING_FORBIDDEN, position=POSITION, table=None):
+    def run(
+        self, which, positions=NOTHING_FORBIDDEN, allowed=NOTHING_FORBIDDEN, position=POSITION, table=None,
+        largest=False,
+    ):  # fmt: skip
         table = self.table if table is None else table
-        flags = allowed, positions.shape[1] == 1, False
+        flags = allowed, positions.shape[1] == 1, largest
         return self.step(
             *self.given, position, table, FIRST, END, which, positions, *flags, 0.25, 0.0, self.out, self.lse
         )
@@ -58,11 +63,17 @@ class Problem:
         out, lse = attend_blocks(q, self.keys, self.values, ids, counts, self.lengths, 0.25)
         return out.reshape(self.out.shape), lse
 
-    def scores(self):
+    def scores(self, allowed=NOTHING_FORBIDDEN):
+        """Of the Context's blocks, -inf where positions are not allowed."""
         context = np.ascontiguousarray(self.table[:, FIRST:END])
         counts = np.full(ROWS, END - FIRST, np.int32)
         q = self.numbers[0].reshape(ROWS, KV_HEADS, GROUP, DIM)
-        return block_scores(q, self.representatives, context, counts, self.score)
+        scores = block_scores(q, self.representatives, context, counts, self.score)
+        if allowed.shape[2] > 0:
+            for row, head in np.ndindex(ROWS, KV_HEADS):
+                others = np.setdiff1d(np.arange(END - FIRST), allowed[row, min(head, allowed.shape[1] - 1)])
+                scores[row, head, :, others] = -np.inf
+        return scores
 
 
 @pytest.mark.parametrize("lists", [1, KV_HEADS])
@@ -75,12 +86,53 @@ def test_the_best_blocks_are_chosen_and_attended_to(lists, allowed):
         among = np.ascontiguousarray(np.broadcast_to(np.array(allowed, np.int32), (ROWS, lists, len(allowed))))
     largest = problem.run(CHOSEN, positions, among)
     assert largest == max(np.abs(part).max() for part in problem.numbers[1:])
-    chosen = best_blocks(problem.scores(), 4, among, lists == 1, False)
+    chosen = best_blocks(problem.scores(among), 4, NOTHING_FORBIDDEN, lists == 1, False)
     assert positions.tolist() == chosen.tolist()
     assert allowed is None or set(positions.ravel().tolist()) <= set(allowed)
     out, lse = problem.expected(attended_ids(problem.table, chosen, FIRST, END))
     np.testing.assert_array_equal(problem.out, out)
     np.testing.assert_array_equal(problem.lse, lse)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lists=st.sampled_from([1, KV_HEADS]),
+    candidates=st.integers(1, END - FIRST),
+    share=st.floats(0, 1),
+    largest=st.booleans(),
+    ties=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_a_choice_among_candidates_is_that_among_all_with_the_others_forbidden(
+    lists, candidates, share, largest, ties, seed
+):
+    """Nothing is read of what is no candidate: its blocks may lie nowhere."""
+    problem, rng = Problem(), np.random.default_rng(seed)
+    if ties:
+        problem.representatives[:] = problem.representatives[:1]
+    count, context = max(1, int(share * candidates)), END - FIRST
+    lots = [np.sort(rng.permutation(context)[:candidates]) for _ in range(ROWS * lists)]
+    allowed = np.stack(lots).astype(np.int32).reshape(ROWS, lists, candidates)
+    chosen = best_blocks(problem.scores(allowed), count, NOTHING_FORBIDDEN, lists == 1, largest)
+    out, lse = problem.expected(attended_ids(problem.table, chosen, FIRST, END))
+    table, positions = problem.table.copy(), np.empty((ROWS, lists, count), np.int32)
+    for row in range(ROWS):
+        table[row, FIRST + np.setdiff1d(np.arange(context), allowed[row])] = POOL + 7
+    problem.run(CHOSEN, positions, allowed, -1, table, largest)
+    assert positions.tolist() == chosen.tolist()
+    np.testing.assert_array_equal(problem.out, out)
+    np.testing.assert_array_equal(problem.lse, lse)
+
+
+def test_candidates_outside_the_context_or_fewer_than_wanted_are_refused():
+    problem, positions = Problem(), np.empty((ROWS, 1, 2), np.int32)
+    for wrong in (-1, END - FIRST):
+        allowed = np.tile(np.array([1, 2, wrong], np.int32), (ROWS, 1, 1))
+        with pytest.raises(IndexError, match="allowed positions in the context"):
+            problem.run(CHOSEN, positions, allowed, position=-1)
+    for shape in ((ROWS, KV_HEADS, 3), (ROWS - 1, 1, 3), (ROWS, 1, 1)):
+        with pytest.raises(ValueError, match="no more positions be chosen than are allowed"):
+            problem.run(CHOSEN, positions, np.zeros(shape, np.int32), position=-1)
 
 
 def test_the_token_is_stored_before_it_is_attended_to():

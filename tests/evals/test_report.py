@@ -136,6 +136,7 @@ def test_the_report_says_what_was_run_and_what_came_of_it(reported):
     text = reported(attended={"full": {"1024": 1024.0}, "quest": {"1024": 300.0}})
     for part in (
         "- command: `hetero-kv eval --task needle`",
+        "Tokens that a decode step attends to, the mean over layers, by the length of the prompt; at most, where steps",
         "- model: tiny (float32, cpu)",
         "- versions: torch 2.13, Python 3.11",
         "| task | samples | full | quest | peer |",

@@ -196,6 +196,17 @@ def test_the_attended_tokens_are_those_of_the_blocks_that_a_step_takes(loaded):
     assert model.attended("full", 203) == model.attended("dense:second_block_count=all", 203) == 203
 
 
+def test_under_a_target_the_attended_tokens_are_the_most_that_there_may_be_and_all_of_a_short_context(loaded):
+    at_most = {**SPARSE, "second_block_count": 4}
+    model = model_under(loaded, "adaptive:whole_block_count=20", "adaptive:whole_block_count=0", settings=at_most)
+    whole, chosen = model.methods[-2:]
+    # 20 blocks of 8 behind 8 initial, before 16 local: up to a token less than those of 21.
+    assert model.attended(whole, 8 + 16 + 8 * 21 - 1) == 8 + 16 + 8 * 21 - 1
+    assert model.attended(whole, 8 + 16 + 8 * 21) == model.attended(chosen, 8 + 16 + 8 * 21) == 8 + 16 + 4 * 8
+    # Four blocks at least.
+    assert model.attended(chosen, 8 + 16 + 4 * 8 + 7) == 8 + 16 + 4 * 8 + 7
+
+
 def test_samples_that_do_not_fit_are_left_out_for_every_method_and_counted(loaded, tmp_path, caplog):
     model = model_under(loaded, "quest", settings={**SPARSE, "max_seq_len": 300})
     done = run(["recite"], model, tmp_path, OPTIONS)

@@ -44,10 +44,10 @@ def test_selected_blocks_are_the_references(rows, blocks, share, shared, group_r
         assert [positions.tolist() for positions in chosen[row]] == [best(head, count) for head in lists]
 
 
-def test_only_allowed_blocks_are_selected():
-    scores = np.array([9, 8, 7, 6, 5], dtype=np.float32).reshape(1, 1, 1, 5).repeat(2, axis=1)
-    allowed = np.array([[[1, 3, 4], [0, 2, 4]]], dtype=np.int32)
-    assert best_blocks(scores, 2, allowed, False, False).tolist() == [[[1, 3], [0, 2]]]
+def test_of_candidates_the_positions_are_selected_that_their_scores_are_of():
+    scores = np.array([[8, 6, 5], [9, 5, 7]], dtype=np.float32).reshape(1, 2, 1, 3)
+    candidates = np.array([[[1, 3, 4], [0, 2, 4]]], dtype=np.int32)
+    assert best_blocks(scores, 2, candidates, False, False).tolist() == [[[1, 3], [0, 4]]]
 
 
 @settings(max_examples=40, deadline=None)

@@ -12,9 +12,10 @@ from token_parts import answer, logits, tokens
 
 from cpu_ops.estimating_step import EstimatingStep
 from cpu_ops.retrieval_step import EVERYTHING
+from cpu_ops.threads import one_kernel_at_a_time
 from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.families.retrieval import decode, short_turn
 from hetero_kv.families.retrieval import layer as retrieval_layer
-from hetero_kv.families.retrieval import short_turn
 from hetero_kv.operators import RetrievalAttention
 from hetero_kv.rules.rule_file import parse_rules
 from hetero_kv.store.key_codes import encode
@@ -127,6 +128,17 @@ def test_every_storage_type_is_estimated_from(injected, checked, stored):
     assert len(checked) >= 3 * 3
 
 
+@pytest.mark.parametrize("kv_type", ["Q8_0", "Q4_0"])
+def test_blocks_of_16_tokens_in_few_bits_are_estimated_from(injected, checked, kv_type):
+    settings = {"representative_type": "MEAN", "representative_num": 1, "rerank": "all", "kv_type": kv_type}
+    blocks = {"block_size": 16, "initial_len": 16, "local_windows_len": 16, "chunk_size": 64, "second_block_count": 2}
+    model, cache = injected("llama", {"head_dim": 32}, **settings, **blocks, measure_recall=True)
+    logits(model, cache, tokens(150), *answer(20))
+    assert len(checked) == 3 * 20
+    found = cache.statistics
+    assert found["estimated_share"] == pytest.approx(found["block_recall"], rel=1e-4)
+
+
 @pytest.mark.parametrize("key_offset", ["none", "block_mean"])
 def test_crops_forks_short_turns_and_beams_estimate_what_is_there(injected, checked, monkeypatch, key_offset):
     monkeypatch.setattr(short_turn, "LEAST_PAST", 1)
@@ -237,6 +249,44 @@ def test_where_all_candidates_are_looked_at_the_estimate_is_the_true_share(injec
     found = cache.statistics
     assert found["estimated_share"] == pytest.approx(found["block_recall"], rel=1e-4)
     assert all(share < 0.999 for share in found["block_recall"])
+
+
+@pytest.mark.parametrize("attend_to", ["blocks", "tokens"])
+def test_steps_that_reuse_a_choice_tell_no_share_where_means_would_stand_for_keys(injected, attend_to):
+    settings = {"representative_type": "MEAN", "representative_num": 1, "rerank": "all", "attend_to": attend_to}
+    # Layers 0 and 2 choose, with the first token of four.
+    model, cache = injected(**settings, measure_recall=True, layer_step=2, token_step=4)
+    logits(model, cache, tokens(70), *answer(1))
+    chosen = cache.statistics
+    first, reused, second = chosen["estimated_share"]
+    assert reused is None
+    assert [first, second] == pytest.approx(chosen["block_recall"][::2], rel=1e-4)
+    logits(model, cache, *answer(3, 5))
+    assert cache.statistics["estimated_share"] == chosen["estimated_share"]
+
+
+def test_what_a_step_took_is_read_before_a_fork_steps(injected, monkeypatch):
+    """A fork's layers have the same native calls, and another thread may begin one as soon as this one has ended."""
+    settings = {"target_mass": 0.8, "head_select_mode": "SEPARATE", "second_block_count": 500}
+    model, cache = injected(**settings)
+    logits(model, cache, tokens(60), *answer(5))
+    expected = cache.statistics
+    model, cache = injected(**settings)
+    logits(model, cache, tokens(60))
+
+    class WithAnotherStepBehind:
+        def __enter__(self):
+            one_kernel_at_a_time.acquire()
+
+        def __exit__(self, *_):
+            one_kernel_at_a_time.release()
+            for layer in cache.layers:
+                if layer.token_step is not None:
+                    layer.token_step.taken[:] = 1000
+
+    monkeypatch.setattr(decode, "one_kernel_at_a_time", WithAnotherStepBehind())
+    logits(model, cache, *answer(5))
+    assert cache.statistics == expected
 
 
 def test_a_forward_that_fails_leaves_what_was_counted_as_it_was(injected):

@@ -92,6 +92,16 @@ def test_representatives_of_eight_bits_are_counted_as_they_are_stored():
     assert read == [(AROUND + 3 * 4) * 2 * 256 + CONTEXT * 2 * 68 + 9 * 68] * 3
 
 
+@pytest.mark.parametrize("head_select_mode", ["SHARED", "SEPARATE"])
+def test_of_preselected_tokens_the_candidates_alone_are_scored(llama, head_select_mode):
+    # As snapkv: a token leaves Local with every step, so that each step chooses 20 of the 20 and what has left.
+    blocks = {"block_size": 1, "preselect_block": True, "preselect_block_count": 20, "second_block_count": 20}
+    cache = retrieving(
+        llama, **blocks, representative_type="MEAN", head_select_mode=head_select_mode, max_seq_len=512
+    )  # fmt: skip
+    assert after(llama, cache, prompt=400) == [(4 + 8 + 20) * TOKEN + 21 * VECTOR] * 3
+
+
 def test_steps_that_reuse_a_choice_read_no_representatives(llama):
     read = after(llama, retrieving(llama, layer_step=3, **QUEST))
     assert read == [CHOSEN, *[CHOSEN - CONTEXT * REPRESENTATIVES] * 2]

@@ -21,7 +21,7 @@ from hetero_kv.store import storage
 
 REPRESENTATIVES = {"MAX": 1, "MEAN": 1, "MEANSTD": 2, "QUEST": 2, "DYNAMIC": 2, "FIXED": 3}
 RECIPES = ("dense", "ktransformers", "kvretrieval", "quest", "snapkv", "infllm", "streaming")
-# Blocks of 32, the least that Q8_0 and Q4_0 take: six of them move to the Context in 200 tokens.
+# Blocks of 32: six of them move to the Context in 200 tokens.
 KINDS = list(enumerate(itertools.product(REPRESENTATIVES, ["SHARED", "SEPARATE"])))
 SMALL = {"block_size": 32, "local_windows_len": 8, "initial_len": 32, "chunk_size": 64, "max_seq_len": 512}
 TYPES = ("key_type", "value_type")
@@ -111,6 +111,14 @@ def test_every_representative_and_head_mode_is_exact(llama, expected, kv_type, n
 @pytest.mark.parametrize("kv_type", storage.names())
 def test_every_recipe_is_exact(llama, expected, recipe, kv_type):
     inject(llama, recipe, command_line={**SMALL, **COVERING, "kv_type": kv_type, "key_offset": "none"})
+    assert error(logits(HeteroCache(llama)), expected[kv_type]) < PRECISION[kv_type]
+
+
+@pytest.mark.parametrize("recipe", ["quest", "adaptive"])
+@pytest.mark.parametrize("kv_type", ["Q8_0", "Q4_0"])
+def test_blocks_of_16_tokens_the_least_that_few_bits_take_are_exact(llama, expected, recipe, kv_type):
+    blocks = {**SMALL, "block_size": 16, "initial_len": 16, "second_block_count": 500}
+    inject(llama, recipe, command_line={**blocks, "kv_type": kv_type, "key_offset": "none"})
     assert error(logits(HeteroCache(llama)), expected[kv_type]) < PRECISION[kv_type]
 
 

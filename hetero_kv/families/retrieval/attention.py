@@ -181,4 +181,7 @@ class RetrievalAttention(WindowedDecode):
         return PagedFootprint.of(shape, self.settings, self.accumulates, derived, observed=observed)
 
     def attended_tokens(self, length: int) -> float:
-        return RetrievalLayout.of_settings(self.settings).attended_tokens(length, self.budget)
+        """See AttentionOperator: under `target_mass`, the most that a step may attend to."""
+        layout = RetrievalLayout.of_settings(self.settings)
+        is_covered = self.covering is None or layout.context_blocks(length) <= self.covering
+        return layout.attended_tokens(length, None if is_covered else self.budget)

@@ -90,16 +90,18 @@ class RetrievalDecode(RetrievalPrefill):
                 if fetching is not None:
                     fetching.by_rehearsal(native, (*given, *results))
                 stored = native(*given, *results)
+                # A fork has the same call, and may be asked in another thread.
+                counted = native.taken.tolist()
             if which != EVERYTHING:
                 lists = len(table) * positions.shape[1]
-                attended, *others = [number / lists for number in native.taken.tolist()]
+                attended, *others = [number / lists for number in counted]
                 taken = Taken(attended / layer.layout.block_size if native.by_token else attended, *others)
             estimated = masses, taken
         else:
             with one_kernel_at_a_time:
                 stored = native(*given, largest, scale, softcap, out, lse)
             if is_scored:
-                taken = taken._replace(scored=end - first)
+                taken = taken._replace(scored=allowed.shape[2] or end - first)
         assert layer.reading is not None
         layer.read = layer.read.plus(layer.reading.of_step(step.length, end - first, taken))
         if stored:

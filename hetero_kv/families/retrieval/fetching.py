@@ -39,9 +39,18 @@ class Fetching(NamedTuple):
             # What else comes is the bits of bfloat16.
             numbers = q if q.dtype == np.float32 else (q.astype(np.uint32) << 16).view(np.float32)
             queries = np.ascontiguousarray(numbers.reshape(len(q), self.pool.keys.shape[1], -1, q.shape[3]))
-            context = np.ascontiguousarray(self.table[:, self.first : self.end])
-            counts = np.full(len(context), context.shape[1], np.int32)
-            scores = block_scores(queries, self.pool.representative_array, context, counts, score, threads=threads)
+            ids, representatives = self.table[:, self.first : self.end], self.pool.representative_array
+            if self.allowed.shape[2]:
+                # As there: each kv head's part of a block is a row of its own.
+                heads = np.arange(queries.shape[1], dtype=np.int32)[:, None]
+                ids = np.take_along_axis(ids[:, None], self.allowed, axis=2) * len(heads) + heads
+                ids = ids.reshape(-1, ids.shape[2])
+                representatives = representatives.reshape(-1, 1, *representatives.shape[2:])
+            counts = np.full(len(ids), ids.shape[1], np.int32)
+            scores = block_scores(
+                queries.reshape(len(ids), -1, *queries.shape[2:]), representatives, np.ascontiguousarray(ids), counts,
+                score, threads=threads,
+            ).reshape(*queries.shape[:3], -1)  # fmt: skip
             self.positions[:] = best_blocks(scores, self.positions.shape[2], self.allowed, shared, largest)
             which = AS_GIVEN
         self._ask(self.positions)

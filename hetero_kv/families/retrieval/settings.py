@@ -124,12 +124,17 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
     )
     target_mass: float | Literal["none"] = setting(
         "none",
-        "share of the attention that as few blocks, or tokens, as possible are to reach, by estimate, for each list of "
-        "blocks; second_block_count is the most then",
+        "share of the attention, above 0, that as few blocks, or tokens, as possible are to reach, by estimate, for "
+        "each list of blocks; second_block_count is the most then",
         minimum=0,
         maximum=1,
     )
-    least_block_count: int = setting(1, "with target_mass, Context blocks attended at least", unit="blocks", minimum=0)
+    least_block_count: int = setting(
+        1,
+        "with target_mass, Context blocks attended at least; at most second_block_count",
+        unit="blocks",
+        minimum=0,
+    )
     whole_block_count: int = setting(
         0,
         "with target_mass, Context blocks up to which all of them are attended to, which is exact, and faster than a "
@@ -145,7 +150,10 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
         minimum=1,
     )
     group_factor: int = setting(
-        4, "times second_block_count blocks that groups are opened with, where blocks have groups", minimum=1
+        4,
+        "times second_block_count blocks that groups are opened with, where blocks have groups; where single tokens "
+        "are chosen (attend_to), times the blocks that these are taken from",
+        minimum=1,
     )
     layer_step: int = setting(1, "reselect in every n-th layer, reuse its blocks between", unit="layers", minimum=1)
     token_step: int = setting(
@@ -207,6 +215,7 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
                 "single tokens are chosen by scores of their keys, at which rerank 1 does not look; take rerank all or "
                 "a number from 2 on, or attend_to blocks",
             )
+        self._require_reachable_target()
         self._require_groups()
         if self.representative_num > self.block_size and most is None:
             raise SettingError(
@@ -224,6 +233,24 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
         if self.kernel_size % 2 == 0:
             raise SettingError("kernel_size", self.kernel_size, "it must be odd, so that pooling has a middle")
         self.require_whole_groups()
+
+    def _require_reachable_target(self) -> None:
+        """Raise SettingError for a share of the attention that says nothing, or numbers of blocks that exclude it."""
+        if self.target_mass == 0:
+            raise SettingError(
+                "target_mass",
+                self.target_mass,
+                "a share of 0 is reached by nothing; take a share above 0, such as 0.9, or none for "
+                "second_block_count blocks",
+            )
+        most = self.second_block_count
+        if self.target_mass != "none" and isinstance(most, int) and self.least_block_count > most:
+            raise SettingError(
+                "least_block_count",
+                self.least_block_count,
+                f"with target_mass second_block_count, which is {most}, is the most that is attended to; take "
+                f"{most} or fewer, or a larger second_block_count",
+            )
 
     def _require_groups(self) -> None:
         """Raise SettingError for groups of blocks under a type by which they cannot be represented."""

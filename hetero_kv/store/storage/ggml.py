@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 GROUP = 32
+_BLOCK_MULTIPLE = 16
 _SCALE_BYTES = 2
 
 
@@ -52,8 +53,9 @@ class QuantisedType(StorageType):
 
     @property
     def block_multiple(self) -> int:
-        """Makes every head's part of a block, which is read by itself, begin on a cache line of 64 bytes."""
-        return GROUP
+        """Makes every head's part of a block, which is read by itself, begin on a cache line of 64 bytes, where the
+        dimension of heads is a multiple of 64; on half of one where it is 32, or 96."""
+        return _BLOCK_MULTIPLE
 
     def takes(self, dim: int) -> bool:
         """See StorageType: whole groups."""

@@ -1,0 +1,18 @@
+"""Settings by which recipes attend to as many tokens are settings that they take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.equal_budgets import settings_for_budget
+from hetero_kv.families.retrieval.settings import RetrievalSettings
+
+
+def test_at_few_blocks_a_target_asks_for_no_more_than_these():
+    recipe = RetrievalSettings(
+        block_size=16, initial_len=16, representative_type="MEAN", target_mass=0.9, least_block_count=4
+    )
+    few = replace(recipe, **settings_for_budget(recipe, 64))
+    assert few.least_block_count == few.second_block_count < 4
+    few.validate()
+    assert "least_block_count" not in settings_for_budget(recipe, 1024)
