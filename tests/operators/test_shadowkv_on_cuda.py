@@ -144,7 +144,7 @@ def _interrupted(by_host):
     def interrupted(*given):
         raise KeyboardInterrupt
 
-    return "_put" if by_host else "_attention", interrupted
+    return "_put" if by_host else "_folded_attention", interrupted
 
 
 def fail():
