@@ -11,9 +11,6 @@ from tiny_models import tiny_model
 
 from gpu_ops.draws import uniform
 from hetero_kv import eject
-from hetero_kv.families.bounded.entries import Entries
-from hetero_kv.families.bounded.eviction import get
-from hetero_kv.families.bounded.eviction.cam import _in_turn
 
 BUDGET, RECENT, SEED = 40, 10, 5
 
@@ -97,46 +94,3 @@ def test_draws_are_spread_evenly_and_differ_by_layer_head_and_seed():
         (draws, uniform(positions, 1, 0)),
     ):
         assert abs(float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])) < 0.03
-
-
-def arrived(dtype, values, budget=2048):
-    """The share of what decoded tokens evict that is in the values that stay: by its products with the evicted."""
-    registered = get("cam")
-    policy = registered.implementation(registered.settings(budget=budget), 0, 1)
-    ones, joined, whole = torch.ones(1, 1, 1), 0.0, 0.0
-    values = values.to(dtype)
-    positions = torch.arange(values.shape[2])[None, None]
-    # All that is evicted joins.
-    scores = {"received": torch.rand(1, 1, budget) + 10, "queries": ones.expand(-1, -1, budget)}
-    entries = Entries.of(values[:, :, :budget], values[:, :, :budget], positions[:, :, :budget], scores)
-    for at in range(budget, values.shape[2]):
-        new = slice(at, at + 1)
-        before = Entries.of(
-            *(torch.cat([part, values[:, :, new]], 2) for part in (entries.keys, entries.values)),
-            torch.cat([entries.positions, positions[:, :, new]], 2),
-            {
-                name: torch.cat([entries.score(name), score * ones], 2)
-                for name, score in (("received", 0.5), ("queries", 1))
-            },
-        )
-        entries = policy.evict(before, budget)
-        gone = (~torch.isin(before.positions[0, 0], entries.positions[0, 0])).nonzero()[0, 0]
-        evicted, total = before.values[0, 0, gone].float(), before.values[0, 0].float().sum(0)
-        joined += float((entries.values[0, 0].float().sum(0) - total + evicted) @ evicted)
-        whole += float(evicted @ evicted)
-    return joined / whole
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["equal", "normal"])
-def test_in_half_precision_as_much_of_evicted_values_arrives(dtype, kind):
-    torch.manual_seed(0)
-    values = torch.randn(1, 1, 2048 + 200, 8) if kind == "normal" else torch.ones(1, 1, 2048 + 200, 8)
-    assert arrived(dtype, values) == pytest.approx(1, abs=0.03)
-
-
-def test_every_one_of_the_newest_has_its_turn():
-    turns = [_in_turn(torch.arange(at, at + 20)[None, None], 4) for at in range(8)]
-    assert all(float(each.sum()) == 1 for each in turns)
-    # By position: a token has a share in its first step, and in every fourth from then on.
-    assert [float(each[0, 0, 19 - at]) for at, each in enumerate(turns)] == pytest.approx([0.2, 0, 0, 0] * 2)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from gpu_ops.draws import uniform
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
@@ -36,8 +34,7 @@ class CaM(EvictionPolicy[CaMSettings]):
     the queries that saw an entry, all heads of the group alike.
 
     An evicted value is added to each of the r newest, divided by r, with the probability that its mean attention has
-    to that of these: what they add to a later output is then, in the mean, what it would have added itself. Where an
-    r-th is too little to be added in the values' number format, fewer take more of it, in turn.
+    to that of these: what they add to a later output is then, in the mean, what it would have added itself.
     """
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
@@ -60,25 +57,6 @@ class CaM(EvictionPolicy[CaMSettings]):
         weights = joins.float()
         # Of several a product with a matrix, whose order of addition is the same every time.
         total = weights[..., None] * evicted if gone.shape[2] == 1 else weights[..., None, :] @ evicted.float()
-        newest = kept.values[:, :, -recent:]
-        takers = gone.shape[2] * _most_shares(newest.dtype)
-        if takers >= recent:
-            # In memory that was just taken for them; added in float32, whatever they are.
-            newest.add_(total / recent)
-        else:
-            newest.add_(_in_turn(kept.positions[..., -recent:], -(-recent // takers))[..., None] * total)
+        # In memory that was just taken for them; added in float32, whatever they are.
+        kept.values[:, :, -recent:].add_(total / recent)
         return kept
-
-
-def _most_shares(dtype: torch.dtype) -> int:
-    """Equal parts of a value, so many that each still changes a value of its size when it is added, to three bits."""
-    return max(1, int(1 / (8 * torch.finfo(dtype).eps)))
-
-
-def _in_turn(positions: torch.Tensor, every: int) -> torch.Tensor:
-    """The share of each entry at `positions` [batch, kv_heads, recent] where one of `every` takes some: float32.
-
-    With each token that comes, it is the turn of others.
-    """
-    takes = ((positions - positions[..., -1:]) % every == 0).float()
-    return takes / takes.sum(dim=-1, keepdim=True)
