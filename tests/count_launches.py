@@ -72,6 +72,8 @@ def decoded(model: Any, cache: Any, record: Record) -> Counts:
     # The first tokens have the calls bound and captured, and what is tried once is tried.
     for part in parts[: 1 + _FIRST]:
         model(part, past_key_values=cache)
+    # What was let go of before is unlocked now, and not while waits are counted.
+    gc.collect()
     record.clear()
     for part in parts[1 + _FIRST :]:
         model(part, past_key_values=cache)
