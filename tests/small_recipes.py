@@ -21,6 +21,7 @@ SMALL = {
     "initial_len": 8,
     "local_windows_len": 16,
     "second_block_count": 3,
+    "least_block_count": 3,
     "whole_block_count": 0,
     "preselect_block_count": 6,
     "observation_len": 12,
