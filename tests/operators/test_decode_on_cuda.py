@@ -170,7 +170,7 @@ WINDOW_BESIDE_THE_CPU = (
     "dense", "infinigen", "infllm", "infllm_stream", "ktransformers", "kvretrieval", "loki", "magicpig", "quest",
     "self_extend", "self_extend_quest", "snapkv", "streaming",
 )  # fmt: skip
-WINDOW_BEFORE_THE_CPU = ("adaptive", "retroinfer", "sparq")
+WINDOW_BEFORE_THE_CPU = ("adaptive", "adaptive_lean", "retroinfer", "sparq")
 
 
 @pytest.mark.parametrize("recipe", WINDOW_BESIDE_THE_CPU)
