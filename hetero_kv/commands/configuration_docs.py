@@ -157,7 +157,7 @@ def _flags() -> Iterator[str]:
 
 def _meaning(parser: FlagParser, action: argparse.Action) -> str:
     """What `--help` says of a flag, its default put in."""
-    return parser.formatter_class(parser.prog)._expand_help(action) if action.help else ""
+    return parser._get_formatter()._expand_help(action) if action.help else ""
 
 
 def _flag(action: argparse.Action) -> str:
