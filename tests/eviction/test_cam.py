@@ -11,6 +11,8 @@ from tiny_models import tiny_model
 
 from gpu_ops.draws import uniform
 from hetero_kv import eject
+from hetero_kv.families.bounded.entries import no_entries
+from hetero_kv.families.bounded.eviction.cam import CaM, CaMSettings
 
 BUDGET, RECENT, SEED = 40, 10, 5
 
@@ -81,6 +83,33 @@ def test_another_seed_keeps_the_same_entries_with_other_values_and_h2o_keeps_the
     for name in ("other", "h2o"):
         assert not kept["cam"].values[:, :, half:].equal(kept[name].values[:, :, half:])
         assert kept["cam"].values[:, :, :half].equal(kept[name].values[:, :, :half])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "recent"), [("bfloat16", 1024), ("float16", 1024), ("bfloat16", 100), ("bfloat16", 7)]
+)
+def test_what_half_precision_adds_token_by_token_is_what_float32_adds(dtype, recent):
+    """All values 1, each evicted merged: what is added to an entry grows with the tokens that it was recent for."""
+    steps = recent + 50
+    added = {}
+    for name in ("float32", dtype):
+        policy = CaM(CaMSettings(budget=recent + 16, recent_ratio=recent / (recent + 16)), layer_idx=0, num_layers=1)
+        kind = getattr(torch, name)
+        entries = no_entries(torch.zeros(1, 2, 0, 4, dtype=kind), torch.zeros(1, 2, 0, 4, dtype=kind))
+        entries = entries.with_room(recent + 16 + steps)
+        for position in range(recent + 16 + steps):
+            entries = entries.with_room(1, spare=64).grown(*2 * [torch.ones(1, 2, 1, 4, dtype=kind)], position)
+            like = torch.ones(1, 2, entries.num_entries)
+            entries = entries.scored(received=like, queries=like)
+            if entries.num_entries > recent + 16:
+                entries = policy.evict(entries, recent + 16)
+        added[name] = (entries.values.float() - 1)[0, 0, -recent:, 0]
+    before, after = added["float32"], added[dtype]
+    assert float(before.mean()) > 0.3
+    assert float(after.sum() / before.sum()) == pytest.approx(1, abs=0.05)
+    # Those that were recent for longest first; the last had hardly anything yet.
+    parts = [float(abs(a.mean() / b.mean() - 1)) for a, b in zip(after.chunk(7), before.chunk(7), strict=True)]
+    assert max(parts[:-1]) < 0.15
 
 
 def test_draws_are_spread_evenly_and_differ_by_layer_head_and_seed():

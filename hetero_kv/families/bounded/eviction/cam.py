@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from gpu_ops.draws import uniform
 from hetero_kv.families.bounded.entries import Entries
 from hetero_kv.families.bounded.eviction.policy import Attended, EvictionPolicy
@@ -35,6 +37,9 @@ class CaM(EvictionPolicy[CaMSettings]):
 
     An evicted value is added to each of the r newest, divided by r, with the probability that its mean attention has
     to that of these: what they add to a later output is then, in the mean, what it would have added itself.
+
+    A single value's r-th is less than half precision tells of an entry, where r is large. There it is divided among
+    every n-th of the newest. Each moves back by a place with every token, so that they take turns.
     """
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
@@ -57,6 +62,17 @@ class CaM(EvictionPolicy[CaMSettings]):
         weights = joins.float()
         # Of several a product with a matrix, whose order of addition is the same every time.
         total = weights[..., None] * evicted if gone.shape[2] == 1 else weights[..., None, :] @ evicted.float()
+        every = 1 if gone.shape[2] > 1 else -(-recent // most_that_show(kept.values.dtype))
+        merged = kept.values[:, :, -recent::every]
         # In memory that was just taken for them; added in float32, whatever they are.
-        kept.values[:, :, -recent:].add_(total / recent)
+        merged.add_(total / merged.shape[2])
         return kept
+
+
+def most_that_show(dtype: torch.dtype) -> int:
+    """Entries of type `dtype` among which a value like their own may be divided so that each tells its part.
+
+    Four times the type's epsilon of it, so that rounding takes or gives an eighth of a part at most. A part of half an
+    epsilon would be lost.
+    """
+    return int(1 / (4 * torch.finfo(dtype).eps))
