@@ -45,7 +45,7 @@ def banner(session: ChatSession) -> RenderableType:
 
 def loaded_in_short(name: str, talk: Conversation) -> str:
     """What a saved conversation that was loaded holds."""
-    return f"{name}: {talk.context_tokens:,} tokens, {len(talk.turns)} turns"
+    return f"{name}: {talk.context_tokens:,} tokens, {len(talk.turns)} turn{'s' * (len(talk.turns) != 1)}"
 
 
 def ending(answer: Answer, session: ChatSession) -> str | None:

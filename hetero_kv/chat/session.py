@@ -111,7 +111,8 @@ def open_session(options: ChatOptions) -> ChatSession:
 
     Raises:
         HeteroKVError: a mistake in the settings file or the rules, a model that cannot be loaded, rules that do not
-            fit it, or a store that does not fit into memory. Rules are read before the model, which takes longer.
+            fit it, or a store that does not fit into memory. Rules and the names of contexts are looked at before the
+            model is loaded, which takes longer.
     """
     settings_file = _settings_file()
     rules = None
@@ -124,6 +125,7 @@ def open_session(options: ChatOptions) -> ChatSession:
         _warn_of_unused(options.flags_given)
         given = [Given(COMMAND_LINE, command_line), Given(SETTINGS_FILE, settings_file)]
         engine = in_force(EngineSettings, given, where="settings").settings
+    _require_contexts(options)
     set_threads(engine.resolved_threads())
     model, gguf_path = options.model or DEFAULT_MODEL, options.gguf_path
     if options.model is None and gguf_path is not None:
@@ -162,6 +164,15 @@ def _settings_file() -> dict[str, Any]:
     if ensure_settings_file() is not None and is_first_run:
         _logger.warning("wrote %s, where every setting stands with its default", path)
     return read_settings_file()
+
+
+def _require_contexts(options: ChatOptions) -> None:
+    """Raise ContextError where the folder cannot hold contexts, or has none of the name to go on from."""
+    if options.context is None and options.save_context is None:
+        return
+    with open_store(options.contexts) as store:
+        if options.context is not None:
+            store.named(options.context)
 
 
 def _warn_of_unused(flags: Iterable[str]) -> None:

@@ -170,8 +170,12 @@ def test_a_context_is_saved_and_gone_on_from_on_the_command_line(chat, tmp_path,
     assert "removed 0 contexts" in capsys.readouterr().out
 
 
-def test_what_is_wrong_about_contexts_is_said_before_a_model_is_loaded(chat, tmp_path, capsys):
+def test_what_is_wrong_about_contexts_is_said_before_a_model_is_loaded(chat, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hetero_kv.chat.session.open_model", lambda *_, **__: pytest.fail("the model was opened"))
+    (tmp_path / "file").touch()
     for flags, said in (
+        (("--context", "lost"), "there is no context 'lost'"),
+        (("--save_context", "notes", "--context_folder", str(tmp_path / "file")), "cannot hold contexts"),
         (("--mode", "normal", "--context", "notes"), "--context has no effect in --mode normal"),
         (("--mode", "normal", "--context_cache", "on"), "--context_cache has no effect in --mode normal"),
         (("--save_context", " "), "is no name for a context"),
@@ -219,7 +223,7 @@ def test_commands_of_the_chat_save_load_and_list(loaded, tmp_path):
     assert notes[0].startswith("there are no contexts in ")
     # One number, whoever is asked: an answer's last token counts, though it is computed with the next turn.
     assert notes[1].startswith(f"saved my notes: {saved:,} tokens, ")
-    assert notes[2:4] == ["forgotten", f"my notes: {sum(astuple(talk.turns[0])):,} tokens, 1 turns"]
+    assert notes[2:4] == ["forgotten", f"my notes: {sum(astuple(talk.turns[0])):,} tokens, 1 turn"]
     assert notes[4] == [f"{saved:,}"]
     with pytest.raises(HeteroKVError, match="/save needs a name"):
         obey(terminal, "/save")
