@@ -16,16 +16,20 @@ from gpu_ops import kernel_choice, registered_addresses, side_stream
 CPU = torch.device("cpu")
 
 
-def on_both(values, quick=()):
+def on_both(values, quick=(), slow=()):
     """Parameters (value, device) of a test that takes a value and the fixture `device`, with `indirect=["device"]`.
 
-    On the CPU all values; on `cuda` those that are `quick` always, and the others among the slow tests.
+    On the CPU all values, those that are `slow` among the slow tests; on `cuda` those that are `quick` always, and the
+    others among the slow tests.
     """
     values = list(values)
-    assert set(quick) <= set(values)
+    assert {*quick, *slow} <= set(values)
     marks = {value: [pytest.mark.cuda] if value in quick else [pytest.mark.cuda, pytest.mark.slow] for value in values}
     on_cuda = [pytest.param(value, "cuda", marks=marks[value], id=f"cuda-{value}") for value in values]
-    return [*(pytest.param(value, "cpu", id=str(value)) for value in values), *on_cuda]
+    on_cpu = [
+        pytest.param(value, "cpu", marks=pytest.mark.slow if value in slow else (), id=str(value)) for value in values
+    ]
+    return [*on_cpu, *on_cuda]
 
 
 @contextmanager

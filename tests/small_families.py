@@ -69,6 +69,15 @@ FAMILIES = {
         mixed(operator_in("self_attn$", "BoundedAttention", policy="snapkv", budget=24, window=8)),
     ),
 }
+#: What one of the others has too, for tests that take each family apart: `make test-slow` has these.
+SELDOM = (
+    "blocks by bounds",
+    "tokens by preselection",
+    "selections that are reused",
+    "factors",
+    "entropy in strides",
+    "a layer left alone",
+)
 #: ShadowKV's chunks may lie in other slots afterwards, which changes the order of sums.
 REORDERED = "factors", "factors of answers", "all kinds at once"
 

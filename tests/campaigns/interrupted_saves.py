@@ -225,7 +225,7 @@ def _require_whole(
 
 
 CAMPAIGNS = (
-    Campaign("kills of saves", 3, prepare_saves, attempt_kills),
+    Campaign("kills of saves", 2, prepare_saves, attempt_kills),
     Campaign("several saves", 3, prepare_saves, attempt_several),
     Campaign("saves on full disks", 4, prepare_saves, attempt_full),
 )

@@ -7,14 +7,15 @@ import torch
 from conversations import goes_on, said
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_families import FAMILIES, random_tokens
+from small_families import FAMILIES, SELDOM, random_tokens
 from small_recipes import injected, new_cache
 from tiny_models import tiny_model
+from variants import with_slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=with_slow(list(FAMILIES), slow=SELDOM))
 def model(request):
     architecture, rules = FAMILIES[request.param]
     model = tiny_model(architecture)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from storage_formats import decoded, encoded
+from variants import with_slow
 
 from cpu_ops.attention import _region, attend_blocks, compile_for
 from cpu_ops.cpu_features import available, forced_isa
@@ -52,7 +53,13 @@ SHAPES = {
     "blocks of one token, fp32": Shape(2, group=6, k_dim=16, v_dim=16, block_size=1, dtype=np.float32),
     **WIDTH_SHAPES,
 }
-shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+shapes = pytest.mark.parametrize(
+    "shape",
+    with_slow(
+        SHAPES,
+        slow=("mla, q4_0", "qwen2 0.5b, q8_0", "blocks of 16, q8_0", "q8_0 keys, q4_0 values", "odd sizes, bf16"),
+    ),
+)
 
 
 def reference(q, keys, values, block_ids, block_counts, block_lengths, scale, softcap):
@@ -118,8 +125,10 @@ def offsets_of(keys, k_dim, seed):
     return np.random.default_rng(seed).normal(scale=3, size=(*keys.shape[:2], k_dim)).astype(np.float16)
 
 
-@pytest.mark.parametrize("isa", available()[:2])
-@pytest.mark.parametrize("name", ["qwen2 0.5b, q8_0", "group of 7, q4_0"])
+_WITH_OFFSETS = [(name, isa) for name in ("qwen2 0.5b, q8_0", "group of 7, q4_0") for isa in available()[:2]]
+
+
+@pytest.mark.parametrize(("name", "isa"), with_slow(_WITH_OFFSETS, slow=_WITH_OFFSETS[1:-2]))
 @settings(max_examples=20, deadline=None)
 @given(rows=st.integers(1, 2), separate=st.booleans(), threads=st.sampled_from([1, None]), seed=st.integers(0, 2**32))
 def test_keys_less_an_offset_are_attended_to_as_with_it(name, isa, rows, separate, threads, seed):
@@ -139,7 +148,7 @@ def test_offsets_that_fit_no_keys_are_refused(shape):
 
 
 @pytest.mark.parametrize(
-    # `test_keys_less_an_offset...` has the machine's second width too, of two shapes.
+    # `test_keys_less_an_offset...` has the machine's second width too, of one shape.
     "isa",
     [pytest.param(isa, marks=pytest.mark.slow if isa != available()[0] else ()) for isa in available()],
 )

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from storage_formats import decoded, encoded
+from variants import with_slow
 
 from cpu_ops.attention import attend_blocks
 from cpu_ops.causal_attention import attend_blocks_causal
@@ -79,7 +80,7 @@ def assert_close(result, expected, arguments):
     np.testing.assert_allclose(result[1], expected[1], rtol=1e-6, atol=4e-6)
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("shape", with_slow(SHAPES, slow=("mla, q8_0 keys, q4_0 values",)))
 @settings(max_examples=20, deadline=None)
 @given(
     rows=st.integers(1, 2),
@@ -105,7 +106,7 @@ def test_keys_less_an_offset_are_attended_to_as_with_it(q_len):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("isa", available())
+@pytest.mark.parametrize("isa", with_slow(available(), slow=available()[2:]))
 @pytest.mark.parametrize("q_len", [1, 6, 30])
 def test_every_vector_width_computes_the_same(isa, q_len):
     arguments = problem(SHAPES["odd sizes, soft-capped, fp32"], 2, q_len, 16, True, 7)

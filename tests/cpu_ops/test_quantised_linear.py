@@ -9,6 +9,7 @@ import torch
 from gguf import GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from variants import with_slow
 
 from cpu_ops import weight_dots
 from cpu_ops.activations import quantise_rows
@@ -50,8 +51,14 @@ def test_a_format_is_described_as_ggml_has_it(name):
     assert (columns * blocks, size * blocks) == (FORMATS[name].columns, FORMATS[name].block_bytes)
 
 
-@pytest.mark.parametrize("isa", available())
-@pytest.mark.parametrize("name", FORMATS)
+# Without vectors a few formats stand for the others here; formats of one kind are coded alike.
+_BY_ISA = [(name, isa) for name in FORMATS for isa in available()]
+
+
+@pytest.mark.parametrize(
+    ("name", "isa"),
+    with_slow(_BY_ISA, slow=[each for number, each in enumerate(_BY_ISA) if each[1] != available()[0] and number % 4]),
+)
 def test_products_with_codes_are_products_with_the_numbers(name, isa):
     with forced_isa(isa):
         for rows, outputs, blocks, threads in ((1, 40, 3, 1), (7, 16, 1, 2), (4, 1, 2, 2)):

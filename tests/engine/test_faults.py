@@ -11,9 +11,10 @@ import pytest
 import torch
 from faults import RAISED, Faults, require_no_leak, sampled
 from interrupted_forwards import Moments
-from small_families import FAMILIES, REORDERED, random_tokens
+from small_families import FAMILIES, REORDERED, SELDOM, random_tokens
 from small_recipes import injected, new_cache
 from tiny_models import tiny_model
+from variants import with_slow
 
 from hetero_kv.errors import HeteroKVError
 
@@ -84,7 +85,7 @@ def require_nothing_left_of_failures(family, chosen):
     return tries
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=SELDOM))
 def test_a_forward_that_fails_anywhere_leaks_nothing_and_changes_no_answer(family):
     chance = random.Random(family)
     tries = require_nothing_left_of_failures(family, lambda part, places: sampled(places, FAILING[part], chance))
@@ -181,7 +182,7 @@ def require_done_or_not_done(family, chosen):
 
 
 @pytest.mark.usefixtures("whole_collections_afterwards")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=SELDOM))
 def test_an_operation_that_fails_anywhere_is_done_or_not_done(family):
     chance = random.Random(family)
     assert require_done_or_not_done(family, lambda places: sampled(places, OPERATED, chance)) > 30

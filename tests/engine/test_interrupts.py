@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 from interrupted_forwards import Moments
-from small_families import FAMILIES, REORDERED, random_tokens
+from small_families import FAMILIES, REORDERED, SELDOM, random_tokens
 from small_recipes import injected, new_cache
 from tiny_models import tiny_model
+from variants import with_slow
 
 pytestmark = pytest.mark.usefixtures("short_turns_behind_any_past", "one_thread_and_no_collections")
 
@@ -77,7 +78,7 @@ def test_an_interrupted_conversation_goes_on_bit_for_bit(family):
 
 
 # The head of the model comes behind the layers: they have stored everything by then.
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=SELDOM))
 def test_an_interrupt_in_the_last_moment_of_a_forward_undoes_all_of_it(family):
     architecture, rules = FAMILIES[family]
     model = tiny_model(architecture)

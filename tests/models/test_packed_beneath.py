@@ -40,7 +40,7 @@ def answers(model):
     return torch.cat(found, dim=1)
 
 
-@pytest.mark.parametrize("recipe", ["dense", "quest", "streaming_llm"])
+@pytest.mark.parametrize("recipe", ["dense", pytest.param("quest", marks=pytest.mark.slow), "streaming_llm"])
 def test_a_method_over_them_computes_what_it_does_with_weights_of_its_own(q8_0_file, model, recipe):
     settings = SMALL if recipe != "streaming_llm" else {"budget": 16, "max_seq_len": 256}
     standing = packed(model)

@@ -67,7 +67,7 @@ def test_what_is_not_kept_is_told_on_a_gpu_without_a_wait(dropped):
 
 
 # Of bfloat16 the interpreter multiplies no matrices.
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", ["bigbird", "cam", "cascade", "d2o", "random", "roco", "streaming_llm"])
 @torch.no_grad()
 def test_kernels_decode_as_torch_does(policy, dtype, monkeypatch):

@@ -115,10 +115,9 @@ def test_blocks_that_fill_are_estimated_like_those_of_the_prompt(injected, check
     "stored",
     [
         ("auto", "FP16"),
-        ("auto", "Q4_0"),
         ("Q8_0", "Q8_0"),
         # Types that differ from these by how a number is read, which the kernels' own tests have.
-        *(pytest.param(("auto", kind), marks=pytest.mark.slow) for kind in ("BF16", "Q8_0")),
+        *(pytest.param(("auto", kind), marks=pytest.mark.slow) for kind in ("BF16", "Q8_0", "Q4_0")),
     ],
 )
 def test_every_storage_type_is_estimated_from(injected, checked, stored):

@@ -74,7 +74,10 @@ def test_a_later_turn_in_pieces_answers_as_one_on_a_cpu(recipe, settings, kv_typ
     assert float((found[1] - found[0]).abs().max() / found[0].abs().max()) < (1e-4 if kv_type == "FP32" else 2e-3)
 
 
-@pytest.mark.parametrize(("recipe", "settings"), RUNS)
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [pytest.param(*run, marks=pytest.mark.slow if number in (1, 3) else ()) for number, run in enumerate(RUNS)],
+)
 def test_a_later_turn_never_has_the_past_on_the_device(gpu, recipe, settings):
     past = 1500
     model = on_gpu(tiny_model("llama").to(torch.bfloat16))

@@ -52,7 +52,13 @@ def assert_rows_are_what_they_are_alone(model, rules, prompts=PROMPTS):
     assert_same_but_for_rounding(batch.logits[-1], alone(model, new_cache(model), joined), "the one that joined")
 
 
-@pytest.mark.parametrize(("recipe", "device"), on_both(RECIPES), indirect=["device"])
+# Which differ from others in how a prompt is attended to, or in what they choose by.
+_LIKE_OTHERS = (
+    "flexprefill", "minference", "shadowkv_minference", "self_extend_quest", "kvretrieval", "streaming", "loki",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "device"), on_both(RECIPES, slow=_LIKE_OTHERS), indirect=["device"])
 def test_rows_of_their_own_lengths_are_what_they_are_alone(recipe, device, model_of):
     assert_rows_are_what_they_are_alone(model_on(device, model_of()), small_recipe(recipe))
 

@@ -53,7 +53,7 @@ def test_nothing_is_pageable_and_nothing_blocks(gpu, refactor_above):
     assert {layer.counted.factored for layer in cache.layers} == {1 if refactor_above else 2}
 
 
-@pytest.mark.parametrize("value_type", ["FP16", "FP32"])
+@pytest.mark.parametrize("value_type", ["FP16", pytest.param("FP32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("refactor_above", [0.0, 0.99, 1.0])
 def test_a_later_turn_waits_for_copies_and_once_behind_all_layers(gpu, refactor_above, value_type):
     model = on_gpu(tiny_model("llama").to(torch.bfloat16))
@@ -112,7 +112,9 @@ def test_a_log_of_missed_chunks_that_has_grown_long_is_counted_at_the_end_of_a_t
 @pytest.mark.usefixtures("in_small_pieces")
 @pytest.mark.parametrize("refactor_above", [0.0, 1.0])
 # A number that rounding brings over the edge of a step is stored as its neighbour.
-@pytest.mark.parametrize(("value_type", "tolerance"), [("FP32", 1e-4), ("FP16", 1e-4), ("Q8_0", 1e-3)])
+@pytest.mark.parametrize(
+    ("value_type", "tolerance"), [("FP32", 1e-4), pytest.param("FP16", 1e-4, marks=pytest.mark.slow), ("Q8_0", 1e-3)]
+)
 def test_a_later_turn_in_pieces_answers_as_one_on_a_cpu(gpu, refactor_above, value_type, tolerance):
     plain = tiny_model("llama", head_dim=32)
     parts = random_tokens(181, batch=2).split([100, *[1] * 5, 43, *[1] * 3, 27, *[1] * 3], dim=1)

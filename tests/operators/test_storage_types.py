@@ -63,7 +63,7 @@ def random_tokens(count, seed):
     return torch.randint(2, 97, (1, count), generator=torch.Generator().manual_seed(seed))
 
 
-PROMPT, ANSWER, TURN = random_tokens(45, 1), random_tokens(200, 2), random_tokens(21, 3)
+PROMPT, ANSWER, TURN = random_tokens(45, 1), random_tokens(110, 2), random_tokens(21, 3)
 PARTS = [PROMPT, *ANSWER.split(1, dim=1), TURN, *random_tokens(10, 4).split(1, dim=1)]
 
 
