@@ -10,7 +10,8 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -58,6 +59,17 @@ def console(*, stderr: bool = False) -> Console:
     """A console of rich whose texts are printable; its own colours and cursor movements are not touched."""
     # A name may have colons, `quest:x:y=3`: what stands between them is no emoji.
     return _PrintableConsole(stderr=stderr, emoji=False)
+
+
+@contextmanager
+def passing_line(text: str) -> Iterator[None]:
+    """A line on standard error that says what is being done, gone when it is done; nothing where that is no terminal."""
+    terminal = console(stderr=True)
+    if not terminal.is_terminal:
+        yield
+        return
+    with terminal.status(text):
+        yield
 
 
 class _PrintableFormatter(logging.Formatter):

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from rich.text import Text
 from hetero_kv import printing
 from hetero_kv.cli import main, print_error
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.printing import console, json_text, printable
+from hetero_kv.printing import console, json_text, passing_line, printable
 
 CHECKOUT = Path(__file__).parents[1]
 #: Moves the cursor, renames the window, fills the clipboard, begins a sequence in C1, turns the direction around.
@@ -113,3 +114,20 @@ def test_a_terminal_without_utf_8_gets_question_marks_and_no_traceback(encoding:
     assert ended.stderr.startswith(b"error: hetero-kv has no command '?'")
     assert b"Traceback" not in ended.stderr
     assert (ended.returncode, ended.stdout.split()) == (2, [b"?", b"?"])
+
+
+def test_a_passing_line_is_gone_afterwards_and_is_not_there_where_there_is_no_terminal(monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", written)
+    with passing_line("preparing"):
+        pass
+    assert written.getvalue() == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    with passing_line("preparing"):
+        # Another thread writes it.
+        until = time.monotonic() + 30
+        while "preparing" not in written.getvalue() and time.monotonic() < until:
+            time.sleep(0.01)
+    # The last that is written erases it.
+    assert written.getvalue().rpartition("preparing")[2].endswith("\x1b[2K")

@@ -17,6 +17,7 @@ from hetero_kv.contexts.prefix_cache import PrefixCache
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel, open_model
 from hetero_kv.planning.plan import beyond_training
+from hetero_kv.printing import passing_line
 from hetero_kv.rules.injection import Injection, inject
 from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, in_force
@@ -143,7 +144,8 @@ def open_session(options: ChatOptions) -> ChatSession:
         injection = inject(opened.model, rules, command_line=command_line, settings_file=settings_file)
     loaded = opened.load()
     if injection is not None:
-        injection.compile_kernels()
+        with passing_line("preparing kernels; the first time for a model and a method they are compiled"):
+            injection.compile_kernels()
     use = options.contexts.context_cache
     prefixes = None if use == "off" else PrefixCache(open_store(options.contexts), writes=use == "on")
     conversation = Conversation(
