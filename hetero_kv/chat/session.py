@@ -21,7 +21,7 @@ from hetero_kv.printing import passing_line
 from hetero_kv.rules.injection import Injection, inject
 from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, in_force
-from hetero_kv.rules.recipes import display
+from hetero_kv.rules.recipes import DEFAULT_RECIPE, display
 from hetero_kv.rules.settings_file import ensure_settings_file, read_settings_file, settings_path
 from hetero_kv.settings.engine_settings import GPU, EngineSettings
 from hetero_kv.threads import set_threads
@@ -123,7 +123,7 @@ def open_session(options: ChatOptions) -> ChatSession:
         rules, command_line = config.rules, config.command_line(options.long_context)
         engine = rules.engine_settings(command_line=command_line, settings_file=settings_file)
     else:
-        _warn_of_unused(options.flags_given)
+        _warn_of_unused([*(["config"] if options.rules != DEFAULT_RECIPE else []), *options.flags_given])
         given = [Given(COMMAND_LINE, command_line), Given(SETTINGS_FILE, settings_file)]
         engine = in_force(EngineSettings, given, where="settings").settings
     _require_contexts(options)

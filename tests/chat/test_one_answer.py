@@ -182,6 +182,8 @@ def test_stop_texts_and_sampling_reach_the_answer(chat: Chat):
 def test_flags_without_effect_in_normal_mode_are_named(chat: Chat, caplog: pytest.LogCaptureFixture):
     chat("--prompt", QUESTION, "--mode", "normal", "--block-size", 16, "--cpu_infer", 1)
     assert "--block_size: no effect in --mode normal" in caplog.text
+    chat("--prompt", QUESTION, "--mode", "normal", "--config", "quest")
+    assert "--config: no effect in --mode normal" in caplog.text
     assert "--cpu_infer" not in caplog.text
 
 
