@@ -150,6 +150,14 @@ def test_an_injected_model_needs_a_hetero_cache(llama):
         llama(PROMPT, use_cache=False)
 
 
+def test_a_padded_batch_without_a_hetero_cache_is_told_what_to_take(llama):
+    inject(llama, rules())
+    mask = torch.ones_like(PROMPT)
+    mask[0, :5] = 0
+    with pytest.raises(UnsupportedModelError, match=r"hides 5 tokens, .* past_key_values=HeteroCache\(model\)"):
+        llama(PROMPT, attention_mask=mask)
+
+
 def test_batches_that_are_padded_on_the_right_are_refused(llama):
     inject(llama, rules())
     mask = torch.ones_like(PROMPT)

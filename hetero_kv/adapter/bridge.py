@@ -165,8 +165,8 @@ def _mask_function(
     """The mask function `hetero_kv`: no mask is ever built, and what would need one is refused."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UnsupportedModelError(
-            f"the attention mask hides {int((~attention_mask.bool()).sum())} tokens from a module that is called by "
-            "itself; call the model with it, which takes left-padded prompts"
+            f"the attention mask hides {int((~attention_mask.bool()).sum())} tokens, and the call has no HeteroCache, "
+            "which knows what is padding; give the whole model past_key_values=HeteroCache(model)"
         )
     if use_vmap:
         raise UnsupportedModelError(
