@@ -63,7 +63,7 @@ def console(*, stderr: bool = False) -> Console:
 
 @contextmanager
 def passing_line(text: str) -> Iterator[None]:
-    """A line on standard error that says what is being done, gone when it is done; nothing where that is no terminal."""
+    """A line on standard error that says what is being done, gone afterwards; none where that is no terminal."""
     terminal = console(stderr=True)
     if not terminal.is_terminal:
         yield
