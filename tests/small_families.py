@@ -73,10 +73,6 @@ FAMILIES = {
 SELDOM = (
     "blocks by bounds",
     "tokens by preselection",
-    "selections that are reused",
-    "factors",
-    "entropy in strides",
-    "a layer left alone",
 )
 #: ShadowKV's chunks may lie in other slots afterwards, which changes the order of sums.
 REORDERED = "factors", "factors of answers", "all kinds at once"

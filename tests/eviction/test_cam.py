@@ -86,9 +86,10 @@ def test_another_seed_keeps_the_same_entries_with_other_values_and_h2o_keeps_the
 
 
 @pytest.mark.parametrize(
-    ("dtype", "recent"), [("bfloat16", 1024), ("float16", 1024), ("bfloat16", 100), ("bfloat16", 7)]
+    ("dtype", "recent", "at_once"),
+    [("bfloat16", 1024, 1), ("bfloat16", 1024, 3), ("float16", 1024, 1), ("bfloat16", 100, 1), ("bfloat16", 7, 1)],
 )
-def test_what_half_precision_adds_token_by_token_is_what_float32_adds(dtype, recent):
+def test_what_half_precision_adds_few_at_a_time_is_what_float32_adds(dtype, recent, at_once):
     """All values 1, each evicted merged: what is added to an entry grows with the tokens that it was recent for."""
     steps = recent + 50
     added = {}
@@ -97,8 +98,9 @@ def test_what_half_precision_adds_token_by_token_is_what_float32_adds(dtype, rec
         kind = getattr(torch, name)
         entries = no_entries(torch.zeros(1, 2, 0, 4, dtype=kind), torch.zeros(1, 2, 0, 4, dtype=kind))
         entries = entries.with_room(recent + 16 + steps)
-        for position in range(recent + 16 + steps):
-            entries = entries.with_room(1, spare=64).grown(*2 * [torch.ones(1, 2, 1, 4, dtype=kind)], position)
+        for position in range(0, recent + 16 + steps, at_once):
+            new = 2 * [torch.ones(1, 2, at_once, 4, dtype=kind)]
+            entries = entries.with_room(at_once, spare=64).grown(*new, position)
             like = torch.ones(1, 2, entries.num_entries)
             entries = entries.scored(received=like, queries=like)
             if entries.num_entries > recent + 16:

@@ -52,10 +52,8 @@ def assert_rows_are_what_they_are_alone(model, rules, prompts=PROMPTS):
     assert_same_but_for_rounding(batch.logits[-1], alone(model, new_cache(model), joined), "the one that joined")
 
 
-# Which differ from others in how a prompt is attended to, or in what they choose by.
-_LIKE_OTHERS = (
-    "flexprefill", "minference", "shadowkv_minference", "self_extend_quest", "kvretrieval", "streaming", "loki",
-)  # fmt: skip
+# Which differ from others in how a long prompt is attended to, or put together what two others have.
+_LIKE_OTHERS = "flexprefill", "minference", "shadowkv_minference", "self_extend_quest", "kvretrieval", "streaming"
 
 
 @pytest.mark.parametrize(("recipe", "device"), on_both(RECIPES, slow=_LIKE_OTHERS), indirect=["device"])

@@ -38,8 +38,8 @@ class CaM(EvictionPolicy[CaMSettings]):
     An evicted value is added to each of the r newest, divided by r, with the probability that its mean attention has
     to that of these: what they add to a later output is then, in the mean, what it would have added itself.
 
-    A single value's r-th is less than half precision tells of an entry, where r is large. There it is divided among
-    every n-th of the newest. Each moves back by a place with every token, so that they take turns.
+    An r-th of a few values is less than half precision tells of an entry, where r is large. There they are divided
+    among every n-th of the newest. Each moves back by a place with every token, so that they take turns.
     """
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
@@ -62,7 +62,7 @@ class CaM(EvictionPolicy[CaMSettings]):
         weights = joins.float()
         # Of several a product with a matrix, whose order of addition is the same every time.
         total = weights[..., None] * evicted if gone.shape[2] == 1 else weights[..., None, :] @ evicted.float()
-        every = 1 if gone.shape[2] > 1 else -(-recent // most_that_show(kept.values.dtype))
+        every = -(-recent // (gone.shape[2] * most_that_show(kept.values.dtype)))
         merged = kept.values[:, :, -recent::every]
         # In memory that was just taken for them; added in float32, whatever they are.
         merged.add_(total / merged.shape[2])
