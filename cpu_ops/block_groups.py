@@ -128,7 +128,9 @@ def for_every_head(places, kv_heads):
     found = np.empty((rows * kv_heads, 1, count), np.int32)
     for row in range(rows):
         for head in range(kv_heads):
-            found[row * kv_heads + head, 0] = places[row, min(head, lists - 1)]
+            # One by one: for arrays Numba compiles what a mismatch of shapes is told by as well, six seconds of it.
+            for place in range(count):
+                found[row * kv_heads + head, 0, place] = places[row, min(head, lists - 1), place]
     return found
 
 

@@ -29,6 +29,7 @@ from cpu_ops.retrieval_step import AS_GIVEN, BAD_CONTEXT, BAD_LISTS, BAD_PLACE, 
 from cpu_ops.step_parts import (
     attended_lists,
     by_head,
+    copy_into,
     head_row,
     head_rows,
     merge_into,
@@ -36,7 +37,7 @@ from cpu_ops.step_parts import (
     scale_and_cap,
     sums_of_powers,
 )
-from cpu_ops.storage import pool_arrays
+from cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL, items_of
 
 
 class Flags(NamedTuple):
@@ -57,29 +58,24 @@ class Flags(NamedTuple):
 
 
 @cache
-def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
-    """Compile the kernel for queries of `dtype` and pools whose memory is viewed as these, or load it from the cache.
-
-    numbers: keys and values (`storage.numbers_of`). kind: representatives and mean values. coarse: what candidates are
-    scored by, and what that differs from, as `numbers`.
-    """
+def kernel_for(dtype: str) -> Any:
+    """Compile the kernel for queries of `dtype`, or load it from the cache; one for pools of all storage types."""
     code_version = CODE_VERSION
     given = types.Array(from_dtype(np.dtype(dtype)), 4, "C")
-    vectors = types.Array(from_dtype(np.dtype(kind)), 4, "C")
+    pool = types.Array(types.uint8, 4, "C")
     int3, int2, int1 = (types.Array(types.int32, dims, "C") for dims in (3, 2, 1))
     integers, lse3, real = types.Array(types.int64, 1, "C"), types.Array(types.float32, 3, "C"), types.float64
     signature = real(
-        given, given, given, *pool_arrays(numbers), vectors, vectors, *pool_arrays(coarse), OFFSETS, int1,
-        vectors, vectors, types.int64, int2, types.int64, types.int64, types.int64, int3, int3, types.boolean, integers,
-        real, real, real,
-        integers, integers, lse3, given, lse3, types.Array(types.float32, 4, "C"), integers,
+        given, given, given, pool, pool, pool, pool, pool, pool, OFFSETS, int1, pool, pool,
+        types.int64, int2, types.int64, types.int64, types.int64, int3, int3, types.boolean, integers,
+        real, real, real, integers, integers, integers, lse3, given, lse3, types.Array(types.float32, 4, "C"), integers,
     )  # fmt: skip
 
     @njit(signature, cache=True, nogil=True, error_model="numpy")
     def step(
         q, k, v, keys, values, representatives, value_means, coarse_keys, coarse_means, key_offsets, lengths,
         group_vectors, group_values, position, table, first, end, which, positions, allowed, shared, flags, target,
-        scale, softcap, addresses, shape, beside, out, lse, masses, taken,
+        scale, softcap, addresses, shape, itemsizes, beside, out, lse, masses, taken,
     ):  # fmt: skip
         (
             reduce,
@@ -95,6 +91,10 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
             candidates,
             rehearses,
         ) = flags
+        keys, values = items_of(keys, itemsizes[0]), items_of(values, itemsizes[1])
+        representatives, value_means = items_of(representatives, itemsizes[2]), items_of(value_means, itemsizes[3])
+        coarse_keys, coarse_means = items_of(coarse_keys, itemsizes[4]), items_of(coarse_means, itemsizes[5])
+        group_vectors, group_values = items_of(group_vectors, itemsizes[2]), items_of(group_values, itemsizes[3])
         rows, kv_heads = q.shape[0], keys.shape[1]
         group, k_dim, v_dim = shape[0], shape[1], shape[2]
         heads, block_size = kv_heads * group, np.int64(keys.shape[2])
@@ -113,7 +113,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
         stored = np.float64(0 * code_version)
         if position >= 0:
             written = numbers_given(k), numbers_given(v), keys, values, table, position
-            stored = np.float64(call_kernel("store", numbers, addresses[1], written))
+            stored = np.float64(call_kernel("store", UNTYPED_POOL, addresses[1], written))
             if stored < 0:
                 return BAD_PLACE
         taken[:] = 0
@@ -147,11 +147,11 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                         queries, group_vectors, grouped, keys.shape[2] * group_blocks, scale, softcap, of_groups,
                         group_weights, group_masses,
                     )  # fmt: skip
-                    run_region("mean scores", kind, addresses[0], addresses[3], threads, scored)
+                    run_region("mean scores", UNTYPED, addresses[0], addresses[3], threads, scored)
                 else:
                     in_use = np.full(rows, groups, np.int32)
                     asking = addresses[0], addresses[3], queries, group_vectors, grouped, in_use, threads, of_groups
-                    call_kernel("score", kind, addresses[2], asking)
+                    call_kernel("score", UNTYPED, addresses[2], asking)
                     scale_and_cap(of_groups, np.float32(scale), np.float32(softcap))
             if given_positions.shape[2] > 0:
                 groups_of(given_positions, group_blocks, groups, opened)
@@ -183,18 +183,18 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                     by_row, vectors_by_row, ids, block_size, scale, softcap, head_rows(likely),
                     head_rows(weights), head_rows(block_masses),
                 )  # fmt: skip
-                run_region("mean scores", kind, addresses[0], addresses[3], threads, scored)
+                run_region("mean scores", UNTYPED, addresses[0], addresses[3], threads, scored)
             if looks_at_all:
                 taken[1] = number_of(entries)
                 looked = (
                     by_row, by_head(coarse_keys), by_head(coarse_means), ids, np.empty((each_row, 1, 0), np.int32),
                     scale, softcap, head_rows(weights), head_rows(block_masses), unread,
                 )  # fmt: skip
-                run_region("candidates", coarse, addresses[0], addresses[4], threads, looked)
+                run_region("candidates", UNTYPED_POOL, addresses[0], addresses[4], threads, looked)
             elif which == CHOSEN and not has_mean:
                 in_use = np.full(each_row, count, np.int32)
                 asking = addresses[0], addresses[3], by_row, vectors_by_row, ids, in_use, threads, head_rows(likely)
-                call_kernel("score", kind, addresses[2], asking)
+                call_kernel("score", UNTYPED, addresses[2], asking)
                 scale_and_cap(likely, np.float32(scale), np.float32(softcap))
             if has_mean or which == CHOSEN:
                 scored_blocks = number_of(entries)
@@ -219,7 +219,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                 addresses[0], addresses[6], np.int64(0), asked, keys, values, key_offsets, attended_ids, counts,
                 lengths, scale, softcap, threads, out_window, lse_window,
             )  # fmt: skip
-            if call_kernel("attend lists", numbers, addresses[5], attending) < 0:
+            if call_kernel("attend lists", UNTYPED_POOL, addresses[5], attending) < 0:
                 return BAD_LISTS
             beside = sums_of_powers(lse_window, beside)
             window_first, window_end = 0, table.shape[1]
@@ -245,7 +245,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                     by_row, by_head(coarse_keys), by_head(coarse_means), ids, for_every_head(proposed, kv_heads),
                     scale, softcap, head_rows(weights), head_rows(block_masses), unread,
                 )  # fmt: skip
-                run_region("candidates", coarse, addresses[0], addresses[4], threads, looked)
+                run_region("candidates", UNTYPED_POOL, addresses[0], addresses[4], threads, looked)
                 taken[1] = number_of(proposed)
                 choosing = (
                     block_masses, block_masses, True, beside, elsewhere, proposed, shared, reduce, target, least, most,
@@ -261,7 +261,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                 by_row, by_head(coarse_keys), by_head(coarse_means), ids, for_every_head(places, kv_heads), scale,
                 softcap, head_rows(weights), head_rows(block_masses), head_rows(token_scores),
             )  # fmt: skip
-            run_region("candidates", coarse, addresses[0], addresses[4], threads, looked)
+            run_region("candidates", UNTYPED_POOL, addresses[0], addresses[4], threads, looked)
             chosen = np.empty((rows, lists, token_scores.shape[3]), np.int32)
             token_counts = np.empty((rows, lists, 3), np.int32)
             blocks_of = pool_blocks(positions, context)
@@ -282,7 +282,7 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                 addresses[0], addresses[12], queries, keys, values, key_offsets, chosen, token_counts, scale, softcap,
                 threads, attended, lse,
             )  # fmt: skip
-            call_kernel("attend tokens", numbers, addresses[11], attending_tokens)
+            call_kernel("attend tokens", UNTYPED_POOL, addresses[11], attending_tokens)
         else:
             if rehearses:
                 return stored
@@ -293,11 +293,12 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                 addresses[0], addresses[6], np.int64(0), asked, keys, values, key_offsets, attended_ids, counts,
                 lengths, scale, softcap, threads, attended, lse,
             )  # fmt: skip
-            if call_kernel("attend lists", numbers, addresses[5], attending) < 0:
+            if call_kernel("attend lists", UNTYPED_POOL, addresses[5], attending) < 0:
                 return BAD_LISTS
         if separate:
             merge_into(attended, lse, out_window, lse_window)
-        masses[0], masses[1] = lse, lse
+        copy_into(lse, masses[0])
+        copy_into(lse, masses[1])
         if which != EVERYTHING:
             masses[1] = np.nan
             if has_mean:
@@ -309,16 +310,16 @@ def kernel_for(dtype: str, numbers: str, kind: str, coarse: str) -> Any:
                     addresses[0], addresses[8], by_head(value_means), ids, head_rows(weights), head_rows(block_masses),
                     estimates != 0, threads, head_rows(attended), head_row(lse), head_row(total),
                 )  # fmt: skip
-                call_kernel("rest", kind, addresses[7], rest)
+                call_kernel("rest", UNTYPED, addresses[7], rest)
                 # Of keys by their mean alone, without a deviation, less is known than a step knew that looked at them.
                 if which == CHOSEN or rerank != 0 or representatives.shape[2] > 1:
-                    masses[1] = sums_of_powers(total, elsewhere)
+                    copy_into(sums_of_powers(total, elsewhere), masses[1])
                 if groups > 0 and estimates != 0:
                     rest = (
                         addresses[0], addresses[8], group_values, grouped, group_weights, group_masses, estimates != 0,
                         threads, attended, lse, total,
                     )  # fmt: skip
-                    call_kernel("rest", kind, addresses[7], rest)
+                    call_kernel("rest", UNTYPED, addresses[7], rest)
         for row in range(rows):
             for head in range(heads):
                 for d in range(v_dim):

@@ -27,6 +27,7 @@ from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import all_threads
 from cpu_ops.retrieval_step import BAD_SHAPES, REFUSALS
 from cpu_ops.storage import numbers_of, storage_of
+from cpu_ops.untyped_arrays import as_bytes
 
 
 class Choice(NamedTuple):
@@ -107,12 +108,8 @@ class EstimatingStep:
         )  # fmt: skip
         self.stores = key_offsets is None and token_store.stores(keys.dtype) and token_store.stores(values.dtype)
         coarse, coarse_means = (keys if key_codes is None else key_codes), representatives
-        coarse_numbers = numbers_of(storage, kind)
-        if key_codes is not None:
-            coarse_numbers = f"uint8,{kind.kernel_dtype.name}"
-        elif key_offsets is not None:
+        if key_codes is None and key_offsets is not None:
             coarse_means = key_offsets.view(np.float16)[:, :, None]
-            coarse_numbers = numbers_of(storage, storage_of(coarse_means.dtype))
         means = value_means
         if means is None:
             means = np.empty((1, kv_heads, 1, -(-self.v_dim // kind.group)), representatives.dtype)
@@ -150,17 +147,15 @@ class EstimatingStep:
             ],
             np.int64,
         )
-        self._kernel = kernel_for(np.dtype(dtype).name, numbers, kind.kernel_dtype.name, coarse_numbers)
+        self._kernel = kernel_for(np.dtype(dtype).name)
         arrays = keys, values, representatives, means, coarse, coarse_means
-        viewed = tuple(
-            array if array is key_codes else array.view(storage_of(array.dtype).kernel_dtype) for array in arrays
+        sizes = [1 if array is key_codes else storage_of(array.dtype).kernel_dtype.itemsize for array in arrays]
+        self._itemsizes = np.array(sizes, np.int64)
+        self._pool = *map(as_bytes, arrays), attention.NO_OFFSETS if key_offsets is None else key_offsets
+        self._groups = (
+            as_bytes(representatives if group_vectors is None else group_vectors),
+            as_bytes(means if group_values is None else group_values),
         )
-        self._pool = *viewed, attention.NO_OFFSETS if key_offsets is None else key_offsets
-        of_groups = (
-            representatives if group_vectors is None else group_vectors,
-            means if group_values is None else group_values,
-        )
-        self._groups = tuple(array.view(kind.kernel_dtype) for array in of_groups)
         flags = Flags(
             choice.reduce, choice.rerank, choice.least, has_mean, key_codes is not None,
             value_means is not None, threads,
@@ -217,8 +212,8 @@ class EstimatingStep:
     ) -> float:  # fmt: skip
         status = self._kernel(
             q, k, v, *self._pool, self._lengths, *self._groups, position, table, first, end, which, positions, allowed,
-            shared, flags, self._target, scale, softcap, self._addresses, self._shape, beside, out, lse, masses,
-            self.taken,
+            shared, flags, self._target, scale, softcap, self._addresses, self._shape, self._itemsizes, beside, out,
+            lse, masses, self.taken,
         )  # fmt: skip
         if status < 0:
             raise (ValueError if status == BAD_SHAPES else IndexError)(REFUSALS[status])

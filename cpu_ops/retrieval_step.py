@@ -13,8 +13,9 @@ from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.kernel_address import address_of, call_kernel
 from cpu_ops.number_bits import number, rounded
 from cpu_ops.parallel_region import all_threads
-from cpu_ops.step_parts import by_head, head_rows
-from cpu_ops.storage import numbers_of, pool_arrays, storage_of
+from cpu_ops.step_parts import by_head, copy_into, head_rows
+from cpu_ops.storage import numbers_of, storage_of
+from cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL, as_bytes, items_of
 
 EVERYTHING, AS_GIVEN, CHOSEN = 0, 1, 2
 """Which blocks a step attends to: all; those at given positions; those that it chooses."""
@@ -70,10 +71,11 @@ class RetrievalStep:
         attender = address_of(list_attention.kernel_for(numbers))
         self._addresses = np.array([all_threads(), store, scorer, scored_by, attender, attend], np.int64)
         self._shape = np.array([group, k_dim, self.v_dim], np.int64)
-        blocks = keys.view(storage.kernel_dtype), values.view(value_storage.kernel_dtype)
         offsets = attention.NO_OFFSETS if key_offsets is None else key_offsets
-        self._pool = *blocks, offsets, representatives.view(kind.kernel_dtype), lengths
-        self._kernel = _kernel(np.dtype(dtype).name, numbers, kind.kernel_dtype.name)
+        self._pool = as_bytes(keys), as_bytes(values), offsets, as_bytes(representatives), lengths
+        sizes = [each.kernel_dtype.itemsize for each in (storage, value_storage, kind)]
+        self._itemsizes = np.array(sizes, np.int64)
+        self._kernel = _kernel(np.dtype(dtype).name)
         self._threads = threads
         self.group, self._bound = group, (dtype, softcapped)
 
@@ -103,7 +105,7 @@ class RetrievalStep:
         """
         status = self._kernel(
             q, k, v, *self._pool, position, table, first, end, which, positions, allowed, shared, largest,
-            scale, softcap, self._threads, self._addresses, self._shape, out, lse,
+            scale, softcap, self._threads, self._addresses, self._shape, self._itemsizes, out, lse,
         )  # fmt: skip
         if status < 0:
             raise (ValueError if status == BAD_SHAPES else IndexError)(REFUSALS[status])
@@ -111,24 +113,27 @@ class RetrievalStep:
 
 
 @cache
-def _kernel(dtype: str, numbers: str, representative_numbers: str) -> Any:
+def _kernel(dtype: str) -> Any:
+    """Compile the kernel for queries of `dtype`; one for pools of all storage types."""
     code_version = CODE_VERSION
 
     given = types.Array(from_dtype(np.dtype(dtype)), 4, "C")
-    kind = types.Array(from_dtype(np.dtype(representative_numbers)), 4, "C")
+    pool, integers = types.Array(types.uint8, 4, "C"), types.Array(types.int64, 1, "C")
     int3, int2, int1 = (types.Array(types.int32, dims, "C") for dims in (3, 2, 1))
     signature = types.float64(
-        given, given, given, *pool_arrays(numbers), list_attention.OFFSETS, kind, int1, types.int64, int2,
+        given, given, given, pool, pool, list_attention.OFFSETS, pool, int1, types.int64, int2,
         types.int64, types.int64, types.int64, int3, int3, types.boolean, types.boolean, types.float64, types.float64,
-        types.int64, types.Array(types.int64, 1, "C"), types.Array(types.int64, 1, "C"), given,
+        types.int64, integers, integers, integers, given,
         types.Array(types.float32, 3, "C"),
     )  # fmt: skip
 
     @njit(signature, cache=True, nogil=True, error_model="numpy")
     def step(
         q, k, v, keys, values, key_offsets, representatives, lengths, position, table, first, end, which, positions,
-        allowed, shared, largest, scale, softcap, threads, addresses, shape, out, lse,
+        allowed, shared, largest, scale, softcap, threads, addresses, shape, itemsizes, out, lse,
     ):  # fmt: skip
+        keys, values = items_of(keys, itemsizes[0]), items_of(values, itemsizes[1])
+        representatives = items_of(representatives, itemsizes[2])
         rows, kv_heads = q.shape[0], keys.shape[1]
         group, k_dim, v_dim = shape[0], shape[1], shape[2]
         heads = kv_heads * group
@@ -154,7 +159,7 @@ def _kernel(dtype: str, numbers: str, representative_numbers: str) -> Any:
                     for d in range(v_dim):
                         new_values[row, head, d] = number(v[row, head, 0, d])
             written = new_keys, new_values, keys, values, table, position
-            stored = np.float64(call_kernel("store", numbers, addresses[1], written))
+            stored = np.float64(call_kernel("store", UNTYPED_POOL, addresses[1], written))
             if stored < 0:
                 return BAD_PLACE
         queries = np.empty((rows, kv_heads, group, k_dim), np.float32)
@@ -182,9 +187,9 @@ def _kernel(dtype: str, numbers: str, representative_numbers: str) -> Any:
                         addresses[0], addresses[3], by_row, by_head(representatives), ids, counts, threads,
                         head_rows(block_scores),
                     )  # fmt: skip
-                if call_kernel("score", representative_numbers, addresses[2], scored) < 0:
+                if call_kernel("score", UNTYPED, addresses[2], scored) < 0:
                     return BAD_CONTEXT
-                positions[:] = best_blocks(block_scores, positions.shape[2], allowed, shared, largest)
+                copy_into(best_blocks(block_scores, positions.shape[2], allowed, shared, largest), positions)
             ids = attended_ids(table, positions, first, end)
         in_use = np.full((rows, ids.shape[1]), ids.shape[2], np.int32)
         attended = np.empty((rows, kv_heads, group, v_dim), np.float32)
@@ -193,7 +198,7 @@ def _kernel(dtype: str, numbers: str, representative_numbers: str) -> Any:
             addresses[0], addresses[5], np.int64(0), asked, keys, values, key_offsets, ids, in_use, lengths, scale,
             softcap, threads, attended, lse,
         )  # fmt: skip
-        if call_kernel("attend lists", numbers, addresses[4], attending) < 0:
+        if call_kernel("attend lists", UNTYPED_POOL, addresses[4], attending) < 0:
             return BAD_LISTS
         for row in range(rows):
             for head in range(heads):

@@ -21,6 +21,18 @@ def numbers_given(given):
 
 
 @njit
+def copy_into(given, place):
+    """Write [n, n', n''] to `place`, of the same shape.
+
+    Of `place[:] = given` Numba compiles, for every kernel anew, the text of the error for shapes that differ: seconds.
+    """
+    for first in range(given.shape[0]):
+        for second in range(given.shape[1]):
+            for third in range(given.shape[2]):
+                place[first, second, third] = given[first, second, third]
+
+
+@njit
 def by_head(pool):
     """[num_blocks, kv_heads, n, dim] as [num_blocks * kv_heads, 1, n, dim], the same memory."""
     return pool.reshape(pool.shape[0] * pool.shape[1], 1, pool.shape[2], pool.shape[3])

@@ -1,11 +1,14 @@
 """Dividing lists of blocks among threads by tokens, and merging what several threads computed of one list."""
 
 import numpy as np
-from numba import njit
+from numba import njit, types
 
 from cpu_ops.exponential import LN_2, exp2
 
 BAD_ID, BAD_COUNT, BAD_LENGTH = -1, -2, -3
+_INTEGER = types.int64
+_REAL4, _REAL3, _REAL2 = (types.Array(types.float32, dims, "C") for dims in (4, 3, 2))
+_PART = types.Array(types.float32, 2, "A")
 
 
 @njit
@@ -36,7 +39,14 @@ def list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size):
     return starts
 
 
-@njit(error_model="numpy")
+# With a signature, as `scratch`.
+@njit(
+    types.none(
+        _INTEGER, _INTEGER, types.boolean, _INTEGER, _INTEGER, _PART, _PART, _REAL2, types.Array(_INTEGER, 1, "C"),
+        _REAL3, _REAL2, _REAL2, _REAL4, _REAL3,
+    ),
+    cache=True, nogil=True, error_model="numpy",
+)  # fmt: skip
 def keep_part(
     index, edge, whole, tile_queries, row_size, most, totals, sums, edges, edge_sums, edge_most, edge_total, out, lse
 ):  # fmt: skip
