@@ -109,6 +109,15 @@ def _merge(out, lses, at, other, other_lse):
     lses[at] = both
 
 
+@njit
+def _keep(sums, lse, mass, sums_place, lse_place, mass_place):
+    """Write sums [group, v_dim], lse and mass [group] to their places; one by one, as `step_parts.copy_into`."""
+    for g in range(sums.shape[0]):
+        lse_place[g], mass_place[g] = lse[g], mass[g]
+        for d in range(sums.shape[1]):
+            sums_place[g, d] = sums[g, d]
+
+
 @cache
 def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
     lanes, full_tiles, tile_queries, rest_queries, row_size, *_ = tiles_for(instructions, group, 1)
@@ -173,11 +182,11 @@ def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
                         sums, full_queries * v_dim,
                     )  # fmt: skip
             if stop - start == blocks:
-                whole_out[row, head], whole_lse[row, head], whole_mass[row, head] = sums, lse, mass
+                _keep(sums, lse, mass, whole_out[row, head], whole_lse[row, head], whole_mass[row, head])
             else:
                 part = 2 * thread + (0 if index * blocks < first else 1)
                 parts[part] = index
-                part_out[part], part_lse[part], part_mass[part] = sums, lse, mass
+                _keep(sums, lse, mass, part_out[part], part_lse[part], part_mass[part])
         return np.int64(0 * code_version)
 
     return estimate

@@ -89,7 +89,8 @@ def _products(matrices, rows):
     table = np.zeros((len(matrices), 8), np.int64)
     column = 0
     for index in range(len(matrices)):
-        table[index, :4] = matrices[index]
+        for each in range(4):
+            table[index, each] = matrices[index, each]
         table[index, 4], table[index, 6] = column, rows
         column += matrices[index, 1] * TILE
     return table
