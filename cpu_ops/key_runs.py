@@ -7,16 +7,21 @@ QUERY_BLOCK = 64
 """Queries that share a list of keys, from the chunk's first on."""
 
 
-def line_runs(lines: np.ndarray, bands: np.ndarray, past: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+def line_runs(
+    lines: np.ndarray, bands: np.ndarray, past: int, n: int, key_blocks: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Runs of one head in a chunk of n tokens behind `past`, from vertical lines and diagonal bands.
 
     lines: [count, 2] int32, tokens [first, stop) that all later queries see, in order, without overlap. bands: [count,
     2] int32, distances [least, stop) at which a query sees keys, likewise. A block of queries sees every token that any
-    of them sees in a band, and its own tokens.
+    of them sees in a band, and its own tokens. key_blocks: [blocks, count] int32, blocks of `QUERY_BLOCK` keys, counted
+    from the first of all, that each block of queries sees besides, ascending; below 0 for none.
 
     Returns runs [count, 2] int32 and starts [blocks + 1] int64, where those of each block begin.
     """
-    return _line_runs(np.ascontiguousarray(lines, np.int32), np.ascontiguousarray(bands, np.int32), past, n)
+    if key_blocks is None:
+        key_blocks = np.empty((-(-n // QUERY_BLOCK), 0), np.int32)
+    return _line_runs(*(np.ascontiguousarray(each, np.int32) for each in (lines, bands, key_blocks)), past, n)
 
 
 def block_runs(chosen: np.ndarray, past: int, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -67,24 +72,42 @@ def _added(runs, begin, count, first, stop):
     return count + 1
 
 
-@njit(_RESULT(_INT2, _INT2, types.int64, types.int64), cache=True, nogil=True)
-def _line_runs(lines, bands, past, n):
+@njit(types.int64(_INT1, types.int64), nogil=True)
+def _first_of(key_blocks, place):
+    """The first token of the key block at `place`, beyond all tokens behind the last."""
+    return key_blocks[place] * QUERY_BLOCK if place < key_blocks.size else np.int64(1) << 62
+
+
+@njit(_RESULT(_INT2, _INT2, _INT2, types.int64, types.int64), cache=True, nogil=True)
+def _line_runs(lines, bands, key_blocks, past, n):
     blocks = -(-n // QUERY_BLOCK)
     starts = np.zeros(blocks + 1, np.int64)
-    runs = np.empty((blocks * (lines.shape[0] + bands.shape[0] + 1), 2), np.int32)
-    count = np.int64(0)
+    most = lines.shape[0] + bands.shape[0] + key_blocks.shape[1] + 1
+    runs = np.empty((blocks * most, 2), np.int32)
+    count, besides = np.int64(0), np.empty(key_blocks.shape[1], np.int64)
     for block in range(blocks):
         own = past + block * QUERY_BLOCK
         stop = min(own + QUERY_BLOCK, past + n)
-        begin, line = count, 0
+        begin, line, place = count, 0, 0
+        for each in range(besides.size):
+            besides[each] = key_blocks[block, each]
+            place += besides[each] < 0
         # The farthest band comes first.
         for band in range(bands.shape[0] - 1, -2, -1):
             first, end = own, stop
             if band >= 0:
                 first, end = max(np.int64(0), own - bands[band, 1] + 1), stop - bands[band, 0]
             while line < lines.shape[0] and lines[line, 0] <= first:
+                while _first_of(besides, place) <= lines[line, 0]:
+                    at = _first_of(besides, place)
+                    count = _added(runs, begin, count, at, min(at + QUERY_BLOCK, stop))
+                    place += 1
                 count = _added(runs, begin, count, np.int64(lines[line, 0]), min(np.int64(lines[line, 1]), stop))
                 line += 1
+            while _first_of(besides, place) <= first:
+                at = _first_of(besides, place)
+                count = _added(runs, begin, count, at, min(at + QUERY_BLOCK, stop))
+                place += 1
             count = _added(runs, begin, count, first, end)
         starts[block + 1] = count
     return runs[:count].copy(), starts

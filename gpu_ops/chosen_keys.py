@@ -5,10 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from cpu_ops import line_sums, run_attention
+from cpu_ops import line_sums, matched_blocks, run_attention
+from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.run_attention import attend_runs, runs_in_bfloat16
 from cpu_ops.threads import at_most
 from gpu_ops.merge import apply_sink
+
+# Queries of a block that are asked, evenly spread, and blocks whose products are there at once.
+_ASKED, _BLOCKS_AT_ONCE = 4, 16
 
 
 def chosen_attention(
@@ -43,6 +47,7 @@ def compile_for_chosen(dtype: torch.dtype, k_dim: int, v_dim: int, softcapped: b
     in_bits = dtype is torch.bfloat16 and runs_in_bfloat16(k_dim, v_dim)
     run_attention.compile_for(in_bits, k_dim, v_dim, softcapped)
     line_sums.compile_for(dtype is torch.bfloat16)
+    matched_blocks.compile_for(dtype is torch.bfloat16)
 
 
 def attention_by_line(
@@ -56,13 +61,53 @@ def attention_by_line(
 
     Returns two [heads, past + n] float32: by token, and by the distance of the key from the query.
     """
-    in_bits = q.dtype is torch.bfloat16
-    queries = q.flatten(0, 1)
+    past, new = _products(q, past_k, k)
+    return line_sums.line_sums(past, new, scale, softcap or 0.0, at_most(torch.get_num_threads()))
+
+
+def best_matched_blocks(
+    q: torch.Tensor, past_k: torch.Tensor, k: torch.Tensor, runs: np.ndarray, starts: np.ndarray, count: int,
+    scale: float, softcap: float | None,
+) -> np.ndarray:  # fmt: skip
+    """Blocks of keys that each block of queries matches best, by what `runs` do not name of them.
+
+    Every sixteenth query is asked; a block's match is the most that it has of the attention of any of them.
+
+    Args:
+        q: [heads, n, k_dim], all of the chunk, of heads that share keys.
+        past_k, k: [past, k_dim] and [n, k_dim].
+        runs, starts: what the heads' blocks of queries attend to, as for `cpu_ops.run_attention.attend_runs`.
+        count: how many blocks at most.
+        scale, softcap: as for `attention.chunk_attention`.
+
+    Returns [heads, query blocks, count] int32, ascending, -1 before them for none.
+    """
+    heads, n, _ = q.shape
+    blocks, threads = -(-n // QUERY_BLOCK), at_most(torch.get_num_threads())
+    step = QUERY_BLOCK // _ASKED
+    asked = np.minimum(np.arange(step - 1, blocks * QUERY_BLOCK, step), n - 1)
+    found = np.full((heads, blocks, count), -1, np.int32)
+    for first in range(0, blocks, _BLOCKS_AT_ONCE):
+        stop = min(first + _BLOCKS_AT_ONCE, blocks)
+        positions = asked[first * _ASKED : stop * _ASKED]
+        past, new = _products(q[:, positions], past_k, k)
+        of_blocks = starts[np.arange(heads)[:, None] * blocks + np.arange(first, stop + 1)]
+        matched = matched_blocks.matched_blocks(past, new, positions, runs, of_blocks, scale, softcap or 0.0, threads)
+        kept = min(count, matched.shape[2])
+        best = np.argpartition(matched, matched.shape[2] - kept, axis=2)[:, :, matched.shape[2] - kept :]
+        best = np.where(np.take_along_axis(matched, best, axis=2) > 0, best, -1)
+        found[:, first:stop, count - kept :] = np.sort(best, axis=2)
+    return found
+
+
+def _products(q: torch.Tensor, past_k: torch.Tensor, k: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Products [heads, queries, past] and [heads, queries, n], float32 or bits of bfloat16."""
+    in_bits, queries = q.dtype is torch.bfloat16, q.flatten(0, 1)
     past, new = (
         (products.view(torch.uint16) if in_bits else products.float()).unflatten(0, q.shape[:2]).numpy()
         for products in (queries @ past_k.T, queries @ k.T)
     )
-    return line_sums.line_sums(past, new, scale, softcap or 0.0, at_most(torch.get_num_threads()))
+    return past, new
 
 
 def block_means(past: torch.Tensor, new: torch.Tensor, block: int) -> torch.Tensor:

@@ -137,15 +137,20 @@ def test_any_number_of_threads_computes_the_same():
 
 @settings(max_examples=60, deadline=None)
 @given(past=st.integers(0, 300), n=st.integers(1, 200), seed=st.integers(0, 999))
-def test_lines_and_bands_are_what_a_blocks_queries_see(past, n, seed):
+def test_lines_and_bands_and_blocks_are_what_a_blocks_queries_see(past, n, seed):
     rng = np.random.default_rng(seed)
     edges = np.sort(rng.choice(past + n + 40, 6, replace=False)).reshape(3, 2)
     bands = np.sort(rng.choice(past + n + 40, 4, replace=False)).reshape(2, 2)
-    runs, starts = line_runs(edges, bands, past, n)
+    besides = np.sort(rng.integers(-1, -(-(past + n) // QUERY_BLOCK), (-(-n // QUERY_BLOCK), seed % 4)), axis=1)
+    runs, starts = line_runs(edges, bands, past, n, besides)
+    if not besides.size:
+        assert all(map(np.array_equal, line_runs(edges, bands, past, n), (runs, starts)))
     for block in range(-(-n // QUERY_BLOCK)):
         own = range(past + block * QUERY_BLOCK, min(past + (block + 1) * QUERY_BLOCK, past + n))
         wanted = {*own, *(token for first, stop in edges for token in range(first, stop) if token < own.stop)}
         wanted |= {query - away for query in own for band in bands for away in range(*band) if away <= query}
+        for each in besides[block][besides[block] >= 0]:
+            wanted |= {token for token in range(each * QUERY_BLOCK, (each + 1) * QUERY_BLOCK) if token < own.stop}
         found = [token for first, stop in runs[starts[block] : starts[block + 1]] for token in range(first, stop)]
         assert found == sorted(wanted)
 

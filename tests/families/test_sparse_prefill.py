@@ -325,3 +325,23 @@ def test_on_a_gpu_prompts_attend_to_everything_and_it_is_said(caplog):
         exact = logits(model, "dense", ids)
         assert torch.equal(logits(model, "flexprefill", ids), exact)
     assert "prompts attend to everything" in caplog.text
+
+
+@pytest.mark.parametrize(("length", "matches"), [(16384, 0), (16385, 2)])
+def test_blocks_are_matched_in_long_contexts_alone(length, matches):
+    assert minference.matches_at(2, length) == matches
+
+
+def test_blocks_that_queries_match_are_attended_to_besides(qwen2, monkeypatch):
+    ids = torch.randint(1, 97, (2, 500), generator=torch.Generator().manual_seed(2))
+    monkeypatch.setattr(minference, "_PRICED_LENGTH", 250)
+    few = {"prefill_budget": 128, "prefill_price": 1.0, "prefill_last": 0}
+    exact = logits(qwen2, "dense", ids)
+    off = [
+        (logits(qwen2, "minference", ids, 2, **few, prefill_matches=matches) - exact).norm() for matches in (0, 1, 100)
+    ]
+    assert off[0] > 1.1 * off[1]
+    assert off[1] > 2 * off[2]
+    monkeypatch.setattr(minference, "_PRICED_LENGTH", 500)
+    with_none, with_some = (logits(qwen2, "minference", ids, 2, **few, prefill_matches=each) for each in (0, 2))
+    assert torch.equal(with_none, with_some)

@@ -74,6 +74,20 @@ PROMPTS = (
         ("tests/families/test_sparse_choice.py::test_tokens_are_cheaper_in_longer_contexts",),
     ),
     Mutation(
+        "of a block of queries the last alone is asked which blocks of keys it matches",
+        "cpu_ops/matched_blocks.py",
+        "for i in range(block * queries, (block + 1) * queries):",
+        "for i in range((block + 1) * queries - 1, (block + 1) * queries):",
+        ("tests/cpu_ops/test_matched_blocks.py::test_blocks_are_those_that_receive_most_from_a_few_queries",),
+    ),
+    Mutation(
+        "blocks that lines show anyway are matched",
+        "cpu_ops/matched_blocks.py",
+        "for run in range(starts[head, block], starts[head, block + 1]):",
+        "for run in range(starts[head, block], starts[head, block]):",
+        ("tests/cpu_ops/test_matched_blocks.py::test_blocks_are_those_that_receive_most_from_a_few_queries",),
+    ),
+    Mutation(
         "patterns are preferred by what they cost in a chunk's context, not in the whole prompt's",
         "hetero_kv/families/sparse_prefill/attention.py",
         "minference.price_at(settings.prefill_price, length)",

@@ -99,7 +99,8 @@ class PromptAttention:
             return flexprefill.keys_of(chunk, settings.prefill_mass, settings.prefill_least)
         assert self._tried is not None
         price = minference.price_at(settings.prefill_price, length)
-        return minference.keys_of(chunk, [minference.preferred(head, price) for head in self._tried])
+        patterns = [minference.preferred(head, price) for head in self._tried]
+        return minference.keys_of(chunk, patterns, minference.matches_at(settings.prefill_matches, length))
 
     def _dense(self, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
         """As `chunk_attention`."""

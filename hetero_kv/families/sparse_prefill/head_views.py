@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.line_sums import distances_within
-from gpu_ops.chosen_keys import attention_by_line, block_means
+from gpu_ops.chosen_keys import attention_by_line, best_matched_blocks, block_means
 from hetero_kv.families.sparse_prefill.chunk import Chunk
-from hetero_kv.families.sparse_prefill.lists import ALWAYS_NEAR, Lines
+from hetero_kv.families.sparse_prefill.lists import ALWAYS_NEAR, Blocks, Lines, runs_of
 
 #: Last queries of a chunk that lines and distances are chosen by.
 LAST_QUERIES = 64
@@ -104,6 +105,34 @@ def views(chunk: Chunk, by_line: Collection[int] | None = None) -> list[HeadView
             HeadView(chunk, row, head, shared[chunk.kv_head(head)] if head in looked_at else None)
             for head in range(heads)
         ]
+    return found
+
+
+def with_matched_blocks(chunk: Chunk, keys: Sequence[Lines | Blocks], count: int) -> list[Lines | Blocks]:
+    """The keys of all rows and heads in turn; where they are lines, `count` blocks more for each block of queries.
+
+    These are the blocks that queries in the middle of the chunk match best, of those that are not seen anyway.
+    """
+    found, (_, heads) = list(keys), chunk.q.shape[:2]
+    for first in range(0, len(found), heads):
+        row = first // heads
+        for kv_head in range(chunk.k.shape[1]):
+            those = [
+                head for head in range(heads)
+                if chunk.kv_head(head) == kv_head and isinstance(found[first + head], Lines)
+            ]  # fmt: skip
+            if not those:
+                continue
+            place = row, kv_head
+            runs, starts = runs_of([found[first + head] for head in those], chunk.past, chunk.n)
+            matched = best_matched_blocks(
+                chunk.q[row, those], chunk.past_k[place], chunk.k[place], runs, starts, count, chunk.scale,
+                chunk.softcap,
+            )  # fmt: skip
+            for head, blocks in zip(those, matched, strict=True):
+                lines = found[first + head]
+                assert isinstance(lines, Lines)
+                found[first + head] = replace(lines, blocks=blocks)
     return found
 
 

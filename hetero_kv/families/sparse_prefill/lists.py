@@ -15,15 +15,17 @@ ALWAYS_FIRST, ALWAYS_NEAR = QUERY_BLOCK, QUERY_BLOCK
 
 @dataclass(frozen=True)
 class Lines:
-    """Keys of one head: the same tokens for all queries, and the same distances.
+    """Keys of one head: the same tokens for all queries, and the same distances; for each block of them some blocks.
 
     Attributes:
         tokens: [lines, 2] int32, [first, stop), in order and apart.
         distances: [bands, 2] int32, likewise.
+        blocks: [query blocks, count] int32, blocks of keys, ascending, -1 for none; None: none at all.
     """
 
     tokens: np.ndarray
     distances: np.ndarray
+    blocks: np.ndarray | None = None
 
     @classmethod
     def of(cls, tokens: np.ndarray, distances: np.ndarray) -> Lines:
@@ -63,7 +65,7 @@ def runs_of(heads: Sequence[Lines | Blocks], past: int, n: int, whole: int = 0) 
 def _runs_of_one(head: Lines | Blocks, past: int, n: int) -> tuple[np.ndarray, np.ndarray]:
     if isinstance(head, Blocks):
         return block_runs(head.chosen, past, n)
-    return line_runs(head.tokens, head.distances, past, n)
+    return line_runs(head.tokens, head.distances, past, n, head.blocks)
 
 
 def _ending_whole(

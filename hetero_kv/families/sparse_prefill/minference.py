@@ -11,7 +11,7 @@ import torch
 
 from cpu_ops.key_runs import QUERY_BLOCK
 from hetero_kv.families.sparse_prefill.chunk import Chunk
-from hetero_kv.families.sparse_prefill.head_views import HeadView, views
+from hetero_kv.families.sparse_prefill.head_views import HeadView, views, with_matched_blocks
 from hetero_kv.families.sparse_prefill.lists import Blocks, Lines
 
 Kind = Literal["a_shape", "vertical_slash", "block_sparse"]
@@ -23,7 +23,7 @@ TRIED_QUERIES = 512
 _SINK_SHARE, _LINE_SHARES = 0.2, (1 / 32, 1 / 8, 1 / 2, 7 / 8)
 # Budgets that are tried, of the whole.
 _BUDGETS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
-# Tokens of a context up to which the price is what the settings say.
+# Tokens of a context up to which the price is what the settings say, and no blocks are matched.
 _PRICED_LENGTH = 16384
 
 
@@ -69,10 +69,16 @@ def candidates(budget: int) -> list[Pattern]:
     return found
 
 
-def keys_of(chunk: Chunk, patterns: Sequence[Pattern]) -> list[Lines | Blocks]:
-    """The keys of all rows and heads under the heads' patterns."""
+def keys_of(chunk: Chunk, patterns: Sequence[Pattern], matches: int = 0) -> list[Lines | Blocks]:
+    """The keys of all rows and heads under the heads' patterns.
+
+    matches: blocks of keys that a block of queries has besides where its pattern is not of blocks: those that it
+    matches best. What some tokens in the middle of a chunk look for by its content, such as a sentence that is nearly
+    theirs, the chunk's last queries do not show.
+    """
     by_line = {head for head, pattern in enumerate(patterns) if pattern.kind == "vertical_slash"}
-    return [patterns[view.head].keys(view) for view in views(chunk, by_line)]
+    keys = [patterns[view.head].keys(view) for view in views(chunk, by_line)]
+    return with_matched_blocks(chunk, keys, matches) if matches else keys
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,14 @@ def preferred(tried: Sequence[Tried], price: float) -> Pattern:
         price: the error that 1,024 tokens fewer may cost.
     """
     return min(tried, key=lambda each: each.error + price * each.tokens / 1024).pattern
+
+
+def matches_at(matches: int, length: int) -> int:
+    """How many blocks are matched in a context of `length`: none up to 16,384 tokens.
+
+    There the search for them takes much of what a sparse prefill gains.
+    """
+    return matches if length > _PRICED_LENGTH else 0
 
 
 def price_at(price: float, length: int) -> float:

@@ -49,6 +49,14 @@ class PrefillSettings(Settings):
         minimum=0,
         maximum=1,
     )
+    prefill_matches: int = setting(
+        2,
+        "with minference, blocks of 64 keys that a block of 64 queries attends to besides, those that a few of the "
+        "queries match best, in contexts of more than 16,384 tokens",
+        unit="blocks",
+        minimum=0,
+        maximum=1024,
+    )
     prefill_mass: float = setting(
         0.95, "with flexprefill, share of the attention that is to be reached", minimum=0, maximum=1
     )

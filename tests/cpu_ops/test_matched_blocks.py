@@ -1,0 +1,110 @@
+"""Blocks of keys that queries match best, against plain torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cpu_ops.key_runs import QUERY_BLOCK
+from cpu_ops.matched_blocks import matched_blocks
+from gpu_ops.chosen_keys import best_matched_blocks
+from hetero_kv.families.sparse_prefill.chunk import Chunk
+from hetero_kv.families.sparse_prefill.head_views import with_matched_blocks
+from hetero_kv.families.sparse_prefill.lists import Blocks, Lines, runs_of
+
+SCALE = 0.1
+LINES = Lines.of(np.array([3, 90, 91]), np.array([70]))
+
+
+def problem(past, n, heads=3, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    # Whole numbers whose products bfloat16 holds: none is rounded.
+    numbers = [torch.randint(-5, 6, (*shape, 8), generator=generator) for shape in ((heads, n), (past + n,))]
+    q, k = (each.to(dtype) for each in numbers)
+    return q, k[:past], k[past:]
+
+
+def reference(q, past_k, k, runs, starts, softcap):
+    """[heads, blocks, key blocks]: the most that a key block has of every sixteenth query's attention, beside runs."""
+    past, n, total = len(past_k), len(k), len(past_k) + len(k)
+    blocks, key_blocks = -(-n // QUERY_BLOCK), -(-total // QUERY_BLOCK)
+    found = torch.zeros(len(q), blocks, key_blocks)
+    for head in range(len(q)):
+        for block in range(blocks):
+            free = torch.ones(total)
+            for first, stop in runs[starts[head * blocks + block] : starts[head * blocks + block + 1]]:
+                free[first:stop] = 0
+            for at in {min(block * QUERY_BLOCK + each, n - 1) for each in (15, 31, 47, 63)}:
+                scores = torch.cat([past_k, k])[: past + at + 1].float() @ q[head, at].float() * SCALE
+                scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+                weights = scores.softmax(0) * free[: past + at + 1]
+                sums = torch.stack([part.sum() for part in weights.split(QUERY_BLOCK)])
+                found[head, block, : len(sums)] = torch.maximum(found[head, block, : len(sums)], sums)
+    return found
+
+
+@pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, None), (torch.bfloat16, 5.0)])
+@pytest.mark.parametrize(("past", "n"), [(0, 64), (333, 150), (700, 1), (64, 1200)])
+def test_blocks_are_those_that_receive_most_from_a_few_queries(past, n, dtype, softcap):
+    q, past_k, k = problem(past, n, dtype=dtype)
+    runs, starts = runs_of([LINES] * 3, past, n)
+    wanted = reference(q, past_k, k, runs, starts, softcap)
+    found = torch.from_numpy(best_matched_blocks(q, past_k, k, runs, starts, 2, SCALE, softcap))
+    assert found.shape == (3, -(-n // QUERY_BLOCK), 2)
+    assert (found.diff(dim=2) >= 0).all()
+    for each, shares in zip(found.flatten(0, 1), wanted.flatten(0, 1), strict=True):
+        there = shares[shares > 0].sort(descending=True).values[:2]
+        # Of nearly equal ones either.
+        torch.testing.assert_close(shares[each[each >= 0].long()].sort(descending=True).values, there)
+
+
+def test_any_number_of_threads_finds_the_same():
+    q, past_k, k = problem(300, 150)
+    past, new = ((q[:, 15::16] @ each.T).numpy() for each in (past_k, k))
+    runs, starts = runs_of([LINES] * 3, 300, 150)
+    positions, starts = np.arange(15, 150, 16)[:9], starts[np.arange(3)[:, None] * 3 + np.arange(4)]
+    one, two = (
+        matched_blocks(past[:, :9], new[:, :9], positions, runs, starts, SCALE, threads=threads) for threads in (1, 2)
+    )
+    assert np.array_equal(one, two)
+    assert one.any()
+
+
+def test_what_does_not_fit_is_refused():
+    products, one = np.zeros((1, 4, 70), np.float32), np.zeros(4, np.int64)
+    runs, starts = np.array([[0, 10]], np.int32), np.array([[0, 1]])
+    for given in (
+        (products[:, :3], products, one, runs, starts),
+        (products, products, one[:3], runs, starts),
+        (products, products, one + 70, runs, starts),
+        (products, products, one, runs, np.array([[0, 2]])),
+        (products, products, one, runs + 135, starts),
+        (products, products, one, runs, np.array([[0, 0, 0, 1]])),
+        (products.astype(np.float64), products.astype(np.float64), one, runs, starts),
+    ):
+        with pytest.raises(ValueError, match=r"fit|lie within|must be float32"):
+            matched_blocks(*given, SCALE)
+
+
+def test_a_sentence_that_stands_twice_sees_itself():
+    """Queries in the middle of a chunk attend to the same words of before, which no line or distance shows."""
+    generator = torch.Generator().manual_seed(1)
+    past, n, heads = 1000, 512, 4
+    q = torch.randn(1, heads, n, 16, generator=generator) / 2
+    k, v = (torch.randn(1, 2, past + n, 16, generator=generator) for _ in range(2))
+    k = 4 * torch.nn.functional.normalize(k, dim=3)
+    # Of head 2 forty queries are turned to as many keys, ten of these in the next block of keys.
+    q[0, 2, 200:240] = 4 * k[0, 1, 290:330]
+    chunk = Chunk(q, k[:, :, :past], v[:, :, :past], k[:, :, past:], v[:, :, past:], 0.5, None)
+    chosen = Blocks(np.ones((8, 24), bool))
+    keys = [LINES, chosen, LINES, LINES]
+    found = with_matched_blocks(chunk, keys, 2)
+    assert found[1] is chosen
+    assert [each.blocks.shape for each in (found[0], found[2], found[3])] == [(8, 2)] * 3
+    assert found[2].blocks[3].tolist() == [4, 5]
+    exact = chunk.attention([chosen] * 4)[0][0]
+    without, with_them = (chunk.attention(each)[0][0] for each in (keys, found))
+    off = [(each[2, 200:240] - exact[2, 200:240]).norm() / exact[2, 200:240].norm() for each in (without, with_them)]
+    assert off[0] > 0.5
+    assert off[1] < 0.05
