@@ -289,6 +289,15 @@ def test_the_command_line_wins_over_the_rules_file_and_that_over_the_settings_fi
     assert sources == {"block_size": COMMAND_LINE, "token_step": "a.yaml: rule 1", "initial_len": SETTINGS_FILE}
 
 
+def test_what_the_command_line_adds_to_a_file_that_may_be_sound_is_named() -> None:
+    file = Given("mine.yaml", {"representative_type": "MEAN", "target_mass": 0.9, "least_block_count": 4})
+    flags = Given(COMMAND_LINE, {"second_block_count": 3, "chunk_size": 512})
+    with pytest.raises(ConfigError, match=r"^here, with second_block_count 3 from the command line: least_block_count"):
+        in_force(RetrievalSettings, [flags, file], where="here")
+    with pytest.raises(ConfigError, match=r"^here: least_block_count"):
+        in_force(RetrievalSettings, [Given("mine.yaml", flags.settings), file], where="here")
+
+
 def test_threads_are_the_physical_cores_and_never_more_than_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
     monkeypatch.setattr("psutil.cpu_count", lambda logical: 4)

@@ -58,7 +58,8 @@ def in_force(cls: type[S], given: Sequence[Given], *, where: str) -> InForce[S]:
     """The settings `cls` by precedence, of sources with the highest first; keys that `cls` lacks are not looked at.
 
     Raises:
-        ConfigError: a value that the class cannot take, with its source, or values that exclude each other, at `where`.
+        ConfigError: a value that the class cannot take, with its source, or values that exclude each other, at `where`
+            and with those of the command line.
     """
     values: dict[str, Any] = {}
     sources = dict.fromkeys(setting_names(cls), DEFAULT)
@@ -71,4 +72,8 @@ def in_force(cls: type[S], given: Sequence[Given], *, where: str) -> InForce[S]:
                     raise
                 continue
             sources[name] = one.source
+    # The file alone may be sound.
+    flags = [f"{name} {values[name]}" for name, source in sources.items() if source == COMMAND_LINE]
+    if flags:
+        where = f"{where}, with {', '.join(flags)} from the command line"
     return InForce(settings_from_mapping(cls, values, where=where), sources)
