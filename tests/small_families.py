@@ -74,6 +74,8 @@ SELDOM = (
     "blocks by bounds",
     "tokens by preselection",
 )
+#: What operations on a cache do not tell from another's, where forwards of each are tested besides.
+STORED_ALIKE = (*SELDOM, "short turns", "selections that are reused")
 #: ShadowKV's chunks may lie in other slots afterwards, which changes the order of sums.
 REORDERED = "factors", "factors of answers", "all kinds at once"
 

@@ -57,7 +57,15 @@ shapes = pytest.mark.parametrize(
     "shape",
     with_slow(
         SHAPES,
-        slow=("mla, q4_0", "qwen2 0.5b, q8_0", "blocks of 16, q8_0", "q8_0 keys, q4_0 values", "odd sizes, bf16"),
+        slow=(
+            "mla, q4_0",
+            "qwen2 0.5b, q8_0",
+            "blocks of 16, q8_0",
+            "q8_0 keys, q4_0 values",
+            "odd sizes, bf16",
+            "heads of half a cache line, q4_0",
+            "blocks of one token, fp32",
+        ),
     ),
 )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from faults import RAISED, Faults, require_no_leak, sampled
 from interrupted_forwards import Moments
-from small_families import FAMILIES, REORDERED, SELDOM, random_tokens
+from small_families import FAMILIES, REORDERED, SELDOM, STORED_ALIKE, random_tokens
 from small_recipes import injected, new_cache
 from tiny_models import tiny_model
 from variants import with_slow
@@ -182,7 +182,7 @@ def require_done_or_not_done(family, chosen):
 
 
 @pytest.mark.usefixtures("whole_collections_afterwards")
-@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=SELDOM))
+@pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=STORED_ALIKE))
 def test_an_operation_that_fails_anywhere_is_done_or_not_done(family):
     chance = random.Random(family)
     assert require_done_or_not_done(family, lambda places: sampled(places, OPERATED, chance)) > 30

@@ -55,8 +55,15 @@ def random_tokens(count, rows=1):
 @pytest.mark.parametrize(
     ("recipe", "settings", "kv_type"),
     [
-        *((*run, kv_type) for run, kv_type in zip(RUNS, ("FP32", "FP16", "FP32", "FP16", "FP32"), strict=True)),
-        *((recipe, {**settings, **LARGE}, "Q8_0") for recipe, settings in (RUNS[0], RUNS[2])),
+        # Slow: a stream of other choices, and numbers in groups of another recipe.
+        *(
+            pytest.param(*run, kv_type, marks=pytest.mark.slow if number in (3, 4) else ())
+            for number, (run, kv_type) in enumerate(zip(RUNS, ("FP32", "FP16", "FP32", "FP16", "FP32"), strict=True))
+        ),
+        *(
+            pytest.param(recipe, {**settings, **LARGE}, "Q8_0", marks=pytest.mark.slow if number == 0 else ())
+            for number, (recipe, settings) in enumerate((RUNS[0], RUNS[2]))
+        ),
     ],
 )
 def test_a_later_turn_in_pieces_answers_as_one_on_a_cpu(recipe, settings, kv_type):
@@ -76,7 +83,7 @@ def test_a_later_turn_in_pieces_answers_as_one_on_a_cpu(recipe, settings, kv_typ
 
 @pytest.mark.parametrize(
     ("recipe", "settings"),
-    [pytest.param(*run, marks=pytest.mark.slow if number in (1, 3) else ()) for number, run in enumerate(RUNS)],
+    [pytest.param(*run, marks=pytest.mark.slow if number in (1, 3, 4) else ()) for number, run in enumerate(RUNS)],
 )
 def test_a_later_turn_never_has_the_past_on_the_device(gpu, recipe, settings):
     past = 1500
