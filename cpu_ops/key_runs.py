@@ -60,7 +60,7 @@ def are_sound(runs, starts, past, n):
     return True
 
 
-@njit(types.int64(_INT2, types.int64, types.int64, types.int64, types.int64), nogil=True)
+@njit(types.int64(_INT2, types.int64, types.int64, types.int64, types.int64), cache=True, nogil=True)
 def _added(runs, begin, count, first, stop):
     """Add [first, stop) to the runs [begin, count), none of which begins later; returns their new end."""
     if stop <= first:
@@ -72,7 +72,7 @@ def _added(runs, begin, count, first, stop):
     return count + 1
 
 
-@njit(types.int64(_INT1, types.int64), nogil=True)
+@njit(types.int64(_INT1, types.int64), cache=True, nogil=True)
 def _first_of(key_blocks, place):
     """The first token of the key block at `place`, beyond all tokens behind the last."""
     return key_blocks[place] * QUERY_BLOCK if place < key_blocks.size else np.int64(1) << 62

@@ -15,13 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from hetero_kv.adapter.recording import RECORDING
 from hetero_kv.adapter.recurrent import is_recurrent
@@ -174,8 +173,17 @@ def _mask_function(
         )
 
 
-AttentionInterface.register(IMPLEMENTATION, _attention_function)
-AttentionMaskInterface.register(IMPLEMENTATION, _mask_function)
+@cache
+def _register() -> None:
+    """Tell transformers of the implementation.
+
+    Where a model is changed and not before: the modules of transformers that models are made of take seconds to
+    import, and flags and their help, which know the operators too, need none of them.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(IMPLEMENTATION, _attention_function)
+    AttentionMaskInterface.register(IMPLEMENTATION, _mask_function)
 
 
 def with_implementation(config: Any) -> Any:
@@ -183,6 +191,7 @@ def with_implementation(config: Any) -> Any:
 
     Only the copy's holder is affected: modules beside it keep the original.
     """
+    _register()
     twin = copy.copy(config)
     twin._attn_implementation_internal = IMPLEMENTATION
     return twin
@@ -265,6 +274,8 @@ def chunk_mask(module: nn.Module, cache: HeteroCache, hidden_states: torch.Tenso
         module: the attention module, with the model's own config.
         hidden_states: [batch, tokens, hidden] of the chunk.
     """
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
     make = create_causal_mask if layer_window(module) is None else create_sliding_window_causal_mask
     return make(
         config=module.config,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from hetero_kv.errors import HeteroKVError
 
 
@@ -25,6 +23,9 @@ class PolicyTexts:
         if text in self._tokens:
             return self._tokens[text]
         if self.tokenizer is None:
+            # Here, for it takes as long to import as much else of transformers, which flags and their help do without.
+            from transformers import AutoTokenizer
+
             try:
                 self.tokenizer = AutoTokenizer.from_pretrained(self._model_name)
             except (OSError, ValueError) as error:
