@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,6 +29,33 @@ _IDLE = frozenset(
 )
 
 
+class _Facts(NamedTuple):
+    """What is known of an operator whatever its arguments, asked for once: tiny models take a million of them.
+
+    Attributes:
+        name: aten's.
+        launches: whether it is more than another name.
+        draws: whether it draws random numbers.
+        written: place and name of the arguments that it writes to.
+    """
+
+    name: str
+    launches: bool
+    draws: bool
+    written: tuple[tuple[int, str], ...]
+
+
+@cache
+def _facts_of(function: Any) -> _Facts:
+    name, arguments = function._schema.name.split("::")[1], enumerate(function._schema.arguments)
+    return _Facts(
+        name,
+        not (function.is_view or name in _IDLE),
+        torch.Tag.nondeterministic_seeded in function.tags,
+        tuple((place, each.name) for place, each in arguments if each.alias_info and each.alias_info.is_write),
+    )
+
+
 class Interception(TorchDispatchMode):
     """Operators without simulated tensors: those that make one, or page-locked memory."""
 
@@ -35,13 +63,21 @@ class Interception(TorchDispatchMode):
         super().__init__()
         self._simulation = simulation
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return run(self._simulation, function, args, kwargs or {})
+
+def _intercept(mode: Interception, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    if not types and (not kwargs or not (kwargs.get("device") or kwargs.get("pin_memory"))):
+        return function(*args, **(kwargs or {}))
+    return run(mode._simulation, function, args, kwargs or {})
+
+
+# Behind the class, whose maker would wrap it for torch's compiler, which takes as long as an operator.
+Interception.__torch_dispatch__ = _intercept  # type: ignore[method-assign]
 
 
 def run(simulation: Any, function: Any, args: Any, kwargs: Any) -> Any:
     """The operator `function`, with whatever tensors. Raises RuntimeError for what CUDA refuses."""
-    name = function._schema.name.split("::")[1]
+    facts = _facts_of(function)
+    name = facts.name
     given = tensors_in((args, kwargs))
     ours = [each for each in given if isinstance(each, SimulatedTensor)]
     if name == "device":
@@ -56,16 +92,16 @@ def run(simulation: Any, function: Any, args: Any, kwargs: Any) -> Any:
     if name in ("index", "index_put_", "index_put", "_index_put_impl_"):
         return _indexed(simulation, function, args, kwargs)
     index = _one_device(simulation, name, given, ours, target)
-    written = _written(function, args, kwargs)
-    if torch.Tag.nondeterministic_seeded in function.tags:
+    if facts.draws:
         simulation.draw()
-    if not (function.is_view or name in _IDLE):
+    if facts.launches:
+        written = _written(facts, args, kwargs)
         simulation.launch(name, index, [each for each in ours if not _among(each, written)], written)
     if name in _WAITING:
         simulation.host_waits(name, simulation.current_stream(index).clock)
-    args, kwargs = on_cpu(args), dict(on_cpu(kwargs))
+    args, kwargs = on_cpu(args), on_cpu(kwargs)
     out = _computed(simulation, name, function, args, kwargs, target)
-    if not (function.is_view or name in _IDLE):
+    if facts.launches:
         simulation.computed(lambda: _computed(simulation, name, function, args, kwargs, target), out)
     return _placed(out, ours, None if target is not None and target.type == "cpu" else index)
 
@@ -92,13 +128,12 @@ def _one_device(simulation: Any, name: str, given: list[Any], ours: list[Any], t
     return indices.pop()
 
 
-def _written(function: Any, args: Any, kwargs: Any) -> list[SimulatedTensor]:
+def _written(facts: _Facts, args: Any, kwargs: Any) -> list[SimulatedTensor]:
     """The arguments that the operator writes to."""
     found = []
-    for place, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [each for each in tensors_in(value) if isinstance(each, SimulatedTensor)]
+    for place, name in facts.written:
+        value = args[place] if place < len(args) else kwargs.get(name)
+        found += [each for each in tensors_in(value) if isinstance(each, SimulatedTensor)]
     return found
 
 
@@ -212,13 +247,14 @@ def _indexed(simulation: Any, function: Any, args: Any, kwargs: Any) -> Any:
         if place.dtype in (torch.bool, torch.uint8):
             simulation.launch("nonzero", tensor.place.index, [], [])
             simulation.host_waits("nonzero", simulation.current_stream(tensor.place.index).clock)
-    name = function._schema.name.split("::")[1]
+    facts = _facts_of(function)
+    name = facts.name
     if any(
         isinstance(value, torch.Tensor) and value.dim() and not isinstance(value, SimulatedTensor) for value in values
     ):
         raise RuntimeError(f"Expected all tensors to be on the same device, but {name} got values on cpu")
     ours = [each for each in tensors_in((args, kwargs)) if isinstance(each, SimulatedTensor)]
-    written = _written(function, args, kwargs)
+    written = _written(facts, args, kwargs)
     index = tensor.place.index
     simulation.launch(name, index, [each for each in ours if not _among(each, written)], written)
     args, kwargs = on_cpu(args), on_cpu(kwargs)

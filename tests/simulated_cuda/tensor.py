@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,8 +28,9 @@ class SimulatedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, index: int) -> SimulatedTensor:
-        shape = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="meta")
-        place = torch.device("cuda", index)
+        with torch._C._DisableTorchDispatch():
+            shape = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="meta")
+        place = _place(index)
         self = torch.Tensor._make_subclass(cls, shape, False, dispatch_device=True, device_for_backend_keys=place)
         self.data_on_cpu, self.place = data, place
         self.allocation = cls.simulation.allocation_of(data, index)
@@ -42,6 +45,20 @@ class SimulatedTensor(torch.Tensor):
         from simulated_cuda.operators import run
 
         return run(cls.simulation, function, args, kwargs)
+
+    # torch would ask the dispatcher, and does so for little else as often.
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.place
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
 
     # What torch's own methods do in C++ with a guard of the device, which a CPU build lacks.
 
@@ -145,6 +162,11 @@ class SimulatedTensor(torch.Tensor):
         simulation.launch(name, self.place.index, reads if written else [*reads, self], written)
 
 
+@cache
+def _place(index: int) -> torch.device:
+    return torch.device("cuda", index)
+
+
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
 
@@ -171,10 +193,16 @@ def on_cpu(tree: Any) -> Any:
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors in a tree of arguments."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, tuple | list):
-        return []
-    return [found for each in tree for found in tensors_in(each)]
+    found: list[torch.Tensor] = []
+    _gather_tensors((tree,), found)
+    return found
+
+
+def _gather_tensors(trees: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for each in trees:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, tuple | list):
+            _gather_tensors(each, found)
+        elif isinstance(each, dict):
+            _gather_tensors(each.values(), found)
