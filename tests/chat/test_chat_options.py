@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 
@@ -19,9 +20,14 @@ from hetero_kv.settings.setting import Settings, setting
 
 
 def options(*arguments: str) -> ChatOptions:
-    parser = FlagParser("chat", "A chat.")
-    add_flags(parser)
-    return chat_options(parser.parse(arguments))
+    return chat_options(parser().parse(arguments))
+
+
+@cache
+def parser() -> FlagParser:
+    made = FlagParser("chat", "A chat.")
+    add_flags(made)
+    return made
 
 
 def error_of(*arguments: str) -> str:

@@ -13,6 +13,11 @@ from cpu_ops.estimated_masses import estimated_shares, fewest_blocks, softmax_an
 ROWS, KV_HEADS, GROUP, BLOCKS = 2, 2, 3, 9
 
 
+@njit
+def reduced(scores, shared, reduce):
+    return reduced_scores(scores, shared, reduce)
+
+
 def masses(seed, size=3.0):
     generator = torch.Generator().manual_seed(seed)
     shapes = (ROWS, KV_HEADS, GROUP, BLOCKS), (ROWS, KV_HEADS, GROUP), (ROWS, KV_HEADS, GROUP)
@@ -44,8 +49,7 @@ def test_a_softmax_and_shares_are_found_at_one_look(shared, reduce, lower):
     of_blocks = of_blocks - lower
     arrays = [each.numpy() for each in (of_blocks, beside, elsewhere)]
     found = softmax_and_shares(*arrays, shared, reduce == LARGEST_SOFTMAX)
-    apart = njit(lambda scores: reduced_scores(scores, shared, reduce))(arrays[0])
-    expected = apart, *expected_shares(of_blocks, beside, elsewhere, shared)
+    expected = reduced(arrays[0], shared, reduce), *expected_shares(of_blocks, beside, elsewhere, shared)
     for part, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(part, wanted, rtol=1e-5, atol=1e-7)
 

@@ -11,7 +11,7 @@ from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.operators import BoundedAttention
 from hetero_kv.rules.rule_file import parse_rules
 
-PROMPT, GENERATED, CHUNK, STRIDE, BUDGET = 117, 200, 16, 23, 40
+PROMPT, GENERATED, CHUNK, STRIDE, BUDGET = 117, 100, 16, 23, 40
 POLICIES = {
     "streaming_llm": ({"stride": STRIDE, "sinks": 4}, dense.StreamingLLM(4)),
     "tova": ({"stride": STRIDE}, dense.Tova()),

@@ -18,7 +18,8 @@ SHORTER = [each[:length] for each, length in zip(PROMPTS, (2, 40, 129, 61, 200),
 #: The row that leaves half-way, and what joins in its place.
 LEAVING = 2
 JOINING = prompt(75, 20), prompt(12, 21)
-HALF = 15
+# More than a block, so that every row fills one.
+HALF = 9
 
 SMALLER = {"block_size": 4, "initial_len": 4, "local_windows_len": 8, "second_block_count": 3, "observation_len": 12}
 CHUNKED = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
