@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import psutil
 import pytest
 from devices import device_called
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected by now stays: whole collections, which tests ask for, need not go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

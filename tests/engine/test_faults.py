@@ -112,12 +112,6 @@ OPERATIONS = {
 OPERATED = 2
 
 
-@pytest.fixture
-def whole_collections_afterwards():
-    yield
-    gc.unfreeze()
-
-
 def next_answer(model, cache):
     """The logits of one more token of every row, which is undone; None of a cache without rows."""
     rows = len(cache.lengths)
@@ -153,9 +147,6 @@ def require_done_or_not_done(family, chosen):
     for part in CONVERSATION:
         answered(model, cache, part, Faults())
     next_answer(model, cache)
-    # What a failed call leaves in reference cycles goes at once: the rest, the model too, is not looked at.
-    gc.collect()
-    gc.freeze()
     for name, operate in OPERATIONS.items():
         twins = cache.fork(), cache.fork()
         before = states(model, *twins)
@@ -181,7 +172,6 @@ def require_done_or_not_done(family, chosen):
     return tries
 
 
-@pytest.mark.usefixtures("whole_collections_afterwards")
 @pytest.mark.parametrize("family", with_slow(list(FAMILIES), slow=STORED_ALIKE))
 def test_an_operation_that_fails_anywhere_is_done_or_not_done(family):
     chance = random.Random(family)
@@ -189,7 +179,6 @@ def test_an_operation_that_fails_anywhere_is_done_or_not_done(family):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("whole_collections_afterwards")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_operation_that_fails_at_each_of_its_places_is_done_or_not_done(family):
     tries = require_done_or_not_done(family, range)
