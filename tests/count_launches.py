@@ -94,6 +94,9 @@ def counts_of(
     as_shipped: store keys and values in FP16, and not as they are computed, for which tests have kernels.
     architecture, shape: of the tiny model.
     """
+    # What is there already stays: collections below, one for each recipe, need not look at it.
+    gc.collect()
+    gc.freeze()
     with simulated_cuda() as gpu:
         model = tiny_model(architecture, **shape).to(torch.bfloat16).to("cuda")
         found = {"untouched": decoded(model, DynamicCache(config=model.config), gpu.record)}

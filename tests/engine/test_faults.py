@@ -147,6 +147,9 @@ def require_done_or_not_done(family, chosen):
     for part in CONVERSATION:
         answered(model, cache, part, Faults())
     next_answer(model, cache)
+    # What a failed call leaves in reference cycles goes at once: the rest, the model too, is not looked at.
+    gc.collect()
+    gc.freeze()
     for name, operate in OPERATIONS.items():
         twins = cache.fork(), cache.fork()
         before = states(model, *twins)

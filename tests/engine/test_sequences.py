@@ -76,6 +76,8 @@ class LivesOfSequences(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         torch.set_num_threads(1)
+        # What is there already stays there: looking for garbage need not look at it.
+        gc.freeze()
         self.held: list[Held] = []
         self.chance = torch.Generator().manual_seed(0)
         self.prompt([3, 10])
