@@ -9,6 +9,7 @@ from numba import njit, types
 from cpu_ops.chosen_blocks import SOFTMAX, forbid_others, reduced_scores
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.estimated_masses import estimated_shares, fewest_blocks, softmax_and_shares
+from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
 from cpu_ops.top_k import select
@@ -34,7 +35,7 @@ def arguments(_: str) -> tuple[Any, ...]:
     return real4, real4, types.boolean, real3, real3, int3, *flags, int3
 
 
-@njit
+@inner
 def _choose(scores, masses, by_mass, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions):
     """Choose for one list, of one row: arrays are those of the region, and `positions` [1, n]."""
     if by_mass and reduce >= SOFTMAX and target > 0:

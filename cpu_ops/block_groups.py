@@ -1,12 +1,12 @@
 """Groups of consecutive blocks of a context, of which some are opened: which blocks are scored by themselves."""
 
 import numpy as np
-from numba import njit
 
 from cpu_ops.estimated_masses import log_sum_exp
+from cpu_ops.inner import inner
 
 
-@njit
+@inner
 def group_ids(context, size, groups):
     """Where what stands for the groups of `size` blocks lies: the ids of their last blocks, [rows, groups] int32.
 
@@ -20,7 +20,7 @@ def group_ids(context, size, groups):
     return ids
 
 
-@njit
+@inner
 def groups_of(positions, size, groups, opened):
     """Write the groups that hold any of positions [rows, lists, n] to opened [rows, lists, most], ascending, -1 behind.
 
@@ -41,7 +41,7 @@ def groups_of(positions, size, groups, opened):
                     place += 1
 
 
-@njit
+@inner
 def opened_entries(opened, size, groups, blocks):
     """The blocks of opened groups and those in no group, as positions [rows, lists, entries] int32, -1 behind them.
 
@@ -63,7 +63,7 @@ def opened_entries(opened, size, groups, blocks):
     return entries
 
 
-@njit
+@inner
 def entry_ids(context, entries, kv_heads):
     """Where the entries lie in arrays of which each kv head's part of a block is a row: [rows * kv_heads, entries].
 
@@ -80,7 +80,7 @@ def entry_ids(context, entries, kv_heads):
     return ids
 
 
-@njit
+@inner
 def forget_missing(scores, entries):
     """Let scores [rows, kv_heads, group, entries, or none at all] be -inf where there is no entry."""
     lists, count = entries.shape[1], scores.shape[3]
@@ -93,7 +93,7 @@ def forget_missing(scores, entries):
                         scores[row, head, query, place] = -np.inf
 
 
-@njit
+@inner
 def places_of(positions, entries):
     """Where positions [rows, lists, n] are among entries [rows, lists, entries], which ascend; -1 for nowhere."""
     found = np.full(positions.shape, -1, np.int32)
@@ -111,7 +111,7 @@ def places_of(positions, entries):
     return found
 
 
-@njit
+@inner
 def positions_at(places, entries, positions):
     """Write to positions [rows, lists, n] the entries at places; -1 where these are."""
     for row in range(places.shape[0]):
@@ -121,7 +121,7 @@ def positions_at(places, entries, positions):
                 positions[row, each, index] = entries[row, each, place] if place >= 0 else -1
 
 
-@njit
+@inner
 def for_every_head(places, kv_heads):
     """Places [rows, lists, n] as each kv head's own: [rows * kv_heads, 1, n]."""
     rows, lists, count = places.shape
@@ -134,7 +134,7 @@ def for_every_head(places, kv_heads):
     return found
 
 
-@njit
+@inner
 def masses_of(log_masses):
     """The log-sum-exp of [rows, kv_heads, group, n] over n: [rows, kv_heads, group] float32."""
     rows, kv_heads, group, count = log_masses.shape
@@ -146,7 +146,7 @@ def masses_of(log_masses):
     return found
 
 
-@njit
+@inner
 def number_of(positions):
     """How many of positions [rows, lists, n] are any: those from 0 on."""
     found = 0

@@ -4,6 +4,7 @@ import numpy as np
 from numba import njit
 
 from cpu_ops.exponential import LOG2_E, row_exp2
+from cpu_ops.inner import inner
 from cpu_ops.row_maximum import row_max
 from cpu_ops.top_k import select
 
@@ -35,7 +36,7 @@ def best_blocks(scores, count, candidates, shared, reduce):
     return positions
 
 
-@njit
+@inner
 def reduced_scores(scores, shared, reduce):
     """What lists of blocks are chosen by, from scores [rows, kv_heads, group, blocks] float32.
 
@@ -74,7 +75,7 @@ def reduced_scores(scores, shared, reduce):
     return reduced
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def _to_softmax(scores):
     """Replace scores [blocks] by their softmax; -inf becomes 0, and so does everything where there is nothing else."""
     row = scores.reshape(1, scores.size)
@@ -89,7 +90,7 @@ def _to_softmax(scores):
         scores[block] /= total
 
 
-@njit
+@inner
 def forbid_others(reduced, allowed):
     """Let every score [rows * lists, blocks] be -inf whose position is not among allowed [rows, lists, n].
 

@@ -13,6 +13,7 @@ from cpu_ops.chosen_blocks import LARGEST, LARGEST_SOFTMAX
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.estimated_masses import log_sum_exp, logaddexp, share_from
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, log2
+from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
 from cpu_ops.top_k import number_above
@@ -82,7 +83,7 @@ def choosing_region() -> int:
     return address_of(choose)
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def _shares(scores, places, masses, beside, elsewhere, largest, totals):
     """What tokens are ordered by, [n] uint32, 0 for none, and each one's share of the attention, [n] float32.
 
@@ -110,7 +111,7 @@ def _shares(scores, places, masses, beside, elsewhere, largest, totals):
     return keys, shares, before
 
 
-@njit(fastmath={"contract", "nsz"}, error_model="numpy")
+@inner(fastmath={"contract", "nsz"}, error_model="numpy")
 def _to_shares(scores, total, weight, shares, most, largest):
     """Replace scores [n] by their shares of `total`; added to `shares` by weight, and the most of them if `largest`."""
     for token in range(scores.size):
@@ -122,7 +123,7 @@ def _to_shares(scores, total, weight, shares, most, largest):
             most[token] = max(most[token], scores[token])
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def _choose(keys, shares, wanted, has_target, least, most, chosen):
     """Write the indices of the tokens with the largest keys [n] to chosen [n], ascending; returns how many.
 
@@ -167,7 +168,7 @@ def _choose(keys, shares, wanted, has_target, least, most, chosen):
     return count
 
 
-@njit
+@inner
 def _taken_of(chosen, taken, n):
     """Count the tokens of each block among `chosen`, ascending indices of n, in taken [blocks], of zeros before.
 
@@ -182,7 +183,7 @@ def _taken_of(chosen, taken, n):
     return is_left
 
 
-@njit
+@inner
 def _to_pool(chosen, taken, blocks, n, counts):
     """Let `chosen`, indices of n tokens, be where they lie in the pool, and count them (as the region's arguments).
 
@@ -201,7 +202,7 @@ def _to_pool(chosen, taken, blocks, n, counts):
             blocks[entry] = -1
 
 
-@njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+@inner(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def _leave(shares, totals, places, taken, is_left, weights, masses):
     """Let weights and masses [group, blocks] be those of what is left of the blocks at `places`.
 
@@ -222,7 +223,7 @@ def _leave(shares, totals, places, taken, is_left, weights, masses):
             masses[g, place] = totals[g] + log2(left) * LN_2 if left > _SMALLEST else np.float32(-np.inf)
 
 
-@njit
+@inner
 def pool_blocks(positions, context):
     """Where the blocks at positions [rows, lists, n] of context [rows, blocks] int32 lie in the pool; -1 for none."""
     found = np.full(positions.shape, -1, np.int32)
@@ -234,7 +235,7 @@ def pool_blocks(positions, context):
     return found
 
 
-@njit
+@inner
 def keep_chosen(positions, blocks):
     """Let positions be -1, as for none, where blocks of the same shape are."""
     for row in range(positions.shape[0]):

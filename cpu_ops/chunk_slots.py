@@ -12,6 +12,7 @@ from numba import from_dtype, njit, types
 
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.eight_lanes import QUERY_TILE, accumulate_rows
+from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.kernel_call import on_threads
 from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
@@ -111,7 +112,7 @@ def _plan(
     return kernel, address_of(_region(kind.name, storage.name, k_dim)), kind.kernel_dtype, storage.kernel_dtype
 
 
-@njit
+@inner
 def _divided(chosen, ids, chunks, free):
     """Find what is missing: (hits, the list and the chunk of each miss); `free` gets the slots for a list's misses."""
     lists, count = chosen.shape
@@ -145,7 +146,7 @@ def _divided(chosen, ids, chunks, free):
     return lists * count - misses, of_list, missing
 
 
-@njit
+@inner
 def _put(rows, target, is_float32, is_float16):
     """Write rows [n, dim] float32 as numbers of the target's type."""
     for t in range(rows.shape[0]):

@@ -14,6 +14,7 @@ from numba import njit
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
 from cpu_ops.exponential import LN_2, LOG2_E, log2, row_softcap, tanh
+from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.key_codes import CHANNELS, TOKENS, ZERO, bytes_of_block, code_scores, mean_scores_of, row_masses
 from cpu_ops.parallel_region import REGION, arguments_at
@@ -44,7 +45,7 @@ def region_for(
     return address_of(_region(isa(), dot_instruction(), kind.name, q[2], q[3], block_size))
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def _quantise(queries, factor, numbers, factors, zeros):
     """Queries [group, k_dim] as int8, [group, padded channels], with what products are multiplied by and begin at."""
     for g in range(queries.shape[0]):
@@ -178,7 +179,7 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
     return score
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def _copy_scores(scores, token_scores, first, queries, places, count, block_size):
     """Copy rows of scores, block by block those of so many queries from `first` on, to the places of their tokens."""
     flat = scores.reshape(scores.size)
@@ -189,7 +190,7 @@ def _copy_scores(scores, token_scores, first, queries, places, count, block_size
                 token_scores[first + lane, to + t] = flat[start + t] * LN_2
 
 
-@njit
+@inner
 def _number_of(positions, each, kv_heads, places):
     """How many candidates there are, of `each` lists."""
     if positions.shape[2] == 0:

@@ -4,6 +4,7 @@ import numpy as np
 from numba import njit, types
 
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_exp2
+from cpu_ops.inner import inner
 from cpu_ops.row_maximum import row_max
 from cpu_ops.top_k import LOWEST, SIGN, number_above, order
 
@@ -83,7 +84,7 @@ def softmax_and_shares(log_masses, beside, elsewhere, shared, largest):
     return reduced, shares, before
 
 
-@njit(fastmath={"contract", "nsz"}, error_model="numpy")
+@inner(fastmath={"contract", "nsz"}, error_model="numpy")
 def _add(powers, of_list, of_everything, largest, reduced, shares):
     """Add a query head's powers, once by each factor; or take the maximum of the first."""
     for block in range(powers.size):
@@ -128,7 +129,7 @@ def fewest_blocks(scores, shares, before, target, least, most):
     return counts
 
 
-@njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+@inner(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def share_from(keys, shares, lowest):
     """What the shares [n] float32 are together of blocks whose keys [n] uint32 are `lowest` or more."""
     found = np.float32(0)
@@ -137,7 +138,7 @@ def share_from(keys, shares, lowest):
     return found
 
 
-@njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+@inner(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def _sum_of_powers(scores, most):
     """Σ exp(score - most) of [n] float32."""
     total = np.float32(0)
@@ -146,14 +147,14 @@ def _sum_of_powers(scores, most):
     return total
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def log_sum_exp(scores):
     """log Σ exp(score) of [n] float32; -inf where there is none."""
     most = row_max(scores.reshape(1, scores.size), 0, scores.size)
     return most if most == -np.inf else most + np.log(_sum_of_powers(scores, most))
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def logaddexp(first, second):
     """log(exp(first) + exp(second)) of float32; -inf where both are."""
     most, least = max(first, second), min(first, second)

@@ -213,7 +213,7 @@ def kernel_for(dtype: str) -> Any:
         out_window, lse_window = attended[:0], beside
         if separate:
             # What is attended to in any case counts for the target, so that it comes first.
-            attended_ids, counts = attended_lists(table, context, positions[:, :1, :0], first, end)
+            attended_ids, counts = attended_lists(table, context, np.empty((rows, 1, 0), np.int32), first, end)
             out_window, lse_window = np.empty_like(attended), np.empty_like(lse)
             attending = (
                 addresses[0], addresses[6], np.int64(0), asked, keys, values, key_offsets, attended_ids, counts,

@@ -7,6 +7,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
+from cpu_ops.inner import inner
+
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
 
@@ -100,7 +102,7 @@ def tanh(x):
     return result if x >= 0 else -result
 
 
-@njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+@inner(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def row_exp2(scores, g, count, shift):
     """Replace scores[g, :count] by 2 ** (score - shift); returns their sum."""
     total = np.float32(0)
@@ -111,7 +113,7 @@ def row_exp2(scores, g, count, shift):
     return total
 
 
-@njit(fastmath={"contract", "nsz"}, error_model="numpy")
+@inner(fastmath={"contract", "nsz"}, error_model="numpy")
 def row_softcap(scores, g, count, cap):
     """Replace scores[g, :count] by cap * tanh(score)."""
     for t in range(count):

@@ -9,6 +9,7 @@ from numba import from_dtype, njit, types
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.eight_lanes import query_tiles, score_tile, token_tile
 from cpu_ops.exponential import LOG2_E, exp2, row_softcap
+from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.kernel_call import on_threads
 from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
@@ -70,7 +71,7 @@ def _plan(
     return _kernel(storage.kernel_dtype.name), regions, storage.kernel_dtype
 
 
-@njit(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
+@inner(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def _log2_total(scores, row, count, most):
     """log2 of the sum of 2 ** score over scores[row, :count], of which `most` is the largest."""
     total = np.float32(0)

@@ -9,6 +9,7 @@ from numba import njit, types
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
 from cpu_ops.exponential import LOG2_E, row_exp2, row_softcap
+from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.number_bits import number
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
@@ -59,13 +60,13 @@ def _arguments(variant: str) -> tuple[Any, ...]:
 
 
 # Parts of rows as arrays of their own: what is counted from a number that might be negative is not vectorised.
-@njit(fastmath={"contract", "nsz"}, error_model="numpy")
+@inner(fastmath={"contract", "nsz"}, error_model="numpy")
 def _scaled(products, factor, target):
     for t in range(products.size):
         target[t] = number(products[t]) * factor
 
 
-@njit(fastmath={"contract", "nsz"}, error_model="numpy")
+@inner(fastmath={"contract", "nsz"}, error_model="numpy")
 def _add(weights, share, by_token, by_place):
     for t in range(weights.size):
         weight = weights[t] * share

@@ -4,12 +4,13 @@ import numpy as np
 from numba import njit
 
 from cpu_ops.gathered_rows import row_address
+from cpu_ops.inner import inner
 
 UNSEEN = np.float32(-3e38)
 """Score of a token behind the query: finite, so that a query which sees nothing yet has no infinite maximum."""
 
 
-@njit(nogil=True)
+@inner
 def places_of(past, new, row, head):
     """Where the vectors of one row and head lie, for `address_in`: the first and the pitch of either's, in bytes."""
     before, own = row_address(past, row, head, 0), row_address(new, row, head, 0)
@@ -25,7 +26,7 @@ def address_in(places, held, token):
     return before + token * pitch if token < held else own + token * own_pitch
 
 
-@njit(nogil=True)
+@inner
 def next_listed(runs, run, token, stop, listed):
     """The next tokens of the runs before `stop`: from `token` within `run` on, as many as `listed` takes.
 
@@ -45,7 +46,7 @@ def next_listed(runs, run, token, stop, listed):
     return run, token, filled
 
 
-@njit(nogil=True)
+@inner
 def hide(listed, filled, position, scores):
     """Take from the scores [tokens, queries] those of tokens behind a query, the first of which is at `position`."""
     for t in range(filled):

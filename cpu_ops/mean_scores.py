@@ -13,6 +13,7 @@ from numba import from_dtype, njit, types
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
 from cpu_ops.exponential import tanh
+from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
 from cpu_ops.simd import score_tile
@@ -47,7 +48,7 @@ def region_for(q: tuple[int, ...], representatives: tuple[int, ...], dtype: np.d
     return address_of(_region(isa(), storage.name, q[2], representatives[2], q[3]))
 
 
-@njit(error_model="numpy", fastmath={"contract", "nsz"})
+@inner(error_model="numpy", fastmath={"contract", "nsz"})
 def spread_mass(mean, deviation, log_n):
     """The log-sum-exp of n scores that are spread normally by σ around a mean m, from float32.
 
@@ -58,7 +59,7 @@ def spread_mass(mean, deviation, log_n):
     return mean + (log_n + np.float32(0.5) * deviation * deviation if deviation < most else deviation * most)
 
 
-@njit(error_model="numpy", fastmath={"contract", "nsz"})
+@inner(error_model="numpy", fastmath={"contract", "nsz"})
 def _spread(means, above, masses, scale, softcap, log_n):
     """From products with the mean and with the squared deviations, to what is written of some blocks of a query head.
 

@@ -15,6 +15,7 @@ from cpu_ops.bfloat16_tiles import COLUMNS, LANES, add_values_bf16, row_largest,
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import has, isa
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
+from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.number_bits import float_to_bfloat16
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
@@ -184,7 +185,7 @@ def _region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
     return attend
 
 
-@njit(nogil=True)
+@inner
 def _gather(q, row, head, group, first, count, words):
     """The queries [first, first + count) of a kv head, counted through its group and then its tokens, as words."""
     for at in range(count):
@@ -194,7 +195,7 @@ def _gather(q, row, head, group, first, count, words):
     words[count:] = 0
 
 
-@njit(nogil=True)
+@inner
 def _lay_out_keys(past_k, k, row, head, start, count, words):
     """Keys [start, start + count) of past and chunk as columns of words; zeros in the others."""
     past = past_k.shape[2]
@@ -206,7 +207,7 @@ def _lay_out_keys(past_k, k, row, head, start, count, words):
     words[:, count:] = 0
 
 
-@njit(nogil=True)
+@inner
 def _lay_out_values(past_v, v, row, head, start, count, words):
     """Values [start, start + count) of past and chunk, pairs of tokens as words; zeros behind them."""
     past = past_v.shape[2]

@@ -10,6 +10,7 @@ from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import isa
 from cpu_ops.estimated_masses import log_sum_exp, logaddexp
 from cpu_ops.exponential import LOG2_E, exp2, row_exp2
+from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of, called_as
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
 from cpu_ops.simd import accumulate_rows_at
@@ -97,7 +98,7 @@ def kernel_for(numbers: str) -> Any:
     return add_rest
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def _merge(out, lses, at, other, other_lse):
     """Let `out` [v_dim], of the log-sum-exp lses[at], be attention to what `other` is attention to as well."""
     if other_lse == -np.inf:
@@ -109,7 +110,7 @@ def _merge(out, lses, at, other, other_lse):
     lses[at] = both
 
 
-@njit
+@inner
 def _keep(sums, lse, mass, sums_place, lse_place, mass_place):
     """Write sums [group, v_dim], lse and mass [group] to their places; one by one, as `step_parts.copy_into`."""
     for g in range(sums.shape[0]):

@@ -15,6 +15,7 @@ from cpu_ops.bfloat16_tiles import lane_weights_bf16
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
 from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
+from cpu_ops.inner import inner
 from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.listed_keys import UNSEEN, address_in, hide, next_listed, places_of
 from cpu_ops.number_bits import float_to_bfloat16
@@ -26,7 +27,7 @@ _TOKENS = 128
 """Tokens that are gathered at once, a multiple of `BLOCK`: their keys, values and scores stay close in the caches."""
 
 
-@njit(fastmath={"contract", "nsz"}, error_model="numpy")
+@inner(fastmath={"contract", "nsz"}, error_model="numpy")
 def _round_row(numbers, target):
     for d in range(numbers.size):
         target[d] = float_to_bfloat16(numbers[d])

@@ -1,14 +1,14 @@
 """What a step that estimates does with its arrays between the calls of other kernels."""
 
 import numpy as np
-from numba import njit
 
 from cpu_ops.estimated_masses import logaddexp
 from cpu_ops.exponential import LOG2_E, exp2, tanh
+from cpu_ops.inner import inner
 from cpu_ops.number_bits import number
 
 
-@njit
+@inner
 def numbers_given(given):
     """A step's [rows, heads, 1, dim] as float32 [rows, heads, dim]."""
     rows, heads, _, dim = given.shape
@@ -20,7 +20,7 @@ def numbers_given(given):
     return found
 
 
-@njit
+@inner
 def copy_into(given, place):
     """Write [n, n', n''] to `place`, of the same shape.
 
@@ -32,25 +32,25 @@ def copy_into(given, place):
                 place[first, second, third] = given[first, second, third]
 
 
-@njit
+@inner
 def by_head(pool):
     """[num_blocks, kv_heads, n, dim] as [num_blocks * kv_heads, 1, n, dim], the same memory."""
     return pool.reshape(pool.shape[0] * pool.shape[1], 1, pool.shape[2], pool.shape[3])
 
 
-@njit
+@inner
 def head_rows(scores):
     """[rows, kv_heads, group, n] as [rows * kv_heads, 1, group, n], the same memory."""
     return scores.reshape(scores.shape[0] * scores.shape[1], 1, scores.shape[2], scores.shape[3])
 
 
-@njit
+@inner
 def head_row(sums):
     """[rows, kv_heads, group] as [rows * kv_heads, 1, group], the same memory."""
     return sums.reshape(sums.shape[0] * sums.shape[1], 1, sums.shape[2])
 
 
-@njit
+@inner
 def scale_and_cap(scores, scale, softcap):
     """Scale and cap scores as attention's are."""
     flat = scores.reshape(scores.size)
@@ -59,7 +59,7 @@ def scale_and_cap(scores, scale, softcap):
         flat[each] = softcap * tanh(score / softcap) if softcap > 0 else score
 
 
-@njit
+@inner
 def attended_lists(table, context, positions, first, end):
     """The blocks of `table` outside of [first, end), then those of `context` at positions, and how many: -1 is none."""
     rows, lists, wanted = positions.shape
@@ -78,7 +78,7 @@ def attended_lists(table, context, positions, first, end):
     return ids, counts
 
 
-@njit
+@inner
 def sums_of_powers(first, second):
     """log(exp(first) + exp(second)) of two [rows, kv_heads, group]."""
     found = np.empty_like(first)
@@ -89,7 +89,7 @@ def sums_of_powers(first, second):
     return found
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def merge_into(out, lse, other, other_lse):
     """Let `out` [rows, kv_heads, group, v_dim] be attention to what `other` is attention to as well."""
     rows, kv_heads, group, v_dim = out.shape

@@ -15,6 +15,7 @@ from numba import njit, types
 from cpu_ops.activations import quantise_rows
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.exponential import LOG2_E, exp2, tanh
+from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.number_bits import number, rounded
 from cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_region
@@ -26,7 +27,7 @@ SILU, GELU_TANH = 0, 1
 _REASSOCIATED = {"contract", "nsz", "reassoc"}
 
 
-@njit(nogil=True, fastmath=_REASSOCIATED)
+@inner(fastmath=_REASSOCIATED)
 def _normed(x, weight, epsilon, out):
     """RMSNorm of each row: x / sqrt(mean(x^2) + epsilon) * weight."""
     for row in range(x.shape[0]):
@@ -38,14 +39,14 @@ def _normed(x, weight, epsilon, out):
             out[row, i] = x[row, i] * factor * weight[i]
 
 
-@njit(nogil=True)
+@inner
 def _widened(x, out):
     for row in range(x.shape[0]):
         for i in range(x.shape[1]):
             out[row, i] = number(x[row, i])
 
 
-@njit(nogil=True, fastmath=_REASSOCIATED)
+@inner(fastmath=_REASSOCIATED)
 def _normed_heads(x, first, heads, dim, weight, epsilon):
     """RMSNorm of each head of x[:, first : first + heads * dim], in place."""
     for row in range(x.shape[0]):
@@ -59,7 +60,7 @@ def _normed_heads(x, first, heads, dim, weight, epsilon):
                 x[row, at + i] = x[row, at + i] * factor * weight[i]
 
 
-@njit(nogil=True)
+@inner
 def _rotated(x, first, heads, dim, cos, sin, out):
     """x * cos + rotate_half(x) * sin for each head, to out [rows, heads, 1, dim]."""
     half = dim // 2
@@ -74,7 +75,7 @@ def _rotated(x, first, heads, dim, cos, sin, out):
                 out[row, head, 0, half + i] = rounded(out, turned)
 
 
-@njit(nogil=True)
+@inner
 def _gated(gate, up, kind):
     if kind == GELU_TANH:
         inner = np.float32(0.7978845608028654) * (gate + np.float32(0.044715) * gate * gate * gate)
@@ -83,7 +84,7 @@ def _gated(gate, up, kind):
     return gate / (np.float32(1) + exp2(min(-gate * LOG2_E, np.float32(126)))) * up
 
 
-@njit(nogil=True)
+@inner
 def _products(matrices, rows):
     """The table of "multiply" (`cpu_ops.quantised_linear`) for all rows and matrices that share an input."""
     table = np.zeros((len(matrices), 8), np.int64)

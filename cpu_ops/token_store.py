@@ -9,6 +9,7 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.inner import inner
 from cpu_ops.kernel_address import called_as
 from cpu_ops.number_bits import float_to_bfloat16
 from cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays, storage_of
@@ -27,38 +28,38 @@ def _half_bits(typingctx, value):
     return types.uint16(types.float32), codegen
 
 
-@njit
+@inner
 def as_float32(value):
     """A float32 as it is."""
     return value
 
 
-@njit
+@inner
 def as_float16(value):
     """The bits of a float32 as binary16."""
     return _half_bits(value)
 
 
-@njit
+@inner
 def as_bfloat16(value):
     """The bits of a float32 as bfloat16; ties go to even."""
     return float_to_bfloat16(value)
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def _inverse(scale):
     """1 / scale as GGML divides, by a scale before it is rounded; 0 where that is beyond float32."""
     inverse = np.float32(1) / scale
     return np.float32(0) if np.isinf(inverse) else inverse
 
 
-@njit
+@inner
 def _put_half(value, target, at):
     bits = _half_bits(value)
     target[at], target[at + 1] = np.uint8(bits & 255), np.uint8(bits >> 8)
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def _as_q8_0(vector, target):
     """GGML's Q8_0 of a vector [dim] float32, in target [dim / 32 * 34] uint8."""
     for group in range(vector.size // _GROUP):
@@ -78,7 +79,7 @@ def _as_q8_0(vector, target):
             target[at + 2 + i] = np.uint8(np.int64(whole if scaled >= 0 else -whole) & 255)
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def _as_q4_0(vector, target):
     """GGML's Q4_0 of a vector [dim] float32, in target [dim / 32 * 18] uint8."""
     for group in range(vector.size // _GROUP):
@@ -110,7 +111,7 @@ def _writer(storage: str) -> Any:
         return _GROUP_ENCODERS[storage]
     encode = _ENCODERS[storage]
 
-    @njit
+    @inner
     def write(vector, target):
         for d in range(vector.size):
             target[d] = encode(vector[d])

@@ -3,6 +3,8 @@
 import numpy as np
 from numba import njit
 
+from cpu_ops.inner import inner
+
 
 def top_k_blocks(scores: np.ndarray, counts: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Positions of the k highest scores of each list, in ascending order of position.
@@ -29,7 +31,7 @@ SIGN, LOWEST = np.uint32(1 << 31), np.uint32(0x007FFFFF)
 """The bit that tells a float's sign, and what -inf and NaN are ordered by."""
 
 
-@njit
+@inner
 def order(scores, keys):
     """Write unsigned integers that are ordered as the scores [n] float32 are: NaN as -inf, 0 and -0 alike."""
     bits = scores.view(np.uint32)
@@ -42,7 +44,7 @@ def order(scores, keys):
             keys[i] = ~bits[i] if bits[i] & SIGN else bits[i] | SIGN
 
 
-@njit
+@inner
 def number_above(keys, lowest):
     """How many of keys [n] uint32 are above `lowest`."""
     found = np.int32(0)
@@ -51,7 +53,7 @@ def number_above(keys, lowest):
     return found
 
 
-@njit
+@inner
 def _kth_largest(keys, k):
     """The k-th largest of keys [n] uint32, bit by bit from the highest: each pass counts in whole vectors."""
     found = np.uint32(0)

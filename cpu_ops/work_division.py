@@ -4,6 +4,7 @@ import numpy as np
 from numba import njit, types
 
 from cpu_ops.exponential import LN_2, exp2
+from cpu_ops.inner import inner
 
 BAD_ID, BAD_COUNT, BAD_LENGTH = -1, -2, -3
 _INTEGER = types.int64
@@ -11,7 +12,7 @@ _REAL4, _REAL3, _REAL2 = (types.Array(types.float32, dims, "C") for dims in (4, 
 _PART = types.Array(types.float32, 2, "A")
 
 
-@njit
+@inner
 def list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size):
     """Where each (row, kv head) list begins when all are laid end to end, in tokens; a first entry < 0 is an error."""
     rows, lists_per_row, max_blocks = block_ids.shape
@@ -73,7 +74,7 @@ def keep_part(
                 edge_sums[edge, g, d] = sums[g, d]
 
 
-@njit(error_model="numpy")
+@inner(error_model="numpy")
 def merge_edges(edges, edge_sums, edge_most, edge_total, out, lse):
     """Merge what several threads computed of one list; edges [2 * threads] name the lists, equal ones in sequence."""
     group, v_dim = edge_sums.shape[1:]

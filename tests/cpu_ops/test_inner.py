@@ -1,0 +1,40 @@
+"""Functions that kernels alone call: compiled as others are, and refused to Python."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numba import njit
+
+from cpu_ops.inner import inner
+
+
+@inner(error_model="numpy")
+def _ratio(numbers):
+    return numbers[0] / numbers[1]
+
+
+@njit
+def _kernel(numbers):
+    return _ratio(numbers) + 1
+
+
+def test_a_kernel_calls_it_with_its_options():
+    assert _kernel(np.array([3.0, 2.0])) == 2.5
+    # Not ZeroDivisionError: an option that was given is in force.
+    assert _kernel(np.array([3.0, 0.0])) == np.inf
+
+
+def test_python_is_refused_before_and_after_it_was_compiled():
+    numbers = np.array([3.0, 2.0])
+
+    @inner
+    def fresh(given):
+        return given[0]
+
+    with pytest.raises(TypeError, match="fresh is compiled for kernels alone"):
+        fresh(numbers)
+    _kernel(numbers)
+    assert _ratio.signatures
+    with pytest.raises(TypeError, match="_ratio is compiled for kernels alone"):
+        _ratio(numbers)
