@@ -2,17 +2,20 @@
 
     python -m benchmarks.results PART --haystack essays.json --out DIRECTORY [--length 4096] [--samples 20]
                                  [--recipes adaptive,quest,...] [--fractions 32,16,8] [--shipped adaptive] [--threads N]
+                                 [--tasks ruler/vt,...]
 
 A part is `fidelity` (texts of five kinds, `--samples` of each), `ruler` (its eleven tasks that need no download),
 `needle`, `pairs`, `turns` or `perplexity` (of an essay's last 128 tokens, fed one by one). Every part, length and
 choice of recipes is a run of evaluations in a folder of its own below `--out`; one that was stopped goes on when the
-same command is given again. `benchmarks.results_page` reads all of them.
+same command is given again. `benchmarks.results_page` reads all of them. With `--tasks` a part has these alone, and
+wants an `--out` of its own: rows of a table are of one choice of tasks.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +58,18 @@ def main() -> None:
     parser.add_argument("--fractions", default=",".join(map(str, FRACTIONS)), help="tokens to an attended one")
     parser.add_argument("--shipped", default="", help="recipes that also run with their own budgets")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--tasks", default="", help="of the part, all where none are named")
     given = parser.parse_args()
+    of_part, options = _PARTS[given.part]
+    tasks = tuple(given.tasks.split(",")) if given.tasks else of_part
+    for task in tasks:
+        if not any(fnmatch(task, name) for name in of_part):
+            parser.error(f"--tasks: {task} is none of {given.part}; it has {', '.join(of_part)}")
     set_threads(given.threads)
     recipes, shipped = given.recipes.split(","), tuple(filter(None, given.shipped.split(",")))
     asked = cells(given.length, tuple(map(int, given.fractions.split(","))), shipped)
     asked = [cell for cell in asked if cell.recipe in recipes]
     loaded = load_packed(open_model(given.model))
-    tasks, options = _PARTS[given.part]
     depths = len(options.get("depths", (0,)))
     if given.part == "perplexity":
         options = {"prefill_tokens": given.length - _FORETOLD}
