@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import results_page
+from benchmarks import results, results_page
 from benchmarks.budgeted_recipes import FRACTIONS, RECIPES, SHIPPED, cells
 from benchmarks.results import CELLS
 from hetero_kv.evals.config_spec import config_specs
@@ -118,3 +118,14 @@ def test_the_table_of_perplexity_has_what_each_sample_has_above_full_attention(r
     assert "| full attention | all | 7.39 |  |  |" in lines
     # Likelihoods of 2.5 and 2.25 nats, where full attention has 2.
     assert "| quest | 1/16 | 10.75 | 0.38 (0.25 to 0.50) | 2 |" in lines
+
+
+@pytest.mark.parametrize(("part", "task"), [("ruler", "ruler/nothing"), ("needle", "ruler/vt")])
+def test_a_task_of_another_part_is_refused_before_the_model_is_loaded(part, task, tmp_path, monkeypatch, capsys):
+    asked = [part, "--haystack", "essays.json", "--out", str(tmp_path / "out"), "--tasks", task]
+    monkeypatch.setattr("sys.argv", ["results", *asked])
+    monkeypatch.setattr(results, "open_model", lambda _: pytest.fail("the model is loaded"))
+    with pytest.raises(SystemExit):
+        results.main()
+    assert f"--tasks: {task} is none of {part}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
