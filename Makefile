@@ -23,7 +23,7 @@ test: $(TESTED)  ## the whole suite
 test-cuda: $(TESTED)  ## what of the suite runs on a GPU, or on a simulated one where there is none
 	$(BIN)/python -m pytest -m "cuda and not slow" -n $(WORKERS) --dist loadfile $(ARGS)
 
-test-slow: $(TESTED)  ## the checks that take minutes, on the default model
+test-slow: $(TESTED)  ## the checks that take minutes, on the default model, and every variant of the suite's
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 campaign: $(TESTED)  ## damaged files and interrupted writes, a hundred times the suite's tries; hours

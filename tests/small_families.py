@@ -73,6 +73,9 @@ FAMILIES = {
 SELDOM = (
     "blocks by bounds",
     "tokens by preselection",
+    "factors of answers",
+    "entropy in strides",
+    "a layer left alone",
 )
 #: What operations on a cache do not tell from another's, where forwards of each are tested besides.
 STORED_ALIKE = (*SELDOM, "short turns", "selections that are reused")

@@ -7,6 +7,7 @@ import torch
 from small_recipes import RECIPES, new_cache, small_recipe
 from tiny_models import tiny_model
 from transformers import DynamicCache
+from variants import with_slow
 
 from hetero_kv import eject, inject
 from hetero_kv.families.sparse_prefill import attention, flexprefill, known_patterns, minference
@@ -72,6 +73,12 @@ LEAVING_OUT = {
     "flexprefill": {**_SPARSE, "prefill_mass": 0.1, "prefill_least": 64},
     "minference": {**_SPARSE, "prefill_budget": 128, "prefill_price": 1.0},
 }
+#: Of the recipes in one such model: what others are between them too.
+SELDOM_BETWEEN = (
+    "adaptive_lean", "bigbird", "flexprefill", "infllm", "kvretrieval", "pyramidkv", "quest", "random", "roco",
+    "self_extend_quest", "shadowkv_minference", "shadowkv_plus", "sirllm", "snapkv", "snapkv_evict", "streaming",
+    "streaming_llm", "tova",
+)  # fmt: skip
 #: Models with layers that are no attention, every recipe in one and some in each.
 BETWEEN_OTHERS = [
     *(("lfm2", recipe) for recipe in COVERING),
@@ -140,7 +147,9 @@ def test_a_covering_budget_is_full_attention(model, expected, recipe):
     assert off(model, expected, recipe, COVERING[recipe]) < ROUNDING
 
 
-@pytest.mark.parametrize(("architecture", "recipe"), BETWEEN_OTHERS)
+@pytest.mark.parametrize(
+    ("architecture", "recipe"), with_slow(BETWEEN_OTHERS, slow=[("lfm2", recipe) for recipe in SELDOM_BETWEEN])
+)
 def test_a_covering_budget_is_full_attention_between_layers_that_are_none(architecture, recipe):
     model = tiny_model(architecture, max_position_embeddings=1024)
     with torch.no_grad():

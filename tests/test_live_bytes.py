@@ -9,6 +9,7 @@ import torch
 from devices import model_on, simulated_cuda
 from small_recipes import injected, small_recipe
 from tiny_models import tiny_model
+from variants import with_slow
 
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.planning.footprint import Footprint
@@ -28,10 +29,20 @@ RUNS = [
     ("gemma2", "dense", SINGLE, 600, 1, "auto"),
     ("deepseek_v3", "dense", SINGLE, 200, 1, "auto"),
 ]
+# What holds what others hold.
+SELDOM = (
+    ("llama", "quest", HALF),
+    ("llama", "dense", SINGLE),
+    ("llama", "streaming_llm", HALF),
+    ("gemma2", "dense", SINGLE),
+)
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize(("architecture", "recipe", "dtype", "tokens", "rows", "where"), RUNS)
+@pytest.mark.parametrize(
+    ("architecture", "recipe", "dtype", "tokens", "rows", "where"),
+    with_slow(RUNS, slow=[run for run in RUNS if run[:3] in SELDOM]),
+)
 def test_no_more_lives_on_a_gpu_than_was_planned(architecture, recipe, dtype, tokens, rows, where):
     with simulated_cuda() as gpu:
         model = model_on(torch.device("cuda"), tiny_model(architecture).to(dtype))
@@ -49,7 +60,7 @@ def test_no_more_lives_on_a_gpu_than_was_planned(architecture, recipe, dtype, to
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("refactor_above", [0.0, 1.0])
+@pytest.mark.parametrize("refactor_above", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_no_turn_of_shadowkv_takes_more_than_was_planned(refactor_above):
     tokens = 1400
     with simulated_cuda() as gpu:

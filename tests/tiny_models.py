@@ -72,6 +72,22 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     },
 }
 
+# Windows, softcaps, sinks, experts, rotations of a part and of none, heads that share keys or have their own.
+_DISTINCT = (
+    "llama",
+    "qwen3_moe",
+    "phi",
+    "glm",
+    "gemma2",
+    "gemma3_text",
+    "gpt_neox",
+    "gpt_oss",
+    "smollm3",
+    "deepseek_v3",
+)
+#: Those that have nothing which no other has, but numbers and names.
+ALIKE = [name for name in ARCHITECTURES if name not in _DISTINCT]
+
 _GATED_DELTA = {
     **_HEAD_DIM,
     "linear_conv_kernel_dim": 4,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +23,21 @@ def with_slow(values: Iterable[Any] | Mapping[str, Any], slow: Collection[Any]) 
     # A tuple has a value for each name of the parameter.
     parts = [value if isinstance(value, tuple) else (value,) for value in values]
     return [pytest.param(*part, marks=_marks(value in slow)) for part, value in zip(parts, values, strict=True)]
+
+
+def combined(*axes: Sequence[Any]) -> list[Any]:
+    """Parameters of a test that takes one value of each axis: every combination of them.
+
+    In `make test` are as many as the longest axis has values, in which every value of every axis comes up; all others
+    are slow tests.
+    """
+    longest = max(map(len, axes))
+    quick = {tuple(number % len(axis) for axis in axes) for number in range(longest)}
+    found = []
+    for places in itertools.product(*(range(len(axis)) for axis in axes)):
+        values = [axis[place] for axis, place in zip(axes, places, strict=True)]
+        found.append(pytest.param(*values, marks=_marks(places not in quick)))
+    return found
 
 
 def _marks(is_slow: bool) -> Any:

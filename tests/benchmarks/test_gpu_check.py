@@ -27,6 +27,7 @@ PACKED = (
 TINY = ["--device", "cpu", "--tiny"]
 
 
+@pytest.mark.slow
 def test_gpu_commands_need_no_packages_that_read_models():
     program = "import sys; sys.modules['gguf'] = sys.modules['flash_attn'] = None; import benchmarks.gpu"
     run = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], capture_output=True, text=True)

@@ -78,6 +78,7 @@ def test_the_tables_have_a_row_for_the_recipe_and_for_what_it_calls(with_itself)
     assert calls.row_count > len(with_itself[NOW]["frames"]["calls"])
 
 
+@pytest.mark.slow
 def test_a_package_from_elsewhere_is_not_measured(tmp_path):
     with pytest.raises(RuntimeError, match=r"ended with exit status 1"), Worker(tmp_path, layers=2) as worker:
         worker.ask("burst", tokens=1)

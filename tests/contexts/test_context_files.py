@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from small_families import random_tokens
 from tiny_models import tiny_model
 from transformers import DynamicCache
+from variants import with_slow
 
 from hetero_kv import HeteroCache, HeteroKVError, inject
 from hetero_kv.contexts import identity, tensor_file
@@ -69,7 +70,7 @@ def saved(model, path, prompt=50, answer=5, batch=1):
     return cache
 
 
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("stored", with_slow(list(STORED), slow=("keys in 8, values in 4 bits",)))
 def test_everything_that_a_pool_has_comes_back(stored, tmp_path):
     given, dim = STORED[stored]
     model = made(shape={"num_hidden_layers": 2, "head_dim": dim}, **given)

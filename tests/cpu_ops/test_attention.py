@@ -37,7 +37,7 @@ WIDTH_SHAPES = {
     "group of 12, soft-capped, bf16": Shape(
         1, group=12, k_dim=64, v_dim=64, block_size=32, dtype=BFLOAT16, softcap=2.0
     ),
-    "group of 16, fp16": Shape(1, group=16, k_dim=80, v_dim=192, block_size=7, dtype=np.float16),
+    "group of 16, fp16": Shape(2, group=16, k_dim=80, v_dim=192, block_size=7, dtype=np.float16),
 }
 SHAPES = {
     "llama, fp16": Shape(kv_heads=2, group=4, k_dim=128, v_dim=128, block_size=128, dtype=np.float16),
@@ -58,6 +58,8 @@ shapes = pytest.mark.parametrize(
     with_slow(
         SHAPES,
         slow=(
+            "llama, fp16",
+            "odd sizes, soft-capped, fp32",
             "mla, q4_0",
             "qwen2 0.5b, q8_0",
             "blocks of 16, q8_0",
@@ -136,7 +138,7 @@ def offsets_of(keys, k_dim, seed):
 _WITH_OFFSETS = [(name, isa) for name in ("qwen2 0.5b, q8_0", "group of 7, q4_0") for isa in available()[:2]]
 
 
-@pytest.mark.parametrize(("name", "isa"), with_slow(_WITH_OFFSETS, slow=_WITH_OFFSETS[1:-2]))
+@pytest.mark.parametrize(("name", "isa"), with_slow(_WITH_OFFSETS, slow=_WITH_OFFSETS[:-1]))
 @settings(max_examples=20, deadline=None)
 @given(rows=st.integers(1, 2), separate=st.booleans(), threads=st.sampled_from([1, None]), seed=st.integers(0, 2**32))
 def test_keys_less_an_offset_are_attended_to_as_with_it(name, isa, rows, separate, threads, seed):
@@ -149,10 +151,10 @@ def test_keys_less_an_offset_are_attended_to_as_with_it(name, isa, rows, separat
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(NUM_BLOCKS, 2, 64), (NUM_BLOCKS, 2, 128, 1), (NUM_BLOCKS - 1, 2, 128)])
+@pytest.mark.parametrize("shape", [(NUM_BLOCKS, 2, 40), (NUM_BLOCKS, 2, 80, 1), (NUM_BLOCKS - 1, 2, 80)])
 def test_offsets_that_fit_no_keys_are_refused(shape):
     with pytest.raises(ValueError, match=r"key_offsets .* do not fit keys"):
-        attend_blocks(*problem(SHAPES["llama, fp16"], 1, False, 5), key_offsets=np.zeros(shape, np.uint16))
+        attend_blocks(*problem(SHAPES["group of 16, fp16"], 1, False, 5), key_offsets=np.zeros(shape, np.uint16))
 
 
 @pytest.mark.parametrize(
@@ -178,10 +180,10 @@ def test_kernels_of_different_widths_are_kept_apart():
     shape = WIDTH_SHAPES["group of 7, q4_0"]
     kernels = [
         _region(isa, "q4_0", "q4_0", shape.group, shape.k_dim, shape.v_dim, shape.block_size, False, True)
-        for isa in available()
+        for isa in available()[:2]
     ]
     keys = [kernel._cache._index_key(kernel.signatures[0], kernel.targetctx.codegen()) for kernel in kernels]
-    assert len(set(keys)) == len(available())
+    assert len(set(keys)) == len(kernels)
 
 
 @shapes
@@ -232,10 +234,10 @@ def test_one_dominating_key_returns_its_value():
 
 
 def test_garbage_past_a_blocks_length_is_never_seen():
-    q, keys, values, ids, counts, lengths, scale, _ = problem(SHAPES["llama, fp16"], 1, False, 4)
-    counts[:], lengths[:] = MAX_BLOCKS, 77
+    q, keys, values, ids, counts, lengths, scale, _ = problem(SHAPES["group of 16, fp16"], 1, False, 4)
+    counts[:], lengths[:] = MAX_BLOCKS, 5
     out, lse = attend_blocks(q, keys, values, ids, counts, lengths, scale)
-    keys[:, :, 77:], values[:, :, 77:] = np.nan, np.inf
+    keys[:, :, 5:], values[:, :, 5:] = np.nan, np.inf
     out_beside_garbage, lse_beside_garbage = attend_blocks(q, keys, values, ids, counts, lengths, scale)
     np.testing.assert_array_equal(out_beside_garbage, out)
     np.testing.assert_array_equal(lse_beside_garbage, lse)
@@ -243,7 +245,7 @@ def test_garbage_past_a_blocks_length_is_never_seen():
 
 def _without(name, value):
     names = ("q", "keys", "values", "block_ids", "block_counts", "block_lengths")
-    arguments = dict(zip(names, problem(SHAPES["llama, fp16"], 1, False, 5)[:6], strict=True))
+    arguments = dict(zip(names, problem(SHAPES["group of 16, fp16"], 1, False, 5)[:6], strict=True))
     arguments[name] = value(arguments[name])
     return arguments
 
@@ -252,7 +254,7 @@ def _without(name, value):
     ("name", "value", "error", "message"),
     [
         ("keys", lambda a: a[:, :1], ValueError, "kv_heads"),
-        ("values", lambda a: a[:, :, :64], ValueError, "do not fit keys"),
+        ("values", lambda a: a[:, :, :4], ValueError, "do not fit keys"),
         ("values", lambda a: a.astype(np.float64), TypeError, "values are float64"),
         ("keys", lambda a: a.astype(np.float64), TypeError, "keys are float64"),
         ("block_ids", lambda a: a[:, 0], ValueError, "max_blocks"),
@@ -262,7 +264,7 @@ def _without(name, value):
         ("block_ids", lambda a: a * 0 + NUM_BLOCKS, IndexError, f"0..{NUM_BLOCKS - 1}"),
         ("block_ids", lambda a: a * 0 - 1, IndexError, "block_ids"),
         ("block_counts", lambda a: a * 0 + MAX_BLOCKS + 1, IndexError, f"0..{MAX_BLOCKS} entries"),
-        ("block_lengths", lambda a: a * 0 + 129, IndexError, "0..128"),
+        ("block_lengths", lambda a: a * 0 + 8, IndexError, "0..7"),
     ],
 )
 def test_arrays_that_do_not_fit_are_named(name, value, error, message):
@@ -275,7 +277,7 @@ def test_arrays_that_do_not_fit_are_named(name, value, error, message):
 
 def test_more_threads_than_there_are_is_an_error():
     with pytest.raises(ValueError, match="threads is 100000"):
-        attend_blocks(*problem(SHAPES["llama, fp16"], 1, False, 6), threads=100_000)
+        attend_blocks(*problem(SHAPES["group of 16, fp16"], 1, False, 6), threads=100_000)
 
 
 def test_compiling_for_an_unknown_storage_type_names_the_known_ones():

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from variants import combined
 
 from cpu_ops.chunk_slots import KeyFactorArrays, hold_chunks
 from cpu_ops.landmark_choice import best_chunks
@@ -81,9 +82,12 @@ def test_tokens_beyond_a_range_are_refused():
         attend_ranges(np.ones((1, 1, 3, 18), np.float32), *ranges, 1.0)
 
 
-@pytest.mark.parametrize("kind", ["FP16", "Q8_0"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", [RotaryLayout(9), RotaryLayout(3, 4, True), RotaryLayout(0)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "dtype", "kind"),
+    combined(
+        [RotaryLayout(9), RotaryLayout(3, 4, True), RotaryLayout(0)], [torch.float32, torch.bfloat16], ["FP16", "Q8_0"]
+    ),
+)
 def test_slots_hold_what_torch_puts_into_them(layout, dtype, kind):
     rows, heads, chunks, size, k_dim, v_dim, rank, slots = 2, 3, 12, 6, 18, 32, 9, 5
     pool = BlockPool(40, heads, size, 0, v_dim, storage.get(kind), 0)

@@ -14,8 +14,8 @@ from cpu_ops.storage import numbers_of, storage_of
 ROWS, KV_HEADS, BLOCKS, BLOCK, DIM, SCALE = 2, 2, 7, 4, 24, 0.4
 
 KERNELS = [(isa, group, offset) for isa in available() for group in (2, 9) for offset in (False, True)]
-# What is left: each of a pair once of what the machine is best at, and one of the second best.
-SELDOM = [each for each in KERNELS if each not in (KERNELS[0], KERNELS[3], *KERNELS[7:8])]
+# What is left: the one with most to it, of what the machine is best at, and of the second best.
+SELDOM = [each for each in KERNELS if each not in (KERNELS[3], *KERNELS[7:8])]
 
 
 # Of nine query heads some are left over by tiles of eight and of four; more tokens than are brought together at once.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_models import ARCHITECTURES, tiny_model
+from tiny_models import ALIKE, ARCHITECTURES, tiny_model
+from variants import combined, with_slow
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
 from hetero_kv.adapter.operator import AttentionOperator
@@ -91,8 +92,11 @@ def model(request):
         eject(model)
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen2", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3"], indirect=True)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("model", "recipe"),
+    combined(["llama", "qwen2", "gemma2", "gemma3_text", "gpt_oss", "deepseek_v3"], RECIPES),
+    indirect=["model"],
+)
 def test_decoding_after_a_shared_prefill_is_bit_for_bit_that_after_a_real_one(model, recipe):
     prompt, answer = random_tokens(PROMPT), random_tokens(DECODED, 1)
     recording = record_prefill(model, prompt, observation_len=40, chunk_size=CHUNK)
@@ -107,7 +111,11 @@ def test_decoding_after_a_shared_prefill_is_bit_for_bit_that_after_a_real_one(mo
     assert differing(model, cache, expected_cache) == []
 
 
-@pytest.mark.parametrize("model", ARCHITECTURES, indirect=True)
+@pytest.mark.parametrize(
+    "model",
+    with_slow(list(ARCHITECTURES), slow=ALIKE),
+    indirect=True,
+)
 def test_every_architecture_shares_its_prefill(model):
     prompt, answer = random_tokens(PROMPT), random_tokens(DECODED, 1)
     recording = record_prefill(model, prompt, chunk_size=CHUNK)
@@ -154,8 +162,9 @@ def test_one_recording_serves_one_recipe_after_another_and_a_second_turn(model):
         eject(model)
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma3_text", "deepseek_v3"], indirect=True)
-@pytest.mark.parametrize("question", [9, 30])
+@pytest.mark.parametrize(
+    ("model", "question"), combined(["llama", "gemma3_text", "deepseek_v3"], [9, 30]), indirect=["model"]
+)
 def test_a_recording_that_goes_on_from_another_is_that_of_the_whole_prompt(model, question):
     prompt, answer = random_tokens(2 * CHUNK + question), random_tokens(DECODED, 1)
     text = record_prefill(model, prompt[:, : 2 * CHUNK], observation_len=20, chunk_size=CHUNK)
@@ -273,8 +282,9 @@ SHADOWKV = {
 }
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen2", "phi3", "glm"], indirect=True)
-@pytest.mark.parametrize("recipe", ["shadowkv", "shadowkv_plus"])
+@pytest.mark.parametrize(
+    ("model", "recipe"), combined(["llama", "qwen2", "phi3", "glm"], ["shadowkv", "shadowkv_plus"]), indirect=["model"]
+)
 def test_shadowkv_goes_on_from_a_recording_bit_for_bit(model, recipe):
     prompt, answer = random_tokens(PROMPT), random_tokens(DECODED, 1)
     recording = record_prefill(model, prompt, chunk_size=CHUNK)

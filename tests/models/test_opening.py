@@ -184,7 +184,7 @@ def test_weights_that_are_missing_are_named(write_tiny_gguf, tmp_path):
 
 
 @pytest.mark.model
-def test_the_small_real_model_is_as_large_as_its_file(tmp_path):
+def test_the_small_real_model_is_as_large_as_its_file(smollm2):
     opened = open_model("smollm2-135m-instruct", dtype="float32")
     inject(opened.model, "dense", command_line={"max_seq_len": 256})
     model = opened.load().model
@@ -192,7 +192,7 @@ def test_the_small_real_model_is_as_large_as_its_file(tmp_path):
     assert sum(tensor.nbytes for tensor in tensors) < 1.05 * 98_362_432
     # The head is the embedding.
     assert model.lm_head.quantised is model.model.embed_tokens.quantised
-    unpacked = load_model("smollm2-135m-instruct", dtype="float32").model
+    unpacked = smollm2.model
     prompt = opened.tokenizer("The capital of France is", return_tensors="pt").input_ids
     answer = unpacked.generate(prompt, max_new_tokens=12, do_sample=False)
     cache = HeteroCache(model, 256)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from variants import with_slow
 
 from hetero_kv import HeteroCache, inject
+from hetero_kv.families.bounded import eviction
 from hetero_kv.rules.rule_file import parse_rules
 
 SMALL = {
@@ -19,6 +21,8 @@ SMALL = {
     # Its shares are those of a batch, so that rows would not be what they are alone.
     "d2o": {"allocation": "uniform"},
 }
+#: Every policy, for tests of what all have in common; slow are those that score as another does, or not at all.
+POLICIES = with_slow(eviction.names(), slow=("bigbird", "cam", "roco", "snapkv", "tova"))
 CHUNKED = {"match": {"name": r"layers\.\d+$"}, "replace": {"class": "ChunkedDecoderLayer"}}
 
 

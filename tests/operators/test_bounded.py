@@ -6,7 +6,8 @@ import pytest
 import torch
 from bounded_models import bounded, conversation, logits, relative_error, tokens
 from devices import model_on, on_both
-from tiny_models import ARCHITECTURES, tiny_model
+from tiny_models import ALIKE, ARCHITECTURES, tiny_model
+from variants import with_slow
 
 from hetero_kv import eject
 from hetero_kv.families.bounded import eviction
@@ -14,7 +15,7 @@ from hetero_kv.families.bounded.entry_room import SLACK
 from hetero_kv.planning.plan import Footprint
 
 
-@pytest.mark.parametrize(("policy", "device"), on_both(eviction.names(), quick=("h2o", "cascade")), indirect=["device"])
+@pytest.mark.parametrize(("policy", "device"), on_both(eviction.names(), quick=("cascade",)), indirect=["device"])
 def test_a_covering_budget_is_full_attention_over_two_turns(llama, policy, device):
     parts = conversation(batch=2)
     with torch.no_grad():
@@ -25,7 +26,7 @@ def test_a_covering_budget_is_full_attention_over_two_turns(llama, policy, devic
     assert cache.statistics["cached_entries"] == [95, 95, 95]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", with_slow(list(ARCHITECTURES), slow=ALIKE))
 def test_places_among_the_entries_are_positions_while_nothing_is_dropped_in_every_model(architecture):
     model = tiny_model(architecture, **({"head_dim": 16} if architecture == "internlm3" else {}))
     parts = conversation()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bounded_models import Letters, bounded, logits, positions, tokens
+from bounded_models import POLICIES, Letters, bounded, logits, positions, tokens
 from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache
-from hetero_kv.families.bounded import eviction
 
 PROMPT, NEW, BEAMS, BATCH, BUDGET = 50, 12, 3, 2, 24
 
 
-@pytest.mark.parametrize("policy", eviction.names())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_every_beam_has_the_logits_of_its_tokens_alone_while_entries_are_dropped(policy):
     model = tiny_model("llama")
     cache = bounded(model, policy=policy, budget=BUDGET)
@@ -42,7 +41,7 @@ def test_every_beam_has_the_logits_of_its_tokens_alone_while_entries_are_dropped
         torch.testing.assert_close(at_its_rows, forced, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("policy", eviction.names())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_beam_takes_its_entries_with_it(policy):
     model = tiny_model("llama")
     prompts, answers = tokens(PROMPT, batch=BEAMS), tokens(6, 1, batch=BEAMS).split(1, dim=1)

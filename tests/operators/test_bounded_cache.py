@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bounded_models import Letters, bounded, conversation, logits, positions, tokens
+from bounded_models import POLICIES, Letters, bounded, conversation, logits, positions, tokens
 
 from hetero_kv import HeteroCache, eject
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.families.bounded import eviction
 
 
-@pytest.mark.parametrize("policy", eviction.names())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_generate_is_the_models_own_where_the_budget_covers(llama, policy):
     settings = {"max_new_tokens": 12, "do_sample": False}
     expected = llama.generate(tokens(40), **settings)
@@ -32,7 +31,7 @@ def test_beams_are_the_models_own_where_the_budget_covers(llama, policy):
     assert llama.generate(tokens(30), past_key_values=cache, **settings).equal(expected)
 
 
-@pytest.mark.parametrize("policy", eviction.names())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_reordered_row_goes_on_as_the_one_it_was(llama, policy):
     prompts, answers = tokens(50, 4, batch=2), tokens(8, 5)
     cache = bounded(llama, policy=policy, budget=24)
@@ -48,7 +47,7 @@ def test_a_reordered_row_goes_on_as_the_one_it_was(llama, policy):
     )
 
 
-@pytest.mark.parametrize("policy", eviction.names())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_forks_go_their_own_ways(llama, policy):
     cache = bounded(llama, policy=policy, budget=24)
     logits(llama, cache, tokens(50))
@@ -61,7 +60,7 @@ def test_forks_go_their_own_ways(llama, policy):
         assert logits(llama, alone, *question).equal(answer)
 
 
-@pytest.mark.parametrize("policy", eviction.names())
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("at", [1, 9])
 def test_a_turn_that_fails_leaves_the_cache_as_it_was(llama, policy, at):
     cache = bounded(llama, policy=policy, budget=24)

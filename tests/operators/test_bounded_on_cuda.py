@@ -9,6 +9,7 @@ from count_launches import counts_of
 from devices import model_on, simulated_cuda
 from small_recipes import RECIPES
 from tiny_models import tiny_model
+from variants import with_slow
 
 from gpu_ops import cached_entries, draws, merged_entries, rotary
 from hetero_kv.families.bounded import eviction
@@ -33,6 +34,8 @@ LAUNCHES = {
     "sirllm": 9,
 }
 BOUNDED = tuple(LAUNCHES)
+# One without scores, one with them, one that merges, and one that runs a text of its own.
+QUICK = "streaming_llm", "h2o", "d2o", "infinipot"
 
 
 def test_every_policy_is_counted_below():
@@ -41,9 +44,13 @@ def test_every_policy_is_counted_below():
     assert set(BOUNDED) <= set(RECIPES)
 
 
-@pytest.mark.parametrize("half", [BOUNDED[::2], BOUNDED[1::2]], ids=["even", "odd"])
-def test_no_bounded_layer_waits_or_copies_and_all_launch_little(half):
-    found = counts_of(half)
+@pytest.mark.parametrize(
+    "recipes",
+    [QUICK, pytest.param(tuple(sorted({*BOUNDED} - {*QUICK})), marks=pytest.mark.slow)],
+    ids=["four", "the others"],
+)
+def test_no_bounded_layer_waits_or_copies_and_all_launch_little(recipes):
+    found = counts_of(recipes)
     del found["untouched"]
     for recipe, counts in found.items():
         assert (counts.waits, counts.pageable) == (0, 0), recipe
@@ -68,7 +75,13 @@ def test_what_is_not_kept_is_told_on_a_gpu_without_a_wait(dropped):
 
 # Of bfloat16 the interpreter multiplies no matrices.
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("policy", ["bigbird", "cam", "cascade", "d2o", "random", "roco", "streaming_llm"])
+@pytest.mark.parametrize(
+    "policy",
+    with_slow(
+        ["bigbird", "cam", "cascade", "d2o", "random", "roco", "streaming_llm"],
+        slow=("bigbird", "d2o", "roco", "streaming_llm"),
+    ),
+)
 @torch.no_grad()
 def test_kernels_decode_as_torch_does(policy, dtype, monkeypatch):
     """Entries are the same ones, and attention to them is, however many launches that takes."""

@@ -9,6 +9,7 @@ from devices import model_on, simulated_cuda
 from simulated_cuda import Launch, Wait
 from small_recipes import RECIPES, injected, small_recipe
 from tiny_models import tiny_model
+from variants import with_slow
 
 from gpu_ops.staging import Staging
 from hetero_kv import HeteroKVError, eject, inject
@@ -173,7 +174,10 @@ WINDOW_BESIDE_THE_CPU = (
 WINDOW_BEFORE_THE_CPU = ("adaptive", "adaptive_lean", "retroinfer", "sparq")
 
 
-@pytest.mark.parametrize("recipe", WINDOW_BESIDE_THE_CPU)
+@pytest.mark.parametrize(
+    "recipe",
+    with_slow(WINDOW_BESIDE_THE_CPU, slow=("infllm", "kvretrieval", "loki", "quest", "self_extend_quest", "snapkv")),
+)
 def test_the_cpu_has_its_queries_before_the_window_is_launched(gpu, recipe, monkeypatch):
     before, beside = windows_launched(gpu, recipe, monkeypatch)
     assert before == [0, 0, 0]

@@ -101,7 +101,7 @@ def assert_reference(pool, lengths, q, table, first, end, positions, scale, soft
 
 # Scores that are capped, attention sinks that are learned, and heads of several dimensions.
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
-@pytest.mark.parametrize("target_mass", ["none", 0.9])
+@pytest.mark.parametrize("target_mass", [pytest.param("none", marks=pytest.mark.slow), 0.9])
 def test_blocks_that_fill_are_estimated_like_those_of_the_prompt(injected, checked, architecture, target_mass):
     whole = {"layer_types": ["full_attention"] * 3} if architecture in ("gemma2", "gpt_oss") else {}
     model, cache = injected(architecture, whole, target_mass=target_mass, head_select_mode="SEPARATE")
@@ -127,7 +127,7 @@ def test_every_storage_type_is_estimated_from(injected, checked, stored):
     assert len(checked) >= 3 * 3
 
 
-@pytest.mark.parametrize("kv_type", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kv_type", [pytest.param("Q8_0", marks=pytest.mark.slow), "Q4_0"])
 def test_blocks_of_16_tokens_in_few_bits_are_estimated_from(injected, checked, kv_type):
     settings = {"representative_type": "MEAN", "representative_num": 1, "rerank": "all", "kv_type": kv_type}
     blocks = {"block_size": 16, "initial_len": 16, "local_windows_len": 16, "chunk_size": 64, "second_block_count": 2}

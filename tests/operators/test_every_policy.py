@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from bounded_models import bounded, conversation, logits, positions, tokens
+from bounded_models import POLICIES, bounded, conversation, logits, positions, tokens
 from tiny_models import tiny_model
 
 from hetero_kv import eject
-from hetero_kv.families.bounded import eviction
 
 BUDGET = 24
 _MODEL = tiny_model("llama", num_attention_heads=6, hidden_size=96)
@@ -43,27 +42,27 @@ def assert_same(mine, theirs, exactly):
             torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("policy", eviction.names())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_same_conversation_again_is_the_same_to_the_bit(policy):
     first = conversed(policy)
     torch.manual_seed(1234)
     assert_same(conversed(policy), first, exactly=True)
 
 
-@pytest.mark.parametrize("policy", eviction.names())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_how_a_prompt_is_chunked_changes_nothing(policy):
     # Chunks of two cut the catalyst too.
     assert_same(conversed(policy, chunk_size=2), conversed(policy, chunk_size=512), exactly=False)
 
 
-@pytest.mark.parametrize("policy", eviction.names())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_rows_of_a_batch_are_what_they_are_alone(policy):
     found, layers = conversed(policy, batch=3)
     together = found[1:2], [layer.selected(torch.tensor([1])) for layer in layers]
     assert_same(together, conversed(policy, batch=3, rows=slice(1, 2)), exactly=False)
 
 
-@pytest.mark.parametrize("policy", eviction.names())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_entries_are_different_tokens_of_the_sequence_in_their_order(policy):
     cache = bounded(_MODEL, policy=policy, budget=BUDGET)
     for part in conversation(2):
@@ -75,7 +74,7 @@ def test_entries_are_different_tokens_of_the_sequence_in_their_order(policy):
             assert kept.max() < cache.get_seq_length()
 
 
-@pytest.mark.parametrize("policy", eviction.names())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_what_was_dropped_is_what_makes_the_difference(policy):
     found, _ = conversed(policy)
     everything, _ = conversed(policy, budget=200)
@@ -83,7 +82,7 @@ def test_what_was_dropped_is_what_makes_the_difference(policy):
     assert not torch.allclose(found[:, -5:], everything[:, -5:], rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("policy", eviction.names())
+@pytest.mark.parametrize("policy", POLICIES)
 def test_an_answer_of_any_length_holds_no_more_than_the_budget(policy):
     cache = bounded(_MODEL, policy=policy, budget=BUDGET)
     logits(_MODEL, cache, tokens(30))

@@ -7,14 +7,14 @@ import torch
 from devices import model_on, on_both
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import ARCHITECTURES, tiny_model
+from tiny_models import ALIKE, ARCHITECTURES, tiny_model
 from transformers import DynamicCache
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.rules.rule_file import parse_rules
 
-DECODED = 20
+DECODED = 12
 #: Groups and dimensions that no other architecture has, whose kernels are compiled for blocks of one size.
 ALONE = ("gpt_neox", "internlm3", "deepseek_v3")
 
@@ -53,7 +53,7 @@ def model_of(architecture):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     chunk_size=st.sampled_from([1, 5, 16, 17, 64, 4096]),
     block_size=st.sampled_from([4, 8]),
@@ -92,9 +92,11 @@ def test_prefill_and_decode_equal_the_untouched_model(
     assert cache.get_seq_length() == prompt + DECODED
 
 
-# On `cuda`: softcaps and windows, sinks, and keys and values of two dimensions.
+# On `cuda`: sinks, and keys and values of two dimensions.
 @pytest.mark.parametrize(
-    ("architecture", "device"), on_both(ARCHITECTURES, quick=("gemma2", "gpt_oss", "deepseek_v3")), indirect=["device"]
+    ("architecture", "device"),
+    on_both(ARCHITECTURES, quick=("gpt_oss", "deepseek_v3"), slow=ALIKE),
+    indirect=["device"],
 )
 def test_generated_tokens_equal_the_untouched_models_and_a_second_turn_goes_on(architecture, device):
     model = model_of(architecture)

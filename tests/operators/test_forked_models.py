@@ -83,7 +83,9 @@ def alone(model, *seeds):
     return [logits(model, cache, turn(seed)) for seed in seeds][-1]
 
 
-@pytest.mark.parametrize(("case", "device"), on_both(CASES), indirect=["device"])
+@pytest.mark.parametrize(
+    ("case", "device"), on_both(CASES, slow=("mean", "quest", "a window left alone")), indirect=["device"]
+)
 def test_forks_that_go_on_by_turns_answer_as_if_each_were_alone(case, device):
     assert_forks_answer_as_if_each_were_alone(injected(case, device), forks=0)
 

@@ -55,9 +55,10 @@ def random_tokens(count, rows=1):
 @pytest.mark.parametrize(
     ("recipe", "settings", "kv_type"),
     [
-        # Slow: a stream of other choices, and numbers in groups of another recipe.
+        # Slow: blocks that are chosen at grouped positions, a stream of other choices or stored otherwise, and numbers
+        # in groups of another recipe.
         *(
-            pytest.param(*run, kv_type, marks=pytest.mark.slow if number in (3, 4) else ())
+            pytest.param(*run, kv_type, marks=pytest.mark.slow if number in (1, 2, 3, 4) else ())
             for number, (run, kv_type) in enumerate(zip(RUNS, ("FP32", "FP16", "FP32", "FP16", "FP32"), strict=True))
         ),
         *(
@@ -83,7 +84,7 @@ def test_a_later_turn_in_pieces_answers_as_one_on_a_cpu(recipe, settings, kv_typ
 
 @pytest.mark.parametrize(
     ("recipe", "settings"),
-    [pytest.param(*run, marks=pytest.mark.slow if number in (1, 3, 4) else ()) for number, run in enumerate(RUNS)],
+    [pytest.param(*run, marks=pytest.mark.slow if number in (1, 2, 3, 4) else ()) for number, run in enumerate(RUNS)],
 )
 def test_a_later_turn_never_has_the_past_on_the_device(gpu, recipe, settings):
     past = 1500

@@ -10,6 +10,7 @@ from bounded_models import Letters, relative_error, tokens
 from tiny_models import HYBRIDS, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
+from variants import combined
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.adapter import recurrent
@@ -148,8 +149,7 @@ def test_going_back_to_any_token_is_refused_by_name(talk):
         talk.cache.fork().crop(-1)
 
 
-@pytest.mark.parametrize("architecture", HYBRIDS)
-@pytest.mark.parametrize("chunk_size", [1, 3, 7, 64])
+@pytest.mark.parametrize(("architecture", "chunk_size"), combined(list(HYBRIDS), [1, 3, 7, 64]))
 def test_chunks_of_any_length_carry_the_state(architecture, chunk_size):
     """Shorter than a convolution too, and no multiple of what a scan takes at once."""
     model = tiny_model(architecture)

@@ -8,6 +8,7 @@ from devices import model_on, on_both
 from ragged_prompts import LENGTHS, PROMPTS, TURNS
 from ragged_rows import Batch, alone, assert_same_but_for_rounding, padded, prompt
 from small_recipes import ENGINE, RECIPES, injected, new_cache, small_recipe, with_settings
+from variants import with_slow
 
 from hetero_kv import eject
 from hetero_kv.rules.rule_file import parse_rules
@@ -53,8 +54,13 @@ def assert_rows_are_what_they_are_alone(model, rules, prompts=PROMPTS):
     assert_same_but_for_rounding(batch.logits[-1], alone(model, new_cache(model), joined), "the one that joined")
 
 
-# Which differ from others in how a long prompt is attended to, or put together what two others have.
-_LIKE_OTHERS = "flexprefill", "minference", "shadowkv_minference", "self_extend_quest", "kvretrieval", "streaming"
+# Which differ from others in how a long prompt is attended to, in what scores a block or an entry, or in numbers, or
+# put together what two others have.
+_LIKE_OTHERS = (
+    "adaptive_lean", "bigbird", "flexprefill", "infllm", "kvretrieval", "minference", "pyramidkv", "quest", "random",
+    "roco", "self_extend_quest", "shadowkv_minference", "shadowkv_plus", "sirllm", "snapkv", "snapkv_evict", "sparq",
+    "streaming", "tova",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("recipe", "device"), on_both(RECIPES, slow=_LIKE_OTHERS), indirect=["device"])
@@ -66,7 +72,12 @@ def test_rows_of_their_own_lengths_are_what_they_are_alone(recipe, device, model
 _DENSE_HERE = ("dense", "flexprefill", "minference")
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in _DENSE_HERE])
+@pytest.mark.parametrize(
+    "recipe",
+    with_slow(
+        [name for name in RECIPES if name not in _DENSE_HERE], slow=[n for n in _LIKE_OTHERS if n not in _DENSE_HERE]
+    ),
+)
 def test_small_recipes_leave_tokens_out_so_that_choosing_others_would_show(recipe, model_of):
     model, long = model_of(), [PROMPTS[-1], *prompt(20, 30).split(1)]
     with torch.no_grad():
@@ -79,16 +90,19 @@ def test_small_recipes_leave_tokens_out_so_that_choosing_others_would_show(recip
 # rotation of some of the channels.
 @pytest.mark.parametrize(
     ("architecture", "recipe"),
-    [
-        ("gemma2", "ktransformers"),
-        ("gemma3_text", "ktransformers"),
-        ("gemma3_text", "tova"),
-        ("gpt_oss", "quest"),
-        ("gpt_oss", "h2o"),
-        ("qwen3_moe", "ktransformers"),
-        ("glm", "shadowkv"),
-        ("glm", "streaming_llm"),
-    ],
+    with_slow(
+        [
+            ("gemma2", "ktransformers"),
+            ("gemma3_text", "ktransformers"),
+            ("gemma3_text", "tova"),
+            ("gpt_oss", "quest"),
+            ("gpt_oss", "h2o"),
+            ("qwen3_moe", "ktransformers"),
+            ("glm", "shadowkv"),
+            ("glm", "streaming_llm"),
+        ],
+        slow=[("gemma3_text", "ktransformers"), ("gpt_oss", "h2o"), ("glm", "shadowkv")],
+    ),
 )
 def test_rows_of_every_kind_of_model_are_what_they_are_alone(architecture, recipe, model_of):
     assert_rows_are_what_they_are_alone(model_of(architecture), small_recipe(recipe), SHORTER)

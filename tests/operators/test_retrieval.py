@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from retrieval_models import injected, logits, random_tokens, recorded
 from tiny_models import tiny_model
+from variants import combined
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.errors import HeteroKVError
@@ -15,12 +18,13 @@ from hetero_kv.rules.rule_file import parse_rules
 TYPES = {"MAX": 1, "MEAN": 1, "MEANSTD": 2, "QUEST": 2, "DYNAMIC": 2, "FIXED": 3}
 
 
-@pytest.mark.parametrize(("representative_type", "number"), list(TYPES.items()))
-@pytest.mark.parametrize("head_select_mode", ["SHARED", "SEPARATE"])
-@pytest.mark.parametrize("group_reduce", ["mean", "max", "softmax", "softmax_max"])
-def test_the_blocks_chosen_while_decoding_are_the_references(
-    deep_llama, monkeypatch, representative_type, number, head_select_mode, group_reduce
-):
+# How representatives score is one thing, and what becomes of the scores of a group and of its kv heads another.
+@pytest.mark.parametrize(
+    ("representative_type", "heads"),
+    combined(list(TYPES), list(itertools.product(["mean", "max", "softmax", "softmax_max"], ["SHARED", "SEPARATE"]))),
+)
+def test_the_blocks_chosen_while_decoding_are_the_references(deep_llama, monkeypatch, representative_type, heads):
+    number, (group_reduce, head_select_mode) = TYPES[representative_type], heads
     record = recorded(monkeypatch)
     cache = injected(
         deep_llama,

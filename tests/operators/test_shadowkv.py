@@ -20,8 +20,9 @@ from shadowkv_models import (
     relative_error,
     shadowkv_in,
 )
-from tiny_models import ARCHITECTURES, tiny_model
+from tiny_models import ALIKE, ARCHITECTURES, tiny_model
 from transformers import DynamicCache
+from variants import combined
 
 from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.families.shadowkv.layer import LowRankLayer
@@ -30,7 +31,9 @@ from hetero_kv.rules.rule_file import parse_rules
 
 
 @pytest.mark.parametrize(
-    ("architecture", "device"), on_both(ARCHITECTURES, quick=("llama", "glm")), indirect=["device"]
+    ("architecture", "device"),
+    on_both(ARCHITECTURES, quick=("glm",), slow=ALIKE),
+    indirect=["device"],
 )
 def test_full_rank_and_a_covering_budget_are_full_attention_over_two_turns(architecture, device):
     plus = len(architecture) % 2 == 0
@@ -44,8 +47,7 @@ def test_full_rank_and_a_covering_budget_are_full_attention_over_two_turns(archi
     assert all(layer.context.length >= 144 and layer.counted.hit_rate > 0.5 for layer in layers)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "glm", "smollm3"])
-@pytest.mark.parametrize("plus", [False, True])
+@pytest.mark.parametrize(("architecture", "plus"), combined(["llama", "glm", "smollm3"], [False, True]))
 def test_it_stays_exact_over_300_generated_tokens_and_a_second_turn(architecture, plus):
     parts = conversation(61, 300, 30, 5)
     error, cache = error_of(model_of(architecture), parts, project_generated=plus)

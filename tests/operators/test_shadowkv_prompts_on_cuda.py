@@ -7,6 +7,7 @@ import torch
 from devices import model_on, simulated_cuda
 from shadowkv_models import injected, logits, model_of, random_tokens, relative_error
 from tiny_models import tiny_model
+from variants import with_slow
 
 from hetero_kv import HeteroKVError, eject
 from hetero_kv.families.prompts_on_gpu import pieces, writing
@@ -54,7 +55,7 @@ def test_nothing_is_pageable_and_nothing_blocks(gpu, refactor_above):
 
 
 @pytest.mark.parametrize("value_type", ["FP16", pytest.param("FP32", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("refactor_above", [0.0, 0.99, 1.0])
+@pytest.mark.parametrize("refactor_above", [0.0, pytest.param(0.99, marks=pytest.mark.slow), 1.0])
 def test_a_later_turn_waits_for_copies_and_once_behind_all_layers(gpu, refactor_above, value_type):
     model = on_gpu(tiny_model("llama").to(torch.bfloat16))
     settings = {**SPARSE, "value_type": value_type, "refactor_above": refactor_above}
@@ -110,10 +111,13 @@ def test_a_log_of_missed_chunks_that_has_grown_long_is_counted_at_the_end_of_a_t
 
 
 @pytest.mark.usefixtures("in_small_pieces")
-@pytest.mark.parametrize("refactor_above", [0.0, 1.0])
 # A number that rounding brings over the edge of a step is stored as its neighbour.
 @pytest.mark.parametrize(
-    ("value_type", "tolerance"), [("FP32", 1e-4), pytest.param("FP16", 1e-4, marks=pytest.mark.slow), ("Q8_0", 1e-3)]
+    ("refactor_above", "value_type", "tolerance"),
+    with_slow(
+        [(above, *stored) for above in (0.0, 1.0) for stored in (("FP32", 1e-4), ("FP16", 1e-4), ("Q8_0", 1e-3))],
+        slow=[(0.0, "FP32", 1e-4), (0.0, "FP16", 1e-4), (1.0, "FP16", 1e-4), (1.0, "Q8_0", 1e-3)],
+    ),
 )
 def test_a_later_turn_in_pieces_answers_as_one_on_a_cpu(gpu, refactor_above, value_type, tolerance):
     plain = tiny_model("llama", head_dim=32)
@@ -130,7 +134,7 @@ def test_a_later_turn_in_pieces_answers_as_one_on_a_cpu(gpu, refactor_above, val
 
 
 @pytest.mark.usefixtures("in_small_pieces")
-@pytest.mark.parametrize("refactor_above", [0.0, 1.0])
+@pytest.mark.parametrize("refactor_above", [0.0, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_a_later_turn_never_has_the_past_on_the_device(gpu, refactor_above):
     model = on_gpu(tiny_model("llama").to(torch.bfloat16))
     cache = injected(model, **SPARSE, max_seq_len=1024, refactor_above=refactor_above)

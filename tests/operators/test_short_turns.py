@@ -7,6 +7,7 @@ import torch
 from ragged_rows import Batch, alone, assert_same_but_for_rounding, prompt
 from small_recipes import ENGINE, injected, new_cache, with_settings
 from tiny_models import tiny_model
+from variants import combined, with_slow
 
 from hetero_kv.engine.buffered_layer import BufferedLayer
 from hetero_kv.errors import HeteroKVError
@@ -80,8 +81,7 @@ def loads(monkeypatch):
     return record
 
 
-@pytest.mark.parametrize("turns", TURNS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "turns"), combined(list(METHODS), TURNS))
 def test_answers_are_those_of_turns_that_go_through_the_buffer(monkeypatch, buffered, method, turns):
     model, script = tiny_model("llama"), conversation(*turns)
     # Attention received is added up in several pieces.
@@ -119,8 +119,9 @@ def test_what_is_derived_from_a_turn_is_what_it_is_by_the_buffer(buffered, metho
 
 
 # Soft-capped scores; learned sinks; keys and values of several dimensions; no groups; groups of two.
-@pytest.mark.parametrize("architecture", ["gemma2", "gpt_oss", "deepseek_v3", "phi", "qwen3"])
-@pytest.mark.parametrize("method", ["DYNAMIC", "MEAN"])
+@pytest.mark.parametrize(
+    ("architecture", "method"), combined(["gemma2", "gpt_oss", "deepseek_v3", "phi", "qwen3"], ["DYNAMIC", "MEAN"])
+)
 def test_short_turns_are_exact_where_the_budget_covers(architecture, method):
     model, script = tiny_model(architecture), [prompt(90, 0), prompt(30, 1), prompt(9, 2), prompt(70, 3)]
     with torch.no_grad():
@@ -129,7 +130,7 @@ def test_short_turns_are_exact_where_the_budget_covers(architecture, method):
     assert error(actual, expected) < 1e-5
 
 
-@pytest.mark.parametrize("kv_type", storage.names())
+@pytest.mark.parametrize("kv_type", with_slow(storage.names(), slow=("FP32", "BF16", "Q8_0")))
 def test_every_storage_type_loses_about_what_it_loses_by_the_buffer(buffered, kv_type):
     model, script = tiny_model("llama", head_dim=32), [prompt(90, 0), prompt(30, 1), prompt(9, 2), prompt(2, 3)]
     with torch.no_grad():
@@ -140,8 +141,9 @@ def test_every_storage_type_loses_about_what_it_loses_by_the_buffer(buffered, kv
     assert ours <= 2 * error(alone(model, new_cache(model), script), exact) + 1e-6
 
 
-@pytest.mark.parametrize("method", ["DYNAMIC", "preselection"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("architecture", "method"), combined(["llama", "gemma2", "gpt_oss"], ["DYNAMIC", "preselection"])
+)
 def test_rows_are_what_they_are_alone(architecture, method):
     model = tiny_model(architecture, max_position_embeddings=1024)
     # Two of one length, which pass together, and two of others.

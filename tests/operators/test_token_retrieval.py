@@ -7,6 +7,7 @@ import torch
 from ragged_rows import Batch, alone, assert_same_but_for_rounding, prompt
 from small_recipes import new_cache, small_recipe
 from token_problem import TokenProblem
+from variants import combined
 
 from hetero_kv import inject
 from hetero_kv.adapter.kv_shape import KVShape
@@ -34,8 +35,7 @@ def test_every_chooser_is_tested():
     assert sorted(choosers.names()) == CHOOSERS
 
 
-@pytest.mark.parametrize("chooser", CHOOSERS)
-@pytest.mark.parametrize("kv_type", ["FP16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize(("chooser", "kv_type"), combined(CHOOSERS, ["FP16", "Q8_0", "Q4_0"]))
 def test_a_step_that_takes_all_tokens_is_full_attention(chooser, kv_type):
     problem = TokenProblem(chooser, kv_type=kv_type, dim=32, block=32, **COVERING[chooser])
     answer, out, lse = problem.answered()
@@ -46,8 +46,7 @@ def test_a_step_that_takes_all_tokens_is_full_attention(chooser, kv_type):
         torch.testing.assert_close(found, scores.logsumexp(dim=3), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("chooser", CHOOSERS)
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(("chooser", "architecture"), combined(CHOOSERS, ["llama", "gemma2", "gpt_oss"]))
 def test_a_model_whose_steps_take_all_tokens_is_the_untouched_one(chooser, architecture, model_of, monkeypatch):
     model, tokens = model_of(architecture), torch.stack([prompt(90, 1), prompt(90, 2)])
     with torch.no_grad():

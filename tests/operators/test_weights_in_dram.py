@@ -9,6 +9,7 @@ import torch
 from devices import model_on, simulated_cuda
 from small_recipes import injected, small_recipe
 from tiny_models import tiny_model
+from variants import with_slow
 
 from hetero_kv import eject
 from hetero_kv.models.errors import ModelError
@@ -73,7 +74,7 @@ def test_a_gpu_holds_two_layers_and_no_more_than_was_planned():
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("recipe", ["dense", "ktransformers", "shadowkv", "h2o"])
+@pytest.mark.parametrize("recipe", with_slow(["dense", "ktransformers", "shadowkv", "h2o"], slow=("dense", "shadowkv")))
 def test_a_model_larger_than_its_gpu_answers_as_on_a_cpu(recipe):
     whole = tiny_model("llama", num_hidden_layers=12, intermediate_size=1024)
     small = {"later": (ids(20, 4), ids(1, 5)), "max_seq_len": 128, "chunk_size": 32}
