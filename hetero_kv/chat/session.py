@@ -14,6 +14,7 @@ from hetero_kv.chat.conversation import Conversation
 from hetero_kv.chat.options import ChatOptions
 from hetero_kv.contexts.folder import open_store
 from hetero_kv.contexts.prefix_cache import PrefixCache
+from hetero_kv.contexts.saving import require_fit
 from hetero_kv.contexts.store import ContextStore
 from hetero_kv.models import DEFAULT_MODEL, LoadedModel, open_model
 from hetero_kv.planning.plan import beyond_training
@@ -113,7 +114,7 @@ def open_session(options: ChatOptions) -> ChatSession:
     Raises:
         HeteroKVError: a mistake in the settings file or the rules, a model that cannot be loaded, rules that do not
             fit it, or a store that does not fit into memory. Rules and the names of contexts are looked at before the
-            model is loaded, which takes longer.
+            model is opened, and what a context was saved under before its weights are loaded, which takes longer.
     """
     settings_file = _settings_file()
     rules = None
@@ -142,6 +143,7 @@ def open_session(options: ChatOptions) -> ChatSession:
     injection = None
     if rules is not None:
         injection = inject(opened.model, rules, command_line=command_line, settings_file=settings_file)
+        _require_fit(options, opened.model)
     loaded = opened.load()
     if injection is not None:
         with passing_line("preparing kernels; the first time for a model and a method they are compiled"):
@@ -175,6 +177,13 @@ def _require_contexts(options: ChatOptions) -> None:
     with open_store(options.contexts) as store:
         if options.context is not None:
             store.named(options.context)
+
+
+def _require_fit(options: ChatOptions, model: Any) -> None:
+    """Raise ContextError where the context to go on from is of another model, or of other rules."""
+    if options.context is not None:
+        with open_store(options.contexts) as store:
+            require_fit(store.path(store.named(options.context)), model)
 
 
 def _warn_of_unused(flags: Iterable[str]) -> None:

@@ -86,8 +86,11 @@ class Identity:
         """One text for all of it."""
         return _fingerprint(dataclasses.asdict(self))
 
-    def require(self, here: Identity, where: str) -> None:
-        """Raise ContextError, naming what differs and what would fit, unless `here` is the same."""
+    def require(self, here: Identity, where: str, *, weights: bool = True) -> None:
+        """Raise ContextError, naming what differs and what would fit, unless `here` is the same.
+
+        weights: whether the model has its weights already, so that they are compared too.
+        """
         for name, remedy in (
             ("model", "load that model"),
             ("config", "load the model with the configuration that it had"),
@@ -98,7 +101,7 @@ class Identity:
                     f"{where} was saved with another {name}, {getattr(self, name)}; here it is {getattr(here, name)}: "
                     f"{remedy}"
                 )
-        if self.weights != here.weights:
+        if weights and self.weights != here.weights:
             raise ContextError(
                 f"{where} was saved with other weights of {self.model} (fingerprint {self.weights[:12]}, here "
                 f"{here.weights[:12]}): load the file that it was saved with, packed as it was (weights, gguf_path)"

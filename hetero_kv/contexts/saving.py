@@ -90,6 +90,16 @@ def load_context(
         return LoadedContext(cache, context.tokens, notes if isinstance(notes, dict) else {}, computed)
 
 
+def require_fit(path: str | Path, model: Any) -> None:
+    """Raise where a saved context cannot go on in this model, as far as can be told before its weights are loaded.
+
+    model: with the rules in it, its weights not there yet. Raises as `load_context`, of damage what the header has.
+    """
+    with closing(OpenContext.at(Path(path).expanduser())) as context:
+        here = Identity.of(model, injected(model).attention_operators())  # type: ignore[attr-defined]
+        context.identity.require(here, context.file.where, weights=False)
+
+
 def shapes_of(injection: Injected) -> Shapes:
     """What the layers of a model with rules in it compute with."""
     config, model = bridge.text_config(injection.model), injection.model

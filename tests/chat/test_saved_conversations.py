@@ -195,6 +195,19 @@ def test_what_is_wrong_about_contexts_is_said_before_a_model_is_loaded(chat, tmp
         assert said in capsys.readouterr().err
 
 
+def test_a_context_of_other_rules_is_refused_before_the_weights_are_loaded(chat, monkeypatch):
+    assert chat("--prompt", "word1", "--save_context", "notes")[0] == 0
+    load = "hetero_kv.models.loading.OpenedModel.load"
+    monkeypatch.setattr(load, lambda self: pytest.fail("the weights were loaded"))
+    for flags, said in (
+        (("--block_size", "8"), r"was saved under other settings: .*block_size.*; put in rules with those settings"),
+        (("--dtype", "float16"), r"was saved with another dtype, \w+; here it is float16: load the model with dtype"),
+    ):
+        status, error = chat("--prompt", "word2", "--context", "notes", *flags, document_too=False)
+        assert status == 2
+        assert re.search(said, " ".join(error.split()))
+
+
 def test_damage_is_named_by_verify_with_a_status_of_its_own(chat, tmp_path, capsys):
     chat("--prompt", "word1", "--save_context", "notes")
     (path,) = (tmp_path / "c").glob("*.safetensors")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from dataclasses import replace
 
 import gguf
 import numpy as np
@@ -13,6 +14,7 @@ from tiny_models import tiny_model
 
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject, load_model, open_model
 from hetero_kv.adapter.quantized_matrix import QuantizedEmbedding, QuantizedLinear
+from hetero_kv.contexts.identity import Identity
 from hetero_kv.models.gguf_file import GGUFFile
 from hetero_kv.models.gguf_reading import tensor_data
 
@@ -169,6 +171,15 @@ def test_a_file_leaves_memory_as_its_tensors_are_taken(tmp_path):
         tracemalloc.stop()
     # The one before is there until the next one is.
     assert 4 * size <= peak < 3.5 * 4 * size
+
+
+def test_what_contexts_belong_to_is_known_before_the_weights_but_for_these(quantised_file, tiny_directory):
+    for source in (quantised_file("Q8_0"), tiny_directory):
+        opened = open_model(source, dtype="float32")
+        injection = inject(opened.model, "quest", command_line=SMALL)
+        before = Identity.of(opened.model, injection.attention_operators())
+        opened.load()
+        assert replace(before, weights="") == replace(injection.identity, weights="")
 
 
 def test_an_unknown_kind_of_weights_is_refused(tiny_directory):

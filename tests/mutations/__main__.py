@@ -1,5 +1,7 @@
 """Make each mistake that the files beside this one list, in a copy of the project, and say whether its tests saw it.
 
+The tests of `make test`, without the slow ones.
+
 Ends with 0 where every mistake was seen, with 1 where one was not, and with 2 where the tests fail without any.
 """
 
@@ -53,7 +55,7 @@ def _limit_memory() -> None:
 
 def first_failure(project: Path, tests: tuple[str, ...]) -> str | None:
     """The test that fails first; None where all pass. Raises RuntimeError where pytest cannot run them."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *tests]
     environment = {**os.environ, "PYTHONPATH": str(project), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(

@@ -240,13 +240,13 @@ LASTING = (
         "hetero_kv/families/shadowkv/context_layer.py",
         "            buffer.keys[:, :, recent] = self.recent_keys.entries\n",
         "            buffer.keys[:, :, recent] = 0\n",
-        (f"{_PROMPTS}a_later_turn_in_pieces_answers_as_one_on_a_cpu[FP32-0.0001-1.0]",),
+        (f"{_PROMPTS}a_later_turn_in_pieces_answers_as_one_on_a_cpu[1.0-FP32-0.0001]",),
     ),
     Mutation(
         "keys are factored anew without those before the turn",
         "hetero_kv/families/shadowkv/context_layer.py",
         "itertools.chain(self._keys_before(first), [new])",
         "itertools.chain([], [new])",
-        (f"{_PROMPTS}a_later_turn_in_pieces_answers_as_one_on_a_cpu[FP32-0.0001-0.0]",),
+        (f"{_PROMPTS}a_later_turn_in_pieces_answers_as_one_on_a_cpu[0.0-Q8_0-0.001]",),
     ),
 )

@@ -42,14 +42,14 @@ MUTATIONS = (
         "hetero_kv/families/bounded/attention.py",
         "Attended(q, lse, keys, call.scale, call.softcap, ",
         "Attended(q, lse, keys, call.scale, None, ",
-        (f"{_KEPT}[h2o-gemma2]",),
+        (f"{_KEPT}[tova-gemma2]",),
     ),
     Mutation(
         "policies see a log-sum-exp without the learned sink",
         "hetero_kv/families/bounded/attention.py",
         "out, lse = apply_sink(out, lse, call.sink)",
         "out, _ = apply_sink(out, lse, call.sink)",
-        (f"{_KEPT}[tova-gpt_oss]",),
+        (f"{_KEPT}[h2o-gpt_oss]",),
     ),
     Mutation(
         "what generated tokens receive is computed without the softcap",
