@@ -83,9 +83,8 @@ CASES = [(policy, model) for policy in POLICIES for model in ("llama", "qwen3")]
 SELDOM = [
     *((policy, "llama") for policy in ("tova", "h2o", "roco")),
     *((policy, "qwen3") for policy in ("streaming_llm", "snapkv")),
-    *(("h2o", model) for model in ("phi", "gemma2")),
+    *(("h2o", model) for model in ("phi", "gemma2", "gpt_oss")),
     *(("snapkv", model) for model in ("gemma2", "gpt_oss")),
-    ("tova", "gpt_oss"),
 ]
 
 

@@ -49,7 +49,7 @@ MUTATIONS = (
         "hetero_kv/families/bounded/attention.py",
         "out, lse = apply_sink(out, lse, call.sink)",
         "out, _ = apply_sink(out, lse, call.sink)",
-        (f"{_KEPT}[h2o-gpt_oss]",),
+        (f"{_KEPT}[tova-gpt_oss]",),
     ),
     Mutation(
         "what generated tokens receive is computed without the softcap",

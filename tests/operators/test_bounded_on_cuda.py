@@ -34,8 +34,8 @@ LAUNCHES = {
     "sirllm": 9,
 }
 BOUNDED = tuple(LAUNCHES)
-# One without scores, one with them, one that merges, and one that runs a text of its own.
-QUICK = "streaming_llm", "h2o", "d2o", "infinipot"
+# One without scores, one with them, two that merge, and one that runs a text of its own.
+QUICK = "streaming_llm", "h2o", "cam", "d2o", "infinipot"
 
 
 def test_every_policy_is_counted_below():
@@ -47,7 +47,7 @@ def test_every_policy_is_counted_below():
 @pytest.mark.parametrize(
     "recipes",
     [QUICK, pytest.param(tuple(sorted({*BOUNDED} - {*QUICK})), marks=pytest.mark.slow)],
-    ids=["four", "the others"],
+    ids=["some", "the others"],
 )
 def test_no_bounded_layer_waits_or_copies_and_all_launch_little(recipes):
     found = counts_of(recipes)
