@@ -190,15 +190,15 @@ if __name__ == "__main__":
                 },
                 "rebuilt": {
                     f"{dtype}, {layout}, {size}, {rank}, {count}": rebuilt(dtype, layout, size, rank, count)
-                    for place, dtype in enumerate(DTYPES)
-                    for number, layout in enumerate(LAYOUTS)
-                    for size, rank, count in (((8, 20, 1), (5, 40, 9))[(place + number) % 2],)
+                    for dtype in DTYPES
+                    for layout in LAYOUTS
+                    for size, rank, count in ((8, 20, 1), (5, 40, 9))
                 },
                 "rotated": {
                     f"{dtype}, {layout}, {tokens}": rotated(dtype, layout, tokens)
-                    for place, dtype in enumerate(DTYPES)
-                    for number, layout in enumerate(LAYOUTS)
-                    for tokens in ((1, 150)[(place + number) % 2],)
+                    for dtype in DTYPES
+                    for layout in LAYOUTS
+                    for tokens in (1, 150)
                 },
                 "placed": {
                     f"{held} of {count}, {chunks}": placed(held, count, chunks)

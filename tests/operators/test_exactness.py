@@ -14,7 +14,7 @@ from hetero_kv import HeteroCache, eject, inject
 from hetero_kv.families.retrieval import layer as retrieval_layer
 from hetero_kv.rules.rule_file import parse_rules
 
-DECODED = 12
+DECODED = 20
 #: Groups and dimensions that no other architecture has, whose kernels are compiled for blocks of one size.
 ALONE = ("gpt_neox", "internlm3", "deepseek_v3")
 
@@ -53,7 +53,7 @@ def model_of(architecture):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     chunk_size=st.sampled_from([1, 5, 16, 17, 64, 4096]),
     block_size=st.sampled_from([4, 8]),
