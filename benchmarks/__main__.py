@@ -9,6 +9,7 @@ BENCHMARKS = (
     "peers",
     "kernel_bandwidth",
     "weight_bandwidth",
+    "few_rows",
     "short_turn",
     "contexts",
     "causal_kernel",

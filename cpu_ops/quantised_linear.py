@@ -17,12 +17,16 @@ from numba.extending import intrinsic
 
 from cpu_ops.activations import quantise_rows
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.parallel_region import REGION, all_threads, arguments_at, region_arguments, run_region
 from cpu_ops.threads import kernel_threads
 from cpu_ops.weight_blocks import pack
 from cpu_ops.weight_dots import dots_address, rows_per_pass
 from cpu_ops.weight_formats import GROUP, TILE, WeightFormat, format_named
+
+# Numbers of a matrix that rows pass by turns: of eight bits half of the smallest second-level cache.
+_CACHED = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,35 @@ def call_dots(typingctx, address, weights, x, x_scales, x_sums, out, out_stride,
     return types.none(*[types.int64] * 10), codegen
 
 
+@inner
+def _multiply_few(weights, several, per_pass, codes, scales, sums, out, out_column, first, end):
+    """Tiles from `first` to `end` for fewer rows than a pass has: rows of zeros fill it up.
+
+    The arguments are those of `multiply_part`.
+    """
+    rows, columns = codes.shape
+    filled = np.zeros((per_pass, columns), codes.dtype)
+    filled_scales = np.zeros(per_pass * (columns // GROUP), np.float32)
+    filled_sums = np.zeros(per_pass * (columns // 16), np.int32)
+    for row in range(rows):
+        for i in range(columns):
+            filled[row, i] = codes[row, i]
+    flat_scales, flat_sums = scales.reshape(-1), sums.reshape(-1)
+    for i in range(min(rows * (columns // GROUP), flat_scales.size)):
+        filled_scales[i] = flat_scales[i]
+    for i in range(min(rows * (columns // 16), flat_sums.size)):
+        filled_sums[i] = flat_sums[i]
+    width = (end - first) * TILE
+    results = np.empty((per_pass, width), np.float32)
+    call_dots(
+        several, weights, filled.ctypes.data, filled_scales.ctypes.data, filled_sums.ctypes.data,
+        results.ctypes.data - first * (TILE * 4), width * 4, columns, first, end,
+    )  # fmt: skip
+    for row in range(rows):
+        for i in range(width):
+            out[row, out_column + first * TILE + i] = results[row, i]
+
+
 @njit(nogil=True, inline="always")
 def multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, out, out_column, part, parts):
     """The share `part` of `parts` of one matrix's tiles, for all rows: out [rows, width] float32 from `out_column` on.
@@ -134,15 +167,25 @@ def multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, o
     rows, columns = codes.shape
     first, end = tiles * part // parts, tiles * (part + 1) // parts
     stride = out.shape[1] * 4
-    row = 0
-    while row < rows:
-        count = per_pass if rows - row >= per_pass else 1
-        call_dots(
-            several if count > 1 else one, weights, codes.ctypes.data + row * codes.strides[0],
-            scales.ctypes.data + row * (columns // GROUP) * 4, sums.ctypes.data + row * (columns // 16) * 4,
-            out.ctypes.data + row * stride + out_column * 4, stride, columns, first, end,
-        )  # fmt: skip
-        row += count
+    if 1 < rows < per_pass and first < end:
+        _multiply_few(weights, several, per_pass, codes, scales, sums, out, out_column, first, end)
+        return
+    # Where rows take several passes, tiles that stay in a core's cache from one to the next.
+    together = end - first if rows <= per_pass else max(1, _CACHED // (TILE * columns))
+    chunk = first
+    while chunk < end:
+        chunk_end, row = min(chunk + together, end), 0
+        while row < rows:
+            count = per_pass if rows - row > 1 and rows >= per_pass else 1
+            # The last pass begins among the rows of the one before: theirs come out as they were, to the bit.
+            row = min(row, rows - count)
+            call_dots(
+                several if count > 1 else one, weights, codes.ctypes.data + row * codes.strides[0],
+                scales.ctypes.data + row * (columns // GROUP) * 4, sums.ctypes.data + row * (columns // 16) * 4,
+                out.ctypes.data + row * stride + out_column * 4, stride, columns, chunk, chunk_end,
+            )  # fmt: skip
+            row += count
+        chunk = chunk_end
 
 
 _REAL2, _TABLE = types.Array(types.float32, 2, "C"), types.Array(types.int64, 2, "C")

@@ -11,7 +11,9 @@ from torch import nn
 from cpu_ops.weight_formats import FORMATS
 
 FEW_ROWS = 32
-"""Most rows of activations that are multiplied with codes; longer prompts unpack the weights, piece by piece."""
+"""Rows of activations that are multiplied with codes everywhere; longer prompts unpack the weights, piece by piece.
+
+CPUs take more: `quantised_weight.most_rows_of_codes`."""
 
 
 class PackedWeight(ABC):

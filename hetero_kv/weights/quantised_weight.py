@@ -8,6 +8,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from cpu_ops.amx_tiles import multiplies_by_tiles
+from cpu_ops.cpu_features import isa
 from cpu_ops.quantised_linear import PackedMatrix, multiply
 from cpu_ops.threads import at_most
 from cpu_ops.weight_formats import FORMATS, TILE
@@ -21,12 +23,25 @@ _PIECE_BYTES = 8 << 20
 _STEP_ROWS = 4096
 _SHORT_NUMBERS = frozenset({"F16", "BF16"})
 _WIDE_NUMBERS = frozenset({"F32", "F64", "I8", "I16", "I32", "I64"})
+# Rows up to which reading codes every few rows costs less than unpacking weights once (`benchmarks.few_rows`), without
+# tiles that multiply bfloat16 and with them.
+_ROWS_BY_CODES, _ROWS_BESIDE_TILES = 96, 48
 _VIEWS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.uint16}
 
 
 def kernel_threads_of_torch() -> int:
     """As many as torch has."""
     return at_most(torch.get_num_threads())
+
+
+def most_rows_of_codes(name: str, dtype: torch.dtype) -> int:
+    """Most rows of activations of `dtype` that a CPU multiplies with codes of format `name`, instead of with numbers.
+
+    Of 16-bit numbers, and where nobody measured it, as many as elsewhere: `FEW_ROWS`.
+    """
+    if FORMATS[name].number or isa() not in ("avx2", "avx512"):
+        return FEW_ROWS
+    return _ROWS_BESIDE_TILES if dtype is torch.bfloat16 and multiplies_by_tiles() else _ROWS_BY_CODES
 
 
 class _Scratch(threading.local):
@@ -108,7 +123,7 @@ class QuantisedWeight(PackedWeight):
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """See PackedWeight."""
-        if len(x) > FEW_ROWS:
+        if len(x) > FEW_ROWS and len(x) > most_rows_of_codes(self.name, x.dtype):
             y = self._multiply_unpacked(x)
         else:
             out = multiply(x.detach().float().contiguous().numpy(), (self.matrix,), kernel_threads_of_torch())[0]

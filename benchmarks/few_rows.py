@@ -1,0 +1,80 @@
+"""What products of few rows of activations with packed weights take: by their codes, and by weights that are unpacked.
+
+    python -m benchmarks.few_rows [--types Q4_K,Q8_0] [--rows 1,2,3,4,8,16,32,48,64,96,128] [--dtype bfloat16]
+                                  [--repeats 15] [--threads N]
+
+A short question, a batch or several beams have so many rows. Matrices of the default model's MLP from memory larger
+than most caches, both ways in turns, medians. The last column says which of them the project takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from itertools import cycle
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.timing import interleaved_samples, seconds
+from benchmarks.weight_bandwidth import COLUMNS, Weights
+from cpu_ops.quantised_linear import multiply
+from hetero_kv.threads import set_threads
+from hetero_kv.weights.packed_weight import FEW_ROWS
+from hetero_kv.weights.quantised_weight import QuantisedWeight, kernel_threads_of_torch, most_rows_of_codes
+
+DEFAULT_ROWS = "1,2,3,4,8,16,32,48,64,96,128"
+_GB = 0.2
+
+
+def measure(name: str, rows: list[int], dtype: torch.dtype, repeats: int) -> list[dict[str, Any]]:
+    """A line for each number of rows, of one type."""
+    weights = Weights(name, _GB * 1e9)
+    several = [QuantisedWeight(matrix) for matrices in (next(weights.calls) for _ in range(4)) for matrix in matrices]
+    of_codes, of_numbers = cycle(several), cycle(several)
+    generator = torch.Generator().manual_seed(0)
+    lines = []
+    for count in rows:
+        x = torch.randn(count, COLUMNS, generator=generator).to(dtype)
+        actions = {
+            "codes": lambda x=x: seconds(lambda: _by_codes(next(of_codes), x)),
+            "numbers": lambda x=x: seconds(lambda: next(of_numbers)._multiply_unpacked(x)),
+        }
+        for action in actions.values():
+            action()
+        times = {of: statistics.median(found) for of, found in interleaved_samples(actions, repeats).items()}
+        taken = "codes" if count <= max(FEW_ROWS, most_rows_of_codes(name, dtype)) else "numbers"
+        lines.append({"type": name, "rows": count, **times, "taken": taken})
+    return lines
+
+
+def _by_codes(weight: QuantisedWeight, x: torch.Tensor) -> torch.Tensor:
+    numbers = x.float().contiguous().numpy()
+    return torch.from_numpy(multiply(numbers, (weight.matrix,), kernel_threads_of_torch())[0]).to(x.dtype)
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", default="Q4_K,Q8_0", help="weight formats, with commas between")
+    parser.add_argument("--rows", default=DEFAULT_ROWS, help="rows of activations, with commas between")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--repeats", type=int, default=15, help="rounds of one product each way")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    given = parser.parse_args()
+    set_threads(given.threads)
+    rows = [int(count) for count in given.rows.split(",")]
+    table = Table("type", "rows", "by codes, ms", "unpacked, ms", "unpacked / by codes", "taken")
+    for name in given.types.split(","):
+        for line in measure(name, rows, getattr(torch, given.dtype), given.repeats):
+            table.add_row(
+                name, str(line["rows"]), f"{1e3 * line['codes']:.2f}", f"{1e3 * line['numbers']:.2f}",
+                f"{line['numbers'] / line['codes']:.2f}", line["taken"],
+            )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
