@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
-from hetero_kv.adapter import chunking
+from hetero_kv.adapter import bridge, chunking
 from hetero_kv.adapter.operator import Operator
+from hetero_kv.errors import UnsupportedModelError
 
 
 class ChunkedModule(Operator):
@@ -16,6 +18,14 @@ class ChunkedModule(Operator):
     meaning = "runs a token-wise module (the final norm) over the prompt in chunks of chunk_size"
     prefills_exactly = True
     continues_exactly = True
+
+    @classmethod
+    def require_suitable(cls, path: str, module: nn.Module) -> None:
+        if bridge.is_attention(module):
+            raise UnsupportedModelError(
+                f"{path} ({type(module).__name__}) is attention, by which tokens see each other; ChunkedModule is for "
+                "what treats every token alone, such as the final norm"
+            )
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The wrapped module's output for [batch, tokens, hidden]."""

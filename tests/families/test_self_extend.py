@@ -142,3 +142,29 @@ def test_a_rotation_that_changes_with_the_length_is_refused_by_name():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     with pytest.raises(UnsupportedModelError, match=r"'dynamic'.*SelfExtendAttention cannot.*use RetrievalAttention"):
         inject(tiny_model("llama", rope_parameters=rope), "self_extend", command_line=SMALL)
+
+
+@pytest.mark.parametrize("recipe", ["self_extend", "infllm_stream"])
+def test_a_token_that_fails_leaves_the_window_as_it_was_where_less_is_stored(recipe):
+    """Decoded tokens lie in the window as they were computed, and in blocks rounded."""
+    model = tiny_model("llama", head_dim=32)
+    small = {"kv_type": "Q8_0", "block_size": 16, "local_windows_len": 16}
+    grouped = {"position_group": GROUP, "neighbour_window": WINDOW} if recipe == "self_extend" else {}
+    inject(model, recipe, command_line={"chunk_size": 16, "max_seq_len": 256, "threads_num": 1, **small, **grouped})
+    found = []
+    for fails in (False, True):
+        cache = HeteroCache(model)
+        with torch.no_grad():
+            for part in (IDS[:, :61], *IDS[:, 61:70].split(1, dim=1)):
+                model(part, past_key_values=cache)
+            if fails:
+                hook = model.model.layers[1].mlp.register_forward_pre_hook(_interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    model(IDS[:, 80:81], past_key_values=cache)
+                hook.remove()
+            found.append(model(IDS[:, 70:71], past_key_values=cache).logits)
+    assert torch.equal(*found)
+
+
+def _interrupt(*_):
+    raise KeyboardInterrupt

@@ -264,3 +264,26 @@ def test_blocks_have_the_mass_that_is_asked_for_whatever_caps_the_scores(softcap
     scores = k[0, 0] @ q[0, 0, -1] * 0.5
     capped = softcap * torch.tanh(scores / softcap) if softcap else scores
     assert float(capped.softmax(0).view(20, BLOCK).sum(1)[chosen].sum()) >= 0.95
+
+
+def test_a_head_that_looks_nearby_takes_the_least_number_of_distances_too():
+    """Tokens that the chunk's last queries look at lie behind its first blocks of queries, distances do not."""
+    q = torch.zeros(1, 1, 512, 16)
+    q[..., 0] = 4.0
+    # The later a key the more it is looked at.
+    k = torch.zeros(1, 1, 1212, 16)
+    k[..., 0] = torch.arange(1212) / 20
+    (view,) = views(Chunk(q, k[:, :, :700], k[:, :, :700], k[:, :, 700:], k[:, :, 700:], SCALE, None))
+
+    def distances(least):
+        return sum(stop - first for first, stop in view.lines_of_mass(0.9, least).distances.tolist())
+
+    # The nearest 64 are seen anyway, and with a block's 64 queries 127 tokens.
+    assert (distances(0), distances(256)) == (64, 256)
+
+
+@pytest.mark.parametrize(("least", "blocks"), [(64, 1), (65, 2), (190, 3), (192, 3)])
+def test_the_least_number_of_tokens_is_filled_up_to_blocks(least, blocks):
+    scores = torch.zeros(3, 10)
+    scores[:, 0] = 50.0
+    assert flexprefill.blocks_of_mass(scores, 0.5, least).chosen.sum(axis=1).tolist() == [blocks] * 3

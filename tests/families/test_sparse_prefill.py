@@ -12,6 +12,7 @@ from tiny_models import tiny_model
 
 from gpu_ops.attention import chunk_attention
 from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.engine.step import Step
 from hetero_kv.errors import ConfigError
 from hetero_kv.families.sparse_prefill import attention, known_patterns, minference
 from hetero_kv.families.sparse_prefill.chunk import Chunk
@@ -345,3 +346,17 @@ def test_blocks_that_queries_match_are_attended_to_besides(qwen2, monkeypatch):
     monkeypatch.setattr(minference, "_PRICED_LENGTH", 500)
     with_none, with_some = (logits(qwen2, "minference", ids, 2, **few, prefill_matches=each) for each in (0, 2))
     assert torch.equal(with_none, with_some)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "lfm2"])
+def test_the_first_layer_that_would_leave_keys_out_says_that_it_cannot(architecture, caplog):
+    model, step = tiny_model(architecture, max_position_embeddings=1024), Step.__new__(Step)
+    injection = inject(model, "flexprefill", command_line={"max_seq_len": 512})
+    elsewhere = torch.empty(1, 4, 8, 16, device="meta")
+    prompts = [getattr(operator, "prompt_attention", None) for operator in injection.attention_operators()]
+    prompts = [each for each in prompts if each is not None]
+    assert prompts
+    assert not any(prompt._can(step, elsewhere) for prompt in prompts)
+    assert [record.getMessage() for record in caplog.records] == [
+        "prefill flexprefill is for models on a CPU; on meta prompts attend to everything"
+    ]

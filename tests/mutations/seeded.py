@@ -145,8 +145,8 @@ MUTATIONS = (
     Mutation(
         "a turn that is undone has been read",
         "hetero_kv/families/retrieval/layer.py",
-        "self.state, self.unseen, self.read = snapshot",
-        "self.state, self.unseen, _ = snapshot",
+        "self.state, self.unseen, self.read, window, mark = snapshot",
+        "self.state, self.unseen, _, window, mark = snapshot",
         ("tests/operators/test_read_bytes.py::test_a_forward_that_fails_and_a_reset_count_nothing",),
     ),
     Mutation(

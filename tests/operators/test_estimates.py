@@ -99,6 +99,14 @@ def assert_reference(pool, lengths, q, table, first, end, positions, scale, soft
             np.testing.assert_allclose(lse[row, head], scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
 
 
+def test_a_layer_that_attends_to_everything_needs_no_way_to_score(injected):
+    model, cache = injected(rest="drop", dense_layer_num=3)
+    given = tokens(45), *answer(5)
+    with torch.no_grad():
+        whole = model(torch.cat(given, dim=1), past_key_values=HeteroCache(model)).logits
+    torch.testing.assert_close(logits(model, cache, *given), whole, rtol=1e-3, atol=1e-3)
+
+
 # Scores that are capped, attention sinks that are learned, and heads of several dimensions.
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("target_mass", [pytest.param("none", marks=pytest.mark.slow), 0.9])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from ragged_rows import Batch, alone, assert_same_but_for_rounding, prompt
-from small_recipes import new_cache, small_recipe
+from small_recipes import ENGINE, new_cache, small_recipe, with_settings
+from tiny_models import tiny_model
 from token_problem import TokenProblem
 from variants import combined
 
@@ -14,6 +15,7 @@ from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.evals.budget import attended_tokens
 from hetero_kv.families.token_retrieval import choosers
 from hetero_kv.families.token_retrieval.choosers.retroinfer import RetroInfer
+from hetero_kv.rules.rule_file import parse_rules
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,6 +58,22 @@ def test_a_model_whose_steps_take_all_tokens_is_the_untouched_one(chooser, archi
     cache = new_cache(model)
     with torch.no_grad():
         parts = [tokens[:, :50], *tokens[:, 50:80].split(1, dim=1), tokens[:, 80:]]
+        found = torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("chooser", CHOOSERS)
+def test_one_kv_head_and_no_token_around_the_context_are_enough(chooser, monkeypatch):
+    model, ids = tiny_model("llama", num_key_value_heads=1), prompt(70, 1)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+    least = {"block_size": 4, "initial_len": 0, "local_windows_len": 1}
+    injection = inject(model, small_recipe(chooser, **least), command_line={**COVERING[chooser], "dense_layer_num": 0})
+    monkeypatch.setattr(choosers.get(chooser).implementation, "covers", lambda *_: False)
+    injection.compile_kernels()
+    cache = new_cache(model)
+    with torch.no_grad():
+        parts = [ids[:, :50], *ids[:, 50:].split(1, dim=1)]
         found = torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
@@ -127,6 +145,45 @@ def test_clusters_end_where_the_context_does(model_of, monkeypatch):
         assert sizes.sum(dim=(1, 3)).tolist() == [[asked.tokens] * 2]
     said(model, fresh, whole[:196])
     assert_same_but_for_rounding(answer, said(model, fresh, prompt(1, 1), 3))
+
+
+def test_clusters_of_layers_with_other_segments_keep_their_tokens(model_of, monkeypatch):
+    """Where one layer clusters anew what a crop has cut, another, whose segments end elsewhere, does not."""
+    model, seen = model_of("llama"), []
+    attend = RetroInfer.attend
+    monkeypatch.setattr(RetroInfer, "attend", lambda self, asked: seen.append(asked) or attend(self, asked))
+    settings = {"chooser": "retroinfer", "cluster_tokens": 4, "exact_clusters": 2, "estimated_clusters": 4}
+    rules = [
+        {
+            "match": {"name": rf"layers\.{layer}\.self_attn$"},
+            "replace": {"class": "TokenRetrievalAttention", "kwargs": {**settings, "segment_tokens": segment}},
+        }
+        for layer, segment in enumerate((40, 60, 40))
+    ]
+    inject(model, with_settings(parse_rules({"rules": rules}), {**ENGINE, **SMALLER}))
+    cache = new_cache(model)
+    said(model, cache, prompt(202, 0))
+    cache.crop(-94)
+    said(model, cache, prompt(1, 1), 3)
+    assert len(seen) == 3 * 4
+    for asked in seen:
+        ids = torch.from_numpy(asked.context.astype("int64"))
+        sizes = asked.pool.beside["cluster_sizes"][ids].transpose(1, 2).flatten(2)
+        clusters = asked.pool.beside["clusters"][ids].transpose(1, 2).flatten(2) - asked.first
+        counted = torch.zeros_like(sizes).scatter_add_(2, clusters.long(), torch.ones(clusters.shape))
+        assert torch.equal(counted, sizes)
+        assert int(counted.sum()) == 2 * asked.tokens
+
+
+def test_a_skewing_by_queries_that_are_gone_is_gone_too(model_of):
+    model = learner(model_of("llama"), "infinigen")
+    cache, fresh, script = new_cache(model), new_cache(model), (prompt(9, 2), 20)
+    said(model, cache, prompt(28, 0), prompt(7, 1))
+    said(model, fresh, prompt(28, 0))
+    cache.crop(-7)
+    assert torch.equal(said(model, cache, *script), said(model, fresh, *script))
+    cache.crop(-29 - 1)
+    assert not any(layer.state.known for layer in cache.layers)
 
 
 def learner(model, chooser):

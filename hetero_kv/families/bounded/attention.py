@@ -154,7 +154,8 @@ class BoundedAttention(AttentionOperator):
             out, lse = _attention(q, keys, values, cached, call.scale, call.softcap)
             if call.sink is not None:
                 out, lse = apply_sink(out, lse, call.sink)
-        layer.observe(Attended(q, lse, keys, call.scale, call.softcap, layer.key_array, step.part.question))
+        seen = layer.key_array, step.part.question, step.is_decode
+        layer.observe(Attended(q, lse, keys, call.scale, call.softcap, *seen))
         return out.to(call.q.dtype)
 
     def decode_step(self, layer: BoundedLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:

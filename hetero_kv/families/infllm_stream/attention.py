@@ -39,7 +39,12 @@ class InfLLMStreamSettings(SharedPositionSettings):
     representative_reduce: Literal["max", "mean"] = setting(
         "mean", "a block's score from those of its representatives: their mean, by which InfLLM's sum orders blocks"
     )
-    stream_chunk: int = setting(512, "tokens of a prompt that retrieve blocks together", unit="tokens", minimum=1)
+    stream_chunk: int = setting(
+        512,
+        "tokens of a prompt that retrieve blocks together; fewer where a chunk (chunk_size) ends before",
+        unit="tokens",
+        minimum=1,
+    )
 
     @property
     def shared_positions(self) -> tuple[int, int]:

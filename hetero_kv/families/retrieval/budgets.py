@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from hetero_kv.errors import HeteroKVError
+from hetero_kv.errors import ConfigError
 
 _PYRAMID = re.compile(r"\s*pyramid\s*\(\s*(\d{1,12})\s*,\s*(\d{1,12})\s*\)\s*", re.IGNORECASE)
 
@@ -44,7 +44,7 @@ Budget = int | str | tuple[int, ...] | Pyramid
 def layer_budget(key: str, budget: Budget, layer_idx: int, num_layers: int) -> int | None:
     """Blocks that layer `layer_idx` of `num_layers` may attend to; None for all of them.
 
-    Raises HeteroKVError, naming the setting `key`, when a list has not one number per layer.
+    Raises ConfigError, naming the setting `key`, when a list has not one number per layer.
     """
     if budget == "all":
         return None
@@ -53,7 +53,7 @@ def layer_budget(key: str, budget: Budget, layer_idx: int, num_layers: int) -> i
         return round(budget.high - share * (budget.high - budget.low))
     if isinstance(budget, tuple):
         if len(budget) != num_layers:
-            raise HeteroKVError(
+            raise ConfigError(
                 f"{key} lists {len(budget)} numbers and the model has {num_layers} layers; give one number per layer"
             )
         return budget[layer_idx]

@@ -37,7 +37,9 @@ class RetrievalDecode(RetrievalPrefill):
         """The native call for a layer with this pool, `lengths` tokens in its blocks, for queries of `dtype`."""
         arrays = pool.key_array, pool.value_array, pool.representative_array, lengths
         kind = self.representative_type
-        bound = *arrays, group, kind.score, softcapped, ARRAY_DTYPES.get(dtype, np.float32), self.threads
+        # Nothing is scored where everything is attended to.
+        score = "dot" if self.budget is None else kind.score
+        bound = *arrays, group, score, softcapped, ARRAY_DTYPES.get(dtype, np.float32), self.threads
         if self.choice is None:
             return RetrievalStep(*bound, pool.offset_array)
         beside = pool.value_mean_array, pool.key_code_array, pool.offset_array, pool.group_array, pool.group_value_array

@@ -34,6 +34,7 @@ class DeviceWindow:
         self.values = like_values.new_zeros(*like_values.shape[:2], capacity, like_values.shape[3])
         self._length = 0
         self._local_start = 0
+        self._loads = 0
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, local_start: int) -> None:
         """Add one token per row, keys [batch, kv_heads, 1, dim]; Local now begins at position `local_start`."""
@@ -50,6 +51,7 @@ class DeviceWindow:
             ids: per row, the blocks of its `length` tokens.
         """
         self._length, self._local_start = length, local_start
+        self._loads += 1
         for positions in (range(min(self.initial, self._length)), range(max(local_start, self.initial), self._length)):
             if not positions:
                 continue
@@ -60,6 +62,22 @@ class DeviceWindow:
                 keys, values = (on_device(part, self.keys.device) for part in read)
                 self.keys[index, :, slots] = keys.to(self.keys)
                 self.values[index, :, slots] = values.to(self.values)
+
+    @property
+    def mark(self) -> tuple[int, int, int]:
+        """What `go_back` needs to come back to what is held now."""
+        return self._loads, self._length, self._local_start
+
+    def go_back(self, mark: tuple[int, int, int]) -> bool:
+        """Hold what was held at `mark`, bit for bit, where a token at most has been appended since.
+
+        Its slot was free: the ring has room for a block more than Local. False: it is to be loaded.
+        """
+        loads, length, local_start = mark
+        if loads != self._loads or not length <= self._length <= length + 1:
+            return False
+        self._length, self._local_start = length, local_start
+        return True
 
     def selected(self, rows: list[int]) -> DeviceWindow:
         """A window of its own with row i what row `rows[i]` was."""

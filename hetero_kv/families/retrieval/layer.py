@@ -265,11 +265,13 @@ class RetrievalLayer(RepresentedPromptLayer):
         self._reload_window(length)
 
     def snapshot(self) -> Any:
-        return self.state, self.unseen, self.read
+        window = self.window
+        return self.state, self.unseen, self.read, window, None if window is None else window.mark
 
     def rollback(self, snapshot: Any) -> None:
-        self.state, self.unseen, self.read = snapshot
-        self._reload_window(self.cohort.length)
+        self.state, self.unseen, self.read, window, mark = snapshot
+        if self.window is None or self.window is not window or not window.go_back(mark):
+            self._reload_window(self.cohort.length)
 
     def fork(self, memo: dict[int, Any]) -> RetrievalLayer:
         twin = copy.copy(self)

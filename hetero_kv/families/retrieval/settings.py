@@ -42,7 +42,7 @@ def _representative_storages() -> Iterable[str]:
 class RetrievalSettings(PagedSettings, PrefillSettings):
     """KTransformers' CPU sparse attention: Initial | Context | Local, of which Context is retrieved by blocks."""
 
-    block_size: int = setting(128, "tokens of a Context block", unit="tokens", minimum=1)
+    block_size: int = setting(128, "tokens of a Context block", unit="tokens", minimum=1, maximum=1 << 16)
     initial_len: int = setting(
         128, "attention sink: the first tokens (in whole blocks), always attended", unit="tokens", minimum=0
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -23,6 +23,9 @@ from hetero_kv.families.sparse_prefill.settings import PrefillSettings
 _SEARCHED_FROM = 4
 
 _logger = logging.getLogger(__name__)
+
+#: Of which the user has been told that they do not pass sparsely: once for all layers.
+_told: WeakSet[Step] = WeakSet()
 
 
 class PromptAttention:
@@ -56,7 +59,7 @@ class PromptAttention:
         """
         settings, length = self._settings, step.length if length is None else length
         chunk = Chunk(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
-        if not settings.prefills_sparsely or length <= settings.prefill_from or not self._can(call.q):
+        if not settings.prefills_sparsely or length <= settings.prefill_from or not self._can(step, call.q):
             return self._dense(chunk)
         if settings.prefill == "minference" and self._known(chunk) is None:
             out, lse = self._dense(chunk)
@@ -80,9 +83,10 @@ class PromptAttention:
         if self._settings.prefills_sparsely and device.type == "cpu":
             compile_for_chosen(dtype, k_dim, v_dim, softcap > 0)
 
-    def _can(self, q: torch.Tensor) -> bool:
-        """Whether prompts can pass sparsely where the queries are; where not, the first layer says so."""
-        if q.device.type != "cpu" and self._operator.layer_idx == 0:
+    def _can(self, step: Step, q: torch.Tensor) -> bool:
+        """Whether prompts can pass sparsely where the queries are; where not, the first layer that would says so."""
+        if q.device.type != "cpu" and step not in _told:
+            _told.add(step)
             name = self._settings.prefill
             _logger.warning("prefill %s is for models on a CPU; on %s prompts attend to everything", name, q.device)
         return q.device.type == "cpu"

@@ -58,7 +58,7 @@ def blocks_of_mass(scores: torch.Tensor, mass: float, least: int) -> Blocks:
     taken = before < mass
     if mass >= 1:
         taken[:] = True
-    taken[:, : max(1, least // QUERY_BLOCK)] = True
+    taken[:, : max(1, -(-least // QUERY_BLOCK))] = True
     chosen = torch.zeros(scores.shape, dtype=torch.bool).scatter_(1, order, taken)
     chosen[:, 0] = True
     return Blocks(chosen.numpy())

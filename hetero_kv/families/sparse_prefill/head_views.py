@@ -71,10 +71,12 @@ class HeadView:
     def lines_of_mass(self, mass: float, least: int) -> Lines:
         """The fewest tokens, and the fewest distances, that have this share of the last queries' attention each.
 
-        least: tokens at least.
+        least: tokens at least, and as many that a block of queries sees by its distances: tokens that the last queries
+            look at may lie behind an earlier block.
         """
         by_token, by_distance = self.sums
-        return Lines.of(_fewest(by_token, mass, least), _fewest(by_distance, mass))
+        seen = distances_within(_ranked(by_distance, least), QUERY_BLOCK, ALWAYS_NEAR, least)
+        return Lines.of(_fewest(by_token, mass, least), np.union1d(_fewest(by_distance, mass), seen))
 
     @property
     def key_means(self) -> torch.Tensor:

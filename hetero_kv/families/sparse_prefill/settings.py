@@ -40,7 +40,11 @@ class PrefillSettings(Settings):
         minimum=0,
     )
     prefill_budget: int = setting(
-        8192, "with minference, tokens that a block of 64 queries attends to at most", unit="tokens", minimum=128
+        8192,
+        "with minference, tokens of a head's pattern at most; a block of 64 queries attends to the sink and to itself "
+        "besides",
+        unit="tokens",
+        minimum=128,
     )
     prefill_price: float = setting(
         0.02,
@@ -60,9 +64,7 @@ class PrefillSettings(Settings):
     prefill_mass: float = setting(
         0.95, "with flexprefill, share of the attention that is to be reached", minimum=0, maximum=1
     )
-    prefill_least: int = setting(
-        512, "with flexprefill, tokens that a block of 64 queries attends to at least", unit="tokens", minimum=64
-    )
+    prefill_least: int = setting(512, "with flexprefill, tokens that a head takes at least", unit="tokens", minimum=64)
 
     @property
     def prefills_sparsely(self) -> bool:

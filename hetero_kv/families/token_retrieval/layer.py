@@ -23,7 +23,14 @@ from hetero_kv.store.pool import Beside
 
 @dataclass(frozen=True)
 class TokenLayout(RetrievalLayout):
-    """Initial | Context | Local, in tables of this family's own: what its choosers learn, blocks are derived by."""
+    """Initial | Context | Local, in tables of this family's own: what its choosers learn, blocks are derived by.
+
+    Attributes:
+        segment_tokens: what is derived of so many tokens at once ends with them; layers with other segments have tables
+            of their own, for what one of them derives anew the other need not. 0: of each block by itself.
+    """
+
+    segment_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,11 +40,14 @@ class TokenState(RetrievalState):
     Attributes:
         known: what the chooser has learned of the sequences.
         learned: blocks that it was learned from, so many from the beginning on; without one of them it is void.
+        asked_at: tokens that there were when the queries came that it was learned by, and without the last of which it
+            is void too; 0 where it was learned by none.
         tokens: tokens of the Context that a kv head attended to, a step's each.
     """
 
     known: Known = field(default_factory=dict)
     learned: int = 0
+    asked_at: int = 0
     tokens: Tally = NO_NUMBERS
 
     def selected(self, rows: list[int]) -> TokenState:
@@ -55,9 +65,9 @@ class TokenRetrievalLayer(RetrievalLayer):
 
     def __init__(self, settings: TokenSettings, chooser: Chooser | None) -> None:
         self.chooser = chooser
-        super().__init__(
-            TokenLayout.of_settings(settings, closes_alone=chooser is not None and chooser.learns), settings
-        )
+        layout = TokenLayout.of_settings(settings, closes_alone=chooser is not None and chooser.learns)
+        assert isinstance(layout, TokenLayout)
+        super().__init__(replace(layout, segment_tokens=0 if chooser is None else chooser.segment_tokens), settings)
 
     def _blank_state(self) -> TokenState:
         return TokenState(open_start=self.layout.sink_blocks * self.layout.block_size)
@@ -76,12 +86,13 @@ class TokenRetrievalLayer(RetrievalLayer):
         if self.chooser is None or first >= end:
             return
         assert pool is not None
-        known = self.state.known
+        known, asked_at = self.state.known, self.state.asked_at
         if not known and queries is not None:
             known = self.chooser.learned(pool, blocks.table, first, end, queries)
+            asked_at = step.length if known else 0
         known = self.chooser.close(pool, blocks.table, first, end, known)
         if known is not self.state.known:
-            self.state = replace(self.state, known=known, learned=end)
+            self.state = replace(self.state, known=known, learned=end, asked_at=asked_at)
 
     def count(self, length: int, context: int, tokens: float, beside: float) -> None:
         """Count a step's reading of a sequence of `length` tokens, whose Context has so many blocks.
@@ -106,7 +117,7 @@ class TokenRetrievalLayer(RetrievalLayer):
             return
         full = length // layout.block_size
         kept = self.chooser.kept_until(state.known, state.learned, full, layout.closed(length))
-        if kept == 0:
+        if kept == 0 or length < state.asked_at:
             self._forget()
         elif kept < full:
             self.cohort.closed[layout] = min(kept, self.cohort.closed[layout])
@@ -129,11 +140,13 @@ class TokenRetrievalLayer(RetrievalLayer):
         """Learn anew, and derive anew what is kept of all blocks."""
         if self.state.known:
             self.cohort.closed[self.layout] = 0
-            self.state = replace(self.state, known=NOTHING_KNOWN, learned=0)
+            self.state = replace(self.state, known=NOTHING_KNOWN, learned=0, asked_at=0)
 
     def saved(self) -> SavedPart:
         part = super().saved()
         part.numbers |= {"learned": self.state.learned, "tokens": list(self.state.tokens)}
+        if self.state.asked_at:
+            part.numbers["asked_at"] = self.state.asked_at
         part.put(**{f"known_{name}": tensor for name, tensor in self.state.known.items()})
         return part
 
@@ -148,7 +161,8 @@ class TokenRetrievalLayer(RetrievalLayer):
             for name, (of_row, dtype) in wanted.items():
                 known[name] = part.tensor(f"known_{name}", (rows, *of_row), dtype, torch.device("cpu"))
         old = {each.name: getattr(self.state, each.name) for each in fields(RetrievalState)}
-        self.state = TokenState(**old, known=known, learned=learned, tokens=part.tally("tokens"))
+        asked_at = part.optional_integer("asked_at", 0, self.cohort.length) or 0
+        self.state = TokenState(**old, known=known, learned=learned, asked_at=asked_at, tokens=part.tally("tokens"))
 
     @property
     def statistics(self) -> dict[str, float | int | None]:

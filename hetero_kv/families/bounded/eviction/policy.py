@@ -64,6 +64,7 @@ class Attended:
         key_array: [batch, kv_heads, capacity, k_dim] float32, of which `keys` are the beginning; None where kernels do
             not reach them.
         question: how many of the prompt's last tokens ask what comes before; None where nobody says.
+        is_decoded: whether the query is of a token that was decoded, and not of a prompt or a part of one.
     """
 
     q: torch.Tensor
@@ -73,6 +74,7 @@ class Attended:
     softcap: float | None
     key_array: np.ndarray | None = None
     question: int | None = None
+    is_decoded: bool = False
 
     @property
     def tokens(self) -> int:

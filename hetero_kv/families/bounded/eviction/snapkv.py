@@ -64,7 +64,7 @@ class WindowVote(EvictionPolicy[V]):
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
         window = self.settings.window
-        if attended.tokens > 1 or "window" in entries.carried:
+        if not attended.is_decoded:
             carried = entries.carried.get("window")
             observation = copy.copy(carried or Observation(self.settings.observed(attended.question)))
             observation.watch(attended.q, attended.lse, attended.scale, attended.softcap)

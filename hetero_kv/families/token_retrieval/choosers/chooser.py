@@ -187,6 +187,11 @@ class Chooser(ABC, Generic[S]):
         """
 
     @property
+    def segment_tokens(self) -> int:
+        """Tokens of which `close` derives together what is kept of blocks; 0: each block is derived by itself."""
+        return 0
+
+    @property
     def observed_queries(self) -> int:
         """Last queries of a prompt that `learned` sees; 0 where there is none."""
         return 0

@@ -130,7 +130,7 @@ class InfiniGen(Chooser[InfiniGenSettings]):
         """Scores of the tokens around the Context but the newest, [rows, kv_heads, group, tokens], and bytes read."""
         ids, (rows, kv_heads) = asked.elsewhere, q.shape[:2]
         tokens = int(asked.lengths[ids[0]].sum()) - 1
-        positions = np.ascontiguousarray(np.broadcast_to(np.arange(tokens, dtype=np.int32), (rows, kv_heads, tokens)))
+        positions = np.broadcast_to(np.arange(tokens, dtype=np.int32), (rows, kv_heads, tokens)).copy()
         counts, pool = np.full((rows, kv_heads), tokens, np.int32), asked.pool
         given = np.ascontiguousarray(ids), positions, counts
         products = token_scores(q.contiguous().numpy(), pool.key_array, *given, pool.offset_array, asked.threads)

@@ -41,6 +41,6 @@ def scores_by_components(asked: Asked, name: str, q: torch.Tensor) -> tuple[torc
     """
     rows, kv_heads, _, n = q.shape
     columns = asked.pool.beside_arrays[name]
-    every = np.ascontiguousarray(np.broadcast_to(np.arange(n, dtype=np.int32), (rows, kv_heads, n)))
+    every = np.broadcast_to(np.arange(n, dtype=np.int32), (rows, kv_heads, n)).copy()
     products = component_scores(q.contiguous().numpy(), every, columns, asked.context, asked.threads)
     return asked.capped(torch.from_numpy(products)), asked.tokens * kv_heads * n * columns.itemsize

@@ -77,6 +77,10 @@ class RetroInfer(Chooser[RetroInferSettings]):
             "clusters": Beside((), self.settings.block_size, _NUMBERS),
         }
 
+    @property
+    def segment_tokens(self) -> int:
+        return self.settings.segment_tokens
+
     def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]:
         return {"segment_ends": ((None,), torch.int64)}
 
@@ -120,7 +124,7 @@ class RetroInfer(Chooser[RetroInferSettings]):
     def attend(self, asked: Asked) -> Answer:
         rows, kv_heads, _, k_dim = asked.q.shape
         sizes = _of_context(asked, "cluster_sizes").flatten(2)
-        every = np.ascontiguousarray(np.broadcast_to(np.arange(k_dim, dtype=np.int32), (rows, kv_heads, k_dim)))
+        every = np.broadcast_to(np.arange(k_dim, dtype=np.int32), (rows, kv_heads, k_dim)).copy()
         columns = asked.pool.beside_arrays["cluster_keys"]
         products = component_scores(asked.q, every, columns, asked.context, asked.threads)
         # With the weight of all its tokens; none for a cluster that has none.
