@@ -135,6 +135,9 @@ def _attention_function(
                 f"{name}: the attention argument {argument}={_brief(given)} is not known to hetero_kv, and no argument "
                 "is ignored; leave this layer out with `class: default`"
             )
+    if key.dtype is not query.dtype or value.dtype is not query.dtype:
+        # torch.autocast rounds values, and not what is rotated.
+        key, value = key.to(query.dtype), value.to(query.dtype)
     call = AttentionCall(
         query,
         key,
@@ -215,6 +218,8 @@ def require_attention_interface(path: str, module: nn.Module) -> None:
         reason = "it has no layer_idx that says which cache layer it uses"
     elif getattr(module, "is_cross_attention", False):
         reason = "it is cross-attention"
+    elif getattr(module, "is_kv_shared_layer", False):
+        reason = "it has no keys and values of its own, but another layer's"
     if reason:
         raise UnsupportedModelError(f"{path} ({type(module).__name__}) cannot be replaced: {reason}")
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -83,7 +83,7 @@ def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
         call = signature.call(args, kwargs)
         try:
             told = head_wants(call) if has_head else nullcontext()
-            with undo_on_error(cache), torch.no_grad(), attending_by(by.attention), told:
+            with undo_on_error(cache), _without_gradients(), attending_by(by.attention), told:
                 return _outermost(call, whole, cache, has_head)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
@@ -95,6 +95,13 @@ def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
     reentrant = Signature(inner)
     reentrant.forward = guarded_forward
     return guarded_forward
+
+
+@contextmanager
+def _without_gradients() -> Iterator[None]:
+    """No gradients, and no inference mode: what a cache keeps of it could not be written to outside of it again."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def _behind_the_cache(model: Any) -> Callable[..., Any]:
@@ -138,7 +145,7 @@ def _inner(call: ModelCall, cache: HeteroCache) -> Any:
     if strided.replayed is not None:
         return strided.replayed
     rows, tokens = call.shape
-    with cache.forward([Span(strided.cohort, slice(0, rows), slice(0, tokens))]), torch.no_grad():
+    with cache.forward([Span(strided.cohort, slice(0, rows), slice(0, tokens))]), _without_gradients():
         strided.hidden = call.run()
     return strided.hidden
 

@@ -56,6 +56,11 @@ class ModelCall:
         given = self.given
         if not isinstance(given, torch.Tensor):
             raise HeteroKVError("the model was called with a HeteroCache and neither input_ids nor inputs_embeds")
+        if given.dim() < 2 or not given.shape[1]:
+            raise HeteroKVError(
+                f"the model was called with {list(given.shape)} token ids or embeddings; give it [rows, tokens], one "
+                "token or more"
+            )
         return given.shape[0], given.shape[1]
 
     def run(self) -> Any:
@@ -176,6 +181,11 @@ def joined_rows(outputs: Sequence[Any], spans: Sequence[Span], call: ModelCall) 
     for name, tokens in kept.items():
         if not isinstance(last.get(name), torch.Tensor):
             continue
+        if last[name].dim() != 3:
+            raise UnsupportedModelError(
+                f"the model gives {name} {list(last[name].shape)} for rows of different lengths, where one of each "
+                "token's is wanted; pass rows of one length together, or each by itself"
+            )
         joined[name] = whole = last[name].new_zeros(rows, tokens, last[name].shape[2])
         for output, span in zip(outputs, spans, strict=True):
             whole[span.rows, tokens - output[name].shape[1] :] = output[name]

@@ -208,15 +208,20 @@ class Batch:
             cohort.rollback(state)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` columns (transformers passes a negative number); of no rows, nothing.
+        """Forget the last `-tokens_to_remove` columns, a negative number as in transformers; of no rows, nothing.
 
-        Raises HeteroKVError when a layer keeps only a window, whose older tokens are gone.
+        Raises HeteroKVError for a positive number, and when a layer keeps only a window, whose older tokens are gone.
         """
+        if tokens_to_remove > 0:
+            raise HeteroKVError(
+                f"crop was given {tokens_to_remove}; it takes how many columns to forget as a negative number: "
+                f"crop({-tokens_to_remove}) forgets {tokens_to_remove}"
+            )
         if not self.sequences:
             return
         for cohort in self.cohorts:
             cohort.require_croppable()
-        columns = max(0, self.columns.count - abs(tokens_to_remove))
+        columns = max(0, self.columns.count + tokens_to_remove)
         removed = self.columns.tokens_after(columns, len(self.sequences))
         cut = self.columns.cut(columns)
         before = self.snapshot()

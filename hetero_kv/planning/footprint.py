@@ -277,6 +277,9 @@ def _chunk_activations(config: Any, shape: KVShape, element: int) -> int:
     # float32 partial results that are merged.
     attention = (2 * hidden + heads * (3 * shape.k_dim + 2 * shape.v_dim)) * element + 3 * 4 * heads * shape.v_dim
     width = getattr(config, "intermediate_size", None) or 4 * hidden
+    if isinstance(width, list | tuple):
+        # Of each layer its own (Gemma 3n).
+        width = max(width)
     active = getattr(config, "num_experts_per_tok", None)
     if active:
         width = max(width, active * (getattr(config, "moe_intermediate_size", None) or width))
