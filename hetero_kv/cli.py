@@ -6,6 +6,7 @@ imported only when it is called.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -20,6 +21,8 @@ from hetero_kv.settings.setting import nearest_spelling
 
 USER_ERROR = 2
 INTERRUPTED = 130
+# What the system says where output goes that has no room, or is no longer there.
+_UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF})
 
 
 class Command(NamedTuple):
@@ -67,7 +70,11 @@ def run_command(name: str, arguments: Sequence[str], prog: str | None = None) ->
         module.add_flags(parser)
         given = parser.parse(arguments)
         _require_instruction_set()
-        return module.run(given)
+        status: int = module.run(given)
+        if sys.stdout is not None:
+            # What cannot be written is told here, and not by the interpreter when it ends.
+            sys.stdout.flush()
+        return status
     except HeteroKVError as error:
         print_error(error)
         return USER_ERROR
@@ -85,9 +92,20 @@ def run_command(name: str, arguments: Sequence[str], prog: str | None = None) ->
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has gone; the interpreter would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # Whoever read the output has gone.
+        _discard_output()
         return 1
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
+        print_error(ConfigError(f"standard output cannot be written ({said_briefly(error)}); write it elsewhere"))
+        _discard_output()
+        return USER_ERROR
+
+
+def _discard_output() -> None:
+    """Let nobody have what is still to be written: the interpreter would complain when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _require_instruction_set() -> None:

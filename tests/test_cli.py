@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +54,14 @@ def test_an_instruction_set_that_is_none_is_refused_by_name(monkeypatch, capsys)
 def test_colons_of_a_name_make_no_emoji(capsys):
     assert main(["models", "fetch", ":key:a"]) == 2
     assert "':key:a'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+def test_output_that_cannot_be_written_is_told_in_a_line():
+    with open("/dev/full", "w") as full:
+        asked = subprocess.run(
+            [sys.executable, "-m", "hetero_kv", "methods"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert asked.returncode == 2
+    assert "error: standard output cannot be written" in asked.stderr
+    assert "Traceback" not in asked.stderr

@@ -96,7 +96,7 @@ def test_texts_of_a_choice_may_be_written_in_any_case() -> None:
 
 def test_python_users_get_the_same_checks_as_yaml() -> None:
     assert RetrievalSettings(kv_type="fp32").kv_type == "FP32"
-    with pytest.raises(SettingError, match="block_size is 0; it must be a whole number of at least 1"):
+    with pytest.raises(SettingError, match="block_size is 0; it must be a whole number from 1 to 65536"):
         RetrievalSettings(block_size=0)
 
 
@@ -133,12 +133,12 @@ def test_settings_that_are_no_mapping_are_an_error(mapping: Any) -> None:
     [
         (
             {"block_size": "4096"},
-            "block_size is '4096'; it must be a whole number of at least 1 (this is text: write 4096",
+            "block_size is '4096'; it must be a whole number from 1 to 65536 (this is text: write 4096",
         ),
         ({"block_size": True}, "block_size is True; it must be a whole number"),
         ({"block_size": 12.5}, "block_size is 12.5; it must be a whole number"),
         ({"block_size": None}, "block_size is None; it must be a whole number"),
-        ({"block_size": 0}, "block_size is 0; it must be a whole number of at least 1"),
+        ({"block_size": 0}, "block_size is 0; it must be a whole number from 1 to 65536"),
         ({"initial_len": -1}, "initial_len is -1; it must be a whole number of at least 0"),
         ({"local_windows_len": 0}, "local_windows_len is 0; it must be a whole number of at least 1"),
         ({"second_select_num": -1}, "second_select_num is -1; it must be a whole number of at least 0, or all"),

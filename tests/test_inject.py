@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject
 from hetero_kv.adapter.bridge import UnsupportedModelError
 from hetero_kv.engine.errors import CacheFullError
+from hetero_kv.errors import ConfigError
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.window.layer import WindowLayer
 from hetero_kv.operators import RetrievalAttention, SlidingWindowAttention
@@ -315,3 +316,30 @@ def test_sampling_with_several_returned_sequences_equals_the_untouched_models(ll
     actual = llama.generate(PROMPT, num_return_sequences=3, past_key_values=HeteroCache(llama), **sampled)
     assert actual.tolist() == expected.tolist()
     assert len({tuple(row) for row in actual.tolist()}) > 1
+
+
+def test_a_setting_that_kwargs_of_an_extended_file_overrule_is_refused(tmp_path):
+    model, path = tiny_model("llama"), tmp_path / "mine.yaml"
+    path.write_text("extends: h2o.yaml\nlong_context:\n  budget: 40\n")
+    with pytest.raises(ConfigError, match=r"mine.yaml: long_context, line 3: budget has no effect here: .*h2o.yaml: r"):
+        inject(model, path)
+    # A flag counts for more than both.
+    inject(model, path, command_line={"budget": 60})
+    eject(model)
+
+
+@pytest.mark.parametrize(
+    ("operator", "name", "said"),
+    [
+        ("ChunkedModule", "self_attn$", r"rule 1 \(ChunkedModule\): .*self_attn \(LlamaAttention\) is attention"),
+        ("RetrievalAttention", "mlp$", r"rule 1 \(RetrievalAttention\): model.layers.0.mlp \(LlamaMLP\) cannot be"),
+    ],
+)
+def test_what_an_operator_cannot_be_is_refused_with_the_rule(operator, name, said):
+    with pytest.raises(UnsupportedModelError, match=said):
+        inject(tiny_model("llama"), parse_rules({"rules": [rule(name, operator)]}))
+
+
+def test_a_list_of_another_length_is_refused_with_the_rule():
+    with pytest.raises(ConfigError, match=r"rule 2 \(RetrievalAttention\): second_block_count lists 2 numbers and"):
+        inject(tiny_model("llama"), rules(second_block_count=[1, 2]))

@@ -9,6 +9,7 @@ from typing import TextIO
 
 from hetero_kv.chat.options import ChatOptions, add_flags, chat_options
 from hetero_kv.chat.question import Question, question_of
+from hetero_kv.errors import ConfigError
 
 __all__ = ["add_flags", "run"]
 
@@ -51,6 +52,8 @@ def _answer_once(options: ChatOptions, question: Question) -> int:
     from hetero_kv.printing import console, json_text, printable
 
     output = sys.stdout
+    if output is None:
+        raise ConfigError("standard output is closed, and the answer goes there; open it, for example with > FILE")
 
     def write(piece: str) -> None:
         output.write(piece)
@@ -60,15 +63,16 @@ def _answer_once(options: ChatOptions, question: Question) -> int:
     with redirect_stdout(sys.stderr):
         session = open_session(options)
         answer = answer_to(session, question, on_text=None if options.json else lambda piece: write(printable(piece)))
-        if options.save_context is not None and session.conversation.context_tokens:
-            said = saved(session, options.save_context)
-            console(stderr=True).print(said, style="dim", markup=False, highlight=False, soft_wrap=True)
+        # The answer first, which stays where the context cannot be saved.
         if options.json:
             write(json_text(json_report(session, answer)) + "\n")
         else:
             write("\n")
             notes = [note for note in (ending(answer, session), statistics_line(answer)) if note]
             console(stderr=True).print(" · ".join(notes), style="dim", markup=False, highlight=False, soft_wrap=True)
+        if options.save_context is not None and session.conversation.context_tokens:
+            said = saved(session, options.save_context)
+            console(stderr=True).print(said, style="dim", markup=False, highlight=False, soft_wrap=True)
     return INTERRUPTED if answer.finish_reason == "stopped" else 0
 
 

@@ -174,7 +174,7 @@ def _require_contexts(options: ChatOptions) -> None:
     """Raise ContextError where the folder cannot hold contexts, or has none of the name to go on from."""
     if options.context is None and options.save_context is None:
         return
-    with open_store(options.contexts) as store:
+    with open_store(options.contexts, makes=options.save_context is not None) as store:
         if options.context is not None:
             store.named(options.context)
 

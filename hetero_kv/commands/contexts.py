@@ -27,7 +27,7 @@ def add_flags(parser: FlagParser) -> None:
         "and name what is damaged; the exit status is 1 where anything is. prune: remove what was used least recently "
         "until --context_cache_gb is kept, and what killed processes have left."
     )
-    parser.add_argument("action", metavar="ACTION", help="list, show, remove, verify or prune")
+    parser.add_argument("action", metavar="ACTION", nargs="?", help="list, show, remove, verify or prune")
     parser.add_argument("names", nargs="*", metavar="NAME", help="of contexts; or the beginning of a file's name")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_settings("contexts", "context", ContextSettings)
@@ -38,6 +38,8 @@ def run(flags: argparse.Namespace) -> int:
 
     Raises HeteroKVError for an unknown action or name, and where the folder cannot be used.
     """
+    if flags.action is None:
+        raise ConfigError(f"contexts wants an action: {', '.join(_ACTIONS)}")
     if flags.action not in _ACTIONS:
         near = nearest_spelling(flags.action, _ACTIONS) or f"; known: {', '.join(_ACTIONS)}"
         raise ConfigError(f"contexts has no action {flags.action!r}{near}")
@@ -47,7 +49,7 @@ def run(flags: argparse.Namespace) -> int:
         raise ConfigError(f"contexts {flags.action} takes no names, and there is {flags.names[0]!r}")
     if needs_names and not flags.names:
         raise ConfigError(f"contexts {flags.action} needs a name; hetero-kv contexts list shows them")
-    with open_store(settings) as store:
+    with open_store(settings, makes=False) as store:
         named = [_found(store, name) for name in flags.names]
         return act(store, named, flags.json)
 

@@ -20,7 +20,7 @@ from hetero_kv.evals import run as run_evaluation
 from hetero_kv.evals.config_spec import config_words, require_effect_somewhere
 from hetero_kv.evals.options import DEFAULT_DEPTHS, DEFAULT_LENGTHS, parse_depth, parse_length, parse_list
 from hetero_kv.evals.packed_model import load_packed
-from hetero_kv.evals.run_request import wanted_tasks
+from hetero_kv.evals.run_request import require_use, wanted_tasks
 from hetero_kv.evals.tasks import registry
 from hetero_kv.models import DEFAULT_MODEL, load_model, open_model
 from hetero_kv.printing import console, json_text
@@ -156,6 +156,7 @@ def run(flags: argparse.Namespace) -> int:
     tasks = parse_list(flags.task, str, "task") if flags.task else ()
     if not wanted_tasks(tasks) and not options.data:
         raise ConfigError(f"neither task nor data is given; tasks: {', '.join(registry.names())}")
+    require_use(wanted_tasks(tasks), options)
     configs = config_specs(config_words(flags.configs), trusted_modules(flags))
     if not configs and flags.no_baseline:
         raise ConfigError("there is nothing to run: give a config, or leave out --no_baseline")

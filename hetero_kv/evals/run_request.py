@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from hetero_kv.errors import ConfigError, HeteroKVError
-from hetero_kv.evals import fidelity, perplexity  # noqa: F401  they register their tasks
+from hetero_kv.evals import fidelity, perplexity
 from hetero_kv.evals.configured_model import ConfiguredModel
 from hetero_kv.evals.data_files import read_data_file
 from hetero_kv.evals.haystack import Haystack
@@ -62,6 +62,16 @@ def wanted_tasks(words: Sequence[str]) -> dict[str, Path | None]:
                 raise ConfigError(f"task {word!r}: {name} is not built from a file; those that are: {takes}")
             wanted[name] = Path(file) if file else None
     return wanted
+
+
+def require_use(tasks: Collection[str], options: RunOptions) -> None:
+    """Raise ConfigError for an option that decides something of perplexity, where perplexity is not asked for."""
+    for name, is_given in (("stride", options.stride > 1), ("prefill_tokens", options.prefill_tokens is not None)):
+        if is_given and perplexity.Perplexity.name not in tasks:
+            raise ConfigError(
+                f"{name} is {getattr(options, name)}, and counts for the task {perplexity.Perplexity.name} alone; ask "
+                "for that task, or leave it out"
+            )
 
 
 def require_measurable(tasks: Iterable[str], subjects: Sequence[Subject]) -> None:

@@ -90,8 +90,8 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
         return DTYPES[name]
     if name != "auto":
         near = difflib.get_close_matches(name, ["auto", *DTYPES], n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ModelError(f"dtype is {str(dtype)!r}; {hint}Give auto, {', '.join(DTYPES)}")
+        hint = f"did you mean {near[0]}? Give" if near else "give"
+        raise ModelError(f"dtype is {str(dtype)!r}; {hint} auto, {', '.join(DTYPES)}")
     if device.type == "cuda":
         with torch.cuda.device(device):
             return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16

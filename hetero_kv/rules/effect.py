@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hetero_kv.errors import ConfigError
 from hetero_kv.rules.owners import Owner, flat_classes, labels
+from hetero_kv.rules.precedence import COMMAND_LINE, InForce
 from hetero_kv.settings.description import setting_names
 from hetero_kv.settings.located_yaml import located
 from hetero_kv.settings.mapping import canonical
@@ -29,6 +30,24 @@ def require_effect(
         if name not in taken:
             place = located(where, settings, name)
             raise ConfigError(f"{place}: {_without_effect(name, in_place, known, rules)}")
+
+
+def require_precedence(settings: Mapping[str, Any], source: str, in_force: Iterable[InForce[Any]]) -> None:
+    """Raise ConfigError for the first of a file's `long_context:` settings that kwargs of rules overrule everywhere.
+
+    Args:
+        settings: under their own names.
+        source: the block as `InForce.sources` calls it.
+        in_force: of every operator that the rules put in.
+    """
+    sources = {id(each): each.sources for each in in_force}.values()
+    for name in settings:
+        winners = {each[name] for each in sources if name in each}
+        if winners and not winners & {source, COMMAND_LINE}:
+            raise ConfigError(
+                f"{located(source, settings, name)}: {name} has no effect here: kwargs count for more, and "
+                f"{', '.join(sorted(winners))} gives it; give it in kwargs of a rule of your own, or as a flag"
+            )
 
 
 def _without_effect(name: str, in_place: Sequence[Owner], known: Sequence[Owner], rules: str) -> str:

@@ -29,7 +29,8 @@ from hetero_kv.engine.held import NOTHING_HELD, Held
 from hetero_kv.errors import OutOfMemoryError
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
 from hetero_kv.planning.ran_out import ran_out_of_memory
-from hetero_kv.rules.matching import InjectionError, matched_rules, modules_of
+from hetero_kv.rules.effect import require_precedence
+from hetero_kv.rules.matching import InjectionError, matched_rules, modules_of, named
 from hetero_kv.rules.rule_file import load_rules
 from hetero_kv.rules.rule_set import Rule, RuleSet
 from hetero_kv.settings.engine_settings import EngineSettings
@@ -171,6 +172,7 @@ def inject(
     modules = modules_of(model)
     matched = ((rule, cls, path, modules[path]) for path, (rule, cls) in plan.items())
     settings = rule_set.modules_in_force(matched, **given)
+    require_precedence(rule_set.file.long_context, f"{rule_set.file.name}: long_context", settings.values())
     rule_set.require_effect(
         command_line or {}, ((rule, cls, settings[path].settings) for path, (rule, cls) in plan.items())
     )
@@ -193,7 +195,8 @@ def inject(
     try:
         # The deepest modules first, so that every path is still the model's own when its turn comes.
         for path in sorted(plan, key=lambda path: -path.count(".")):
-            operator = plan[path][1](path, model.get_submodule(path), settings[path].settings, injection.engine)
+            with named(plan[path][0]):
+                operator = plan[path][1](path, model.get_submodule(path), settings[path].settings, injection.engine)
             operator.install()
             model.set_submodule(path, operator)
             injection.operators[path] = operator

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import nn
 
 from hetero_kv.adapter import bridge
@@ -9,13 +12,24 @@ from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.adapter.recurrent import is_recurrent
-from hetero_kv.errors import HeteroKVError, shown
+from hetero_kv.errors import ConfigError, HeteroKVError, UnsupportedModelError, shown
 from hetero_kv.rules.rule_file import nearest_module_paths
 from hetero_kv.rules.rule_set import Rule, RuleSet
 
 
 class InjectionError(HeteroKVError):
     """The rules cannot be applied to this model. The model is as it was."""
+
+
+@contextmanager
+def named(rule: Rule) -> Iterator[None]:
+    """Within this context errors say which rule they are of."""
+    try:
+        yield
+    except (ConfigError, UnsupportedModelError) as error:
+        if type(error) not in (ConfigError, UnsupportedModelError) or rule.title in str(error):
+            raise
+        raise type(error)(f"{rule.title}: {error}") from error
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -54,8 +68,9 @@ def matched_rules(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, 
         if issubclass(first.operator, AttentionOperator) and is_recurrent(module):
             # Some models call it as they call their attention; there are no keys and values to be served.
             continue
-        operator_class = first.operator.operator_for(module)
-        operator_class.require_suitable(path, module)
+        with named(first):
+            operator_class = first.operator.operator_for(module)
+            operator_class.require_suitable(path, module)
         plan[path] = (first, operator_class)
     if unused:
         rule = unused[0]

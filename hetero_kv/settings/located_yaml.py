@@ -124,6 +124,8 @@ def parse_yaml(text: str, source: str) -> Any:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = ": ".join(part for part in (error.context, error.problem) if part)
+        if "'\\t'" in problem:
+            problem += "; indent with spaces"
         raise ConfigError(f"{source}{place}: {problem}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not YAML: {error}") from error

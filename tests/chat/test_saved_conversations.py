@@ -173,6 +173,13 @@ def test_a_context_is_saved_and_gone_on_from_on_the_command_line(chat, tmp_path,
 def test_what_is_wrong_about_contexts_is_said_before_a_model_is_loaded(chat, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("hetero_kv.chat.session.open_model", lambda *_, **__: pytest.fail("the model was opened"))
     (tmp_path / "file").touch()
+    folder = ["--context_folder", str(tmp_path / "c")]
+    assert main(["contexts", "list", *folder]) == 2
+    assert f"there is no folder {tmp_path / 'c'}" in " ".join(capsys.readouterr().err.split())
+    assert chat("--prompt", "word1", "--context", "lost")[0] == 2
+    # Who only reads makes none.
+    assert not (tmp_path / "c").exists()
+    ContextStore(tmp_path / "c").close()
     for flags, said in (
         (("--context", "lost"), "there is no context 'lost'"),
         (("--save_context", "notes", "--context_folder", str(tmp_path / "file")), "cannot hold contexts"),
@@ -184,8 +191,8 @@ def test_what_is_wrong_about_contexts_is_said_before_a_model_is_loaded(chat, tmp
         status, error = chat("--prompt", "word1", *flags)
         assert status == 2
         assert said in error
-    folder = ["--context_folder", str(tmp_path / "c")]
     for words, said in (
+        ([], "contexts wants an action: list, show, remove, verify, prune"),
         (["lost"], "contexts has no action 'lost'; did you mean list?"),
         (["remove"], "contexts remove needs a name"),
         (["list", "notes"], "contexts list takes no names"),
@@ -193,6 +200,18 @@ def test_what_is_wrong_about_contexts_is_said_before_a_model_is_loaded(chat, tmp
     ):
         assert main(["contexts", *words, *folder]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_an_answer_is_printed_though_its_context_cannot_be_saved(chat, monkeypatch, capsys):
+    def full(*_):
+        raise ContextError("the disk is full")
+
+    monkeypatch.setattr("hetero_kv.chat.context_commands.saved", full)
+    printed = []
+    monkeypatch.setattr("hetero_kv.printing.json_text", lambda report: printed.append(report) or "{}")
+    status, error = chat("--prompt", "word1", "--save_context", "notes", "--json", document_too=False)
+    assert (status, len(printed)) == (2, 1)
+    assert "the disk is full" in error
 
 
 def test_a_context_of_other_rules_is_refused_before_the_weights_are_loaded(chat, monkeypatch):

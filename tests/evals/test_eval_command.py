@@ -146,3 +146,11 @@ def test_ctrl_c_says_how_to_go_on(evaluate, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("hetero_kv.evals.configured_model.greedy", interrupted)
     evaluate("--task", "recite", "--lengths", "200", "--out", tmp_path / "out", status=130)
     assert "keeps the results so far; the same command goes on from there" in caplog.text
+
+
+@pytest.mark.parametrize(("flag", "value"), [("stride", 4), ("prefill_tokens", 100)])
+def test_an_option_of_perplexity_without_perplexity_is_refused(evaluate, tmp_path, flag, value):
+    words = ("--task", "recite", "--config", "quest", f"--{flag}", value, "--out", tmp_path / "out")
+    error = " ".join(evaluate(*words, status=2).split())
+    assert f"{flag} is {value}, and counts for the task perplexity alone" in error
+    assert not (tmp_path / "out").exists()
