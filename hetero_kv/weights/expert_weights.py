@@ -89,7 +89,7 @@ def multiply_experts(
         runs: (first row, end row, expert), which cover x in order.
 
     Returns [rows, part's rows] for each part, in x's dtype: the results of few rows come from what is packed, on a CPU
-    with activations quantised, and those of a run of more than 32 rows from weights that are unpacked piece by piece.
+    with activations quantised. Where a run has more, each is multiplied by itself, as a matrix with so many rows is.
     """
     if x.device.type == "cpu" and max(end - first for first, end, _ in runs) <= FEW_ROWS:
         known = [part.matrices for part in parts]

@@ -18,7 +18,7 @@ from hetero_kv.planning.plan import Footprint
 
 SMALL = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32"}
 SHORT = torch.tensor([[5, 9, 77, 31, 20, 8]])
-LONG = torch.randint(1, 97, (1, 150), generator=torch.Generator().manual_seed(0))
+LONG = torch.randint(1, 97, (1, 250), generator=torch.Generator().manual_seed(0))
 GGUF_NAMES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 
 
@@ -40,7 +40,7 @@ def states(rows):
 
 def results_of(modules):
     """What experts give for few rows, and for more than are multiplied with codes."""
-    return [(module(*states(12)), module(*states(80))) for module in modules]
+    return [(module(*states(12)), module(*states(240))) for module in modules]
 
 
 def require_results(mine, plain):
