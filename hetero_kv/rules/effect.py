@@ -32,21 +32,24 @@ def require_effect(
             raise ConfigError(f"{place}: {_without_effect(name, in_place, known, rules)}")
 
 
-def require_precedence(settings: Mapping[str, Any], source: str, in_force: Iterable[InForce[Any]]) -> None:
-    """Raise ConfigError for the first of a file's `long_context:` settings that kwargs of rules overrule everywhere.
+def require_precedence(settings: Mapping[str, Any], file: str, in_force: Iterable[InForce[Any]]) -> None:
+    """Raise ConfigError for the first of a file's `long_context:` settings that other files' kwargs change everywhere.
 
     Args:
         settings: under their own names.
-        source: the block as `InForce.sources` calls it.
+        file: whose they are. What its own rules overrule its author sees.
         in_force: of every operator that the rules put in.
     """
-    sources = {id(each): each.sources for each in in_force}.values()
-    for name in settings:
-        winners = {each[name] for each in sources if name in each}
-        if winners and not winners & {source, COMMAND_LINE}:
+    distinct = {id(each): each for each in in_force}.values()
+    for name, value in settings.items():
+        takers = [each for each in distinct if name in each.sources]
+        sources = sorted({each.sources[name] for each in takers})
+        is_meant = any(source == COMMAND_LINE or source.startswith(f"{file}: ") for source in sources)
+        if takers and not is_meant and all(getattr(each.settings, name) != value for each in takers):
+            place = located(f"{file}: long_context", settings, name)
             raise ConfigError(
-                f"{located(source, settings, name)}: {name} has no effect here: kwargs count for more, and "
-                f"{', '.join(sorted(winners))} gives it; give it in kwargs of a rule of your own, or as a flag"
+                f"{place}: {name} has no effect here: kwargs count for more, and {', '.join(sources)} gives it; give it "
+                "in kwargs of a rule of your own, or as a flag"
             )
 
 

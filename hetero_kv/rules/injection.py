@@ -172,7 +172,7 @@ def inject(
     modules = modules_of(model)
     matched = ((rule, cls, path, modules[path]) for path, (rule, cls) in plan.items())
     settings = rule_set.modules_in_force(matched, **given)
-    require_precedence(rule_set.file.long_context, f"{rule_set.file.name}: long_context", settings.values())
+    require_precedence(rule_set.file.long_context, rule_set.file.name, settings.values())
     rule_set.require_effect(
         command_line or {}, ((rule, cls, settings[path].settings) for path, (rule, cls) in plan.items())
     )

@@ -12,16 +12,18 @@ from hetero_kv.adapter.token_layer import TokenLayer
 
 SETTINGS = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32", "weights": "q8_0"}
 PROMPT = torch.arange(2, 42)[None, :]
+# More tokens than are multiplied with codes.
+LONG = (torch.arange(110) % 90 + 2)[None, :]
 
 
 def layers(model):
     return [module for module in model.modules() if isinstance(module, ChunkedDecoderLayer)]
 
 
-def decoded(model, tokens=6, rows=1):
+def decoded(model, tokens=6, rows=1, prompt=PROMPT):
     """Logits of some tokens behind a prompt."""
     cache = HeteroCache(model, 256)
-    model(PROMPT.repeat(rows, 1), past_key_values=cache)
+    model(prompt.repeat(rows, 1), past_key_values=cache)
     steps = [torch.full((rows, 1), 3 + step) + torch.arange(rows)[:, None] for step in range(tokens)]
     return torch.cat([model(step, past_key_values=cache).logits for step in steps], dim=1)
 
@@ -40,10 +42,10 @@ def relative(mine, wanted):
 def test_tokens_are_the_same_the_native_way(architecture, rows):
     model = tiny_model(architecture)
     inject(model, "quest", command_line=SETTINGS)
-    native = decoded(model, rows=rows)
+    native = decoded(model, rows=rows, prompt=LONG)
     assert all(isinstance(layer._native, TokenLayer) for layer in layers(model))
     without_native_way(model)
-    assert relative(native, decoded(model, rows=rows)) < 5e-3
+    assert relative(native, decoded(model, rows=rows, prompt=LONG)) < 5e-3
 
 
 @pytest.mark.parametrize("recipe", ["streaming_llm", "tova", "shadowkv", "ktransformers"])
@@ -51,10 +53,10 @@ def test_tokens_of_every_family_pass_the_native_way(recipe):
     model = tiny_model("qwen3")
     small = {"max_seq_len": 256, "weights": "q8_0"} | ({"rank": 16} if recipe == "shadowkv" else {})
     inject(model, recipe, command_line=small)
-    native = decoded(model)
+    native = decoded(model, prompt=LONG)
     assert all(isinstance(layer._native, TokenLayer) for layer in layers(model))
     without_native_way(model)
-    assert relative(native, decoded(model)) < 5e-3
+    assert relative(native, decoded(model, prompt=LONG)) < 5e-3
 
 
 def test_tokens_are_the_same_the_native_way_in_bfloat16():
