@@ -48,8 +48,8 @@ def require_precedence(settings: Mapping[str, Any], file: str, in_force: Iterabl
         if takers and not is_meant and all(getattr(each.settings, name) != value for each in takers):
             place = located(f"{file}: long_context", settings, name)
             raise ConfigError(
-                f"{place}: {name} has no effect here: kwargs count for more, and {', '.join(sources)} gives it; give it "
-                "in kwargs of a rule of your own, or as a flag"
+                f"{place}: {name} has no effect here: kwargs count for more, and {', '.join(sources)} gives it; give "
+                "it in kwargs of a rule of your own, or as a flag"
             )
 
 

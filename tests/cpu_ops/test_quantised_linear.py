@@ -105,10 +105,19 @@ def test_products_of_any_shape(name, rows, outputs, blocks, seed, threads, split
 def test_a_row_is_the_same_whatever_rows_are_beside_it(name):
     columns = 2 * FORMATS[name].columns
     matrix = PackedMatrix.of_blocks(random_blocks(name, 50, columns), name, columns)
-    x = activations(6, columns)
-    together = multiply(x, [matrix])[0]
-    for row in range(6):
-        assert (multiply(x[row : row + 1], [matrix])[0] == together[row]).all()
+    x = activations(7, columns)
+    alone = np.concatenate([multiply(x[row : row + 1], [matrix])[0] for row in range(7)])
+    for rows in range(2, 8):
+        assert (multiply(x[:rows], [matrix])[0] == alone[:rows]).all()
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "F16"])
+def test_rows_that_pass_a_few_tiles_at_a_time_are_what_they_are_alone(name):
+    """Of a matrix so wide that two tiles fill what stays in a core's cache."""
+    matrix, x = PackedMatrix.of_blocks(random_blocks(name, 90, 4096), name, 4096), activations(9, 4096)
+    alone = np.concatenate([multiply(x[row : row + 1], [matrix])[0] for row in range(9)])
+    for threads in (1, 2):
+        assert (multiply(x, [matrix], threads)[0] == alone).all()
 
 
 @pytest.mark.parametrize("isa", with_slow(available(), slow=available()[2:]))
