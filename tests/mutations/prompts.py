@@ -100,7 +100,7 @@ PROMPTS = (
         "        elif q.shape[2] == wanted:\n            self._search(chunk.seen_by(q), exact)\n",
         "        else:\n            self._search(chunk, exact[:, :, -chunk.n :])\n",
         (
-            "tests/families/test_sparse_prefill.py"
+            "tests/families/test_prefill_patterns.py"
             "::test_patterns_are_searched_by_a_prompts_last_queries_in_whatever_chunks_they_are",
         ),
     ),
@@ -109,7 +109,7 @@ PROMPTS = (
         "hetero_kv/families/sparse_prefill/attention.py",
         "elif q.shape[2] == wanted:",
         "else:",
-        ("tests/families/test_sparse_prefill.py::test_patterns_are_searched_behind_no_turn_that_has_fewer_queries",),
+        ("tests/families/test_prefill_patterns.py::test_patterns_are_searched_behind_no_turn_that_has_fewer_queries",),
     ),
     Mutation(
         "what a policy has dropped counts as if the last queries of a turn saw it",
