@@ -22,7 +22,6 @@ from benchmarks.timing import interleaved_samples, seconds
 from benchmarks.weight_bandwidth import COLUMNS, Weights
 from cpu_ops.quantised_linear import multiply
 from hetero_kv.threads import set_threads
-from hetero_kv.weights.packed_weight import FEW_ROWS
 from hetero_kv.weights.quantised_weight import QuantisedWeight, kernel_threads_of_torch, most_rows_of_codes
 
 DEFAULT_ROWS = "1,2,3,4,8,16,32,48,64,96,128"
@@ -45,7 +44,7 @@ def measure(name: str, rows: list[int], dtype: torch.dtype, repeats: int) -> lis
         for action in actions.values():
             action()
         times = {of: statistics.median(found) for of, found in interleaved_samples(actions, repeats).items()}
-        taken = "codes" if count <= max(FEW_ROWS, most_rows_of_codes(name, dtype)) else "numbers"
+        taken = "codes" if count <= most_rows_of_codes(name, dtype) else "numbers"
         lines.append({"type": name, "rows": count, **times, "taken": taken})
     return lines
 

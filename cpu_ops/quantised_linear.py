@@ -142,9 +142,9 @@ def _multiply_few(weights, several, per_pass, codes, scales, sums, out, out_colu
         for i in range(columns):
             filled[row, i] = codes[row, i]
     flat_scales, flat_sums = scales.reshape(-1), sums.reshape(-1)
-    for i in range(min(rows * (columns // GROUP), flat_scales.size)):
+    for i in range(rows * (columns // GROUP)):
         filled_scales[i] = flat_scales[i]
-    for i in range(min(rows * (columns // 16), flat_sums.size)):
+    for i in range(rows * (columns // 16)):
         filled_sums[i] = flat_sums[i]
     width = (end - first) * TILE
     results = np.empty((per_pass, width), np.float32)
@@ -176,7 +176,7 @@ def multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, o
     while chunk < end:
         chunk_end, row = min(chunk + together, end), 0
         while row < rows:
-            count = per_pass if rows - row > 1 and rows >= per_pass else 1
+            count = per_pass if rows - row > 1 else 1
             # The last pass begins among the rows of the one before: theirs come out as they were, to the bit.
             row = min(row, rows - count)
             call_dots(

@@ -154,9 +154,10 @@ def run(flags: argparse.Namespace) -> int:
         stride=flags.stride,
     )
     tasks = parse_list(flags.task, str, "task") if flags.task else ()
-    if not wanted_tasks(tasks) and not options.data:
+    wanted = wanted_tasks(tasks)
+    if not wanted and not options.data:
         raise ConfigError(f"neither task nor data is given; tasks: {', '.join(registry.names())}")
-    require_use(wanted_tasks(tasks), options)
+    require_use(wanted, options)
     configs = config_specs(config_words(flags.configs), trusted_modules(flags))
     if not configs and flags.no_baseline:
         raise ConfigError("there is nothing to run: give a config, or leave out --no_baseline")

@@ -239,6 +239,11 @@ class Chooser(ABC, Generic[S]):
         return full if full >= learned else 0
 
 
+def every_index(rows: int, kv_heads: int, count: int) -> np.ndarray:
+    """0 to count - 1 for each row and kv head, [rows, kv_heads, count] int32, each written out as kernels take them."""
+    return np.broadcast_to(np.arange(count, dtype=np.int32), (rows, kv_heads, count)).copy()
+
+
 def encoded(storage: StorageType, vectors: torch.Tensor) -> torch.Tensor:
     """As `storage` keeps them; numbers beyond its range are its largest."""
     return storage.encode(vectors if storage.largest is None else vectors.clamp(-storage.largest, storage.largest))

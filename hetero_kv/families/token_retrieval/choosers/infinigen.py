@@ -11,7 +11,7 @@ import torch
 from cpu_ops.token_lists import token_scores
 from cpu_ops.top_k import top_k_blocks
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.families.token_retrieval.choosers.chooser import Answer, Asked, Choice, Chooser, Known
+from hetero_kv.families.token_retrieval.choosers.chooser import Answer, Asked, Choice, Chooser, Known, every_index
 from hetero_kv.families.token_retrieval.choosers.key_components import (
     keep_components,
     keys_in_parts,
@@ -130,7 +130,7 @@ class InfiniGen(Chooser[InfiniGenSettings]):
         """Scores of the tokens around the Context but the newest, [rows, kv_heads, group, tokens], and bytes read."""
         ids, (rows, kv_heads) = asked.elsewhere, q.shape[:2]
         tokens = int(asked.lengths[ids[0]].sum()) - 1
-        positions = np.broadcast_to(np.arange(tokens, dtype=np.int32), (rows, kv_heads, tokens)).copy()
+        positions = every_index(rows, kv_heads, tokens)
         counts, pool = np.full((rows, kv_heads), tokens, np.int32), asked.pool
         given = np.ascontiguousarray(ids), positions, counts
         products = token_scores(q.contiguous().numpy(), pool.key_array, *given, pool.offset_array, asked.threads)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from cpu_ops.component_scores import component_scores
-from hetero_kv.families.token_retrieval.choosers.chooser import Asked, encoded
+from hetero_kv.families.token_retrieval.choosers.chooser import Asked, encoded, every_index
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.storage import StorageType
 
@@ -41,6 +41,6 @@ def scores_by_components(asked: Asked, name: str, q: torch.Tensor) -> tuple[torc
     """
     rows, kv_heads, _, n = q.shape
     columns = asked.pool.beside_arrays[name]
-    every = np.broadcast_to(np.arange(n, dtype=np.int32), (rows, kv_heads, n)).copy()
+    every = every_index(rows, kv_heads, n)
     products = component_scores(q.contiguous().numpy(), every, columns, asked.context, asked.threads)
     return asked.capped(torch.from_numpy(products)), asked.tokens * kv_heads * n * columns.itemsize

@@ -10,7 +10,16 @@ import torch
 
 from cpu_ops.component_scores import component_scores
 from hetero_kv.adapter.kv_shape import KVShape
-from hetero_kv.families.token_retrieval.choosers.chooser import Answer, Asked, Attended, Chooser, Known, encoded, merged
+from hetero_kv.families.token_retrieval.choosers.chooser import (
+    Answer,
+    Asked,
+    Attended,
+    Chooser,
+    Known,
+    encoded,
+    every_index,
+    merged,
+)
 from hetero_kv.families.token_retrieval.choosers.registry import register
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings, chooser_setting, part_of, require_share
 from hetero_kv.settings.setting import SettingError, setting
@@ -124,7 +133,7 @@ class RetroInfer(Chooser[RetroInferSettings]):
     def attend(self, asked: Asked) -> Answer:
         rows, kv_heads, _, k_dim = asked.q.shape
         sizes = _of_context(asked, "cluster_sizes").flatten(2)
-        every = np.broadcast_to(np.arange(k_dim, dtype=np.int32), (rows, kv_heads, k_dim)).copy()
+        every = every_index(rows, kv_heads, k_dim)
         columns = asked.pool.beside_arrays["cluster_keys"]
         products = component_scores(asked.q, every, columns, asked.context, asked.threads)
         # With the weight of all its tokens; none for a cluster that has none.
