@@ -6,13 +6,9 @@ import numpy as np
 import torch
 
 from cpu_ops import line_sums, matched_blocks, run_attention
-from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.run_attention import attend_runs, runs_in_bfloat16
 from cpu_ops.threads import at_most
 from gpu_ops.merge import apply_sink
-
-# Queries of a block that are asked, evenly spread, and blocks whose products are there at once.
-_ASKED, _BLOCKS_AT_ONCE = 4, 16
 
 
 def chosen_attention(
@@ -30,10 +26,7 @@ def chosen_attention(
     Returns (out [batch, heads, n, v_dim] in q's dtype, lse [batch, heads, n] float32).
     """
     in_bits = q.dtype is torch.bfloat16 and runs_in_bfloat16(q.shape[3], v.shape[3])
-    queries, past_keys, past_values, keys, values = (
-        (each.detach().view(torch.uint16) if in_bits else each.detach().float()).numpy()
-        for each in (q, past_k, past_v, k, v)
-    )
+    queries, past_keys, past_values, keys, values = _numbers(in_bits, q, past_k, past_v, k, v)
     threads = at_most(torch.get_num_threads())
     out, lse = attend_runs(queries, past_keys, past_values, keys, values, runs, starts, scale, softcap or 0.0, threads)
     result = torch.from_numpy(out)
@@ -47,7 +40,7 @@ def compile_for_chosen(dtype: torch.dtype, k_dim: int, v_dim: int, softcapped: b
     in_bits = dtype is torch.bfloat16 and runs_in_bfloat16(k_dim, v_dim)
     run_attention.compile_for(in_bits, k_dim, v_dim, softcapped)
     line_sums.compile_for(dtype is torch.bfloat16)
-    matched_blocks.compile_for(dtype is torch.bfloat16)
+    matched_blocks.compile_for(dtype is torch.bfloat16 and runs_in_bfloat16(k_dim, k_dim), k_dim, softcapped)
 
 
 def attention_by_line(
@@ -82,22 +75,21 @@ def best_matched_blocks(
 
     Returns [heads, query blocks, count] int32, ascending, -1 before them for none.
     """
-    heads, n, _ = q.shape
-    blocks, threads = -(-n // QUERY_BLOCK), at_most(torch.get_num_threads())
-    step = QUERY_BLOCK // _ASKED
-    asked = np.minimum(np.arange(step - 1, blocks * QUERY_BLOCK, step), n - 1)
-    found = np.full((heads, blocks, count), -1, np.int32)
-    for first in range(0, blocks, _BLOCKS_AT_ONCE):
-        stop = min(first + _BLOCKS_AT_ONCE, blocks)
-        positions = asked[first * _ASKED : stop * _ASKED]
-        past, new = _products(q[:, positions], past_k, k)
-        of_blocks = starts[np.arange(heads)[:, None] * blocks + np.arange(first, stop + 1)]
-        matched = matched_blocks.matched_blocks(past, new, positions, runs, of_blocks, scale, softcap or 0.0, threads)
-        kept = min(count, matched.shape[2])
-        best = np.argpartition(matched, matched.shape[2] - kept, axis=2)[:, :, matched.shape[2] - kept :]
-        best = np.where(np.take_along_axis(matched, best, axis=2) > 0, best, -1)
-        found[:, first:stop, count - kept :] = np.sort(best, axis=2)
+    in_bits = q.dtype is torch.bfloat16 and runs_in_bfloat16(q.shape[2], q.shape[2])
+    queries, past_keys, keys = _numbers(in_bits, q, past_k, k)
+    threads = at_most(torch.get_num_threads())
+    matched = matched_blocks.matched_blocks(queries, past_keys, keys, runs, starts, scale, softcap or 0.0, threads)
+    kept = min(count, matched.shape[2])
+    best = np.argpartition(matched, matched.shape[2] - kept, axis=2)[:, :, matched.shape[2] - kept :]
+    best = np.where(np.take_along_axis(matched, best, axis=2) > 0, best, -1)
+    found = np.full((*matched.shape[:2], count), -1, np.int32)
+    found[:, :, count - kept :] = np.sort(best, axis=2)
     return found
+
+
+def _numbers(in_bits: bool, *tensors: torch.Tensor) -> list[np.ndarray]:
+    """Tensors as kernels take them: bits of bfloat16, or float32."""
+    return [(each.detach().view(torch.uint16) if in_bits else each.detach().float()).numpy() for each in tensors]
 
 
 def _products(q: torch.Tensor, past_k: torch.Tensor, k: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

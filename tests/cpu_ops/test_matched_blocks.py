@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+import cpu_ops.matched_blocks
+from cpu_ops.amx_tiles import multiplies_by_tiles
 from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.matched_blocks import matched_blocks
 from gpu_ops.chosen_keys import best_matched_blocks
@@ -17,10 +19,10 @@ SCALE = 0.1
 LINES = Lines.of(np.array([3, 90, 91]), np.array([70]))
 
 
-def problem(past, n, heads=3, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    # Whole numbers whose products bfloat16 holds: none is rounded.
-    numbers = [torch.randint(-5, 6, (*shape, 8), generator=generator) for shape in ((heads, n), (past + n,))]
+def problem(past, n, heads=3, dtype=torch.float32, dim=8):
+    generator = torch.Generator().manual_seed(0)
+    # Whole numbers that bfloat16 holds.
+    numbers = [torch.randint(-5, 6, (*shape, dim), generator=generator) for shape in ((heads, n), (past + n,))]
     q, k = (each.to(dtype) for each in numbers)
     return q, k[:past], k[past:]
 
@@ -44,14 +46,32 @@ def reference(q, past_k, k, runs, starts, softcap):
     return found
 
 
-@pytest.mark.parametrize(("dtype", "softcap"), [(torch.float32, None), (torch.bfloat16, 5.0)])
+# Keys are multiplied where they lie where their words fill tiles (64 numbers), and else as they are gathered.
+@pytest.mark.parametrize(
+    ("dtype", "dim", "softcap"),
+    [(torch.float32, 8, 5.0), (torch.float32, 20, None), (torch.bfloat16, 16, 5.0), (torch.bfloat16, 64, None)],
+)
 @pytest.mark.parametrize(("past", "n"), [(0, 64), (333, 150), (700, 1), (64, 1200)])
-def test_blocks_are_those_that_receive_most_from_a_few_queries(past, n, dtype, softcap):
-    q, past_k, k = problem(past, n, dtype=dtype)
+def test_blocks_are_those_that_receive_most_from_a_few_queries(past, n, dtype, dim, softcap):
+    q, past_k, k = problem(past, n, dtype=dtype, dim=dim)
     runs, starts = runs_of([LINES] * 3, past, n)
     wanted = reference(q, past_k, k, runs, starts, softcap)
-    found = torch.from_numpy(best_matched_blocks(q, past_k, k, runs, starts, 2, SCALE, softcap))
-    assert found.shape == (3, -(-n // QUERY_BLOCK), 2)
+    _are_best(best_matched_blocks(q, past_k, k, runs, starts, 2, SCALE, softcap), wanted)
+
+
+@pytest.mark.skipif(not multiplies_by_tiles(), reason="this CPU has no tiles of bfloat16")
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_blocks_are_the_same_where_the_cpu_has_no_tiles(softcap, monkeypatch):
+    q, past_k, k = problem(333, 150, dtype=torch.bfloat16, dim=64)
+    runs, starts = runs_of([LINES] * 3, 333, 150)
+    monkeypatch.setattr(cpu_ops.matched_blocks, "multiplies_by_tiles", lambda: False)
+    found = best_matched_blocks(q, past_k, k, runs, starts, 2, SCALE, softcap)
+    _are_best(found, reference(q, past_k, k, runs, starts, softcap))
+
+
+def _are_best(found, wanted):
+    found = torch.from_numpy(found)
+    assert found.shape == (*wanted.shape[:2], 2)
     assert (found.diff(dim=2) >= 0).all()
     for each, shares in zip(found.flatten(0, 1), wanted.flatten(0, 1), strict=True):
         there = shares[shares > 0].sort(descending=True).values[:2]
@@ -60,31 +80,35 @@ def test_blocks_are_those_that_receive_most_from_a_few_queries(past, n, dtype, s
 
 
 def test_any_number_of_threads_finds_the_same():
-    q, past_k, k = problem(300, 150)
-    past, new = ((q[:, 15::16] @ each.T).numpy() for each in (past_k, k))
-    runs, starts = runs_of([LINES] * 3, 300, 150)
-    positions, starts = np.arange(15, 150, 16)[:9], starts[np.arange(3)[:, None] * 3 + np.arange(4)]
-    one, two = (
-        matched_blocks(past[:, :9], new[:, :9], positions, runs, starts, SCALE, threads=threads) for threads in (1, 2)
-    )
+    q, past_k, k = (each.numpy() for each in problem(300, 150, heads=8))
+    runs, starts = runs_of([LINES] * 8, 300, 150)
+    one, two = (matched_blocks(q, past_k, k, runs, starts, SCALE, threads=threads) for threads in (1, 2))
     assert np.array_equal(one, two)
     assert one.any()
 
 
 def test_what_does_not_fit_is_refused():
-    products, one = np.zeros((1, 4, 70), np.float32), np.zeros(4, np.int64)
-    runs, starts = np.array([[0, 10]], np.int32), np.array([[0, 1]])
+    q, past, k = np.zeros((1, 70, 16), np.float32), np.zeros((9, 16), np.float32), np.zeros((70, 16), np.float32)
+    runs, starts = np.array([[0, 64], [0, 70]], np.int32), np.array([0, 1, 2])
+    matched_blocks(q, past, k, runs, starts, SCALE)
     for given in (
-        (products[:, :3], products, one, runs, starts),
-        (products, products, one[:3], runs, starts),
-        (products, products, one + 70, runs, starts),
-        (products, products, one, runs, np.array([[0, 2]])),
-        (products, products, one, runs + 135, starts),
-        (products, products, one, runs, np.array([[0, 0, 0, 1]])),
-        (products.astype(np.float64), products.astype(np.float64), one, runs, starts),
+        (q[:, :64], past, k, runs, starts),
+        (q[:, :, :8], past, k, runs, starts),
+        (q, past[:, :8], k, runs, starts),
+        (q[:0], past, k, runs, starts),
+        (q, past, k, runs, starts[:2]),
+        (q, past, k, runs, starts + 1),
+        (q, past, k, runs, starts - 1),
+        (q, past, k, runs, starts[[0, 2, 1]]),
+        (q, past, k, runs + 10, starts),
+        (q, past, k, runs - 1, starts),
+        (*(np.zeros((*each.shape[:-1], 24), np.uint16) for each in (q, past, k)), runs, starts),
     ):
-        with pytest.raises(ValueError, match=r"fit|lie within|must be float32"):
+        with pytest.raises(ValueError, match=r"fit|lie within|must be a multiple|are not those of"):
             matched_blocks(*given, SCALE)
+    for given in ((q, past, k.astype(np.float64)), [each.astype(np.float64) for each in (q, past, k)]):
+        with pytest.raises(TypeError, match="must be float32, or bits"):
+            matched_blocks(*given, runs, starts, SCALE)
 
 
 def test_a_sentence_that_stands_twice_sees_itself():

@@ -76,15 +76,15 @@ PROMPTS = (
     Mutation(
         "of a block of queries the last alone is asked which blocks of keys it matches",
         "cpu_ops/matched_blocks.py",
-        "for i in range(block * queries, (block + 1) * queries):",
-        "for i in range((block + 1) * queries - 1, (block + 1) * queries):",
+        "(number + 1) * step",
+        "tokens",
         ("tests/cpu_ops/test_matched_blocks.py::test_blocks_are_those_that_receive_most_from_a_few_queries",),
     ),
     Mutation(
         "blocks that lines show anyway are matched",
         "cpu_ops/matched_blocks.py",
-        "for run in range(starts[head, block], starts[head, block + 1]):",
-        "for run in range(starts[head, block], starts[head, block]):",
+        "_mark(runs, own[0], own[1], bit, named)",
+        "_mark(runs, own[0], own[0], bit, named)",
         ("tests/cpu_ops/test_matched_blocks.py::test_blocks_are_those_that_receive_most_from_a_few_queries",),
     ),
     Mutation(
