@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Before anything loads torch: it sets how long OpenMP threads spin, which is read when the library is loaded.
+# Before anything loads torch: it sets how long OpenMP threads spin and which pages tensors lie in, which are read then.
 import cpu_ops  # noqa: F401
 
 if TYPE_CHECKING:

@@ -1,0 +1,52 @@
+"""What kernels, and torch beside them, are told by the environment before they are loaded."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NAMES = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "THP_MEM_ALLOC_ENABLE"
+
+
+def printed(code, **settings):
+    """What a new process prints, whose environment has nothing of `NAMES` but these settings."""
+    environment = {key: value for key, value in os.environ.items() if key not in NAMES}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, env=environment | settings, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def spin_count(**settings):
+    return printed("import cpu_ops, os; print(os.environ.get('GOMP_SPINCOUNT'))", **settings)
+
+
+def test_openmp_spins_briefly_unless_the_user_says_otherwise():
+    assert spin_count() == "3000"
+    assert spin_count(GOMP_SPINCOUNT="7") == "7"
+    assert spin_count(OMP_WAIT_POLICY="active") == "None"
+
+
+# Whether the mapping that the middle of a large tensor lies in is one that the system was asked to give large pages.
+LARGE_PAGES = """
+import hetero_kv, torch
+place = (tensor := torch.empty(64 << 20, dtype=torch.uint8)).data_ptr() + tensor.numel() // 2
+is_its = False
+for line in open("/proc/self/smaps"):
+    first, _, rest = line.partition("-")
+    try:
+        is_its = int(first, 16) <= place < int(rest.split()[0], 16)
+    except (ValueError, IndexError):
+        if is_its and line.startswith("VmFlags:"):
+            print("hg" in line.split())
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="this system has no transparent large pages"
+)
+def test_tensors_lie_in_large_pages_unless_the_user_says_otherwise():
+    assert printed(LARGE_PAGES) == "True"
+    assert printed(LARGE_PAGES, THP_MEM_ALLOC_ENABLE="0") == "False"
