@@ -10,7 +10,6 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from cpu_ops.exponential import COARSE_COEFFICIENTS
 from cpu_ops.vectors import Vectors, array_pointer, integer, offset
 
 LANES = 16
@@ -52,6 +51,17 @@ def _word_everywhere(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
     blank = ir.Constant(_WORDS, ir.Undefined)
     mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
     return builder.shuffle_vector(builder.insert_element(blank, word, integer(0)), blank, mask)
+
+
+def _everywhere(v: Vectors, number: ir.Value) -> ir.Value:
+    """A float32 in every lane."""
+    blank = ir.Constant(v.type, ir.Undefined)
+    mask = ir.Constant(_WORDS, [0] * LANES)
+    return v.builder.shuffle_vector(v.builder.insert_element(blank, number, integer(0)), blank, mask)
+
+
+def _same(word: int) -> ir.Constant:
+    return ir.Constant(_WORDS, [word] * LANES)
 
 
 def _multiply(
@@ -163,32 +173,28 @@ def lane_weights_bf16(typingctx, pitch, scores, s_at, pairs, factor, most, m_at,
     words, [pairs, pitch], from `s_at` on.
     """
     stride = pitch.literal_value
-    words = ir.VectorType(ir.IntType(32), LANES)
-    shorts = ir.VectorType(ir.IntType(16), LANES)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         v = Vectors(builder, LANES)
         s_pointer = array_pointer(context, builder, scores, arguments[1], arguments[2])
         w_pointer = array_pointer(context, builder, weights, arguments[7], arguments[2])
         t_pointer = array_pointer(context, builder, totals, arguments[8], arguments[6])
-        shift = v.load(array_pointer(context, builder, most, arguments[5], arguments[6]))
-        blank = ir.Constant(v.type, ir.Undefined)
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-        times = builder.shuffle_vector(builder.insert_element(blank, arguments[4], integer(0)), blank, mask)
+        times = _everywhere(v, arguments[4])
+        most_of = v.load(array_pointer(context, builder, most, arguments[5], arguments[6]))
+        shift = builder.fneg(builder.fmul(most_of, times))
         (slot,) = v.slots([v.load(t_pointer)])
         with cgutils.for_range(builder, arguments[3]) as loop:
             line = builder.mul(loop.index, integer(2 * stride))
-            halves = []
+            pair = []
             for token in range(2):
                 score = v.load(offset(builder, offset(builder, s_pointer, line), token * stride))
-                # Rounded to bfloat16 it is far coarser than these.
-                weight = v.exp2(builder.fmul(builder.fsub(score, shift), times), COARSE_COEFFICIENTS)
+                weight = v.exp2(v.call("fmuladd", score, times, shift), coarse=True)
                 builder.store(builder.fadd(builder.load(slot), weight), slot)
-                bits = builder.bitcast(builder.fptrunc(weight, _HALVES), shorts)
-                halves.append(builder.zext(bits, words))
-            upper = builder.shl(halves[1], ir.Constant(words, [16] * LANES))
+                # Half of the last bit that is kept is added: nearest, and up where that is the question.
+                pair.append(builder.add(builder.bitcast(weight, _WORDS), _same(1 << 15)))
+            lower, upper = builder.lshr(pair[0], _same(16)), builder.and_(pair[1], _same(0xFFFF << 16))
             place = offset(builder, w_pointer, builder.mul(loop.index, integer(stride)))
-            builder.store(builder.or_(halves[0], upper), builder.bitcast(place, words.as_pointer()), align=4)
+            builder.store(builder.or_(lower, upper), builder.bitcast(place, _WORDS.as_pointer()), align=4)
         v.store(builder.load(slot), t_pointer)
         return context.get_dummy_value()
 
@@ -233,7 +239,7 @@ def row_weights(typingctx, scores, at, count, factor, shift, weights, weights_at
         builder.store(v.zero, slot)
         with cgutils.for_range_slice(builder, integer(0), arguments[2], integer(LANES)) as (index, _):
             scaled = v.call("fmuladd", v.load(offset(builder, pointer, index)), *spread)
-            weight = v.exp2(scaled)
+            weight = v.exp2(scaled, coarse=True)
             builder.store(builder.fadd(builder.load(slot), weight), slot)
             place = builder.bitcast(offset(builder, target, index), _HALVES.as_pointer())
             builder.store(builder.fptrunc(weight, _HALVES), place, align=2)

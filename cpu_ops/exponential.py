@@ -12,14 +12,20 @@ from cpu_ops.inner import inner
 LOG2_E = np.float32(1.4426950408889634)
 LN_2 = np.float32(0.6931471805599453)
 
-# Coefficients of the polynomial in f that interpolates 2**f at the 7 Chebyshev nodes of [-1/2, 1/2]: relative error
-# below 4e-9, an order under float32's own rounding.
-_NODES = 0.5 * np.cos((np.arange(7) + 0.5) * np.pi / 7)
-COEFFICIENTS = np.polynomial.polynomial.polyfit(_NODES, 2.0**_NODES, 6).astype(np.float32)
+
+def _interpolating(nodes: int, first: float) -> np.ndarray:
+    """Coefficients of the polynomial in f that interpolates 2 ** f at the Chebyshev nodes of [first, first + 1]."""
+    places = first + 0.5 + 0.5 * np.cos((np.arange(nodes) + 0.5) * np.pi / nodes)
+    return np.polynomial.polynomial.polyfit(places, 2.0**places, nodes - 1).astype(np.float32)
+
+
+# Of 7 nodes: relative error below 4e-9, an order under float32's own rounding.
+COEFFICIENTS = _interpolating(7, -0.5)
 C0, C1, C2, C3, C4, C5, C6 = COEFFICIENTS
-# The same of 5 nodes: relative error below 5e-6, where what is raised to a power is rounded more than that.
-_FEWER_NODES = 0.5 * np.cos((np.arange(5) + 0.5) * np.pi / 5)
-COARSE_COEFFICIENTS = np.polynomial.polynomial.polyfit(_FEWER_NODES, 2.0**_FEWER_NODES, 4).astype(np.float32).tolist()
+# Of 5 nodes: relative error below 5e-6, where what is raised to a power is rounded more than that.
+COARSE_COEFFICIENTS = _interpolating(5, -0.5)
+# Both for fractions that are rounded down.
+FRACTION_COEFFICIENTS, COARSE_FRACTION_COEFFICIENTS = _interpolating(7, 0.0), _interpolating(5, 0.0)
 
 
 @intrinsic

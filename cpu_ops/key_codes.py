@@ -13,7 +13,6 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from cpu_ops.exponential import COARSE_COEFFICIENTS
 from cpu_ops.storage import STORAGE_TYPES
 from cpu_ops.vectors import Vectors, array_pointer, byte_pointer, integer, offset
 from cpu_ops.weight_codes import call_intrinsic, load, splat
@@ -157,7 +156,7 @@ def row_masses(typingctx, lanes, rows, tokens, scores, most, totals, m_at):
         sums = []
         for g, row in enumerate(of_rows):
             shift = v.lane_everywhere(largest, g)
-            powers = [v.exp2(builder.fsub(vector, shift), COARSE_COEFFICIENTS) for vector in row]
+            powers = [v.exp2(builder.fsub(vector, shift), coarse=True) for vector in row]
             sums.append(_joined(builder.fadd, powers))
         v.store(largest, array_pointer(context, builder, most, arguments[4], arguments[6]))
         v.store(v.lane_sums(sums), array_pointer(context, builder, totals, arguments[5], arguments[6]))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
+from cpu_ops.amx_tiles import multiplies_by_tiles
 from cpu_ops.bfloat16_tiles import COLUMNS, LANES, add_values_bf16, row_largest, row_weights, score_tile_bf16
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.cpu_features import has, isa
@@ -19,6 +20,7 @@ from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.number_bits import float_to_bfloat16
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from cpu_ops.prompt_attention_tiles import tiles_region
 from cpu_ops.scratch import scratch
 from cpu_ops.threads import kernel_threads
 
@@ -33,9 +35,9 @@ _ITEM_ROWS = 128 * _ROWS
 def attends_in_bfloat16(k_dim: int, v_dim: int) -> bool:
     """Whether `attend_prompt` takes keys and values of these dimensions on this CPU, and is the fastest there is.
 
-    A CPU with AMX multiplies bfloat16 faster than these kernels do, and torch uses that.
+    Where the system does not let this process have the tiles of a CPU with AMX, torch's may be the faster.
     """
-    instructions = isa() == "avx512" and has("avx512bf16") and not has("amx-bf16")
+    instructions = isa() == "avx512" and has("avx512bf16") and (multiplies_by_tiles() or not has("amx-bf16"))
     return instructions and k_dim % LANES == 0 and v_dim % LANES == 0
 
 
@@ -106,8 +108,14 @@ def _arguments(_: str) -> tuple[Any, ...]:
     return bits, bits, bits, bits, bits, types.float64, types.float64, types.int64, out, real3
 
 
-@cache
 def _region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
+    if multiplies_by_tiles():
+        return tiles_region(k_dim, v_dim, softcapped)
+    return _vector_region(k_dim, v_dim, softcapped)
+
+
+@cache
+def _vector_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
     """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
     depth, tile_rows, tile_keys, item_rows, columns = k_dim // 2, _ROWS, _KEYS, _ITEM_ROWS, COLUMNS
     pair_pitch = tile_keys // 2

@@ -1,6 +1,6 @@
 """LLVM vector code that the kernels' inner loops are put together from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,11 +8,17 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.np.arrayobj import make_array
 
-from cpu_ops.exponential import COEFFICIENTS
+from cpu_ops.exponential import (
+    COARSE_COEFFICIENTS,
+    COARSE_FRACTION_COEFFICIENTS,
+    COEFFICIENTS,
+    FRACTION_COEFFICIENTS,
+)
 from cpu_ops.storage import FLOAT, STORAGE_TYPES
 
 INT = ir.IntType(64)
 _WORD = ir.IntType(32)
+_AVX512_LANES = 16
 
 
 def array_pointer(context: Any, builder: ir.IRBuilder, array_type: Any, array: ir.Value, at: ir.Value) -> ir.Value:
@@ -138,23 +144,42 @@ class Vectors:
         """The same numbers, each in the lane whose index differs by the bit `distance`."""
         return _shuffle(self.builder, vector, vector, [lane ^ distance for lane in range(self.lanes)])
 
-    def exp2(self, x: ir.Value, coefficients: Sequence[float] | np.ndarray = COEFFICIENTS) -> ir.Value:
-        """2 ** x for x <= 127, to a relative error below 3e-7; 0 below the normal range (as `exponential.exp2`).
+    def exp2(self, x: ir.Value, coarse: bool = False) -> ir.Value:
+        """2 ** x for x <= 127, to a relative error below 3e-7, or 5e-6 where `coarse`; 0 where float32 has no smaller.
 
-        coefficients: of a polynomial for 2 ** f, -1/2 <= f <= 1/2, from that of f ** 0 on; fewer are less exact.
+        Of 16 lanes by AVX-512's own instructions; else it is 0 below the normal range already (`exponential.exp2`).
         """
+        if self.lanes == _AVX512_LANES:
+            # One leaves x's fraction, rounded down (1); another multiplies by the power of two of what is left.
+            power = self._polynomial(
+                self._avx512("reduce", x, ir.Constant(_WORD, 1)),
+                COARSE_FRACTION_COEFFICIENTS if coarse else FRACTION_COEFFICIENTS,
+            )
+            return self._avx512("scalef", power, x)
         builder, words = self.builder, ir.VectorType(_WORD, self.lanes)
         x = self.maximum(self.constant(-127), x)
         # Adding 1.5 * 2 ** 23 rounds to an integer, which then stands in the low bits of the sum.
         magic = self.constant(1.5 * 2**23)
         shifted = builder.fadd(x, magic)
         f = builder.fsub(x, builder.fsub(shifted, magic))
-        power = self.constant(coefficients[-1])
-        for coefficient in coefficients[-2::-1]:
-            power = self.call("fmuladd", power, f, self.constant(coefficient))
+        power = self._polynomial(f, COARSE_COEFFICIENTS if coarse else COEFFICIENTS)
         biased = builder.add(builder.bitcast(shifted, words), ir.Constant(words, [127] * self.lanes))
         scale = builder.bitcast(builder.shl(biased, ir.Constant(words, [23] * self.lanes)), self.type)
         return builder.fmul(power, scale)
+
+    def _polynomial(self, x: ir.Value, coefficients: np.ndarray) -> ir.Value:
+        """Of coefficients from that of x ** 0 on."""
+        result = self.constant(coefficients[-1])
+        for coefficient in coefficients[-2::-1]:
+            result = self.call("fmuladd", result, x, self.constant(coefficient))
+        return result
+
+    def _avx512(self, name: str, *operands: ir.Value) -> ir.Value:
+        """An instruction of AVX-512 on all lanes, rounding as set."""
+        operands = *operands, operands[0], ir.Constant(ir.IntType(16), -1), ir.Constant(_WORD, 4)
+        kind = ir.FunctionType(self.type, [each.type for each in operands])
+        name = f"llvm.x86.avx512.mask.{name}.ps.512"
+        return self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), operands)
 
 
 def _halves(lanes: int, width: int) -> tuple[list[int], list[int]]:

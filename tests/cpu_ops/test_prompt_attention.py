@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpu_ops import prompt_attention
+from cpu_ops.amx_tiles import multiplies_by_tiles
 from cpu_ops.cpu_features import available, forced_isa, has
 from cpu_ops.prompt_attention import attend_prompt, attends_in_bfloat16
+from cpu_ops.prompt_attention_tiles import tiles_region
 from gpu_ops.attention import chunk_attention, sliding_window_attention
 
 pytestmark = pytest.mark.skipif(not has("avx512bf16"), reason="this CPU has no dot products of bfloat16")
 SCALE = 0.3
+#: Whether by tiles: both where the CPU has them.
+KERNELS = [False, True] if multiplies_by_tiles() else [False]
+
+
+def kernel(by_tiles):
+    """Within this context prompts attend by AMX's tiles, or by AVX-512's dot products."""
+    return patch.object(prompt_attention, "multiplies_by_tiles", lambda: by_tiles)
 
 
 def problem(batch, kv_heads, group, past, n, k_dim, v_dim, seed):
@@ -56,21 +68,32 @@ def assert_close(out, lse, expected, expected_lse):
     softcap=st.sampled_from([0.0, 3.0]),
     window=st.sampled_from([None, 1, 7, 130]),
     threads=st.integers(1, 2),
+    by_tiles=st.sampled_from(KERNELS),
     seed=st.integers(0, 999),
 )
 def test_a_chunk_attends_to_its_past_and_causally_to_itself(
-    batch, kv_heads, group, past, n, softcap, window, threads, seed
+    batch, kv_heads, group, past, n, softcap, window, threads, by_tiles, seed
 ):
     given_arrays = problem(batch, kv_heads, group, past, n, 32, 48, seed)
-    out, lse = attend_prompt(*bits(*given_arrays), SCALE, softcap, window, threads)
+    with kernel(by_tiles):
+        out, lse = attend_prompt(*bits(*given_arrays), SCALE, softcap, window, threads)
     out = torch.from_numpy(out).view(torch.bfloat16).transpose(1, 2)
     assert_close(out, torch.from_numpy(lse), *reference(*given_arrays, softcap, window))
 
 
-def test_more_queries_than_one_item_holds():
-    given_arrays = problem(1, 2, 7, 100, 300, 32, 48, 3)
-    out, lse = attend_prompt(*bits(*given_arrays), SCALE)
-    one, one_lse = attend_prompt(*bits(*given_arrays), SCALE, threads=1)
+@pytest.mark.skipif(not multiplies_by_tiles(), reason="this CPU has no tiles of bfloat16")
+def test_tiles_are_taken_where_there_are_any():
+    assert prompt_attention._region(32, 48, False) is tiles_region(32, 48, False)
+    with kernel(False):
+        assert prompt_attention._region(32, 48, False) is not tiles_region(32, 48, False)
+
+
+@pytest.mark.parametrize("by_tiles", KERNELS)
+def test_more_queries_than_one_item_holds(by_tiles):
+    given_arrays = problem(1, 2, 7, 100, 300, 16, 16, 3)
+    with kernel(by_tiles):
+        out, lse = attend_prompt(*bits(*given_arrays), SCALE)
+        one, one_lse = attend_prompt(*bits(*given_arrays), SCALE, threads=1)
     np.testing.assert_array_equal(out, one)
     np.testing.assert_array_equal(lse, one_lse)
     assert_close(
@@ -78,10 +101,12 @@ def test_more_queries_than_one_item_holds():
     )
 
 
-def test_a_score_beyond_all_others_is_no_overflow():
+@pytest.mark.parametrize("by_tiles", KERNELS)
+def test_a_score_beyond_all_others_is_no_overflow(by_tiles):
     q, past_k, past_v, k, v = problem(1, 1, 2, 200, 50, 32, 48, 4)
     past_k[:, :, 150] *= 200
-    out, lse = attend_prompt(*bits(q, past_k, past_v, k, v), SCALE)
+    with kernel(by_tiles):
+        out, lse = attend_prompt(*bits(q, past_k, past_v, k, v), SCALE)
     assert_close(
         torch.from_numpy(out).view(torch.bfloat16).transpose(1, 2),
         torch.from_numpy(lse) / 1000,

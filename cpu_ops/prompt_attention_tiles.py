@@ -1,0 +1,182 @@
+"""`prompt_attention.attend_prompt` by AMX's tiles, where a CPU has them.
+
+As there, a kv head's whole group asks together, and some tokens' keys and values meet all of an item's queries before
+the next ones come. As in `run_attention_tiles`, queries are in the lanes, so that nothing is summed across lanes.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_by_tiles, turn_words
+from cpu_ops.bfloat16_tiles import lane_weights_bf16
+from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
+from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
+from cpu_ops.inner import inner
+from cpu_ops.listed_keys import UNSEEN, address_in, places_of
+from cpu_ops.number_bits import float_to_bfloat16
+from cpu_ops.parallel_region import REGION, arguments_at
+from cpu_ops.scratch import scratch
+from cpu_ops.softmax_rows import rows_most
+
+_COLUMNS = 64
+"""Queries that are multiplied at once."""
+_ITEM_COLUMNS = 12 * _COLUMNS
+"""Queries that one thread takes at once: their sums stay in the second-level cache."""
+_KEYS = 128
+"""Tokens that are laid out at once, a multiple of `BLOCK`."""
+_LEAST = np.float32(-1e38)
+"""Below every score, and above `UNSEEN`: of a query that sees nothing yet, what is unseen weighs nothing."""
+
+
+@inner(error_model="numpy")
+def _hide(scores, place, group, first, window):
+    """Take from scores [tokens, columns] those that queries do not see: a column's query is `place` + column.
+
+    place: counted through the group and then the tokens, from the token `first` places before the scores' first one on.
+    window: tokens that a query sees, itself included.
+    """
+    for column in range(scores.shape[1]):
+        last = (place + column) // group - first
+        for t in range(max(0, min(last + 1 - window, scores.shape[0]))):
+            scores[t, column] = UNSEEN
+        for t in range(max(0, last + 1), scores.shape[0]):
+            scores[t, column] = UNSEEN
+
+
+@inner(fastmath={"contract", "nsz"}, error_model="numpy")
+def _round_row(numbers, target):
+    for d in range(numbers.size):
+        target[d] = float_to_bfloat16(numbers[d])
+
+
+@cache
+def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
+    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
+    words, depth = k_dim // 2, -(-k_dim // BLOCK) * TILE
+    v_pad = -(-v_dim // BLOCK) * BLOCK
+    columns, item_columns, tokens, lanes, side = _COLUMNS, _ITEM_COLUMNS, _KEYS, TILE, BLOCK
+    pairs = tokens // 2
+    code_version = CODE_VERSION
+
+    @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
+    def attend(thread, threads, arguments):
+        q, past_k, past_v, k, v, scale, softcap, window, out, lse = arguments_at("attend prompt", "", arguments)
+        batch, heads, n, _ = q.shape
+        kv_heads, past = k.shape[1], past_k.shape[2]
+        group = heads // kv_heads
+        per_head = -(-(n * group) // item_columns)
+        items = batch * kv_heads * per_head
+        factor = np.float32(1) if softcapped else np.float32(scale * LOG2_E)
+        before_cap = np.float32(scale / softcap) if softcapped else np.float32(0)
+        # Of each group of columns in turn.
+        turned_q = scratch(item_columns // columns * depth, columns).view(np.uint32)
+        sums, turned_sums = scratch(item_columns // columns * v_pad, columns), scratch(columns, v_pad)
+        sum_words, turned_sum_words = sums.view(np.uint32), turned_sums.view(np.uint32)
+        key_words, query_words = scratch(tokens, depth).view(np.uint32), scratch(columns, depth).view(np.uint32)
+        value_words, turned_values = scratch(pairs, v_pad).view(np.uint32), scratch(v_pad, pairs).view(np.uint32)
+        scores, weights = scratch(tokens, columns), scratch(pairs, columns).view(np.uint32)
+        most, totals = np.empty((2, item_columns), np.float32)
+        fresh, rescale = np.empty((2, columns), np.float32)
+        found = np.empty(64, np.uint8)
+        begin_tiles(found)
+        # The later an item's queries are, the more keys they see: threads take turns, to and fro.
+        for turn in range(-(-items // threads)):
+            item = turn * threads + (thread if turn % 2 == 0 else threads - 1 - thread)
+            if item >= items:
+                continue
+            index, part = item % (batch * kv_heads), item // (batch * kv_heads)
+            row, head = index // kv_heads, index % kv_heads
+            first = part * item_columns
+            count = min(item_columns, n * group - first)
+            key_places, value_places = places_of(past_k, k, row, head), places_of(past_v, v, row, head)
+            for tile in range(0, count, columns):
+                query_words[:] = 0
+                for i in range(min(columns, count - tile)):
+                    token, query = (first + tile + i) // group, head * group + (first + tile + i) % group
+                    copy_row(words, row_address(q, row, query, token), query_words, i * depth)
+                for d in range(0, depth, lanes):
+                    for i in range(0, columns, lanes):
+                        at = (tile // columns * depth + d) * columns + i
+                        turn_words(query_words, i * depth + d, depth, turned_q, at, columns)
+            most[:], totals[:], sums[:] = _LEAST, 0, 0
+            end: Any = past + (first + count - 1) // group + 1
+            begin: Any = max(0, past + first // group + 1 - window)
+            for start in range(begin, end, tokens):
+                filled: Any = min(tokens, end - start)
+                # As many as products that are made at once have rows; those behind the last are seen by nobody.
+                whole: Any = -(-filled // side) * side
+                for t in range(filled):
+                    copy_row(words, address_in(key_places, past, start + t), key_words, t * depth)
+                for t in range(0, filled - 1, 2):
+                    even = address_in(value_places, past, start + t)
+                    odd = address_in(value_places, past, start + t + 1)
+                    pair_rows(v_dim, even, odd, value_words, (t // 2) * v_pad)
+                if filled % 2:
+                    last = address_in(value_places, past, start + filled - 1)
+                    pair_rows(v_dim, last, last, value_words, (filled // 2) * v_pad)
+                for pair in range(0, whole // 2, lanes):
+                    for d in range(0, v_dim, lanes):
+                        turn_words(value_words, pair * v_pad + d, v_pad, turned_values, d * pairs + pair, pairs)
+                for tile in range(0, count, columns):
+                    # The first and the last token whose queries are among these.
+                    earliest = past + (first + tile) // group
+                    latest = past + (first + min(tile + columns, count) - 1) // group
+                    if start > latest or start + filled + window <= earliest + 1:
+                        continue
+                    for t in range(0, whole, side):
+                        for i in range(0, columns, side):
+                            multiply_by_tiles(
+                                0, key_words, t * depth, depth, depth,
+                                turned_q, tile // columns * depth * columns + i, columns,
+                                scores, t * columns + i, columns,
+                            )  # fmt: skip
+                    if softcapped:
+                        for t in range(whole):
+                            for i in range(columns):
+                                scores[t, i] *= before_cap
+                            row_softcap(scores, t, columns, np.float32(softcap) * LOG2_E)
+                    if start + whole - 1 > earliest or start + window <= latest:
+                        _hide(scores[:whole], first + tile, group, start - past, window)
+                    grown = False
+                    for i in range(0, columns, lanes):
+                        grown |= rows_most(lanes, lanes, scores, i, columns, whole, most, tile + i, fresh, i)
+                    below = tile // columns * v_pad
+                    if grown:
+                        for i in range(columns):
+                            rescale[i] = exp2((most[tile + i] - fresh[i]) * factor)
+                            most[tile + i] = fresh[i]
+                            totals[tile + i] *= rescale[i]
+                        for d in range(below, below + v_dim):
+                            for i in range(columns):
+                                sums[d, i] *= rescale[i]
+                    for i in range(0, columns, lanes):
+                        lane_weights_bf16(columns, scores, i, whole // 2, factor, most, tile + i, weights, totals)
+                    for d in range(0, v_pad, side):
+                        for i in range(0, columns, side):
+                            at = (below + d) * columns + i
+                            multiply_by_tiles(
+                                1, turned_values, d * pairs, pairs, whole // 2, weights, i, columns, sums, at, columns
+                            )
+            for tile in range(0, count, columns):
+                below = tile // columns * v_pad
+                for i in range(columns):
+                    rescale[i] = np.float32(1) / totals[tile + i]
+                for d in range(below, below + v_dim):
+                    for i in range(columns):
+                        sums[d, i] *= rescale[i]
+                for d in range(0, v_dim, lanes):
+                    for i in range(0, columns, lanes):
+                        at = (below + d) * columns + i
+                        turn_words(sum_words, at, columns, turned_sum_words, i * v_pad + d, v_pad)
+                for i in range(min(columns, count - tile)):
+                    token, query = (first + tile + i) // group, head * group + (first + tile + i) % group
+                    _round_row(turned_sums[i, :v_dim], out[row, token, query])
+                    lse[row, query, token] = (most[tile + i] * factor + np.log2(totals[tile + i])) * LN_2
+        end_tiles(found)
+        return np.int64(0 * code_version)
+
+    return attend
