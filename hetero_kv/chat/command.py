@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from typing import TextIO
 
 from hetero_kv.chat.options import ChatOptions, add_flags, chat_options
@@ -17,6 +17,9 @@ __all__ = ["add_flags", "run"]
 def run(flags: argparse.Namespace) -> int:
     """Chat as the flags say; returns the exit status, 130 when Ctrl-C cut the only answer short.
 
+    A chat that is told to end, or whose terminal is gone, saves its context as one that the user leaves, and returns
+    128 and the signal's number.
+
     Raises:
         HeteroKVError: a mistake in the flags or files, a model that cannot be loaded, or a question that cannot be
             answered.
@@ -28,7 +31,18 @@ def run(flags: argparse.Namespace) -> int:
     if not interactive:
         return _answer_once(options, question)
 
+    from hetero_kv.chat.interrupt import Terminated, terminated_in_order
+
+    with terminated_in_order():
+        try:
+            return _chat(options, question)
+        except Terminated as end:
+            return end.status
+
+
+def _chat(options: ChatOptions, question: Question) -> int:
     from hetero_kv.chat.context_commands import saved
+    from hetero_kv.chat.interrupt import Terminated
     from hetero_kv.chat.keyboard import kept_for_later
     from hetero_kv.chat.session import open_session
     from hetero_kv.chat.terminal import Terminal
@@ -36,9 +50,15 @@ def run(flags: argparse.Namespace) -> int:
 
     with kept_for_later():
         session = open_session(options)
-        status = Terminal(session, question).run()
+        try:
+            status = Terminal(session, question).run()
+        except Terminated as end:
+            status = end.status
     if options.save_context is not None and session.conversation.context_tokens:
-        console(stderr=True).print(saved(session, options.save_context), style="dim", markup=False, highlight=False)
+        said = saved(session, options.save_context)
+        # Its terminal may be what is gone.
+        with suppress(OSError):
+            console(stderr=True).print(said, style="dim", markup=False, highlight=False)
     return status
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while an answer is made: it ends the answer, not the program."""
+"""Ctrl-C while an answer is made, which ends the answer and not the program, and what ends the program."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 class Interrupt:
@@ -32,3 +33,39 @@ class Interrupt:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+
+
+class Terminated(KeyboardInterrupt):
+    """The program is told to end (SIGTERM), or its terminal is gone (SIGHUP).
+
+    Attributes:
+        status: the exit status that says so.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.status = 128 + number
+
+
+@contextmanager
+def terminated_in_order() -> Iterator[None]:
+    """Within this context SIGTERM and SIGHUP raise Terminated, the first of them alone: what comes then is for saving.
+
+    A signal that was ignored before stays ignored, as `nohup` wants it.
+    """
+    before: dict[signal.Signals, Any] = {}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise Terminated(number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

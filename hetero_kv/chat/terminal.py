@@ -9,6 +9,7 @@ from hetero_kv.chat.answer_view import answer_view
 from hetero_kv.chat.answering import answer_to
 from hetero_kv.chat.commands import COMMANDS, obey
 from hetero_kv.chat.display import banner, ending, statistics_line
+from hetero_kv.chat.interrupt import Terminated
 from hetero_kv.chat.keyboard import kept_for_later
 from hetero_kv.chat.line_editor import LineEditor, Typed
 from hetero_kv.chat.question import Question
@@ -72,6 +73,8 @@ class Terminal:
             self.console.print()
             try:
                 self._take(self._editor.read())
+            except Terminated:
+                raise
             except KeyboardInterrupt:
                 self.console.print()
                 self.note("/quit or Ctrl-D leaves")
@@ -101,6 +104,8 @@ class Terminal:
         except HeteroKVError as error:
             print_error(error)
             return
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             is_kept = self.session.conversation.context_tokens > before
             self.note(

@@ -88,7 +88,13 @@ class ChatInATerminal:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        os.close(self.master)
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Take the terminal away."""
+        if self.master is not None:
+            os.close(self.master)
+        self.master = None
 
 
 def _take_terminal() -> None:
