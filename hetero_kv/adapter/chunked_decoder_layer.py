@@ -13,9 +13,12 @@ from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.token_layer import TokenLayer
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import UnsupportedModelError
+from hetero_kv.freed_memory import freed_memory_kept, give_back_freed_memory
 from hetero_kv.settings.engine_settings import EngineSettings
 
 _UNTRIED = object()
+# Tokens from which on what a layer makes of a prompt is so large that its memory is kept for the next one.
+_LONG_PROMPT = 512
 
 
 class ChunkedDecoderLayer(Operator):
@@ -79,6 +82,7 @@ class ChunkedDecoderLayer(Operator):
         total = hidden_states.shape[1]
         _refuse_unsliceable(self.path, args, kwargs)
         passage = chunking.passage(hidden_states, kwargs, self.engine.chunk_size, chunking.is_ours(hidden_states))
+        is_long = total >= _LONG_PROMPT and hidden_states.device.type == "cpu"
         if self.layer_idx == 0:
             cache.report_progress(0, 0, total)
         with attention.prefill(steps[0]) if isinstance(attention, AttentionOperator) else nullcontext():
@@ -87,10 +91,12 @@ class ChunkedDecoderLayer(Operator):
                     chunk_kwargs["attention_mask"] = bridge.chunk_mask(
                         attention, cache, part, chunk_kwargs.get("position_ids")
                     )
-                with self._continuing(cache, part):
+                with self._continuing(cache, part), freed_memory_kept() if is_long else nullcontext():
                     result = self.wrapped(part, *args, **chunk_kwargs)
                 passage.put(chunk, result[0] if isinstance(result, tuple) else result)
                 cache.report_progress(self.layer_idx, chunk.stop, total)
+        if is_long and self.layer_idx == len(cache.layers) - 1:
+            give_back_freed_memory()
         output = passage.output()
         chunking.mark_ours(output)
         return (output, *result[1:]) if isinstance(result, tuple) else output
