@@ -29,7 +29,7 @@ THE_READERS_OWN = {"my_rules.yaml", "my_notes.txt"}
 
 #: The rooms from the ground up. What stands in one line may not import each other, nor what stands further down.
 FLOORS = (
-    ("cpu_ops", "hetero_kv.durable_file", "hetero_kv.errors", "hetero_kv.printing"),
+    ("cpu_ops", "hetero_kv.durable_file", "hetero_kv.errors", "hetero_kv.freed_memory", "hetero_kv.printing"),
     ("gpu_ops", "hetero_kv.threads"),
     ("hetero_kv.settings", "hetero_kv.store", "hetero_kv.models", "hetero_kv.weights"),
     ("hetero_kv.engine",),
