@@ -39,7 +39,8 @@ def freed_memory_kept() -> Iterator[None]:
     """Within this context, what is freed stays for the next who asks, of any size; the caller gives it back.
 
     What a layer makes of a prompt's chunk is freed when the next one is made, which is as large. By itself glibc gives
-    what is large back at once, and gets it anew: a fault for each page, which the system clears first.
+    what is large back at once, and gets it anew: a fault for each page, which the system clears first. Where something
+    is raised, it is given back at once.
     """
     library = _library()
     if library is None or any(os.environ.get(name) for name in _SAID):
@@ -49,6 +50,9 @@ def freed_memory_kept() -> Iterator[None]:
     library.mallopt(_TRIM_THRESHOLD, -1)
     try:
         yield
+    except BaseException:
+        library.malloc_trim(0)
+        raise
     finally:
         # A threshold that was set no longer grows by itself: these are what it grows to.
         library.mallopt(_MMAP_MAX, _MAPPINGS)

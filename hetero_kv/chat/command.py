@@ -42,7 +42,7 @@ def run(flags: argparse.Namespace) -> int:
 
 def _chat(options: ChatOptions, question: Question) -> int:
     from hetero_kv.chat.context_commands import saved
-    from hetero_kv.chat.interrupt import Terminated
+    from hetero_kv.chat.interrupt import Terminated, not_terminated
     from hetero_kv.chat.keyboard import kept_for_later
     from hetero_kv.chat.session import open_session
     from hetero_kv.chat.terminal import Terminal
@@ -55,7 +55,8 @@ def _chat(options: ChatOptions, question: Question) -> int:
         except Terminated as end:
             status = end.status
     if options.save_context is not None and session.conversation.context_tokens:
-        said = saved(session, options.save_context)
+        with not_terminated():
+            said = saved(session, options.save_context)
         # Its terminal may be what is gone.
         with suppress(OSError):
             console(stderr=True).print(said, style="dim", markup=False, highlight=False)

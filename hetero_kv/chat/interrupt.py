@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -35,6 +35,9 @@ class Interrupt:
         self.requested = True
 
 
+_ENDING = signal.SIGTERM, signal.SIGHUP
+
+
 class Terminated(KeyboardInterrupt):
     """The program is told to end (SIGTERM), or its terminal is gone (SIGHUP).
 
@@ -53,19 +56,32 @@ def terminated_in_order() -> Iterator[None]:
 
     A signal that was ignored before stays ignored, as `nohup` wants it.
     """
-    before: dict[signal.Signals, Any] = {}
+    handled = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
 
     def end(number: int, frame: FrameType | None) -> None:
-        for each in before:
+        for each in handled:
             signal.signal(each, signal.SIG_IGN)
         raise Terminated(number)
 
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, end)
+    with _handled_by(end, handled):
+        yield
+
+
+@contextmanager
+def not_terminated() -> Iterator[None]:
+    """Within this context nothing but SIGKILL ends the program: what is being saved is saved."""
+    with _handled_by(signal.SIG_IGN, _ENDING):
+        yield
+
+
+@contextmanager
+def _handled_by(handler: Any, numbers: Sequence[signal.Signals]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread can take signals
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

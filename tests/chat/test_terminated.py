@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from chat_in_a_terminal import CTRL_C, PATIENCE_S, PROMPT, ChatInATerminal
 
-from hetero_kv.chat.interrupt import Terminated, terminated_in_order
+from hetero_kv.chat.interrupt import Terminated, not_terminated, terminated_in_order
 from hetero_kv.contexts.store import ContextStore
 
 
@@ -79,6 +79,14 @@ def test_the_first_signal_alone_ends_it_and_ignored_ones_stay_ignored():
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_what_is_being_saved_is_saved():
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)]
+    with not_terminated():
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)] == before
 
 
 def test_other_threads_take_no_signals():
