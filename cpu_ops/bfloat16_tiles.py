@@ -229,12 +229,7 @@ def row_weights(typingctx, scores, at, count, factor, shift, weights, weights_at
         v = Vectors(builder, LANES)
         pointer = array_pointer(context, builder, scores, arguments[0], arguments[1])
         target = array_pointer(context, builder, weights, arguments[5], arguments[6])
-        blank = ir.Constant(v.type, ir.Undefined)
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-        spread = [
-            builder.shuffle_vector(builder.insert_element(blank, each, integer(0)), blank, mask)
-            for each in (arguments[3], builder.fneg(arguments[4]))
-        ]
+        spread = [_everywhere(v, each) for each in (arguments[3], builder.fneg(arguments[4]))]
         (slot,) = v.slots([v.zero])
         builder.store(v.zero, slot)
         with cgutils.for_range_slice(builder, integer(0), arguments[2], integer(LANES)) as (index, _):

@@ -6,6 +6,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 
+from cpu_ops.inner import inner
+
 
 @intrinsic
 def bfloat16_to_float(typingctx, bits):
@@ -54,3 +56,10 @@ def _rounded_for(array, value):
     if isinstance(array.dtype, types.Float):
         return lambda array, value: value
     return lambda array, value: float_to_bfloat16(value)
+
+
+@inner(fastmath={"contract", "nsz"}, error_model="numpy")
+def round_row(numbers, target):
+    """Write float32 numbers as bfloat16's bits."""
+    for d in range(numbers.size):
+        target[d] = float_to_bfloat16(numbers[d])

@@ -17,7 +17,7 @@ from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
 from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
 from cpu_ops.inner import inner
 from cpu_ops.listed_keys import UNSEEN, address_in, places_of
-from cpu_ops.number_bits import float_to_bfloat16
+from cpu_ops.number_bits import round_row
 from cpu_ops.parallel_region import REGION, arguments_at
 from cpu_ops.scratch import scratch
 from cpu_ops.softmax_rows import rows_most
@@ -45,12 +45,6 @@ def _hide(scores, place, group, first, window):
             scores[t, column] = UNSEEN
         for t in range(max(0, last + 1), scores.shape[0]):
             scores[t, column] = UNSEEN
-
-
-@inner(fastmath={"contract", "nsz"}, error_model="numpy")
-def _round_row(numbers, target):
-    for d in range(numbers.size):
-        target[d] = float_to_bfloat16(numbers[d])
 
 
 @cache
@@ -174,7 +168,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                         turn_words(sum_words, at, columns, turned_sum_words, i * v_pad + d, v_pad)
                 for i in range(min(columns, count - tile)):
                     token, query = (first + tile + i) // group, head * group + (first + tile + i) % group
-                    _round_row(turned_sums[i, :v_dim], out[row, token, query])
+                    round_row(turned_sums[i, :v_dim], out[row, token, query])
                     lse[row, query, token] = (most[tile + i] * factor + np.log2(totals[tile + i])) * LN_2
         end_tiles(found)
         return np.int64(0 * code_version)

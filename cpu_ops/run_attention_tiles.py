@@ -15,22 +15,15 @@ from cpu_ops.bfloat16_tiles import lane_weights_bf16
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
 from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
-from cpu_ops.inner import inner
 from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.listed_keys import UNSEEN, address_in, hide, next_listed, places_of
-from cpu_ops.number_bits import float_to_bfloat16
+from cpu_ops.number_bits import round_row
 from cpu_ops.parallel_region import REGION, arguments_at
 from cpu_ops.scratch import scratch
 from cpu_ops.softmax_rows import rows_most
 
 _TOKENS = 128
 """Tokens that are gathered at once, a multiple of `BLOCK`: their keys, values and scores stay close in the caches."""
-
-
-@inner(fastmath={"contract", "nsz"}, error_model="numpy")
-def _round_row(numbers, target):
-    for d in range(numbers.size):
-        target[d] = float_to_bfloat16(numbers[d])
 
 
 @cache
@@ -134,7 +127,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                 for i in range(0, columns, lanes):
                     turn_words(sum_words, d * columns + i, columns, turned_sum_words, i * v_pad + d, v_pad)
             for i in range(count):
-                _round_row(turned_sums[i, :v_dim], out[row, first + i, head])
+                round_row(turned_sums[i, :v_dim], out[row, first + i, head])
                 lse[row, head, first + i] = (most[i] * factor + np.log2(totals[i])) * LN_2
         end_tiles(found)
         return np.int64(0 * code_version)
