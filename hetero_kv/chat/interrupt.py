@@ -69,7 +69,7 @@ def terminated_in_order() -> Iterator[None]:
 
 @contextmanager
 def not_terminated() -> Iterator[None]:
-    """Within this context nothing but SIGKILL ends the program: what is being saved is saved."""
+    """Within this context neither of these signals ends the program: what is being saved is saved."""
     with _handled_by(signal.SIG_IGN, _ENDING):
         yield
 
