@@ -71,48 +71,58 @@ def end_tiles(typingctx, before):
     return types.none(before), codegen
 
 
+def emit_multiply_by_tiles(
+    builder: ir.IRBuilder, adds: bool, a: ir.Value, a_row: ir.Value, depth: ir.Value, b: ir.Value, b_row: ir.Value,
+    c: ir.Value, c_row: ir.Value,
+) -> None:  # fmt: skip
+    """The code of `multiply_by_tiles`, on pointers to words and numbers; rows are as far apart as so many of them."""
+
+    def part(pointer: ir.Value, row: ir.Value, rows: int, columns: int) -> ir.Value:
+        at = builder.add(builder.mul(row, integer(rows)), integer(columns))
+        return byte_pointer(builder, offset(builder, pointer, at))
+
+    a_pitch, b_pitch, c_pitch = (builder.mul(row, integer(4)) for row in (a_row, b_row, c_row))
+    cells = [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for tile, (i, j) in enumerate(cells):
+        if adds:
+            _call(builder, "tileloadd64", _number(tile), part(c, c_row, i * TILE, j * TILE), c_pitch)
+        else:
+            _call(builder, "tilezero", _number(tile))
+    with cgutils.for_range_slice(builder, integer(0), depth, integer(TILE)) as (word, _):
+        left, right = offset(builder, a, word), offset(builder, b, builder.mul(word, b_row))
+        for each in range(2):
+            _call(builder, "tileloadd64", _number(4 + each), part(left, a_row, each * TILE, 0), a_pitch)
+            _call(builder, "tileloadd64", _number(6 + each), part(right, b_row, 0, each * TILE), b_pitch)
+        for tile, (i, j) in enumerate(cells):
+            _call(builder, "tdpbf16ps", _number(tile), _number(4 + i), _number(6 + j))
+    for tile, (i, j) in enumerate(cells):
+        _call(builder, "tilestored64", _number(tile), part(c, c_row, i * TILE, j * TILE), c_pitch)
+
+
 @intrinsic(prefer_literal=True)
 def multiply_by_tiles(typingctx, adds, a, a_at, a_row, depth, b, b_at, b_row, c, c_at, c_row):
     """c = a b, or c += a b where the literal `adds` is 1, of `BLOCK` rows of a and `BLOCK` columns of b.
 
-    a: words, word i of row r at a_at + r * a_row + i, i < depth, a multiple of 16. b: words, row i at b_at + i * b_row,
-    a column's numbers 2 i and 2 i + 1 in each. c: float32, row r at c_at + r * c_row.
+    a: words, word i of row r at a_at + r * a_row + i, i < depth, a multiple of 16; an array, or the address of one. b:
+    words, row i at b_at + i * b_row, a column's numbers 2 i and 2 i + 1 in each. c: float32, row r at c_at + r * c_row.
     """
-    is_sum = bool(adds.literal_value)
+    is_sum, is_address = bool(adds.literal_value), isinstance(a, types.Integer)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        first = array_pointer(context, builder, a, arguments[1], arguments[2])
+        if is_address:
+            first = offset(builder, builder.inttoptr(arguments[1], _WORD.as_pointer()), arguments[2])
+        else:
+            first = array_pointer(context, builder, a, arguments[1], arguments[2])
         second = array_pointer(context, builder, b, arguments[5], arguments[6])
         sums = array_pointer(context, builder, c, arguments[8], arguments[9])
-        a_row, b_row, c_row = arguments[3], arguments[7], arguments[10]
-
-        def pitch(row: ir.Value) -> ir.Value:
-            return builder.mul(row, integer(4))
-
-        def part(pointer: ir.Value, row: ir.Value, rows: int, columns: int) -> ir.Value:
-            at = builder.add(builder.mul(row, integer(rows)), integer(columns))
-            return byte_pointer(builder, offset(builder, pointer, at))
-
-        cells = [(0, 0), (0, 1), (1, 0), (1, 1)]
-        for tile, (i, j) in enumerate(cells):
-            if is_sum:
-                _call(builder, "tileloadd64", _number(tile), part(sums, c_row, i * TILE, j * TILE), pitch(c_row))
-            else:
-                _call(builder, "tilezero", _number(tile))
-        with cgutils.for_range_slice(builder, integer(0), arguments[4], integer(TILE)) as (word, _):
-            left = offset(builder, first, word)
-            right = offset(builder, second, builder.mul(word, b_row))
-            for each in range(2):
-                _call(builder, "tileloadd64", _number(4 + each), part(left, a_row, each * TILE, 0), pitch(a_row))
-                _call(builder, "tileloadd64", _number(6 + each), part(right, b_row, 0, each * TILE), pitch(b_row))
-            for tile, (i, j) in enumerate(cells):
-                _call(builder, "tdpbf16ps", _number(tile), _number(4 + i), _number(6 + j))
-        for tile, (i, j) in enumerate(cells):
-            _call(builder, "tilestored64", _number(tile), part(sums, c_row, i * TILE, j * TILE), pitch(c_row))
+        emit_multiply_by_tiles(
+            builder, is_sum, first, arguments[3], arguments[4], second, arguments[7], sums, arguments[10]
+        )
         return context.get_dummy_value()
 
     at = types.int64
-    return types.none(adds, a, at, at, at, b, at, at, c, at, at), codegen
+    given = at if is_address else a
+    return types.none(adds, given, at, at, at, b, at, at, c, at, at), codegen
 
 
 @intrinsic

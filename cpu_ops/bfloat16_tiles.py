@@ -46,20 +46,6 @@ def _words(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
     return builder.load(builder.bitcast(pointer, _WORDS.as_pointer()), align=4, typ=_WORDS)
 
 
-def _word_everywhere(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
-    word = builder.load(builder.bitcast(pointer, ir.IntType(32).as_pointer()), align=4, typ=ir.IntType(32))
-    blank = ir.Constant(_WORDS, ir.Undefined)
-    mask = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-    return builder.shuffle_vector(builder.insert_element(blank, word, integer(0)), blank, mask)
-
-
-def _everywhere(v: Vectors, number: ir.Value) -> ir.Value:
-    """A float32 in every lane."""
-    blank = ir.Constant(v.type, ir.Undefined)
-    mask = ir.Constant(_WORDS, [0] * LANES)
-    return v.builder.shuffle_vector(v.builder.insert_element(blank, number, integer(0)), blank, mask)
-
-
 def _same(word: int) -> ir.Constant:
     return ir.Constant(_WORDS, [word] * LANES)
 
@@ -78,9 +64,24 @@ def _multiply(
         columns = [_words(v.builder, offset(v.builder, line, LANES * each)) for each in range(vectors)]
         for row in range(rows):
             start = offset(v.builder, left, v.builder.mul(loop.index, integer(left_step)))
-            word = _word_everywhere(v.builder, offset(v.builder, start, row * row_words))
+            place = v.builder.bitcast(offset(v.builder, start, row * row_words), ir.IntType(32).as_pointer())
+            word = v.everywhere(v.builder.load(place, align=4, typ=ir.IntType(32)))
             for column, slot in zip(columns, slots[row * vectors : (row + 1) * vectors], strict=True):
                 _add_pairs(v, slot, word, column)
+
+
+def emit_score_tile_bf16(
+    builder: ir.IRBuilder, rows: int, depth: int, pitch: int, left: ir.Value, right: ir.Value, scores: ir.Value
+) -> None:
+    """The code of `score_tile_bf16`, on pointers, for one tile of `COLUMNS`."""
+    v = Vectors(builder, LANES)
+    slots = v.slots([v.zero] * (rows * COLUMNS // LANES))
+    for slot in slots:
+        builder.store(v.zero, slot)
+    _multiply(v, rows, depth, left, right, pitch, integer(depth), slots)
+    for index, slot in enumerate(slots):
+        row, part = divmod(index, COLUMNS // LANES)
+        v.store(builder.load(slot), offset(builder, scores, row * pitch + part * LANES))
 
 
 @intrinsic(prefer_literal=True)
@@ -92,19 +93,12 @@ def score_tile_bf16(typingctx, rows, depth, pitch, q, q_at, keys, count, scores)
     height, words, stride = (each.literal_value for each in (rows, depth, pitch))
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        v = Vectors(builder, LANES)
         q_pointer = array_pointer(context, builder, q, arguments[3], arguments[4])
         k_pointer = array_pointer(context, builder, keys, arguments[5], integer(0))
         s_pointer = array_pointer(context, builder, scores, arguments[7], integer(0))
         with cgutils.for_range_slice(builder, integer(0), arguments[6], integer(COLUMNS)) as (column, _):
-            slots = v.slots([v.zero] * (height * COLUMNS // LANES))
-            for slot in slots:
-                builder.store(v.zero, slot)
-            _multiply(v, height, words, q_pointer, offset(builder, k_pointer, column), stride, integer(words), slots)
-            place = offset(builder, s_pointer, column)
-            for index, slot in enumerate(slots):
-                row, part = divmod(index, COLUMNS // LANES)
-                v.store(builder.load(slot), offset(builder, place, row * stride + part * LANES))
+            key, place = offset(builder, k_pointer, column), offset(builder, s_pointer, column)
+            emit_score_tile_bf16(builder, height, words, stride, q_pointer, key, place)
         return context.get_dummy_value()
 
     at = types.int64
@@ -179,7 +173,7 @@ def lane_weights_bf16(typingctx, pitch, scores, s_at, pairs, factor, most, m_at,
         s_pointer = array_pointer(context, builder, scores, arguments[1], arguments[2])
         w_pointer = array_pointer(context, builder, weights, arguments[7], arguments[2])
         t_pointer = array_pointer(context, builder, totals, arguments[8], arguments[6])
-        times = _everywhere(v, arguments[4])
+        times = v.everywhere(arguments[4])
         most_of = v.load(array_pointer(context, builder, most, arguments[5], arguments[6]))
         shift = builder.fneg(builder.fmul(most_of, times))
         (slot,) = v.slots([v.load(t_pointer)])
@@ -229,7 +223,7 @@ def row_weights(typingctx, scores, at, count, factor, shift, weights, weights_at
         v = Vectors(builder, LANES)
         pointer = array_pointer(context, builder, scores, arguments[0], arguments[1])
         target = array_pointer(context, builder, weights, arguments[5], arguments[6])
-        spread = [_everywhere(v, each) for each in (arguments[3], builder.fneg(arguments[4]))]
+        spread = [v.everywhere(each) for each in (arguments[3], builder.fneg(arguments[4]))]
         (slot,) = v.slots([v.zero])
         builder.store(v.zero, slot)
         with cgutils.for_range_slice(builder, integer(0), arguments[2], integer(LANES)) as (index, _):

@@ -4,97 +4,220 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
+from cpu_ops.amx_tiles import begin_tiles, end_tiles
+from cpu_ops.asked_keys import (
+    ASKED_COLUMNS,
+    AskedShape,
+    block_weights,
+    capped,
+    emit_weights,
+    hide_behind,
+    keys_of_block,
+    score_block,
+)
+from cpu_ops.bfloat16_tiles import LANES
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.cpu_features import isa
-from cpu_ops.exponential import LOG2_E, row_exp2, row_softcap
-from cpu_ops.inner import inner
+from cpu_ops.exponential import LOG2_E, exp2
 from cpu_ops.kernel_address import address_of
-from cpu_ops.number_bits import number
+from cpu_ops.key_runs import QUERY_BLOCK
+from cpu_ops.listed_keys import LEAST
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.row_maximum import row_max
+from cpu_ops.run_attention import runs_in_bfloat16
+from cpu_ops.scratch import scratch
+from cpu_ops.softmax_rows import rows_most
 from cpu_ops.threads import kernel_threads
+from cpu_ops.vectors import Vectors, array_pointer, integer, offset
 
+_SPAN = 1024
+"""Tokens that one thread takes at once, a multiple of `QUERY_BLOCK`."""
 _INT1 = types.Array(types.int64, 1, "C")
 
 
 def line_sums(
-    past: np.ndarray, new: np.ndarray, scale: float, softcap: float = 0.0, threads: int | None = None
+    q: np.ndarray, past_k: np.ndarray, k: np.ndarray, scale: float, softcap: float = 0.0, threads: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention by token and by distance of the last queries of a sequence, summed over these, for each head.
 
-    past, new: [heads, queries, past] and [heads, queries, n], products of the queries with the keys before a chunk of n
-    tokens and with its own; both float32, or both bits of bfloat16 (uint16). The last query is the last token. scale
-    and softcap (0: none) as for `run_attention.attend_runs`. threads: how many to use (None: Numba's setting).
+    q: [heads, queries, k_dim], at most `ASKED_COLUMNS` last queries of heads that share keys; past_k: [past, k_dim] and
+    k: [n, k_dim], the keys before a chunk and its own; all float32, or all bits of bfloat16 (uint16) where
+    `run_attention.runs_in_bfloat16`. The last query is the last token. scale and softcap (0: none) as for
+    `run_attention.attend_runs`. threads: how many to use (None: Numba's setting).
 
-    Returns two [heads, past + n] float32. Raises ValueError for shapes or numbers that do not fit together.
+    Returns two [heads, past + n] float32, to a relative error of some 1e-5. Raises ValueError or TypeError for arrays
+    that do not fit together or that the CPU cannot multiply.
     """
-    heads, queries, n = new.shape
-    if past.shape[:2] != (heads, queries) or past.dtype != new.dtype or not 0 < queries <= n:
-        raise ValueError(f"products {past.shape} {past.dtype} and {new.shape} {new.dtype} do not fit")
-    if new.dtype not in (np.uint16, np.float32):
-        raise ValueError(f"products are {new.dtype}; they must be float32, or bits of bfloat16")
-    by_token, by_place = np.zeros((2, heads, past.shape[2] + n), np.float32)
-    variant = "bfloat16" if new.dtype == np.uint16 else "float32"
-    arguments = (
-        np.ascontiguousarray(past), np.ascontiguousarray(new), float(scale), float(softcap), by_token, by_place,
-    )  # fmt: skip
-    region = address_of(_region(variant, isa()))
+    if any(each.dtype != q.dtype for each in (past_k, k)) or q.dtype not in (np.uint16, np.float32):
+        raise TypeError("q, past_k and k must be float32, or bits of bfloat16")
+    (heads, queries, k_dim), n = q.shape, k.shape[0]
+    if min(q.shape) < 1 or k.shape != (n, k_dim) or past_k.shape[1:] != (k_dim,):
+        raise ValueError(f"q {q.shape}, past {past_k.shape} and k {k.shape} do not fit")
+    if not queries <= min(n, ASKED_COLUMNS):
+        raise ValueError(f"{queries} queries are not the last ones of {n} tokens, {ASKED_COLUMNS} at most")
+    is_bits = q.dtype == np.uint16
+    if is_bits and not runs_in_bfloat16(k_dim, k_dim):
+        raise ValueError(f"dim {k_dim} must be a multiple of {LANES}, on a CPU with AVX512_BF16")
+    numbers = [np.ascontiguousarray(each) for each in (q, past_k, k)]
+    if is_bits:
+        numbers = [each.view(np.uint32) for each in numbers]
+    total = past_k.shape[0] + n
+    spans = -(-total // _SPAN)
+    # Of each span by itself, in powers of two: the largest scores, and sums of weights above them; later their sums.
+    most, totals = np.empty((2, spans, heads, ASKED_COLUMNS), np.float32)
+    by_token = np.empty((heads, spans * _SPAN), np.float32)
+    by_place = np.empty((spans, heads, _SPAN + ASKED_COLUMNS), np.float32)
+    region = address_of(_region(AskedShape.of(is_bits, k_dim), softcap > 0))
     with kernel_threads(threads) as used:
-        call_region("line sums", variant, region, arguments, used)
-    return by_token, np.ascontiguousarray(by_place[:, ::-1])
+        for is_first in (True, False):
+            arguments = (*numbers, float(scale), float(softcap), is_first, most, totals, by_token, by_place)
+            call_region("line sums", _variant(is_bits), region, arguments, used)
+            if is_first:
+                largest = most.max(axis=0)
+                # What a span adds to the others is rescaled to the largest score of all.
+                totals[0] = (totals * np.exp2(most - largest)).sum(axis=0)
+                most[0] = largest
+    places = np.zeros((heads, spans * _SPAN + ASKED_COLUMNS), np.float32)
+    for span in range(spans):
+        places[:, span * _SPAN : (span + 1) * _SPAN + ASKED_COLUMNS] += by_place[span]
+    # A column's query stands so many places before the last token, and its place is that much behind the key's.
+    return np.ascontiguousarray(by_token[:, :total]), np.ascontiguousarray(places[:, :total][:, ::-1])
 
 
-def compile_for(in_bfloat16: bool) -> None:
-    """Compile the kernel, or load it from Numba's on-disk cache, before the first prompt needs it."""
-    _region("bfloat16" if in_bfloat16 else "float32", isa())
+def compile_for(in_bfloat16: bool, k_dim: int, softcapped: bool) -> None:
+    """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first prompt needs it."""
+    _region(AskedShape.of(in_bfloat16, k_dim), softcapped)
+
+
+def _variant(in_bfloat16: bool) -> str:
+    return "bfloat16" if in_bfloat16 else "float32"
 
 
 @region_arguments("line sums")
 def _arguments(variant: str) -> tuple[Any, ...]:
-    """(past, new, scale, softcap, by_token, by_place): the latter from the farthest token to the query's own."""
-    products = types.Array(types.uint16 if variant == "bfloat16" else types.float32, 3, "C")
-    sums = types.Array(types.float32, 2, "C")
-    return products, products, types.float64, types.float64, sums, sums
+    """(q, past_k, k, scale, softcap, is_first, most, totals, by_token, by_place); bits as words.
+
+    is_first: most and totals [spans, heads, columns] are to be found of each span; else by_token [heads, tokens] and
+    by_place [spans, heads, places], with the whole's in most[0] and totals[0].
+    """
+    number = types.uint32 if variant == "bfloat16" else types.float32
+    q, keys = types.Array(number, 3, "C"), types.Array(number, 2, "C")
+    sums, by_token = types.Array(types.float32, 3, "C"), types.Array(types.float32, 2, "C")
+    return q, keys, keys, types.float64, types.float64, types.boolean, sums, sums, by_token, sums
 
 
-# Parts of rows as arrays of their own: what is counted from a number that might be negative is not vectorised.
-@inner(fastmath={"contract", "nsz"}, error_model="numpy")
-def _scaled(products, factor, target):
-    for t in range(products.size):
-        target[t] = number(products[t]) * factor
+@intrinsic(prefer_literal=True)
+def _add_lines(typingctx, lanes, scores, factor, shifts, shift_at, sums, s_at, ahead, places, p_at):
+    """Sum a block's weights, 2 ** (factor * score - shift of the column), by token and by place.
 
+    sums[s_at + t]: of token t's weights. places[p_at + t] = of the weights of column c of token t - c, tokens before
+    the block by what they left in ahead [`ASKED_COLUMNS`], which then holds what is left for places behind the block.
+    Scores are overwritten.
+    """
+    width = lanes.literal_value
+    parts = ASKED_COLUMNS // width
 
-@inner(fastmath={"contract", "nsz"}, error_model="numpy")
-def _add(weights, share, by_token, by_place):
-    for t in range(weights.size):
-        weight = weights[t] * share
-        by_token[t] += weight
-        by_place[t] += weight
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        v = Vectors(builder, width)
+        s_pointer = array_pointer(context, builder, scores, arguments[1], integer(0))
+        h_pointer = array_pointer(context, builder, shifts, arguments[3], arguments[4])
+        t_pointer = array_pointer(context, builder, sums, arguments[5], arguments[6])
+        a_pointer = array_pointer(context, builder, ahead, arguments[7], integer(0))
+        p_pointer = array_pointer(context, builder, places, arguments[8], arguments[9])
+        times = v.everywhere(arguments[2])
+        shift = [builder.fneg(v.load(offset(builder, h_pointer, part * width))) for part in range(parts)]
+        slots = v.slots([v.load(offset(builder, a_pointer, part * width)) for part in range(parts)])
+        with cgutils.for_range(builder, integer(QUERY_BLOCK)) as loop:
+            row = offset(builder, s_pointer, builder.mul(loop.index, integer(ASKED_COLUMNS)))
+            weights = [emit_weights(v, offset(builder, row, part * width), times, shift[part]) for part in range(parts)]
+            moved = [builder.fadd(builder.load(slot), weight) for slot, weight in zip(slots, weights, strict=True)]
+            builder.store(builder.extract_element(moved[0], integer(0)), offset(builder, p_pointer, loop.index))
+            for slot, vector, behind in zip(slots, moved, [*moved[1:], v.zero], strict=True):
+                builder.store(v.shifted(vector, behind), slot)
+            token = weights[0]
+            for weight in weights[1:]:
+                token = builder.fadd(token, weight)
+            v.store(token, row)
+        with cgutils.for_range_slice(builder, integer(0), integer(QUERY_BLOCK), integer(width)) as (first, _):
+            row = offset(builder, s_pointer, builder.mul(first, integer(ASKED_COLUMNS)))
+            tokens = [v.load(offset(builder, row, ASKED_COLUMNS * each)) for each in range(width)]
+            v.store(v.lane_sums(tokens), offset(builder, t_pointer, first))
+        for part, slot in enumerate(slots):
+            v.store(builder.load(slot), offset(builder, a_pointer, part * width))
+        return context.get_dummy_value()
+
+    real, at = types.float32, types.int64
+    return types.none(lanes, scores, real, shifts, at, sums, at, ahead, places, at), codegen
 
 
 @cache
-def _region(variant: str, instructions: str) -> Any:
-    """Compile a thread's share: every so many heads."""
-    code_version = CODE_VERSION
+def _region(shape: AskedShape, softcapped: bool) -> Any:
+    """Compile a thread's share for one shape: every so many spans; on disk Numba keys it by the constants below."""
+    kind, words, depth, lanes, vectors = shape.kind, shape.words, shape.depth, shape.lanes, shape.vectors
+    columns, tokens, span_tokens = ASKED_COLUMNS, QUERY_BLOCK, _SPAN
+    by_tiles, whole_rows = kind == "tiles", words == depth
+    variant, code_version = _variant(kind != "floats"), CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def add(thread, threads, arguments):
-        past, new, scale, softcap, by_token, by_place = arguments_at("line sums", variant, arguments)
-        queries, before, tokens = past.shape[1], past.shape[2], by_token.shape[1]
-        factor = np.float32(scale / softcap if softcap > 0 else scale * LOG2_E)
-        weights = np.empty((1, tokens), np.float32)
-        for head in range(thread, past.shape[0], threads):
-            for i in range(queries):
-                seen = tokens - queries + i + 1
-                _scaled(past[head, i], factor, weights[0])
-                _scaled(new[head, i, : seen - before], factor, weights[0, before:])
-                if softcap > 0:
-                    row_softcap(weights, 0, seen, np.float32(softcap) * LOG2_E)
-                share = np.float32(1) / row_exp2(weights, 0, seen, row_max(weights, 0, seen))
-                # The query's own token comes last.
-                _add(weights[0, :seen], share, by_token[head], by_place[head, tokens - seen :])
+        q, past_k, k, scale, softcap, is_first, most, totals, by_token, by_place = arguments_at(
+            "line sums", variant, arguments
+        )
+        (heads, queries), total, places = q.shape[:2], past_k.shape[0] + k.shape[0], by_place.shape[2]
+        factor = np.float32(1 if softcapped else scale * LOG2_E)
+        turned_q, gathered = scratch(heads * depth, columns).view(q.dtype), scratch(tokens, depth).view(q.dtype)
+        scores, ahead, shifts = scratch(tokens, columns), scratch(heads, columns), scratch(heads, columns)
+        fresh = np.empty(columns, np.float32)
+        # The last query is in the first column: the keys of a distance then lie one place on from column to column.
+        seen = total - np.arange(queries)
+        for head in range(heads):
+            for column in range(queries):
+                for d in range(words):
+                    turned_q[head * depth + d, column] = q[head, queries - 1 - column, d]
+            for column in range(columns):
+                # Columns of no query weigh nothing.
+                shift = most[0, head, column] + np.log2(totals[0, head, column])
+                shifts[head, column] = shift if column < queries else np.float32(1e30)
+        found = np.empty(64, np.uint8)
+        if by_tiles:
+            begin_tiles(found)
+        for span in range(thread, most.shape[0], threads):
+            if is_first:
+                most[span], totals[span] = LEAST, 0
+            ahead[:] = 0
+            end = min((span + 1) * span_tokens, total)
+            for start in range(span * span_tokens, end, tokens):
+                keys, key_at = keys_of_block(past_k, k, start, whole_rows, gathered)
+                for head in range(heads):
+                    score_block(kind, lanes, vectors, depth, keys, key_at, turned_q, head * depth * columns, scores)
+                    if softcapped:
+                        capped(scores, scale, softcap)
+                    if start + tokens > total - queries:
+                        hide_behind(scores, start, seen)
+                    if not is_first:
+                        _add_lines(
+                            lanes, scores, factor, shifts, head * columns, by_token, head * by_token.shape[1] + start,
+                            ahead[head], by_place, (span * heads + head) * places + start - span * span_tokens,
+                        )  # fmt: skip
+                        continue
+                    so_far, sums = most[span, head], totals[span, head]
+                    for i in range(0, columns, lanes):
+                        if rows_most(lanes, lanes, scores, i, columns, tokens, so_far, i, fresh, i):
+                            for column in range(i, i + lanes):
+                                sums[column] *= exp2((so_far[column] - fresh[column]) * factor)
+                                so_far[column] = fresh[column]
+                        block_weights(lanes, scores, i, factor, so_far, sums)
+            if is_first:
+                most[span] *= factor
+            else:
+                stop = -(-end // tokens) * tokens - span * span_tokens
+                by_place[span, :, stop : stop + columns] = ahead
+                by_place[span, :, stop + columns :] = 0
+        if by_tiles:
+            end_tiles(found)
         return np.int64(0 * code_version)
 
     return add

@@ -8,6 +8,8 @@ from cpu_ops.inner import inner
 
 UNSEEN = np.float32(-3e38)
 """Score of a token behind the query: finite, so that a query which sees nothing yet has no infinite maximum."""
+LEAST = np.float32(-1e38)
+"""Below every score, and above `UNSEEN`: of a query that sees nothing yet, what is unseen weighs nothing."""
 
 
 @inner

@@ -10,28 +10,31 @@ from typing import Any
 import numpy as np
 from numba import njit, types
 
-from cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiplies_by_tiles, multiply_by_tiles
-from cpu_ops.bfloat16_tiles import LANES, score_tile_bf16
+from cpu_ops.amx_tiles import begin_tiles, end_tiles
+from cpu_ops.asked_keys import (
+    ASKED_COLUMNS,
+    AskedShape,
+    capped,
+    free_block_weights,
+    hide_behind,
+    keys_of_block,
+    score_block,
+)
+from cpu_ops.bfloat16_tiles import LANES
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.cpu_features import ISAS, isa
-from cpu_ops.exponential import LOG2_E, exp2, row_softcap
+from cpu_ops.exponential import LOG2_E, exp2, row_exp2
 from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.key_runs import QUERY_BLOCK
-from cpu_ops.listed_keys import UNSEEN
-from cpu_ops.matrix_tiles import multiply_tile
+from cpu_ops.listed_keys import LEAST
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.run_attention import runs_in_bfloat16
 from cpu_ops.scratch import scratch
-from cpu_ops.softmax_rows import rows_exp2, rows_most
+from cpu_ops.softmax_rows import rows_most
 from cpu_ops.threads import kernel_threads
 
 ASKED = 4
 """Queries of a block that are asked, evenly spread, the last one among them."""
-_COLUMNS = 64
-"""Queries that are asked at once, of one or several blocks and heads: keys are read once for all of them."""
-_ROWS = 4
-"""Keys of a register tile."""
 
 
 def matched_blocks(
@@ -64,21 +67,22 @@ def matched_blocks(
         raise ValueError(f"starts {starts.shape} and runs {runs.shape} are not those of {heads * blocks} blocks")
     if len(runs) and (runs.min() < 0 or runs.max() > total):
         raise ValueError(f"runs must lie within {total} tokens")
-    numbers = [np.ascontiguousarray(each) for each in (q, past_k, k)]
+    numbers = [q if q.strides[2] == q.itemsize else np.ascontiguousarray(q), *map(np.ascontiguousarray, (past_k, k))]
     if is_bits:
         numbers = [each.view(np.uint32) for each in numbers]
-    out = np.zeros((heads, blocks, -(-total // QUERY_BLOCK)), np.float32)
+    # Queries that ask together write side by side.
+    shares = np.zeros((-(-total // QUERY_BLOCK), blocks, heads), np.float32)
     lists = np.ascontiguousarray(runs, np.int32), np.ascontiguousarray(starts, np.int64)
-    region = address_of(_region(is_bits, is_bits and multiplies_by_tiles(), isa(), k_dim, softcap > 0))
+    region = address_of(_region(AskedShape.of(is_bits, k_dim), softcap > 0))
     with kernel_threads(threads) as used:
-        arguments = (*numbers, *lists, float(scale), float(softcap), out)
+        arguments = (*numbers, *lists, float(scale), float(softcap), shares)
         call_region("match blocks", _variant(is_bits), region, arguments, used)
-    return out
+    return np.ascontiguousarray(shares.transpose(2, 1, 0))
 
 
 def compile_for(in_bfloat16: bool, k_dim: int, softcapped: bool) -> None:
     """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first prompt needs it."""
-    _region(in_bfloat16, in_bfloat16 and multiplies_by_tiles(), isa(), k_dim, softcapped)
+    _region(AskedShape.of(in_bfloat16, k_dim), softcapped)
 
 
 def _variant(in_bfloat16: bool) -> str:
@@ -87,18 +91,14 @@ def _variant(in_bfloat16: bool) -> str:
 
 @region_arguments("match blocks")
 def _arguments(variant: str) -> tuple[Any, ...]:
-    """(q, past_k, k, runs, starts, scale, softcap, out), as `matched_blocks` takes and gives them; bits as words."""
+    """(q, past_k, k, runs, starts, scale, softcap, shares), as `matched_blocks` takes them; bits as words.
+
+    shares: [key blocks, blocks, heads].
+    """
     number = types.uint32 if variant == "bfloat16" else types.float32
-    q, keys = types.Array(number, 3, "C"), types.Array(number, 2, "C")
+    q, keys = types.Array(number, 3, "A"), types.Array(number, 2, "C")
     lists = types.Array(types.int32, 2, "C"), types.Array(types.int64, 1, "C")
     return q, keys, keys, *lists, types.float64, types.float64, types.Array(types.float32, 3, "C")
-
-
-@inner(fastmath={"contract", "nsz"}, error_model="numpy")
-def _scaled(scores, factor):
-    for t in range(scores.shape[0]):
-        for column in range(scores.shape[1]):
-            scores[t, column] *= factor
 
 
 @inner(error_model="numpy")
@@ -109,51 +109,26 @@ def _mark(runs, first, stop, bit, named):
             named[t] |= bit
 
 
-@inner(fastmath={"contract", "nsz"}, error_model="numpy")
-def _free_sums(weights, named, out):
-    """The sums of columns over keys that are not named for them: by a bit for each `ASKED` columns."""
-    out[:] = 0
-    for t in range(weights.shape[0]):
-        bits = named[t]
-        # Numbers of 32 bits, none of which might be negative: else vectors hold half as many.
-        for column in range(_COLUMNS):
-            is_named = np.int32((bits >> np.int32(np.uint32(column) // np.uint32(ASKED))) & 1)
-            out[column] += weights[t, column] * np.float32(1 - is_named)
-
-
-@inner(error_model="numpy")
-def _gather(past_k, k, start, stop, keys):
-    """Copy the keys of the tokens [start, stop) of past and chunk, with zeros behind them."""
-    before = past_k.shape[0]
-    for t in range(start, stop):
-        keys[t - start, : k.shape[1]] = past_k[t] if t < before else k[t - before]
-    keys[stop - start :] = 0
-
-
 @cache
-def _region(in_bfloat16: bool, by_tiles: bool, instructions: str, k_dim: int, softcapped: bool) -> Any:
-    """Compile a thread's share for one shape: every so many columns; on disk Numba keys it by the constants below.
-
-    As in `run_attention` queries are in the lanes, and what the branches on constants leave out is not compiled.
-    """
-    lanes = LANES if in_bfloat16 else ISAS[instructions].float_lanes
-    vectors = 4 if ISAS[instructions].registers == 32 else 2
-    columns, height, side, asked, tokens, wide = _COLUMNS, _ROWS, BLOCK, ASKED, QUERY_BLOCK, vectors * lanes
-    words = k_dim // 2 if in_bfloat16 else k_dim
-    depth = -(-words // TILE) * TILE if by_tiles else words
-    variant, code_version = _variant(in_bfloat16), CODE_VERSION
+def _region(shape: AskedShape, softcapped: bool) -> Any:
+    """Compile a thread's share for one shape: every so many columns; on disk Numba keys it by the constants below."""
+    kind, words, depth, lanes, vectors = shape.kind, shape.words, shape.depth, shape.lanes, shape.vectors
+    columns, asked, tokens = ASKED_COLUMNS, ASKED, QUERY_BLOCK
+    by_tiles, whole_rows = kind == "tiles", words == depth
+    variant, code_version = _variant(kind != "floats"), CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def match(thread, threads, arguments):
-        q, past_k, k, runs, starts, scale, softcap, out = arguments_at("match blocks", variant, arguments)
-        before, n, (heads, blocks, key_blocks) = past_k.shape[0], k.shape[0], out.shape
-        factor = np.float32(scale / softcap if softcapped else scale * LOG2_E)
+        q, past_k, k, runs, starts, scale, softcap, shares = arguments_at("match blocks", variant, arguments)
+        before, n, (key_blocks, blocks, heads) = past_k.shape[0], k.shape[0], shares.shape
+        factor = np.float32(1 if softcapped else scale * LOG2_E)
         turned_q, gathered = scratch(depth, columns).view(q.dtype), scratch(tokens, depth).view(q.dtype)
         scores, sums, mosts = scratch(tokens, columns), scratch(key_blocks, columns), scratch(key_blocks, columns)
         most, totals, fresh = np.empty((3, columns), np.float32)
-        shares = out.reshape(heads * blocks, key_blocks)
-        # Whose a column is and how many tokens it sees; a bit for each block and head that attends to a token anyway.
-        items, seen = np.empty((2, columns), np.int64)
+        by_item = shares.reshape(key_blocks, blocks * heads)
+        # How many tokens a column sees; a bit for each block and head that attends to a token anyway.
+        seen = np.empty(columns, np.int64)
+        bits = (1 << np.arange(columns) // asked).astype(np.int32)
         named = np.empty(key_blocks * tokens, np.int32)
         found = np.empty(64, np.uint8)
         if by_tiles:
@@ -165,64 +140,42 @@ def _region(in_bfloat16: bool, by_tiles: bool, instructions: str, k_dim: int, so
             for column in range(count):
                 (block, head), number = divmod((first + column) // asked, heads), (first + column) % asked
                 position = min(block * tokens + (number + 1) * step, n) - 1
-                items[column], seen[column] = head * blocks + block, before + position + 1
+                seen[column] = before + position + 1
                 nearest, farthest = min(nearest, seen[column]), max(farthest, seen[column])
                 if number == 0:
-                    own, bit = starts[items[column] : items[column] + 2], np.int32(1 << column // asked)
-                    _mark(runs, own[0], own[1], bit, named)
+                    own = starts[head * blocks + block : head * blocks + block + 2]
+                    _mark(runs, own[0], own[1], bits[column], named)
                 for d in range(words):
                     turned_q[d, column] = q[head, position, d]
-            most[:], totals[:] = UNSEEN, 0
+            most[:], totals[:] = LEAST, 0
             for key_block in range(-(-farthest // tokens)):
                 start = key_block * tokens
-                stop = start + tokens
-                keys, key_at = gathered, 0
-                if words == depth and stop <= before:
-                    keys, key_at = past_k, start * depth
-                elif words == depth and before <= start and stop <= before + n:
-                    keys, key_at = k, (start - before) * depth
-                else:
-                    _gather(past_k, k, start, min(stop, before + n), gathered)
-                if by_tiles:
-                    for t in range(0, tokens, side):
-                        for i in range(0, columns, side):
-                            multiply_by_tiles(
-                                0, keys, key_at + t * depth, depth, depth, turned_q, i, columns,
-                                scores, t * columns + i, columns,
-                            )  # fmt: skip
-                elif in_bfloat16:
-                    for t in range(0, tokens, height):
-                        score_tile_bf16(height, depth, columns, keys, key_at + t * depth, turned_q, columns, scores[t:])
-                else:
-                    for i in range(0, columns, wide):
-                        for t in range(0, tokens, height):
-                            multiply_tile(
-                                lanes, height, vectors, 0, keys, key_at + t * depth, depth, 1, depth,
-                                turned_q, i, columns, scores, t * columns + i, columns,
-                            )  # fmt: skip
-                _scaled(scores, factor)
+                keys, key_at = keys_of_block(past_k, k, start, whole_rows, gathered)
+                score_block(kind, lanes, vectors, depth, keys, key_at, turned_q, 0, scores)
                 if softcapped:
-                    for t in range(tokens):
-                        row_softcap(scores, t, columns, np.float32(softcap) * LOG2_E)
-                if stop > nearest:
-                    for column in range(count):
-                        for t in range(max(seen[column] - start, 0), tokens):
-                            scores[t, column] = UNSEEN
+                    capped(scores, scale, softcap)
+                if start + tokens > nearest:
+                    hide_behind(scores, start, seen[:count])
                 for i in range(0, columns, lanes):
                     if rows_most(lanes, lanes, scores, i, columns, tokens, most, i, fresh, i):
                         for column in range(i, i + lanes):
-                            totals[column] *= exp2(most[column] - fresh[column])
+                            totals[column] *= exp2((most[column] - fresh[column]) * factor)
                             most[column] = fresh[column]
-                    rows_exp2(lanes, scores, i, columns, tokens, most, i, totals, i)
-                _free_sums(scores, named[start:stop], sums[key_block])
+                    free_block_weights(
+                        lanes, scores, i, factor, most, totals, named, start, bits, sums, key_block * columns
+                    )
                 mosts[key_block] = most
             for key_block in range(-(-farthest // tokens)):
                 for column in range(columns):
-                    share = exp2(mosts[key_block, column] - most[column]) / totals[column]
-                    sums[key_block, column] *= share
-                for column in range(count):
-                    item = items[column]
-                    shares[item, key_block] = max(shares[item, key_block], sums[key_block, column])
+                    mosts[key_block, column] = (mosts[key_block, column] - most[column]) * factor
+                row_exp2(mosts, key_block, columns, np.float32(0))
+                for column in range(columns):
+                    sums[key_block, column] *= mosts[key_block, column] / totals[column]
+                for item in range(count // asked):
+                    largest = np.float32(0)
+                    for number in range(asked):
+                        largest = max(largest, sums[key_block, item * asked + number])
+                    by_item[key_block, first // asked + item] = largest
         if by_tiles:
             end_tiles(found)
         return np.int64(0 * code_version)

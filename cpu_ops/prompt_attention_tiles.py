@@ -16,7 +16,7 @@ from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
 from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
 from cpu_ops.inner import inner
-from cpu_ops.listed_keys import UNSEEN, address_in, places_of
+from cpu_ops.listed_keys import LEAST, UNSEEN, address_in, places_of
 from cpu_ops.number_bits import round_row
 from cpu_ops.parallel_region import REGION, arguments_at
 from cpu_ops.scratch import scratch
@@ -28,8 +28,6 @@ _ITEM_COLUMNS = 12 * _COLUMNS
 """Queries that one thread takes at once: their sums stay in the second-level cache."""
 _KEYS = 128
 """Tokens that are laid out at once, a multiple of `BLOCK`."""
-_LEAST = np.float32(-1e38)
-"""Below every score, and above `UNSEEN`: of a query that sees nothing yet, what is unseen weighs nothing."""
 
 
 @inner(error_model="numpy")
@@ -96,7 +94,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                     for i in range(0, columns, lanes):
                         at = (tile // columns * depth + d) * columns + i
                         turn_words(query_words, i * depth + d, depth, turned_q, at, columns)
-            most[:], totals[:], sums[:] = _LEAST, 0, 0
+            most[:], totals[:], sums[:] = LEAST, 0, 0
             end: Any = past + (first + count - 1) // group + 1
             begin: Any = max(0, past + first // group + 1 - window)
             for start in range(begin, end, tokens):

@@ -92,11 +92,15 @@ class Vectors:
         part = resized(self.builder, vector, lanes or self.lanes)
         self.builder.store(part, self.builder.bitcast(pointer, part.type.as_pointer()), align=4)
 
+    def everywhere(self, number: ir.Value) -> ir.Value:
+        """A number, or a word, in every lane."""
+        blank = ir.Constant(ir.VectorType(number.type, self.lanes), ir.Undefined)
+        first = self.builder.insert_element(blank, number, integer(0))
+        return _shuffle(self.builder, first, blank, [0] * self.lanes)
+
     def broadcast(self, pointer: ir.Value) -> ir.Value:
         """The float32 at `pointer` in every lane."""
-        blank = ir.Constant(self.type, ir.Undefined)
-        first = self.builder.insert_element(blank, self.builder.load(pointer), integer(0))
-        return _shuffle(self.builder, first, blank, [0] * self.lanes)
+        return self.everywhere(self.builder.load(pointer))
 
     def call(self, name: str, *operands: ir.Value) -> ir.Value:
         """The LLVM intrinsic `name` (fmuladd, maxnum, ...) of vectors."""
@@ -139,6 +143,10 @@ class Vectors:
     def lane_everywhere(self, vector: ir.Value, lane: int) -> ir.Value:
         """The number of one lane in all of them."""
         return _shuffle(self.builder, vector, vector, [lane] * self.lanes)
+
+    def shifted(self, vector: ir.Value, behind: ir.Value) -> ir.Value:
+        """Each lane's number from the lane above it, the last lane's from the first one of `behind`."""
+        return _shuffle(self.builder, vector, behind, list(range(1, self.lanes + 1)))
 
     def across(self, vector: ir.Value, distance: int) -> ir.Value:
         """The same numbers, each in the lane whose index differs by the bit `distance`."""

@@ -39,8 +39,9 @@ def compile_for_chosen(dtype: torch.dtype, k_dim: int, v_dim: int, softcapped: b
     """Compile what `chosen_attention` needs of a model, before the first prompt waits for it."""
     in_bits = dtype is torch.bfloat16 and runs_in_bfloat16(k_dim, v_dim)
     run_attention.compile_for(in_bits, k_dim, v_dim, softcapped)
-    line_sums.compile_for(dtype is torch.bfloat16)
-    matched_blocks.compile_for(dtype is torch.bfloat16 and runs_in_bfloat16(k_dim, k_dim), k_dim, softcapped)
+    in_bits = dtype is torch.bfloat16 and runs_in_bfloat16(k_dim, k_dim)
+    line_sums.compile_for(in_bits, k_dim, softcapped)
+    matched_blocks.compile_for(in_bits, k_dim, softcapped)
 
 
 def attention_by_line(
@@ -54,8 +55,9 @@ def attention_by_line(
 
     Returns two [heads, past + n] float32: by token, and by the distance of the key from the query.
     """
-    past, new = _products(q, past_k, k)
-    return line_sums.line_sums(past, new, scale, softcap or 0.0, at_most(torch.get_num_threads()))
+    in_bits = q.dtype is torch.bfloat16 and runs_in_bfloat16(q.shape[2], q.shape[2])
+    queries, past_keys, keys = _numbers(in_bits, q, past_k, k)
+    return line_sums.line_sums(queries, past_keys, keys, scale, softcap or 0.0, at_most(torch.get_num_threads()))
 
 
 def best_matched_blocks(
@@ -90,16 +92,6 @@ def best_matched_blocks(
 def _numbers(in_bits: bool, *tensors: torch.Tensor) -> list[np.ndarray]:
     """Tensors as kernels take them: bits of bfloat16, or float32."""
     return [(each.detach().view(torch.uint16) if in_bits else each.detach().float()).numpy() for each in tensors]
-
-
-def _products(q: torch.Tensor, past_k: torch.Tensor, k: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Products [heads, queries, past] and [heads, queries, n], float32 or bits of bfloat16."""
-    in_bits, queries = q.dtype is torch.bfloat16, q.flatten(0, 1)
-    past, new = (
-        (products.view(torch.uint16) if in_bits else products.float()).unflatten(0, q.shape[:2]).numpy()
-        for products in (queries @ past_k.T, queries @ k.T)
-    )
-    return past, new
 
 
 def block_means(past: torch.Tensor, new: torch.Tensor, block: int) -> torch.Tensor:

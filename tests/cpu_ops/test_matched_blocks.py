@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import cpu_ops.matched_blocks
+import cpu_ops.asked_keys
 from cpu_ops.amx_tiles import multiplies_by_tiles
 from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.matched_blocks import matched_blocks
@@ -64,7 +64,7 @@ def test_blocks_are_those_that_receive_most_from_a_few_queries(past, n, dtype, d
 def test_blocks_are_the_same_where_the_cpu_has_no_tiles(softcap, monkeypatch):
     q, past_k, k = problem(333, 150, dtype=torch.bfloat16, dim=64)
     runs, starts = runs_of([LINES] * 3, 333, 150)
-    monkeypatch.setattr(cpu_ops.matched_blocks, "multiplies_by_tiles", lambda: False)
+    monkeypatch.setattr(cpu_ops.asked_keys, "multiplies_by_tiles", lambda: False)
     found = best_matched_blocks(q, past_k, k, runs, starts, 2, SCALE, softcap)
     _are_best(found, reference(q, past_k, k, runs, starts, softcap))
 
@@ -85,6 +85,9 @@ def test_any_number_of_threads_finds_the_same():
     one, two = (matched_blocks(q, past_k, k, runs, starts, SCALE, threads=threads) for threads in (1, 2))
     assert np.array_equal(one, two)
     assert one.any()
+    # Heads of a model's queries lie apart, token by token.
+    apart = np.ascontiguousarray(q.transpose(1, 0, 2)).transpose(1, 0, 2)
+    assert np.array_equal(matched_blocks(apart, past_k, k, runs, starts, SCALE), one)
 
 
 def test_what_does_not_fit_is_refused():

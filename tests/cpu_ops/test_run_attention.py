@@ -12,12 +12,11 @@ from cpu_ops import run_attention
 from cpu_ops.amx_tiles import multiplies_by_tiles
 from cpu_ops.cpu_features import has, isa
 from cpu_ops.key_runs import QUERY_BLOCK, block_runs, line_runs
-from cpu_ops.line_sums import distances_within, line_sums
 from cpu_ops.row_maximum import row_max
 from cpu_ops.run_attention import attend_runs, runs_in_bfloat16
 from cpu_ops.run_attention_tiles import tiles_region
 from gpu_ops.attention import chunk_attention
-from gpu_ops.chosen_keys import attention_by_line, block_means, chosen_attention
+from gpu_ops.chosen_keys import block_means, chosen_attention
 
 SCALE = 0.3
 BITS = pytest.mark.skipif(not has("avx512bf16"), reason="this CPU has no dot products of bfloat16")
@@ -176,49 +175,6 @@ def test_bfloat16_wants_whole_vectors():
         attend_runs(*arrays, np.array([[0, 8]]), np.array([0, 1]), SCALE)
 
 
-def lines_by_softmax(q, past_k, k, softcap):
-    """By token and by distance: the sums over one head's last queries of the softmax of their scores."""
-    tokens = len(past_k) + len(k)
-    scores = (q @ torch.cat([past_k, k]).T).float() * SCALE
-    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-    away = torch.arange(tokens - len(q), tokens)[:, None] - torch.arange(tokens)[None]
-    weights = scores.masked_fill(away < 0, float("-inf")).softmax(1)
-    return weights.sum(0), torch.zeros(tokens).index_add_(0, away.clamp(min=0).flatten(), weights.flatten())
-
-
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_attention_by_line_is_that_of_the_softmax(softcap, dtype):
-    generator = torch.Generator().manual_seed(0)
-    q = torch.randn(3, 5, 16, generator=generator).to(dtype)
-    past_k, k = (torch.randn(n, 16, generator=generator).to(dtype) for n in (40, 9))
-    by_token, by_distance = attention_by_line(q, past_k, k, SCALE, softcap)
-    assert by_token.shape == by_distance.shape == (3, 49)
-    for head in range(3):
-        tokens, distances = lines_by_softmax(q[head], past_k, k, softcap)
-        assert torch.allclose(torch.from_numpy(by_token[head]), tokens, atol=1e-5)
-        assert torch.allclose(torch.from_numpy(by_distance[head]), distances, atol=1e-5)
-
-
-def test_line_sums_of_one_query_on_one_token():
-    by_token, by_distance = line_sums(np.ones((1, 1, 0), np.float32), np.ones((1, 1, 1), np.float32), 1.0)
-    assert by_token.tolist() == by_distance.tolist() == [[1.0]]
-
-
-@pytest.mark.parametrize(
-    ("past", "new"),
-    [
-        (np.ones((2, 4, 3), np.float32), np.ones((1, 4, 4), np.float32)),
-        (np.ones((1, 4, 3), np.float32), np.ones((1, 4, 3), np.float32)),
-        (np.ones((1, 4, 3), np.float32), np.ones((1, 4, 4), np.uint16)),
-        (np.ones((1, 4, 3)), np.ones((1, 4, 4))),
-    ],
-)
-def test_products_that_do_not_fit_are_refused(past, new):
-    with pytest.raises(ValueError, match="products"):
-        line_sums(past, new, 1.0)
-
-
 @settings(max_examples=60, deadline=None)
 @given(count=st.integers(0, 200), seed=st.integers(0, 99))
 def test_the_largest_of_a_row_is_numpys(count, seed):
@@ -227,22 +183,6 @@ def test_the_largest_of_a_row_is_numpys(count, seed):
     rows[1, count:], rows[::2] = 9, 9
     assert row_max(rows, 1, count) == rows[1, :count].max(initial=-np.inf)
     assert row_max(rows[:, 1:], 1, max(0, count - 1)) == rows[1, 1 : max(1, count)].max(initial=-np.inf)
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 999), budget=st.integers(0, 400))
-def test_distances_are_taken_while_a_block_sees_no_more_than_the_budget(seed, budget):
-    ranked = np.random.default_rng(seed).permutation(500)[:40]
-    taken = distances_within(ranked, QUERY_BLOCK, 64, budget)
-    far = [distance for distance in ranked if distance >= 64]
-    assert taken.tolist() == far[: len(taken)]
-
-    def cost(distances):
-        near = set(range(64 + QUERY_BLOCK - 1))
-        return len({at for away in distances for at in range(away, away + QUERY_BLOCK)} - near)
-
-    assert cost(taken) <= budget
-    assert len(taken) == len(far) or cost(far[: len(taken) + 1]) > budget
 
 
 def test_means_of_blocks_across_past_and_chunk():

@@ -83,9 +83,23 @@ PROMPTS = (
     Mutation(
         "blocks that lines show anyway are matched",
         "cpu_ops/matched_blocks.py",
-        "_mark(runs, own[0], own[1], bit, named)",
-        "_mark(runs, own[0], own[0], bit, named)",
+        "_mark(runs, own[0], own[1], bits[column], named)",
+        "_mark(runs, own[0], own[0], bits[column], named)",
         ("tests/cpu_ops/test_matched_blocks.py::test_blocks_are_those_that_receive_most_from_a_few_queries",),
+    ),
+    Mutation(
+        "what a span of tokens leaves for the next places is lost",
+        "cpu_ops/line_sums.py",
+        "by_place[span, :, stop : stop + columns] = ahead",
+        "by_place[span, :, stop : stop + columns] = 0",
+        ("tests/cpu_ops/test_line_sums.py::test_attention_by_line_is_that_of_the_softmax",),
+    ),
+    Mutation(
+        "spans of tokens are not rescaled to the largest score of all",
+        "cpu_ops/line_sums.py",
+        "totals * np.exp2(most - largest)",
+        "totals",
+        ("tests/cpu_ops/test_line_sums.py::test_attention_by_line_is_that_of_the_softmax",),
     ),
     Mutation(
         "patterns are preferred by what they cost in a chunk's context, not in the whole prompt's",

@@ -127,8 +127,11 @@ def with_matched_blocks(chunk: Chunk, keys: Sequence[Lines | Blocks], count: int
                 continue
             place = row, kv_head
             runs, starts = runs_of([found[first + head] for head in those], chunk.past, chunk.n)
+            # Heads that are neighbours are not copied.
+            is_whole = those[-1] - those[0] + 1 == len(those)
+            q = chunk.q[row, those[0] : those[-1] + 1] if is_whole else chunk.q[row, those]
             matched = best_matched_blocks(
-                chunk.q[row, those], chunk.past_k[place], chunk.k[place], runs, starts, count, chunk.scale,
+                q, chunk.past_k[place], chunk.k[place], runs, starts, count, chunk.scale,
                 chunk.softcap,
             )  # fmt: skip
             for head, blocks in zip(those, matched, strict=True):

@@ -1,0 +1,197 @@
+"""What a few queries make of all keys before them, for kernels that ask which of these matter.
+
+Queries are in the lanes, `ASKED_COLUMNS` of them. Keys are multiplied where they lie, by AMX's tiles or by dot products
+in bfloat16, in float32 elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from cpu_ops.amx_tiles import BLOCK, TILE, emit_multiply_by_tiles, multiplies_by_tiles
+from cpu_ops.bfloat16_tiles import COLUMNS, LANES, emit_score_tile_bf16
+from cpu_ops.cpu_features import ISAS, isa
+from cpu_ops.exponential import LOG2_E, row_softcap
+from cpu_ops.inner import inner
+from cpu_ops.key_runs import QUERY_BLOCK
+from cpu_ops.listed_keys import UNSEEN
+from cpu_ops.matrix_tiles import emit_multiply_tile
+from cpu_ops.vectors import Vectors, array_pointer, integer, offset
+
+ASKED_COLUMNS = COLUMNS
+"""Queries that ask at once: keys are read once for all of them."""
+_ROWS = 4
+"""Keys of a register tile."""
+
+
+@dataclass(frozen=True)
+class AskedShape:
+    """How keys are multiplied: a kernel's constants.
+
+    Attributes:
+        kind: "tiles" and "dots" of bfloat16, or "floats".
+        words: numbers of a key as it lies, in bfloat16 pairs of them.
+        depth: `words`, filled up to whole tiles.
+        lanes, vectors: of a vector, and vectors of a register tile.
+    """
+
+    kind: str
+    words: int
+    depth: int
+    lanes: int
+    vectors: int
+
+    @classmethod
+    def of(cls, in_bfloat16: bool, k_dim: int) -> AskedShape:
+        """On this CPU, for keys of so many numbers."""
+        here = ISAS[isa()]
+        words = k_dim // 2 if in_bfloat16 else k_dim
+        if in_bfloat16 and multiplies_by_tiles():
+            return cls("tiles", words, -(-words // TILE) * TILE, LANES, 4)
+        kind, lanes = ("dots", LANES) if in_bfloat16 else ("floats", here.float_lanes)
+        return cls(kind, words, words, lanes, 4 if here.registers == 32 else 2)
+
+
+@inner(error_model="numpy")
+def keys_of_block(past_k, k, start, whole_rows, gathered):
+    """Where the keys of the `QUERY_BLOCK` tokens from `start` on lie: an array and where in it.
+
+    They are copied to `gathered` [tokens, depth], with zeros behind the last, where they do not lie together, or the
+    words of a key do not fill its rows (`whole_rows`).
+    """
+    before, stop = past_k.shape[0], start + gathered.shape[0]
+    if whole_rows and stop <= before:
+        return past_k, start * past_k.shape[1]
+    if whole_rows and before <= start and stop <= before + k.shape[0]:
+        return k, (start - before) * k.shape[1]
+    last = min(stop, before + k.shape[0])
+    for t in range(start, last):
+        gathered[t - start, : k.shape[1]] = past_k[t] if t < before else k[t - before]
+    gathered[last - start :] = 0
+    return gathered, 0
+
+
+@inner(error_model="numpy")
+def hide_behind(scores, start, seen):
+    """Take from the scores [tokens, columns] of tokens from `start` on those behind the `seen` ones of a column."""
+    for column in range(seen.size):
+        for t in range(max(seen[column] - start, 0), scores.shape[0]):
+            scores[t, column] = UNSEEN
+
+
+@inner(fastmath={"contract", "nsz"}, error_model="numpy")
+def capped(scores, scale, softcap):
+    """Turn products into scores, softcap * tanh(product * scale / softcap), in powers of two."""
+    factor = np.float32(scale / softcap)
+    for t in range(scores.shape[0]):
+        for column in range(scores.shape[1]):
+            scores[t, column] *= factor
+        row_softcap(scores, t, scores.shape[1], np.float32(softcap) * LOG2_E)
+
+
+@intrinsic(prefer_literal=True)
+def score_block(typingctx, kind, lanes, vectors, depth, keys, k_at, q, q_at, scores):
+    """Products of a block's keys and the queries: scores [`QUERY_BLOCK`, `ASKED_COLUMNS`], unscaled.
+
+    kind, lanes, vectors, depth: as in `AskedShape`, literals. keys: rows of `depth` from `k_at` on. q: rows of
+    `ASKED_COLUMNS` from `q_at` on, a query in each column.
+    """
+    how, width, across, size = (each.literal_value for each in (kind, lanes, vectors, depth))
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        left = array_pointer(context, builder, keys, arguments[4], arguments[5])
+        right = array_pointer(context, builder, q, arguments[6], arguments[7])
+        target = array_pointer(context, builder, scores, arguments[8], integer(0))
+        rows, step = (BLOCK, BLOCK) if how == "tiles" else (_ROWS, across * width)
+        with cgutils.for_range_slice(builder, integer(0), integer(QUERY_BLOCK), integer(rows)) as (row, _):
+            key = offset(builder, left, builder.mul(row, integer(size)))
+            place = offset(builder, target, builder.mul(row, integer(ASKED_COLUMNS)))
+            for column in range(0, ASKED_COLUMNS, step):
+                query, score = offset(builder, right, column), offset(builder, place, column)
+                if how == "tiles":
+                    pitch = integer(size), integer(size), query, integer(ASKED_COLUMNS), score, integer(ASKED_COLUMNS)
+                    emit_multiply_by_tiles(builder, False, key, *pitch)
+                elif how == "dots":
+                    emit_score_tile_bf16(builder, rows, size, ASKED_COLUMNS, key, query, score)
+                else:
+                    emit_multiply_tile(
+                        Vectors(builder, width), rows, across, False, key, integer(size), integer(1), integer(size),
+                        query, integer(ASKED_COLUMNS), score, integer(ASKED_COLUMNS),
+                    )  # fmt: skip
+        return context.get_dummy_value()
+
+    at = types.int64
+    return types.none(kind, lanes, vectors, depth, keys, at, q, at, scores), codegen
+
+
+def emit_weights(v: Vectors, score: ir.Value, factor: ir.Value, shift: ir.Value) -> ir.Value:
+    """The code of 2 ** (factor * score + shift), of scores at a pointer."""
+    return v.exp2(v.call("fmuladd", v.load(score), factor, shift), coarse=True)
+
+
+@intrinsic(prefer_literal=True)
+def block_weights(typingctx, lanes, scores, column, factor, most, totals):
+    """Add the weights 2 ** (factor * (score - most)) of `lanes` columns of a block to their totals; most: by column."""
+    width = lanes.literal_value
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        v = Vectors(builder, width)
+        s_pointer, m_pointer, t_pointer = (
+            array_pointer(context, builder, array, arguments[index], arguments[2])
+            for array, index in ((scores, 1), (most, 4), (totals, 5))
+        )
+        times = v.everywhere(arguments[3])
+        shift = builder.fneg(builder.fmul(v.load(m_pointer), times))
+        (total,) = v.slots([v.load(t_pointer)])
+        with cgutils.for_range(builder, integer(QUERY_BLOCK)) as loop:
+            place = offset(builder, s_pointer, builder.mul(loop.index, integer(ASKED_COLUMNS)))
+            builder.store(builder.fadd(builder.load(total), emit_weights(v, place, times, shift)), total)
+        v.store(builder.load(total), t_pointer)
+        return context.get_dummy_value()
+
+    real, at = types.float32, types.int64
+    return types.none(lanes, scores, at, real, most, totals), codegen
+
+
+@intrinsic(prefer_literal=True)
+def free_block_weights(typingctx, lanes, scores, column, factor, most, totals, named, n_at, bits, free, f_at):
+    """As `block_weights`, and free[f_at + column] = the sums over those tokens that are not named for a column.
+
+    named: words, the tokens' from `n_at` on; a token is named for a column where it has all bits of bits[column].
+    """
+    width = lanes.literal_value
+    word = ir.IntType(32)
+    words = ir.VectorType(word, width)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        v = Vectors(builder, width)
+        s_pointer, m_pointer, t_pointer, b_pointer = (
+            array_pointer(context, builder, array, arguments[index], arguments[2])
+            for array, index in ((scores, 1), (most, 4), (totals, 5), (bits, 8))
+        )
+        n_pointer = array_pointer(context, builder, named, arguments[6], arguments[7])
+        f_pointer = array_pointer(context, builder, free, arguments[9], builder.add(arguments[10], arguments[2]))
+        own = builder.load(builder.bitcast(b_pointer, words.as_pointer()), align=4, typ=words)
+        times = v.everywhere(arguments[3])
+        shift = builder.fneg(builder.fmul(v.load(m_pointer), times))
+        total, sums = v.slots([v.load(t_pointer), v.zero])
+        builder.store(v.zero, sums)
+        with cgutils.for_range(builder, integer(QUERY_BLOCK)) as loop:
+            place = offset(builder, s_pointer, builder.mul(loop.index, integer(ASKED_COLUMNS)))
+            weight = emit_weights(v, place, times, shift)
+            builder.store(builder.fadd(builder.load(total), weight), total)
+            mark = v.everywhere(builder.load(offset(builder, n_pointer, loop.index)))
+            is_free = builder.icmp_unsigned("==", builder.and_(mark, own), ir.Constant(words, None))
+            builder.store(builder.fadd(builder.load(sums), builder.select(is_free, weight, v.zero)), sums)
+        v.store(builder.load(total), t_pointer)
+        v.store(builder.load(sums), f_pointer)
+        return context.get_dummy_value()
+
+    real, at = types.float32, types.int64
+    return types.none(lanes, scores, at, real, most, totals, named, at, bits, free, at), codegen
