@@ -10,6 +10,7 @@ UNSEEN = np.float32(-3e38)
 """Score of a token behind the query: finite, so that a query which sees nothing yet has no infinite maximum."""
 LEAST = np.float32(-1e38)
 """Below every score, and above `UNSEEN`: of a query that sees nothing yet, what is unseen weighs nothing."""
+_ROOM = np.float32(8)
 
 
 @inner
@@ -54,3 +55,16 @@ def hide(listed, filled, position, scores):
     for t in range(filled):
         for i in range(min(scores.shape[1], listed[t] - position)):
             scores[t, i] = UNSEEN
+
+
+@inner(fastmath={"contract", "nsz"}, error_model="numpy")
+def outgrown(most, at, fresh, factor):
+    """Whether a score of `fresh` is so far above that of `most` from `at` on that sums are rescaled to it.
+
+    Weights may be above 1 by `_ROOM` powers of two: most larger scores are not that much larger, and a sum of float32
+    has as many digits whatever it is relative to.
+    """
+    far = False
+    for i in range(fresh.size):
+        far |= (fresh[i] - most[at + i]) * factor > _ROOM
+    return far

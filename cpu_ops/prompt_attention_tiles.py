@@ -16,17 +16,17 @@ from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
 from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
 from cpu_ops.inner import inner
-from cpu_ops.listed_keys import LEAST, UNSEEN, address_in, places_of
+from cpu_ops.listed_keys import LEAST, UNSEEN, address_in, outgrown, places_of
 from cpu_ops.number_bits import round_row
 from cpu_ops.parallel_region import REGION, arguments_at
 from cpu_ops.scratch import scratch
 from cpu_ops.softmax_rows import rows_most
 
-_COLUMNS = 64
+_COLUMNS = 32
 """Queries that are multiplied at once."""
-_ITEM_COLUMNS = 12 * _COLUMNS
+_ITEM_COLUMNS = 24 * _COLUMNS
 """Queries that one thread takes at once: their sums stay in the second-level cache."""
-_KEYS = 128
+_KEYS = 96
 """Tokens that are laid out at once, a multiple of `BLOCK`."""
 
 
@@ -137,7 +137,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                     for i in range(0, columns, lanes):
                         grown |= rows_most(lanes, lanes, scores, i, columns, whole, most, tile + i, fresh, i)
                     below = tile // columns * v_pad
-                    if grown:
+                    if grown and outgrown(most, tile, fresh, factor):
                         for i in range(columns):
                             rescale[i] = exp2((most[tile + i] - fresh[i]) * factor)
                             most[tile + i] = fresh[i]

@@ -16,7 +16,7 @@ from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
 from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
 from cpu_ops.key_runs import QUERY_BLOCK
-from cpu_ops.listed_keys import UNSEEN, address_in, hide, next_listed, places_of
+from cpu_ops.listed_keys import UNSEEN, address_in, hide, next_listed, outgrown, places_of
 from cpu_ops.number_bits import round_row
 from cpu_ops.parallel_region import REGION, arguments_at
 from cpu_ops.scratch import scratch
@@ -102,7 +102,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                 grown = False
                 for i in range(0, columns, lanes):
                     grown |= rows_most(lanes, lanes, scores, i, columns, filled, most, i, fresh, i)
-                if grown:
+                if grown and outgrown(most, 0, fresh, factor):
                     for i in range(columns):
                         rescale[i] = exp2((most[i] - fresh[i]) * factor)
                         most[i] = fresh[i]

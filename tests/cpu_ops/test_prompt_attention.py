@@ -115,6 +115,19 @@ def test_a_score_beyond_all_others_is_no_overflow(by_tiles):
     )
 
 
+@pytest.mark.parametrize("by_tiles", KERNELS)
+@pytest.mark.parametrize("rise", [0.05, 0.3])
+def test_scores_may_rise_from_token_to_token(by_tiles, rise):
+    """By less than sums are rescaled for, and so far that weights above the first tokens' would be infinite."""
+    q, past_k, past_v, k, v = problem(1, 1, 2, 700, 50, 32, 48, 4)
+    q[..., 0], past_k[..., 0], k[..., 0] = rise / SCALE, torch.arange(700), torch.arange(700, 750)
+    with kernel(by_tiles):
+        out, lse = attend_prompt(*bits(q, past_k, past_v, k, v), SCALE)
+    expected, expected_lse = reference(q, past_k, past_v, k, v)
+    found = torch.from_numpy(out).view(torch.bfloat16).transpose(1, 2)
+    assert_close(found, torch.from_numpy(lse) / 100, expected, expected_lse / 100)
+
+
 def test_dense_attention_takes_it_for_prompts_in_bfloat16():
     if not attends_in_bfloat16(32, 48):
         pytest.skip("torch's kernels are faster here")

@@ -88,6 +88,20 @@ def test_a_chunk_attends_to_its_runs(dtype, k_dim, v_dim, softcap, batch, past, 
     assert (lse.double() - expected_lse).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize(("dtype", "k_dim", "v_dim", "softcap"), KERNELS[::2])
+@pytest.mark.parametrize("rise", [0.05, 0.3])
+def test_scores_may_rise_from_token_to_token(dtype, k_dim, v_dim, softcap, rise):
+    """By less than sums are rescaled for, and so far that weights above the first tokens' would be infinite."""
+    q, past_k, past_v, k, v = problem(dtype, 1, 1, 2, 700, 50, k_dim, v_dim, 3)
+    q[..., 0], past_k[..., 0], k[..., 0] = rise / SCALE, torch.arange(700), torch.arange(700, 750)
+    runs, starts = np.array([[0, 750], [0, 750]]), np.arange(3)
+    out, lse = chosen_attention(q, past_k, past_v, k, v, runs, starts, SCALE, softcap)
+    expected, expected_lse = reference(q, past_k, past_v, k, v, seen_by(runs, starts, 2, 700, 50), softcap)
+    allowed = 1e-4 if dtype is torch.float32 else 2**-8 * expected.abs().max() + 2**-8
+    assert (out.double() - expected).abs().max() < allowed
+    assert (lse.double() - expected_lse).abs().max() < 1e-3
+
+
 @pytest.mark.skipif(not multiplies_by_tiles(), reason="this CPU has no tiles of bfloat16")
 @pytest.mark.parametrize(("past", "n", "share"), [(333, 150, 0.3), (0, 64, 0.5), (200, 1, 0.0)])
 def test_dot_products_and_tiles_compute_the_same(monkeypatch, past, n, share):
