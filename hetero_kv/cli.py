@@ -15,10 +15,12 @@ from importlib import metadata
 from typing import NamedTuple
 
 from hetero_kv.errors import ConfigError, HeteroKVError, OutOfMemoryError, is_out_of_memory, said_briefly
-from hetero_kv.printing import console, make_printing_safe
+from hetero_kv.printing import console, discard_rest, make_printing_safe
 from hetero_kv.settings.flags import FlagParser
 from hetero_kv.settings.setting import nearest_spelling
 
+#: Whoever read the output has gone.
+UNREAD = 1
 USER_ERROR = 2
 INTERRUPTED = 130
 # What the system says where output goes that has no room, or is no longer there.
@@ -92,20 +94,14 @@ def run_command(name: str, arguments: Sequence[str], prog: str | None = None) ->
         print("\ninterrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has gone.
-        _discard_output()
-        return 1
+        discard_rest(sys.stdout)
+        return UNREAD
     except OSError as error:
         if error.filename is not None or error.errno not in _UNWRITABLE:
             raise
         print_error(ConfigError(f"standard output cannot be written ({said_briefly(error)}); write it elsewhere"))
-        _discard_output()
+        discard_rest(sys.stdout)
         return USER_ERROR
-
-
-def _discard_output() -> None:
-    """Let nobody have what is still to be written: the interpreter would complain when it flushes at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _require_instruction_set() -> None:

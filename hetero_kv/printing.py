@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -47,6 +48,11 @@ def json_text(value: Any, default: Callable[[Any], Any] | None = None) -> str:
 def escaped(json_content: str) -> str:
     """The same JSON, in which what `printable` takes out is escaped: a file of it can be looked at in a terminal."""
     return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", json_content)
+
+
+def discard_rest(stream: TextIO) -> None:
+    """Let nobody have what is still to be written: the interpreter would complain when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class _PrintableConsole(Console):

@@ -16,10 +16,11 @@ def answer_to(
     question: Question,
     on_text: Callable[[str], None] | None = None,
     on_token: Callable[[int], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> Answer:
     """The answer to `question`; its pieces go to `on_text` as they come, the number of tokens to `on_token`.
 
-    Ctrl-C ends it at the next chunk or token with finish_reason "stopped".
+    Ctrl-C ends it at the next chunk or token with finish_reason "stopped", and so does `should_stop`.
 
     Raises:
         HeteroKVError: the question cannot be answered.
@@ -49,5 +50,5 @@ def answer_to(
             on_text=write,
             on_token=on_token,
             on_progress=bar.report,
-            should_stop=lambda: interrupt.requested,
+            should_stop=lambda: interrupt.requested or (should_stop is not None and should_stop()),
         )

@@ -69,21 +69,32 @@ def _answer_once(options: ChatOptions, question: Question) -> int:
     from hetero_kv.chat.display import ending, statistics_line
     from hetero_kv.chat.json_report import json_report
     from hetero_kv.chat.session import open_session
-    from hetero_kv.cli import INTERRUPTED
-    from hetero_kv.printing import console, json_text, printable
+    from hetero_kv.cli import INTERRUPTED, UNREAD
+    from hetero_kv.printing import console, discard_rest, json_text, printable
 
     output = sys.stdout
     if output is None:
         raise ConfigError("standard output is closed, and the answer goes there; open it, for example with > FILE")
 
+    is_read = True
+
     def write(piece: str) -> None:
-        output.write(piece)
-        output.flush()
+        nonlocal is_read
+        try:
+            output.write(piece)
+            output.flush()
+        except BrokenPipeError:
+            # A context that is to be saved is wanted whether anybody reads the answer to its end or not.
+            if options.save_context is None:
+                raise
+            discard_rest(output)
+            is_read = False
 
     # Nothing but the answer may reach standard output, whatever a library prints.
     with redirect_stdout(sys.stderr):
         session = open_session(options)
-        answer = answer_to(session, question, on_text=None if options.json else lambda piece: write(printable(piece)))
+        on_text = None if options.json else lambda piece: write(printable(piece))
+        answer = answer_to(session, question, on_text, should_stop=lambda: not is_read)
         # The answer first, which stays where the context cannot be saved.
         if options.json:
             write(json_text(json_report(session, answer)) + "\n")
@@ -94,6 +105,8 @@ def _answer_once(options: ChatOptions, question: Question) -> int:
         if options.save_context is not None and session.conversation.context_tokens:
             said = saved(session, options.save_context)
             console(stderr=True).print(said, style="dim", markup=False, highlight=False, soft_wrap=True)
+    if not is_read:
+        return UNREAD
     return INTERRUPTED if answer.finish_reason == "stopped" else 0
 
 

@@ -58,6 +58,12 @@ class AnswerSettings(Settings):
             raise SettingError("repetition_penalty", self.repetition_penalty, "it must be more than 0; 1 for none")
 
     @property
+    def unused(self) -> list[str]:
+        """Settings of how tokens are drawn that stand beside temperature 0, where none is."""
+        drawn = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        return [] if self.temperature else [name for name, without in drawn.items() if getattr(self, name) != without]
+
+    @property
     def thinks(self) -> bool | None:
         """Whether the model is to think; None where its template decides."""
         return None if self.thinking == "default" else self.thinking == "on"

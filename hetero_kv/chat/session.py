@@ -127,6 +127,9 @@ def open_session(options: ChatOptions) -> ChatSession:
         _warn_of_unused([*(["config"] if options.rules != DEFAULT_RECIPE else []), *options.flags_given])
         given = [Given(COMMAND_LINE, command_line), Given(SETTINGS_FILE, settings_file)]
         engine = in_force(EngineSettings, given, where="settings").settings
+    if unused := options.answer.unused:
+        named = ", ".join(f"--{name}" for name in unused)
+        _logger.warning("%s: no effect at temperature 0, where the likeliest token is taken; give --temperature", named)
     _require_contexts(options)
     set_threads(engine.resolved_threads())
     model, gguf_path = options.model or DEFAULT_MODEL, options.gguf_path

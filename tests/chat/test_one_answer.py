@@ -187,6 +187,14 @@ def test_flags_without_effect_in_normal_mode_are_named(chat: Chat, caplog: pytes
     assert "--cpu_infer" not in caplog.text
 
 
+def test_how_tokens_are_drawn_has_no_effect_where_none_is(chat: Chat, caplog: pytest.LogCaptureFixture):
+    drawn = ["--prompt", QUESTION, "--top_k", 3, "--min_p", 0.1]
+    chat(*drawn, "--temperature", 1)
+    assert "no effect" not in caplog.text
+    chat(*drawn)
+    assert "--top_k, --min_p: no effect at temperature 0" in caplog.text
+
+
 def test_the_cpu_threads_are_torchs_too(chat: Chat, monkeypatch: pytest.MonkeyPatch):
     threads = []
     monkeypatch.setattr("torch.set_num_threads", threads.append)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from contextlib import suppress
 from dataclasses import astuple
 from types import SimpleNamespace
 
@@ -212,6 +214,19 @@ def test_an_answer_is_printed_though_its_context_cannot_be_saved(chat, monkeypat
     status, error = chat("--prompt", "word1", "--save_context", "notes", "--json", document_too=False)
     assert (status, len(printed)) == (2, 1)
     assert "the disk is full" in error
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_context_is_saved_though_nobody_reads_the_answer(chat, flags, monkeypatch):
+    """As behind `| head -c 5`; without a context to save it ends at once."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with monkeypatch.context() as patched, suppress(BrokenPipeError), os.fdopen(writer, "w") as unread:
+        patched.setattr("sys.stdout", unread)
+        assert chat("--prompt", "word1", "--max_new_tokens", "9", "--save_context", "notes", *flags)[0] == 1
+    status, more = chat("--prompt", "word2", "--context", "notes", "--json", document_too=False)
+    assert status == 0
+    assert more["prompt_tokens"] < 10 < 300 < more["context_tokens"]
 
 
 def test_a_context_of_other_rules_is_refused_before_the_weights_are_loaded(chat, monkeypatch):
