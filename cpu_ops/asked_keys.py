@@ -163,7 +163,7 @@ def block_weights(typingctx, lanes, scores, column, factor, most, totals):
 def free_block_weights(typingctx, lanes, scores, column, factor, most, totals, named, n_at, bits, free, f_at):
     """As `block_weights`, and free[f_at + column] = the sums over those tokens that are not named for a column.
 
-    named: words, the tokens' from `n_at` on; a token is named for a column where it has all bits of bits[column].
+    named: words, the tokens' from `n_at` on; a token is named for a column where it has a bit of bits[column].
     """
     width = lanes.literal_value
     word = ir.IntType(32)

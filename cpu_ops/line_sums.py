@@ -177,6 +177,8 @@ def _region(shape: AskedShape, softcapped: bool) -> Any:
             for column in range(queries):
                 for d in range(words):
                     turned_q[head * depth + d, column] = q[head, queries - 1 - column, d]
+            if is_first:
+                continue
             for column in range(columns):
                 # Columns of no query weigh nothing.
                 shift = most[0, head, column] + np.log2(totals[0, head, column])
