@@ -103,16 +103,13 @@ def emit_multiply_by_tiles(
 def multiply_by_tiles(typingctx, adds, a, a_at, a_row, depth, b, b_at, b_row, c, c_at, c_row):
     """c = a b, or c += a b where the literal `adds` is 1, of `BLOCK` rows of a and `BLOCK` columns of b.
 
-    a: words, word i of row r at a_at + r * a_row + i, i < depth, a multiple of 16; an array, or the address of one. b:
-    words, row i at b_at + i * b_row, a column's numbers 2 i and 2 i + 1 in each. c: float32, row r at c_at + r * c_row.
+    a: words, word i of row r at a_at + r * a_row + i, i < depth, a multiple of 16. b: words, row i at b_at + i * b_row,
+    a column's numbers 2 i and 2 i + 1 in each. c: float32, row r at c_at + r * c_row.
     """
-    is_sum, is_address = bool(adds.literal_value), isinstance(a, types.Integer)
+    is_sum = bool(adds.literal_value)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        if is_address:
-            first = offset(builder, builder.inttoptr(arguments[1], _WORD.as_pointer()), arguments[2])
-        else:
-            first = array_pointer(context, builder, a, arguments[1], arguments[2])
+        first = array_pointer(context, builder, a, arguments[1], arguments[2])
         second = array_pointer(context, builder, b, arguments[5], arguments[6])
         sums = array_pointer(context, builder, c, arguments[8], arguments[9])
         emit_multiply_by_tiles(
@@ -121,8 +118,7 @@ def multiply_by_tiles(typingctx, adds, a, a_at, a_row, depth, b, b_at, b_row, c,
         return context.get_dummy_value()
 
     at = types.int64
-    given = at if is_address else a
-    return types.none(adds, given, at, at, at, b, at, at, c, at, at), codegen
+    return types.none(adds, a, at, at, at, b, at, at, c, at, at), codegen
 
 
 @intrinsic

@@ -62,8 +62,8 @@ class AskedShape:
 def keys_of_block(past_k, k, start, whole_rows, gathered):
     """Where the keys of the `QUERY_BLOCK` tokens from `start` on lie: an array and where in it.
 
-    They are copied to `gathered` [tokens, depth], with zeros behind the last, where they do not lie together, or the
-    words of a key do not fill its rows (`whole_rows`).
+    They are copied to `gathered` [tokens, depth], with zeros behind the last, where they do not lie together, or where
+    a key's words do not fill whole rows of it (not `whole_rows`).
     """
     before, stop = past_k.shape[0], start + gathered.shape[0]
     if whole_rows and stop <= before:

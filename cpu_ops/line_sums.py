@@ -58,6 +58,8 @@ def line_sums(
         raise ValueError(f"q {q.shape}, past {past_k.shape} and k {k.shape} do not fit")
     if not queries <= min(n, ASKED_COLUMNS):
         raise ValueError(f"{queries} queries are not the last ones of {n} tokens, {ASKED_COLUMNS} at most")
+    if not scale > 0:
+        raise ValueError(f"scale is {scale}; it must be above 0")
     is_bits = q.dtype == np.uint16
     if is_bits and not runs_in_bfloat16(k_dim, k_dim):
         raise ValueError(f"dim {k_dim} must be a multiple of {LANES}, on a CPU with AVX512_BF16")

@@ -6,9 +6,9 @@ from numba import njit
 from cpu_ops.gathered_rows import row_address
 from cpu_ops.inner import inner
 
-UNSEEN = np.float32(-3e38)
-"""Score of a token behind the query: finite, so that a query which sees nothing yet has no infinite maximum."""
-LEAST = np.float32(-1e38)
+UNSEEN = np.float32(-3e30)
+"""Score of a token behind the query: finite, whatever it is scaled by, so that nothing becomes infinite by it."""
+LEAST = np.float32(-1e30)
 """Below every score, and above `UNSEEN`: of a query that sees nothing yet, what is unseen weighs nothing."""
 _ROOM = np.float32(8)
 

@@ -59,6 +59,8 @@ def matched_blocks(
     total = past_k.shape[0] + n
     if min(q.shape) < 1 or k.shape != (n, k_dim) or past_k.shape[1:] != (k_dim,):
         raise ValueError(f"q {q.shape}, past {past_k.shape} and k {k.shape} do not fit")
+    if not scale > 0:
+        raise ValueError(f"scale is {scale}; it must be above 0")
     is_bits = q.dtype == np.uint16
     if is_bits and not runs_in_bfloat16(k_dim, k_dim):
         raise ValueError(f"dim {k_dim} must be a multiple of {LANES}, on a CPU with AVX512_BF16")

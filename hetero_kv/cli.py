@@ -48,7 +48,9 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `hetero-kv`; returns the exit status: 0, 2 for a user's mistake, 130 after Ctrl-C."""
+    """Run `hetero-kv`; returns the exit status: 0, 1 where nobody reads the output, 2 for a user's mistake, 130 after
+    Ctrl-C.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
         print(_overview())

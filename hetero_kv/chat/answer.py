@@ -73,8 +73,8 @@ class Answer:
 
     Attributes:
         text: without special tokens; where the chat template opened a thought, with its `<think>`.
-        finish_reason: "end" of turn, a "stop_text", "max_new_tokens" reached, "stopped" by the user,
-            or the store is "full".
+        finish_reason: "end" of turn, a "stop_text", "max_new_tokens" reached, "stopped" by the user, or
+            because nobody reads it, or the store is "full".
     """
 
     text: str

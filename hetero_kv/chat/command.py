@@ -15,7 +15,8 @@ __all__ = ["add_flags", "run"]
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Chat as the flags say; returns the exit status, 130 when Ctrl-C cut the only answer short.
+    """Chat as the flags say; returns the exit status: 130 when Ctrl-C cut the only answer short, 1 when its
+    reader had gone.
 
     A chat that is told to end, or whose terminal is gone, saves its context as one that the user leaves, and returns
     128 and the signal's number.
@@ -76,37 +77,39 @@ def _answer_once(options: ChatOptions, question: Question) -> int:
     if output is None:
         raise ConfigError("standard output is closed, and the answer goes there; open it, for example with > FILE")
 
-    is_read = True
+    unwritten: OSError | None = None
 
     def write(piece: str) -> None:
-        nonlocal is_read
+        nonlocal unwritten
         try:
             output.write(piece)
             output.flush()
-        except BrokenPipeError:
-            # A context that is to be saved is wanted whether anybody reads the answer to its end or not.
+        except OSError as error:
+            # A context that is to be saved is wanted all the same, whether the reader has gone or a disk is full.
             if options.save_context is None:
                 raise
             discard_rest(output)
-            is_read = False
+            unwritten = error
 
     # Nothing but the answer may reach standard output, whatever a library prints.
     with redirect_stdout(sys.stderr):
         session = open_session(options)
         on_text = None if options.json else lambda piece: write(printable(piece))
-        answer = answer_to(session, question, on_text, should_stop=lambda: not is_read)
+        answer = answer_to(session, question, on_text, should_stop=lambda: unwritten is not None)
         # The answer first, which stays where the context cannot be saved.
-        if options.json:
-            write(json_text(json_report(session, answer)) + "\n")
-        else:
-            write("\n")
-            notes = [note for note in (ending(answer, session), statistics_line(answer)) if note]
-            console(stderr=True).print(" · ".join(notes), style="dim", markup=False, highlight=False, soft_wrap=True)
-        if options.save_context is not None and session.conversation.context_tokens:
-            said = saved(session, options.save_context)
-            console(stderr=True).print(said, style="dim", markup=False, highlight=False, soft_wrap=True)
-    if not is_read:
+        write(json_text(json_report(session, answer)) + "\n" if options.json else "\n")
+        notes = [] if options.json else [" · ".join(filter(None, (ending(answer, session), statistics_line(answer))))]
+        try:
+            # Before anything goes to standard error, whose reader may have gone with the answer's.
+            if options.save_context is not None and session.conversation.context_tokens:
+                notes.append(saved(session, options.save_context))
+        finally:
+            for note in notes:
+                console(stderr=True).print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+    if isinstance(unwritten, BrokenPipeError):
         return UNREAD
+    if unwritten is not None:
+        raise unwritten
     return INTERRUPTED if answer.finish_reason == "stopped" else 0
 
 

@@ -129,7 +129,7 @@ def open_session(options: ChatOptions) -> ChatSession:
         engine = in_force(EngineSettings, given, where="settings").settings
     if unused := options.answer.unused:
         named = ", ".join(f"--{name}" for name in unused)
-        _logger.warning("%s: no effect at temperature 0, where the likeliest token is taken; give --temperature", named)
+        _logger.warning("%s: no effect at temperature 0, where the likeliest token is taken; give a higher one", named)
     _require_contexts(options)
     set_threads(engine.resolved_threads())
     model, gguf_path = options.model or DEFAULT_MODEL, options.gguf_path

@@ -229,6 +229,28 @@ def test_a_context_is_saved_though_nobody_reads_the_answer(chat, flags, monkeypa
     assert more["prompt_tokens"] < 10 < 300 < more["context_tokens"]
 
 
+def test_a_context_is_saved_though_standard_error_is_not_read_either(chat, monkeypatch):
+    """As behind `2>&1 | head -c 5`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with monkeypatch.context() as patched, suppress(BrokenPipeError), os.fdopen(writer, "w") as unread:
+        patched.setattr("sys.stdout", unread)
+        patched.setattr("sys.stderr", unread)
+        # rich ends a program whose output nobody reads.
+        with suppress(SystemExit):
+            chat("--prompt", "word1", "--save_context", "notes")
+    assert chat("--prompt", "word2", "--context", "notes", "--json", document_too=False)[0] == 0
+
+
+def test_a_context_is_saved_though_the_answer_cannot_be_written(chat, monkeypatch):
+    with monkeypatch.context() as patched, open("/dev/full", "w") as full:
+        patched.setattr("sys.stdout", full)
+        status, error = chat("--prompt", "word1", "--save_context", "notes")
+    assert status == 2
+    assert "standard output cannot be written" in error
+    assert chat("--prompt", "word2", "--context", "notes", "--json", document_too=False)[0] == 0
+
+
 def test_a_context_of_other_rules_is_refused_before_the_weights_are_loaded(chat, monkeypatch):
     assert chat("--prompt", "word1", "--save_context", "notes")[0] == 0
     load = "hetero_kv.models.loading.OpenedModel.load"

@@ -46,7 +46,8 @@ def are_those_of_the_softmax(q, past_k, k, softcap):
 
 # Within a span of tokens and over several, in blocks that are whole and that are not.
 @pytest.mark.parametrize(
-    ("queries", "past", "n"), [(5, 40, 9), (64, 0, 64), (64, 2050, 130), (1, 1024, 1), (7, 960, 128), (33, 1023, 1025)]
+    ("queries", "past", "n"),
+    [(5, 40, 9), (64, 0, 64), (64, 2050, 130), (1, 1024, 1), (7, 960, 128), (33, 1023, 1025), (64, 994, 64)],
 )
 @pytest.mark.parametrize(
     ("dtype", "dim", "softcap"),
@@ -71,6 +72,12 @@ def test_one_token_may_have_all_attention():
     past_k[700] = 30 * q[1].mean(0)
     q[1] += 30 * q[1].mean(0)
     are_those_of_the_softmax(q, past_k, k, None)
+
+
+def test_queries_that_see_nothing_of_a_span_add_nothing_at_large_scales():
+    q, past_k, k = problem(64, 994, 64, 16)
+    for sums in line_sums(q.numpy(), past_k.numpy(), k.numpy(), 4.0):
+        assert np.allclose(sums.sum(1), 64, rtol=1e-4)
 
 
 def test_any_number_of_threads_finds_the_same():
@@ -100,6 +107,8 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=r"fit|are not the last ones|must be a multiple"):
             line_sums(*arrays, 1.0)
+    with pytest.raises(ValueError, match="scale is 0"):
+        line_sums(q, past, k, 0.0)
     for arrays in ((q, past, k.astype(np.float64)), [each.astype(np.float64) for each in (q, past, k)]):
         with pytest.raises(TypeError, match="must be float32, or bits"):
             line_sums(*arrays, 1.0)

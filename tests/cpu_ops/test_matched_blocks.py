@@ -109,6 +109,8 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=r"fit|lie within|must be a multiple|are not those of"):
             matched_blocks(*given, SCALE)
+    with pytest.raises(ValueError, match="scale is 0"):
+        matched_blocks(q, past, k, runs, starts, 0.0)
     for given in ((q, past, k.astype(np.float64)), [each.astype(np.float64) for each in (q, past, k)]):
         with pytest.raises(TypeError, match="must be float32, or bits"):
             matched_blocks(*given, runs, starts, SCALE)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from cpu_ops.asked_keys import ASKED_COLUMNS
 from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.line_sums import distances_within
 from gpu_ops.chosen_keys import attention_by_line, best_matched_blocks, block_means
@@ -15,7 +16,7 @@ from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.lists import ALWAYS_NEAR, Blocks, Lines, runs_of
 
 #: Last queries of a chunk that lines and distances are chosen by.
-LAST_QUERIES = 64
+LAST_QUERIES = ASKED_COLUMNS
 
 
 class LastQueries:
@@ -128,8 +129,8 @@ def with_matched_blocks(chunk: Chunk, keys: Sequence[Lines | Blocks], count: int
             place = row, kv_head
             runs, starts = runs_of([found[first + head] for head in those], chunk.past, chunk.n)
             # Heads that are neighbours are not copied.
-            is_whole = those[-1] - those[0] + 1 == len(those)
-            q = chunk.q[row, those[0] : those[-1] + 1] if is_whole else chunk.q[row, those]
+            are_neighbours = those[-1] - those[0] + 1 == len(those)
+            q = chunk.q[row, those[0] : those[-1] + 1] if are_neighbours else chunk.q[row, those]
             matched = best_matched_blocks(
                 q, chunk.past_k[place], chunk.k[place], runs, starts, count, chunk.scale,
                 chunk.softcap,
