@@ -43,7 +43,7 @@ def run(flags: argparse.Namespace) -> int:
 
 def _chat(options: ChatOptions, question: Question) -> int:
     from hetero_kv.chat.context_commands import saved
-    from hetero_kv.chat.interrupt import Terminated, not_terminated
+    from hetero_kv.chat.interrupt import not_terminated, told_to_end
     from hetero_kv.chat.keyboard import kept_for_later
     from hetero_kv.chat.session import open_session
     from hetero_kv.chat.terminal import Terminal
@@ -53,8 +53,11 @@ def _chat(options: ChatOptions, question: Question) -> int:
         session = open_session(options)
         try:
             status = Terminal(session, question).run()
-        except Terminated as end:
-            status = end.status
+        except BaseException as error:
+            ended = told_to_end(error)
+            if ended is None:
+                raise
+            status = ended
     if options.save_context is not None and session.conversation.context_tokens:
         with not_terminated():
             said = saved(session, options.save_context)

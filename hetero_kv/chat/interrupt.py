@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import signal
+import termios
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +51,21 @@ class Terminated(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.status = 128 + number
+
+
+def told_to_end(error: BaseException | None) -> int | None:
+    """The exit status of what an error, or one that it came out of, says of the program's end; None: nothing.
+
+    Who tidies up a terminal that is gone fails, behind SIGHUP or just before it comes.
+    """
+    status, seen = None, error
+    while seen is not None:
+        if isinstance(seen, Terminated):
+            return seen.status
+        if isinstance(seen, (OSError, termios.error)) and seen.args[:1] == (errno.EIO,) and not os.isatty(0):
+            status = 128 + signal.SIGHUP
+        seen = seen.__context__
+    return status
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 from chat_in_a_terminal import CTRL_C, PATIENCE_S, PROMPT, ChatInATerminal
 
-from hetero_kv.chat.interrupt import Terminated, not_terminated, terminated_in_order
+from hetero_kv.chat.interrupt import Terminated, not_terminated, terminated_in_order, told_to_end
 from hetero_kv.contexts.store import ContextStore
 
 
@@ -79,6 +81,25 @@ def test_the_first_signal_alone_ends_it_and_ignored_ones_stay_ignored():
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def tidied_up(error: Exception) -> Exception:
+    """An error of who tidies up when the program is told to end."""
+    error.__context__ = Terminated(signal.SIGTERM)
+    return error
+
+
+def test_a_terminal_that_is_gone_ends_it_whoever_notices_first(monkeypatch: pytest.MonkeyPatch):
+    gone = [kind(errno.EIO, "Input/output error") for kind in (OSError, termios.error)]
+    monkeypatch.setattr("os.isatty", lambda _: False)
+    assert [told_to_end(each) for each in gone] == [128 + signal.SIGHUP] * 2
+    others = OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), SystemExit(1)
+    assert [told_to_end(each) for each in others] == [None] * 3
+    for error in (*gone, ValueError("whatever")):
+        assert told_to_end(tidied_up(error)) == 128 + signal.SIGTERM
+    # A disk that fails is another matter.
+    monkeypatch.setattr("os.isatty", lambda _: True)
+    assert told_to_end(OSError(errno.EIO, "Input/output error")) is None
 
 
 def test_what_is_being_saved_is_saved():
