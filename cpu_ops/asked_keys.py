@@ -22,6 +22,7 @@ from cpu_ops.inner import inner
 from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.listed_keys import UNSEEN
 from cpu_ops.matrix_tiles import emit_multiply_tile
+from cpu_ops.run_attention import runs_in_bfloat16
 from cpu_ops.vectors import Vectors, array_pointer, integer, offset
 
 ASKED_COLUMNS = COLUMNS
@@ -56,6 +57,28 @@ class AskedShape:
             return cls("tiles", words, -(-words // TILE) * TILE, LANES, 4)
         kind, lanes = ("dots", LANES) if in_bfloat16 else ("floats", here.float_lanes)
         return cls(kind, words, words, lanes, 4 if here.registers == 32 else 2)
+
+
+def asked_numbers(q: np.ndarray, past_k: np.ndarray, k: np.ndarray, scale: float) -> list[np.ndarray]:
+    """The arrays as kernels take them: bits of bfloat16 as words, keys contiguous, and of queries the last dimension.
+
+    q: [heads, queries, k_dim]; past_k: [past, k_dim] and k: [n, k_dim], the keys before a chunk and its own; all
+    float32, or all bits of bfloat16 (uint16) where `run_attention.runs_in_bfloat16`. Raises ValueError or TypeError for
+    arrays that do not fit together or that the CPU cannot multiply, and for a scale that is not above 0.
+    """
+    if any(each.dtype != q.dtype for each in (past_k, k)) or q.dtype not in (np.uint16, np.float32):
+        raise TypeError("q, past_k and k must be float32, or bits of bfloat16")
+    k_dim = q.shape[2]
+    if min(q.shape) < 1 or k.shape[1:] != (k_dim,) or past_k.shape[1:] != (k_dim,):
+        raise ValueError(f"q {q.shape}, past {past_k.shape} and k {k.shape} do not fit")
+    if not scale > 0:
+        raise ValueError(f"scale is {scale}; it must be above 0")
+    is_bits = q.dtype == np.uint16
+    if is_bits and not runs_in_bfloat16(k_dim, k_dim):
+        raise ValueError(f"dim {k_dim} must be a multiple of {LANES}, on a CPU with AVX512_BF16")
+    queries = q if q.strides[2] == q.itemsize else np.ascontiguousarray(q)
+    numbers = [queries, *map(np.ascontiguousarray, (past_k, k))]
+    return [each.view(np.uint32) for each in numbers] if is_bits else numbers
 
 
 @inner(error_model="numpy")

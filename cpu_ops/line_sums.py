@@ -13,6 +13,7 @@ from cpu_ops.amx_tiles import begin_tiles, end_tiles
 from cpu_ops.asked_keys import (
     ASKED_COLUMNS,
     AskedShape,
+    asked_numbers,
     block_weights,
     capped,
     emit_weights,
@@ -20,14 +21,12 @@ from cpu_ops.asked_keys import (
     keys_of_block,
     score_block,
 )
-from cpu_ops.bfloat16_tiles import LANES
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.exponential import LOG2_E, exp2
 from cpu_ops.kernel_address import address_of
 from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.listed_keys import LEAST
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.run_attention import runs_in_bfloat16
 from cpu_ops.scratch import scratch
 from cpu_ops.softmax_rows import rows_most
 from cpu_ops.threads import kernel_threads
@@ -43,29 +42,17 @@ def line_sums(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention by token and by distance of the last queries of a sequence, summed over these, for each head.
 
-    q: [heads, queries, k_dim], at most `ASKED_COLUMNS` last queries of heads that share keys; past_k: [past, k_dim] and
-    k: [n, k_dim], the keys before a chunk and its own; all float32, or all bits of bfloat16 (uint16) where
-    `run_attention.runs_in_bfloat16`. The last query is the last token. scale and softcap (0: none) as for
+    q: [heads, queries, k_dim], at most `ASKED_COLUMNS` last queries of heads that share keys; past_k, k: as for
+    `asked_keys.asked_numbers`. The last query is the last token. scale and softcap (0: none) as for
     `run_attention.attend_runs`. threads: how many to use (None: Numba's setting).
 
     Returns two [heads, past + n] float32, to a relative error of some 1e-5. Raises ValueError or TypeError for arrays
     that do not fit together or that the CPU cannot multiply.
     """
-    if any(each.dtype != q.dtype for each in (past_k, k)) or q.dtype not in (np.uint16, np.float32):
-        raise TypeError("q, past_k and k must be float32, or bits of bfloat16")
-    (heads, queries, k_dim), n = q.shape, k.shape[0]
-    if min(q.shape) < 1 or k.shape != (n, k_dim) or past_k.shape[1:] != (k_dim,):
-        raise ValueError(f"q {q.shape}, past {past_k.shape} and k {k.shape} do not fit")
+    numbers = asked_numbers(q, past_k, k, scale)
+    (heads, queries, k_dim), n, is_bits = q.shape, k.shape[0], q.dtype == np.uint16
     if not queries <= min(n, ASKED_COLUMNS):
         raise ValueError(f"{queries} queries are not the last ones of {n} tokens, {ASKED_COLUMNS} at most")
-    if not scale > 0:
-        raise ValueError(f"scale is {scale}; it must be above 0")
-    is_bits = q.dtype == np.uint16
-    if is_bits and not runs_in_bfloat16(k_dim, k_dim):
-        raise ValueError(f"dim {k_dim} must be a multiple of {LANES}, on a CPU with AVX512_BF16")
-    numbers = [np.ascontiguousarray(each) for each in (q, past_k, k)]
-    if is_bits:
-        numbers = [each.view(np.uint32) for each in numbers]
     total = past_k.shape[0] + n
     spans = -(-total // _SPAN)
     # Of each span by itself, in powers of two: the largest scores, and sums of weights above them; later their sums.
@@ -106,7 +93,7 @@ def _arguments(variant: str) -> tuple[Any, ...]:
     by_place [spans, heads, places], with the whole's in most[0] and totals[0].
     """
     number = types.uint32 if variant == "bfloat16" else types.float32
-    q, keys = types.Array(number, 3, "C"), types.Array(number, 2, "C")
+    q, keys = types.Array(number, 3, "A"), types.Array(number, 2, "C")
     sums, by_token = types.Array(types.float32, 3, "C"), types.Array(types.float32, 2, "C")
     return q, keys, keys, types.float64, types.float64, types.boolean, sums, sums, by_token, sums
 

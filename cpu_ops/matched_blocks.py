@@ -14,13 +14,13 @@ from cpu_ops.amx_tiles import begin_tiles, end_tiles
 from cpu_ops.asked_keys import (
     ASKED_COLUMNS,
     AskedShape,
+    asked_numbers,
     capped,
     free_block_weights,
     hide_behind,
     keys_of_block,
     score_block,
 )
-from cpu_ops.bfloat16_tiles import LANES
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.exponential import LOG2_E, exp2, row_exp2
 from cpu_ops.inner import inner
@@ -28,7 +28,6 @@ from cpu_ops.kernel_address import address_of
 from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.listed_keys import LEAST
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.run_attention import runs_in_bfloat16
 from cpu_ops.scratch import scratch
 from cpu_ops.softmax_rows import rows_most
 from cpu_ops.threads import kernel_threads
@@ -43,8 +42,7 @@ def matched_blocks(
 ) -> np.ndarray:  # fmt: skip
     """The attention that each block of keys receives from a few queries of each block of queries: the most by any.
 
-    q: [heads, n, k_dim], a chunk's queries of heads that share keys; past_k: [past, k_dim] and k: [n, k_dim], the keys
-    before the chunk and its own; all float32, or all bits of bfloat16 (uint16) where `run_attention.runs_in_bfloat16`.
+    q: [heads, n, k_dim], a chunk's queries of heads that share keys; past_k, k: as for `asked_keys.asked_numbers`.
     runs: [count, 2] int32 and starts: [heads * blocks + 1] int64, what the heads' blocks of `QUERY_BLOCK` queries
     attend to, as for `run_attention.attend_runs`. scale and softcap (0: none) as there. threads: how many to use
     (None: Numba's setting).
@@ -53,25 +51,16 @@ def matched_blocks(
     no run names; 0 where there is none. Key blocks have `QUERY_BLOCK` tokens. Raises ValueError or TypeError for arrays
     that do not fit together or that the CPU cannot multiply.
     """
-    if any(each.dtype != q.dtype for each in (past_k, k)) or q.dtype not in (np.uint16, np.float32):
-        raise TypeError("q, past_k and k must be float32, or bits of bfloat16")
-    heads, n, k_dim = q.shape
+    numbers = asked_numbers(q, past_k, k, scale)
+    (heads, n, k_dim), is_bits = q.shape, q.dtype == np.uint16
     total = past_k.shape[0] + n
-    if min(q.shape) < 1 or k.shape != (n, k_dim) or past_k.shape[1:] != (k_dim,):
-        raise ValueError(f"q {q.shape}, past {past_k.shape} and k {k.shape} do not fit")
-    if not scale > 0:
-        raise ValueError(f"scale is {scale}; it must be above 0")
-    is_bits = q.dtype == np.uint16
-    if is_bits and not runs_in_bfloat16(k_dim, k_dim):
-        raise ValueError(f"dim {k_dim} must be a multiple of {LANES}, on a CPU with AVX512_BF16")
+    if len(k) != n:
+        raise ValueError(f"q {q.shape} and k {k.shape} do not fit")
     blocks = -(-n // QUERY_BLOCK)
     if starts.shape != (heads * blocks + 1,) or starts[0] < 0 or starts[-1] > len(runs) or (np.diff(starts) < 0).any():
         raise ValueError(f"starts {starts.shape} and runs {runs.shape} are not those of {heads * blocks} blocks")
     if len(runs) and (runs.min() < 0 or runs.max() > total):
         raise ValueError(f"runs must lie within {total} tokens")
-    numbers = [q if q.strides[2] == q.itemsize else np.ascontiguousarray(q), *map(np.ascontiguousarray, (past_k, k))]
-    if is_bits:
-        numbers = [each.view(np.uint32) for each in numbers]
     # Queries that ask together write side by side.
     shares = np.zeros((-(-total // QUERY_BLOCK), blocks, heads), np.float32)
     lists = np.ascontiguousarray(runs, np.int32), np.ascontiguousarray(starts, np.int64)
