@@ -3,6 +3,7 @@
 import ctypes
 import platform
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -76,27 +77,71 @@ def emit_multiply_by_tiles(
     c: ir.Value, c_row: ir.Value,
 ) -> None:  # fmt: skip
     """The code of `multiply_by_tiles`, on pointers to words and numbers; rows are as far apart as so many of them."""
+    a_pitch = builder.mul(a_row, integer(4))
+    count = builder.udiv(builder.add(depth, integer(TILE - 1)), integer(TILE))
+
+    def left(index: ir.Value) -> ir.Value:
+        return byte_pointer(builder, offset(builder, a, builder.mul(index, integer(TILE))))
+
+    _emit_product(builder, adds, count, left, a_pitch, b, b_row, c, c_row)
+
+
+def _emit_product(
+    builder: ir.IRBuilder, adds: bool, count: ir.Value, left_of: Callable[[ir.Value], ir.Value], a_pitch: ir.Value,
+    b: ir.Value, b_row: ir.Value, c: ir.Value, c_row: ir.Value,
+) -> None:  # fmt: skip
+    """The code of a product that is `count` tiles deep; left_of: where a's `BLOCK` rows of a tile's depth begin.
+
+    a_pitch: from row to row, in bytes.
+    """
 
     def part(pointer: ir.Value, row: ir.Value, rows: int, columns: int) -> ir.Value:
         at = builder.add(builder.mul(row, integer(rows)), integer(columns))
         return byte_pointer(builder, offset(builder, pointer, at))
 
-    a_pitch, b_pitch, c_pitch = (builder.mul(row, integer(4)) for row in (a_row, b_row, c_row))
+    b_pitch, c_pitch = (builder.mul(row, integer(4)) for row in (b_row, c_row))
     cells = [(0, 0), (0, 1), (1, 0), (1, 1)]
     for tile, (i, j) in enumerate(cells):
         if adds:
             _call(builder, "tileloadd64", _number(tile), part(c, c_row, i * TILE, j * TILE), c_pitch)
         else:
             _call(builder, "tilezero", _number(tile))
-    with cgutils.for_range_slice(builder, integer(0), depth, integer(TILE)) as (word, _):
-        left, right = offset(builder, a, word), offset(builder, b, builder.mul(word, b_row))
+    with cgutils.for_range(builder, count) as loop:
+        left = left_of(loop.index)
+        right = offset(builder, b, builder.mul(builder.mul(loop.index, integer(TILE)), b_row))
         for each in range(2):
-            _call(builder, "tileloadd64", _number(4 + each), part(left, a_row, each * TILE, 0), a_pitch)
+            rows = offset(builder, left, builder.mul(a_pitch, integer(each * TILE)))
+            _call(builder, "tileloadd64", _number(4 + each), rows, a_pitch)
             _call(builder, "tileloadd64", _number(6 + each), part(right, b_row, 0, each * TILE), b_pitch)
         for tile, (i, j) in enumerate(cells):
             _call(builder, "tdpbf16ps", _number(tile), _number(4 + i), _number(6 + j))
     for tile, (i, j) in enumerate(cells):
         _call(builder, "tilestored64", _number(tile), part(c, c_row, i * TILE, j * TILE), c_pitch)
+
+
+@intrinsic(prefer_literal=True)
+def multiply_from(typingctx, adds, addresses, first, count, skipped, a_pitch, b, b_at, b_row, c, c_at, c_row):
+    """As `multiply_by_tiles`, of words of a that lie anywhere: of each `TILE` of its depth at an address of their own.
+
+    addresses: int64; those from `first` on, `count` of them, and each `skipped` bytes further on. a_pitch: from row to
+    row, in bytes.
+    """
+    is_sum = bool(adds.literal_value)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+        given = array_pointer(context, builder, addresses, arguments[1], arguments[2])
+        second = array_pointer(context, builder, b, arguments[6], arguments[7])
+        sums = array_pointer(context, builder, c, arguments[9], arguments[10])
+
+        def left(index: ir.Value) -> ir.Value:
+            address = builder.add(builder.load(offset(builder, given, index)), arguments[4])
+            return builder.inttoptr(address, _BYTE.as_pointer())
+
+        _emit_product(builder, is_sum, arguments[3], left, arguments[5], second, arguments[8], sums, arguments[11])
+        return context.get_dummy_value()
+
+    at = types.int64
+    return types.none(adds, addresses, at, at, at, at, b, at, at, c, at, at), codegen
 
 
 @intrinsic(prefer_literal=True)

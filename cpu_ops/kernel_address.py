@@ -15,8 +15,8 @@ Signature = Callable[[str], Any]
 """The signature (numba's) that kernels of one kind have for a storage type."""
 
 _SIGNATURES: dict[str, Signature] = {}
-_ADDRESSED: dict[int, Any] = {}
-"""Kernels whose addresses were asked for, so that their code stays."""
+_ADDRESSES: dict[Any, int] = {}
+"""Of kernels that were asked for, by the kernel, so that their code stays."""
 
 
 def called_as(kind: str) -> Callable[[Signature], Signature]:
@@ -34,13 +34,13 @@ def address_of(kernel: Any) -> int:
 
     Raises ValueError for one with none or several.
     """
-    compiled = list(kernel.overloads.values())
-    if len(compiled) != 1:
-        raise ValueError(f"{kernel.py_func.__name__} has been compiled for {len(compiled)} signatures, not for one")
-    found = compiled[0]
-    address = int(found.library.get_pointer_to_function(found.fndesc.llvm_func_name))
-    _ADDRESSED[address] = kernel
-    return address
+    if len(kernel.overloads) != 1:
+        compiled = len(kernel.overloads)
+        raise ValueError(f"{kernel.py_func.__name__} has been compiled for {compiled} signatures, not for one")
+    if kernel not in _ADDRESSES:
+        (found,) = kernel.overloads.values()
+        _ADDRESSES[kernel] = int(found.library.get_pointer_to_function(found.fndesc.llvm_func_name))
+    return _ADDRESSES[kernel]
 
 
 @intrinsic(prefer_literal=True)

@@ -1,5 +1,7 @@
 """Which keys a block of queries attends to, as runs of tokens: made from lines and diagonals, or from blocks."""
 
+from typing import Any
+
 import numpy as np
 from numba import njit, types
 
@@ -35,6 +37,11 @@ def block_runs(chosen: np.ndarray, past: int, n: int) -> tuple[np.ndarray, np.nd
     return _block_runs(np.ascontiguousarray(chosen, np.bool_), past, n)
 
 
+def ranges_of(numbers: np.ndarray, always: int) -> np.ndarray:
+    """Ascending ranges [count, 2] int32, [first, stop), of numbers in any order and of all below `always`."""
+    return _ranges_of(np.ascontiguousarray(numbers, np.int64), always)
+
+
 _INT2, _INT1 = types.Array(types.int32, 2, "C"), types.Array(types.int64, 1, "C")
 _RESULT = types.Tuple((_INT2, _INT1))
 
@@ -58,6 +65,27 @@ def are_sound(runs, starts, past, n):
         if behind != stop or runs[starts[item + 1] - 1, 0] > own:
             return False
     return True
+
+
+@njit(_INT2(_INT1, types.int64), cache=True, nogil=True)
+def _ranges_of(numbers, always):
+    stop: Any = always
+    for number in numbers:
+        stop = max(stop, number + 1)
+    # One more than there is, so that the last range ends.
+    named = np.zeros(stop + 1, np.bool_)
+    named[:always] = True
+    for number in numbers:
+        named[number] = True
+    ranges = np.empty((numbers.size + 1, 2), np.int32)
+    count, first = 0, -1
+    for number in range(stop + 1):
+        if named[number]:
+            first = number if first < 0 else first
+        elif first >= 0:
+            ranges[count, 0], ranges[count, 1] = first, number
+            count, first = count + 1, -1
+    return ranges[:count].copy()
 
 
 @njit(types.int64(_INT2, types.int64, types.int64, types.int64, types.int64), cache=True, nogil=True)

@@ -69,11 +69,7 @@ def line_sums(
                 # What a span adds to the others is rescaled to the largest score of all.
                 totals[0] = (totals * np.exp2(most - largest)).sum(axis=0)
                 most[0] = largest
-    places = np.zeros((heads, spans * _SPAN + ASKED_COLUMNS), np.float32)
-    for span in range(spans):
-        places[:, span * _SPAN : (span + 1) * _SPAN + ASKED_COLUMNS] += by_place[span]
-    # A column's query stands so many places before the last token, and its place is that much behind the key's.
-    return np.ascontiguousarray(by_token[:, :total]), np.ascontiguousarray(places[:, :total][:, ::-1])
+    return by_token[:, :total], _by_distance(by_place, total)
 
 
 def compile_for(in_bfloat16: bool, k_dim: int, softcapped: bool) -> None:
@@ -212,6 +208,20 @@ def _region(shape: AskedShape, softcapped: bool) -> Any:
         return np.int64(0 * code_version)
 
     return add
+
+
+@njit(types.Array(types.float32, 2, "C")(types.Array(types.float32, 3, "C"), types.int64), cache=True, nogil=True)
+def _by_distance(by_place, total):
+    """Sums [heads, total] by distance from those of spans by place, [spans, heads, places]."""
+    spans, heads, places = by_place.shape
+    sums = np.zeros((heads, total), np.float32)
+    for span in range(spans):
+        for head in range(heads):
+            # A column's query stands so many places before the last token, and its place is that much behind the key's.
+            last = total - 1 - span * _SPAN
+            for place in range(min(places, last + 1)):
+                sums[head, last - place] += by_place[span, head, place]
+    return sums
 
 
 @njit(_INT1(_INT1, types.int64, types.int64, types.int64), cache=True, nogil=True)

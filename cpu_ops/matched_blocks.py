@@ -68,7 +68,17 @@ def matched_blocks(
     with kernel_threads(threads) as used:
         arguments = (*numbers, *lists, float(scale), float(softcap), shares)
         call_region("match blocks", _variant(is_bits), region, arguments, used)
-    return np.ascontiguousarray(shares.transpose(2, 1, 0))
+    return shares.transpose(2, 1, 0)
+
+
+def best_blocks(shares: np.ndarray, count: int) -> np.ndarray:
+    """The `count` blocks of keys with the largest shares, of those above 0.
+
+    shares: [heads, blocks, key blocks] float32, as `matched_blocks` returns them.
+
+    Returns [heads, blocks, count] int32, ascending, -1 before them for none.
+    """
+    return _best_blocks(shares.transpose(2, 1, 0), count)
 
 
 def compile_for(in_bfloat16: bool, k_dim: int, softcapped: bool) -> None:
@@ -90,6 +100,29 @@ def _arguments(variant: str) -> tuple[Any, ...]:
     q, keys = types.Array(number, 3, "A"), types.Array(number, 2, "C")
     lists = types.Array(types.int32, 2, "C"), types.Array(types.int64, 1, "C")
     return q, keys, keys, *lists, types.float64, types.float64, types.Array(types.float32, 3, "C")
+
+
+@njit(types.Array(types.int32, 3, "C")(types.Array(types.float32, 3, "A"), types.int64), cache=True, nogil=True)
+def _best_blocks(shares, count):
+    key_blocks, blocks, heads = shares.shape
+    best = np.full((heads, blocks, count), -1, np.int32)
+    # Ascending, as long as they are looked for.
+    values = np.zeros((blocks, heads, count), np.float32)
+    for key_block in range(key_blocks if count else 0):
+        for block in range(blocks):
+            for head in range(heads):
+                share = shares[key_block, block, head]
+                if not share > values[block, head, 0]:
+                    continue
+                own, of, place = best[head, block], values[block, head], 0
+                while place + 1 < count and of[place + 1] < share:
+                    own[place], of[place] = own[place + 1], of[place + 1]
+                    place += 1
+                own[place], of[place] = key_block, share
+    for head in range(heads):
+        for block in range(blocks):
+            best[head, block].sort()
+    return best
 
 
 @inner(error_model="numpy")

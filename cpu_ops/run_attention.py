@@ -23,7 +23,7 @@ from cpu_ops.listed_keys import UNSEEN, address_in, hide, next_listed, places_of
 from cpu_ops.matrix_tiles import multiply_tile
 from cpu_ops.number_bits import rounded
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.run_attention_tiles import tiles_region
+from cpu_ops.run_attention_tiles import attend_by_tiles, tiles_region
 from cpu_ops.scratch import scratch
 from cpu_ops.softmax_rows import rows_exp2, rows_most
 from cpu_ops.threads import kernel_threads
@@ -95,7 +95,10 @@ def attend_runs(
         arrays = [each.view(np.uint32) if index in (0, 1, 3) else each for index, each in enumerate(arrays)]
     out = np.empty((batch, n, heads, v_dim), q.dtype)
     lse = np.empty((batch, heads, n), np.float32)
-    region = address_of(_region(is_bits, isa(), k_dim, v_dim, softcap > 0))
+    if is_bits and multiplies_by_tiles():
+        attend_by_tiles(arrays, runs, starts, scale, softcap, threads, out, lse)
+        return out, lse
+    region = address_of(_vector_region(is_bits, isa(), k_dim, v_dim, softcap > 0))
     with kernel_threads(threads) as used:
         arguments = (*arrays, runs, starts, float(scale), float(softcap), out, lse)
         call_region("attend runs", _variant(is_bits), region, arguments, used)
@@ -104,7 +107,10 @@ def attend_runs(
 
 def compile_for(in_bfloat16: bool, k_dim: int, v_dim: int, softcapped: bool) -> None:
     """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first prompt needs it."""
-    _region(in_bfloat16, isa(), k_dim, v_dim, softcapped)
+    if in_bfloat16 and multiplies_by_tiles():
+        tiles_region(k_dim, v_dim, softcapped)
+    else:
+        _vector_region(in_bfloat16, isa(), k_dim, v_dim, softcapped)
 
 
 def _variant(in_bfloat16: bool) -> str:
@@ -121,12 +127,6 @@ def _arguments(variant: str) -> tuple[Any, ...]:
     runs, starts = types.Array(types.int32, 2, "C"), types.Array(types.int64, 1, "C")
     lse = types.Array(types.float32, 3, "C")
     return keys, keys, values, keys, values, runs, starts, types.float64, types.float64, out, lse
-
-
-def _region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int, softcapped: bool) -> Any:
-    if in_bfloat16 and multiplies_by_tiles():
-        return tiles_region(k_dim, v_dim, softcapped)
-    return _vector_region(in_bfloat16, instructions, k_dim, v_dim, softcapped)
 
 
 @cache

@@ -1,29 +1,94 @@
 """`run_attention.attend_runs` in bfloat16 by AMX's tiles, where a CPU has them.
 
-As there, a block's queries are in the lanes. Keys and words of queries are multiplied as they lie; of values the words
-are turned, so that their sums have the queries in the lanes too, and nothing of the softmax is.
+As there, a block's queries are in the lanes. Keys are multiplied as they lie, `BLOCK` tokens at once where these are
+neighbours; others are copied together. Of values the words are turned, once for all queries, so that their sums have
+the queries in the lanes too, and nothing of the softmax is summed across lanes.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import njit
+from numba import njit, types
 
-from cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_by_tiles, turn_words
+from cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_from, turn_words
 from cpu_ops.bfloat16_tiles import lane_weights_bf16
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
 from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
+from cpu_ops.inner import inner
+from cpu_ops.kernel_address import address_of
 from cpu_ops.key_runs import QUERY_BLOCK
-from cpu_ops.listed_keys import UNSEEN, address_in, hide, next_listed, outgrown, places_of
+from cpu_ops.listed_keys import UNSEEN, address_in, hide, outgrown, places_of
 from cpu_ops.number_bits import round_row
-from cpu_ops.parallel_region import REGION, arguments_at
+from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.scratch import scratch
 from cpu_ops.softmax_rows import rows_most
+from cpu_ops.threads import kernel_threads
 
-_TOKENS = 128
-"""Tokens that are gathered at once, a multiple of `BLOCK`: their keys, values and scores stay close in the caches."""
+_LISTED = 4
+"""Lists of `BLOCK` tokens that are multiplied at once: their scores stay close in the caches."""
+_LINE = 4 * TILE
+"""Bytes of a row of turned values."""
+
+
+def attend_by_tiles(
+    arrays: Sequence[np.ndarray], runs: np.ndarray, starts: np.ndarray, scale: float, softcap: float,
+    threads: int | None, out: np.ndarray, lse: np.ndarray,
+) -> None:  # fmt: skip
+    """Write what `run_attention.attend_runs` returns, of what it has checked.
+
+    arrays: q, past_k, past_v, k and v; q and keys as words. Values of one kv head at a time lie in memory twice.
+    """
+    _, past_k, _, k, v = arrays
+    (rows, kv_heads, n, words), past, v_dim = k.shape, past_k.shape[2], v.shape[3]
+    region = address_of(tiles_region(2 * words, v_dim, softcap > 0))
+    turned = np.empty(((past + n) // BLOCK, -(-v_dim // BLOCK) * BLOCK, TILE), np.uint32)
+    with kernel_threads(threads) as used:
+        for row in range(rows):
+            for kv_head in range(kv_heads):
+                for turns in (True, False):
+                    asked = runs, starts, float(scale), float(softcap), row, kv_head
+                    arguments = (*arrays, *asked, turned, turns, out, lse)
+                    call_region("attend runs by tiles", "", region, arguments, used)
+
+
+@region_arguments("attend runs by tiles")
+def _arguments(_: str) -> tuple[Any, ...]:
+    """(q, past_k, past_v, k, v, runs, starts, scale, softcap, row, kv_head, turned, turns, out, lse).
+
+    turned: the head's values, [whole blocks of `BLOCK` tokens, v_dim filled up, `TILE`], of which `turns` writes a
+    thread's share.
+    """
+    keys, values = types.Array(types.uint32, 4, "A"), types.Array(types.uint16, 4, "A")
+    runs, starts = types.Array(types.int32, 2, "C"), types.Array(types.int64, 1, "C")
+    out, lse = types.Array(types.uint16, 4, "C"), types.Array(types.float32, 3, "C")
+    real, at, turned = types.float64, types.int64, types.Array(types.uint32, 3, "C")
+    return keys, keys, values, keys, values, runs, starts, real, real, at, at, turned, types.boolean, out, lse
+
+
+@inner
+def _split(runs, first, stop, past, is_whole, whole, apart):
+    """The tokens of the runs from `first` to `stop`: those of whole blocks of `BLOCK`, and each of the others.
+
+    A block begins at a multiple of its size and is all in past or all in the chunk; is_whole: whether there may be any.
+    Its first token is written to `whole`, the others to `apart`. Returns how many of either.
+    """
+    wholes, aparts = 0, 0
+    for run in range(first, stop):
+        token, end = np.int64(runs[run, 0]), np.int64(runs[run, 1])
+        while token < end:
+            block = min(end, (token // BLOCK + 1) * BLOCK)
+            if is_whole and block - token == BLOCK and (block <= past or past <= token):
+                whole[wholes] = token
+                wholes += 1
+            else:
+                for each in range(token, block):
+                    apart[aparts] = each
+                    aparts += 1
+            token = block
+    return wholes, aparts
 
 
 @cache
@@ -31,33 +96,52 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
     """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
     words, depth = k_dim // 2, -(-k_dim // BLOCK) * TILE
     v_pad = -(-v_dim // BLOCK) * BLOCK
-    columns, tokens, lanes, side = QUERY_BLOCK, _TOKENS, TILE, BLOCK
-    pairs = tokens // 2
+    columns, lanes, side, most_lists = QUERY_BLOCK, TILE, BLOCK, _LISTED
+    deep, tokens, whole_rows, line, list_line = depth // TILE, _LISTED * BLOCK, words == depth, _LINE, v_pad * _LINE
     code_version = CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def attend(thread, threads, arguments):
-        q, past_k, past_v, k, v, runs, starts, scale, softcap, out, lse = arguments_at(
-            "attend runs", "bfloat16", arguments
+        q, past_k, past_v, k, v, runs, starts, scale, softcap, row, kv_head, turned, turns, out, lse = arguments_at(
+            "attend runs by tiles", "", arguments
         )
         heads, n, kv_heads, past = q.shape[1], q.shape[2], k.shape[1], past_k.shape[2]
-        blocks = -(-n // columns)
+        key_places, value_places = places_of(past_k, k, row, kv_head), places_of(past_v, v, row, kv_head)
+        value_words, listed = scratch(lanes, v_pad).view(np.uint32), np.empty(tokens, np.int64)
+        if turns:
+            for block in range(thread, turned.shape[0], threads):
+                for t in range(side):
+                    listed[t] = block * side + t
+                for pair in range(lanes):
+                    even = address_in(value_places, past, listed[2 * pair])
+                    odd = address_in(value_places, past, listed[2 * pair + 1])
+                    pair_rows(v_dim, even, odd, value_words, pair * v_pad)
+                for d in range(0, v_dim, lanes):
+                    turn_words(value_words, d, v_pad, turned, (block * v_pad + d) * lanes, lanes)
+            return np.int64(0 * code_version)
+        blocks, group = -(-n // columns), heads // kv_heads
         factor = np.float32(1) if softcapped else np.float32(scale * LOG2_E)
         before_cap = np.float32(scale / softcap) if softcapped else np.float32(0)
-        turned_q, key_words = scratch(depth, columns).view(np.uint32), scratch(tokens, depth).view(np.uint32)
-        value_words, turned_values = scratch(pairs, v_pad).view(np.uint32), scratch(v_pad, pairs).view(np.uint32)
+        turned_q = scratch(depth, columns).view(np.uint32)
+        # Of tokens that are not neighbours.
+        copied_keys = scratch(tokens, depth).view(np.uint32)
+        copied_values = scratch(most_lists * v_pad, lanes).view(np.uint32)
         # A row for each of the values' channels, and in the end for each query.
         sums, turned_sums = scratch(v_pad, columns), scratch(columns, v_pad)
         sum_words, turned_sum_words = sums.view(np.uint32), turned_sums.view(np.uint32)
         query_words = scratch(columns, depth).view(np.uint32)
-        scores, weights = scratch(tokens, columns), scratch(pairs, columns).view(np.uint32)
-        listed = np.empty(tokens, np.int64)
+        scores, weights = scratch(tokens, columns), scratch(tokens // 2, columns).view(np.uint32)
+        whole, apart = np.empty((past + n) // side, np.int64), np.empty(past + n, np.int64)
+        # Where a list's words lie: of its keys `lanes` of them at a time, and of its values from row to row.
+        keys_at, pitches = np.empty(most_lists * deep, np.int64), np.empty(most_lists, np.int64)
+        values_at = np.empty(most_lists, np.int64)
         most, totals, fresh, rescale = np.empty((4, columns), np.float32)
         found = np.empty(64, np.uint8)
         begin_tiles(found)
-        for item in range(thread, starts.size - 1, threads):
-            block, head, row = item % blocks, item // blocks % heads, item // blocks // heads
-            kv_head, first = head // (heads // kv_heads), block * columns
+        first_item = (row * heads + kv_head * group) * blocks
+        for item in range(first_item + thread, first_item + group * blocks, threads):
+            block, head = item % blocks, item // blocks % heads
+            first = block * columns
             count = min(columns, n - first)
             query_words[:] = 0
             for i in range(count):
@@ -65,40 +149,52 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
             for d in range(0, depth, lanes):
                 for i in range(0, columns, lanes):
                     turn_words(query_words, i * depth + d, depth, turned_q, d * columns + i, columns)
-            key_places, value_places = places_of(past_k, k, row, kv_head), places_of(past_v, v, row, kv_head)
             most[:], totals[:], sums[:] = UNSEEN, 0, 0
-            run, token = starts[item], np.int64(0)
-            while run < starts[item + 1]:
-                run, token, filled = next_listed(runs, run, token, starts[item + 1], listed)
-                # As many as products that are made at once have rows.
-                whole = -(-filled // side) * side
-                for t in range(filled):
-                    copy_row(words, address_in(key_places, past, listed[t]), key_words, t * depth)
-                for t in range(0, filled - 1, 2):
-                    even = address_in(value_places, past, listed[t])
-                    odd = address_in(value_places, past, listed[t + 1])
-                    pair_rows(v_dim, even, odd, value_words, (t // 2) * v_pad)
-                if filled % 2:
-                    last = address_in(value_places, past, listed[filled - 1])
-                    pair_rows(v_dim, last, last, value_words, (filled // 2) * v_pad)
-                for pair in range(0, whole // 2, lanes):
-                    for d in range(0, v_dim, lanes):
-                        turn_words(value_words, pair * v_pad + d, v_pad, turned_values, d * pairs + pair, pairs)
-                for t in range(0, whole, side):
+            wholes, aparts = _split(runs, starts[item], starts[item + 1], past, whole_rows, whole, apart)
+            lists = wholes + -(-aparts // side)
+            for first_list in range(0, lists, most_lists):
+                here, farthest = min(most_lists, lists - first_list), np.int64(0)
+                for index in range(here):
+                    number, at = first_list + index, index * side
+                    if number < wholes:
+                        token = whole[number]
+                        for t in range(side):
+                            listed[at + t] = token + t
+                        key_at, pitch = address_in(key_places, past, token), key_places[1 if token < past else 3]
+                        values_at[index] = turned.ctypes.data + token // side * list_line
+                    else:
+                        for t in range(side):
+                            listed[at + t] = apart[min((number - wholes) * side + t, aparts - 1)]
+                            copy_row(words, address_in(key_places, past, listed[at + t]), copied_keys, (at + t) * depth)
+                        for pair in range(lanes):
+                            even = address_in(value_places, past, listed[at + 2 * pair])
+                            odd = address_in(value_places, past, listed[at + 2 * pair + 1])
+                            pair_rows(v_dim, even, odd, value_words, pair * v_pad)
+                        for d in range(0, v_dim, lanes):
+                            turn_words(value_words, d, v_pad, copied_values, (index * v_pad + d) * lanes, lanes)
+                        key_at, pitch = copied_keys[at:].ctypes.data, np.int64(4 * depth)
+                        values_at[index] = copied_values.ctypes.data + index * list_line
+                    for word in range(deep):
+                        keys_at[index * deep + word] = key_at + word * line
+                    pitches[index] = pitch
+                    farthest = max(farthest, listed[at + side - 1])
+                for index in range(here):
                     for i in range(0, columns, side):
-                        at = t * columns + i
-                        multiply_by_tiles(
-                            0, key_words, t * depth, depth, depth, turned_q, i, columns, scores, at, columns
-                        )
+                        multiply_from(
+                            0, keys_at, index * deep, deep, 0, pitches[index], turned_q, i, columns,
+                            scores, index * side * columns + i, columns,
+                        )  # fmt: skip
+                filled = here * side
                 if softcapped:
                     for t in range(filled):
                         for i in range(columns):
                             scores[t, i] *= before_cap
                         row_softcap(scores, t, columns, np.float32(softcap) * LOG2_E)
-                if listed[filled - 1] > past + first:
+                if farthest > past + first:
                     hide(listed, filled, past + first, scores)
-                # Behind the list: no query sees it.
-                scores[filled:whole] = UNSEEN
+                if first_list + here == lists:
+                    # The last token once more, and behind it: no query sees it twice.
+                    scores[filled - (lists - wholes) * side + aparts : filled] = UNSEEN
                 grown = False
                 for i in range(0, columns, lanes):
                     grown |= rows_most(lanes, lanes, scores, i, columns, filled, most, i, fresh, i)
@@ -111,12 +207,11 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                         for i in range(columns):
                             sums[d, i] *= rescale[i]
                 for i in range(0, columns, lanes):
-                    lane_weights_bf16(columns, scores, i, whole // 2, factor, most, i, weights, totals)
+                    lane_weights_bf16(columns, scores, i, filled // 2, factor, most, i, weights, totals)
                 for d in range(0, v_pad, side):
                     for i in range(0, columns, side):
-                        at = d * columns + i
-                        multiply_by_tiles(
-                            1, turned_values, d * pairs, pairs, whole // 2, weights, i, columns, sums, at, columns
+                        multiply_from(
+                            1, values_at, 0, here, d * line, line, weights, i, columns, sums, d * columns + i, columns
                         )
             for i in range(columns):
                 rescale[i] = np.float32(1) / totals[i]

@@ -81,12 +81,7 @@ def best_matched_blocks(
     queries, past_keys, keys = _numbers(in_bits, q, past_k, k)
     threads = at_most(torch.get_num_threads())
     matched = matched_blocks.matched_blocks(queries, past_keys, keys, runs, starts, scale, softcap or 0.0, threads)
-    kept = min(count, matched.shape[2])
-    best = np.argpartition(matched, matched.shape[2] - kept, axis=2)[:, :, matched.shape[2] - kept :]
-    best = np.where(np.take_along_axis(matched, best, axis=2) > 0, best, -1)
-    found = np.full((*matched.shape[:2], count), -1, np.int32)
-    found[:, :, count - kept :] = np.sort(best, axis=2)
-    return found
+    return matched_blocks.best_blocks(matched, count)
 
 
 def _numbers(in_bits: bool, *tensors: torch.Tensor) -> list[np.ndarray]:
@@ -99,8 +94,19 @@ def block_means(past: torch.Tensor, new: torch.Tensor, block: int) -> torch.Tens
     total = past.shape[-2] + new.shape[-2]
     sums = new.new_zeros(*new.shape[:-2], -(-total // block), new.shape[-1], dtype=torch.float32)
     for start, part in ((0, past), (past.shape[-2], new)):
-        whole = torch.arange(start, start + part.shape[-2]) // block
-        sums.index_add_(-2, whole, part.float())
+        # What ends a block that the tokens before began, whole blocks, and what begins another.
+        first = min(-start % block, part.shape[-2])
+        whole, rest = divmod(part.shape[-2] - first, block)
+        at = -(-start // block)
+        # In float32 before they are summed: PyTorch sums bfloat16 one by one.
+        numbers = part.float()
+        if first:
+            sums[..., start // block, :] += numbers[..., :first, :].sum(-2)
+        if whole:
+            in_blocks = numbers[..., first : first + whole * block, :].unflatten(-2, (whole, block))
+            torch.sum(in_blocks, -2, out=sums[..., at : at + whole, :])
+        if rest:
+            sums[..., at + whole, :] = numbers[..., first + whole * block :, :].sum(-2)
     sizes = torch.full((sums.shape[-2], 1), float(block))
     sizes[-1] = total - (sums.shape[-2] - 1) * block
     return sums / sizes

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from cpu_ops import run_attention
 from cpu_ops.amx_tiles import multiplies_by_tiles
-from cpu_ops.cpu_features import has, isa
-from cpu_ops.key_runs import QUERY_BLOCK, block_runs, line_runs
+from cpu_ops.cpu_features import has
+from cpu_ops.key_runs import QUERY_BLOCK, block_runs, line_runs, ranges_of
 from cpu_ops.row_maximum import row_max
 from cpu_ops.run_attention import attend_runs, runs_in_bfloat16
-from cpu_ops.run_attention_tiles import tiles_region
+from cpu_ops.run_attention_tiles import attend_by_tiles
 from gpu_ops.attention import chunk_attention
 from gpu_ops.chosen_keys import block_means, chosen_attention
 
@@ -30,11 +30,16 @@ KERNELS = [
 
 
 def problem(dtype, batch, kv_heads, group, past, n, k_dim, v_dim, seed):
-    """q, past keys and values, keys and values of the chunk, as a model lays them out: queries by token, then head."""
+    """q, past keys and values, keys and values of the chunk, as a model lays them out: a chunk by token, then head."""
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(batch, n, kv_heads * group, k_dim, generator=generator).to(dtype).transpose(1, 2)
     k, v = (torch.randn(batch, kv_heads, past + n, dim, generator=generator).to(dtype) for dim in (k_dim, v_dim))
-    return q, k[:, :, :past], v[:, :, :past], k[:, :, past:], v[:, :, past:]
+    own = (each[:, :, past:].transpose(1, 2).contiguous().transpose(1, 2) for each in (k, v))
+    # In buffers with room behind the last token.
+    held = [torch.full((batch, kv_heads, past + 40, dim), torch.nan, dtype=dtype) for dim in (k_dim, v_dim)]
+    for buffer, each in zip(held, (k, v), strict=True):
+        buffer[:, :, :past] = each[:, :, :past]
+    return q, *(buffer[:, :, :past] for buffer in held), *own
 
 
 def seen_by(runs, starts, lists, past, n):
@@ -107,11 +112,13 @@ def test_scores_may_rise_from_token_to_token(dtype, k_dim, v_dim, softcap, rise)
 def test_dot_products_and_tiles_compute_the_same(monkeypatch, past, n, share):
     given_tensors = problem(torch.bfloat16, 1, 2, 2, past, n, 16, 16, 3)
     runs, starts = random_runs(np.random.default_rng(5), 4, past, n, share)
+    calls: list[None] = []
+    monkeypatch.setattr(run_attention, "attend_by_tiles", lambda *given: calls.append(attend_by_tiles(*given)))
     by_tiles = chosen_attention(*given_tensors, runs, starts, SCALE)
-    assert run_attention._region(True, isa(), 16, 16, False) is tiles_region(16, 16, False)
+    assert len(calls) == 1
     monkeypatch.setattr(run_attention, "multiplies_by_tiles", lambda: False)
-    assert run_attention._region(True, isa(), 16, 16, False) is not tiles_region(16, 16, False)
     by_dots = chosen_attention(*given_tensors, runs, starts, SCALE)
+    assert len(calls) == 1
     assert (by_tiles[0] - by_dots[0]).abs().max() <= 2**-7 * by_dots[0].abs().max()
     assert (by_tiles[1] - by_dots[1]).abs().max() < 1e-5
 
@@ -166,6 +173,16 @@ def test_lines_and_bands_and_blocks_are_what_a_blocks_queries_see(past, n, seed)
             wanted |= {token for token in range(each * QUERY_BLOCK, (each + 1) * QUERY_BLOCK) if token < own.stop}
         found = [token for first, stop in runs[starts[block] : starts[block + 1]] for token in range(first, stop)]
         assert found == sorted(wanted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(numbers=st.lists(st.integers(0, 90), max_size=30), always=st.integers(0, 70))
+def test_ranges_are_of_neighbours(numbers, always):
+    found = ranges_of(np.array(numbers, np.int64), always)
+    named = {*numbers, *range(always)}
+    assert [number for first, stop in found for number in range(first, stop)] == sorted(named)
+    assert all(stop not in named and first - 1 not in named for first, stop in found)
+    assert found.dtype == np.int32
 
 
 def test_runs_that_lack_the_own_tokens_or_overlap_are_refused():

@@ -88,6 +88,20 @@ PROMPTS = (
         ("tests/cpu_ops/test_matched_blocks.py::test_blocks_are_those_that_receive_most_from_a_few_queries",),
     ),
     Mutation(
+        "of matched blocks the last one that is better than the first is kept, whatever the others are",
+        "cpu_ops/matched_blocks.py",
+        "while place + 1 < count and of[place + 1] < share:",
+        "while place + 1 < count:",
+        ("tests/cpu_ops/test_matched_blocks.py::test_blocks_are_those_that_receive_most_from_a_few_queries",),
+    ),
+    Mutation(
+        "a line's last token is a line of its own",
+        "cpu_ops/key_runs.py",
+        "first = number if first < 0 else first",
+        "first = number",
+        ("tests/cpu_ops/test_run_attention.py::test_ranges_are_of_neighbours",),
+    ),
+    Mutation(
         "what a span of tokens leaves for the next places is lost",
         "cpu_ops/line_sums.py",
         "by_place[span, :, stop : stop + columns] = ahead",

@@ -130,7 +130,8 @@ def with_matched_blocks(chunk: Chunk, keys: Sequence[Lines | Blocks], count: int
             runs, starts = runs_of([found[first + head] for head in those], chunk.past, chunk.n)
             # Heads that are neighbours are not copied.
             are_neighbours = those[-1] - those[0] + 1 == len(those)
-            q = chunk.q[row, those[0] : those[-1] + 1] if are_neighbours else chunk.q[row, those]
+            own = chunk.q[row]
+            q = own[those[0] : those[-1] + 1] if are_neighbours else torch.stack([own[head] for head in those])
             matched = best_matched_blocks(
                 q, chunk.past_k[place], chunk.k[place], runs, starts, count, chunk.scale,
                 chunk.softcap,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cpu_ops.key_runs import QUERY_BLOCK, block_runs, line_runs
+from cpu_ops.key_runs import QUERY_BLOCK, block_runs, line_runs, ranges_of
 
 #: First tokens, and nearest distances, that every head attends to.
 ALWAYS_FIRST, ALWAYS_NEAR = QUERY_BLOCK, QUERY_BLOCK
@@ -30,7 +30,7 @@ class Lines:
     @classmethod
     def of(cls, tokens: np.ndarray, distances: np.ndarray) -> Lines:
         """From numbers in any order, and what every head attends to."""
-        return cls(_ranges(tokens, ALWAYS_FIRST), _ranges(distances, ALWAYS_NEAR))
+        return cls(ranges_of(tokens, ALWAYS_FIRST), ranges_of(distances, ALWAYS_NEAR))
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,6 @@ class Blocks:
     """Keys of one head: for each block of queries blocks of keys, [query blocks, key blocks] bool."""
 
     chosen: np.ndarray
-
-
-def _ranges(numbers: np.ndarray, always: int) -> np.ndarray:
-    """Ascending ranges [count, 2] of the numbers and of 0..always - 1."""
-    ascending = np.union1d(np.asarray(numbers, np.int64), np.arange(always))
-    breaks = np.flatnonzero(np.diff(ascending) > 1)
-    first, last = np.concatenate(([0], breaks + 1)), np.concatenate((breaks, [ascending.size - 1]))
-    return np.stack([ascending[first], ascending[last] + 1], axis=1).astype(np.int32)
 
 
 def runs_of(heads: Sequence[Lines | Blocks], past: int, n: int, whole: int = 0) -> tuple[np.ndarray, np.ndarray]:
