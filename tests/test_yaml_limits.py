@@ -74,6 +74,10 @@ def test_what_rules_and_settings_need_is_far_within_the_limits():
         ('!!int ""', "line 2, column 5: a value cannot be read as int"),
         ("!!int x", "line 2, column 5: a value cannot be read as int"),
         ('!!float ""', "line 2, column 5: a value cannot be read as float"),
+        ("0100", "line 2, column 5: a value cannot be read as int: 0100 would be a number in base 8; write it without"),
+        ("-00", "-00 would be a number in base 8"),
+        ("10:30", "10:30 would be a number in base 60; write it as text in quotes, or in base 10"),
+        ("1:30.5", "1:30.5 would be a number in base 60"),
         ("!!map [a]", "line 2, column 5: expected a mapping, found a sequence"),
         ("!!map a", "line 2, column 5: expected a mapping, found a scalar"),
         ("!!set [a]", "line 2, column 5"),
@@ -95,6 +99,14 @@ def test_what_the_tags_do_fit_is_read():
     text = "a: !!timestamp 2026-01-02\nb: !!bool 'yes'\nc: !!int '7'\nd: !!map {a: 1}\ne: !!float '1'"
     read = {"a": datetime.date(2026, 1, 2), "b": True, "c": 7, "d": {"a": 1}, "e": 1.0}
     assert parse_yaml(text, "mine.yaml") == read
+
+
+def test_numbers_are_those_that_people_mean():
+    text = "[0, -5, 1_000, 0x10, 0b11, 0.5, .5, 1e-3, -2E+1, 1.5e3, 1.e2, .inf, '0100', '10:30', 1e, e3]"
+    wanted = [0, -5, 1000, 16, 3, 0.5, 0.5, 0.001, -20.0, 1500.0, 100.0, float("inf"), "0100", "10:30", "1e", "e3"]
+    found = parse_yaml(text, "mine.yaml")
+    assert found == wanted
+    assert [type(each) for each in found] == [type(each) for each in wanted]
 
 
 # Files that extend others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ MOST_DEPTH = 32
 MOST_VALUES = 10_000
 MOST_DIGITS = 40
 
-_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+# Numbers that PyYAML, by YAML 1.1, takes for text (1e-3) or in base 8, where people mean what YAML 1.2 says.
+_EXPONENT, _LEADING_ZERO = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), re.compile(r"[-+]?0[0-9_]+")
 # What PyYAML's constructors raise for a value that its explicit tag does not fit.
 _FOREIGN = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
 
@@ -68,8 +71,8 @@ class _LocatedLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """See PyYAML. Raises ConstructorError with the place of a value that its tag does not fit."""
         try:
-            if node.tag in _NUMBERS and len(node.value) > MOST_DIGITS:
-                raise ValueError(f"it has {len(node.value):,} characters, and a number may have {MOST_DIGITS}")
+            if node.tag in (_INT, _FLOAT):
+                _check_number(node)
             return super().construct_object(node, deep)
         except _FOREIGN as error:
             kind = node.tag.rpartition(":")[2]
@@ -83,6 +86,17 @@ class _LocatedLoader(yaml.SafeLoader):
             raise yaml.composer.ComposerError(
                 None, None, f"more than {MOST_VALUES:,} values, those behind aliases counted each time", mark
             )
+
+
+def _check_number(node: yaml.Node) -> None:
+    """Raise ValueError for a number that is too long, or that would be read in a base that nobody means."""
+    text = node.value
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"it has {len(text):,} characters, and a number may have {MOST_DIGITS}")
+    if ":" in text:
+        raise ValueError(f"{text} would be a number in base 60; write it as text in quotes, or in base 10")
+    if node.tag == _INT and _LEADING_ZERO.fullmatch(text):
+        raise ValueError(f"{text} would be a number in base 8; write it without the leading 0")
 
 
 def _construct_mapping(loader: _LocatedLoader, node: Any) -> Iterator[LocatedMapping]:
@@ -107,6 +121,7 @@ def _construct_mapping(loader: _LocatedLoader, node: Any) -> Iterator[LocatedMap
 
 
 _LocatedLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+_LocatedLoader.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+.0123456789"))
 
 
 def parse_yaml(text: str, source: str) -> Any:
