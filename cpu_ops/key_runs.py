@@ -38,7 +38,7 @@ def block_runs(chosen: np.ndarray, past: int, n: int) -> tuple[np.ndarray, np.nd
 
 
 def ranges_of(numbers: np.ndarray, always: int) -> np.ndarray:
-    """Ascending ranges [count, 2] int32, [first, stop), of numbers in any order and of all below `always`."""
+    """Ascending ranges [count, 2] int32, [first, stop), of numbers, 0 or more in any order, and all below `always`."""
     return _ranges_of(np.ascontiguousarray(numbers, np.int64), always)
 
 

@@ -5,6 +5,7 @@ neighbours; others are copied together. Of values the words are turned, once for
 the queries in the lanes too, and nothing of the softmax is summed across lanes.
 """
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -31,6 +32,9 @@ _LISTED = 4
 """Lists of `BLOCK` tokens that are multiplied at once: their scores stay close in the caches."""
 _LINE = 4 * TILE
 """Bytes of a row of turned values."""
+_TURNED_BYTES = 1 << 26
+_TURNED_FROM = 4
+"""Blocks of queries that attend to a token, on average, from which on all values are turned; else each block's own."""
 
 
 def attend_by_tiles(
@@ -39,32 +43,37 @@ def attend_by_tiles(
 ) -> None:  # fmt: skip
     """Write what `run_attention.attend_runs` returns, of what it has checked.
 
-    arrays: q, past_k, past_v, k and v; q and keys as words. Values of one kv head at a time lie in memory twice.
+    arrays: q, past_k, past_v, k and v; q and keys as words. Values of as many kv heads at a time as fit into
+    `_TURNED_BYTES` lie in memory twice where that pays.
     """
     _, past_k, _, k, v = arrays
     (rows, kv_heads, n, words), past, v_dim = k.shape, past_k.shape[2], v.shape[3]
     region = address_of(tiles_region(2 * words, v_dim, softcap > 0))
-    turned = np.empty(((past + n) // BLOCK, -(-v_dim // BLOCK) * BLOCK, TILE), np.uint32)
+    named = int((runs[:, 1] - runs[:, 0]).sum(dtype=np.int64))
+    pays = named > _TURNED_FROM * rows * kv_heads * (past + n)
+    blocks = (past + n) // BLOCK if pays and words % TILE == 0 else 0
+    shape = blocks, -(-v_dim // BLOCK) * BLOCK, TILE
+    together = min(rows * kv_heads, max(1, _TURNED_BYTES // max(1, 4 * math.prod(shape))))
+    turned = np.empty((together, *shape), np.uint32)
     with kernel_threads(threads) as used:
-        for row in range(rows):
-            for kv_head in range(kv_heads):
-                for turns in (True, False):
-                    asked = runs, starts, float(scale), float(softcap), row, kv_head
-                    arguments = (*arrays, *asked, turned, turns, out, lse)
-                    call_region("attend runs by tiles", "", region, arguments, used)
+        for first in range(0, rows * kv_heads, together):
+            heads = first, min(first + together, rows * kv_heads)
+            for turns in (True, False) if blocks else (False,):
+                asked = runs, starts, float(scale), float(softcap), *heads
+                call_region("attend runs by tiles", "", region, (*arrays, *asked, turned, turns, out, lse), used)
 
 
 @region_arguments("attend runs by tiles")
 def _arguments(_: str) -> tuple[Any, ...]:
-    """(q, past_k, past_v, k, v, runs, starts, scale, softcap, row, kv_head, turned, turns, out, lse).
+    """(q, past_k, past_v, k, v, runs, starts, scale, softcap, first, stop, turned, turns, out, lse).
 
-    turned: the head's values, [whole blocks of `BLOCK` tokens, v_dim filled up, `TILE`], of which `turns` writes a
-    thread's share.
+    first, stop: the kv heads of all rows in turn whose queries attend. turned: their values, [heads, whole blocks of
+    `BLOCK` tokens, v_dim filled up, `TILE`], of which `turns` writes a thread's share; no blocks: nothing is turned.
     """
     keys, values = types.Array(types.uint32, 4, "A"), types.Array(types.uint16, 4, "A")
     runs, starts = types.Array(types.int32, 2, "C"), types.Array(types.int64, 1, "C")
     out, lse = types.Array(types.uint16, 4, "C"), types.Array(types.float32, 3, "C")
-    real, at, turned = types.float64, types.int64, types.Array(types.uint32, 3, "C")
+    real, at, turned = types.float64, types.int64, types.Array(types.uint32, 4, "C")
     return keys, keys, values, keys, values, runs, starts, real, real, at, at, turned, types.boolean, out, lse
 
 
@@ -97,27 +106,26 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
     words, depth = k_dim // 2, -(-k_dim // BLOCK) * TILE
     v_pad = -(-v_dim // BLOCK) * BLOCK
     columns, lanes, side, most_lists = QUERY_BLOCK, TILE, BLOCK, _LISTED
-    deep, tokens, whole_rows, line, list_line = depth // TILE, _LISTED * BLOCK, words == depth, _LINE, v_pad * _LINE
+    deep, tokens, line, list_line = depth // TILE, _LISTED * BLOCK, _LINE, v_pad * _LINE
     code_version = CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def attend(thread, threads, arguments):
-        q, past_k, past_v, k, v, runs, starts, scale, softcap, row, kv_head, turned, turns, out, lse = arguments_at(
-            "attend runs by tiles", "", arguments
+        q, past_k, past_v, k, v, runs, starts, scale, softcap, first_head, stop_head, turned, turns, out, lse = (
+            arguments_at("attend runs by tiles", "", arguments)
         )
         heads, n, kv_heads, past = q.shape[1], q.shape[2], k.shape[1], past_k.shape[2]
-        key_places, value_places = places_of(past_k, k, row, kv_head), places_of(past_v, v, row, kv_head)
-        value_words, listed = scratch(lanes, v_pad).view(np.uint32), np.empty(tokens, np.int64)
+        value_words, held = scratch(lanes, v_pad).view(np.uint32), turned.shape[1]
         if turns:
-            for block in range(thread, turned.shape[0], threads):
-                for t in range(side):
-                    listed[t] = block * side + t
+            for number in range(thread, (stop_head - first_head) * held, threads):
+                index, block = first_head + number // held, number % held
+                value_places = places_of(past_v, v, index // kv_heads, index % kv_heads)
                 for pair in range(lanes):
-                    even = address_in(value_places, past, listed[2 * pair])
-                    odd = address_in(value_places, past, listed[2 * pair + 1])
+                    even = address_in(value_places, past, block * side + 2 * pair)
+                    odd = address_in(value_places, past, block * side + 2 * pair + 1)
                     pair_rows(v_dim, even, odd, value_words, pair * v_pad)
                 for d in range(0, v_dim, lanes):
-                    turn_words(value_words, d, v_pad, turned, (block * v_pad + d) * lanes, lanes)
+                    turn_words(value_words, d, v_pad, turned, (number * v_pad + d) * lanes, lanes)
             return np.int64(0 * code_version)
         blocks, group = -(-n // columns), heads // kv_heads
         factor = np.float32(1) if softcapped else np.float32(scale * LOG2_E)
@@ -134,14 +142,16 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
         whole, apart = np.empty((past + n) // side, np.int64), np.empty(past + n, np.int64)
         # Where a list's words lie: of its keys `lanes` of them at a time, and of its values from row to row.
         keys_at, pitches = np.empty(most_lists * deep, np.int64), np.empty(most_lists, np.int64)
-        values_at = np.empty(most_lists, np.int64)
+        values_at, listed = np.empty(most_lists, np.int64), np.empty(tokens, np.int64)
+        keys_here, values_here = np.int64(copied_keys.ctypes.data), np.int64(copied_values.ctypes.data)
+        turned_at = np.int64(turned.ctypes.data)
         most, totals, fresh, rescale = np.empty((4, columns), np.float32)
         found = np.empty(64, np.uint8)
         begin_tiles(found)
-        first_item = (row * heads + kv_head * group) * blocks
-        for item in range(first_item + thread, first_item + group * blocks, threads):
-            block, head = item % blocks, item // blocks % heads
-            first = block * columns
+        # A kv head's queries are neighbours, and so are a row's kv heads.
+        for item in range(first_head * group * blocks + thread, stop_head * group * blocks, threads):
+            block, head, row = item % blocks, item // blocks % heads, item // blocks // heads
+            kv_head, first = head // group, block * columns
             count = min(columns, n - first)
             query_words[:] = 0
             for i in range(count):
@@ -149,8 +159,10 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
             for d in range(0, depth, lanes):
                 for i in range(0, columns, lanes):
                     turn_words(query_words, i * depth + d, depth, turned_q, d * columns + i, columns)
+            key_places, value_places = places_of(past_k, k, row, kv_head), places_of(past_v, v, row, kv_head)
+            own_turned = turned_at + (row * kv_heads + kv_head - first_head) * held * list_line
             most[:], totals[:], sums[:] = UNSEEN, 0, 0
-            wholes, aparts = _split(runs, starts[item], starts[item + 1], past, whole_rows, whole, apart)
+            wholes, aparts = _split(runs, starts[item], starts[item + 1], past, held > 0, whole, apart)
             lists = wholes + -(-aparts // side)
             for first_list in range(0, lists, most_lists):
                 here, farthest = min(most_lists, lists - first_list), np.int64(0)
@@ -161,7 +173,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                         for t in range(side):
                             listed[at + t] = token + t
                         key_at, pitch = address_in(key_places, past, token), key_places[1 if token < past else 3]
-                        values_at[index] = turned.ctypes.data + token // side * list_line
+                        values_at[index] = own_turned + token // side * list_line
                     else:
                         for t in range(side):
                             listed[at + t] = apart[min((number - wholes) * side + t, aparts - 1)]
@@ -172,8 +184,8 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                             pair_rows(v_dim, even, odd, value_words, pair * v_pad)
                         for d in range(0, v_dim, lanes):
                             turn_words(value_words, d, v_pad, copied_values, (index * v_pad + d) * lanes, lanes)
-                        key_at, pitch = copied_keys[at:].ctypes.data, np.int64(4 * depth)
-                        values_at[index] = copied_values.ctypes.data + index * list_line
+                        key_at, pitch = keys_here + at * 4 * depth, np.int64(4 * depth)
+                        values_at[index] = values_here + index * list_line
                     for word in range(deep):
                         keys_at[index * deep + word] = key_at + word * line
                     pitches[index] = pitch

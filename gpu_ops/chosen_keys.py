@@ -104,7 +104,7 @@ def block_means(past: torch.Tensor, new: torch.Tensor, block: int) -> torch.Tens
             sums[..., start // block, :] += numbers[..., :first, :].sum(-2)
         if whole:
             in_blocks = numbers[..., first : first + whole * block, :].unflatten(-2, (whole, block))
-            torch.sum(in_blocks, -2, out=sums[..., at : at + whole, :])
+            sums[..., at : at + whole, :] = in_blocks.sum(-2)
         if rest:
             sums[..., at + whole, :] = numbers[..., first + whole * block :, :].sum(-2)
     sizes = torch.full((sums.shape[-2], 1), float(block))

@@ -20,7 +20,8 @@ MOST_DIGITS = 40
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 # Numbers that PyYAML, by YAML 1.1, takes for text (1e-3) or in base 8, where people mean what YAML 1.2 says.
-_EXPONENT, _LEADING_ZERO = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), re.compile(r"[-+]?0[0-9_]+")
+_EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]{1,3}$")
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
 # What PyYAML's constructors raise for a value that its explicit tag does not fit.
 _FOREIGN = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
 
@@ -71,7 +72,7 @@ class _LocatedLoader(yaml.SafeLoader):
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """See PyYAML. Raises ConstructorError with the place of a value that its tag does not fit."""
         try:
-            if node.tag in (_INT, _FLOAT):
+            if node.tag in (_INT, _FLOAT) and isinstance(node, yaml.ScalarNode):
                 _check_number(node)
             return super().construct_object(node, deep)
         except _FOREIGN as error:

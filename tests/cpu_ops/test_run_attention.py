@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpu_ops import run_attention
+from cpu_ops import run_attention, run_attention_tiles
 from cpu_ops.amx_tiles import multiplies_by_tiles
 from cpu_ops.cpu_features import has
 from cpu_ops.key_runs import QUERY_BLOCK, block_runs, line_runs, ranges_of
@@ -26,7 +26,16 @@ KERNELS = [
     (torch.float32, 24, 12, 3.0),
     pytest.param(torch.bfloat16, 16, 16, None, marks=BITS),
     pytest.param(torch.bfloat16, 32, 80, 3.0, marks=BITS),
+    pytest.param(torch.bfloat16, 64, 64, None, marks=BITS),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def turned():
+    """Have values turned however few queries attend to them, which chunks of these tests are too short for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_attention_tiles, "_TURNED_FROM", 0)
+        yield
 
 
 def problem(dtype, batch, kv_heads, group, past, n, k_dim, v_dim, seed):
@@ -107,10 +116,38 @@ def test_scores_may_rise_from_token_to_token(dtype, k_dim, v_dim, softcap, rise)
     assert (lse.double() - expected_lse).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize(("dtype", "k_dim", "v_dim", "softcap"), KERNELS[::2])
+def test_a_token_alone_beside_neighbours_hides_none_behind_a_query(dtype, k_dim, v_dim, softcap):
+    """It may be attended to behind them, and is before all of them."""
+    given_tensors = problem(dtype, 1, 1, 4, 64, 64, k_dim, v_dim, 3)
+    runs, starts = np.tile([[3, 4], [64, 128]], (4, 1)), np.arange(0, 9, 2)
+    out, _ = chosen_attention(*given_tensors, runs, starts, SCALE, softcap)
+    expected, _ = reference(*given_tensors, seen_by(runs, starts, 4, 64, 64), softcap)
+    allowed = 1e-5 if dtype is torch.float32 else 2**-8 * expected.abs().max() + 2**-8
+    assert (out.double() - expected).abs().max() < allowed
+
+
+@pytest.mark.skipif(not multiplies_by_tiles(), reason="this CPU has no tiles of bfloat16")
+def test_values_are_turned_for_some_kv_heads_at_a_time_or_none(monkeypatch):
+    given_tensors = problem(torch.bfloat16, 2, 3, 2, 100, 150, 64, 64, 3)
+    runs, starts = random_runs(np.random.default_rng(5), 12, 100, 150, 0.5)
+    together = chosen_attention(*given_tensors, runs, starts, SCALE)
+    head_bytes = 250 // 32 * 32 * 64 * 2
+    assert 6 * head_bytes <= run_attention_tiles._TURNED_BYTES
+    for room in (0, 2 * head_bytes):
+        monkeypatch.setattr(run_attention_tiles, "_TURNED_BYTES", room)
+        assert all(map(torch.equal, together, chosen_attention(*given_tensors, runs, starts, SCALE)))
+    # Tokens come in another order then.
+    monkeypatch.setattr(run_attention_tiles, "_TURNED_FROM", 1000)
+    out, lse = chosen_attention(*given_tensors, runs, starts, SCALE)
+    assert (out - together[0]).abs().max() <= 2**-7 * out.abs().max()
+    assert (lse - together[1]).abs().max() < 1e-5
+
+
 @pytest.mark.skipif(not multiplies_by_tiles(), reason="this CPU has no tiles of bfloat16")
 @pytest.mark.parametrize(("past", "n", "share"), [(333, 150, 0.3), (0, 64, 0.5), (200, 1, 0.0)])
 def test_dot_products_and_tiles_compute_the_same(monkeypatch, past, n, share):
-    given_tensors = problem(torch.bfloat16, 1, 2, 2, past, n, 16, 16, 3)
+    given_tensors = problem(torch.bfloat16, 1, 2, 2, past, n, 64, 64, 3)
     runs, starts = random_runs(np.random.default_rng(5), 4, past, n, share)
     calls: list[None] = []
     monkeypatch.setattr(run_attention, "attend_by_tiles", lambda *given: calls.append(attend_by_tiles(*given)))
