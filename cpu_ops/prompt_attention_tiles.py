@@ -13,18 +13,17 @@ from numba import njit
 from cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_by_tiles, turn_words
 from cpu_ops.bfloat16_tiles import lane_weights_bf16
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
+from cpu_ops.exponential import LN_2, LOG2_E
 from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
 from cpu_ops.inner import inner
-from cpu_ops.listed_keys import LEAST, UNSEEN, address_in, outgrown, places_of
+from cpu_ops.listed_keys import LEAST, UNSEEN, address_in, places_of
 from cpu_ops.number_bits import round_row
 from cpu_ops.parallel_region import REGION, arguments_at
 from cpu_ops.scratch import scratch
 from cpu_ops.softmax_rows import rows_most
+from cpu_ops.tile_softmax import cap_products, divide_sums, rescale_outgrown
 
-_COLUMNS = 32
-"""Queries that are multiplied at once."""
-_ITEM_COLUMNS = 24 * _COLUMNS
+_ITEM_COLUMNS = 24 * BLOCK
 """Queries that one thread takes at once: their sums stay in the second-level cache."""
 _KEYS = 96
 """Tokens that are laid out at once, a multiple of `BLOCK`."""
@@ -50,7 +49,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
     """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
     words, depth = k_dim // 2, -(-k_dim // BLOCK) * TILE
     v_pad = -(-v_dim // BLOCK) * BLOCK
-    columns, item_columns, tokens, lanes, side = _COLUMNS, _ITEM_COLUMNS, _KEYS, TILE, BLOCK
+    item_columns, tokens, lanes, side = _ITEM_COLUMNS, _KEYS, TILE, BLOCK
     pairs = tokens // 2
     code_version = CODE_VERSION
 
@@ -64,15 +63,14 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
         items = batch * kv_heads * per_head
         factor = np.float32(1) if softcapped else np.float32(scale * LOG2_E)
         before_cap = np.float32(scale / softcap) if softcapped else np.float32(0)
-        # Of each group of columns in turn.
-        turned_q = scratch(item_columns // columns * depth, columns).view(np.uint32)
-        sums, turned_sums = scratch(item_columns // columns * v_pad, columns), scratch(columns, v_pad)
-        sum_words, turned_sum_words = sums.view(np.uint32), turned_sums.view(np.uint32)
-        key_words, query_words = scratch(tokens, depth).view(np.uint32), scratch(columns, depth).view(np.uint32)
+        # Of `side` queries in turn.
+        turned_q = scratch(item_columns // side * depth, side).view(np.uint32)
+        sums, turned_sums = scratch(item_columns // side * v_pad, side), scratch(side, v_pad)
+        key_words, query_words = scratch(tokens, depth).view(np.uint32), scratch(side, depth).view(np.uint32)
         value_words, turned_values = scratch(pairs, v_pad).view(np.uint32), scratch(v_pad, pairs).view(np.uint32)
-        scores, weights = scratch(tokens, columns), scratch(pairs, columns).view(np.uint32)
+        scores, weights = scratch(tokens, side), scratch(pairs, side).view(np.uint32)
         most, totals = np.empty((2, item_columns), np.float32)
-        fresh, rescale = np.empty((2, columns), np.float32)
+        fresh, rescale = np.empty((2, side), np.float32)
         found = np.empty(64, np.uint8)
         begin_tiles(found)
         # The later an item's queries are, the more keys they see: threads take turns, to and fro.
@@ -85,15 +83,15 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
             first = part * item_columns
             count = min(item_columns, n * group - first)
             key_places, value_places = places_of(past_k, k, row, head), places_of(past_v, v, row, head)
-            for tile in range(0, count, columns):
+            for tile in range(0, count, side):
                 query_words[:] = 0
-                for i in range(min(columns, count - tile)):
+                for i in range(min(side, count - tile)):
                     token, query = (first + tile + i) // group, head * group + (first + tile + i) % group
                     copy_row(words, row_address(q, row, query, token), query_words, i * depth)
                 for d in range(0, depth, lanes):
-                    for i in range(0, columns, lanes):
-                        at = (tile // columns * depth + d) * columns + i
-                        turn_words(query_words, i * depth + d, depth, turned_q, at, columns)
+                    for i in range(0, side, lanes):
+                        at = (tile // side * depth + d) * side + i
+                        turn_words(query_words, i * depth + d, depth, turned_q, at, side)
             most[:], totals[:], sums[:] = LEAST, 0, 0
             end: Any = past + (first + count - 1) // group + 1
             begin: Any = max(0, past + first // group + 1 - window)
@@ -113,58 +111,36 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                 for pair in range(0, whole // 2, lanes):
                     for d in range(0, v_dim, lanes):
                         turn_words(value_words, pair * v_pad + d, v_pad, turned_values, d * pairs + pair, pairs)
-                for tile in range(0, count, columns):
+                for tile in range(0, count, side):
                     # The first and the last token whose queries are among these.
                     earliest = past + (first + tile) // group
-                    latest = past + (first + min(tile + columns, count) - 1) // group
+                    latest = past + (first + min(tile + side, count) - 1) // group
                     if start > latest or start + filled + window <= earliest + 1:
                         continue
                     for t in range(0, whole, side):
-                        for i in range(0, columns, side):
-                            multiply_by_tiles(
-                                0, key_words, t * depth, depth, depth,
-                                turned_q, tile // columns * depth * columns + i, columns,
-                                scores, t * columns + i, columns,
-                            )  # fmt: skip
+                        multiply_by_tiles(
+                            0, key_words, t * depth, depth, depth, turned_q, tile * depth, side, scores, t * side, side
+                        )
                     if softcapped:
-                        for t in range(whole):
-                            for i in range(columns):
-                                scores[t, i] *= before_cap
-                            row_softcap(scores, t, columns, np.float32(softcap) * LOG2_E)
+                        cap_products(scores, whole, before_cap, softcap)
                     if start + whole - 1 > earliest or start + window <= latest:
                         _hide(scores[:whole], first + tile, group, start - past, window)
+                    below = tile // side * v_pad
                     grown = False
-                    for i in range(0, columns, lanes):
-                        grown |= rows_most(lanes, lanes, scores, i, columns, whole, most, tile + i, fresh, i)
-                    below = tile // columns * v_pad
-                    if grown and outgrown(most, tile, fresh, factor):
-                        for i in range(columns):
-                            rescale[i] = exp2((most[tile + i] - fresh[i]) * factor)
-                            most[tile + i] = fresh[i]
-                            totals[tile + i] *= rescale[i]
-                        for d in range(below, below + v_dim):
-                            for i in range(columns):
-                                sums[d, i] *= rescale[i]
-                    for i in range(0, columns, lanes):
-                        lane_weights_bf16(columns, scores, i, whole // 2, factor, most, tile + i, weights, totals)
+                    for i in range(0, side, lanes):
+                        grown |= rows_most(lanes, lanes, scores, i, side, whole, most, tile + i, fresh, i)
+                    if grown:
+                        rescale_outgrown(most, tile, fresh, factor, totals, rescale, sums, below, v_dim)
+                    for i in range(0, side, lanes):
+                        lane_weights_bf16(side, scores, i, whole // 2, factor, most, tile + i, weights, totals)
                     for d in range(0, v_pad, side):
-                        for i in range(0, columns, side):
-                            at = (below + d) * columns + i
-                            multiply_by_tiles(
-                                1, turned_values, d * pairs, pairs, whole // 2, weights, i, columns, sums, at, columns
-                            )
-            for tile in range(0, count, columns):
-                below = tile // columns * v_pad
-                for i in range(columns):
-                    rescale[i] = np.float32(1) / totals[tile + i]
-                for d in range(below, below + v_dim):
-                    for i in range(columns):
-                        sums[d, i] *= rescale[i]
-                for d in range(0, v_dim, lanes):
-                    for i in range(0, columns, lanes):
-                        at = (below + d) * columns + i
-                        turn_words(sum_words, at, columns, turned_sum_words, i * v_pad + d, v_pad)
-                for i in range(min(columns, count - tile)):
+                        at = (below + d) * side
+                        multiply_by_tiles(
+                            1, turned_values, d * pairs, pairs, whole // 2, weights, 0, side, sums, at, side
+                        )
+            for tile in range(0, count, side):
+                divide_sums(totals, tile, rescale, sums, tile // side * v_pad, v_dim, turned_sums)
+                for i in range(min(side, count - tile)):
                     token, query = (first + tile + i) // group, head * group + (first + tile + i) % group
                     round_row(turned_sums[i, :v_dim], out[row, token, query])
                     lse[row, query, token] = (most[tile + i] * factor + np.log2(totals[tile + i])) * LN_2

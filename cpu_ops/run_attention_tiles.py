@@ -16,17 +16,18 @@ from numba import njit, types
 from cpu_ops.amx_tiles import BLOCK, TILE, begin_tiles, end_tiles, multiply_from, turn_words
 from cpu_ops.bfloat16_tiles import lane_weights_bf16
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.exponential import LN_2, LOG2_E, exp2, row_softcap
+from cpu_ops.exponential import LN_2, LOG2_E
 from cpu_ops.gathered_rows import copy_row, pair_rows, row_address
 from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.key_runs import QUERY_BLOCK
-from cpu_ops.listed_keys import UNSEEN, address_in, hide, outgrown, places_of
+from cpu_ops.listed_keys import UNSEEN, address_in, hide, places_of
 from cpu_ops.number_bits import round_row
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.scratch import scratch
 from cpu_ops.softmax_rows import rows_most
 from cpu_ops.threads import kernel_threads
+from cpu_ops.tile_softmax import cap_products, divide_sums, rescale_outgrown
 
 _LISTED = 4
 """Lists of `BLOCK` tokens that are multiplied at once: their scores stay close in the caches."""
@@ -136,7 +137,6 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
         copied_values = scratch(most_lists * v_pad, lanes).view(np.uint32)
         # A row for each of the values' channels, and in the end for each query.
         sums, turned_sums = scratch(v_pad, columns), scratch(columns, v_pad)
-        sum_words, turned_sum_words = sums.view(np.uint32), turned_sums.view(np.uint32)
         query_words = scratch(columns, depth).view(np.uint32)
         scores, weights = scratch(tokens, columns), scratch(tokens // 2, columns).view(np.uint32)
         whole, apart = np.empty((past + n) // side, np.int64), np.empty(past + n, np.int64)
@@ -198,10 +198,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                         )  # fmt: skip
                 filled = here * side
                 if softcapped:
-                    for t in range(filled):
-                        for i in range(columns):
-                            scores[t, i] *= before_cap
-                        row_softcap(scores, t, columns, np.float32(softcap) * LOG2_E)
+                    cap_products(scores, filled, before_cap, softcap)
                 if farthest > past + first:
                     hide(listed, filled, past + first, scores)
                 if first_list + here == lists:
@@ -210,14 +207,8 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                 grown = False
                 for i in range(0, columns, lanes):
                     grown |= rows_most(lanes, lanes, scores, i, columns, filled, most, i, fresh, i)
-                if grown and outgrown(most, 0, fresh, factor):
-                    for i in range(columns):
-                        rescale[i] = exp2((most[i] - fresh[i]) * factor)
-                        most[i] = fresh[i]
-                        totals[i] *= rescale[i]
-                    for d in range(v_dim):
-                        for i in range(columns):
-                            sums[d, i] *= rescale[i]
+                if grown:
+                    rescale_outgrown(most, 0, fresh, factor, totals, rescale, sums, 0, v_dim)
                 for i in range(0, columns, lanes):
                     lane_weights_bf16(columns, scores, i, filled // 2, factor, most, i, weights, totals)
                 for d in range(0, v_pad, side):
@@ -225,14 +216,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                         multiply_from(
                             1, values_at, 0, here, d * line, line, weights, i, columns, sums, d * columns + i, columns
                         )
-            for i in range(columns):
-                rescale[i] = np.float32(1) / totals[i]
-            for d in range(v_dim):
-                for i in range(columns):
-                    sums[d, i] *= rescale[i]
-            for d in range(0, v_dim, lanes):
-                for i in range(0, columns, lanes):
-                    turn_words(sum_words, d * columns + i, columns, turned_sum_words, i * v_pad + d, v_pad)
+            divide_sums(totals, 0, rescale, sums, 0, v_dim, turned_sums)
             for i in range(count):
                 round_row(turned_sums[i, :v_dim], out[row, first + i, head])
                 lse[row, head, first + i] = (most[i] * factor + np.log2(totals[i])) * LN_2

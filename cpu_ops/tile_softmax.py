@@ -1,0 +1,58 @@
+"""What the online softmax of kernels that multiply by AMX's tiles does seldom: queries are in the lanes.
+
+Scores are [tokens, queries], and sums have a row for each of the values' channels, so that nothing is summed across
+lanes before the end. (What is done for every score stands in the kernels: called from there it took a sixth longer.)
+"""
+
+import numpy as np
+
+from cpu_ops.amx_tiles import TILE, turn_words
+from cpu_ops.exponential import LOG2_E, exp2, row_softcap
+from cpu_ops.inner import inner
+from cpu_ops.listed_keys import outgrown
+
+
+@inner(forceinline=True, fastmath={"contract", "nsz"}, error_model="numpy")
+def cap_products(scores, count, factor, softcap):
+    """Turn the products of the first `count` tokens into scores, softcap * tanh(product * factor), in powers of two."""
+    for t in range(count):
+        for i in range(scores.shape[1]):
+            scores[t, i] *= factor
+        row_softcap(scores, t, scores.shape[1], np.float32(softcap) * LOG2_E)
+
+
+@inner(forceinline=True, fastmath={"contract", "nsz"}, error_model="numpy")
+def rescale_outgrown(most, at, fresh, factor, totals, rescale, sums, below, v_dim):
+    """Where a score of fresh has outgrown most[at:], rescale totals[at:] and sums[below : below + v_dim] to fresh.
+
+    fresh: the queries' largest scores so far; most: those that their weights are relative to. rescale: as much room.
+    """
+    if not outgrown(most, at, fresh, factor):
+        return
+    for i in range(fresh.size):
+        rescale[i] = exp2((most[at + i] - fresh[i]) * factor)
+        most[at + i] = fresh[i]
+        totals[at + i] *= rescale[i]
+    for d in range(below, below + v_dim):
+        for i in range(fresh.size):
+            sums[d, i] *= rescale[i]
+
+
+@inner(forceinline=True, fastmath={"contract", "nsz"}, error_model="numpy")
+def divide_sums(totals, at, rescale, sums, below, v_dim, turned):
+    """Write the quotients of sums[below : below + v_dim] and totals[at:] to turned, a row for each query.
+
+    sums: [rows, queries]. rescale: room for a number of each query. turned: [queries, v_dim filled up].
+    """
+    queries = rescale.size
+    for i in range(queries):
+        rescale[i] = np.float32(1) / totals[at + i]
+    for d in range(below, below + v_dim):
+        for i in range(queries):
+            sums[d, i] *= rescale[i]
+    words, turned_words = sums.view(np.uint32), turned.view(np.uint32)
+    for d in range(0, v_dim, TILE):
+        for i in range(0, queries, TILE):
+            turn_words(
+                words, (below + d) * queries + i, queries, turned_words, i * turned.shape[1] + d, turned.shape[1]
+            )
