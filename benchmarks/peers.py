@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache
 
+from benchmarks import GIVEN_ENVIRONMENT
 from benchmarks.goals import verdicts_table
 from benchmarks.timing import interleaved_medians, seconds
 from hetero_kv import HeteroCache, inject, open_model
@@ -148,8 +149,9 @@ class LlamaCpp:
         self.path, self.threads = str(path), threads
         worker = str(Path(__file__).with_name("llama_worker.py"))
         self.process = subprocess.Popen(
-            [python, worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+            [python, worker], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            env=GIVEN_ENVIRONMENT,
+        )  # fmt: skip
 
     def ask(self, **command: Any) -> float:
         """Seconds that a command took. Raises RuntimeError when the process is gone."""

@@ -29,6 +29,13 @@ def test_openmp_spins_briefly_unless_the_user_says_otherwise():
     assert spin_count(OMP_WAIT_POLICY="active") == "None"
 
 
+def test_benchmarks_run_as_their_users_do_and_peers_as_they_are_started():
+    name = "GOMP_SPINCOUNT"
+    code = f"import benchmarks, os; print(os.environ[{name!r}], benchmarks.GIVEN_ENVIRONMENT.get({name!r}))"
+    assert printed(code) == "3000 None"
+    assert printed(code, GOMP_SPINCOUNT="7") == "7 7"
+
+
 # Whether the mapping that the middle of a large tensor lies in is one that the system was asked to give large pages.
 LARGE_PAGES = """
 import hetero_kv, torch
