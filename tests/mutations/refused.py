@@ -61,9 +61,16 @@ RULES = (
         (f"{_YAML}a_bomb_is_refused[depth]",),
     ),
     Mutation(
+        "numbers in YAML may be in base 8",
+        "hetero_kv/settings/located_yaml.py",
+        "if node.tag == _INT and _LEADING_ZERO.fullmatch(text):",
+        "if False:",
+        (f"{_YAML}a_value_that_its_tag_does_not_fit_is_named_with_its_place",),
+    ),
+    Mutation(
         "numbers in YAML have any number of digits",
         "hetero_kv/settings/located_yaml.py",
-        "if node.tag in _NUMBERS and len(node.value) > MOST_DIGITS:",
+        "if len(text) > MOST_DIGITS:",
         "if False:",
         (f"{_YAML}a_bomb_is_refused[fewer digits]", f"{_YAML}a_bomb_is_refused[digits of a fraction]"),
     ),
