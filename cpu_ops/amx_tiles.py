@@ -78,7 +78,7 @@ def emit_multiply_by_tiles(
 ) -> None:  # fmt: skip
     """The code of `multiply_by_tiles`, on pointers to words and numbers; rows are as far apart as so many of them."""
     a_pitch = builder.mul(a_row, integer(4))
-    count = builder.udiv(builder.add(depth, integer(TILE - 1)), integer(TILE))
+    count = builder.udiv(depth, integer(TILE))
 
     def left(index: ir.Value) -> ir.Value:
         return byte_pointer(builder, offset(builder, a, builder.mul(index, integer(TILE))))

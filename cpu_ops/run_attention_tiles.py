@@ -34,6 +34,7 @@ _LISTED = 4
 _LINE = 4 * TILE
 """Bytes of a row of turned values."""
 _TURNED_BYTES = 1 << 26
+"""Room for turned values; those of one kv head may take more."""
 _TURNED_FROM = 4
 """Blocks of queries that attend to a token, on average, from which on all values are turned; else each block's own."""
 
