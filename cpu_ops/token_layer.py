@@ -14,7 +14,7 @@ from numba import njit, types
 
 from cpu_ops.activations import quantise_rows
 from cpu_ops.code_version import CODE_VERSION
-from cpu_ops.exponential import LOG2_E, exp2, tanh
+from cpu_ops.gates import activated
 from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.number_bits import number, rounded
@@ -22,8 +22,6 @@ from cpu_ops.parallel_region import REGION, arguments_at, region_arguments, run_
 from cpu_ops.quantised_linear import multiply_part
 from cpu_ops.weight_formats import GROUP, TILE
 
-SILU, GELU_TANH = 0, 1
-"""Activations of the gate."""
 _REASSOCIATED = {"contract", "nsz", "reassoc"}
 
 
@@ -76,15 +74,6 @@ def _rotated(x, first, heads, dim, cos, sin, out):
 
 
 @inner
-def _gated(gate, up, kind):
-    if kind == GELU_TANH:
-        inner = np.float32(0.7978845608028654) * (gate + np.float32(0.044715) * gate * gate * gate)
-        return np.float32(0.5) * gate * (np.float32(1) + tanh(inner)) * up
-    # exp2 takes no more than 127; there the gate is as good as closed.
-    return gate / (np.float32(1) + exp2(min(-gate * LOG2_E, np.float32(126)))) * up
-
-
-@inner
 def _products(matrices, rows):
     """The table of "multiply" (`cpu_ops.quantised_linear`) for all rows and matrices that share an input."""
     table = np.zeros((len(matrices), 8), np.int64)
@@ -122,7 +111,7 @@ def gate_region() -> int:
         tiles, up = table[0, 1], table[1, 4]
         for row in range(out.shape[0]):
             for i in range(tiles * thread // threads * TILE, tiles * (thread + 1) // threads * TILE):
-                out[row, i] = _gated(out[row, i], out[row, up + i], kind)
+                out[row, i] = activated(out[row, i], kind) * out[row, up + i]
         return np.int64(0 * code_version)
 
     return address_of(gate)
@@ -208,7 +197,7 @@ def attention_output() -> Any:
 
     hidden, out: [rows, width], attended: [rows, heads * v_dim], float32 or the bits of bfloat16. norm: [width] float32,
     the MLP's. matrices: [4, 4] int64, `PackedMatrix.call` of the output, gate, up and down projections; the gate's and
-    up's tiles are full. kind: of the gate, SILU or GELU_TANH. gate: `gate_region()`.
+    up's tiles are full. kind: of the gate (`cpu_ops.gates`). gate: `gate_region()`.
     """
     code_version = CODE_VERSION
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from hetero_kv.adapter import bridge, chunking, recurrent
 from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.adapter.prompt_layer import PromptLayer
 from hetero_kv.adapter.token_layer import TokenLayer
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import UnsupportedModelError
@@ -43,17 +44,19 @@ class ChunkedDecoderLayer(Operator):
         if self._is_replaced:
             attention.__dict__["input_norm"] = getattr(wrapped, "input_layernorm", None)
         self.is_recurrent = recurrent.is_recurrent(attention)
-        # Tried before the first token: weights come after rules.
+        # Tried before the first token, and the first prompt: weights come after rules.
         self._native: Any = _UNTRIED
+        self._short: Any = _UNTRIED
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
         _mixer_of(path, module)
 
     def compile_own_kernels(self) -> None:
-        """Find out whether a token can pass natively, which compiles it."""
+        """Find out whether a token can pass natively, and a prompt the short way, which compiles both."""
         if self._is_replaced and self._native is _UNTRIED:
             self._native = TokenLayer.of(self.wrapped, self.attention)
+        self._short_way()
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The wrapped layer's output for [batch, tokens, hidden]; a decoded token goes straight through."""
@@ -82,7 +85,9 @@ class ChunkedDecoderLayer(Operator):
         total = hidden_states.shape[1]
         _refuse_unsliceable(self.path, args, kwargs)
         passage = chunking.passage(hidden_states, kwargs, self.engine.chunk_size, chunking.is_ours(hidden_states))
-        is_long = total >= _LONG_PROMPT and hidden_states.device.type == "cpu"
+        is_on_cpu = hidden_states.device.type == "cpu"
+        short = self._short_way() if is_on_cpu and not torch.is_autocast_enabled("cpu") else None
+        is_long = total >= _LONG_PROMPT and is_on_cpu
         if self.layer_idx == 0:
             cache.report_progress(0, 0, total)
         with attention.prefill(steps[0]) if isinstance(attention, AttentionOperator) else nullcontext():
@@ -92,7 +97,10 @@ class ChunkedDecoderLayer(Operator):
                         attention, cache, part, chunk_kwargs.get("position_ids")
                     )
                 with self._continuing(cache, part), freed_memory_kept() if is_long else nullcontext():
-                    result = self.wrapped(part, *args, **chunk_kwargs)
+                    if short is not None and not args and short.fits(part, chunk_kwargs):
+                        result = short(part, cache, chunk_kwargs)
+                    else:
+                        result = self.wrapped(part, *args, **chunk_kwargs)
                 passage.put(chunk, result[0] if isinstance(result, tuple) else result)
                 cache.report_progress(self.layer_idx, chunk.stop, total)
         if is_long and self.layer_idx == len(cache.layers) - 1:
@@ -100,6 +108,12 @@ class ChunkedDecoderLayer(Operator):
         output = passage.output()
         chunking.mark_ours(output)
         return (output, *result[1:]) if isinstance(result, tuple) else output
+
+    def _short_way(self) -> PromptLayer | None:
+        """The short way of prompts, where the layer has one."""
+        if self._short is _UNTRIED:
+            self._short = PromptLayer.of(self.wrapped, self.attention) if self._is_replaced else None
+        return self._short
 
     def _continuing(self, cache: HeteroCache, chunk: torch.Tensor) -> AbstractContextManager[None]:
         """Within this context the layer goes on from what it holds, a state too."""

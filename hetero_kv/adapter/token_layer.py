@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,22 @@ import torch
 from cpu_ops.parallel_region import all_threads
 from cpu_ops.quantised_linear import multiply_region
 from cpu_ops.threads import at_most, one_kernel_at_a_time
-from cpu_ops.token_layer import GELU_TANH, SILU, attention_inputs, attention_output, gate_region
+from cpu_ops.token_layer import attention_inputs, attention_output, gate_region
 from cpu_ops.weight_dots import rows_per_pass
 from cpu_ops.weight_formats import GROUP, TILE
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, bits
+from hetero_kv.adapter.llama_layer import (
+    GATES,
+    MLP,
+    NONE,
+    PROJECTIONS,
+    Trial,
+    float32_array,
+    has_llama_form,
+    largest_difference,
+    norm_of,
+)
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.quantized_matrix import QuantizedLinear
 from hetero_kv.adapter.token_arrays import hidden_array, new_hidden, token_arrays
@@ -32,14 +42,10 @@ from hetero_kv.weights.quantised_weight import QuantisedWeight
 
 _logger = logging.getLogger(__name__)
 
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_HEAD_NORMS = ("q_norm", "k_norm")
-_MLP = ("gate_proj", "up_proj", "down_proj")
-_GATES: dict[str, int] = {"SiLUActivation": SILU, "SiLU": SILU, "GELUTanh": GELU_TANH, "PytorchGELUTanh": GELU_TANH}
 #: Largest relative difference (of norms) from the wrapped layer, by the model's dtype: what rounding to it, and int8
 #: activations that it lets fall to the other side, may make.
 _TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 3e-2}
-_TRIED_ROWS, _TRIED_POSITION = 2, 7
+_TRIED_ROWS = 2
 
 
 class TokenLayer:
@@ -56,21 +62,21 @@ class TokenLayer:
         mlp = layer.mlp
         self.operator = operator
         self.dim: int = attention.head_dim
-        projections = [getattr(attention, name) for name in _PROJECTIONS]
+        projections = [getattr(attention, name) for name in PROJECTIONS]
         q_heads, k_heads, v_heads = (projection.out_features // self.dim for projection in projections[:3])
         self.heads = q_heads, k_heads, v_heads
         self._attention_inputs, self._attention_output = attention_inputs(), attention_output()
-        self._matrices = [matrix.quantised for matrix in (*projections, *(getattr(mlp, name) for name in _MLP))]
+        self._matrices = [matrix.quantised for matrix in (*projections, *(getattr(mlp, name) for name in MLP))]
         table = np.array([matrix.kernels for matrix in self._matrices], dtype=np.int64)
         self._inputs, self._outputs = table[:3].copy(), table[3:].copy()
         biases = [projection.bias for projection in projections[:3]]
-        self._bias = _float32(torch.cat(biases)) if biases[0] is not None else _NONE
+        self._bias = float32_array(torch.cat(biases)) if biases[0] is not None else NONE
         self._input_norm = layer.input_layernorm
-        self._norm, self._epsilon = _norm_of(layer.input_layernorm)
-        self._mlp_norm, self._mlp_epsilon = _norm_of(layer.post_attention_layernorm)
-        self._query_norm, self._head_epsilon = _norm_of(getattr(attention, "q_norm", None))
-        self._key_norm, _ = _norm_of(getattr(attention, "k_norm", None))
-        self._gate = _GATES[type(mlp.act_fn).__name__]
+        self._norm, self._epsilon = norm_of(layer.input_layernorm)
+        self._mlp_norm, self._mlp_epsilon = norm_of(layer.post_attention_layernorm)
+        self._query_norm, self._head_epsilon = norm_of(getattr(attention, "q_norm", None))
+        self._key_norm, _ = norm_of(getattr(attention, "k_norm", None))
+        self._gate = GATES[type(mlp.act_fn).__name__]
         self._per_pass = rows_per_pass()
         self._multiply, self._gate_up = (all_threads(), multiply_region()), gate_region()
         self.call_settings: tuple[float, float | None, int | None, Any] = (0.0, None, None, None)
@@ -158,45 +164,17 @@ class TokenLayer:
     @torch.no_grad()
     def difference_from(self, layer: Any) -> float:
         """The largest relative difference, of norms, from what the layer computes of random input."""
-        dtype = layer.input_layernorm.weight.dtype
-        generator = torch.Generator().manual_seed(self.operator.layer_idx)
-        hidden = torch.randn(_TRIED_ROWS, 1, self._norm.size, generator=generator).to(dtype)
-        angles = torch.arange(_TRIED_ROWS)[:, None, None] + _TRIED_POSITION * torch.logspace(0, -3, self.dim // 2)
-        angles = torch.cat([angles, angles], -1)
-        embeddings = angles.cos().to(dtype), angles.sin().to(dtype)
-        attended = torch.randn(_TRIED_ROWS, self.heads[0], 1, self.dim, generator=generator).to(dtype)
-        trial = _Trial(attended)
-        layer.self_attn = self.operator.wrapped
-        try:
-            with bridge.served_by(trial):
-                wanted = layer.forward(
-                    hidden, position_embeddings=embeddings, attention_mask=None, past_key_values=trial, use_cache=True
-                )
-        finally:
-            layer.self_attn = self.operator
-        wanted = wanted[0] if isinstance(wanted, tuple) else wanted
-        call = trial.call
+        trial = Trial.of(layer, self.operator, _TRIED_ROWS, 1)
+        call, hidden = trial.call, trial.hidden
         if call is None or call.sink is not None:
             return float("inf")
         self.call_settings = (call.scale, call.softcap, call.sliding_window, None)
         given = _array(hidden)
-        mine = (*self.queries_keys_values(given, dtype, embeddings), self.output(hidden, given, _array(attended)))
-        return max(_difference(a, b) for a, b in zip(mine, (call.q, call.k, call.v, wanted), strict=True))
-
-
-@dataclass
-class _Trial:
-    """Stands for the operator and for the cache while a layer is tried: notes what the attention function is given."""
-
-    attended: torch.Tensor
-    call: bridge.AttentionCall | None = None
-
-    def attend(self, cache: Any, call: bridge.AttentionCall) -> torch.Tensor:
-        self.call = call
-        return self.attended
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return keys, values
+        mine = (
+            *self.queries_keys_values(given, hidden.dtype, trial.embeddings),
+            self.output(hidden, given, _array(trial.attended)),
+        )
+        return largest_difference(mine, (call.q, call.k, call.v, trial.output))
 
 
 class _Rotation:
@@ -215,27 +193,14 @@ class _Rotation:
 
 
 _ROTATION = _Rotation()
-_NONE = np.empty(0, np.float32)
 
 
 def _has_form(layer: Any, operator: Any) -> bool:
     """Whether a decoder layer is made of the parts that the native path computes, all its weights quantised."""
-    if not isinstance(operator, AttentionOperator) or type(operator).forward is not AttentionOperator.forward:
+    if not has_llama_form(layer, operator):
         return False
     attention = operator.wrapped
-    if {name for name, _ in layer.named_children()} != {
-        "input_layernorm", "self_attn", "post_attention_layernorm", "mlp",
-    }:  # fmt: skip
-        return False
-    parts = {name for name, _ in attention.named_children()}
-    if (
-        not set(_PROJECTIONS) <= parts <= {*_PROJECTIONS, *_HEAD_NORMS, "rotary_emb"}
-        or len(parts & {*_HEAD_NORMS}) == 1
-    ):
-        return False
-    if {name for name, _ in layer.mlp.named_children()} != {*_MLP, "act_fn"}:
-        return False
-    matrices = [getattr(attention, name) for name in _PROJECTIONS] + [getattr(layer.mlp, name) for name in _MLP]
+    matrices = [getattr(attention, name) for name in PROJECTIONS] + [getattr(layer.mlp, name) for name in MLP]
     if not all(
         isinstance(matrix, QuantizedLinear)
         and isinstance(matrix.quantised, QuantisedWeight)
@@ -244,15 +209,9 @@ def _has_form(layer: Any, operator: Any) -> bool:
     ):
         return False
     biases = [matrix.bias is not None for matrix in matrices]
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [getattr(attention, name) for name in _HEAD_NORMS if name in parts]
     return (
         len(set(biases[:3])) == 1
         and not any(biases[3:])
-        and layer.input_layernorm.weight.dtype in _TOLERANCE
-        and all(_norm_of(norm)[0].size for norm in norms)
-        and type(layer.mlp.act_fn).__name__ in _GATES
-        and isinstance(getattr(attention, "head_dim", None), int)
         and all(matrix.in_features % GROUP == 0 for matrix in matrices)
         and matrices[4].out_features == matrices[5].out_features == matrices[6].in_features
         and matrices[6].in_features % TILE == 0
@@ -261,25 +220,6 @@ def _has_form(layer: Any, operator: Any) -> bool:
     )
 
 
-def _norm_of(norm: Any) -> tuple[np.ndarray, np.float32]:
-    """Weight and epsilon of an RMSNorm; an empty weight for what is none."""
-    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    if norm is None or not isinstance(epsilon, float) or [name for name, _ in norm.named_parameters()] != ["weight"]:
-        return _NONE, np.float32(0)
-    return _float32(norm.weight), np.float32(epsilon)
-
-
-def _float32(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().to(torch.float32).contiguous().numpy()
-
-
 def _array(tensor: torch.Tensor) -> np.ndarray:
     """[rows, all else] as float32, or the bits of bfloat16."""
     return bits(tensor.detach().reshape(tensor.shape[0], -1))
-
-
-def _difference(mine: torch.Tensor, wanted: torch.Tensor) -> float:
-    mine, wanted = mine.float().flatten(), wanted.float().flatten()
-    if mine.shape != wanted.shape or not torch.isfinite(mine).all():
-        return float("inf")
-    return float((mine - wanted).norm() / wanted.norm().clamp_min(1e-30))

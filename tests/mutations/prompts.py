@@ -15,6 +15,40 @@ PROMPTS = (
         ("tests/cpu_ops/test_run_attention.py::test_the_largest_of_a_row_is_numpys",),
     ),
     Mutation(
+        "what the weight of a norm makes of a prompt's numbers is not rounded before",
+        "cpu_ops/prompt_layer.py",
+        "out[i] = rounded(out, number(rounded(out, numbers[i] * factor)) * weight[i])",
+        "out[i] = rounded(out, numbers[i] * factor * weight[i])",
+        ("tests/cpu_ops/test_prompt_layer.py::test_what_bfloat16_rounds_between_the_steps_is_rounded_here",),
+    ),
+    Mutation(
+        "a row of a batch that is not the first has the positions behind the first one's",
+        "cpu_ops/prompt_layer.py",
+        "c, s = cos[row % positions], sin[row % positions]",
+        "c, s = cos[min(row, positions - 1)], sin[min(row, positions - 1)]",
+        (
+            "tests/cpu_ops/test_prompt_layer.py::test_rotation",
+            "tests/operators/test_prompts_short_way.py::test_prompts_are_the_same_the_short_way",
+        ),
+    ),
+    Mutation(
+        "the short way of prompts is taken whoever listens to what it leaves out",
+        "hetero_kv/adapter/prompt_layer.py",
+        "and not any(map(_is_watched, self._left_out()))",
+        "",
+        ("tests/operators/test_prompts_short_way.py::test_who_listens_to_what_the_way_leaves_out_hears_it",),
+    ),
+    Mutation(
+        "the short way of prompts is taken though it differs from the layer",
+        "hetero_kv/adapter/prompt_layer.py",
+        "if not difference <= _TOLERANCE:",
+        "if not difference <= 9 * _TOLERANCE + 1:",
+        (
+            "tests/operators/test_prompts_short_way.py::test_a_wrong_way_is_noticed",
+            "tests/operators/test_prompts_short_way.py::test_layers_that_compute_something_else_go_on_by_themselves",
+        ),
+    ),
+    Mutation(
         "grouped positions have the whole past in a layer's buffer",
         "hetero_kv/families/self_extend/layer.py",
         "(length - self.positions.neighbours) // size)) * size",

@@ -1,0 +1,73 @@
+"""Prefill of real text by the layers' own steps, and by the short way through them, in turns in one run.
+
+    python -m benchmarks.prompt_layers --haystack essays.json [--model NAME] [--recipe adaptive]
+                                       [--lengths 64,256,1024,4096,16384] [--repeats 5] [--threads N]
+
+The short way (`hetero_kv/adapter/prompt_layer.py`) is what prompts take where a layer has Llama's form. Weights are
+kept as their file has them, as in a chat. Medians of the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.timing import interleaved_medians, seconds
+from hetero_kv import HeteroCache, inject
+from hetero_kv.adapter.prompt_layer import PromptLayer
+from hetero_kv.evals.haystack import Haystack
+from hetero_kv.evals.packed_model import load_packed
+from hetero_kv.models import DEFAULT_MODEL, open_model
+from hetero_kv.threads import set_threads
+
+
+def measured(model: Any, context: torch.Tensor, repeats: int) -> tuple[float, float]:
+    """Seconds of a prefill of [1, tokens] by the layers' own steps and the short way."""
+
+    def prefilled() -> float:
+        cache = HeteroCache(model)
+        return seconds(lambda: model(context, past_key_values=cache, logits_to_keep=1))
+
+    def by_own_steps() -> float:
+        with patch.object(PromptLayer, "fits", return_value=False):
+            return prefilled()
+
+    found = interleaved_medians({"own": by_own_steps, "short": prefilled}, repeats)
+    return found["own"], found["short"]
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--haystack", required=True, type=Path)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--recipe", default="adaptive")
+    parser.add_argument("--lengths", default="64,256,1024,4096,16384")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int)
+    given = parser.parse_args()
+    if given.threads:
+        set_threads(given.threads)
+    lengths = [int(length) for length in given.lengths.split(",")]
+    loaded = load_packed(open_model(given.model))
+    text = Haystack.from_file(given.haystack).text
+    tokens = torch.tensor([loaded.tokenizer(text[: 8 * max(lengths)])["input_ids"]])
+    injection = inject(loaded.model, given.recipe, command_line={"max_seq_len": max(lengths)})
+    injection.compile_kernels()
+    table = Table(
+        "tokens", "own steps, tokens/s", "short way, tokens/s", "own / short", title=f"prefill, {given.model}"
+    )
+    for length in lengths:
+        own, short = measured(loaded.model, tokens[:, :length], given.repeats)
+        table.add_row(f"{length:,}", f"{length / own:.0f}", f"{length / short:.0f}", f"{own / short:.2f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

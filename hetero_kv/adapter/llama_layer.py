@@ -1,0 +1,154 @@
+"""Decoder layers of Llama's form, and the trial of what computes the same as one of them.
+
+Such a layer has an RMSNorm before its attention and one before its gated MLP, projections of queries, keys and values,
+norms of their heads or none, and rotates both halves of a head. That a layer with these parts computes nothing else is
+not believed but tried: it and what is to stand for it are given the same random input.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from cpu_ops.gates import GELU_TANH, SILU
+from hetero_kv.adapter import bridge
+from hetero_kv.adapter.operator import AttentionOperator
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+HEAD_NORMS = ("q_norm", "k_norm")
+MLP = ("gate_proj", "up_proj", "down_proj")
+GATES: dict[str, int] = {"SiLUActivation": SILU, "SiLU": SILU, "GELUTanh": GELU_TANH, "PytorchGELUTanh": GELU_TANH}
+NONE = np.empty(0, np.float32)
+_DTYPES = (torch.float32, torch.bfloat16)
+_FIRST_POSITION = 7
+
+
+def has_llama_form(layer: Any, operator: Any) -> bool:
+    """Whether a decoder layer, whose attention `operator` is, is made of these parts, and lies on a CPU."""
+    if any(parameter.device.type != "cpu" for parameter in layer.parameters()):
+        return False
+    if not isinstance(operator, AttentionOperator) or type(operator).forward is not AttentionOperator.forward:
+        return False
+    attention = operator.wrapped
+    if {name for name, _ in layer.named_children()} != {
+        "input_layernorm", "self_attn", "post_attention_layernorm", "mlp",
+    }:  # fmt: skip
+        return False
+    parts = {name for name, _ in attention.named_children()}
+    if (
+        not set(PROJECTIONS) <= parts <= {*PROJECTIONS, *HEAD_NORMS, "rotary_emb"}
+        or len(parts & {*HEAD_NORMS}) == 1
+        or {name for name, _ in layer.mlp.named_children()} != {*MLP, "act_fn"}
+    ):
+        return False
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attention, name) for name in HEAD_NORMS if name in parts]
+    return (
+        layer.input_layernorm.weight.dtype in _DTYPES
+        and all(norm_of(norm)[0].size for norm in norms)
+        and type(layer.mlp.act_fn).__name__ in GATES
+        and isinstance(getattr(attention, "head_dim", None), int)
+    )
+
+
+def norm_of(norm: Any) -> tuple[np.ndarray, np.float32]:
+    """Weight, float32, and epsilon of an RMSNorm; an empty weight for what is none."""
+    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if norm is None or not isinstance(epsilon, float) or [name for name, _ in norm.named_parameters()] != ["weight"]:
+        return NONE, np.float32(0)
+    return float32_array(norm.weight), np.float32(epsilon)
+
+
+def float32_array(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's numbers as float32."""
+    return tensor.detach().to(torch.float32).contiguous().numpy()
+
+
+@dataclass
+class Trial:
+    """What a layer was given, and what it made of it. Stands for the operator and for the cache meanwhile.
+
+    Attributes:
+        hidden: [rows, tokens, width].
+        embeddings: cos and sin, [rows, tokens, dim] each.
+        call: what its attention function was asked for.
+        attended: what that gave, [rows, heads, tokens, dim].
+        output: what the layer gave.
+    """
+
+    hidden: torch.Tensor
+    embeddings: tuple[torch.Tensor, torch.Tensor]
+    generator: torch.Generator
+    call: bridge.AttentionCall | None = None
+    attended: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    output: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, layer: Any, operator: AttentionOperator, rows: int, tokens: int) -> Trial:
+        """The layer's own work on random input, in its dtype."""
+        attention: Any = operator.wrapped
+        weight = layer.input_layernorm.weight
+        generator = torch.Generator().manual_seed(operator.layer_idx)
+        hidden = torch.randn(rows, tokens, len(weight), generator=generator).to(weight.dtype)
+        positions = _FIRST_POSITION + torch.arange(rows * tokens).view(rows, tokens, 1)
+        angles = positions * torch.logspace(0, -3, attention.head_dim // 2)
+        angles = torch.cat([angles, angles], -1)
+        trial = cls(hidden, (angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)), generator)
+        layer.self_attn = attention
+        try:
+            with bridge.served_by(trial), _unheard(layer):
+                output = layer.forward(
+                    hidden, position_embeddings=trial.embeddings, attention_mask=None, past_key_values=trial,
+                    use_cache=True,
+                )  # fmt: skip
+        finally:
+            layer.self_attn = operator
+        trial.output = output[0] if isinstance(output, tuple) else output
+        return trial
+
+    def attend(self, cache: Any, call: bridge.AttentionCall) -> torch.Tensor:
+        """See `bridge.Serving`: random numbers."""
+        shape = *call.q.shape[:3], call.v.shape[3]
+        self.call, self.attended = call, torch.randn(shape, generator=self.generator).to(call.q.dtype)
+        return self.attended
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """See transformers' caches: there is nothing but the new tokens."""
+        return keys, values
+
+
+@contextmanager
+def _unheard(layer: nn.Module) -> Iterator[None]:
+    """Within this context nobody who listens to the layer's modules hears of them."""
+    hooks = [
+        (module, name, getattr(module, name))
+        for module in layer.modules()
+        for name in ("_forward_hooks", "_forward_pre_hooks")
+    ]
+    for module, name, _ in hooks:
+        setattr(module, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for module, name, heard_by in hooks:
+            setattr(module, name, heard_by)
+
+
+def largest_difference(mine: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
+    """The largest relative difference, of norms, of tensors; infinite where shapes differ or a number is not finite."""
+    return max(_difference(*pair) for pair in zip(mine, wanted, strict=True))
+
+
+def _difference(mine: torch.Tensor, wanted: torch.Tensor) -> float:
+    mine, wanted = mine.float().flatten(), wanted.float().flatten()
+    if mine.shape != wanted.shape or not torch.isfinite(mine).all():
+        return float("inf")
+    return float((mine - wanted).norm() / wanted.norm().clamp_min(1e-30))
