@@ -71,19 +71,27 @@ def matched_blocks(
     return shares.transpose(2, 1, 0)
 
 
-def best_blocks(shares: np.ndarray, count: int) -> np.ndarray:
+def best_blocks(shares: np.ndarray, count: int, threads: int | None = None) -> np.ndarray:
     """The `count` blocks of keys with the largest shares, of those above 0.
 
-    shares: [heads, blocks, key blocks] float32, as `matched_blocks` returns them.
+    shares: [heads, blocks, key blocks] float32, as `matched_blocks` returns them. threads: how many to use (None:
+    Numba's setting).
 
     Returns [heads, blocks, count] int32, ascending, -1 before them for none.
     """
-    return _best_blocks(shares.transpose(2, 1, 0), count)
+    best = np.full((*shares.shape[:2], count), -1, np.int32)
+    if count:
+        with kernel_threads(threads) as used:
+            call_region(
+                "best blocks", "", _best_region(), (np.ascontiguousarray(shares.transpose(2, 1, 0)), best), used
+            )
+    return best
 
 
 def compile_for(in_bfloat16: bool, k_dim: int, softcapped: bool) -> None:
-    """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first prompt needs it."""
+    """Compile the kernels of one shape, or load them from Numba's on-disk cache, before the first prompt needs them."""
     _region(AskedShape.of(in_bfloat16, k_dim), softcapped)
+    _best_region()
 
 
 def _variant(in_bfloat16: bool) -> str:
@@ -102,27 +110,40 @@ def _arguments(variant: str) -> tuple[Any, ...]:
     return q, keys, keys, *lists, types.float64, types.float64, types.Array(types.float32, 3, "C")
 
 
-@njit(types.Array(types.int32, 3, "C")(types.Array(types.float32, 3, "A"), types.int64), cache=True, nogil=True)
-def _best_blocks(shares, count):
-    key_blocks, blocks, heads = shares.shape
-    best = np.full((heads, blocks, count), -1, np.int32)
-    # Ascending, as long as they are looked for.
-    values = np.zeros((blocks, heads, count), np.float32)
-    for key_block in range(key_blocks if count else 0):
-        for block in range(blocks):
-            for head in range(heads):
-                share = shares[key_block, block, head]
-                if not share > values[block, head, 0]:
-                    continue
-                own, of, place = best[head, block], values[block, head], 0
-                while place + 1 < count and of[place + 1] < share:
-                    own[place], of[place] = own[place + 1], of[place + 1]
-                    place += 1
-                own[place], of[place] = key_block, share
-    for head in range(heads):
-        for block in range(blocks):
-            best[head, block].sort()
-    return best
+@region_arguments("best blocks")
+def _best_arguments(_: str) -> tuple[Any, ...]:
+    """(shares [key blocks, blocks, heads], best [heads, blocks, count] of -1, at least one)."""
+    return types.Array(types.float32, 3, "C"), types.Array(types.int32, 3, "C")
+
+
+@cache
+def _best_region() -> int:
+    code_version = CODE_VERSION
+
+    @njit(REGION, cache=True, nogil=True)
+    def choose(thread, threads, arguments):
+        shares, best = arguments_at("best blocks", "", arguments)
+        key_blocks, (heads, blocks, count) = shares.shape[0], best.shape
+        first, stop = blocks * thread // threads, blocks * (thread + 1) // threads
+        # Ascending, as long as they are looked for.
+        values = np.zeros((stop - first, heads, count), np.float32)
+        for key_block in range(key_blocks):
+            for block in range(first, stop):
+                for head in range(heads):
+                    share = shares[key_block, block, head]
+                    if not share > values[block - first, head, 0]:
+                        continue
+                    own, of, place = best[head, block], values[block - first, head], 0
+                    while place + 1 < count and of[place + 1] < share:
+                        own[place], of[place] = own[place + 1], of[place + 1]
+                        place += 1
+                    own[place], of[place] = key_block, share
+        for head in range(heads):
+            for block in range(first, stop):
+                best[head, block].sort()
+        return np.int64(0 * code_version)
+
+    return address_of(choose)
 
 
 @inner(error_model="numpy")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from cpu_ops import line_sums, matched_blocks, run_attention
+from cpu_ops import block_means as block_means_of
+from cpu_ops import key_runs, line_sums, matched_blocks, run_attention
 from cpu_ops.run_attention import attend_runs, runs_in_bfloat16
 from cpu_ops.threads import at_most
 from gpu_ops.merge import apply_sink
@@ -42,6 +43,8 @@ def compile_for_chosen(dtype: torch.dtype, k_dim: int, v_dim: int, softcapped: b
     in_bits = dtype is torch.bfloat16 and runs_in_bfloat16(k_dim, k_dim)
     line_sums.compile_for(in_bits, k_dim, softcapped)
     matched_blocks.compile_for(in_bits, k_dim, softcapped)
+    block_means_of.compile_for(dtype is torch.bfloat16)
+    key_runs.compile_kernels()
 
 
 def attention_by_line(
@@ -81,7 +84,7 @@ def best_matched_blocks(
     queries, past_keys, keys = _numbers(in_bits, q, past_k, k)
     threads = at_most(torch.get_num_threads())
     matched = matched_blocks.matched_blocks(queries, past_keys, keys, runs, starts, scale, softcap or 0.0, threads)
-    return matched_blocks.best_blocks(matched, count)
+    return matched_blocks.best_blocks(matched, count, threads)
 
 
 def _numbers(in_bits: bool, *tensors: torch.Tensor) -> list[np.ndarray]:
@@ -90,23 +93,12 @@ def _numbers(in_bits: bool, *tensors: torch.Tensor) -> list[np.ndarray]:
 
 
 def block_means(past: torch.Tensor, new: torch.Tensor, block: int) -> torch.Tensor:
-    """Means of blocks of tokens of [..., past, dim] and [..., n, dim], the last perhaps shorter: [..., blocks, dim]."""
-    total = past.shape[-2] + new.shape[-2]
-    sums = new.new_zeros(*new.shape[:-2], -(-total // block), new.shape[-1], dtype=torch.float32)
-    for start, part in ((0, past), (past.shape[-2], new)):
-        # What ends a block that the tokens before began, whole blocks, and what begins another.
-        first = min(-start % block, part.shape[-2])
-        whole, rest = divmod(part.shape[-2] - first, block)
-        at = -(-start // block)
-        # In float32 before they are summed: PyTorch sums bfloat16 one by one.
-        numbers = part.float()
-        if first:
-            sums[..., start // block, :] += numbers[..., :first, :].sum(-2)
-        if whole:
-            in_blocks = numbers[..., first : first + whole * block, :].unflatten(-2, (whole, block))
-            sums[..., at : at + whole, :] = in_blocks.sum(-2)
-        if rest:
-            sums[..., at + whole, :] = numbers[..., first + whole * block :, :].sum(-2)
-    sizes = torch.full((sums.shape[-2], 1), float(block))
-    sizes[-1] = total - (sums.shape[-2] - 1) * block
-    return sums / sizes
+    """Means of blocks of tokens of [..., past, dim] and [..., n, dim], the last perhaps shorter: [..., blocks, dim].
+
+    Of up to two leading dimensions, on the CPU; float32, of numbers as they are in bfloat16, and else in float32.
+    """
+    in_bits = new.dtype is torch.bfloat16
+    leading = (None,) * (4 - new.dim())
+    before, own = _numbers(in_bits, past[leading], new[leading])
+    means = block_means_of.block_means(before, own, block, at_most(torch.get_num_threads()))
+    return torch.from_numpy(means).view(*new.shape[:-2], *means.shape[2:])

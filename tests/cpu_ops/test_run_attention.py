@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from cpu_ops import run_attention, run_attention_tiles
 from cpu_ops.amx_tiles import multiplies_by_tiles
+from cpu_ops.block_means import block_means as key_block_means
 from cpu_ops.cpu_features import has
-from cpu_ops.key_runs import QUERY_BLOCK, block_runs, line_runs, ranges_of
+from cpu_ops.key_runs import QUERY_BLOCK, ranges_of, runs_of_heads
 from cpu_ops.row_maximum import row_max
 from cpu_ops.run_attention import attend_runs, runs_in_bfloat16
 from cpu_ops.run_attention_tiles import attend_by_tiles
@@ -73,17 +74,19 @@ def reference(q, past_k, past_v, k, v, seen, softcap):
 
 def random_runs(rng, lists, past, n, share):
     """Runs of `lists` heads whose key blocks are chosen at random, some of them as lines."""
-    parts = []
+    none, given_lines, given_bands, besides = np.empty((0, 2), np.int32), [], [], []
     for each in range(lists):
         if each % 2:
             lines = np.flatnonzero(rng.random(past + n) < share)
-            bands = np.array([[0, 9], [70, 71], [90, 140]])
-            parts.append(line_runs(np.stack([lines, lines + 1], 1), bands, past, n))
+            given_lines.append(np.stack([lines, lines + 1], 1))
+            given_bands.append(np.array([[0, 9], [70, 71], [90, 140]]))
+            besides.append(None)
         else:
-            blocks = -(-n // QUERY_BLOCK), -(-(past + n) // QUERY_BLOCK)
-            parts.append(block_runs(rng.random(blocks) < share, past, n))
-    starts = np.concatenate([[0], np.cumsum(np.concatenate([np.diff(each) for _, each in parts]))])
-    return np.concatenate([each for each, _ in parts]), starts
+            chosen = rng.random((-(-n // QUERY_BLOCK), -(-(past + n) // QUERY_BLOCK))) < share
+            given_lines.append(none)
+            given_bands.append(none)
+            besides.append(np.sort(np.where(chosen, np.arange(chosen.shape[1]), -1), axis=1))
+    return runs_of_heads(given_lines, given_bands, besides, past, n)
 
 
 @pytest.mark.parametrize(("dtype", "k_dim", "v_dim", "softcap"), KERNELS)
@@ -176,8 +179,8 @@ def test_torch_multiplies_by_its_own_tiles_behind_ours():
 def test_everything_chosen_is_dense_attention(dtype, k_dim, v_dim, softcap):
     past, n = 130, 200
     given_tensors = problem(dtype, 1, 2, 2, past, n, k_dim, v_dim, 1)
-    runs, starts = block_runs(np.ones((4, 6), bool), past, n)
-    runs, starts = np.tile(runs, (4, 1)), np.concatenate([[0], np.cumsum(np.tile(np.diff(starts), 4))])
+    none = np.empty((0, 2), np.int32)
+    runs, starts = runs_of_heads([none] * 4, [none] * 4, [np.tile(np.arange(6), (4, 1))] * 4, past, n)
     out, lse = chosen_attention(*given_tensors, runs, starts, SCALE, softcap)
     dense, dense_lse = chunk_attention(*given_tensors, SCALE, softcap)
     allowed = 1e-5 if dtype is torch.float32 else 2**-7 * dense.abs().max()
@@ -193,23 +196,38 @@ def test_any_number_of_threads_computes_the_same():
 
 
 @settings(max_examples=60, deadline=None)
-@given(past=st.integers(0, 300), n=st.integers(1, 200), seed=st.integers(0, 999))
-def test_lines_and_bands_and_blocks_are_what_a_blocks_queries_see(past, n, seed):
+@given(past=st.integers(0, 300), n=st.integers(1, 200), seed=st.integers(0, 999), threads=st.integers(1, 2))
+def test_lines_and_bands_and_blocks_are_what_a_blocks_queries_see(past, n, seed, threads):
     rng = np.random.default_rng(seed)
-    edges = np.sort(rng.choice(past + n + 40, 6, replace=False)).reshape(3, 2)
-    bands = np.sort(rng.choice(past + n + 40, 4, replace=False)).reshape(2, 2)
-    besides = np.sort(rng.integers(-1, -(-(past + n) // QUERY_BLOCK), (-(-n // QUERY_BLOCK), seed % 4)), axis=1)
-    runs, starts = line_runs(edges, bands, past, n, besides)
-    if not besides.size:
-        assert all(map(np.array_equal, line_runs(edges, bands, past, n), (runs, starts)))
-    for block in range(-(-n // QUERY_BLOCK)):
-        own = range(past + block * QUERY_BLOCK, min(past + (block + 1) * QUERY_BLOCK, past + n))
-        wanted = {*own, *(token for first, stop in edges for token in range(first, stop) if token < own.stop)}
-        wanted |= {query - away for query in own for band in bands for away in range(*band) if away <= query}
-        for each in besides[block][besides[block] >= 0]:
-            wanted |= {token for token in range(each * QUERY_BLOCK, (each + 1) * QUERY_BLOCK) if token < own.stop}
-        found = [token for first, stop in runs[starts[block] : starts[block + 1]] for token in range(first, stop)]
-        assert found == sorted(wanted)
+    heads, blocks = seed % 4 + 1, -(-n // QUERY_BLOCK)
+    edges = [np.sort(rng.choice(past + n + 40, 2 * count, replace=False)).reshape(-1, 2) for count in range(heads)]
+    bands = [np.sort(rng.choice(past + n + 40, 4, replace=False)).reshape(2, 2) for _ in range(heads)]
+    besides = [
+        np.sort(rng.integers(-1, -(-(past + n) // QUERY_BLOCK), (blocks, count)), axis=1) if count else None
+        for count in rng.integers(0, 4, heads)
+    ]
+    sparse = int(rng.integers(0, blocks + 1))
+    runs, starts = runs_of_heads(edges, bands, besides, past, n, sparse, threads)
+    if sparse == blocks:
+        assert all(map(np.array_equal, runs_of_heads(edges, bands, besides, past, n), (runs, starts)))
+    for head in range(heads):
+        for block in range(blocks):
+            own = range(past + block * QUERY_BLOCK, min(past + (block + 1) * QUERY_BLOCK, past + n))
+            wanted = {*own, *(token for first, stop in edges[head] for token in range(first, stop) if token < own.stop)}
+            wanted |= {query - away for query in own for band in bands[head] for away in range(*band) if away <= query}
+            for each in [] if besides[head] is None else besides[head][block][besides[head][block] >= 0]:
+                wanted |= {token for token in range(each * QUERY_BLOCK, (each + 1) * QUERY_BLOCK) if token < own.stop}
+            if block >= sparse:
+                wanted = {*range(own.stop)}
+            item = head * blocks + block
+            found = [token for first, stop in runs[starts[item] : starts[item + 1]] for token in range(first, stop)]
+            assert found == sorted(wanted)
+
+
+def test_blocks_of_other_blocks_of_queries_are_refused():
+    none = np.empty((0, 2), np.int32)
+    with pytest.raises(ValueError, match="not those of 2 of queries"):
+        runs_of_heads([none], [none], [np.zeros((3, 1), np.int32)], 0, 100)
 
 
 @settings(max_examples=60, deadline=None)
@@ -253,8 +271,27 @@ def test_the_largest_of_a_row_is_numpys(count, seed):
     assert row_max(rows[:, 1:], 1, max(0, count - 1)) == rows[1, 1 : max(1, count)].max(initial=-np.inf)
 
 
-def test_means_of_blocks_across_past_and_chunk():
-    past, new = torch.randn(2, 100, 3), torch.randn(2, 41, 3)
-    means = block_means(past, new, 64)
-    whole = torch.cat([past, new], 1)
-    assert torch.allclose(means, torch.stack([part.mean(1) for part in whole.split(64, 1)], 1), atol=1e-5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@settings(max_examples=25, deadline=None)
+@given(past=st.integers(0, 150), n=st.integers(0, 150), block=st.integers(1, 70), leading=st.integers(0, 2))
+def test_means_of_blocks_across_past_and_chunk(dtype, past, n, block, leading):
+    generator = torch.Generator().manual_seed(past)
+    shape = (2, 3)[:leading]
+    # As a model lays them out, by token and then head, and in a buffer with room behind the last token.
+    buffer = torch.randn(*shape, past + 9, 5, generator=generator).to(dtype)
+    old, new = buffer[..., :past, :], torch.randn(n, *shape, 5, generator=generator).to(dtype).movedim(0, -2)
+    means = block_means(old, new, block)
+    assert means.dtype is torch.float32
+    assert means.shape == (*shape, -(-(past + n) // block), 5)
+    if past + n:
+        parts = torch.cat([old, new], -2).double().split(block, -2)
+        assert torch.allclose(means.double(), torch.stack([part.mean(-2) for part in parts], -2), atol=1e-5)
+
+
+def test_means_of_what_does_not_fit_are_refused():
+    past, new = np.zeros((1, 2, 5, 4), np.float32), np.zeros((1, 2, 3, 4), np.float32)
+    for before, own, block in ((past[:, :1], new, 2), (past[..., :3], new, 2), (past, new, 0)):
+        with pytest.raises(ValueError, match="do not fit"):
+            key_block_means(before, own, block)
+    with pytest.raises(TypeError):
+        key_block_means(past, new.astype(np.float64), 2)

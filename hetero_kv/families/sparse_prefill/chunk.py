@@ -112,6 +112,5 @@ class Chunk:
         out, lse = chosen_attention(
             self.q, self.past_k, self.past_v, self.k, self.v, runs, starts, self.scale, self.softcap, self.sink
         )
-        sums = np.concatenate(([0], np.cumsum(runs[:, 1] - runs[:, 0], dtype=np.int64)))
-        by_block = (sums[starts[1:]] - sums[starts[:-1]]).reshape(*self.q.shape[:2], -1)
-        return out, lse, by_block.mean(axis=2)
+        by_head = np.add.reduceat(runs[:, 1] - runs[:, 0], starts[: -1 : self.query_blocks], dtype=np.int64)
+        return out, lse, by_head.reshape(self.q.shape[:2]) / self.query_blocks

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from cpu_ops.key_runs import QUERY_BLOCK, block_runs, line_runs, ranges_of
+from cpu_ops.key_runs import QUERY_BLOCK, ranges_of, runs_of_heads
+from cpu_ops.threads import at_most
 
 #: First tokens, and nearest distances, that every head attends to.
 ALWAYS_FIRST, ALWAYS_NEAR = QUERY_BLOCK, QUERY_BLOCK
@@ -39,35 +41,21 @@ class Blocks:
 
     chosen: np.ndarray
 
+    def as_lines(self) -> Lines:
+        """The same without a line or a distance."""
+        numbers = np.where(self.chosen, np.arange(self.chosen.shape[1], dtype=np.int32), np.int32(-1))
+        none, most = np.empty((0, 2), np.int32), int(self.chosen.sum(axis=1).max(initial=0))
+        return Lines(none, none, np.sort(numbers, axis=1)[:, numbers.shape[1] - most :])
+
 
 def runs_of(heads: Sequence[Lines | Blocks], past: int, n: int, whole: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Runs of a chunk of n tokens behind `past`, as `attend_runs` takes them; `heads` are those of all rows in turn.
 
     whole: the chunk's last queries that attend to everything, with the others of their blocks.
     """
-    blocks = -(-n // QUERY_BLOCK)
-    sparse = (n - min(whole, n)) // QUERY_BLOCK if whole else blocks
-    parts = [_ending_whole(*_runs_of_one(head, past, n), sparse, past, n) for head in heads]
-    counts = np.concatenate([np.diff(starts) for _, starts in parts])
-    starts = np.zeros(len(heads) * blocks + 1, np.int64)
-    np.cumsum(counts, out=starts[1:])
-    return np.concatenate([runs for runs, _ in parts]), starts
-
-
-def _runs_of_one(head: Lines | Blocks, past: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    if isinstance(head, Blocks):
-        return block_runs(head.chosen, past, n)
-    return line_runs(head.tokens, head.distances, past, n, head.blocks)
-
-
-def _ending_whole(
-    runs: np.ndarray, starts: np.ndarray, sparse: int, past: int, n: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The runs of one head, of which only the first `sparse` blocks of queries leave keys out."""
-    blocks = len(starts) - 1
-    if sparse == blocks:
-        return runs, starts
-    stops = past + np.minimum(QUERY_BLOCK * np.arange(sparse + 1, blocks + 1), n)
-    everything = np.stack([np.zeros_like(stops), stops], axis=1).astype(runs.dtype)
-    kept = starts[: sparse + 1]
-    return np.concatenate([runs[: kept[-1]], everything]), np.concatenate([kept, kept[-1] + 1 + np.arange(len(stops))])
+    lines = [head if isinstance(head, Lines) else head.as_lines() for head in heads]
+    sparse = (n - min(whole, n)) // QUERY_BLOCK if whole else None
+    return runs_of_heads(
+        [head.tokens for head in lines], [head.distances for head in lines], [head.blocks for head in lines], past, n,
+        sparse, at_most(torch.get_num_threads()),
+    )  # fmt: skip
