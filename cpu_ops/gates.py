@@ -13,7 +13,7 @@ SILU, GELU_TANH = 0, 1
 def activated(gate, kind):
     """The activation of a float32."""
     if kind == GELU_TANH:
-        inner = np.float32(0.7978845608028654) * (gate + np.float32(0.044715) * gate * gate * gate)
-        return np.float32(0.5) * gate * (np.float32(1) + tanh(inner))
+        bent = np.float32(0.7978845608028654) * (gate + np.float32(0.044715) * gate * gate * gate)
+        return np.float32(0.5) * gate * (np.float32(1) + tanh(bent))
     # exp2 takes no more than 127; there the gate is as good as closed.
     return gate / (np.float32(1) + exp2(min(-gate * LOG2_E, np.float32(126))))

@@ -22,7 +22,7 @@ from cpu_ops.threads import kernel_threads
 
 
 def norm_rows(
-    x: np.ndarray, added: np.ndarray | None, weight: np.ndarray, epsilon: float, out: np.ndarray,
+    x: np.ndarray, added: np.ndarray | None, weight: np.ndarray, epsilon: float | np.float32, out: np.ndarray,
     threads: int | None = None,
 ) -> None:  # fmt: skip
     """RMSNorm of each row (Zhang and Sennrich 2019, arXiv:1910.07467): x / sqrt(mean(x^2) + epsilon) * weight.
@@ -32,17 +32,17 @@ def norm_rows(
 
     Raises ValueError or TypeError for arrays that do not fit together.
     """
-    added = x[:0] if added is None else added
-    if x.ndim != 2 or out.shape != x.shape or weight.shape != x.shape[1:] or (len(added) and added.shape != x.shape):
-        raise ValueError(f"x {x.shape}, added {added.shape}, weight {weight.shape} and out {out.shape} do not fit")
+    shapes = [each.shape for each in (out, *([] if added is None else [added]))]
+    if x.ndim != 2 or weight.shape != x.shape[1:] or any(shape != x.shape for shape in shapes):
+        raise ValueError(f"x {x.shape}, weight {weight.shape}, and out and added {shapes} do not fit")
     with kernel_threads(threads) as used:
-        arguments = x, added, weight, float(epsilon), out
+        arguments = x, x[:0] if added is None else added, weight, float(epsilon), out
         call_region("norm rows", _variant(x), _norm_region(_variant(x)), arguments, used)
 
 
 def rotate_heads(
-    x: np.ndarray, cos: np.ndarray, sin: np.ndarray, weight: np.ndarray | None = None, epsilon: float = 0.0,
-    threads: int | None = None,
+    x: np.ndarray, cos: np.ndarray, sin: np.ndarray, weight: np.ndarray | None = None,
+    epsilon: float | np.float32 = 0.0, threads: int | None = None,
 ) -> None:  # fmt: skip
     """Rotate each head of each row in place: x * cos + rotate_half(x) * sin (Su et al. 2021, arXiv:2104.09864).
 
@@ -71,12 +71,6 @@ def gate_rows(gate: np.ndarray, up: np.ndarray, kind: int, threads: int | None =
         raise ValueError(f"gate {gate.shape} and up {up.shape} do not fit")
     with kernel_threads(threads) as used:
         call_region("gate rows", _variant(gate), _gate_region(_variant(gate), kind), (gate, up), used)
-
-
-def compile_for(in_bfloat16: bool, kind: int) -> None:
-    """Compile the kernels, or load them from Numba's on-disk cache, before the first prompt needs them."""
-    variant = "bfloat16" if in_bfloat16 else "float32"
-    _norm_region(variant), _rotation_region(variant), _gate_region(variant, kind)
 
 
 def _variant(x: np.ndarray) -> str:

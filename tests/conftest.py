@@ -48,14 +48,6 @@ def one_thread():
     set_threads(threads)
 
 
-@pytest.fixture
-def layers_own_way(monkeypatch):
-    """Prompts pass layers by the layers' own steps, to the bit, where the short way sums in another order."""
-    from hetero_kv.adapter.prompt_layer import PromptLayer
-
-    monkeypatch.setattr(PromptLayer, "of", lambda *_: None)
-
-
 @pytest.fixture(scope="session")
 def smollm2():
     """The small real model on the CPU in float32, fetched into the usual cache; for tests marked `model`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -83,11 +83,12 @@ SERVING: ContextVar[Service] = ContextVar("hetero_kv_serving")
 
 
 @contextmanager
-def served_by(operator: Serving) -> Iterator[None]:
+def served_by(operator: Serving) -> Iterator[Service]:
     """Within this context `operator` serves the attention function, whatever module calls it."""
-    token = SERVING.set(Service(operator, None))
+    service = Service(operator, None)
+    token = SERVING.set(service)
     try:
-        yield
+        yield service
     finally:
         SERVING.reset(token)
 
@@ -105,6 +106,23 @@ _NO_INFLUENCE = frozenset(
         "use_cache",
     }
 )
+
+
+# What a decoder layer hands on beside that, with a meaning of its own.
+_OF_LAYERS = frozenset({"attention_mask", "hidden_states", "past_key_values"})
+
+
+def changes_attention(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a decoder layer's keyword arguments have one beside these that attention might compute by.
+
+    What takes the place of its attention function's caller leaves such arguments to it, which refuses what is not
+    known.
+    """
+    return any(
+        value is False if name == "is_causal" else value is not None and value is not False
+        for name, value in kwargs.items()
+        if name not in _NO_INFLUENCE and name not in _OF_LAYERS
+    )
 
 
 def _attention_function(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero_kv.adapter import bridge, chunking, recurrent
+from hetero_kv.adapter import bridge, chunking, recurrent, watching
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.prompt_layer import PromptLayer
 from hetero_kv.adapter.token_layer import TokenLayer
@@ -18,6 +18,8 @@ from hetero_kv.freed_memory import freed_memory_kept, give_back_freed_memory
 from hetero_kv.settings.engine_settings import EngineSettings
 
 _UNTRIED = object()
+# Attributes of an attention module by which it calls its attention function.
+_CALLED_WITH = "scaling", "sliding_window"
 # Tokens from which on what a layer makes of a prompt is so large that its memory is kept for the next one.
 _LONG_PROMPT = 512
 
@@ -46,7 +48,9 @@ class ChunkedDecoderLayer(Operator):
         self.is_recurrent = recurrent.is_recurrent(attention)
         # Tried before the first token, and the first prompt: weights come after rules.
         self._native: Any = _UNTRIED
-        self._short: Any = _UNTRIED
+        self._short: PromptLayer | None = None
+        #: What was there when the short way was tried.
+        self._tried_with: list[Any] | None = None
 
     @classmethod
     def require_suitable(cls, path: str, module: nn.Module) -> None:
@@ -54,9 +58,9 @@ class ChunkedDecoderLayer(Operator):
 
     def compile_own_kernels(self) -> None:
         """Find out whether a token can pass natively, and a prompt the short way, which compiles both."""
-        if self._is_replaced and self._native is _UNTRIED:
-            self._native = TokenLayer.of(self.wrapped, self.attention)
-        self._short_way()
+        if self._is_replaced:
+            self._native_way()
+            self._short_way()
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The wrapped layer's output for [batch, tokens, hidden]; a decoded token goes straight through."""
@@ -71,10 +75,9 @@ class ChunkedDecoderLayer(Operator):
         if replaced and steps[0].is_decode:
             if attention.reads_hidden_states:
                 attention.layer_input = hidden_states
-            if self._native is _UNTRIED:
-                self._native = TokenLayer.of(self.wrapped, attention)
-            if self._native is not None and not args and self._native.fits(hidden_states, kwargs):
-                return self._native(hidden_states, cache, kwargs)
+            native = self._native_way()
+            if native is not None and not args and native.fits(hidden_states, kwargs):
+                return native(hidden_states, cache, kwargs)
             return self.wrapped(hidden_states, *args, **kwargs)
 
         if hidden_states.dim() != 3:
@@ -86,7 +89,8 @@ class ChunkedDecoderLayer(Operator):
         _refuse_unsliceable(self.path, args, kwargs)
         passage = chunking.passage(hidden_states, kwargs, self.engine.chunk_size, chunking.is_ours(hidden_states))
         is_on_cpu = hidden_states.device.type == "cpu"
-        short = self._short_way() if is_on_cpu and not torch.is_autocast_enabled("cpu") else None
+        is_plain = replaced and is_on_cpu and not torch.is_autocast_enabled("cpu")
+        short = self._short_way() if is_plain else None
         is_long = total >= _LONG_PROMPT and is_on_cpu
         if self.layer_idx == 0:
             cache.report_progress(0, 0, total)
@@ -109,10 +113,23 @@ class ChunkedDecoderLayer(Operator):
         chunking.mark_ours(output)
         return (output, *result[1:]) if isinstance(result, tuple) else output
 
+    def _native_way(self) -> TokenLayer | None:
+        """The native way of a token, where the layer has one."""
+        if self._native is _UNTRIED:
+            self._native = TokenLayer.of(self.wrapped, self.attention)
+        return self._native
+
     def _short_way(self) -> PromptLayer | None:
-        """The short way of prompts, where the layer has one."""
-        if self._short is _UNTRIED:
-            self._short = PromptLayer.of(self.wrapped, self.attention) if self._is_replaced else None
+        """The short way of prompts, where the layer, as it is now, has one that nobody misses anything of."""
+        if watching.is_watched(self.wrapped):
+            return None
+        attention: Any = self.attention.wrapped
+        first = next(self.wrapped.parameters(), None)
+        there = [*self.wrapped.modules(), *([] if first is None else [first.dtype, first.device])]
+        called_with = (getattr(attention, name, None) for name in _CALLED_WITH)
+        there += [value for value in called_with if isinstance(value, int | float)]
+        if there != self._tried_with:
+            self._short, self._tried_with = PromptLayer.of(self.wrapped, self.attention), there
         return self._short
 
     def _continuing(self, cache: HeteroCache, chunk: torch.Tensor) -> AbstractContextManager[None]:

@@ -10,7 +10,7 @@ input, and the way is used only where they agree.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -58,11 +58,10 @@ class PromptLayer:
             return None
         way = cls(layer, operator)
         try:
-            way.compile()
             difference = way.difference_from(layer)
         except Exception as error:
             # Whatever the layer wants that the trial does not give: it goes on by itself.
-            _logger.info("%s: the short way of prompts cannot be tried: %s", operator.path, error)
+            _logger.warning("%s: the short way of prompts cannot be tried: %s", operator.path, error)
             return None
         if not difference <= _TOLERANCE:
             _logger.info(
@@ -72,22 +71,18 @@ class PromptLayer:
             return None
         return way
 
-    def compile(self) -> None:
-        """Compile its kernels, or load them from Numba's on-disk cache."""
-        prompt_layer.compile_for(self._layer.input_layernorm.weight.dtype is torch.bfloat16, self._activation)
-
     def fits(self, hidden_states: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
-        """Whether these tokens can take the way: and what it leaves out is nobody's business."""
+        """Whether these tokens, of a model on a CPU, can take the way."""
         embeddings = kwargs.get("position_embeddings")
         return (
-            hidden_states.dim() == 3
-            and hidden_states.device.type == "cpu"
-            and hidden_states.dtype is self._norms[0].weight.dtype
+            hidden_states.dtype is self._norms[0].weight.dtype
             and isinstance(embeddings, tuple)
             and embeddings[0].shape[-1] == self._dim
             and embeddings[0].dtype is hidden_states.dtype
             and kwargs.get("attention_mask") is None
-            and not any(map(_is_watched, self._left_out()))
+            and not bridge.changes_attention(kwargs)
+            # Dropout is the layer's own matter.
+            and not self._operator.training
         )
 
     def __call__(self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
@@ -113,7 +108,7 @@ class PromptLayer:
     def _normed(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """What attention is given, [batch, tokens, width]."""
         normed = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-        weight, epsilon = _weight_and_epsilon(self._norms[0])
+        weight, epsilon = norm_of(self._norms[0])
         prompt_layer.norm_rows(_rows(hidden_states), None, weight, epsilon, _rows(normed), _threads())
         return normed
 
@@ -123,7 +118,7 @@ class PromptLayer:
         cos, sin = (_rows(each) for each in embeddings)
         q, k, v = (_made(project, normed) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
         for rotated, norm in zip((q, k), self._head_norms, strict=True):
-            weight, epsilon = _weight_and_epsilon(norm)
+            weight, epsilon = norm_of(norm)
             normed_by = weight if weight.size else None
             prompt_layer.rotate_heads(_rows(rotated), cos, sin, normed_by, epsilon, _threads())
         q, k, v = (each.unflatten(2, (-1, self._dim)).transpose(1, 2) for each in (q, k, v))
@@ -133,30 +128,13 @@ class PromptLayer:
         """The layer's output of its input [batch, tokens, width] and its attention's [batch, heads, tokens, dim]."""
         between = _made(self._attention.o_proj, attended.transpose(1, 2).flatten(2))
         normed = torch.empty_like(between)
-        weight, epsilon = _weight_and_epsilon(self._norms[1])
+        weight, epsilon = norm_of(self._norms[1])
         # What attention gives is added to what it was given, and stays for the end.
         before = _rows(hidden_states)
         prompt_layer.norm_rows(_rows(between), before, weight, epsilon, _rows(normed), _threads())
         gate, up = _made(self._gate, normed), _made(self._up, normed)
         prompt_layer.gate_rows(_rows(gate), _rows(up), self._activation, _threads())
         return between.add_(self._down(gate))
-
-    def _left_out(self) -> Iterator[nn.Module]:
-        """Modules that the way never calls."""
-        layer = self._layer
-        yield from (layer, *self._norms, self._operator, self._attention, layer.mlp, layer.mlp.act_fn)
-        yield from (norm for norm in self._head_norms if norm is not None)
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Whether somebody listens to a module, or has put something in the place of its forward."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in module.__dict__
-
-
-def _weight_and_epsilon(norm: Any) -> tuple[np.ndarray, float]:
-    """Of a norm as it is now; an empty weight for none."""
-    weight, epsilon = norm_of(norm)
-    return weight, float(epsilon)
 
 
 def _made(projection: nn.Module, x: torch.Tensor) -> torch.Tensor:

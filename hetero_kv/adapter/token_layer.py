@@ -113,6 +113,9 @@ class TokenLayer:
             and isinstance(embeddings, tuple)
             and embeddings[0].shape[-1] == self.dim
             and kwargs.get("attention_mask") is None
+            and not bridge.changes_attention(kwargs)
+            # Dropout is the layer's own matter.
+            and not self.operator.training
         )
 
     def __call__(self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:

@@ -48,6 +48,7 @@ class RecordingAttention(AttentionOperator):
     settings_class = RetrievalSettings
     prefills_exactly = True
     continues_exactly = True
+    changes_arguments = True
 
     settings: RetrievalSettings
 
@@ -64,11 +65,11 @@ class RecordingAttention(AttentionOperator):
         stored = bytes_per_token(shape, storage.get(self.settings.kv_type), 1, 1, accumulates=False)
         return PagedFootprint(shape, stored=stored, block_size=1, device_window=0)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """See AttentionOperator; keeps how the tokens' positions are rotated, where the model says it."""
         layer: RecordingLayer = bridge.cache_in(args, kwargs, self.path).layers[self.layer_idx]
         layer.note_rotation(kwargs.get("position_embeddings"))
-        return super().forward(*args, **kwargs)
+        return kwargs
 
     def prefill_chunk(self, layer: RecordingLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         if layer.observation is None:

@@ -127,9 +127,11 @@ def test_arrays_that_do_not_fit_are_refused():
     x, weight = np.zeros((4, 8), np.float32), np.ones(8, np.float32)
     with pytest.raises(ValueError, match=r"weight \(7,\)"):
         norm_rows(x, None, weight[:7], 1e-6, x.copy())
-    with pytest.raises(ValueError, match=r"added \(3, 8\)"):
+    with pytest.raises(ValueError, match=r"added \[\(4, 8\), \(3, 8\)\]"):
         norm_rows(x, x[:3], weight, 1e-6, x.copy())
-    with pytest.raises(ValueError, match=r"out \(3, 8\)"):
+    with pytest.raises(ValueError, match=r"added \[\(4, 8\), \(0, 8\)\]"):
+        norm_rows(x, x[:0], weight, 1e-6, x.copy())
+    with pytest.raises(ValueError, match=r"added \[\(3, 8\)\]"):
         norm_rows(x, None, weight, 1e-6, x[:3])
     with pytest.raises(ValueError, match=r"cos \(3, 4\)"):
         rotate_heads(x, x[:3, :4].copy(), x[:3, :4].copy())

@@ -156,7 +156,6 @@ def test_a_step_back_is_refused_by_name(injected):
         cache.crop(-3)
 
 
-@pytest.mark.usefixtures("layers_own_way")
 def test_a_recorded_prefill_is_gone_on_from(injected):
     model = injected()
     eject(model)

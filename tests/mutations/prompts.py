@@ -32,11 +32,28 @@ PROMPTS = (
         ),
     ),
     Mutation(
-        "the short way of prompts is taken whoever listens to what it leaves out",
-        "hetero_kv/adapter/prompt_layer.py",
-        "and not any(map(_is_watched, self._left_out()))",
-        "",
-        ("tests/operators/test_prompts_short_way.py::test_who_listens_to_what_the_way_leaves_out_hears_it",),
+        "the short way of prompts is taken whoever listens to a layer's parts",
+        "hetero_kv/adapter/chunked_decoder_layer.py",
+        "if watching.is_watched(self.wrapped):",
+        "if False:",
+        ("tests/operators/test_prompts_short_way.py::test_who_listens_to_a_part_hears_it_and_nothing_is_written_over",),
+    ),
+    Mutation(
+        "the short way of prompts is that of the parts a layer once had",
+        "hetero_kv/adapter/chunked_decoder_layer.py",
+        "if there != self._tried_with:",
+        "if self._tried_with is None:",
+        (
+            "tests/operators/test_prompts_short_way.py"
+            "::test_a_part_that_is_exchanged_after_the_first_prompt_counts_in_the_next",
+        ),
+    ),
+    Mutation(
+        "arguments that attention might compute by are ignored on the short way",
+        "hetero_kv/adapter/bridge.py",
+        "if name not in _NO_INFLUENCE and name not in _OF_LAYERS",
+        "if name == value",
+        ("tests/operators/test_prompts_short_way.py::test_what_attention_might_compute_by_is_not_ignored",),
     ),
     Mutation(
         "the short way of prompts is taken though it differs from the layer",

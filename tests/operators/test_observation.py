@@ -89,7 +89,6 @@ def test_a_question_that_is_very_long_is_watched_to_its_last_part():
     assert RetrievalSettings(observation=7).observed(10**6) == RetrievalSettings(observation=7).observed(None) == 7
 
 
-@pytest.mark.usefixtures("layers_own_way")
 def test_a_recorded_prefill_knows_its_question(llama):
     prompt = random_tokens(200)
     recording = record_prefill(llama, prompt, observation_len=5, question=150, chunk_size=16, max_seq_len=512)

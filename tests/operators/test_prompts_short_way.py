@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from tiny_models import tiny_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.llama_layer import largest_difference
 from hetero_kv.adapter.prompt_layer import PromptLayer
+from hetero_kv.errors import UnsupportedModelError
 
 EVERYTHING = {"max_seq_len": 256, "kv_type": "FP32", "chunk_size": 32}
 SETTINGS = {"block_size": 4} | EVERYTHING
@@ -35,9 +41,10 @@ def taken(monkeypatch):
     return calls
 
 
-def without_short_way(model):
-    for layer in layers(model):
-        layer._short = None
+def by_own_steps(model, prompt=PROMPT):
+    """The same, by the layers' own steps."""
+    with patch.object(PromptLayer, "fits", return_value=False):
+        return logits_of(model, prompt)
 
 
 def relative(mine, wanted):
@@ -52,9 +59,8 @@ def test_prompts_are_the_same_the_short_way(architecture, weights, taken):
     short = logits_of(model)
     # Two chunks of the first turn and one of the second, in three layers.
     assert len(taken) == 9
-    without_short_way(model)
     # Activations that are rounded to eight bits may fall to the other side.
-    assert relative(short, logits_of(model)) < (1e-5 if weights == "as_stored" else 2e-2)
+    assert relative(short, by_own_steps(model)) < (1e-5 if weights == "as_stored" else 2e-2)
     assert len(taken) == 9
 
 
@@ -64,8 +70,7 @@ def test_prompts_are_the_same_the_short_way_in_bfloat16(architecture, taken):
     inject(model, "quest", command_line=SETTINGS)
     short = logits_of(model)
     assert len(taken) == 9
-    without_short_way(model)
-    assert relative(short, logits_of(model)) < 1e-2
+    assert relative(short, by_own_steps(model)) < 1e-2
 
 
 @pytest.mark.parametrize(
@@ -84,9 +89,8 @@ def test_prompts_of_every_family_take_the_short_way(recipe, taken):
 
     short = logits_of(fresh(), PROMPT[:1])
     assert taken
-    count, general = len(taken), fresh()
-    without_short_way(general)
-    assert relative(short, logits_of(general, PROMPT[:1])) < 1e-4
+    count = len(taken)
+    assert relative(short, by_own_steps(fresh(), PROMPT[:1])) < 1e-4
     assert len(taken) == count
 
 
@@ -133,15 +137,123 @@ def test_a_wrong_way_is_noticed(wrong, monkeypatch, taken):
     assert not taken
 
 
-def test_who_listens_to_what_the_way_leaves_out_hears_it(taken):
+@pytest.mark.parametrize("part", ["mlp", "mlp.act_fn", "self_attn.wrapped.q_proj", "mlp.gate_proj"])
+def test_who_listens_to_a_part_hears_it_and_nothing_is_written_over(part, taken):
     model = tiny_model("qwen2")
     inject(model, "quest", command_line=SETTINGS)
-    heard = []
-    for module in (layers(model)[1].wrapped.mlp, layers(model)[2].wrapped.mlp.act_fn):
-        module.register_forward_hook(lambda module, given, output: heard.append(output.shape[1]))
+    heard, wanted = [], []
+    module = layers(model)[1].wrapped.get_submodule(part)
+    hook = module.register_forward_hook(lambda module, given, output: heard.append((output, output.clone())))
+    logits = logits_of(model)
+    assert [output.shape[1] for output, _ in heard] == [32, 28, 15]
+    assert all(torch.equal(output, as_it_was) for output, as_it_was in heard)
+    assert len(taken) == 6
+    hook.remove()
+    assert relative(logits_of(model), logits) < 1e-5
+    assert len(taken) == 15
+    forward = type(module).forward
+    with patch.object(module, "forward", side_effect=lambda x: wanted.append(x) or forward(module, x)):
+        logits_of(model)
+    assert len(wanted) == 3
+    handle = nn.modules.module.register_module_forward_hook(lambda *given: wanted.append(given))
+    try:
+        logits_of(model)
+    finally:
+        handle.remove()
+    assert len(taken) == 15 + 6
+
+
+class Doubled(nn.Module):
+    def __init__(self, wrapped):
+        super().__init__()
+        self.wrapped = wrapped
+
+    def forward(self, x):
+        return 2 * self.wrapped(x)
+
+
+@pytest.mark.parametrize("change", ["projection", "activation", "scaling", "norm", "dtype"])
+def test_a_part_that_is_exchanged_after_the_first_prompt_counts_in_the_next(change, taken):
+    model = tiny_model("qwen2")
+    inject(model, "quest", command_line=SETTINGS)
+    before = logits_of(model)
+    layer = layers(model)[1].wrapped
+    if change == "projection":
+        layer.mlp.up_proj = Doubled(layer.mlp.up_proj)
+    elif change == "activation":
+        layer.mlp.act_fn = nn.ReLU()
+    elif change == "scaling":
+        layer.self_attn.wrapped.scaling *= 3
+    elif change == "norm":
+        layer.input_layernorm = Doubled(layer.input_layernorm)
+    else:
+        model.to(torch.float16)
+    after = logits_of(model)
+    # A layer goes on by itself where it no longer has the form, and all of them do in a dtype that kernels lack.
+    assert len(taken) == 9 + {"projection": 9, "scaling": 9, "dtype": 0}.get(change, 6)
+    assert relative(after, by_own_steps(model)) < (1e-2 if change == "dtype" else 1e-5)
+    assert change == "dtype" or relative(after, before) > 1e-2
+    if change == "dtype":
+        assert relative(logits_of(model.to(torch.float32)), before) < 1e-2
+        assert len(taken) == 18
+
+
+def test_what_attention_might_compute_by_is_not_ignored(taken):
+    model = tiny_model("qwen2")
+    inject(model, "quest", command_line=SETTINGS)
     logits_of(model)
-    assert heard == [32, 28, 32, 28, 15, 15]
-    assert {id(way) for way in taken} == {id(layers(model)[0]._short)}
+    for argument in ({"is_causal": False}, {"scores_of_mine": 1.0}):
+        with pytest.raises(UnsupportedModelError), torch.no_grad():
+            model(PROMPT, past_key_values=HeteroCache(model, 256), **argument)
+    with torch.no_grad():
+        plain, capped = (
+            model(PROMPT, past_key_values=HeteroCache(model, 256), **of).logits for of in ({}, {"softcap": 1.0})
+        )
+    assert relative(capped, plain) > 1e-4
+    count = len(taken)
+    model.train()
+    logits_of(model)
+    assert len(taken) == count
+
+
+def test_norms_without_a_weight_are_another_form(taken):
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 97,
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("olmo", **sizes)).eval()
+    with torch.no_grad():
+        wanted = model(PROMPT).logits
+        inject(model, "dense", command_line=EVERYTHING)
+        assert relative(model(PROMPT, past_key_values=HeteroCache(model, 256)).logits, wanted) < 1e-5
+    assert not taken
+
+
+def test_a_layer_that_gives_a_tuple_goes_on_by_itself(taken):
+    model = tiny_model("qwen2")
+    kind = type(model.model.layers[0])
+
+    class Tupled(kind):
+        def forward(self, *args, **kwargs):
+            return (super().forward(*args, **kwargs),)
+
+    inject(model, "dense", command_line=EVERYTHING)
+    layers(model)[0].wrapped.__class__ = Tupled
+    outputs = []
+    layers(model)[0].register_forward_hook(lambda module, given, output: outputs.append(output) or output[0])
+    logits_of(model)
+    assert len(taken) == 6
+    assert all(isinstance(output, tuple) for output in outputs)
+
+
+def test_no_difference_is_known_of_what_is_not_finite():
+    ones, worse = torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])
+    assert largest_difference([ones, ones], [ones, ones]) == 0
+    for pair in ((worse, ones), (ones, worse), (ones, ones / 0), (ones, torch.ones(4))):
+        assert largest_difference([ones, pair[0]], [ones, pair[1]]) == float("inf")
 
 
 def test_what_changes_after_the_first_prompt_counts_in_the_next(taken):
@@ -153,8 +265,7 @@ def test_what_changes_after_the_first_prompt_counts_in_the_next(taken):
             if "norm" in name or "bias" in name or "gate_proj" in name:
                 parameter.mul_(1.5)
     after = logits_of(model)
-    without_short_way(model)
-    assert relative(after, logits_of(model)) < 1e-5
+    assert relative(after, by_own_steps(model)) < 1e-5
     assert relative(after, before) > 1e-2
 
 
