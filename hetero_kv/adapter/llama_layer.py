@@ -8,9 +8,11 @@ not believed but tried: it and what is to stand for it are given the same random
 from __future__ import annotations
 
 import copy
+import logging
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +21,8 @@ from cpu_ops.gates import GELU_TANH, SILU
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES
 from hetero_kv.adapter.operator import AttentionOperator
+
+_logger = logging.getLogger(__name__)
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -120,6 +124,39 @@ class Trial:
     def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """See transformers' caches: there is nothing but the new tokens."""
         return keys, values
+
+
+class Way(Protocol):
+    """What computes the same as a decoder layer."""
+
+    @property
+    @abstractmethod
+    def operator(self) -> AttentionOperator:
+        """That of the layer's attention."""
+
+    @abstractmethod
+    def difference_from(self, layer: Any) -> float:
+        """The largest relative difference, of norms, from what the layer computes of random input."""
+
+
+def agrees(way: Way, layer: Any, tolerance: float, name: str, level: int = logging.WARNING) -> bool:
+    """Whether a way gives what its layer gives, up to `tolerance`; where not, that is logged, a difference at `level`.
+
+    name: of the way, in what is logged.
+    """
+    try:
+        difference = way.difference_from(layer)
+    except Exception as error:
+        # Whatever the layer wants that the trial does not give: it goes on by itself.
+        _logger.warning("%s: %s cannot be tried: %s", way.operator.path, name, error)
+        return False
+    if difference <= tolerance:
+        return True
+    _logger.log(
+        level, "%s: %s differs from the layer by %.2g of its size, so that it is not used", way.operator.path, name,
+        difference,
+    )  # fmt: skip
+    return False
 
 
 def largest_difference(mine: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:

@@ -21,10 +21,17 @@ from cpu_ops import prompt_layer
 from cpu_ops.threads import at_most
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.kernel_arrays import bits
-from hetero_kv.adapter.llama_layer import GATES, HEAD_NORMS, MLP, Trial, has_llama_form, largest_difference, norm_of
+from hetero_kv.adapter.llama_layer import (
+    GATES,
+    HEAD_NORMS,
+    MLP,
+    Trial,
+    agrees,
+    has_llama_form,
+    largest_difference,
+    norm_of,
+)
 from hetero_kv.adapter.operator import AttentionOperator
-
-_logger = logging.getLogger(__name__)
 
 #: Largest relative difference (of norms) from the wrapped layer: a sum in another order may be rounded to the other
 #: side, and so may what is quantised from it.
@@ -43,7 +50,7 @@ class PromptLayer:
 
     def __init__(self, layer: Any, operator: AttentionOperator) -> None:
         attention: Any = operator.wrapped
-        self._layer, self._operator, self._attention = layer, operator, attention
+        self.operator, self._attention = operator, attention
         self._dim: int = attention.head_dim
         self._gate, self._up, self._down = (getattr(layer.mlp, name) for name in MLP)
         self._norms = layer.input_layernorm, layer.post_attention_layernorm
@@ -57,19 +64,7 @@ class PromptLayer:
         if not has_llama_form(layer, operator):
             return None
         way = cls(layer, operator)
-        try:
-            difference = way.difference_from(layer)
-        except Exception as error:
-            # Whatever the layer wants that the trial does not give: it goes on by itself.
-            _logger.warning("%s: the short way of prompts cannot be tried: %s", operator.path, error)
-            return None
-        if not difference <= _TOLERANCE:
-            _logger.info(
-                "%s: the short way of prompts differs from the layer by %.2g of its size, so that it is not used",
-                operator.path, difference,
-            )  # fmt: skip
-            return None
-        return way
+        return way if agrees(way, layer, _TOLERANCE, "the short way of prompts", logging.INFO) else None
 
     def fits(self, hidden_states: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
         """Whether these tokens, of a model on a CPU, can take the way."""
@@ -82,21 +77,21 @@ class PromptLayer:
             and kwargs.get("attention_mask") is None
             and not bridge.changes_attention(kwargs)
             # Dropout is the layer's own matter.
-            and not self._operator.training
+            and not self.operator.training
         )
 
     def __call__(self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
         """The layer's output for [batch, tokens, width]."""
         normed = self._normed(hidden_states)
-        if self._operator.changes_arguments:
-            kwargs = self._operator.arguments_for((), {**kwargs, "hidden_states": normed})
+        if self.operator.changes_arguments:
+            kwargs = self.operator.arguments_for((), {**kwargs, "hidden_states": normed})
         call = self._call(normed, kwargs["position_embeddings"])
-        return self._output(hidden_states, self._operator.attend(cache, call))
+        return self._output(hidden_states, self.operator.attend(cache, call))
 
     @torch.no_grad()
     def difference_from(self, layer: Any) -> float:
         """The largest relative difference, of norms, from what the layer computes of random input."""
-        trial = Trial.of(layer, self._operator, *_TRIED)
+        trial = Trial.of(layer, self.operator, *_TRIED)
         wanted = trial.call
         if wanted is None or wanted.sink is not None:
             return float("inf")

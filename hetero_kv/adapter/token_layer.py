@@ -8,7 +8,6 @@ given the same random input, and the path is used only where they agree.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +28,7 @@ from hetero_kv.adapter.llama_layer import (
     NONE,
     PROJECTIONS,
     Trial,
+    agrees,
     float32_array,
     has_llama_form,
     largest_difference,
@@ -39,8 +39,6 @@ from hetero_kv.adapter.quantized_matrix import QuantizedLinear
 from hetero_kv.adapter.token_arrays import hidden_array, new_hidden, token_arrays
 from hetero_kv.weights.packed_weight import FEW_ROWS
 from hetero_kv.weights.quantised_weight import QuantisedWeight
-
-_logger = logging.getLogger(__name__)
 
 #: Largest relative difference (of norms) from the wrapped layer, by the model's dtype: what rounding to it, and int8
 #: activations that it lets fall to the other side, may make.
@@ -86,21 +84,8 @@ class TokenLayer:
         """The path of a decoder layer; None where the layer has another form, or the path gives something else."""
         if not _has_form(layer, operator):
             return None
-        path = cls(layer, operator)
-        try:
-            difference = path.difference_from(layer)
-        except Exception as error:
-            # Whatever the layer wants that the trial does not give: it goes on by itself.
-            _logger.warning("%s: the native path of a token cannot be tried: %s", operator.path, error)
-            return None
-        dtype = layer.input_layernorm.weight.dtype
-        if not difference <= _TOLERANCE[dtype]:
-            _logger.warning(
-                "%s: the native path of a token differs from the layer by %.2g of its size, so that it is not used",
-                operator.path, difference,
-            )  # fmt: skip
-            return None
-        return path
+        path, dtype = cls(layer, operator), layer.input_layernorm.weight.dtype
+        return path if agrees(path, layer, _TOLERANCE[dtype], "the native path of a token") else None
 
     def fits(self, hidden_states: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
         """Whether these tokens, one per row, can take the path."""

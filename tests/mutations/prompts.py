@@ -57,9 +57,9 @@ PROMPTS = (
     ),
     Mutation(
         "the short way of prompts is taken though it differs from the layer",
-        "hetero_kv/adapter/prompt_layer.py",
-        "if not difference <= _TOLERANCE:",
-        "if not difference <= 9 * _TOLERANCE + 1:",
+        "hetero_kv/adapter/llama_layer.py",
+        "if difference <= tolerance:",
+        "if difference <= 9 * tolerance + 1:",
         (
             "tests/operators/test_prompts_short_way.py::test_a_wrong_way_is_noticed",
             "tests/operators/test_prompts_short_way.py::test_layers_that_compute_something_else_go_on_by_themselves",
