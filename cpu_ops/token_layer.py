@@ -88,20 +88,23 @@ def _products(matrices, rows):
 
 @region_arguments("multiply and gate")
 def _gated_products(_: str) -> tuple[Any, ...]:
-    """As "multiply", and the activation's kind; the table has the gate's matrix and the up one's."""
+    """As "multiply"; the table has the gate's matrix and the up one's."""
     real2, table = types.Array(types.float32, 2, "C"), types.Array(types.int64, 2, "C")
     codes, sums = types.Array(types.int8, 2, "C"), types.Array(types.int32, 2, "C")
-    return table, real2, codes, real2, sums, real2, types.int64, types.int64
+    return table, real2, codes, real2, sums, real2, types.int64
 
 
 @cache
-def gate_region() -> int:
-    """The address of the region "multiply and gate": the gate's columns become the activation of them times up's."""
+def gate_region(kind: int) -> int:
+    """The address of the region "multiply and gate": the gate's columns become the activation of them times up's.
+
+    kind: of the activation (`cpu_ops.gates`); a loop that asked for it would not be vectorised.
+    """
     code_version = CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy")
     def gate(thread, threads, arguments):
-        table, _, codes, scales, sums, out, per_pass, kind = arguments_at("multiply and gate", "", arguments)
+        table, _, codes, scales, sums, out, per_pass = arguments_at("multiply and gate", "", arguments)
         for index in range(2):
             weights, tiles, one, several = table[index, 0], table[index, 1], table[index, 2], table[index, 3]
             multiply_part(
@@ -109,9 +112,11 @@ def gate_region() -> int:
             )
         # Both parts end at the same tiles.
         tiles, up = table[0, 1], table[1, 4]
+        first, stop = tiles * thread // threads * TILE, tiles * (thread + 1) // threads * TILE
         for row in range(out.shape[0]):
-            for i in range(tiles * thread // threads * TILE, tiles * (thread + 1) // threads * TILE):
-                out[row, i] = activated(out[row, i], kind) * out[row, up + i]
+            own, other = out[row, first:stop], out[row, up + first : up + stop]
+            for i in range(own.size):
+                own[i] = activated(own[i], kind) * other[i]
         return np.int64(0 * code_version)
 
     return address_of(gate)
@@ -193,16 +198,16 @@ def attention_inputs() -> Any:
 def attention_output() -> Any:
     """The kernel of what a layer gives on: hidden + the projection of `attended`, and behind that the MLP.
 
-    (run, multiply, gate, hidden, attended, norm, epsilon, matrices, kind, out, per_pass, threads)
+    (run, multiply, gate, hidden, attended, norm, epsilon, matrices, out, per_pass, threads)
 
     hidden, out: [rows, width], attended: [rows, heads * v_dim], float32 or the bits of bfloat16. norm: [width] float32,
     the MLP's. matrices: [4, 4] int64, `PackedMatrix.call` of the output, gate, up and down projections; the gate's and
-    up's tiles are full. kind: of the gate (`cpu_ops.gates`). gate: `gate_region()`.
+    up's tiles are full. gate: `gate_region`'s, of the MLP's activation.
     """
     code_version = CODE_VERSION
 
     @njit(nogil=True, cache=True, error_model="numpy")
-    def output(run, multiply, gate, hidden, attended, norm, epsilon, matrices, kind, out, per_pass, threads):
+    def output(run, multiply, gate, hidden, attended, norm, epsilon, matrices, out, per_pass, threads):
         rows, width = hidden.shape
         x = np.empty((rows, width), np.float32)
         _widened(hidden, x)
@@ -226,7 +231,7 @@ def attention_output() -> Any:
         narrow = np.empty((rows, width), np.int8)
         quantise_rows(normed, narrow, scales, sums)
         gate_up = np.empty((rows, 2 * inner + 0 * code_version), np.float32)
-        both = _products(matrices[1:3], rows), normed, narrow, scales, sums, gate_up, per_pass, kind
+        both = _products(matrices[1:3], rows), normed, narrow, scales, sums, gate_up, per_pass
         run_region("multiply and gate", "", run, gate, threads, both)
         gated = np.empty((rows, inner), np.float32)
         for row in range(rows):

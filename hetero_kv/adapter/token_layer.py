@@ -74,9 +74,9 @@ class TokenLayer:
         self._mlp_norm, self._mlp_epsilon = norm_of(layer.post_attention_layernorm)
         self._query_norm, self._head_epsilon = norm_of(getattr(attention, "q_norm", None))
         self._key_norm, _ = norm_of(getattr(attention, "k_norm", None))
-        self._gate = GATES[type(mlp.act_fn).__name__]
         self._per_pass = rows_per_pass()
-        self._multiply, self._gate_up = (all_threads(), multiply_region()), gate_region()
+        self._multiply = all_threads(), multiply_region()
+        self._gate_up = gate_region(GATES[type(mlp.act_fn).__name__])
         self.call_settings: tuple[float, float | None, int | None, Any] = (0.0, None, None, None)
 
     @classmethod
@@ -145,7 +145,7 @@ class TokenLayer:
         with one_kernel_at_a_time:
             self._attention_output(
                 *self._multiply, self._gate_up, hidden, attended, self._mlp_norm, self._mlp_epsilon, self._outputs,
-                self._gate, array, self._per_pass, at_most(torch.get_num_threads()),
+                array, self._per_pass, at_most(torch.get_num_threads()),
             )  # fmt: skip
         return out
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+from cpu_ops.gates import GELU_TANH
+from cpu_ops.token_layer import gate_region
 from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.token_layer import TokenLayer
@@ -84,14 +86,16 @@ def test_a_layer_that_computes_something_else_is_noticed(caplog):
     assert [layer._native is None for layer in layers(mixed)] == [False, True, False]
 
 
-@pytest.mark.parametrize("wrong", ["_bias", "_norm", "_epsilon", "_gate"])
+@pytest.mark.parametrize("wrong", ["_bias", "_norm", "_epsilon", "_gate_up"])
 def test_a_wrong_path_is_noticed(wrong, monkeypatch, caplog):
     made = TokenLayer.__init__
 
     def seeded(self, layer, operator):
         made(self, layer, operator)
         value = getattr(self, wrong)
-        setattr(self, wrong, {"_gate": 1, "_epsilon": value + 0.5}.get(wrong, value * 1.2 + 0.1))
+        setattr(
+            self, wrong, {"_gate_up": gate_region(GELU_TANH), "_epsilon": value + 0.5}.get(wrong, value * 1.2 + 0.1)
+        )
 
     monkeypatch.setattr(TokenLayer, "__init__", seeded)
     model = tiny_model("qwen2")
