@@ -1,6 +1,6 @@
 """A decoder layer's way for a prompt's chunk in fewer passes over memory, where the layer has a form that is known.
 
-Beside its products a layer of Llama's form takes some thirty passes over a chunk's numbers, each a call of torch that
+Beside its products a layer of Llama's form takes some 25 passes over a chunk's numbers, each a call of torch that
 reads and writes all of them: norms, rotations, the gate, residuals. `cpu_ops.prompt_layer` takes five, and rounds where
 the layer does. Projections are the layer's own modules, and so are weights, whatever they are kept as. That the rest is
 the same is not believed but tried: before its first prompt the way and the wrapped layer are given the same random
