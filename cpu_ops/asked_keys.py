@@ -23,6 +23,7 @@ from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.listed_keys import UNSEEN
 from cpu_ops.matrix_tiles import emit_multiply_tile
 from cpu_ops.run_attention import runs_in_bfloat16
+from cpu_ops.scratch import neighbours_on_lines
 from cpu_ops.vectors import Vectors, array_pointer, integer, offset
 
 ASKED_COLUMNS = COLUMNS
@@ -77,7 +78,7 @@ def asked_numbers(q: np.ndarray, past_k: np.ndarray, k: np.ndarray, scale: float
     if is_bits and not runs_in_bfloat16(k_dim, k_dim):
         raise ValueError(f"dim {k_dim} must be a multiple of {LANES}, on a CPU with AVX512_BF16")
     queries = q if q.strides[2] == q.itemsize else np.ascontiguousarray(q)
-    numbers = [queries, *map(np.ascontiguousarray, (past_k, k))]
+    numbers = [queries, *map(neighbours_on_lines, (past_k, k))]
     return [each.view(np.uint32) for each in numbers] if is_bits else numbers
 
 

@@ -7,7 +7,9 @@ import numpy as np
 from numba import njit, types
 
 from cpu_ops.code_version import CODE_VERSION
+from cpu_ops.gathered_rows import copy_row
 from cpu_ops.kernel_address import address_of
+from cpu_ops.listed_keys import address_in, places_of
 from cpu_ops.number_bits import number
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
 from cpu_ops.threads import kernel_threads
@@ -26,38 +28,41 @@ def block_means(past: np.ndarray, new: np.ndarray, block: int, threads: int | No
         raise ValueError(f"past {past.shape}, new {new.shape} and blocks of {block} do not fit")
     means = np.empty((*new.shape[:2], -(-(past.shape[2] + new.shape[2]) // block), new.shape[3]), np.float32)
     variant = "float32" if new.dtype == np.float32 else "bfloat16"
+    numbers = [each if each.strides[3] == each.itemsize else np.ascontiguousarray(each) for each in (past, new)]
     with kernel_threads(threads) as used:
-        call_region("block means", variant, _region(variant), (past, new, block, means), used)
+        call_region("block means", variant, _region(variant, new.shape[3]), (*numbers, block, means), used)
     return means
 
 
-def compile_for(in_bfloat16: bool) -> None:
-    """Compile the kernel, or load it from Numba's on-disk cache, before the first prompt needs it."""
-    _region("bfloat16" if in_bfloat16 else "float32")
+def compile_for(in_bfloat16: bool, dim: int) -> None:
+    """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first prompt needs it."""
+    _region("bfloat16" if in_bfloat16 else "float32", dim)
 
 
 @region_arguments("block means")
 def _arguments(variant: str) -> tuple[Any, ...]:
-    """(past, new, block, means), as `block_means` has them."""
+    """(past, new, block, means), as `block_means` has them; a vector's numbers are neighbours."""
     numbers = types.Array(types.uint16 if variant == "bfloat16" else types.float32, 4, "A")
     return numbers, numbers, types.int64, types.Array(types.float32, 4, "C")
 
 
 @cache
-def _region(variant: str) -> int:
+def _region(variant: str, dim: int) -> int:
     code_version = CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy", fastmath={"contract", "nsz"})
     def mean(thread, threads, arguments):
         past, new, block, means = arguments_at("block means", variant, arguments)
-        before, n, (batch, heads, blocks, dim) = past.shape[2], new.shape[2], means.shape
+        before, n, (batch, heads, blocks) = past.shape[2], new.shape[2], means.shape[:3]
+        token = np.empty(dim, past.dtype)
         for item in range(thread, batch * heads * blocks, threads):
             row, head, place = item // blocks // heads, item // blocks % heads, item % blocks
             first, stop = place * block, min((place + 1) * block, before + n)
             own = means[row, head, place]
             own[:] = 0
+            places = places_of(past, new, row, head)
             for t in range(first, stop):
-                token = past[row, head, t] if t < before else new[row, head, t - before]
+                copy_row(dim, address_in(places, before, t), token, 0)
                 for d in range(dim):
                     own[d] += number(token[d])
             share = np.float32(1) / np.float32(stop - first)

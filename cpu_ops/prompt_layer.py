@@ -18,7 +18,12 @@ from cpu_ops.inner import inner
 from cpu_ops.kernel_address import address_of
 from cpu_ops.number_bits import number, rounded
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
+from cpu_ops.simd import prefetch
 from cpu_ops.threads import kernel_threads
+
+# Bytes that are asked for before as many are computed: by itself the CPU does not look far enough ahead where so much
+# is computed of each number.
+_AHEAD = 512
 
 
 def norm_rows(
@@ -177,19 +182,29 @@ def _rotation_region(variant: str) -> int:
     return address_of(rotate)
 
 
+@inner(error_model="numpy")
+def _gate(gate, up, kind):
+    for i in range(gate.size):
+        gate[i] = rounded(gate, number(rounded(gate, activated(number(gate[i]), kind))) * number(up[i]))
+
+
 @cache
 def _gate_region(variant: str, kind: int) -> int:
     """For one activation: a loop that asks which is not vectorised."""
     code_version = CODE_VERSION
+    ahead = _AHEAD * 8 // _rows_of(variant).dtype.bitwidth
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy")
     def gate_them(thread, threads, arguments):
         gate, up = arguments_at("gate rows", variant, arguments)
-        rows = gate.shape[0]
-        for row in range(rows * thread // threads, rows * (thread + 1) // threads):
-            own, other = gate[row], up[row]
-            for i in range(own.size):
-                own[i] = rounded(gate, number(rounded(gate, activated(number(own[i]), kind))) * number(other[i]))
+        rows, columns = gate.shape
+        first, stop = rows * thread // threads * columns, rows * (thread + 1) // threads * columns
+        own, other = gate.reshape(-1), up.reshape(-1)
+        for at in range(first, stop, ahead):
+            end = min(at + ahead, stop)
+            prefetch(own, at + ahead, ahead)
+            prefetch(other, at + ahead, ahead)
+            _gate(own[at:end], other[at:end], kind)
         return np.int64(0 * code_version)
 
     return address_of(gate_them)

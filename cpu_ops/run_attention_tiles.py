@@ -24,7 +24,7 @@ from cpu_ops.key_runs import QUERY_BLOCK
 from cpu_ops.listed_keys import UNSEEN, address_in, hide, places_of
 from cpu_ops.number_bits import round_row
 from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_arguments
-from cpu_ops.scratch import scratch
+from cpu_ops.scratch import on_lines, scratch
 from cpu_ops.softmax_rows import rows_most
 from cpu_ops.threads import kernel_threads
 from cpu_ops.tile_softmax import cap_products, divide_sums, rescale_outgrown
@@ -56,7 +56,7 @@ def attend_by_tiles(
     blocks = (past + n) // BLOCK if pays and words % TILE == 0 else 0
     shape = blocks, -(-v_dim // BLOCK) * BLOCK, TILE
     together = min(rows * kv_heads, max(1, _TURNED_BYTES // max(1, 4 * math.prod(shape))))
-    turned = np.empty((together, *shape), np.uint32)
+    turned = on_lines((together, *shape), np.uint32)
     with kernel_threads(threads) as used:
         for first in range(0, rows * kv_heads, together):
             heads = first, min(first + together, rows * kv_heads)

@@ -1,7 +1,29 @@
 """Scratch memory of kernels on cache-line boundaries: a whole vector that crosses one costs two loads."""
 
+import math
+
 import numpy as np
 from numba import njit, types
+
+LINE = 64
+"""Bytes of a cache line."""
+
+
+def on_lines(shape: tuple[int, ...], dtype: np.dtype | type[np.generic]) -> np.ndarray:
+    """`numpy.empty` that begins on a cache line, for kernels to write and read vectors of."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + LINE, np.uint8)
+    start = -memory.ctypes.data % LINE
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def neighbours_on_lines(array: np.ndarray) -> np.ndarray:
+    """As `numpy.ascontiguousarray`; a copy begins on a cache line."""
+    if array.flags.c_contiguous:
+        return array
+    copy = on_lines(array.shape, array.dtype)
+    copy[:] = array
+    return copy
 
 
 # With a signature: else Numba would compile it for every pair of numbers that a kernel's constants are.

@@ -43,7 +43,7 @@ def compile_for_chosen(dtype: torch.dtype, k_dim: int, v_dim: int, softcapped: b
     in_bits = dtype is torch.bfloat16 and runs_in_bfloat16(k_dim, k_dim)
     line_sums.compile_for(in_bits, k_dim, softcapped)
     matched_blocks.compile_for(in_bits, k_dim, softcapped)
-    block_means_of.compile_for(dtype is torch.bfloat16)
+    block_means_of.compile_for(dtype is torch.bfloat16, k_dim)
     key_runs.compile_kernels()
 
 

@@ -1,0 +1,35 @@
+"""Memory of kernels begins on cache lines."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpu_ops.scratch import LINE, neighbours_on_lines, on_lines, scratch
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32, np.int64])
+@given(shape=st.lists(st.integers(0, 20), min_size=1, max_size=4).map(tuple))
+def test_memory_begins_on_a_line(dtype, shape):
+    kept = [on_lines(shape, dtype) for _ in range(3)]
+    for each in kept:
+        assert (each.shape, each.dtype, each.flags.c_contiguous) == (shape, dtype, True)
+        assert not each.size or each.ctypes.data % LINE == 0
+        each[:] = 1
+
+
+@given(rows=st.integers(1, 20), columns=st.integers(1, 40))
+def test_scratch_is_zeros_on_a_line(rows, columns):
+    memory = scratch(rows, columns)
+    assert memory.shape == (rows, columns)
+    assert memory.ctypes.data % LINE == 0
+    assert not memory.any()
+
+
+def test_what_lies_together_is_not_copied_and_what_does_not_begins_on_a_line():
+    array = np.arange(24, dtype=np.uint16).reshape(2, 3, 4)
+    assert neighbours_on_lines(array) is array
+    turned = neighbours_on_lines(array.transpose(1, 0, 2))
+    assert turned.flags.c_contiguous
+    assert turned.ctypes.data % LINE == 0
+    np.testing.assert_array_equal(turned, array.transpose(1, 0, 2))
