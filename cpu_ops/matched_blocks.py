@@ -150,8 +150,9 @@ def _best_region() -> int:
 def _mark(runs, first, stop, bit, named):
     """Set a bit of the tokens that the runs from `first` to `stop` name."""
     for run in range(first, stop):
-        for t in range(runs[run, 0], runs[run, 1]):
-            named[t] |= bit
+        tokens = named[runs[run, 0] : runs[run, 1]]
+        for t in range(tokens.size):
+            tokens[t] |= bit
 
 
 @cache
@@ -209,7 +210,9 @@ def _region(shape: AskedShape, softcapped: bool) -> Any:
                     free_block_weights(
                         lanes, scores, i, factor, most, totals, named, start, bits, sums, key_block * columns
                     )
-                mosts[key_block] = most
+                by_then = mosts[key_block]
+                for column in range(columns):
+                    by_then[column] = most[column]
             for key_block in range(-(-farthest // tokens)):
                 for column in range(columns):
                     mosts[key_block, column] = (mosts[key_block, column] - most[column]) * factor
