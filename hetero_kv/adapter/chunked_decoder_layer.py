@@ -102,7 +102,7 @@ class ChunkedDecoderLayer(Operator):
                     )
                 with self._continuing(cache, part), freed_memory_kept() if is_long else nullcontext():
                     if short is not None and not args and short.fits(part, chunk_kwargs):
-                        result = short(part, cache, chunk_kwargs)
+                        result = short(part, cache, chunk_kwargs, passage.place(chunk))
                     else:
                         result = self.wrapped(part, *args, **chunk_kwargs)
                 passage.put(chunk, result[0] if isinstance(result, tuple) else result)

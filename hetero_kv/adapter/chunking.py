@@ -48,8 +48,12 @@ class Passage(Protocol):
         """Which tokens, their hidden states [batch, tokens, hidden], and the module's keyword arguments for them."""
 
     @abstractmethod
+    def place(self, chunk: slice) -> torch.Tensor | None:
+        """Where the module may write by itself what it makes of a chunk, perhaps over the chunk; None: nowhere."""
+
+    @abstractmethod
     def put(self, chunk: slice, result: torch.Tensor) -> None:
-        """Keep what the module made of a chunk, [batch, tokens, hidden]."""
+        """Keep what the module made of a chunk, [batch, tokens, hidden], unless it lies in its place."""
 
     @abstractmethod
     def output(self) -> torch.Tensor:
@@ -100,8 +104,13 @@ class _InPlace:
             kwargs = {name: sliced(name, value, chunk, total) for name, value in self._kwargs.items()}
             yield chunk, self._states[:, chunk], kwargs
 
+    def place(self, chunk: slice) -> torch.Tensor:
+        return self._output[:, chunk]
+
     def put(self, chunk: slice, result: torch.Tensor) -> None:
-        self._output[:, chunk] = result
+        place = self.place(chunk)
+        if (result.data_ptr(), result.stride()) != (place.data_ptr(), place.stride()):
+            place.copy_(result)
 
     def output(self) -> torch.Tensor:
         return self._output

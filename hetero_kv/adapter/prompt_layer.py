@@ -80,13 +80,15 @@ class PromptLayer:
             and not self.operator.training
         )
 
-    def __call__(self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """The layer's output for [batch, tokens, width]."""
+    def __call__(
+        self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The layer's output for [batch, tokens, width]; out: where it is written, the input itself perhaps."""
         normed = self._normed(hidden_states)
         if self.operator.changes_arguments:
             kwargs = self.operator.arguments_for((), {**kwargs, "hidden_states": normed})
         call = self._call(normed, kwargs["position_embeddings"])
-        return self._output(hidden_states, self.operator.attend(cache, call))
+        return self._output(hidden_states, self.operator.attend(cache, call), out)
 
     @torch.no_grad()
     def difference_from(self, layer: Any) -> float:
@@ -119,7 +121,9 @@ class PromptLayer:
         q, k, v = (each.unflatten(2, (-1, self._dim)).transpose(1, 2) for each in (q, k, v))
         return bridge.AttentionCall(q, k, v, *self.call_settings)
 
-    def _output(self, hidden_states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    def _output(
+        self, hidden_states: torch.Tensor, attended: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The layer's output of its input [batch, tokens, width] and its attention's [batch, heads, tokens, dim]."""
         between = _made(self._attention.o_proj, attended.transpose(1, 2).flatten(2))
         normed = torch.empty_like(between)
@@ -129,7 +133,7 @@ class PromptLayer:
         prompt_layer.norm_rows(_rows(between), before, weight, epsilon, _rows(normed), _threads())
         gate, up = _made(self._gate, normed), _made(self._up, normed)
         prompt_layer.gate_rows(_rows(gate), _rows(up), self._activation, _threads())
-        return between.add_(self._down(gate))
+        return torch.add(between, self._down(gate).detach(), out=between if out is None else out)
 
 
 def _made(projection: nn.Module, x: torch.Tensor) -> torch.Tensor:
