@@ -22,6 +22,8 @@ _UNTRIED = object()
 _CALLED_WITH = "scaling", "sliding_window"
 # Tokens from which on what a layer makes of a prompt is so large that its memory is kept for the next one.
 _LONG_PROMPT = 512
+# Of how many last tokens the last layer's output is computed at least: products of fewer are computed by other ways.
+_ASKED_TOGETHER = 128
 
 
 class ChunkedDecoderLayer(Operator):
@@ -92,6 +94,10 @@ class ChunkedDecoderLayer(Operator):
         is_plain = replaced and is_on_cpu and not torch.is_autocast_enabled("cpu")
         short = self._short_way() if is_plain else None
         is_long = total >= _LONG_PROMPT and is_on_cpu
+        is_last = self.layer_idx == len(cache.layers) - 1
+        # Policies of strides may ask for any token's logits.
+        wanted = chunking.WANTED.get() if is_last and cache.strided is None else 0
+        first_asked = total - max(wanted, _ASKED_TOGETHER) if wanted else 0
         if self.layer_idx == 0:
             cache.report_progress(0, 0, total)
         with attention.prefill(steps[0]) if isinstance(attention, AttentionOperator) else nullcontext():
@@ -101,13 +107,15 @@ class ChunkedDecoderLayer(Operator):
                         attention, cache, part, chunk_kwargs.get("position_ids")
                     )
                 with self._continuing(cache, part), freed_memory_kept() if is_long else nullcontext():
-                    if short is not None and not args and short.fits(part, chunk_kwargs):
-                        result = short(part, cache, chunk_kwargs, passage.place(chunk))
+                    place = passage.place(chunk)
+                    if short is not None and place is not None and not args and short.fits(part, chunk_kwargs):
+                        asked = chunk.stop - max(chunk.start, first_asked)
+                        result = short(part, cache, chunk_kwargs, place, max(0, asked))
                     else:
                         result = self.wrapped(part, *args, **chunk_kwargs)
                 passage.put(chunk, result[0] if isinstance(result, tuple) else result)
                 cache.report_progress(self.layer_idx, chunk.stop, total)
-        if is_long and self.layer_idx == len(cache.layers) - 1:
+        if is_long and is_last:
             give_back_freed_memory()
         output = passage.output()
         chunking.mark_ours(output)

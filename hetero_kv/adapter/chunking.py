@@ -23,6 +23,10 @@ def sliced(name: str, value: Any, chunk: slice, total: int) -> Any:
     return value if value.shape[dim] != total else value[(slice(None),) * dim + (chunk,)]
 
 
+#: How many last tokens the head of a model wants of the present forward; 0 for all.
+WANTED: ContextVar[int] = ContextVar("WANTED", default=0)
+
+
 def mark_ours(hidden_states: torch.Tensor) -> None:
     """Remember that an operator made this buffer, so that the next one may write its output over it."""
     hidden_states.hetero_kv_buffer = True  # type: ignore[attr-defined]

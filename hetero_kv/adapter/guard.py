@@ -82,7 +82,7 @@ def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
         whole = signature if has_head else reentrant
         call = signature.call(args, kwargs)
         try:
-            told = head_wants(call) if has_head else nullcontext()
+            told = head_wants(model, call) if has_head else nullcontext()
             with undo_on_error(cache), _without_gradients(), attending_by(by.attention), told:
                 return _outermost(call, whole, cache, has_head)
         except (MemoryError, RuntimeError) as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from hetero_kv.adapter.chunked_module import ChunkedModule
 from hetero_kv.adapter.model_call import ModelCall, Signature
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.streamed_weights import stream_weights
+from hetero_kv.adapter.watching import is_heard
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import DRAM, GPU, EngineSettings
@@ -31,8 +31,6 @@ from hetero_kv.settings.engine_settings import DRAM, GPU, EngineSettings
 #: Chunks up to which `auto` leaves hidden states on the GPU: two buffers of so many take what the chunks on their way
 #: take otherwise.
 _FEW_CHUNKS = 2
-#: How many last tokens the head wants; 0 for all.
-_WANTED: ContextVar[int] = ContextVar("WANTED", default=0)
 
 
 def lie_in_dram(hidden_device: str, tokens: int, chunk_size: int) -> bool:
@@ -64,14 +62,16 @@ def tables_stay_on_gpu(model: nn.Module) -> bool:
 
 
 @contextmanager
-def head_wants(call: ModelCall) -> Iterator[None]:
-    """Within this context a model's head is called, with as many last tokens as `call` says."""
+def head_wants(model: nn.Module, call: ModelCall) -> Iterator[None]:
+    """Within this context a model's head is called, with as many last tokens as `call` says: nobody sees the others'
+    last hidden states, unless somebody listens to what comes behind the layers."""
     wanted = call.arguments.get("logits_to_keep", 0)
-    token = _WANTED.set(wanted if isinstance(wanted, int) else 0)
+    is_number = isinstance(wanted, int) and not (wanted and call.shape[1] > 1 and is_heard(model, ChunkedDecoderLayer))
+    token = chunking.WANTED.set(wanted if is_number else 0)
     try:
         yield
     finally:
-        _WANTED.reset(token)
+        chunking.WANTED.reset(token)
 
 
 def walking(model: Any, forward: Callable[..., Any], engine: EngineSettings) -> Callable[..., Any]:
@@ -129,7 +129,7 @@ def _walked(model: Any, call: ModelCall, chunk_size: int) -> Any:
         for (buffers, name, _), host in zip(rotary, on_host, strict=True):
             buffers[name] = host
         output = call.signature.forward(**arguments)
-        return _with_states(output, lambda states: _sent_back(states[:, -_WANTED.get() :], ids.device))
+        return _with_states(output, lambda states: _sent_back(states[:, -chunking.WANTED.get() :], ids.device))
     finally:
         chunking.WALK.reset(token)
         walk.stream.finish()

@@ -81,14 +81,21 @@ class PromptLayer:
         )
 
     def __call__(
-        self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any], out: torch.Tensor | None = None
+        self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any], out: torch.Tensor, asked: int
     ) -> torch.Tensor:
-        """The layer's output for [batch, tokens, width]; out: where it is written, the input itself perhaps."""
+        """The layer's output for [batch, tokens, width], written to `out`, which may be the input itself.
+
+        asked: of how many last tokens; `out` stays as it is at the others.
+        """
         normed = self._normed(hidden_states)
         if self.operator.changes_arguments:
             kwargs = self.operator.arguments_for((), {**kwargs, "hidden_states": normed})
         call = self._call(normed, kwargs["position_embeddings"])
-        return self._output(hidden_states, self.operator.attend(cache, call), out)
+        attended = self.operator.attend(cache, call)
+        if asked:
+            first = hidden_states.shape[1] - asked
+            self._output(hidden_states[:, first:], attended[:, :, first:], out[:, first:])
+        return out
 
     @torch.no_grad()
     def difference_from(self, layer: Any) -> float:
