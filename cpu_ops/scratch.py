@@ -1,4 +1,4 @@
-"""Scratch memory of kernels on cache-line boundaries: a whole vector that crosses one costs two loads."""
+"""Memory of kernels on cache-line boundaries: a whole vector that crosses one costs two loads."""
 
 import math
 
@@ -12,9 +12,13 @@ LINE = 64
 def on_lines(shape: tuple[int, ...], dtype: np.dtype | type[np.generic]) -> np.ndarray:
     """`numpy.empty` that begins on a cache line, for kernels to write and read vectors of."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    memory = np.empty(size + LINE, np.uint8)
-    start = -memory.ctypes.data % LINE
-    return memory[start : start + size].view(dtype).reshape(shape)
+    return from_line(np.empty(size + LINE, np.uint8), size).view(dtype).reshape(shape)
+
+
+def from_line(memory: np.ndarray, nbytes: int) -> np.ndarray:
+    """`nbytes` bytes of memory [bytes] uint8, from the first that begins a cache line on."""
+    skipped = -memory.ctypes.data % LINE
+    return memory[skipped : skipped + nbytes]
 
 
 def neighbours_on_lines(array: np.ndarray) -> np.ndarray:

@@ -8,9 +8,9 @@ import threading
 
 import numpy as np
 
+from cpu_ops.scratch import LINE, from_line, on_lines
+
 _CHUNK_BYTES = 32 << 20
-_LINE = 64
-"""Bytes of a cache line, on which everything begins."""
 
 
 class WeightArena:
@@ -23,18 +23,13 @@ class WeightArena:
     def empty(self, nbytes: int) -> np.ndarray:
         """[nbytes] uint8, uninitialised, that begins on a cache line."""
         if nbytes * 2 > _CHUNK_BYTES:
-            return _on_a_line(np.empty(nbytes + _LINE, np.uint8), nbytes)
+            return on_lines((nbytes,), np.uint8)
         with self._lock:
-            if self._used + nbytes + _LINE > self._chunk.size:
+            if self._used + nbytes + LINE > self._chunk.size:
                 self._chunk, self._used = np.empty(_CHUNK_BYTES, np.uint8), 0
-            part = _on_a_line(self._chunk[self._used :], nbytes)
+            part = from_line(self._chunk[self._used :], nbytes)
             self._used = part.ctypes.data + nbytes - self._chunk.ctypes.data
         return part
-
-
-def _on_a_line(memory: np.ndarray, nbytes: int) -> np.ndarray:
-    skipped = -memory.ctypes.data % _LINE
-    return memory[skipped : skipped + nbytes]
 
 
 WEIGHTS = WeightArena()
