@@ -37,7 +37,7 @@ class Point:
     Attributes:
         share: of the prompt's tokens that are attended to; None as shipped.
         value: the mean divergence in nats, or the mean score.
-        kilobytes: read by a layer for a token; None where the row does not say.
+        kilobytes: read by a layer for a token, in the least of several tasks; None where the row does not say.
     """
 
     recipe: str
@@ -83,7 +83,7 @@ def _column(head: Sequence[str], *beginnings: str) -> int | None:
 def _point(recipe: str, tokens: str, value: str, kilobytes: str) -> Point:
     over = re.fullmatch(r"1/(\d+)", tokens)
     share = 1 / int(over[1]) if over else None
-    return Point(recipe, share, float(value.split()[0]), float(kilobytes) if kilobytes else None)
+    return Point(recipe, share, float(value.split()[0]), float(kilobytes.split()[0]) if kilobytes else None)
 
 
 def plot(table: Table, path: Path) -> None:
