@@ -36,14 +36,14 @@ PROMPTS = (
         "hetero_kv/adapter/chunked_decoder_layer.py",
         "chunking.WANTED.get() if is_last and cache.strided is None else 0",
         "chunking.WANTED.get() if is_last else 0",
-        ("tests/operators/test_prompts_short_way.py::test_the_head_gets_what_it_wants_of_the_last_layer",),
+        ("tests/operators/test_last_layer.py::test_the_head_gets_what_it_wants_of_the_last_layer",),
     ),
     Mutation(
         "what nobody asks the last layer for is left out whoever listens behind it",
         "hetero_kv/adapter/hidden_states.py",
         "call.shape[1] > 1 and is_heard(model, ChunkedDecoderLayer)",
         "False",
-        ("tests/operators/test_prompts_short_way.py::test_who_listens_behind_the_layers_hears_every_token",),
+        ("tests/operators/test_last_layer.py::test_who_listens_behind_the_layers_hears_every_token",),
     ),
     Mutation(
         "the short way of prompts is taken whoever listens to a layer's parts",

@@ -6,14 +6,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from small_recipes import new_cache, small_recipe
 from tiny_models import tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cpu_ops import prompt_layer as kernels
 from hetero_kv import HeteroCache, inject
-from hetero_kv.adapter import chunked_decoder_layer
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.llama_layer import largest_difference
 from hetero_kv.adapter.prompt_layer import PromptLayer
@@ -280,81 +277,3 @@ def test_what_autocast_rounds_is_the_layers_own_matter(taken):
     assert not taken
     logits_of(model)
     assert len(taken) == 9
-
-
-@pytest.fixture
-def few_together(monkeypatch):
-    """Of no more last tokens than the head wants is the last layer's output computed."""
-    monkeypatch.setattr(chunked_decoder_layer, "_ASKED_TOGETHER", 1)
-
-
-@torch.no_grad()
-def last_logits(model, count, **more):
-    """Logits of the last tokens of a turn, and of those of another one behind it."""
-    cache = new_cache(model)
-    turns = PROMPT[:, :60], PROMPT[:, 60:]
-    parts = [model(turn, past_key_values=cache, logits_to_keep=count, **more).logits for turn in turns]
-    return torch.cat(parts, dim=1)
-
-
-# Within a chunk of 32 tokens, and across two.
-@pytest.mark.parametrize("count", [1, 15])
-@pytest.mark.parametrize(
-    "recipe", ["dense", "adaptive", "snapkv", "h2o", "cascade", "infinipot", "sirllm", "shadowkv", "infinigen"]
-)
-@pytest.mark.usefixtures("few_together")
-def test_the_head_gets_what_it_wants_of_the_last_layer(recipe, count, taken):
-    """Whoever asks for more, such as policies that score tokens by their logits, gets that too."""
-    model = tiny_model("qwen3")
-    inject(model, small_recipe(recipe, chunk_size=32))
-    wanted = last_logits(model, 0)
-    every = torch.cat([wanted[:, 60 - count : 60], wanted[:, 75 - count :]], dim=1)
-    torch.testing.assert_close(last_logits(model, count), every, rtol=1e-5, atol=1e-6)
-    assert taken
-
-
-@pytest.mark.usefixtures("few_together")
-def test_of_other_tokens_the_last_layers_output_is_not_computed(monkeypatch):
-    model = tiny_model("qwen2")
-    inject(model, "dense", command_line=EVERYTHING)
-    rows, gate = [], kernels.gate_rows
-    last_logits(model, 1)
-    monkeypatch.setattr(kernels, "gate_rows", lambda own, *rest: (rows.append(len(own)), gate(own, *rest))[1])
-    last_logits(model, 1)
-    # Two rows of 32 and 28 tokens, and of 15, through the first two layers; of the last one two tokens for each turn.
-    assert rows == [64, 56] * 2 + [2] + [30] * 2 + [2]
-    rows.clear()
-    last_logits(model, 0)
-    assert rows == [64, 56] * 3 + [30] * 3
-
-
-def test_of_some_tokens_more_it_is_computed_so_that_products_are_made_the_same_way(monkeypatch):
-    model = tiny_model("qwen2")
-    inject(model, "dense", command_line=EVERYTHING)
-    rows, gate = [], kernels.gate_rows
-    last_logits(model, 1)
-    monkeypatch.setattr(kernels, "gate_rows", lambda own, *rest: (rows.append(len(own)), gate(own, *rest))[1])
-    monkeypatch.setattr(chunked_decoder_layer, "_ASKED_TOGETHER", 40)
-    last_logits(model, 1)
-    assert rows == [64, 56] * 2 + [24, 56] + [30] * 3
-
-
-@pytest.mark.usefixtures("few_together")
-@pytest.mark.parametrize("where", ["model", "model.norm", "model.layers.2"])
-def test_who_listens_behind_the_layers_hears_every_token(where):
-    model = tiny_model("qwen2")
-    inject(model, "dense", command_line=EVERYTHING)
-    heard = []
-
-    def listen(_module, _inputs, output):
-        states = output if isinstance(output, torch.Tensor) else output[0]
-        heard.append(states.clone())
-
-    handle = model.get_submodule(where).register_forward_hook(listen)
-    last_logits(model, 0)
-    wanted = heard.copy()
-    heard.clear()
-    last_logits(model, 1)
-    handle.remove()
-    for mine, each in zip(heard, wanted, strict=True):
-        torch.testing.assert_close(mine, each, rtol=1e-5, atol=1e-6)
