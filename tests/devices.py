@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -44,7 +45,13 @@ def device_called(name: str) -> Iterator[torch.device]:
 
 @contextmanager
 def simulated_cuda(**settings):
-    """`simulated`, with nothing left in the project of other devices before, and nothing of this one after."""
+    """`simulated`, with nothing left in the project of other devices before, and nothing of this one after.
+
+    A test that asks for it is skipped where there is a GPU: Triton's interpreter, by which it computes, would be left
+    in the compiler that other tests of the process need.
+    """
+    if torch.cuda.is_available() and "PYTEST_CURRENT_TEST" in os.environ:
+        pytest.skip("there is a GPU, and this is a test on a simulated one")
     _forget_devices()
     threads = torch.get_num_threads()
     # Of tiny tensors threads would wait for each other longer than they work.

@@ -47,6 +47,8 @@ def _rebuild(
     is_token = token < count * CHUNK
     first_listed = tl.program_id(1).to(tl.int64) * count
     listed = first_listed + token // CHUNK
+    # Under one mask with the slots: Triton 3.6 does not compile a load whose mask comes from another load.
+    chunk = tl.load(chunks + listed, mask=is_token, other=0)
     slot = (token // CHUNK).to(tl.int64)
     if SLOTTED:
         # Missing chunks come first: behind the end of their list is nothing to do.
@@ -54,7 +56,7 @@ def _rebuild(
             return
         slot = tl.load(slots + listed, mask=is_token, other=-1)
         is_token = is_token & (slot >= 0)
-    position = tl.load(chunks + listed, mask=is_token, other=0) * CHUNK + token % CHUNK
+    position = chunk * CHUNK + token % CHUNK
     rows = coefficients + row * coefficients_batch + position * coefficients_token
     own_basis = basis + row * basis_batch + head * basis_head
     written = out + tl.program_id(1).to(tl.int64) * out_head + (slot * CHUNK + token % CHUNK)[:, None] * DIM

@@ -166,6 +166,10 @@ class Generator:
     def __init__(self) -> None:
         self.is_capturing = False
 
+    def manual_seed(self, seed: int) -> Generator:
+        """A torch that was built for CUDA seeds its devices with the CPU; nothing is drawn here."""
+        return self
+
     def clone_state(self) -> Generator:
         return Generator()
 
