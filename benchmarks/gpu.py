@@ -1,6 +1,6 @@
 """How fast the engine is on this machine's GPU: one command, under nine minutes, no network, no model's files.
 
-    python -m benchmarks.gpu [--json FILE] [--minutes 8.5] [--gpu_memory 24] [--without_checks]
+    python -m benchmarks.gpu [--json FILE] [--minutes 8.5] [--gpu_memory 24] [--without_checks] [--only TEXT;TEXT]
     python -m benchmarks.gpu --device cpu --tiny        # everything at sizes that take seconds on a CPU
 
 First what `benchmarks.gpu_check` checks of exactness, sets and kernels; then, with random weights of the shape of Llama
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     left_out: dict[str, str] = {}
     if not flags.without_checks:
         _check(flags, budget, failed, left_out)
-    rows = _measured(Measurements(setting), budget, failed, left_out)
+    rows = _measured(Measurements(setting), flags.only, budget, failed, left_out)
     print(table(rows))
     for title, why in left_out.items():
         print(f"left out: {title} ({why})")
@@ -94,10 +94,14 @@ def _check(flags: argparse.Namespace, budget: Budget, failed: list[str], left_ou
         left_out["gpu_check"] = "no time was left"
 
 
-def _measured(measurements: Measurements, budget: Budget, failed: list[str], left_out: dict[str, str]) -> list[Row]:
-    """A row for each measurement that ends in time."""
+def _measured(
+    measurements: Measurements, only: list[str], budget: Budget, failed: list[str], left_out: dict[str, str]
+) -> list[Row]:
+    """A row for each measurement that ends in time; with texts in `only`, of those whose titles have one of them."""
     rows: list[Row] = []
     for each in measurements:
+        if only and not any(text in each.title for text in only):
+            continue
         if each.seconds > budget.left:
             left_out[each.title] = f"would take some {each.seconds:.0f} s, and {budget.left:.0f} s are left"
             continue
@@ -131,8 +135,10 @@ def _flags(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=8.5, help="that all of it may take (default 8.5)")
     parser.add_argument("--gpu_memory", type=float, help="bound of the GPU's memory, GB (default: all of it)")
     parser.add_argument("--without_checks", action="store_true", help="measure alone")
+    parser.add_argument("--only", default="", metavar="TEXT;TEXT", help="rows whose titles have one of these texts")
     parser.add_argument("--json", metavar="FILE", help="write every figure there too")
     flags = parser.parse_args(arguments)
+    flags.only = [text for text in flags.only.split(";") if text]
     if flags.minutes <= 0:
         parser.error(f"--minutes {flags.minutes:g}: give more than 0")
     if torch.device(flags.device).type == "cuda" and not torch.cuda.is_available():

@@ -11,11 +11,13 @@ from enum import Enum
 
 import torch
 
+from gpu_ops import window_step
 from gpu_ops.kernel_choice import runs_triton
 
 #: What can be asked for, with what it means.
 BACKENDS = {
-    "auto": "torch's flash kernel where it computes what is asked; else flash-attn, else Triton, else torch by tiles",
+    "auto": "torch's flash kernel where it computes what is asked, else flash-attn, else Triton, else torch by tiles; "
+    "Triton for decoded tokens beside blocks in DRAM",
     "flash_attn": "the package flash-attn for what it computes, half precision from Ampere on; the rest as auto",
     "triton": "the project's Triton kernel, where Triton runs",
     "torch": "torch alone: its flash kernel, or tiles in float32",
@@ -80,6 +82,15 @@ def kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_plain: bool
     kernel = _kernel_for(backend.asked, q, k, v, is_plain)
     backend.used.add(kernel)
     return kernel
+
+
+def takes_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether `gpu_ops.window_step` has a decoded token's query, key and value [batch, heads, 1, dim]."""
+    backend = _present.get(_DEFAULT)
+    if backend.asked not in ("auto", "triton") or not window_step.serves(q, k, v):
+        return False
+    backend.used.add(AttentionKernel.TRITON)
+    return True
 
 
 def _kernel_for(asked: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_plain: bool) -> AttentionKernel:

@@ -37,7 +37,8 @@ class Staging:
         all_down = (following, *down)
         self._down, self._up = (_numbers(shapes, device) for shapes in (all_down, up))
         self._down_host, self._up_host = (_numbers(shapes, is_pinned=is_cuda) for shapes in (all_down, up))
-        (self._follows, *self._parts), self._returned = _views(self._down, all_down), _views(self._up, up)
+        self._follows, *parts = _views(self._down, all_down)
+        self._parts, self._returned = tuple(parts), _views(self._up, up)
         self._followed, *arrays = (view.numpy() for view in _views(self._down_host, all_down))
         self._arrays = tuple(arrays)
         self.back: tuple[np.ndarray, ...] = tuple(view.numpy() for view in _views(self._up_host, up))
@@ -55,6 +56,15 @@ class Staging:
             part.copy_(tensor)
         self._copy_down(sum(tensor.numel() for tensor in tensors))
 
+    @property
+    def rooms(self) -> tuple[torch.Tensor, ...]:
+        """Contiguous float32 tensors of the shapes `down`, for a kernel that writes what is sent by `send_written`."""
+        return self._parts
+
+    def send_written(self) -> None:
+        """Have all that `rooms` hold copied to the CPU."""
+        self._copy_down(self._down.numel() - self._follows.numel())
+
     def arrived(self) -> tuple[np.ndarray, ...]:
         """Wait for what was sent: float32 arrays of the shapes `down`, the same memory every time."""
         if self._event is not None:
@@ -64,12 +74,18 @@ class Staging:
             self._room = None
         return self._arrays
 
+    @property
+    def following(self) -> torch.Tensor:
+        """A contiguous float32 tensor of the shape `following`, for a kernel that writes what is to `follow`."""
+        return self._follows
+
     def follow(self, tensor: torch.Tensor, room: np.ndarray) -> None:
         """Have a tensor of the shape `following` go down with what is sent next, and into `room` when that has arrived.
 
         What was sent before must have arrived.
         """
-        self._follows.copy_(tensor)
+        if tensor.data_ptr() != self._follows.data_ptr():
+            self._follows.copy_(tensor)
         self._room = room
 
     def settle(self) -> None:
@@ -84,6 +100,11 @@ class Staging:
         self._down_host[first:end].copy_(self._down[first:end], non_blocking=self._event is not None)
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self.device))
+
+    @property
+    def returned(self) -> tuple[torch.Tensor, ...]:
+        """What `sent_back` gives, as it was sent last."""
+        return self._returned
 
     def sent_back(self) -> tuple[torch.Tensor, ...]:
         """What has been written to `back`, on the device: the same memory every time."""

@@ -19,6 +19,7 @@ from gpu_ops.mapped_memory import MappedMemory
 from gpu_ops.merge import merge_attention, merge_attention_in_torch
 from gpu_ops.rebuild import rebuilt_chunks, rebuilt_chunks_in_torch
 from gpu_ops.rotary import RotaryLayout
+from gpu_ops.window_step import join_parts, join_parts_in_torch, take_token, take_token_in_torch
 
 Case = tuple[str, Callable[[], Any], Callable[[], Any], float]
 _REPEATS = 20
@@ -72,6 +73,38 @@ def _gather_case(setting: Setting, dtype: torch.dtype) -> Case:
     )
 
 
+def _token_case(setting: Setting, dtype: torch.dtype) -> Case:
+    heads, kv_heads, window, dim = (4, 2, 40, 16) if setting.tiny else (32, 8, 4352, 128)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=setting.device)
+
+    q, k, v = (random(1, count, 1, dim).to(dtype) for count in (heads, kv_heads, kv_heads))
+    keys, values = (random(1, kv_heads, window, dim).to(dtype) for _ in range(2))
+    # The attention sink and a ring that wraps, with the token before its turn.
+    runs, slot = (0, window // 4, window // 2, window - window // 2), window // 4 - 1
+    sent = (
+        *(torch.empty(part.shape, device=setting.device) for part in (q, k, v)),
+        random(1, kv_heads, 16, heads // kv_heads),
+    )
+    elsewhere = random(1, heads, 1, dim), random(1, heads)
+    out, lse = torch.empty_like(q), torch.empty(1, heads, device=setting.device)
+
+    def passed(take: Callable[..., torch.Tensor], join: Callable[..., None]) -> torch.Tensor:
+        parts = take(q, k, v, keys, values, slot, runs, dim**-0.5, None, sent)
+        join(parts, sent[3], *elsewhere, out, lse)
+        return out.clone()
+
+    by_kernels = (take_token, join_parts) if setting.on_gpu else (take_token_in_torch, join_parts_in_torch)
+    return (
+        "a token beside the CPU",
+        lambda: passed(*by_kernels),
+        lambda: passed(take_token_in_torch, join_parts_in_torch),
+        # A weight in half precision is rounded before it is multiplied.
+        4.0 if dtype in HALF else 50.0,
+    )
+
+
 def _milliseconds(setting: Setting, action: Callable[[], Any]) -> float:
     took: list[float] = []
     repeats = _REPEATS if setting.on_gpu and not setting.tiny else 1
@@ -98,7 +131,7 @@ def check(setting: Setting) -> Iterator[Result]:
 def _cases(setting: Setting, dtype: torch.dtype) -> list[Case]:
     pairs = 16 if setting.tiny else 64
     layouts = (RotaryLayout(pairs), RotaryLayout(pairs // 2, interleaved=True), RotaryLayout(0))
-    cases = [_merge_case(setting, dtype), _gather_case(setting, dtype)]
+    cases = [_merge_case(setting, dtype), _gather_case(setting, dtype), _token_case(setting, dtype)]
     cases += [_rebuild_case(setting, dtype, layout) for layout in layouts]
     return [*cases, *prompt_cases(setting, dtype), *entry_cases(setting, dtype)]
 

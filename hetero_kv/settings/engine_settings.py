@@ -30,7 +30,8 @@ class EngineSettings(Settings):
     attention_backend: str = setting(
         AUTO,
         "what computes dense attention on a GPU: torch's flash kernel, the package flash-attn, Triton, or torch alone; "
-        "auto: torch's flash kernel, and the next of them that computes it for soft-capping, windows and float32",
+        "auto: torch's flash kernel, and the next of them that computes it for soft-capping, windows and float32; "
+        "Triton for decoded tokens beside blocks in DRAM",
         choices=(AUTO, "flash_attn", "triton", "torch"),
     )
     hidden_device: str = setting(

@@ -76,6 +76,19 @@ def test_what_would_not_end_in_time_is_left_out_and_what_does_not_is_broken_off(
     )
 
 
+def test_rows_can_be_chosen_by_their_titles(capsys):
+    def unasked():
+        pytest.fail("it was measured")
+
+    measured = [
+        Measurement("quest, 32,768 tokens", 0.0, lambda: ROW),
+        Measurement("untouched, 32,768 tokens", 0.0, unasked),
+        Measurement("shadowkv, 16,384 tokens, 4 rows", 0.0, lambda: ROW),
+    ]
+    assert ran(measured, ["--only", "quest, 32;4 rows"]) == 0
+    assert "2 rows, 0 failed, 0 left out" in capsys.readouterr().out
+
+
 def test_what_finds_no_memory_is_left_out_and_what_fails_is_a_failure(capsys):
     def raising(error):
         def run():

@@ -37,6 +37,7 @@ from gpu_ops.triton_kernels import (
     rebuild,
     resident_slots,
     rotary,
+    window_step,
 )
 
 #: Shared memory that a block of threads can have, bytes, by compute capability (CUDA C++ Programming Guide, "Technical
@@ -95,6 +96,18 @@ def rebuilding_into(dtype: torch.dtype) -> Callable[[], Any]:
     held = zeros(1, 8, 305, 8, DIM, dtype=dtype)[:, :, 48:-1]
     factors = coefficients, basis, turns, turns, RotaryLayout(64)
     return lambda: rebuild.rebuild_into(*factors, chunks, chunks, held)
+
+
+def taking(dtype: torch.dtype, heads: int, dim: int, softcap: float | None) -> Callable[[], Any]:
+    q, k = zeros(1, 1, heads, dim, dtype=dtype).transpose(1, 2), zeros(1, 1, 8, dim, dtype=dtype).transpose(1, 2)
+    window, runs = zeros(1, 8, 4352, dim, dtype=dtype), (0, 4000, 4100, 200)
+    sent = zeros(*q.shape), zeros(*k.shape), zeros(*k.shape), zeros(1, 8, 16, heads // 8)
+    return lambda: window_step.take_token(q, k, k, window, window, 7, runs, 0.1, softcap, sent, 16)
+
+
+def joining(dtype: torch.dtype, dim: int) -> Callable[[], Any]:
+    parts, other, out = zeros(1, 8, 16, 4, dim), zeros(1, 32, 1, dim), zeros(1, 32, 1, dim, dtype=dtype)
+    return lambda: window_step.join_parts(parts, zeros(1, 8, 16, 4), other, zeros(1, 8, 4), out, zeros(1, 32))
 
 
 def rotating(dtype: torch.dtype, layout: RotaryLayout, tokens: int) -> Callable[[], Any]:
@@ -190,6 +203,11 @@ LAUNCHES: dict[str, Callable[[], Any]] = {
     "rebuild into slots, bfloat16": rebuilding_into(BRAIN),
     "rotate, bfloat16": rotating(BRAIN, RotaryLayout(64), 1025),
     "rotate, float32, in part": rotating(SINGLE, RotaryLayout(16, offset=96, interleaved=True), 1),
+    "take a token, bfloat16": taking(BRAIN, 32, DIM, None),
+    "take a token, float16, soft-capped": taking(HALF, 16, 256, 30.0),
+    "take a token, float32": taking(SINGLE, 32, 256, None),
+    "join parts, bfloat16": joining(BRAIN, DIM),
+    "join parts, float32": joining(SINGLE, 80),
     "place": placing,
     "fetch, float16 for bfloat16": fetching(HALF, BRAIN),
     "fetch, bytes": fetching(torch.uint8, torch.uint8),

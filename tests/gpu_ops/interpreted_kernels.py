@@ -23,7 +23,8 @@ from gpu_ops.merge import merge_attention_in_torch
 from gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_torch
 from gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
 from gpu_ops.rotary import RotaryLayout, rotate_into_in_torch, unrotate_into_in_torch
-from gpu_ops.triton_kernels import column_sums, flash, gather, merge, rebuild, resident_slots, rotary
+from gpu_ops.triton_kernels import column_sums, flash, gather, merge, rebuild, resident_slots, rotary, window_step
+from gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
 
 #: Halves, a part at either end, neighbours, an odd number of pairs in the middle of nowhere, and no rotation.
 LAYOUTS = (
@@ -60,6 +61,28 @@ ATTENTION = (
     Attention(9, 90, 90, window=20, softcap=2.0),
     Attention(40, 5, 0, v_dim=32, softcap=2.0),
     Attention(30, 18, 18, group=2, window=1, has_sink=True),
+)
+
+
+class Taken(NamedTuple):
+    """A token in the slot of the first run's end, or of the second's, of a window of 90 slots."""
+
+    runs: tuple[int, int, int, int]
+    slot: int
+    batch: int = 1
+    kv_heads: int = 1
+    group: int = 1
+    k_dim: int = 16
+    v_dim: int = 16
+    softcap: float | None = None
+
+
+#: Parts of several tiles, of one, and none; a run that is empty; a token at the end of either run, and the only one.
+TAKEN = (
+    Taken((0, 40, 60, 30), 39, batch=2, kv_heads=2, group=3, k_dim=24, v_dim=40),
+    Taken((5, 70, 0, 0), 74, kv_heads=2, group=2, softcap=3.0),
+    Taken((0, 3, 80, 10), 89, group=17, k_dim=32),
+    Taken((0, 1, 0, 0), 0, batch=2, k_dim=200, v_dim=8),
 )
 
 
@@ -154,6 +177,32 @@ def attended(dtype: torch.dtype, case: Attention) -> tuple[float, float]:
     return out, lse
 
 
+def taken(dtype: torch.dtype, case: Taken, other: float) -> tuple[float, float, bool]:
+    """Of the window's attention joined with another of about the log-sum-exp `other`, of log-sum-exps, and whether all
+    else is the same."""
+    batch, kv_heads, heads = case.batch, case.kv_heads, case.kv_heads * case.group
+    q = random(batch, 1, heads, case.k_dim, dtype=dtype).transpose(1, 2)
+    k, v = (random(batch, 1, kv_heads, dim, dtype=dtype).transpose(1, 2) for dim in (case.k_dim, case.v_dim))
+    windows = [random(batch, kv_heads, 90, dim, dtype=dtype) for dim in (case.k_dim, case.v_dim)]
+    elsewhere = random(batch, heads, 1, case.v_dim), random(batch, kv_heads, case.group) + other
+    results, left = [], []
+    for take, join, splits in (
+        (window_step.take_token, window_step.join_parts, 4),
+        (take_token_in_torch, join_parts_in_torch, 3),
+    ):
+        keys, values = (part.clone() for part in windows)
+        lse = torch.full((batch, kv_heads, splits, case.group), torch.nan)
+        sent = *(torch.full(part.shape, torch.nan) for part in (q, k, v)), lse
+        parts = take(q, k, v, keys, values, case.slot, case.runs, 0.3, case.softcap, sent, splits)
+        out, whole = torch.empty(batch, heads, 1, case.v_dim, dtype=dtype), torch.empty(batch, heads)
+        join(parts, lse, *elsewhere, out, whole)
+        results.append((out, whole, lse.logsumexp(dim=2)))
+        left.append((keys, values, *sent[:3]))
+    out_apart, *lse_apart = (difference(actual, expected) for actual, expected in zip(*results, strict=True))
+    is_same = all(torch.equal(actual, expected) for actual, expected in zip(*left, strict=True))
+    return out_apart, max(lse_apart), is_same
+
+
 def summed(dtype: torch.dtype, key_dtype: torch.dtype, n: int, length: int, past: int, **more: Any) -> float:
     """Of queries the last of which stand behind some of the keys, or before."""
     q = random(2, n, 6, 24, dtype=dtype).transpose(1, 2)
@@ -179,6 +228,12 @@ if __name__ == "__main__":
                     for shape in ((1, 1, 1, 1), (2, 3, 9, 24), (1, 2, 40, 128))
                 },
                 "attended": {f"{dtype}, {case}": attended(dtype, case) for dtype in DTYPES for case in ATTENTION},
+                "taken": {
+                    f"{dtype}, {case}, {other}": taken(dtype, case, other)
+                    for dtype in DTYPES
+                    for case in TAKEN
+                    for other in (0.0, -200.0, float("-inf"))
+                },
                 "summed": {
                     f"{dtype}, {key_dtype}, {case}": summed(dtype, key_dtype, **case)
                     for dtype, key_dtype in (

@@ -83,6 +83,27 @@ DEFECTS = (
         ("tests/gpu_ops/test_mapped_memory.py::test_a_pending_error_is_taken_from_the_gpu_that_reads",),
     ),
     Mutation(
+        "a ring that wraps is attended to up to its end",
+        "hetero_kv/families/retrieval/device_window.py",
+        "second_count if len(held) > 1 else 0",
+        "0",
+        ("tests/operators/test_decode_on_cuda.py::test_two_launches_decode_as_torch_does",),
+    ),
+    Mutation(
+        "the CPU is told the weight of the heaviest part of a window",
+        "hetero_kv/families/retrieval/window_passage.py",
+        "np.logaddexp.reduce(beside, axis=2)",
+        "beside.max(axis=2)",
+        ("tests/operators/test_decode_on_cuda.py::test_two_launches_decode_as_torch_does",),
+    ),
+    Mutation(
+        "what a token is to follow is copied over itself",
+        "gpu_ops/staging.py",
+        "if tensor.data_ptr() != self._follows.data_ptr():",
+        "if tensor.data_ptr() == self._follows.data_ptr():",
+        ("tests/gpu_ops/test_staging.py",),
+    ),
+    Mutation(
         "beams have their windows loaded anew",
         "hetero_kv/families/retrieval/layer.py",
         "        self.window = None if self.window is None else self.window.selected(list(rows))\n",

@@ -87,7 +87,7 @@ def test_a_layer_is_a_graph_and_what_its_attention_launches():
         counts_of(("ktransformers",), as_shipped=False, cuda_graphs=graphs) for graphs in ("off", "auto")
     )
     assert captured["ktransformers"].launches + captured["untouched"].launches <= 14
-    assert plain["ktransformers"].launches + plain["untouched"].launches > 50
+    assert plain["ktransformers"].launches + plain["untouched"].launches > 40
     assert captured["ktransformers"].waits == plain["ktransformers"].waits
     assert captured["ktransformers"].pageable == 0
 

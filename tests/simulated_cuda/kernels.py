@@ -20,6 +20,7 @@ from gpu_ops.packed_weights import multiply_chosen_in_torch, multiply_in_torch, 
 from gpu_ops.rebuild import rebuild_into_in_torch, rebuilt_chunks_in_torch
 from gpu_ops.resident_slots import fetch_in_torch, placed_in_torch
 from gpu_ops.rotary import RotaryLayout, rotate_into_in_torch, unrotate_into_in_torch
+from gpu_ops.window_step import join_parts_in_torch, take_token_in_torch
 from simulated_cuda.copies import bytes_of
 from simulated_cuda.errors import SimulatedCudaError
 from simulated_cuda.tensor import SimulatedTensor, on_cpu
@@ -130,6 +131,19 @@ def _rows_of_packed(data: Any, ids: Any, out: Any, rows: int, columns: int, *_: 
     out.copy_(rows_in_torch(data, fixed["NAME"], rows, columns, ids))
 
 
+def _take_token(
+    q: Any, k: Any, v: Any, keys: Any, values: Any, sent_q: Any, sent_k: Any, sent_v: Any, sent_lse: Any, out: Any,
+    slot: int, first: int, first_count: int, second: int, total: int, share: int, scale: float, softcap: float,
+    *_: Any, **fixed: Any,
+) -> None:  # fmt: skip
+    runs, sent = (first, first_count, second, total - first_count), (sent_q, sent_k, sent_v, sent_lse)
+    out.copy_(take_token_in_torch(q, k, v, keys, values, slot, runs, scale, softcap, sent, fixed["SPLITS"]))
+
+
+def _join_parts(*given: Any, **_: Any) -> None:
+    join_parts_in_torch(*given)
+
+
 #: What each kernel computes, in milliseconds less than its interpreter takes. That they are the same is tested.
 DEFINITIONS: dict[str, Callable[..., None]] = {
     "_merge": _merge,
@@ -149,6 +163,8 @@ DEFINITIONS: dict[str, Callable[..., None]] = {
     "_multiply_packed": _multiply_packed,
     "_unpack_packed": _unpack_packed,
     "_rows_of_packed": _rows_of_packed,
+    "_take_token": _take_token,
+    "_join_parts": _join_parts,
 }
 
 #: What each of them writes to, by the names of its parameters; the interpreter's runs are checked by it.
@@ -170,6 +186,8 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "_multiply_packed": ("out",),
     "_unpack_packed": ("out",),
     "_rows_of_packed": ("out",),
+    "_take_token": ("keys", "values", "sent_q", "sent_k", "sent_v", "sent_lse", "out"),
+    "_join_parts": ("out", "lse"),
 }
 
 

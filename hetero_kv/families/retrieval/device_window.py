@@ -12,6 +12,7 @@ import torch
 from gpu_ops.attention import attention_with_lse
 from gpu_ops.host_copies import on_device
 from gpu_ops.merge import merge_attention
+from gpu_ops.window_step import take_token
 from hetero_kv.store.pool import BlockPool
 
 
@@ -23,6 +24,9 @@ class DeviceWindow:
         local_len: tokens of Local at least; up to a block more stay until that block enters the Context.
         like_keys, like_values: [batch, kv_heads, any, dim], for shapes, dtype and device.
     """
+
+    #: Whether its keys are those that a token's query is scored with, one vector each.
+    is_plain = True
 
     def __init__(
         self, initial: int, local_len: int, block_size: int, like_keys: torch.Tensor, like_values: torch.Tensor
@@ -43,6 +47,21 @@ class DeviceWindow:
         self.values[:, :, slot : slot + 1] = values
         self._length += 1
         self._local_start = local_start
+
+    def take(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local_start: int, scale: float, softcap: float | None,
+        sent: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:  # fmt: skip
+        """`append` and `attend` in one launch, which also writes `sent` (`gpu_ops.window_step.take_token`)."""
+        slot = self._slot(self._length)
+        self._length += 1
+        self._local_start = local_start
+        held = self._held()
+        (first, first_count), (second, second_count) = (
+            (part.start, part.stop - part.start) for part in (held[0], held[-1])
+        )
+        runs = first, first_count, second, second_count if len(held) > 1 else 0
+        return take_token(q, k, v, self.keys, self.values, slot, runs, scale, softcap, sent)
 
     def load(self, pool: BlockPool, ids: Sequence[np.ndarray] | np.ndarray, length: int, local_start: int) -> None:
         """Take both parts of every row from the pool anew, after a prefill or a step back.

@@ -14,8 +14,11 @@ import torch
 from cpu_ops.estimating_step import EstimatingStep
 from cpu_ops.retrieval_step import RetrievalStep
 from cpu_ops.token_store import store_token, stores
+from gpu_ops.attention_backend import takes_token
 from gpu_ops.column_sums import column_sums
 from gpu_ops.staging import Staging
+from gpu_ops.window_step import SPLITS
+from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.statistics import NO_NUMBERS, READ_BYTES
@@ -30,6 +33,7 @@ from hetero_kv.families.retrieval.reading import Reading
 from hetero_kv.families.retrieval.represented_prompts import RepresentedPromptLayer
 from hetero_kv.families.retrieval.state import RetrievalState
 from hetero_kv.families.retrieval.unseen import NONE_UNSEEN
+from hetero_kv.families.retrieval.window_passage import Apart, TwoLaunches, WindowPassage
 from hetero_kv.store.pool import Beside, BlockPool
 
 
@@ -62,7 +66,7 @@ class RetrievalLayer(RepresentedPromptLayer):
         self.representative_kind, self.derived = settings.representative_kind, derived
         self.state = self._blank_state()
         self.window: DeviceWindow | None = None
-        self._staging: Staging | None = None
+        self.staging: Staging | None = None
         #: Queries that were decoded since the attention that keys receive was last accumulated.
         self.unseen = NONE_UNSEEN
         self.scale, self.softcap = 1.0, None
@@ -160,20 +164,28 @@ class RetrievalLayer(RepresentedPromptLayer):
                 pool.write(ids, step.past, row_keys, row_values)
         return blocks
 
-    def staging_for(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Staging:
-        """What a token passes through between the device and the CPU: query, key, value and the window's log-sum-exp
-        down, attention over the blocks and its log-sum-exp back; the log-sum-exp of all of it follows."""
-        lse = (q.shape[0], k.shape[1], q.shape[1] // k.shape[1])
-        shapes = (q.shape, k.shape, v.shape, lse), ((*q.shape[:3], v.shape[3]), lse), q.shape[:2]
-        if self._staging is None or not self._staging.fits(q.device, *shapes):
+    def passage(self, call: AttentionCall, local_start: int, wants_window: bool) -> WindowPassage:
+        """Begin a decoded token's way to the CPU: it joins the window, and Local begins at `local_start` now.
+
+        What is on its way down: query, key, value and the window's log-sum-exp; back: attention over the blocks and its
+        log-sum-exp, in `staging.back`; the log-sum-exp of all of it follows.
+        """
+        assert self.window is not None
+        q, k, v = call.q, call.k, call.v
+        of_groups = (q.shape[0], k.shape[1], q.shape[1] // k.shape[1])
+        is_joint = self.window.is_plain and takes_token(q, k, v)
+        in_window = (*of_groups[:2], SPLITS, of_groups[2]) if is_joint else of_groups
+        shapes = (q.shape, k.shape, v.shape, in_window), ((*q.shape[:3], v.shape[3]), of_groups), q.shape[:2]
+        if self.staging is None or not self.staging.fits(q.device, *shapes):
             self._settle()
-            self._staging = Staging(q.device, *shapes)
-        return self._staging
+            self.staging = Staging(q.device, *shapes)
+        passage = TwoLaunches if is_joint else Apart
+        return passage(self.window, self.staging, call, local_start, wants_window)
 
     def _settle(self) -> None:
         """Have the log-sum-exp of the newest of the `unseen` queries, where the device is still to tell it."""
-        if self._staging is not None:
-            self._staging.settle()
+        if self.staging is not None:
+            self.staging.settle()
 
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         assert self.pool is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gpu_ops.merge import apply_sink, merge_attention
+from gpu_ops.merge import apply_sink
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.engine.step import Step, StepBlocks
 from hetero_kv.families.retrieval.decode import RetrievalDecode
@@ -15,9 +15,7 @@ from hetero_kv.families.retrieval.layer import RetrievalLayer
 class WindowedDecode(RetrievalDecode):
     """What `RetrievalAttention` does with a token where the attention sink and the recent window lie on a device.
 
-    Query, key and value go to the CPU in one copy, for which the host waits; the device attends to its window in the
-    meantime; what the CPU attended to goes back in one copy, for which nobody waits, and is merged there. Where blocks
-    are chosen by how much of the attention the window has, the CPU waits for the window as well. What the keys have
+    A token passes to the CPU and back as `hetero_kv.families.retrieval.window_passage` has it. What the keys have
     received of a query is known behind all of it, and goes down with the next token's.
     """
 
@@ -25,32 +23,25 @@ class WindowedDecode(RetrievalDecode):
         self, layer: RetrievalLayer, step: Step, blocks: StepBlocks, call: AttentionCall
     ) -> torch.Tensor:
         """`decode_step` of a layer with a window."""
-        window = layer.window
-        assert window is not None
         native = self._native_of(layer, blocks, call, torch.float32)
-        staging = layer.staging_for(call.q, call.k, call.v)
-        scale, softcap = call.scale, call.softcap or 0.0
-        window.append(call.k, call.v, blocks.closed * layer.layout.block_size)
-        out, lse = staging.back
-        if self.choice is not None:
-            # The CPU wants to know how much of the attention the window has.
-            in_window = window.attend(call.q, scale, call.softcap)
-            staging.send(call.q, call.k, call.v, in_window[1].view(lse.shape))
-        else:
-            staging.send(call.q, call.k, call.v)
-            in_window = window.attend(call.q, scale, call.softcap)
-        q, k, v, beside = staging.arrived()
+        # The CPU wants to know how much of the attention the window has.
+        passage = layer.passage(call, blocks.closed * layer.layout.block_size, wants_window=self.choice is not None)
+        q, k, v, beside = passage.arrived()
         layer.store_token(step, torch.from_numpy(k), torch.from_numpy(v))
         if blocks.newly_closed[0] != blocks.newly_closed[1]:
             self._close_blocks(layer, step)
         weighs = self.choice is not None and (self.targets or self.choice.tokens > 0)
+        staging = layer.staging
+        assert staging is not None
+        out, lse = staging.back
         estimated = self._attend_natively(
-            native, layer, step, blocks, q, k, v, None, scale, softcap, out, lse, beside if weighs else None
+            native, layer, step, blocks, q, k, v, None, call.scale, call.softcap or 0.0, out, lse,
+            beside if weighs else None,
         )  # fmt: skip
-        device_out, device_lse = staging.sent_back()
-        merged, merged_lse = merge_attention(*in_window, device_out, device_lse.view(call.q.shape[:3]))
+        merged, merged_lse = passage.merged()
         attended = merged_lse
         if estimated is not None:
+            assert beside is not None
             with_window, total = np.logaddexp(estimated[0], beside)
             self._count(layer, with_window, total, estimated[1])
             attended = torch.from_numpy(with_window)

@@ -24,6 +24,8 @@ class GroupedWindow(DeviceWindow):
         rotary: the rotation of every position of the sequence.
     """
 
+    is_plain = False
+
     def __init__(
         self,
         positions: GroupedPositions,

@@ -199,18 +199,13 @@ class TokenRetrievalAttention(ExactPrefill):
 
         One copy down, for which the host waits, and one back, as `WindowedDecode` has it.
         """
-        window, staging = layer.window, layer.staging_for(call.q, call.k, call.v)
-        assert window is not None
-        window.append(call.k, call.v, blocks.closed * layer.layout.block_size)
-        if self.engine.measure_recall or (self.chooser is not None and self.chooser.reads_beside):
-            in_window = window.attend(call.q, call.scale, call.softcap)
-            staging.send(call.q, call.k, call.v, in_window[1].view(staging.back[1].shape))
-            q, k, v, beside = (torch.from_numpy(part) for part in staging.arrived())
-        else:
-            staging.send(call.q, call.k, call.v)
-            in_window = window.attend(call.q, call.scale, call.softcap)
-            q, k, v, _ = (torch.from_numpy(part) for part in staging.arrived())
-            beside = torch.full(staging.back[1].shape, torch.nan)
+        wants_window = self.engine.measure_recall or (self.chooser is not None and self.chooser.reads_beside)
+        passage = layer.passage(call, blocks.closed * layer.layout.block_size, wants_window)
+        staging = layer.staging
+        assert staging is not None
+        *sent, in_window = passage.arrived()
+        q, k, v = map(torch.from_numpy, sent)
+        beside = torch.full(staging.back[1].shape, torch.nan) if in_window is None else torch.from_numpy(in_window)
         layer.store_token(step, k, v)
         if self.following is not None:
             # What the next layer guesses from was sent before.
@@ -222,14 +217,12 @@ class TokenRetrievalAttention(ExactPrefill):
         else:
             layer.count(step.length, asked.end - asked.first, asked.tokens, 0.0)
             if not asked.tokens:
-                return *in_window, beside
+                return *passage.alone(), beside
             chosen_out, chosen_lse = asked.attend_blocks(asked.context)
             chosen_mass = chosen_lse
         for room, part in zip(staging.back, (chosen_out, chosen_lse), strict=True):
             room[...] = part.numpy().reshape(room.shape)
-        device_out, device_lse = staging.sent_back()
-        merged = merge_attention(*in_window, device_out, device_lse.view(call.q.shape[:3]))
-        return *merged, torch.logaddexp(beside, chosen_mass)
+        return *passage.merged(), torch.logaddexp(beside, chosen_mass)
 
     def _chooses(self, asked: Asked) -> bool:
         return self.chooser is not None and asked.tokens > 0 and not self.chooser.covers(asked.tokens)

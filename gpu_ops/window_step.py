@@ -1,0 +1,130 @@
+"""A decoded token of a model on a GPU whose blocks lie in DRAM: what the GPU does before the CPU has it, and behind.
+
+Before, in one launch: the token joins the window, what the CPU wants to know of it is written as float32 where one copy
+takes it down, and the window is attended to, in parts. Behind, in another: those parts and what the CPU attended to
+become one attention. Host time is what a token costs there, and launches are what that goes into.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_ops.kernel_choice import runs_triton
+from gpu_ops.tiled_attention import tiled_attention
+
+#: Parts of a window, attended to side by side.
+SPLITS = 16
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_LARGEST_HEAD = 256
+
+#: A window's held slots as two runs: first slot and number of one, first slot and number of the other.
+Runs = tuple[int, int, int, int]
+
+
+def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether Triton's kernels take a token's query, key and value [batch, heads, 1, dim]."""
+    dtype = q.dtype
+    is_alike = dtype is k.dtype and dtype is v.dtype and dtype in _DTYPES
+    return is_alike and max(q.shape[3], v.shape[3]) <= _LARGEST_HEAD and runs_triton(q)
+
+
+def take_token(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slot: int,
+    runs: Runs,
+    scale: float,
+    softcap: float | None,
+    sent: tuple[torch.Tensor, ...],
+) -> torch.Tensor:
+    """As `take_token_in_torch`, which defines the result, by one Triton kernel."""
+    from gpu_ops.triton_kernels import window_step
+
+    q, k, v = (part if part.stride(3) == 1 else part.contiguous() for part in (q, k, v))
+    with torch.cuda.device(q.device):
+        return window_step.take_token(q, k, v, keys, values, slot, runs, scale, softcap, sent, SPLITS)
+
+
+def take_token_in_torch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slot: int,
+    runs: Runs,
+    scale: float,
+    softcap: float | None,
+    sent: tuple[torch.Tensor, ...],
+    splits: int = SPLITS,
+) -> torch.Tensor:
+    """Let a token join a window, say it to the CPU, and attend to the window.
+
+    Args:
+        q: [batch, kv_heads * group, 1, k_dim].
+        k, v: [batch, kv_heads, 1, dim], the token's.
+        keys, values: [batch, kv_heads, capacity, dim], the window's, contiguous; `slot` becomes the token's.
+        runs: the slots that are attended to, `slot` among them.
+        scale, softcap: as in `gpu_ops.tiled_attention`.
+        sent: query, key and value are written there, in their shapes, and the log-sum-exp of each part,
+            [batch, kv_heads, splits, group], -inf of one that has no key; float32, contiguous.
+        splits: parts that the runs are divided into, one behind the other.
+
+    Returns the attention of each part, [batch, kv_heads, splits, group, v_dim] float32.
+    """
+    batch, heads, _, k_dim = q.shape
+    kv_heads, (first, first_count, second, second_count) = k.shape[1], runs
+    keys[:, :, slot], values[:, :, slot] = k.squeeze(2), v.squeeze(2)
+    for room, part in zip(sent, (q, k, v), strict=False):
+        room.copy_(part)
+    slots = [*range(first, first + first_count), *range(second, second + second_count)]
+    folded = q.reshape(batch, kv_heads, heads // kv_heads, k_dim)
+    out = q.new_zeros((batch, kv_heads, splits, folded.shape[2], v.shape[3]), dtype=torch.float32)
+    sent[3].fill_(float("-inf"))
+    share = -(-len(slots) // splits)
+    for split in range(splits):
+        if own := slots[split * share : (split + 1) * share]:
+            attended = tiled_attention(folded.float(), keys[:, :, own], values[:, :, own], scale, softcap)
+            out[:, :, split], sent[3][:, :, split] = attended
+    return out
+
+
+def join_parts(
+    parts: torch.Tensor,
+    lse_of_parts: torch.Tensor,
+    other: torch.Tensor,
+    other_lse: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """As `join_parts_in_torch`, which defines the result, by one Triton kernel."""
+    from gpu_ops.triton_kernels import window_step
+
+    with torch.cuda.device(parts.device):
+        window_step.join_parts(parts, lse_of_parts, other, other_lse, out, lse)
+
+
+def join_parts_in_torch(
+    parts: torch.Tensor,
+    lse_of_parts: torch.Tensor,
+    other: torch.Tensor,
+    other_lse: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Attention to a window's parts, of which one at least has a key, and to blocks elsewhere, exactly merged.
+
+    Args:
+        parts, lse_of_parts: of `take_token_in_torch`.
+        other: [batch, kv_heads * group, 1, v_dim] float32, attention elsewhere; other_lse: as many logarithms.
+        out: like `other`, in the model's dtype, and `lse`, float32 of the shape of `other_lse`: the result.
+    """
+    batch, kv_heads, _, group, dim = parts.shape
+    logarithms = torch.cat([lse_of_parts, other_lse.view(batch, kv_heads, 1, group)], dim=2)
+    attended = torch.cat([parts, other.view(batch, kv_heads, 1, group, dim)], dim=2)
+    total = logarithms.logsumexp(dim=2, keepdim=True)
+    out.copy_((attended * (logarithms - total).exp()[..., None]).sum(dim=2).view(out.shape))
+    lse.copy_(total.view(lse.shape))
