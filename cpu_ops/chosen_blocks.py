@@ -29,11 +29,17 @@ def best_blocks(scores, count, candidates, shared, reduce):
     select(reduced, blocks, np.full(rows * lists, count, np.int32), found)
     positions = found.reshape(rows, lists, count)
     if candidates.shape[2] > 0:
-        for row in range(rows):
-            for each in range(lists):
-                for place in range(count):
-                    positions[row, each, place] = candidates[row, each, positions[row, each, place]]
+        in_context(positions, candidates)
     return positions
+
+
+@inner
+def in_context(positions, candidates):
+    """Turn places among the candidates [rows, lists, n] into these candidates' positions, in place."""
+    for row in range(positions.shape[0]):
+        for each in range(positions.shape[1]):
+            for place in range(positions.shape[2]):
+                positions[row, each, place] = candidates[row, each, positions[row, each, place]]
 
 
 @inner

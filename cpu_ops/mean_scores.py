@@ -92,43 +92,46 @@ def _region(instructions: str, storage: str, group: int, representative_num: int
         kv_heads = q.shape[1]
         log_n = np.float32(np.log(block_size))
         tile = np.zeros((2, group), np.float32)
-        total = rows * kv_heads * blocks
-        for item in range(total * thread // threads, total * (thread + 1) // threads):
-            entry, index = item % blocks, item // blocks
-            row, head = index // kv_heads, index % kv_heads
-            q_at = index * (group * k_dim)
-            r_at = (np.int64(block_ids[row, entry]) * kv_heads + head) * (representative_num * units)
-            for g in range(0, full_queries, tile_queries):
-                score_tile(
-                    lanes, "dot", storage, k_dim, tile_queries, q, q_at + g * k_dim, representatives, r_at, tile, g, 1
-                )
-                if representative_num == 2:
+        first, last = rows * blocks * thread // threads, rows * blocks * (thread + 1) // threads
+        # What stands for a block lies side by side for its kv heads: read as it lies.
+        for item in range(first, last):
+            row, entry = item // blocks, item % blocks
+            r_at = np.int64(block_ids[row, entry]) * kv_heads * (representative_num * units)
+            q_at = row * kv_heads * (group * k_dim)
+            for head in range(kv_heads):
+                for g in range(0, full_queries, tile_queries):
                     score_tile(
-                        lanes, "squares", storage, k_dim, tile_queries, q, q_at + g * k_dim,
-                        representatives, r_at + units, tile, group + g, 1,
+                        lanes, "dot", storage, k_dim, tile_queries, q, q_at + g * k_dim, representatives, r_at, tile,
+                        g, 1,
                     )  # fmt: skip
-            if rest_queries > 0:
-                score_tile(
-                    lanes, "dot", storage, k_dim, rest_queries, q, q_at + full_queries * k_dim,
-                    representatives, r_at, tile, full_queries, 1,
-                )  # fmt: skip
-                if representative_num == 2:
+                    if representative_num == 2:
+                        score_tile(
+                            lanes, "squares", storage, k_dim, tile_queries, q, q_at + g * k_dim,
+                            representatives, r_at + units, tile, group + g, 1,
+                        )  # fmt: skip
+                if rest_queries > 0:
                     score_tile(
-                        lanes, "squares", storage, k_dim, rest_queries, q, q_at + full_queries * k_dim,
-                        representatives, r_at + units, tile, group + full_queries, 1,
+                        lanes, "dot", storage, k_dim, rest_queries, q, q_at + full_queries * k_dim,
+                        representatives, r_at, tile, full_queries, 1,
                     )  # fmt: skip
-            for g in range(group):
-                weights[row, head, g, entry], likely[row, head, g, entry] = tile[0, g], tile[1, g]
+                    if representative_num == 2:
+                        score_tile(
+                            lanes, "squares", storage, k_dim, rest_queries, q, q_at + full_queries * k_dim,
+                            representatives, r_at + units, tile, group + full_queries, 1,
+                        )  # fmt: skip
+                for g in range(group):
+                    weights[row, head, g, entry], likely[row, head, g, entry] = tile[0, g], tile[1, g]
+                r_at += representative_num * units
+                q_at += group * k_dim
         # What follows goes through each query head's blocks in whole vectors.
-        first, last = total * thread // threads, total * (thread + 1) // threads
-        for index in range(rows * kv_heads):
-            start, stop = max(first - index * blocks, 0), min(last - index * blocks, blocks)
+        for row in range(rows):
+            start, stop = max(first - row * blocks, 0), min(last - row * blocks, blocks)
             if start >= stop:
                 continue
-            for g in range(group):
-                of_query = index // kv_heads, index % kv_heads, g
-                means, above = weights[of_query][start:stop], likely[of_query][start:stop]
-                _spread(means, above, masses[of_query][start:stop], np.float32(scale), np.float32(softcap), log_n)
+            for of_query in range(kv_heads * group):
+                place = row, of_query // group, of_query % group
+                means, above = weights[place][start:stop], likely[place][start:stop]
+                _spread(means, above, masses[place][start:stop], np.float32(scale), np.float32(softcap), log_n)
         return np.int64(0 * code_version)
 
     return score

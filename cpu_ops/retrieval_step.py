@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 from numba import from_dtype, njit, types
 
-from cpu_ops import attention, list_attention, scores, token_store
+from cpu_ops import attention, block_choice, list_attention, scores, token_store
 from cpu_ops.block_groups import entry_ids
-from cpu_ops.chosen_blocks import attended_ids, best_blocks
+from cpu_ops.chosen_blocks import attended_ids, best_blocks, in_context
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.kernel_address import address_of, call_kernel
 from cpu_ops.number_bits import number, rounded
-from cpu_ops.parallel_region import all_threads
+from cpu_ops.parallel_region import all_threads, run_region
 from cpu_ops.step_parts import by_head, copy_into, head_rows
 from cpu_ops.storage import numbers_of, storage_of
 from cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL, as_bytes, items_of
@@ -20,6 +20,8 @@ from cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL, as_bytes, items_of
 EVERYTHING, AS_GIVEN, CHOSEN = 0, 1, 2
 """Which blocks a step attends to: all; those at given positions; those that it chooses."""
 NOTHING_FORBIDDEN = np.empty((0, 0, 0), np.int32)
+# Scores of kv heads from which on lists are chosen by all threads: fewer take as long as the threads' meeting.
+_TOGETHER = 16384
 BAD_PLACE, BAD_CONTEXT, BAD_LISTS, BAD_SHAPES = -1.0, -2.0, -3.0, -4.0
 REFUSALS = {
     BAD_PLACE: "the position must lie in the blocks of table, and those in the pool",
@@ -69,7 +71,8 @@ class RetrievalStep:
         store = address_of(token_store.kernel_for(storage.name, value_storage.name)) if self.stores else 0
         scorer = address_of(scores.kernel_for(kind.kernel_dtype.name))
         attender = address_of(list_attention.kernel_for(numbers))
-        self._addresses = np.array([all_threads(), store, scorer, scored_by, attender, attend], np.int64)
+        chooser = block_choice.region()
+        self._addresses = np.array([all_threads(), store, scorer, scored_by, attender, attend, chooser], np.int64)
         self._shape = np.array([group, k_dim, self.v_dim], np.int64)
         offsets = attention.NO_OFFSETS if key_offsets is None else key_offsets
         self._pool = as_bytes(keys), as_bytes(values), offsets, as_bytes(representatives), lengths
@@ -189,7 +192,17 @@ def _kernel(dtype: str) -> Any:
                     )  # fmt: skip
                 if call_kernel("score", UNTYPED, addresses[2], scored) < 0:
                     return BAD_CONTEXT
-                copy_into(best_blocks(block_scores, positions.shape[2], allowed, shared, largest), positions)
+                if rows * kv_heads * among < _TOGETHER:
+                    copy_into(best_blocks(block_scores, positions.shape[2], allowed, shared, largest), positions)
+                else:
+                    nobody, any_of_them = np.zeros((rows, kv_heads, group), np.float32), allowed[:, :, :0].copy()
+                    choosing = (
+                        block_scores, block_scores, False, nobody, nobody, any_of_them, shared, np.int64(largest), 0.0,
+                        np.int64(0), np.int64(positions.shape[2]), np.int64(1), positions,
+                    )  # fmt: skip
+                    run_region("choose", "", addresses[0], addresses[6], threads, choosing)
+                    if candidates > 0:
+                        in_context(positions, allowed)
             ids = attended_ids(table, positions, first, end)
         in_use = np.full((rows, ids.shape[1]), ids.shape[2], np.int32)
         attended = np.empty((rows, kv_heads, group, v_dim), np.float32)

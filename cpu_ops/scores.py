@@ -169,33 +169,35 @@ def _region(instructions: str, storage: str, mode: str, group: int, representati
         q, representatives, block_ids, block_counts, out = arguments_at("score", numbers, arguments)
         rows, max_blocks = block_ids.shape
         kv_heads = q.shape[1]
-        total = rows * kv_heads * max_blocks
+        total = rows * max_blocks
         tile = np.empty((group, vectors), np.float32)
+        # What stands for a block lies side by side for its kv heads: read as it lies.
         for item in range(total * thread // threads, total * (thread + 1) // threads):
-            entry, index = item % max_blocks, item // max_blocks
-            row, head = index // kv_heads, index % kv_heads
-            q_at = index * (group * k_dim)
+            row, entry = item // max_blocks, item % max_blocks
             if entry >= block_counts[row]:
-                for g in range(group):
-                    out[row, head, g, entry] = -np.inf
+                out[row, :, :, entry] = -np.inf
                 continue
-            r_at = (np.int64(block_ids[row, entry]) * kv_heads + head) * (representative_num * units)
-            for vector in range(vectors):
-                for g in range(0, full_queries, tile_queries):
-                    score_tile(
-                        lanes, mode, storage, k_dim, tile_queries, q, q_at + g * k_dim,
-                        representatives, r_at + vector * units, tile, g * vectors + vector, vectors,
-                    )  # fmt: skip
-                if rest_queries > 0:
-                    score_tile(
-                        lanes, mode, storage, k_dim, rest_queries, q, q_at + full_queries * k_dim,
-                        representatives, r_at + vector * units, tile, full_queries * vectors + vector, vectors,
-                    )  # fmt: skip
-            for g in range(group):
-                best = tile[g, 0]
-                for vector in range(1, vectors):
-                    best = max(best, tile[g, vector])
-                out[row, head, g, entry] = best
+            r_at = np.int64(block_ids[row, entry]) * kv_heads * (representative_num * units)
+            q_at = row * kv_heads * (group * k_dim)
+            for head in range(kv_heads):
+                for vector in range(vectors):
+                    for g in range(0, full_queries, tile_queries):
+                        score_tile(
+                            lanes, mode, storage, k_dim, tile_queries, q, q_at + g * k_dim,
+                            representatives, r_at + vector * units, tile, g * vectors + vector, vectors,
+                        )  # fmt: skip
+                    if rest_queries > 0:
+                        score_tile(
+                            lanes, mode, storage, k_dim, rest_queries, q, q_at + full_queries * k_dim,
+                            representatives, r_at + vector * units, tile, full_queries * vectors + vector, vectors,
+                        )  # fmt: skip
+                for g in range(group):
+                    best = tile[g, 0]
+                    for vector in range(1, vectors):
+                        best = max(best, tile[g, vector])
+                    out[row, head, g, entry] = best
+                r_at += representative_num * units
+                q_at += group * k_dim
         return np.int64(0 * code_version)
 
     return score

@@ -94,6 +94,36 @@ def test_the_best_blocks_are_chosen_and_attended_to(lists, allowed):
     np.testing.assert_array_equal(problem.lse, lse)
 
 
+@pytest.mark.parametrize("lists", [1, KV_HEADS])
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("candidates", [0, 5000])
+def test_many_blocks_are_chosen_by_all_threads_as_by_one(lists, largest, candidates):
+    problem, rng, first, end = Problem(), np.random.default_rng(1), 3, 8990
+    # Of blocks that are there many times, which tie.
+    table = rng.integers(POOL, size=(ROWS, end + 5)).astype(np.int32)
+    allowed = NOTHING_FORBIDDEN
+    if candidates:
+        places = [np.sort(rng.permutation(end - first)[:candidates]) for _ in range(ROWS * lists)]
+        allowed = np.array(places, np.int32).reshape(ROWS, lists, candidates)
+    positions = np.empty((ROWS, lists, 300), np.int32)
+    flags = allowed, lists == 1, largest
+    problem.step(
+        *problem.given, -1, table, first, end, CHOSEN, positions, *flags, 0.25, 0.0, problem.out, problem.lse
+    )  # fmt: skip
+    q = problem.numbers[0].reshape(ROWS, KV_HEADS, GROUP, DIM)
+    context = np.ascontiguousarray(table[:, first:end])
+    scores = block_scores(q, problem.representatives, context, np.full(ROWS, end - first, np.int32), problem.score)
+    if candidates:
+        kept = np.zeros(scores.shape, bool)
+        for row, head in np.ndindex(ROWS, KV_HEADS):
+            kept[row, head, :, allowed[row, min(head, lists - 1)]] = True
+        scores[~kept] = -np.inf
+    assert positions.tolist() == best_blocks(scores, 300, NOTHING_FORBIDDEN, lists == 1, largest).tolist()
+    out, lse = problem.expected(attended_ids(table, positions, first, end))
+    np.testing.assert_array_equal(problem.out, out)
+    np.testing.assert_array_equal(problem.lse, lse)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     lists=st.sampled_from([1, KV_HEADS]),

@@ -229,6 +229,13 @@ MUTATIONS = (
         ("tests/eviction/test_policies.py",),
     ),
     Mutation(
+        "places among many candidates are taken for positions in the context",
+        "cpu_ops/retrieval_step.py",
+        "                        in_context(positions, allowed)\n",
+        "                        pass\n",
+        ("tests/cpu_ops/test_retrieval_step.py::test_many_blocks_are_chosen_by_all_threads_as_by_one",),
+    ),
+    Mutation(
         "of a group's heads the lowest score chooses blocks",
         "cpu_ops/chosen_blocks.py",
         "if of_query[block] > head_scores[block] or np.isnan(of_query[block]):",
