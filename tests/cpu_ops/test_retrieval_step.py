@@ -56,11 +56,11 @@ class Problem:
             *self.given, position, table, FIRST, END, which, positions, *flags, 0.25, 0.0, self.out, self.lse
         )
 
-    def expected(self, ids):
-        """Attention over lists of blocks [rows, lists, blocks]."""
+    def expected(self, ids, threads=None):
+        """Attention over lists of blocks [rows, lists, blocks]; of long ones as so many threads divide them."""
         counts = np.full(ids.shape[:2], ids.shape[2], np.int32)
         q = self.numbers[0].reshape(ROWS, KV_HEADS, GROUP, DIM)
-        out, lse = attend_blocks(q, self.keys, self.values, ids, counts, self.lengths, 0.25)
+        out, lse = attend_blocks(q, self.keys, self.values, ids, counts, self.lengths, 0.25, threads=threads)
         return out.reshape(self.out.shape), lse
 
     def scores(self, allowed=NOTHING_FORBIDDEN):
@@ -119,7 +119,7 @@ def test_many_blocks_are_chosen_by_all_threads_as_by_one(lists, largest, candida
             kept[row, head, :, allowed[row, min(head, lists - 1)]] = True
         scores[~kept] = -np.inf
     assert positions.tolist() == best_blocks(scores, 300, NOTHING_FORBIDDEN, lists == 1, largest).tolist()
-    out, lse = problem.expected(attended_ids(table, positions, first, end))
+    out, lse = problem.expected(attended_ids(table, positions, first, end), threads=2)
     np.testing.assert_array_equal(problem.out, out)
     np.testing.assert_array_equal(problem.lse, lse)
 
