@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from gpu_ops.triton_kernels.products import multiplies_halves, precision_of
+from gpu_ops.triton_kernels.softcap import softcapped
 
 
 @triton.jit(do_not_specialize=["n", "length", "past"])
@@ -48,10 +49,7 @@ def _column_sums(
                 queries = queries.to(tl.float32)
             scores = tl.dot(queries, tile, input_precision=PRECISION) * scale
             if SOFTCAPPED:
-                # The hyperbolic tangent by the exponential of a number that is not positive.
-                small = tl.exp(tl.abs(scores) * (-2 / softcap))
-                capped = softcap * ((1 - small) / (1 + small))
-                scores = tl.where(scores < 0, -capped, capped)
+                scores = softcapped(scores, softcap)
             normaliser = tl.load(lse + row * l0 + (head + other) * l1 + at * l2, mask=is_query, other=0.0)
             largest = tl.maximum(largest, scores - normaliser.to(tl.float32)[:, None])
         seen = is_query[:, None] & (key[None, :] <= past + query[:, None])

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 
 from gpu_ops.triton_kernels.products import multiplies_halves, precision_of
-
-_LOG2_E = tl.constexpr(1.4426950408889634)
+from gpu_ops.triton_kernels.softcap import LOG2_E, softcapped
 
 
 @triton.jit(do_not_specialize=["n", "past", "own", "window"])
@@ -67,14 +66,11 @@ def _flash(
         )
         scores = tl.dot(queries, keys, input_precision=PRECISION) * scale
         if SOFTCAPPED:
-            # The hyperbolic tangent by the exponential of a number that is not positive.
-            small = tl.exp2(tl.abs(scores) * (-2 * _LOG2_E / softcap))
-            capped = softcap * ((1 - small) / (1 + small))
-            scores = tl.where(scores < 0, -capped, capped)
+            scores = softcapped(scores, softcap)
         seen = is_key[None, :] & (place[None, :] <= position[:, None])
         if WINDOWED:
             seen = seen & (position[:, None] - place[None, :] < window)
-        scores = tl.where(seen, scores * _LOG2_E, float("-inf"))
+        scores = tl.where(seen, scores * LOG2_E, float("-inf"))
         highest = tl.maximum(largest, tl.max(scores, 1))
         # A query that has seen nothing yet: exp2(-inf - 0), not of NaN.
         base = tl.where(highest == float("-inf"), 0.0, highest)
@@ -91,7 +87,7 @@ def _flash(
         largest = highest
 
     if HAS_SINK:
-        score = tl.load(sink + head).to(tl.float32) * _LOG2_E
+        score = tl.load(sink + head).to(tl.float32) * LOG2_E
         highest = tl.maximum(largest, score)
         shrunk = tl.exp2(largest - highest)
         total, weight = total * shrunk[:, None], weight * shrunk + tl.exp2(score - highest)
@@ -99,7 +95,7 @@ def _flash(
     is_some = weight > 0
     divisor = tl.where(is_some, weight, 1.0)
     written = tl.program_id(1).to(tl.int64) * n + query
-    logarithm = tl.where(is_some, (largest + tl.log2(divisor)) / _LOG2_E, float("-inf"))
+    logarithm = tl.where(is_some, (largest + tl.log2(divisor)) / LOG2_E, float("-inf"))
     tl.store(lse + written, logarithm, mask=is_query)
     tl.store(
         out + written[:, None] * V_DIM + v_at[None, :],

@@ -1,6 +1,7 @@
 """A decoded token beside the CPU in two launches; `gpu_ops.window_step` says and defines what they compute.
 
-The window is divided among programs, whose attention is merged behind the CPU's: one query has not the work for a GPU.
+The window's keys are divided among programs, whose attention is merged behind the CPU's (split-KV, Flash-Decoding): one
+query has not the work for a GPU.
 Scores are never stored, as in `gpu_ops.triton_kernels.flash`.
 """
 
@@ -11,8 +12,8 @@ import triton
 import triton.language as tl
 
 from gpu_ops.triton_kernels.products import precision_of
+from gpu_ops.triton_kernels.softcap import LOG2_E, softcapped
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
 # Bytes of a tile of keys, of which there are as many of values, and twice all of that while the next ones come.
 _TILE_BYTES = 8 << 10
 
@@ -57,11 +58,8 @@ def _take_token(
         tile = tl.where(is_new[None, :], new_key[:, None], tile)
         scores = tl.dot(queries, tile, input_precision=PRECISION) * scale
         if SOFTCAPPED:
-            # The hyperbolic tangent by the exponential of a number that is not positive.
-            small = tl.exp2(tl.abs(scores) * (-2 * _LOG2_E / softcap))
-            capped = softcap * ((1 - small) / (1 + small))
-            scores = tl.where(scores < 0, -capped, capped)
-        scores = tl.where(is_key[None, :], scores * _LOG2_E, float("-inf"))
+            scores = softcapped(scores, softcap)
+        scores = tl.where(is_key[None, :], scores * LOG2_E, float("-inf"))
         # Of a tile there is a key at least.
         highest = tl.maximum(largest, tl.max(scores, 1))
         shrunk, part = tl.exp2(largest - highest), tl.exp2(scores - highest[:, None])
@@ -73,7 +71,7 @@ def _take_token(
 
     is_some = weight > 0
     divisor = tl.where(is_some, weight, 1.0)
-    logarithm = tl.where(is_some, (largest + tl.log2(divisor)) / _LOG2_E, float("-inf"))
+    logarithm = tl.where(is_some, (largest + tl.log2(divisor)) / LOG2_E, float("-inf"))
     written = (each * SPLITS + split) * GROUP + member
     tl.store(sent_lse + written, logarithm, mask=is_member)
     tl.store(
