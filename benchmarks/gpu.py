@@ -99,7 +99,9 @@ def _measured(
 ) -> list[Row]:
     """A row for each measurement that ends in time; with texts in `only`, of those whose titles have one of them."""
     rows: list[Row] = []
+    titles: list[str] = []
     for each in measurements:
+        titles.append(each.title)
         if only and not any(text in each.title for text in only):
             continue
         if each.seconds > budget.left:
@@ -118,6 +120,10 @@ def _measured(
         else:
             measurements.learn(rows[-1])
             print(f"{each.title}: {rows[-1].milliseconds:.2f} ms per token, {budget.spent:.0f} s in all", flush=True)
+    for text in only:
+        if not any(text in title for title in titles):
+            print(f"--only {text}: no row has that in its title; there are {'; '.join(titles)}")
+            failed.append(f"--only {text}")
     return rows
 
 

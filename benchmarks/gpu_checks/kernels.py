@@ -19,7 +19,7 @@ from gpu_ops.mapped_memory import MappedMemory
 from gpu_ops.merge import merge_attention, merge_attention_in_torch
 from gpu_ops.rebuild import rebuilt_chunks, rebuilt_chunks_in_torch
 from gpu_ops.rotary import RotaryLayout
-from gpu_ops.window_step import join_parts, join_parts_in_torch, take_token, take_token_in_torch
+from gpu_ops.window_step import SPLITS, join_parts, join_parts_in_torch, take_token, take_token_in_torch
 
 Case = tuple[str, Callable[[], Any], Callable[[], Any], float]
 _REPEATS = 20
@@ -85,7 +85,7 @@ def _token_case(setting: Setting, dtype: torch.dtype) -> Case:
     runs, slot = (0, window // 4, window // 2, window - window // 2), window // 4 - 1
     sent = (
         *(torch.empty(part.shape, device=setting.device) for part in (q, k, v)),
-        random(1, kv_heads, 16, heads // kv_heads),
+        random(1, kv_heads, SPLITS, heads // kv_heads),
     )
     elsewhere = random(1, heads, 1, dim), random(1, heads)
     out, lse = torch.empty_like(q), torch.empty(1, heads, device=setting.device)

@@ -87,6 +87,10 @@ def test_rows_can_be_chosen_by_their_titles(capsys):
     ]
     assert ran(measured, ["--only", "quest, 32;4 rows"]) == 0
     assert "2 rows, 0 failed, 0 left out" in capsys.readouterr().out
+    assert ran(measured[:1], ["--only", "quest;infllm"]) == 1
+    told = capsys.readouterr().out
+    assert "--only infllm: no row has that in its title; there are quest, 32,768 tokens" in told
+    assert "1 rows, 1 failed, 0 left out" in told
 
 
 def test_what_finds_no_memory_is_left_out_and_what_fails_is_a_failure(capsys):
