@@ -24,7 +24,7 @@ class WindowedDecode(RetrievalDecode):
     ) -> torch.Tensor:
         """`decode_step` of a layer with a window."""
         native = self._native_of(layer, blocks, call, torch.float32)
-        # The CPU wants to know how much of the attention the window has.
+        # Where it chooses by masses the CPU wants to know how much of the attention the window has.
         passage = layer.passage(call, blocks.closed * layer.layout.block_size, wants_window=self.choice is not None)
         q, k, v, beside = passage.arrived()
         layer.store_token(step, torch.from_numpy(k), torch.from_numpy(v))
