@@ -15,8 +15,8 @@ from transformers import AutoConfig
 from hetero_kv.models.boundary import refusals
 from hetero_kv.models.config_contract import require_possible_config
 from hetero_kv.models.errors import ModelError
-from hetero_kv.models.gguf_file import GGUFFile
-from hetero_kv.models.gguf_reading import one_reading
+from hetero_kv.models.gguf.file import GGUFFile
+from hetero_kv.models.gguf.reading import one_reading
 from hetero_kv.models.locating import Location, locate
 from hetero_kv.models.named import DEFAULT_MODEL
 from hetero_kv.models.progress import ProgressReport, reporting

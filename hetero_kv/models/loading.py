@@ -17,8 +17,8 @@ from hetero_kv.models.config_contract import require_weights
 from hetero_kv.models.configuration import config_of, origin_of, reading, refusing
 from hetero_kv.models.end_of_turn import end_of_turn_ids
 from hetero_kv.models.errors import ModelError
-from hetero_kv.models.gguf_file import GGUFFile
-from hetero_kv.models.gguf_weights import WeightMap, load_weights
+from hetero_kv.models.gguf.file import GGUFFile
+from hetero_kv.models.gguf.weights import WeightMap, load_weights
 from hetero_kv.models.locating import Location, locate
 from hetero_kv.models.named import DEFAULT_MODEL
 from hetero_kv.models.placing import GPU, placed

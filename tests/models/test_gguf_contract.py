@@ -13,8 +13,8 @@ from campaigns.gguf_layout import ARRAY, STRING, Layout, Tensor, array, scalar
 from transformers.integrations import ggml
 
 from hetero_kv.models import ModelError, load_model, model_config, open_model
-from hetero_kv.models.gguf_file import GGUFFile
-from hetero_kv.models.gguf_numbers import all_finite
+from hetero_kv.models.gguf.file import GGUFFile
+from hetero_kv.models.gguf.numbers import all_finite
 from hetero_kv.models.weightless import weightless_model
 
 U32, F32 = 4, 6
@@ -131,7 +131,7 @@ def test_a_header_longer_than_usual_is_read_to_its_end(layout, tmp_path, monkeyp
     layout.entries.insert(1, ("general.notes", array(STRING, ["a" * 1000] * 5000)))
     layout.write(tmp_path / "long.gguf")
     whole = GGUFFile.read(tmp_path / "long.gguf")
-    monkeypatch.setattr("hetero_kv.models.gguf_file.USUAL_HEADER_BYTES", 4000)
+    monkeypatch.setattr("hetero_kv.models.gguf.file.USUAL_HEADER_BYTES", 4000)
     assert GGUFFile.read(tmp_path / "long.gguf") == whole
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hetero_kv.models import ModelError
-from hetero_kv.models.gguf_file import GGUFFile
+from hetero_kv.models.gguf.file import GGUFFile
 
 
 def test_metadata_and_tensors_are_those_that_the_gguf_library_reads(tiny_gguf):

@@ -15,8 +15,8 @@ from tiny_models import tiny_model
 from hetero_kv import HeteroCache, HeteroKVError, eject, inject, load_model, open_model
 from hetero_kv.adapter.quantized_matrix import QuantizedEmbedding, QuantizedLinear
 from hetero_kv.contexts.identity import Identity
-from hetero_kv.models.gguf_file import GGUFFile
-from hetero_kv.models.gguf_reading import tensor_data
+from hetero_kv.models.gguf.file import GGUFFile
+from hetero_kv.models.gguf.reading import tensor_data
 
 SMALL = {"block_size": 4, "max_seq_len": 256, "kv_type": "FP32"}
 IDS = torch.tensor([[5, 9, 77, 31, 200, 8]])

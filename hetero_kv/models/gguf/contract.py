@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from gguf import GGML_QUANT_SIZES, TENSOR_NAMES
 
-from hetero_kv.models.gguf_header import ARRAY, FLOATS, INTEGERS, STRING, MetadataValue, TensorEntry, UnsoundError
+from hetero_kv.models.gguf.header import ARRAY, FLOATS, INTEGERS, STRING, MetadataValue, TensorEntry, UnsoundError
 
 DEFAULT_ALIGNMENT = 32
 LARGEST_ALIGNMENT = 1 << 16

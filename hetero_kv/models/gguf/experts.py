@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hetero_kv.models.errors import ModelError
-from hetero_kv.models.gguf_file import GGUFFile, TensorInfo
+from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
 from hetero_kv.models.parameters import set_parameter
 
 _NAME = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<part>gate|up|down|gate_up)_exps\.(?P<kind>weight|bias)")

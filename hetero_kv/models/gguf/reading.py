@@ -21,9 +21,9 @@ import numpy as np
 from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 
 from hetero_kv.models.errors import ModelError
-from hetero_kv.models.gguf_file import GGUFFile, TensorInfo
-from hetero_kv.models.gguf_header import ARRAY, MetadataValue
-from hetero_kv.models.gguf_numbers import all_finite
+from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
+from hetero_kv.models.gguf.header import ARRAY, MetadataValue
+from hetero_kv.models.gguf.numbers import all_finite
 from hetero_kv.models.progress import ProgressReport
 
 # What is exchanged below belongs to the whole process.

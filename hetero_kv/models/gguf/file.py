@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from gguf import GGMLQuantizationType
 
 from hetero_kv.models.errors import ModelError
-from hetero_kv.models.gguf_contract import (
+from hetero_kv.models.gguf.contract import (
     alignment,
     check_blocks,
     check_metadata,
@@ -23,7 +23,7 @@ from hetero_kv.models.gguf_contract import (
     size_in_file,
     unknown,
 )
-from hetero_kv.models.gguf_header import ARRAY, HEADER_BYTES, STRING, HeaderCursor, MetadataValue, UnsoundError
+from hetero_kv.models.gguf.header import ARRAY, HEADER_BYTES, STRING, HeaderCursor, MetadataValue, UnsoundError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -1,7 +1,7 @@
 """The tensors of a GGUF file, put into a model that stands there without its weights.
 
 Names and conversions are transformers' own (`modeling_gguf_pytorch_utils`), but for a mixture's experts
-(`models/gguf_experts.py`). A module that has a method `load_blocks` or `load_experts` takes the file's quantised blocks
+(`models/gguf/experts.py`). A module that has a method `load_blocks` or `load_experts` takes the file's quantised blocks
 as they are, where the conversion of its weight does no more than reorder rows; everything else is unpacked to a
 parameter. Where transformers merges or splits other tensors, the model is not put together here.
 """
@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 
-from hetero_kv.models.gguf_experts import (
+from hetero_kv.models.gguf.experts import (
     ExpertPlace,
     expert_places,
     load_expert_tensor,
     require_shape,
 )
-from hetero_kv.models.gguf_file import GGUFFile, TensorInfo
-from hetero_kv.models.gguf_reading import tensor_data
+from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
+from hetero_kv.models.gguf.reading import tensor_data
 from hetero_kv.models.parameters import require_all_loaded, set_parameter, tie, tied_parameters
 from hetero_kv.models.progress import ProgressReport
 
