@@ -18,6 +18,8 @@ from hetero_kv.models.configuration import config_of, origin_of, reading, refusi
 from hetero_kv.models.end_of_turn import end_of_turn_ids
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.file import GGUFFile
+from hetero_kv.models.gguf.tokenizer import tokenizer_of
+from hetero_kv.models.gguf.vocabulary import suppressed_ids, token_id
 from hetero_kv.models.gguf.weights import WeightMap, load_weights
 from hetero_kv.models.locating import Location, locate
 from hetero_kv.models.named import DEFAULT_MODEL
@@ -139,7 +141,10 @@ def _opened(
     numbers: TensorFiles | None = None
     with reading(location, progress) as gguf, refusing(location):
         config = config_of(location, gguf, trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(**origin_of(location), trust_remote_code=trust_remote_code)
+        if gguf is not None and location.pretrained is None:
+            tokenizer: Any = tokenizer_of(gguf)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(**origin_of(location), trust_remote_code=trust_remote_code)
         if without_weights and gguf is not None:
             model = _weightless(config, number_type, trust_remote_code)
             weights = WeightMap.of(model, gguf)
@@ -219,7 +224,8 @@ def _complete_generation_config(
     settings = model.generation_config
     ends = set(_as_ids(settings.eos_token_id)) | set(_as_ids(tokenizer.eos_token_id)) | end_of_turn_ids(tokenizer)
     if gguf is not None and location.pretrained is None:
-        ends |= {gguf.get(f"tokenizer.ggml.{key}") for key in END_KEYS} - {None}
+        ends |= {number for key in END_KEYS if (number := token_id(gguf, key)) is not None}
+        settings.suppress_tokens = suppressed_ids(gguf) or settings.suppress_tokens
     settings.eos_token_id = sorted(ends) or None
     if settings.pad_token_id is None and ends:
         settings.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends)

@@ -235,10 +235,19 @@ def test_a_file_that_shrinks_between_two_tensors_is_an_error_and_not_the_end(tin
             load(path, device="cpu", progress=shrink)
 
 
-def test_whatever_a_library_raises_over_a_file_is_an_error_of_ours(layout, tmp_path):
+def test_whatever_a_library_raises_over_a_file_is_an_error_of_ours(tiny_gguf, monkeypatch):
+    def fail(file):
+        return {}["tokens"]
+
+    monkeypatch.setattr("hetero_kv.models.loading.tokenizer_of", fail)
+    with pytest.raises(ModelError, match=r"tiny cannot be loaded from '.*tiny\.gguf': \w+: "):
+        load_model(tiny_gguf, device="cpu")
+
+
+def test_a_file_without_tokens_is_refused(layout, tmp_path):
     layout.entries = [entry for entry in layout.entries if entry[0] != "tokenizer.ggml.tokens"]
     layout.write(tmp_path / "wordless.gguf")
-    with pytest.raises(ModelError, match=r"wordless cannot be loaded from '.*wordless\.gguf': \w+: "):
+    with pytest.raises(ModelError, match=r"wordless\.gguf' has no tokens \(tokenizer\.ggml\.tokens\)"):
         load_model(tmp_path / "wordless.gguf", device="cpu")
 
 

@@ -63,6 +63,8 @@ REQUIRED = (
     ("attention.head_count",),
     ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
 )
+#: What stands for no token: -1, as a file stores it without a sign and with one.
+NO_TOKEN = ((1 << 32) - 1, -1)
 TOKEN_ARRAYS = {"tokens": {STRING}, "merges": {STRING}, "scores": FLOATS, "token_type": INTEGERS}
 
 
@@ -223,7 +225,7 @@ def _check_vocabulary(metadata: Mapping[str, MetadataValue]) -> None:
                 f"tokenizer.ggml.{name} has {len(entry.value):,} elements for {len(tokens.value):,} tokens"
             )
     for key in metadata:
-        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id"):
+        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id") and metadata[key].value not in NO_TOKEN:
             _check_whole(metadata, key, Whole(0, len(tokens.value) - 1), None)
 
 

@@ -1,0 +1,76 @@
+"""The metadata keys of a GGUF file that begin with `tokenizer.`: those that are used, and those without effect.
+
+The names are llama.cpp's (`src/llama-arch.cpp`). Any other key is refused: it says something of the tokenizer that
+would be left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+#: The ids of tokens, behind `tokenizer.ggml.`, that transformers has a name for, and that name.
+NAMED_TOKENS = {
+    "bos_token_id": "bos_token",
+    "eos_token_id": "eos_token",
+    "unknown_token_id": "unk_token",
+    "seperator_token_id": "sep_token",
+    "padding_token_id": "pad_token",
+    "cls_token_id": "cls_token",
+    "mask_token_id": "mask_token",
+}
+#: The ids of further control tokens: ends of turn and of message, and what stands around code that is to be filled in.
+CONTROL_TOKENS = (
+    "eot_token_id",
+    "eom_token_id",
+    "fim_pre_token_id",
+    "fim_suf_token_id",
+    "fim_mid_token_id",
+    "fim_pad_token_id",
+    "fim_rep_token_id",
+    "fim_sep_token_id",
+    "prefix_token_id",
+    "suffix_token_id",
+    "middle_token_id",
+)
+#: Used as they are, or refused for a value that cannot be followed.
+USED = frozenset(
+    f"tokenizer.ggml.{name}"
+    for name in (
+        "model",
+        "pre",
+        "tokens",
+        "token_type",
+        "scores",
+        "merges",
+        "add_bos_token",
+        "add_eos_token",
+        "add_space_prefix",
+        "remove_extra_whitespaces",
+        "precompiled_charsmap",
+        "normalizer.lowercase",
+        "normalizer.strip_accents",
+        "suppress_tokens",
+        *NAMED_TOKENS,
+        *CONTROL_TOKENS,
+    )
+) | {"tokenizer.huggingface.json", "tokenizer.chat_templates"}
+#: `tokenizer.chat_template` and, behind a dot, those with a name.
+CHAT_TEMPLATE = re.compile(r"tokenizer\.chat_template(?:\.(.+))?")
+#: Key -> why it changes nothing.
+WITHOUT_EFFECT = {
+    "tokenizer.ggml.token_type_count": "how many kinds of segment BERT's encoders tell apart; decoders have none",
+    "tokenizer.ggml.add_sep_token": "whether a separator stands between two texts that an encoder ranks",
+}
+
+
+def unknown_keys(keys: Iterable[str]) -> list[str]:
+    """Those of the keys that begin with `tokenizer.` and would be left out."""
+    return sorted(
+        key
+        for key in keys
+        if key.startswith("tokenizer.")
+        and key not in USED
+        and key not in WITHOUT_EFFECT
+        and not CHAT_TEMPLATE.fullmatch(key)
+    )

@@ -1,0 +1,201 @@
+"""The vocabulary of a GGUF file: its tokens, what each is, and the order in which they merge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gguf import TokenType
+
+from hetero_kv.models.errors import ModelError
+from hetero_kv.models.gguf.contract import NO_TOKEN
+from hetero_kv.models.gguf.file import GGUFFile
+from hetero_kv.models.gguf.tokenizer_keys import CONTROL_TOKENS, NAMED_TOKENS
+
+#: Tokens that end a turn or a text, by llama.cpp's list; a converter may call them words, and no text has them as such.
+ENDS = frozenset(
+    (
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_utterance>",
+        "<EOT>",
+        "[EOT]",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    )
+)
+# Of a SentencePiece vocabulary whose file names none, in llama.cpp's reading.
+_SENTENCEPIECE_TOKENS = {
+    "bos_token_id": (1, TokenType.CONTROL),
+    "eos_token_id": (2, TokenType.CONTROL),
+    "unknown_token_id": (0, TokenType.UNKNOWN),
+}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a file.
+
+    Attributes:
+        tokens: their texts by id; no two are equal.
+        types: what each is, in the file's own terms.
+        named: transformers' names of special tokens -> ids.
+        control: ids of the tokens that are found in a text before it is split and left out of what is shown.
+        user_defined: ids of those that are found likewise, and shown.
+    """
+
+    tokens: list[str]
+    types: list[TokenType]
+    named: dict[str, int]
+    control: frozenset[int]
+    user_defined: frozenset[int]
+
+    @classmethod
+    def of(cls, file: GGUFFile, *, is_sentencepiece: bool) -> Vocabulary:
+        """Read the vocabulary of a file.
+
+        Raises:
+            ModelError: it has none, or one in which two tokens are one text, or types that are not known.
+        """
+        tokens = _texts(file)
+        types = _types(file, len(tokens))
+        keys = (*NAMED_TOKENS, *CONTROL_TOKENS)
+        ids = {key: number for key in keys if (number := token_id(file, key)) is not None}
+        if is_sentencepiece:
+            for key, (usual, kind) in _SENTENCEPIECE_TOKENS.items():
+                if f"tokenizer.ggml.{key}" not in file.metadata and usual < len(types) and types[usual] == kind:
+                    ids[key] = usual
+        # A word can be named as well: converters give `!` as what texts are filled up with. It remains a word.
+        signs = {number for number in ids.values() if _is_sign(tokens[number], types[number])}
+        control = signs | {number for number, token in enumerate(tokens) if token in ENDS}
+        control |= {number for number, kind in enumerate(types) if kind in (TokenType.CONTROL, TokenType.UNKNOWN)}
+        user_defined = {number for number, kind in enumerate(types) if kind == TokenType.USER_DEFINED}
+        named = {name: ids[key] for key, name in NAMED_TOKENS.items() if key in ids and ids[key] in signs}
+        return cls(tokens, types, named, frozenset(control), frozenset(user_defined - control))
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The ids by text."""
+        return {token: number for number, token in enumerate(self.tokens)}
+
+    def merges_by_score(self, scores: tuple[float, ...]) -> list[tuple[str, str]]:
+        """The pairs that make a word of a SentencePiece vocabulary, in the order in which they are merged.
+
+        The word of the highest score comes first; of equal ones that of the lower id, for converters that have no
+        scores write all alike, and SentencePiece numbers words in the order of their scores. Control, user-defined and
+        unused tokens are made of nothing.
+        """
+        numbers = self.numbers
+        usable = {
+            token
+            for number, token in enumerate(self.tokens)
+            if self.types[number] == TokenType.NORMAL and number not in self.control
+        }
+        order = sorted((numbers[token] for token in usable), key=lambda number: (-scores[number], number))
+        merges = []
+        for number in order:
+            token = self.tokens[number]
+            for end in range(len(token) - 1, 0, -1):
+                left = token[:end]
+                if left in usable and (right := token[end:]) in usable:
+                    merges.append((left, right))
+        return merges
+
+    def merges_of(self, file: GGUFFile) -> list[tuple[str, str]]:
+        """The merges that the file lists, first ones first.
+
+        Raises:
+            ModelError: one of them is not two tokens that make a third.
+        """
+        numbers = self.numbers
+        merges = []
+        for merge in file.get("tokenizer.ggml.merges"):
+            place = merge.find(" ", 1)
+            left, right = merge[:place], merge[place + 1 :]
+            if place < 1 or left not in numbers or right not in numbers or left + right not in numbers:
+                raise ModelError(
+                    f"tokenizer.ggml.merges of {str(file.path)!r} has {merge!r}, which is not two tokens that make a "
+                    "third; convert the file again"
+                )
+            merges.append((left, right))
+        return merges
+
+
+def _texts(file: GGUFFile) -> list[str]:
+    try:
+        tokens: list[str] = file.get("tokenizer.ggml.tokens") or []
+    except UnicodeDecodeError as error:
+        raise ModelError(
+            f"tokenizer.ggml.tokens of {str(file.path)!r} has {error.object!r}, which is no text in UTF-8; convert the "
+            "file again"
+        ) from error
+    if not tokens:
+        raise ModelError(
+            f"{str(file.path)!r} has no tokens (tokenizer.ggml.tokens); convert it again with its vocabulary, or give "
+            "the directory or hub id of the tokenizer as the model and this file as gguf_path"
+        )
+    named = [token or f"[EMPTY_{number}]" for number, token in enumerate(tokens)]
+    if len(set(named)) < len(named):
+        first: dict[str, int] = {}
+        number, other = next((n, first[t]) for n, t in enumerate(named) if first.setdefault(t, n) != n)
+        raise ModelError(
+            f"tokenizer.ggml.tokens of {str(file.path)!r} has {named[number]!r} twice, as {other:,} and {number:,}; "
+            "convert the file again"
+        )
+    return named
+
+
+def _is_sign(token: str, kind: TokenType) -> bool:
+    """Whether a token that the file names is none of a text's words."""
+    return kind not in (TokenType.NORMAL, TokenType.BYTE) or (len(token) > 2 and token[0] + token[-1] in ("<>", "[]"))
+
+
+def _types(file: GGUFFile, count: int) -> list[TokenType]:
+    known = {int(kind): kind for kind in TokenType}
+    numbers = file.get("tokenizer.ggml.token_type") or (int(TokenType.NORMAL),) * count
+    for token, number in enumerate(numbers):
+        if number not in known:
+            raise ModelError(
+                f"tokenizer.ggml.token_type of {str(file.path)!r} is {number} for token {token:,}; types are "
+                f"{min(known)} to {max(known)}: convert the file again"
+            )
+    return [known[number] for number in numbers]
+
+
+def token_id(file: GGUFFile, key: str) -> int | None:
+    """The id that the file gives as `tokenizer.ggml.<key>`, or None where it gives none.
+
+    Raises:
+        ModelError: there is no such token.
+    """
+    number = file.get(f"tokenizer.ggml.{key}")
+    if number is None or number in NO_TOKEN:
+        return None
+    _require_token(file, key, number)
+    return int(number)
+
+
+def suppressed_ids(file: GGUFFile) -> list[int]:
+    """The tokens that the file says a model never answers with.
+
+    Raises:
+        ModelError: there are no such tokens.
+    """
+    numbers = file.get("tokenizer.ggml.suppress_tokens", ())
+    for number in numbers if isinstance(numbers, tuple) else (numbers,):
+        _require_token(file, "suppress_tokens", number)
+    return list(numbers)
+
+
+def _require_token(file: GGUFFile, key: str, number: object) -> None:
+    count = len(file.metadata["tokenizer.ggml.tokens"].value)
+    if not isinstance(number, int) or not 0 <= number < count:
+        raise ModelError(
+            f"tokenizer.ggml.{key} of {str(file.path)!r} has {number!r} and there are {count:,} tokens; convert the "
+            "file again"
+        )

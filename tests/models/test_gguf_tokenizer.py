@@ -1,0 +1,391 @@
+"""The tokenizer of a GGUF file says what the file says, or the file is refused by name.
+
+How texts are split is compared with llama.cpp's splits in `gguf_splits.json`, which `make_gguf_splits.py` writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from make_gguf_splits import TEXTS, letters
+from tokenizers import Tokenizer
+
+from hetero_kv.models import ModelError, load_model
+from hetero_kv.models.gguf.contract import check_metadata
+from hetero_kv.models.gguf.file import GGUFFile
+from hetero_kv.models.gguf.header import ARRAY, BOOL, STRING, MetadataValue, UnsoundError
+from hetero_kv.models.gguf.pre_tokenizers import PRE_TOKENIZERS
+from hetero_kv.models.gguf.tokenizer import tokenizer_of
+from hetero_kv.models.gguf.tokenizer_keys import USED, WITHOUT_EFFECT, unknown_keys
+
+SPLITS = json.loads(Path(__file__).with_name("gguf_splits.json").read_text())
+UINT, INT, FLOAT = 4, 5, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+NOBODY = (1 << 32) - 1
+
+
+def entry(value):
+    """A metadata value as a file would have it."""
+    if isinstance(value, bool):
+        return MetadataValue((BOOL,), int(value))
+    if isinstance(value, str):
+        return MetadataValue((STRING,), value.encode())
+    if isinstance(value, (list, tuple)):
+        if value and isinstance(value[0], str):
+            return MetadataValue((ARRAY, STRING), tuple(text.encode() for text in value))
+        return MetadataValue((ARRAY, FLOAT if value and isinstance(value[0], float) else INT), tuple(value))
+    return MetadataValue((FLOAT if isinstance(value, float) else UINT,), value)
+
+
+def file_of(architecture="llama", **keys):
+    """A file's header; `x` stands for `tokenizer.ggml.x`, `x__y_` for `tokenizer.x.y`; None leaves a key out."""
+    metadata = {"general.architecture": entry(architecture)}
+    for name, value in keys.items():
+        key = f"tokenizer.{name[:-1].replace('__', '.')}" if name.endswith("_") else f"tokenizer.ggml.{name}"
+        if value is not None:
+            metadata[key] = entry(value)
+    return GGUFFile(Path("some.gguf"), metadata, (), (0, 0))
+
+
+def byte_level(more=(), types=None, merges=("h e",), **keys):
+    """A byte-level vocabulary: the letters of all bytes, `he`, and `more`, which are control tokens by default."""
+    tokens = [*letters(), "he", *more]
+    kinds = [NORMAL] * 257 + list(types or [CONTROL] * len(more))
+    given = {"model": "gpt2", "pre": "gpt-2", "tokens": tokens, "token_type": kinds, "merges": list(merges)}
+    return file_of(**{**given, **keys})
+
+
+WORDS = ["▁", *"helowrd!", "he", "ll", "hell", "hello", "▁hello", "lo"]
+
+
+def sentencepiece(words=WORDS, more=(), types=(), **keys):
+    """A SentencePiece vocabulary: `<unk>`, `<s>`, `</s>`, all bytes, the words by falling score, and `more`."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words, *more]
+    kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(words), *types]
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(words))] + [-1000.0] * len(more)
+    return file_of(**{"model": "llama", "tokens": tokens, "token_type": kinds, "scores": scores, **keys})
+
+
+def lengths(tokenizer, text):
+    """How many characters each piece has that a text is split into."""
+    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    return " ".join(str(end - start) for _, (start, end) in pieces)
+
+
+def words_of(tokenizer, text, **settings):
+    return tokenizer.convert_ids_to_tokens(tokenizer(text, **settings).input_ids)
+
+
+def test_llama_cpps_splits_are_of_the_texts_that_the_script_has():
+    assert SPLITS["texts"] == TEXTS
+    in_bytes = {name for name, pre in PRE_TOKENIZERS.items() if pre.in_bytes}
+    assert {name for split in SPLITS["splits"] for name in split["pre"]} == in_bytes
+
+
+#: Where the models' own tokenizers split otherwise than llama.cpp, and why; see docs/gguf_files.md.
+MARKS = {
+    text for text in TEXTS if text.startswith(("e\u0301", "A\u030a", "\u0645\u0631", "\u0e2a\u0e27", "\u0928\u092e"))
+}
+CAPITALS = {text for text in TEXTS if text.startswith("\u00c9COLE")}
+CAMELS = {text for text in TEXTS if text.startswith("snake_case")}
+NUMBERS = {text for text in TEXTS if text.startswith("3.14159e")}
+SPACES = {text for text in TEXTS if text.startswith(("zero\u200b", "\u2028"))}
+DIFFERENT = {
+    # A letter's marks belong to it, and what a capital is, is so for every letter.
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2", "tekken"), MARKS | CAPITALS),
+    "granite-embed-multi-97m": CAPITALS,
+    "kimi-k2": MARKS | CAPITALS | CAMELS,
+    "youtu": CAPITALS | CAMELS,
+    # Digits are grouped in threes from the right where no letter follows them.
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), CAPITALS | CAMELS | NUMBERS),
+    # U+3000, U+2028 and U+2029 stand in the range U+0800 to U+4E00, which splits off.
+    **dict.fromkeys(("deepseek-llm", "deepseek-coder"), SPACES),
+}
+#: Those whose own tokenizers split by something else than llama.cpp does, whatever the text.
+OWN = ("falcon3", "gigachat")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        pytest.param(name, split["lengths"], id=name)
+        for split in SPLITS["splits"]
+        for name in split["pre"]
+        if name not in OWN
+    ],
+)
+def test_texts_are_split_as_llama_cpp_splits_them(name, expected):
+    tokenizer = tokenizer_of(byte_level(["<s>"], pre=name, bos_token_id=257))
+    found = [lengths(tokenizer, text) for text in TEXTS]
+    different = {text for text, ours, theirs in zip(TEXTS, found, expected, strict=True) if ours != theirs}
+    assert different == DIFFERENT.get(name, set())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "pieces"),
+    [
+        ("gpt-4o", "camelCase e\u0301s\u00c9s's", ["camel", "Case", " e\u0301s", "\u00c9s's"]),
+        ("gigachat", "camelCase 1234\n\n  x", ["camel", "Case", " ", "123", "4", "\n\n", " ", " x"]),
+        ("tekken", "don't 12", ["don", "'t", " ", "1", "2"]),
+        ("kimi-k2", "\u4f60\u597dabC", ["\u4f60\u597d", "ab", "C"]),
+        ("falcon3", "(a) 12\n\n  x", ["(", "a", ")", " ", "1", "2", "\n\n ", " x"]),
+        ("tiny_aya", "1234 1234a", ["1", "234", " ", "123", "4", "a"]),
+    ],
+)
+def test_texts_are_split_as_the_models_own_tokenizers_split_them(name, text, pieces):
+    tokenizer = tokenizer_of(byte_level(["<s>"], pre=name, bos_token_id=257))
+    assert lengths(tokenizer, text) == " ".join(str(len(piece)) for piece in pieces)
+
+
+@pytest.mark.parametrize("name", sorted(PRE_TOKENIZERS))
+def test_a_text_is_its_tokens_decoded(name):
+    tokenizer = tokenizer_of(byte_level(pre=name) if PRE_TOKENIZERS[name].in_bytes else sentencepiece_with_merges(name))
+    for text in TEXTS:
+        composed = unicodedata.normalize("NFC", text) if PRE_TOKENIZERS[name].composes else text
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == composed
+
+
+def sentencepiece_with_merges(name):
+    file = sentencepiece(pre=name, merges=["h e", "l l"], add_space_prefix=False, bos_token_id=1)
+    file.metadata["tokenizer.ggml.model"] = entry("gpt2")
+    return file
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen35", "command-r", "olmo", "mpt"])
+def test_letters_and_their_marks_are_composed_where_the_models_own_tokenizer_does(name):
+    tokenizer = tokenizer_of(byte_level(pre=name))
+    assert tokenizer("e\u0301").input_ids == tokenizer("\u00e9").input_ids
+    plain = tokenizer_of(byte_level(pre="gpt-2"))
+    assert plain("e\u0301").input_ids != plain("\u00e9").input_ids
+
+
+def test_a_piece_that_is_a_word_is_that_token_where_merges_are_ignored():
+    # No merge makes `hey`.
+    tokens, kinds = ["hey"], [NORMAL]
+    assert words_of(tokenizer_of(byte_level(tokens, kinds, pre="llama-bpe")), "hey") == ["hey"]
+    assert words_of(tokenizer_of(byte_level(tokens, kinds, pre="gpt-2")), "hey") == ["he", "y"]
+
+
+@pytest.mark.parametrize("name", ["gpt-5", "", "whitespace", None])
+def test_an_unknown_or_missing_splitting_is_refused(name):
+    with pytest.raises(ModelError, match=r"some\.gguf.*tokenizer\.ggml\.pre|tokenizer\.ggml\.pre .*some\.gguf"):
+        tokenizer_of(byte_level(pre=name))
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5", "rwkv", "plamo2", "hybriddna", "whitespace", "none", "test", None])
+def test_a_kind_of_vocabulary_that_is_not_read_is_refused_by_its_name(kind):
+    with pytest.raises(ModelError, match=rf"some\.gguf' has a vocabulary of the kind {kind!r} .* as gguf_path"):
+        tokenizer_of(byte_level(model=kind))
+
+
+def test_every_key_is_used_or_without_effect_or_refused():
+    whole = tokenizer_of(byte_level()).backend_tokenizer.to_str()
+    for key in WITHOUT_EFFECT:
+        file = byte_level()
+        file.metadata[key] = entry(1)
+        assert tokenizer_of(file).backend_tokenizer.to_str() == whole
+    file = byte_level(more_words=True, rwkv__world_="x")
+    assert unknown_keys(file.metadata) == ["tokenizer.ggml.more_words", "tokenizer.rwkv.world"]
+    with pytest.raises(ModelError, match=r"says tokenizer\.ggml\.more_words, tokenizer\.rwkv\.world of its tokenizer"):
+        tokenizer_of(file)
+
+
+@pytest.mark.parametrize(
+    "key", ["remove_extra_whitespaces", "normalizer.lowercase", "normalizer.strip_accents", "precompiled_charsmap"]
+)
+def test_what_changes_a_text_and_is_not_done_is_refused(key):
+    for made in (byte_level, sentencepiece):
+        with pytest.raises(ModelError, match=rf"changes texts before it splits them \(tokenizer\.ggml\.{key}\)"):
+            tokenizer_of(made(**{key: [1] if key == "precompiled_charsmap" else True}))
+        assert tokenizer_of(made(**{key: [] if key == "precompiled_charsmap" else False}))
+
+
+def test_control_tokens_are_special_and_user_defined_ones_are_not():
+    tokenizer = tokenizer_of(
+        byte_level(["<|im_start|>", "<tool_call>", "[PAD259]", "<?>"], [CONTROL, USER_DEFINED, UNUSED, UNKNOWN])
+    )
+    added = {number: (token.content, token.special) for number, token in tokenizer.added_tokens_decoder.items()}
+    assert added == {257: ("<|im_start|>", True), 258: ("<tool_call>", False), 260: ("<?>", True)}
+    ids = tokenizer("he<|im_start|><tool_call>he").input_ids
+    assert ids == [256, 257, 258, 256]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "he<tool_call>he"
+    assert 259 not in tokenizer("[PAD259]").input_ids
+    assert len(tokenizer) == 261
+
+
+def test_what_ends_a_turn_is_a_control_token_though_the_file_calls_it_a_word():
+    tokenizer = tokenizer_of(byte_level(["<|im_end|>", "<end_of_turn>"], [NORMAL, USER_DEFINED]))
+    assert all(tokenizer.added_tokens_decoder[number].special for number in (257, 258))
+
+
+def test_a_word_that_a_file_names_for_filling_up_remains_a_word():
+    tokenizer = tokenizer_of(byte_level(padding_token_id=0, merges=["h e", "! !"], more=["!!"], types=[NORMAL]))
+    assert tokenizer.added_tokens_decoder == {}
+    assert words_of(tokenizer, "he!!") == ["he", "!!"]
+    assert tokenizer.pad_token is None
+
+
+def test_texts_get_the_tokens_that_begin_and_end_them_where_the_file_says_so():
+    ends = {"bos_token_id": 257, "eos_token_id": 258}
+    more = ["<s>", "</s>"]
+    for pre, add_bos, add_eos, expected in [
+        ("gpt-2", None, None, [256]),
+        ("llama-bpe", None, None, [257, 256]),
+        ("llama-bpe", False, None, [256]),
+        ("gpt-2", True, True, [257, 256, 258]),
+    ]:
+        tokenizer = tokenizer_of(byte_level(more, pre=pre, add_bos_token=add_bos, add_eos_token=add_eos, **ends))
+        assert tokenizer("he").input_ids == expected
+        assert tokenizer("he", add_special_tokens=False).input_ids == [256]
+    assert tokenizer_of(sentencepiece())("hello").input_ids[0] == 1
+    with pytest.raises(ModelError, match=r"adds a token to every text \(tokenizer\.ggml\.add_bos_token\) and does not"):
+        tokenizer_of(byte_level(more, add_bos_token=True))
+
+
+def test_an_id_of_minus_one_stands_for_no_token():
+    tokenizer = tokenizer_of(byte_level(["</s>"], eos_token_id=257, padding_token_id=NOBODY, eot_token_id=NOBODY))
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (257, None)
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.eot_token_id of '.*' has 258 and there are 258 tokens"):
+        tokenizer_of(byte_level(["</s>"], eot_token_id=258))
+
+
+def test_sentencepiece_merges_the_word_of_the_highest_score_first():
+    assert words_of(tokenizer_of(sentencepiece()), "hello", add_special_tokens=False) == ["▁hello"]
+    words = ["▁", *"helo", "el", "he", "lo"]
+    assert words_of(tokenizer_of(sentencepiece(words)), "helo", add_special_tokens=False) == ["▁", "h", "el", "o"]
+
+
+def test_words_of_one_score_merge_in_the_order_of_their_ids():
+    file = sentencepiece(["▁", *"helo", "el", "he", "lo"], add_space_prefix=False)
+    count = len(file.get("tokenizer.ggml.tokens"))
+    file.metadata["tokenizer.ggml.scores"] = entry([-1000.0] * count)
+    assert words_of(tokenizer_of(file), "helo", add_special_tokens=False) == ["h", "el", "o"]
+
+
+def test_a_space_is_put_before_a_text_and_behind_control_tokens_unless_the_file_says_no():
+    with_space, without = (tokenizer_of(sentencepiece(add_space_prefix=flag)) for flag in (None, False))
+    assert words_of(with_space, "he</s>he") == ["<s>", "▁", "he", "</s>", "▁", "he"]
+    assert words_of(without, "he</s>he") == ["<s>", "he", "</s>", "he"]
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.add_space_prefix"):
+        tokenizer_of(byte_level(add_space_prefix=True))
+
+
+def test_characters_that_are_in_no_word_are_their_bytes():
+    tokenizer = tokenizer_of(sentencepiece(add_space_prefix=False))
+    assert words_of(tokenizer, "hé", add_special_tokens=False) == ["h", "<0xC3>", "<0xA9>"]
+    assert words_of(tokenizer, "<0xC3>", add_special_tokens=False) != ["<0xC3>"]
+
+
+# U+2581 is how SentencePiece writes a space.
+@given(st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"]), max_size=40))
+@settings(max_examples=50, deadline=None)
+def test_any_text_comes_back_from_its_tokens(text):
+    for tokenizer in ROUND_TRIP:
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
+
+
+ROUND_TRIP = [
+    tokenizer_of(byte_level()),
+    tokenizer_of(byte_level(pre="llama-bpe")),
+    tokenizer_of(byte_level(pre="tekken")),
+    tokenizer_of(sentencepiece(add_space_prefix=False)),
+    tokenizer_of(sentencepiece()),
+]
+
+
+def test_phi_3_takes_the_white_space_behind_its_control_tokens():
+    more, types = ["<|user|>", "<|end|>", "<|endoftext|>"], [CONTROL] * 3
+    phi = tokenizer_of(sentencepiece(more=more, types=types, architecture="phi3", add_space_prefix=False))
+    assert words_of(phi, "<|user|>\nhe<|end|>", add_special_tokens=False) == ["<|user|>", "he", "<|end|>"]
+    assert not phi.added_tokens_decoder[phi.convert_tokens_to_ids("<|endoftext|>")].rstrip
+
+
+def test_templates_with_names_are_found_by_them():
+    one = tokenizer_of(byte_level(chat_template_="plain"))
+    assert one.chat_template == "plain"
+    named = {"tokenizer.chat_template.tool_use": entry("tools"), "tokenizer.chat_templates": entry(["tool_use"])}
+    file = byte_level(chat_template_="plain")
+    file.metadata.update(named)
+    tokenizer = tokenizer_of(file)
+    assert tokenizer.get_chat_template() == "plain"
+    assert tokenizer.get_chat_template("tool_use") == "tools"
+    lone = byte_level()
+    lone.metadata.update(named)
+    with pytest.raises(ModelError, match=r"has chat templates for tool_use and none for everything else"):
+        tokenizer_of(lone)
+    with pytest.raises(ModelError, match=r"names chat templates that it does not have .*: rag\)"):
+        tokenizer_of(byte_level(chat_template_="plain", chat_templates_=["rag"]))
+
+
+def test_the_originals_own_tokenizer_is_used_where_the_file_has_it():
+    whole = tokenizer_of(byte_level(pre="qwen2"))
+    written = whole.backend_tokenizer.to_str()
+    tokenizer = tokenizer_of(byte_level(pre="gpt-2", huggingface__json_=written))
+    assert tokenizer("e\u0301 12").input_ids == whole("e\u0301 12").input_ids
+    other = json.loads(written)
+    other["model"]["vocab"]["he"], other["model"]["vocab"]["!"] = 0, 256
+    with pytest.raises(ModelError, match=r"has two tokenizers: token 0 is '.*' in tokenizer\.ggml\.tokens and 'he' in"):
+        tokenizer_of(byte_level(huggingface__json_=json.dumps(other)))
+    with pytest.raises(ModelError, match=r"tokenizer\.huggingface\.json of '.*' is no tokenizer"):
+        tokenizer_of(byte_level(huggingface__json_="{}"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"more": ["he"], "types": [NORMAL]}, r"tokenizer\.ggml\.tokens of '.*' has 'he' twice, as 256 and 257"),
+        ({"more": ["x y"], "types": [9]}, r"tokenizer\.ggml\.token_type of '.*' is 9 for token 257"),
+        ({"merges": ["h z"]}, r"tokenizer\.ggml\.merges of '.*' has 'h z', which is not two tokens that make a third"),
+        ({"merges": ["he"]}, r"tokenizer\.ggml\.merges of '.*' has 'he'"),
+        ({"add_bos_token": 3}, r"tokenizer\.ggml\.add_bos_token of '.*' is 3; true and false are possible"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_is_refused(keys, message):
+    with pytest.raises(ModelError, match=message):
+        tokenizer_of(byte_level(**keys))
+
+
+def test_a_vocabulary_without_an_order_of_merges_is_refused():
+    file = byte_level()
+    del file.metadata["tokenizer.ggml.merges"]
+    with pytest.raises(ModelError, match=r"does not say what its tokens are merged of \(tokenizer\.ggml\.merges\)"):
+        tokenizer_of(file)
+    with pytest.raises(ModelError, match=r"in which order its tokens are merged \(tokenizer\.ggml\.scores\)"):
+        tokenizer_of(sentencepiece(scores=None))
+
+
+VALUES = st.one_of(
+    st.booleans(), st.integers(0, 1 << 32), st.floats(), st.text(max_size=8), st.lists(st.integers(-1, 300), max_size=3)
+)
+
+
+@given(st.sampled_from(sorted({*USED, *WITHOUT_EFFECT, "tokenizer.chat_template.x", "tokenizer.y"})), VALUES)
+@settings(max_examples=200, deadline=None)
+def test_any_value_of_any_key_is_followed_or_refused(key, value):
+    file = byte_level(["<s>"], bos_token_id=257)
+    file.metadata[key] = entry(value)
+    with contextlib.suppress(ModelError, UnsoundError):
+        check_metadata(file.metadata)
+        assert isinstance(tokenizer_of(file).backend_tokenizer, Tokenizer)
+
+
+def test_a_models_settings_leave_out_the_tokens_that_the_file_suppresses(write_tiny_gguf, tmp_path):
+    def change(writer):
+        writer.add_array("tokenizer.ggml.suppress_tokens", [3, 5])
+        writer.add_eot_token_id(NOBODY)
+
+    settings = load_model(write_tiny_gguf(tmp_path / "some.gguf", change), device="cpu").model.generation_config
+    assert settings.suppress_tokens == [3, 5]
+    assert NOBODY not in settings.eos_token_id
+
+
+@pytest.mark.model
+def test_smollm2_splits_every_digit_from_what_stands_before_it(smollm2):
+    # By llama.cpp: of llama-cpp-python 0.3.36.
+    assert smollm2.tokenizer("\u00bd \u00b2 12").input_ids == [16738, 216, 19133, 216, 33, 34]
