@@ -219,6 +219,17 @@ def test_control_tokens_are_special_and_user_defined_ones_are_not():
     assert len(tokenizer) == 261
 
 
+def test_a_letter_that_was_added_to_a_byte_level_vocabulary_is_shown_as_that_letter():
+    # As a letter of GPT-2's alphabet it is a byte that no text has. DeepSeek's vocabularies have added all of these.
+    added = [chr(byte) for byte in (0xC0, 0xC1, *range(0xF5, 0x100))]
+    rest = [letter if letter not in added else f"[{letter}]" for letter in letters()]
+    tokenizer = tokenizer_of(
+        byte_level(tokens=[*rest, "he", *added], token_type=[NORMAL] * 257 + [USER_DEFINED] * len(added))
+    )
+    text = " he ".join(added)
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
 def test_what_ends_a_turn_is_a_control_token_though_the_file_calls_it_a_word():
     tokenizer = tokenizer_of(byte_level(["<|im_end|>", "<end_of_turn>"], [NORMAL, USER_DEFINED]))
     assert all(tokenizer.added_tokens_decoder[number].special for number in (257, 258))
@@ -329,7 +340,7 @@ def test_the_originals_own_tokenizer_is_used_where_the_file_has_it():
     tokenizer = tokenizer_of(byte_level(pre="gpt-2", huggingface__json_=written))
     assert tokenizer("e\u0301 12").input_ids == whole("e\u0301 12").input_ids
     other = json.loads(written)
-    other["model"]["vocab"]["he"], other["model"]["vocab"]["!"] = 0, 256
+    other["model"]["vocab"] |= {"he": 0, letters()[0]: 256}
     with pytest.raises(ModelError, match=r"has two tokenizers: token 0 is '.*' in tokenizer\.ggml\.tokens and 'he' in"):
         tokenizer_of(byte_level(huggingface__json_=json.dumps(other)))
     with pytest.raises(ModelError, match=r"tokenizer\.huggingface\.json of '.*' is no tokenizer"):

@@ -24,6 +24,8 @@ from hetero_kv.models.gguf.vocabulary import Vocabulary
 SENTENCEPIECE, BYTE_LEVEL, CHARACTERS = "llama", "gpt2", "gemma4"
 #: How SentencePiece writes a space.
 SPACE = "\u2581"
+# The letters by which GPT-2 spells the bytes that UTF-8 never has.
+_LETTERS_OF_NO_TEXT = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
 _OTHERWISE = (
     "give the directory or hub id of the tokenizer in Hugging Face format as the model and this file as gguf_path"
 )
@@ -138,7 +140,7 @@ def _backend(file: GGUFFile, vocabulary: Vocabulary, pre: PreTokenizer | None) -
         if pre.composes:
             backend.normalizer = normalizers.NFC()
         backend.pre_tokenizer = _splitting(pre)
-        backend.decoder = decoders.ByteLevel()
+        backend.decoder = decoders.Sequence([*_as_text(vocabulary), decoders.ByteLevel()])
     else:
         adds_space = pre is None and _flag(file, "add_space_prefix", True)
         unknown = vocabulary.named.get("unk_token")
@@ -164,6 +166,16 @@ def _backend(file: GGUFFile, vocabulary: Vocabulary, pre: PreTokenizer | None) -
 def _splitting(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:
     splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in pre.splits]
     return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _as_text(vocabulary: Vocabulary) -> list[decoders.Decoder]:
+    """What keeps letters that a byte-level vocabulary has added, as DeepSeek's has `À`, from being read as bytes."""
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return [
+        decoders.Replace(token, in_bytes.pre_tokenize_str(token)[0][0])
+        for token in _texts(vocabulary, vocabulary.user_defined)
+        if token in _LETTERS_OF_NO_TEXT
+    ]
 
 
 def _scores(file: GGUFFile) -> tuple[float, ...]:
