@@ -172,7 +172,7 @@ def test_a_piece_that_is_a_word_is_that_token_where_merges_are_ignored():
     assert words_of(tokenizer_of(byte_level(tokens, kinds, pre="gpt-2")), "hey") == ["he", "y"]
 
 
-@pytest.mark.parametrize("name", ["gpt-5", "", "whitespace", None])
+@pytest.mark.parametrize("name", ["gpt-5", "", "whitespace", 7, ["qwen2"], None])
 def test_an_unknown_or_missing_splitting_is_refused(name):
     with pytest.raises(ModelError, match=r"some\.gguf.*tokenizer\.ggml\.pre|tokenizer\.ggml\.pre .*some\.gguf"):
         tokenizer_of(byte_level(pre=name))

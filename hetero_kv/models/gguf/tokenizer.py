@@ -120,7 +120,7 @@ def _pre_tokenizer(file: GGUFFile, kind: str | None) -> PreTokenizer | None:
             f"{str(file.path)!r} does not say how its vocabulary splits texts (tokenizer.ggml.pre), so that words and "
             f"numbers would be cut otherwise than the model has learned; convert it again, or {_OTHERWISE}"
         )
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise ModelError(f"tokenizer.ggml.pre of {str(file.path)!r} is {name!r}, which is not known here; {_OTHERWISE}")
     return PRE_TOKENIZERS[name]
 
