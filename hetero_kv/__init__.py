@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 # Before anything loads torch: it sets how long OpenMP threads spin and which pages tensors lie in, which are read then.
 import cpu_ops  # noqa: F401
+from hetero_kv.planning.cpus import keep_threads_within_quota
 
 if TYPE_CHECKING:
     from hetero_kv.chat.conversation import Conversation
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from hetero_kv.models import load_model, open_model
     from hetero_kv.rules.injection import Injection, eject, inject
     from hetero_kv.rules.rule_file import load_rules
+
+keep_threads_within_quota()
 
 __all__ = [
     "Conversation",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
+from control_group_trees import ControlGroups
 
 from hetero_kv.planning import free_memory
 
@@ -17,26 +17,11 @@ GB = 10**9
 
 @pytest.fixture
 def groups(tmp_path):
-    """A fake /proc/self and mounted control groups: `write(folder, file=text)` fills a group."""
-    mount, process = tmp_path / "cgroup", tmp_path / "proc"
-    process.mkdir()
-
-    def write(folder: str, **files: object) -> None:
-        group = mount / folder
-        group.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            (group / name.replace("__", ".")).write_text(f"{content}\n")
-
-    def mounted(memberships: str, filesystem: str, options: str, root: str = "/") -> None:
-        (process / "cgroup").write_text(memberships)
-        line = f"35 31 0:32 {root} {mount} rw,relatime - {filesystem} {filesystem} {options}\n"
-        (process / "mountinfo").write_text(f"1 0 0:1 / / rw - ext4 /dev/root rw\n{line}")
-
-    return SimpleNamespace(process=process, write=write, mounted=mounted, mount=mount)
+    return ControlGroups(tmp_path)
 
 
 def tightest(groups) -> int | None:
-    return min((limit.free for limit in free_memory._cgroups(groups.process)), default=None)
+    return min((limit.free for limit in free_memory._group_limits(groups.process)), default=None)
 
 
 def test_a_group_of_version_2_bounds_what_is_free(groups):
@@ -82,7 +67,7 @@ def test_without_a_limit_groups_bound_nothing(groups):
     groups.mounted("0::/app\n", "cgroup2", "rw")
     groups.write("app", memory__max="max", memory__high="max", memory__current=GB)
     assert tightest(groups) is None
-    assert list(free_memory._cgroups(Path("/nowhere"))) == []
+    assert list(free_memory._group_limits(Path("/nowhere"))) == []
 
 
 def test_a_group_above_its_limit_has_nothing_free(groups):
@@ -97,7 +82,7 @@ def test_the_machine_is_never_promised_more_than_it_has():
 
 def test_the_tightest_bound_wins(monkeypatch):
     bound = free_memory.Limit("control group /app", 5)
-    monkeypatch.setattr(free_memory, "_cgroups", lambda process: [bound])
+    monkeypatch.setattr(free_memory, "_group_limits", lambda: [bound])
     assert free_memory.dram_limits()[0] == bound
     assert free_memory.free_dram() == 5
 

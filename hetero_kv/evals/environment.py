@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from hetero_kv.planning.cpus import usable_cpus
 
 PACKAGES = ("hetero-kv", "torch", "transformers", "numba", "numpy")
 
@@ -21,7 +22,7 @@ def environment(command_line: str | None, device: torch.device | None = None) ->
         "versions": {name: version for name in PACKAGES if (version := _version(name)) is not None},
         "system": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": usable_cpus(),
         "gpu": _gpu(device),
     }
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import psutil
 
+from hetero_kv.planning.control_groups import THIS_PROCESS, Group, control_groups
+
 # A limit of this size means none: cgroup v1 has no other way to say it.
 _UNLIMITED = 1 << 60
 
@@ -21,7 +23,7 @@ class Limit(NamedTuple):
 
 def dram_limits() -> list[Limit]:
     """Every bound on this process's DRAM, the tightest first: the machine, its control groups, its address space."""
-    limits = [Limit("memory available", psutil.virtual_memory().available), *_cgroups(Path("/proc/self"))]
+    limits = [Limit("memory available", psutil.virtual_memory().available), *_group_limits()]
     return sorted((*limits, *_address_space()), key=lambda limit: limit.free)
 
 
@@ -53,71 +55,38 @@ def _address_space() -> Iterator[Limit]:
         yield Limit("address space (ulimit -v)", max(0, soft - psutil.Process().memory_info().vms))
 
 
-class _Version(NamedTuple):
-    """The names of one cgroup version: its limits, what is used, and the statistic of what could be given back."""
+class _Names(NamedTuple):
+    """The files of a version's groups: limits, what is used, and the statistic of what could be given back."""
 
     limits: tuple[str, ...]
     used: str
     reclaimable: str
 
 
-_V1 = _Version(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Version(("memory.max", "memory.high"), "memory.current", "inactive_file")
+_NAMES = {
+    1: _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    2: _Names(("memory.max", "memory.high"), "memory.current", "inactive_file"),
+}
 
 
-def _cgroups(process: Path) -> Iterator[Limit]:
+def _group_limits(process: Path = THIS_PROCESS) -> Iterator[Limit]:
     """The bounds of the control groups of a process and of those around them; `process` is its folder in /proc."""
-    try:
-        memberships = (process / "cgroup").read_text().splitlines()
-        mounts = (process / "mountinfo").read_text().splitlines()
-    except OSError:  # not Linux, or /proc is hidden
-        return
-    for membership in memberships:
-        _, controllers, path = membership.split(":", 2)
-        if controllers == "":
-            version, filesystem, option = _V2, "cgroup2", None
-        elif "memory" in controllers.split(","):
-            version, filesystem, option = _V1, "cgroup", "memory"
-        else:
+    for group in control_groups("memory", process):
+        names = _NAMES[group.version]
+        used = group.number(names.used)
+        if used is None:
             continue
-        for root, mount_point in _mounted(mounts, filesystem, option):
-            inside = Path(path).relative_to(root) if Path(path).is_relative_to(root) else Path()
-            folder = mount_point / inside
-            for group in (folder, *folder.parents):
-                # A group is also held to the limits of the groups around it.
-                yield from _headroom(group, version)
-                if group == mount_point:
-                    break
+        # File pages nobody has used lately are given back before anything is refused.
+        used -= _statistic(group, names.reclaimable)
+        for name in names.limits:
+            limit = group.number(name)
+            if limit is not None and limit < _UNLIMITED:
+                yield Limit(f"control group {group.folder}", max(0, limit - used))
 
 
-def _mounted(mounts: list[str], filesystem: str, option: str | None) -> Iterator[tuple[Path, Path]]:
-    """(root within the file system, mount point) of mounts, from the lines of /proc/self/mountinfo."""
-    for line in mounts:
-        place, _, kind = line.partition(" - ")
-        fields, (name, _, options) = place.split(), kind.split(maxsplit=2)
-        if name == filesystem and (option is None or option in options.split(",")):
-            yield Path(fields[3]), Path(fields[4].replace("\\040", " "))
-
-
-def _headroom(group: Path, version: _Version) -> Iterator[Limit]:
+def _statistic(group: Group, name: str) -> int:
     try:
-        used = int((group / version.used).read_text())
-    except (OSError, ValueError):  # the root group counts nothing, a container may not see the groups around it
-        return
-    # File pages nobody has used lately are given back before anything is refused.
-    used -= _statistic(group / "memory.stat", version.reclaimable)
-    for name in version.limits:
-        try:
-            limit = (group / name).read_text().strip()
-        except OSError:
-            continue
-        if limit.isdigit() and int(limit) < _UNLIMITED:
-            yield Limit(f"control group {group}", max(0, int(limit) - used))
-
-
-def _statistic(file: Path, name: str) -> int:
-    try:
-        rows = dict(line.split() for line in file.read_text().splitlines())
-    except (OSError, ValueError):
+        rows = dict(line.split() for line in (group.text("memory.stat") or "").splitlines())
+    except ValueError:
         return 0
     return int(rows.get(name, 0))

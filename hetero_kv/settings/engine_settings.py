@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Literal
 
 import psutil
 
+from hetero_kv.planning.cpus import threads_by_environment, usable_cpus
 from hetero_kv.settings.setting import Settings, setting
 
 AUTO, GPU, DRAM = "auto", "gpu", "dram"
@@ -23,7 +23,8 @@ class EngineSettings(Settings):
     )
     threads_num: int | Literal["auto"] = setting(
         "auto",
-        "CPU threads, as far as the process has CPUs; auto: the physical cores",
+        "CPU threads, as far as the process has CPUs, by its affinity and its container's quota; auto: the physical "
+        "cores, or OMP_NUM_THREADS where that is set",
         minimum=1,
         aliases=("cpu_infer",),
     )
@@ -56,8 +57,12 @@ class EngineSettings(Settings):
     )
 
     def resolved_threads(self) -> int:
-        """CPU threads to start: `threads_num` or the physical cores, at most the CPUs of the process's affinity."""
-        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        """CPU threads to start: `threads_num`, at most the CPUs that the process may use (affinity and quota).
+
+        For auto those of the environment (OMP_NUM_THREADS), or as many as there are physical cores.
+        """
+        usable = usable_cpus()
+        if self.threads_num != "auto":
+            return min(self.threads_num, usable)
         # Virtual machines and some ARM systems do not tell their physical cores.
-        wanted = (psutil.cpu_count(logical=False) or usable) if self.threads_num == "auto" else self.threads_num
-        return min(wanted, usable)
+        return threads_by_environment() or min(psutil.cpu_count(logical=False) or usable, usable)
