@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from hetero_kv.chat.formats import Format, format_of, text_in
+from hetero_kv.chat.formats import HTML, Format, format_of, text_in
 from hetero_kv.errors import ConfigError
+from hetero_kv.text_encoding import binary, decoded, is_wide
 
 # Four bytes a token, as English has, for 64 Mi tokens: more than any model's context.
 MOST_BYTES = 4 * 2**26
@@ -55,7 +56,9 @@ def document_in(path: Path, what: str = "") -> Document:
                 content, kind = _read(file, name, path.suffix)
         except OSError as error:
             raise ConfigError(f"{name} cannot be read: {error.strerror}; give a text file") from error
-    text = decoded(content, name) if kind is None else text_in(content, kind, name, MOST_BYTES)
+    if kind is HTML and is_wide(content):
+        content = decoded(content, name).encode()
+    text = _plain(content, name) if kind is None else text_in(content, kind, name, MOST_BYTES)
     if not text.strip():
         hint = f"; {kind.without_text}" if kind is not None and kind.without_text else "; give a file with text in it"
         raise ConfigError(f"{name} is empty{hint}")
@@ -97,7 +100,7 @@ def piped_text() -> str:
     content, kind = _read(sys.stdin.buffer, "standard input", "")
     if kind is not None:
         raise ConfigError(f"standard input is {kind.name}, not a question; give it as a document: --prompt_file -")
-    return decoded(content, "standard input")
+    return _plain(content, "standard input")
 
 
 def _read(file: BinaryIO, name: str, suffix: str) -> tuple[bytes, Format | None]:
@@ -106,7 +109,7 @@ def _read(file: BinaryIO, name: str, suffix: str) -> tuple[bytes, Format | None]
     kind = None
     while piece := file.read(_BYTES_AT_ONCE):
         kind = kind if content else format_of(piece, suffix)
-        if kind is None:
+        if kind is None and not is_wide(bytes(content[:4]) or piece):
             _require_no_zero(piece, len(content), name)
         content += piece
         _require_length(len(content), name)
@@ -123,16 +126,9 @@ def _require_length(size: int, name: str) -> None:
 
 def _require_no_zero(content: bytes, before: int, name: str) -> None:
     if 0 in content:
-        place = before + content.index(0)
-        raise ConfigError(f"{name} is binary (byte {place} is 0x00), not text; convert it to plain UTF-8 text")
+        raise ConfigError(binary(content, before + content.index(0), name))
 
 
-def decoded(content: bytes, name: str) -> str:
-    """The bytes as UTF-8 text, line ends as Unix has them. Raises ConfigError."""
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{name} is not UTF-8 text (byte {error.start} is 0x{content[error.start]:02x}); convert it to plain text"
-        ) from error
-    return text.replace("\r\n", "\n")
+def _plain(content: bytes, name: str) -> str:
+    """The bytes as text, line ends as Unix has them."""
+    return decoded(content, name).replace("\r\n", "\n")

@@ -53,7 +53,8 @@ def format_of(beginning: bytes, suffix: str) -> Format | None:
         return PDF
     if beginning.startswith(b"PK\x03\x04"):
         return DOCX
-    words = beginning[:1024].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    # In UTF-16 and UTF-32 too, where zeros stand between the letters.
+    words = beginning[:1024].lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n").replace(b"\0", b"").lower()
     is_page = not suffix and words.startswith((b"<!doctype html", b"<html"))
     return HTML if is_page or suffix.lower() in _HTML_SUFFIXES else None
 

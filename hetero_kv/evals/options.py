@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hetero_kv.errors import ConfigError
+from hetero_kv.evals.text_files import require_kept
 
 DEFAULT_LENGTHS = (4096,)
 DEFAULT_DEPTHS = (0.0, 25.0, 50.0, 75.0, 100.0)
@@ -75,6 +76,8 @@ class RunOptions:
             for path in paths:
                 if path is not None and not path.exists():
                     raise ConfigError(f"{name}: there is no file {str(path)!r}; give the path of one that exists")
+                if path is not None:
+                    require_kept(path, name)
 
     def described(self) -> dict[str, Any]:
         """The options as plain data; files with a hash of their content, so that a changed file is another run."""

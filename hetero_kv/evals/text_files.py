@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.text_encoding import decoded, is_wide
 
 # A million tokens take some five million characters, and twice as many where all are escaped.
 LONGEST_LINE = 32 << 20
@@ -31,6 +33,8 @@ def lines_of(path: Path, what: str) -> Iterator[tuple[int, bytes]]:
     with _opened(path, what) as file:
         while line := file.readline(LONGEST_LINE + 1):
             number += 1
+            if number == 1 and is_wide(line):
+                raise HeteroKVError(f"{what} {path}: it is UTF-16 or UTF-32 text; convert it to UTF-8")
             left -= len(line)
             if len(line) > LONGEST_LINE:
                 raise HeteroKVError(
@@ -42,7 +46,7 @@ def lines_of(path: Path, what: str) -> Iterator[tuple[int, bytes]]:
 
 
 def text_of(path: Path, what: str) -> str:
-    """All of a file's text. Raises HeteroKVError as `lines_of`, and where it is not UTF-8."""
+    """All of a file's text. Raises HeteroKVError as `lines_of`, and where it is no text (`text_encoding`)."""
     pieces, size = [], 0
     with _opened(path, what) as file:
         while piece := file.read(_AT_ONCE):
@@ -50,10 +54,7 @@ def text_of(path: Path, what: str) -> str:
             size += len(piece)
             if size > MOST_BYTES:
                 raise _too_large(path, what)
-    try:
-        return b"".join(pieces).decode()
-    except UnicodeDecodeError as error:
-        raise HeteroKVError(f"{what} {path}: not UTF-8 text: {error}") from error
+    return decoded(b"".join(pieces), f"{what} {path}")
 
 
 @contextmanager
@@ -64,6 +65,18 @@ def _opened(path: Path, what: str) -> Iterator[IO[bytes]]:
             yield file
     except (OSError, EOFError, zlib.error) as error:
         raise HeteroKVError(f"{what} {path}: cannot be read: {error}") from error
+
+
+def require_kept(path: Path, what: str) -> None:
+    """Raise HeteroKVError for a pipe, a device or a socket: a run reads its files more than once."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:  # said when it is opened
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise HeteroKVError(
+            f"{what} {path}: it is no file but a pipe or a device, which cannot be read twice; save it in a file first"
+        )
 
 
 def _too_large(path: Path, what: str) -> HeteroKVError:

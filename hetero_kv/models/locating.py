@@ -12,6 +12,7 @@ from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntr
 
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.fetching import fetch
+from hetero_kv.models.gguf.file import MAGIC
 from hetero_kv.models.named import NAMED_MODELS, unknown_name
 from hetero_kv.models.progress import ProgressReport, reporting
 from hetero_kv.models.sources import HUB_TIMEOUT_SECONDS
@@ -47,7 +48,9 @@ def locate(
     """
     name = os.fspath(name_or_path)
     path = Path(name).expanduser()
-    has_weights = name in NAMED_MODELS or path.suffix.lower() == ".gguf"
+    # Ollama's blobs have no ending.
+    is_gguf = path.suffix.lower() == ".gguf" or _begins_as_gguf(path)
+    has_weights = name in NAMED_MODELS or is_gguf
     if has_weights and gguf_path is not None:
         raise ModelError(
             f"{name!r} brings its own weights, and gguf_path is {os.fspath(gguf_path)!r} as well; leave gguf_path out, "
@@ -57,7 +60,8 @@ def locate(
         model = NAMED_MODELS[name]
         with reporting(name, progress) as report:
             return Location(name, None, fetch(model, report)[0], model.context_length)
-    if path.suffix.lower() == ".gguf" and not path.is_dir():
+    _require_regular(path)
+    if is_gguf and not path.is_dir():
         return Location(path.stem, None, path)
     gguf = None if gguf_path is None else _gguf_in(Path(gguf_path).expanduser())
     if path.is_dir():
@@ -70,7 +74,7 @@ def locate(
         return Location(path.resolve().name, str(path), gguf)
     if path.exists():
         raise ModelError(
-            f"{name!r} is neither a directory nor a .gguf file; give one of these, a hub id or a named model"
+            f"{name!r} is neither a directory nor a GGUF file; give one of these, a hub id or a named model"
         )
     if HUB_ID.fullmatch(name):
         return Location(name, name, gguf, offline=_hub_is_silent(name))
@@ -79,7 +83,26 @@ def locate(
     raise unknown_name(name)
 
 
+def _begins_as_gguf(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise ModelError(f"{str(path)!r} cannot be read: {error.strerror}; check its permissions") from error
+
+
+def _require_regular(path: Path) -> None:
+    """Raise ModelError for a pipe, a device or a socket, of which no part can be read twice or where it lies."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ModelError(
+            f"{str(path)!r} is no file but a pipe or a device, and a model is read in no order; save it in a file first"
+        )
+
+
 def _gguf_in(path: Path) -> Path:
+    _require_regular(path)
     if not path.is_dir():
         return path
     found = sorted(path.glob("*.gguf"))

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,16 @@ class _Renderer:
     """The process that renders, started when it is asked; one conversation at a time."""
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
         self.process: subprocess.Popen[str] | None = None
         self.lock = threading.Lock()
+
+    def forget(self) -> None:
+        """Leave the process to the one that this was forked from."""
+        if self.process is not None:
+            # Not to be waited for here.
+            self.process.returncode = 0
+            self._close_pipes(self.process)
+        self.__init__()  # type: ignore[misc]
 
     def ask(self, request: str) -> dict[str, str]:
         with self.lock:
@@ -119,19 +125,29 @@ class _Renderer:
             if answer:
                 return dict(json.loads(answer))
             ended = process.wait()
-            self.process = None
+            self.end()
         if ended in (-signal.SIGXCPU, -signal.SIGKILL):
             return {"limit": f"it takes more than {SECONDS} s"}
         return {"error": f"the process that renders it ended with {ended}"}
 
     def end(self) -> None:
+        """Let the process end, and its pipes."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+            self._close_pipes(self.process)
         self.process = None
+
+    @staticmethod
+    def _close_pipes(process: subprocess.Popen[str]) -> None:
+        for pipe in (process.stdin, process.stdout):
+            # What it was still to be told is of no use any more.
+            with suppress(OSError):
+                pipe.close()  # type: ignore[union-attr]
 
     def _running(self) -> subprocess.Popen[str]:
         if self.process is None or self.process.poll() is not None:
+            self.end()
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-X", "utf8", str(_PROGRAM)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8",

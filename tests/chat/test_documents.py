@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
+import threading
 import zipfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sample_documents import HTML, docx, pdf
 
 from hetero_kv.chat import formats
 from hetero_kv.chat.documents import document_in, documents_at
 from hetero_kv.errors import ConfigError
+from hetero_kv.text_encoding import decoded
 
 SAMPLES = {
     "notes.txt": (b"It was cut.\r\n", "It was cut.\n"),
@@ -144,3 +151,76 @@ def test_what_is_not_there_is_an_error_that_names_it(tmp_path: Path, monkeypatch
         (tmp_path / name).write_text(name)
     with pytest.raises(ConfigError, match=r"'\*.txt' matches 2 files, and 1 are the most"):
         documents_at("*.txt")
+
+
+ENCODINGS = ("utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")
+
+
+def marked(text: str, encoding: str) -> bytes:
+    has_mark = encoding in ("utf-8-sig", "utf-16", "utf-32")
+    return (text if has_mark else f"\ufeff{text}").encode(encoding)
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("text", ["It was cut.\n", "预算被削减。\n", "🙂 cut\n"])
+def test_text_is_read_by_its_byte_order_mark(tmp_path: Path, encoding: str, text: str):
+    (tmp_path / "notes.txt").write_bytes(marked(text.replace("\n", "\r\n"), encoding))
+    assert document_in(tmp_path / "notes.txt").text == text
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_page_is_read_by_its_byte_order_mark(tmp_path: Path, encoding: str):
+    (tmp_path / "notes").write_bytes(marked("<!doctype html><p>Cut <b>by half</b>", encoding))
+    assert document_in(tmp_path / "notes").text.strip() == "Cut **by half**"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+def test_wide_text_without_a_mark_is_refused_as_such(tmp_path: Path, encoding: str):
+    (tmp_path / "notes.txt").write_bytes("It was cut.\n".encode(encoding))
+    assert "without a byte order mark, so that its encoding is not known; convert it to UTF-8" in error_of(
+        tmp_path / "notes.txt"
+    )
+
+
+def test_wide_text_that_is_damaged_is_an_error_that_names_the_place(tmp_path: Path):
+    (tmp_path / "cut.txt").write_bytes("It was cut.".encode("utf-16")[:-1])
+    assert "is not UTF-16 text (byte 22 is 0x2e)" in error_of(tmp_path / "cut.txt")
+    (tmp_path / "zero.txt").write_bytes("It\0was".encode("utf-16"))
+    assert "is binary (byte 6 is 0x00)" in error_of(tmp_path / "zero.txt")
+
+
+TEXTS = st.tuples(st.text(max_size=20), st.sampled_from(ENCODINGS)).map(lambda each: marked(*each))
+
+
+@given(st.binary(max_size=64) | TEXTS)
+def test_any_bytes_are_text_without_zeros_or_an_error_that_names_the_file(content: bytes):
+    try:
+        said = decoded(content, "notes")
+    except ConfigError as error:
+        said = str(error)
+        if not said.startswith("notes "):
+            raise
+    assert "\0" not in said
+
+
+def test_a_pipe_is_read_once_as_a_file_is(tmp_path: Path):
+    os.mkfifo(tmp_path / "notes")
+    writer = threading.Thread(target=(tmp_path / "notes").write_bytes, args=("It was cut.\n".encode("utf-16"),))
+    writer.start()
+    assert document_in(tmp_path / "notes").text == "It was cut.\n"
+    writer.join()
+
+
+def test_what_a_shell_hands_on_as_a_file_is_read():
+    program = (
+        "from pathlib import Path; from hetero_kv.chat.documents import document_in;"
+        "print([document_in(Path(path)).text for path in ('/dev/stdin', __import__('sys').argv[1])])"
+    )
+    script = f'exec {sys.executable} -c "{program}" <(echo second)'
+    done = subprocess.run(["bash", "-c", script], input="first\n", capture_output=True, text=True, check=True)
+    assert done.stdout == "['first\\n', 'second\\n']\n"
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/tmp", "/nowhere"])
+def test_what_is_no_text_is_an_error_that_names_it(path: str):
+    assert any(words in error_of(Path(path)) for words in ("is binary", "Is a directory", "No such file"))

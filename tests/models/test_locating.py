@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import huggingface_hub
 import pytest
 
@@ -81,7 +83,7 @@ def test_a_path_to_nothing_is_refused(name):
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "model.bin").touch()
-    with pytest.raises(ModelError, match=r"model\.bin' is neither a directory nor a \.gguf file"):
+    with pytest.raises(ModelError, match=r"model\.bin' is neither a directory nor a GGUF file"):
         locate(tmp_path / "model.bin", None, None)
 
 
@@ -97,3 +99,27 @@ def test_a_hub_id_in_the_hub_cache_serves_without_a_hub(no_hub, tmp_path):
     (snapshot.parent.parent / "refs").mkdir()
     (snapshot.parent.parent / "refs" / "main").write_text("0")
     assert locate("some/model", None, None) == Location("some/model", "some/model", None, offline=True)
+
+
+def test_a_gguf_file_without_an_ending_is_one_by_its_first_bytes(tiny_gguf, tmp_path):
+    blob = tmp_path / "sha256-0123456789abcdef"
+    blob.symlink_to(tiny_gguf)
+    assert locate(blob, None, None) == Location(blob.name, None, blob)
+    with pytest.raises(ModelError, match="brings its own weights"):
+        locate(blob, "x.gguf", None)
+
+
+def test_a_file_without_an_ending_that_is_no_gguf_file_is_refused(tmp_path):
+    (tmp_path / "sha256-0").write_bytes(b"GGU")
+    with pytest.raises(ModelError, match="is neither a directory nor a GGUF file"):
+        locate(tmp_path / "sha256-0", None, None)
+
+
+@pytest.mark.parametrize("ending", ["", ".gguf"])
+def test_a_pipe_is_no_model(tiny_directory, tmp_path, ending):
+    os.mkfifo(pipe := tmp_path / f"pipe{ending}")
+    for asked in ((pipe, None), (tiny_directory, pipe)):
+        with pytest.raises(ModelError, match="is no file but a pipe or a device"):
+            locate(*asked, None)
+    with pytest.raises(ModelError, match="is no file but a pipe or a device"):
+        locate("/dev/null", None, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -111,3 +113,28 @@ def test_a_model_whose_template_takes_too_much_is_refused_when_it_is_loaded(tiny
     layout.write(tmp_path / "bomb.gguf")
     with pytest.raises(ModelError, match="the model's chat template was stopped: it takes more than"):
         load_model(tmp_path / "bomb.gguf", device="cpu")
+
+
+# Killed in between, and forked.
+WITHOUT_WARNINGS = """
+import gc, os, signal
+from types import SimpleNamespace
+from hetero_kv.models.templates import _RENDERER, rendered_chat
+model = SimpleNamespace(get_chat_template=lambda: "{{ messages | length }}", special_tokens_map={})
+print(rendered_chat(model, [{}]))
+os.kill(_RENDERER.process.pid, signal.SIGKILL)
+_RENDERER.process.wait()
+print(rendered_chat(model, [{}, {}]), flush=True)
+if os.fork() == 0:
+    print(rendered_chat(model, [{}, {}, {}]), flush=True)
+    gc.collect()
+    _RENDERER.end()
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_pipes_are_closed_whatever_becomes_of_the_process_that_renders():
+    command = [sys.executable, "-X", "dev", "-W", "error", "-c", WITHOUT_WARNINGS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (done.stdout.split(), done.stderr) == (["1", "2", "3"], "")

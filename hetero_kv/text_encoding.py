@@ -1,0 +1,61 @@
+"""Bytes of a file as text: UTF-8, or what a byte order mark at their beginning says."""
+
+from __future__ import annotations
+
+import codecs
+
+from hetero_kv.errors import ConfigError
+
+# UTF-32 first: its mark begins with that of UTF-16.
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+# Of the first bytes of a text, how many are zero in UTF-16 where a script has its characters in one byte each.
+_LOOKED_AT, _ZEROS = 1024, 0.4
+
+
+def marked_encoding(beginning: bytes) -> str | None:
+    """The encoding that a byte order mark names, as Python spells it; None without one."""
+    return next((encoding for mark, encoding in _MARKS if beginning.startswith(mark)), None)
+
+
+def is_wide(beginning: bytes) -> bool:
+    """Whether a byte order mark says that zeros are parts of characters: UTF-16 or UTF-32."""
+    return (marked_encoding(beginning) or "utf-8") != "utf-8"
+
+
+def decoded(content: bytes, name: str) -> str:
+    """The text, without its mark; `name` is the file's in errors.
+
+    Raises ConfigError where it is no text of that encoding, and where it has characters that no text has.
+    """
+    encoding = marked_encoding(content) or "utf-8"
+    mark = next((mark for mark, named in _MARKS if named == encoding and content.startswith(mark)), b"")
+    try:
+        text = content[len(mark) :].decode(encoding)
+    except UnicodeDecodeError as error:
+        place = len(mark) + error.start
+        called = encoding[:-3].upper() if is_wide(content) else "UTF-8"
+        raise ConfigError(
+            f"{name} is not {called} text (byte {place} is 0x{content[place]:02x}); convert it to plain UTF-8 text"
+        ) from error
+    if "\0" in text:
+        place = len(mark) + len(text[: text.index("\0")].encode(encoding))
+        raise ConfigError(binary(content, place, name))
+    return text
+
+
+def binary(content: bytes, place: int, name: str) -> str:
+    """What an error says of a file with a zero byte at `place`, whose beginning is `content`."""
+    beginning = content[:_LOOKED_AT]
+    shares = [(part := beginning[first::2]).count(0) / max(1, len(part)) for first in (0, 1)]
+    if not is_wide(beginning) and max(shares) > _ZEROS and min(shares) < 1 - _ZEROS:
+        return (
+            f"{name} looks like UTF-16 or UTF-32 text without a byte order mark, so that its encoding is not known; "
+            "convert it to UTF-8"
+        )
+    return f"{name} is binary (byte {place} is 0x00), not text; convert it to plain UTF-8 text"
