@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
 
+from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache, given_cache
 from hetero_kv.adapter.recording import RECORDING
 from hetero_kv.adapter.recurrent import is_recurrent
 from hetero_kv.engine.cache import HeteroCache
@@ -109,7 +110,7 @@ _NO_INFLUENCE = frozenset(
 
 
 # What a decoder layer hands on beside that, with a meaning of its own.
-_OF_LAYERS = frozenset({"attention_mask", "hidden_states", "past_key_values"})
+_OF_LAYERS = frozenset({"attention_mask", "hidden_states", *CACHE_NAMES})
 
 
 def changes_attention(kwargs: Mapping[str, Any]) -> bool:
@@ -278,7 +279,7 @@ def cache_in(args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> Hetero
 
     Raises HeteroKVError when there is none.
     """
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if isinstance(cache, HeteroCache):
         return cache
     for value in (*kwargs.values(), *args):
@@ -304,9 +305,9 @@ def chunk_mask(module: nn.Module, cache: HeteroCache, hidden_states: torch.Tenso
         config=module.config,
         inputs_embeds=hidden_states,
         attention_mask=None,
-        past_key_values=cache,
         position_ids=position_ids,
         layer_idx=module.layer_idx,
+        **as_cache(make, cache),
     )
 
 

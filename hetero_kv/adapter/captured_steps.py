@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from transformers.utils import ModelOutput
 
 from gpu_ops.captured import Segments
 from gpu_ops.host_traffic import noticed
+from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache, given_cache
 from hetero_kv.adapter.captures import Captures
 from hetero_kv.adapter.model_call import ModelCall, Signature
 from hetero_kv.adapter.recording import RECORDING, NotCapturableError, Recording, Rehearsal
@@ -48,7 +49,7 @@ class _CapturedToken:
         self, model: nn.Module, segments: Segments, recording: Recording, inputs: dict[str, torch.Tensor], output: Any
     ) -> None:
         self._segments, self._attentions, self._inputs = segments, recording.attentions, inputs
-        self._output = replace(output, past_key_values=None)
+        self._output = replace(output, **{_cache_field(output): None})
         self._weights = [
             (owner, name)
             for module in model.modules()
@@ -77,7 +78,7 @@ class _CapturedToken:
         # The next token's comes to lie in the same place.
         last = self._output.last_hidden_state.clone()
         self._segments.launched()
-        return replace(self._output, last_hidden_state=last, past_key_values=cache)
+        return replace(self._output, last_hidden_state=last, **{_cache_field(self._output): cache})
 
 
 class CapturedSteps:
@@ -92,7 +93,7 @@ class CapturedSteps:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward."""
-        cache = kwargs.get("past_key_values")
+        cache = given_cache(kwargs)
         if self._captures.is_off or not isinstance(cache, HeteroCache) or not _decodes(cache):
             return self._signature.forward(*args, **kwargs)
         call = self._signature.call(args, kwargs)
@@ -119,7 +120,8 @@ class CapturedSteps:
                 torch.full((len(step.cohort.sequences), 1), step.past, device=call.given.device) for step in cache.steps
             ]
             arguments["position_ids"] = past[0] if len(past) == 1 else torch.cat(past)
-        arguments.pop("past_key_values")
+        for name in CACHE_NAMES:
+            arguments.pop(name, None)
         inputs = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
         return inputs, {name: value for name, value in arguments.items() if name not in inputs}
 
@@ -134,7 +136,7 @@ class CapturedSteps:
         with noticed() as traffic:
             token = RECORDING.set(Rehearsal(cache, traffic))
             try:
-                output = self._signature.forward(**inputs, **fixed, past_key_values=cache)
+                output = self._signature.forward(**inputs, **fixed, **as_cache(self._signature.forward, cache))
             finally:
                 RECORDING.reset(token)
         if traffic.first is not None:
@@ -195,7 +197,7 @@ class CapturedSteps:
         token = RECORDING.set(recording)
         try:
             with _length_untold(cache), segments.captured():
-                output = self._signature.forward(**own, **fixed, past_key_values=cache)
+                output = self._signature.forward(**own, **fixed, **as_cache(self._signature.forward, cache))
         finally:
             RECORDING.reset(token)
         if len(recording.attentions) != len(cache.layers):
@@ -209,6 +211,11 @@ def _decodes(cache: HeteroCache) -> bool:
     return bool(cache.steps) and all(step.is_decode and step.tokens == 1 and step.keeps for step in cache.steps)
 
 
+def _cache_field(output: Any) -> str:
+    """What a model's output calls its cache."""
+    return next(field.name for field in fields(output) if field.name in CACHE_NAMES)
+
+
 def _key(inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> _Key:
     shapes = ((name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in inputs.items())
     return (*sorted(shapes, key=lambda each: each[0]), *sorted((name, repr(value)) for name, value in fixed.items()))
@@ -218,7 +225,7 @@ def _require_plain(output: Any) -> None:
     """Raise NotCapturableError for an output with other tensors than the last hidden states."""
     if not isinstance(output, ModelOutput):
         raise NotCapturableError("return_dict=False was asked for")
-    others = [name for name in output if name not in ("last_hidden_state", "past_key_values")]
+    others = [name for name in output if name not in ("last_hidden_state", *CACHE_NAMES)]
     if others:
         raise NotCapturableError(f"the model gives {', '.join(others)} too")
 

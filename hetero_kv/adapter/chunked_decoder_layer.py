@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter import bridge, chunking, recurrent, watching
+from hetero_kv.adapter.cache_argument import given_cache
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.prompt_layer import PromptLayer
 from hetero_kv.adapter.token_layer import TokenLayer
@@ -66,7 +67,7 @@ class ChunkedDecoderLayer(Operator):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The wrapped layer's output for [batch, tokens, hidden]; a decoded token goes straight through."""
-        cache = kwargs.get("past_key_values")
+        cache = given_cache(kwargs)
         if type(cache) is not HeteroCache:
             cache = bridge.cache_in(args, kwargs, self.path)
         steps = cache.steps

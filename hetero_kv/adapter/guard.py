@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from gpu_ops.attention_backend import AttentionBackend, attending_by
+from hetero_kv.adapter.cache_argument import given_cache
 from hetero_kv.adapter.captured_steps import CapturedSteps
 from hetero_kv.adapter.captures import Captures
 from hetero_kv.adapter.hidden_states import head_wants, walking
@@ -124,7 +125,7 @@ def _behind_the_cache(model: Any) -> Callable[..., Any]:
 
 
 def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HeteroCache | None:
-    cache = kwargs.get("past_key_values")
+    cache = given_cache(kwargs)
     if isinstance(cache, HeteroCache):
         return cache
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, HeteroCache)), None)

@@ -18,6 +18,7 @@ from transformers.utils import ModelOutput
 from gpu_ops.chunk_stream import ChunkStream
 from gpu_ops.page_locked import PageLocked
 from hetero_kv.adapter import chunking
+from hetero_kv.adapter.cache_argument import given_cache
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.chunked_module import ChunkedModule
 from hetero_kv.adapter.model_call import ModelCall, Signature
@@ -86,7 +87,7 @@ def walking(model: Any, forward: Callable[..., Any], engine: EngineSettings) -> 
         call = signature.call(args, kwargs)
         if (given := call.given) is not None:
             stream_weights(model, given.device)
-        cache = call.arguments.get("past_key_values")
+        cache = given_cache(call.arguments)
         if not isinstance(cache, HeteroCache) or not _is_long_prompt(call, cache, engine):
             return forward(*args, **kwargs)
         if reason := obstacle(model):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,8 +20,10 @@ import torch
 
 from cpu_ops.gates import GELU_TANH, SILU
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES
 from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.errors import said_briefly
 
 _logger = logging.getLogger(__name__)
 
@@ -108,8 +111,9 @@ class Trial:
         twin._modules = layer._modules | {"self_attn": attention}
         with bridge.served_by(trial) as service:
             output = twin.forward(
-                hidden, position_embeddings=trial.embeddings, attention_mask=None, past_key_values=trial, use_cache=True
-            )
+                hidden, position_embeddings=trial.embeddings, attention_mask=None, use_cache=True,
+                **as_cache(twin.forward, trial),
+            )  # fmt: skip
         # Of anything else nothing comes that could be compared.
         if service.calls == 1 and isinstance(output, torch.Tensor):
             trial.output = output
@@ -121,7 +125,9 @@ class Trial:
         self.call, self.attended = call, torch.randn(shape, generator=self.generator).to(call.q.dtype)
         return self.attended
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See transformers' caches: there is nothing but the new tokens."""
         return keys, values
 
@@ -148,15 +154,31 @@ def agrees(way: Way, layer: Any, tolerance: float, name: str, level: int = loggi
         difference = way.difference_from(layer)
     except Exception as error:
         # Whatever the layer wants that the trial does not give: it goes on by itself.
-        _logger.warning("%s: %s cannot be tried: %s", way.operator.path, name, error)
+        _say_once(logging.WARNING, way.operator, f"{name} cannot be tried: {said_briefly(error)}")
         return False
     if difference <= tolerance:
         return True
-    _logger.log(
-        level, "%s: %s differs from the layer by %.2g of its size, so that it is not used", way.operator.path, name,
-        difference,
-    )  # fmt: skip
+    _say_once(level, way.operator, f"{name} differs from the layer", f" by {difference:.2g} of its size")
     return False
+
+
+# id of a model's config -> the config, and what was said of layers of this model.
+_said: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
+
+
+def _say_once(level: int, operator: AttentionOperator, what: str, more: str = "") -> None:
+    """Log why a layer goes on by itself, once for a model: it is mostly the same in all of its layers."""
+    config = operator._own_config
+    of, said = _said.get(id(config), (None, set()))
+    if of is None or of() is not config:
+        said = set()
+        _said[id(config)] = weakref.ref(config), said
+    if what not in said:
+        said.add(what)
+        _logger.log(
+            level, "%s: %s%s, so that it is not used; of other layers of this model the same is not said again",
+            operator.path, what, more,
+        )  # fmt: skip
 
 
 def largest_difference(mine: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:

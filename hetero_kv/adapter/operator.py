@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.cache_argument import given_cache
 from hetero_kv.adapter.footprint import LayerFootprint
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.recording import RECORDING, NotCapturableError
@@ -192,7 +193,7 @@ class AttentionOperator(Operator):
                 kwargs = self.arguments_for(args, kwargs)
             else:
                 kwargs = recording.noted_arguments(self, args, kwargs)
-        cache = kwargs.get("past_key_values")
+        cache = given_cache(kwargs)
         if type(cache) is not HeteroCache:
             cache = bridge.cache_in(args, kwargs, self.path)
         service = bridge.Service(self, cache)

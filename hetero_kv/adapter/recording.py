@@ -10,6 +10,7 @@ import torch
 
 from gpu_ops.captured import Segments
 from gpu_ops.host_traffic import HostTraffic
+from hetero_kv.adapter.cache_argument import CACHE_NAMES
 
 if TYPE_CHECKING:
     from hetero_kv.adapter.bridge import AttentionCall, Serving
@@ -47,8 +48,9 @@ class Recording:
         Raises NotCapturableError where that would be others for every token.
         """
         # Not the cache, which is another's at the next token.
-        held = {name: value for name, value in kwargs.items() if name != "past_key_values"}
-        self._before = lambda cache: operator.arguments_for(args, {**held, "past_key_values": cache})
+        name = next((name for name in CACHE_NAMES if name in kwargs), CACHE_NAMES[0])
+        held = {other: value for other, value in kwargs.items() if other != name}
+        self._before = lambda cache: operator.arguments_for(args, {**held, name: cache})
         return operator.lasting_arguments(kwargs)
 
     def attended(self, operator: Serving, call: AttentionCall) -> torch.Tensor:

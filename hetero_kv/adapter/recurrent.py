@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
+from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.engine.recurrent_state import StateShape, is_state, named_states
 from hetero_kv.errors import UnsupportedModelError
 
 # How a module calls its cache for a state. An attention module calls `update`.
 _CALLS = frozenset({"update_conv_state", "update_recurrent_state"})
-_CACHE_NAMES = ("cache_params", "past_key_values", "past_key_value")
 # A trial: tokens before the seam and behind it, and how much larger than its own the state is made there, so that it
 # shows where it is forgotten.
 _BEFORE, _BEHIND, _LARGER = 5, 3, 16.0
@@ -85,10 +85,9 @@ def _try(path: str, mixer: nn.Module, like: torch.Tensor, number_of_states: int)
 
 def _called(mixer: nn.Module, hidden_states: torch.Tensor, layer: LinearAttentionLayer) -> torch.Tensor:
     """The module's output behind the state of `layer`, which it moves on."""
-    names = inspect.signature(type(mixer).forward).parameters
-    name = next((name for name in _CACHE_NAMES if name in names), _CACHE_NAMES[0])
     layers: Any = [layer] * (mixer.layer_idx + 1)  # type: ignore[operator]
-    output = mixer(hidden_states=hidden_states, attention_mask=None, **{name: Cache(layers=layers)})
+    given = as_cache(type(mixer).forward, Cache(layers=layers))
+    output = mixer(hidden_states=hidden_states, attention_mask=None, **given)
     return output[0] if isinstance(output, tuple) else output
 
 

@@ -76,7 +76,7 @@ def test_a_layer_that_computes_something_else_is_noticed(caplog):
     inject(granite, "quest", command_line=SETTINGS)
     logits = decoded(granite)
     assert [layer._native for layer in layers(granite)] == [None] * 3
-    assert caplog.text.count("so that it is not used") == 3
+    assert caplog.text.count("so that it is not used") == 1
     assert "model.layers.0.self_attn" in caplog.text
     without_native_way(granite)
     assert torch.equal(logits, decoded(granite))
