@@ -8,6 +8,7 @@ from torch import nn
 from transformers.cache_utils import DynamicLayer
 
 from hetero_kv import HeteroCache
+from hetero_kv.engine.store import Store
 
 CAPACITY = 40
 
@@ -20,6 +21,9 @@ class Maker:
 
     def max_seq_len(self, wanted, batch, forks, held):
         return self.capacity if wanted is None else wanted
+
+    def planned_store(self, wanted, batch, forks, held, own):
+        return Store(self.max_seq_len(wanted, batch, forks, held), forks)
 
     def cache_layers(self):
         return [layer() for layer in self.layers]

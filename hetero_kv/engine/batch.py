@@ -15,6 +15,7 @@ from hetero_kv.engine.cohort import Cohort, CohortSnapshot
 from hetero_kv.engine.columns import Columns
 from hetero_kv.engine.held import NOTHING_HELD, Held
 from hetero_kv.engine.interrupts import completed
+from hetero_kv.engine.reservations import NOTHING_RESERVED, reserved_beside
 from hetero_kv.engine.room import require_room, room
 from hetero_kv.engine.sequence import Sequence
 from hetero_kv.engine.store import Store
@@ -70,10 +71,15 @@ class Batch:
         self._maker, self._wanted, self._forks, self._held = maker, max_seq_len, forks, held
         # Sequences that the capacity is planned for; blocks are had when the first tokens come.
         self._planned_batch = 1
-        self._begin_anew(maker.max_seq_len(max_seq_len, 1, forks, held))
+        self._begin_in(maker.planned_store(max_seq_len, 1, forks, held, None))
 
-    def _begin_anew(self, capacity: int) -> None:
-        self._have([Cohort(self._maker.cache_layers(), Store(capacity, self._forks))])
+    def _begin_anew(self) -> None:
+        store = self.cohorts[0].store
+        # What forks share was planned for all of them.
+        self._begin_in(store.anew() if self._planned_batch else Store(store.capacity, self._forks))
+
+    def _begin_in(self, store: Store) -> None:
+        self._have([Cohort(self._maker.cache_layers(), store)])
         self.columns = Columns()
 
     def _have(self, cohorts: Rows[Cohort]) -> None:
@@ -132,11 +138,13 @@ class Batch:
         if held == batch:
             return
         if held:
-            self._begin_anew(self.cohorts[0].store.capacity)
+            self._begin_anew()
         first = self.cohorts[0]
-        if batch > self._planned_batch and first.layouts:
-            capacity = self._maker.max_seq_len(self._wanted, batch, self._forks, self._held)
-            first.store, self._planned_batch = Store(capacity, self._forks), batch
+        crowded = first.store.waits and reserved_beside(first.store) != NOTHING_RESERVED
+        if first.layouts and (crowded or batch > self._planned_batch):
+            planned = max(batch, self._planned_batch)
+            first.store = self._maker.planned_store(self._wanted, planned, self._forks, self._held, first.store)
+            self._planned_batch = planned
         # Before any block is had: a prompt that is too long leaves the cache empty.
         require_room([(first, most)])
         first.store.provide(first.layouts, batch)
@@ -313,6 +321,6 @@ class Batch:
             else:
                 self.columns = self.columns.joined(len(self.sequences), other.columns, len(other.sequences))
                 self._have([*self.cohorts, *other.cohorts])
-            other._begin_anew(other.cohorts[0].store.capacity)
+            other._begin_anew()
 
         self._all_or_nothing(change, self, other)

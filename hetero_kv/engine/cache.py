@@ -226,7 +226,7 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
     def reset(self) -> None:
         """Forget every token and give the memory back; blocks that forks hold too stay with them."""
         held = self.sequences
-        self._all_or_nothing(lambda: self._begin_anew(self.cohorts[0].store.capacity), self)
+        self._all_or_nothing(self._begin_anew, self)
         for sequence in held:
             sequence.free()
         if self.mapped_files:

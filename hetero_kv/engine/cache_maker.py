@@ -9,6 +9,7 @@ from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
 from hetero_kv.engine.held import NOTHING_HELD, Held
+from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 
 
@@ -17,6 +18,12 @@ class CacheMaker(Protocol):
 
     def max_seq_len(self, wanted: int | None, batch: int, forks: int, held: Held = NOTHING_HELD) -> int:
         """The capacity in tokens of each of `batch` sequences, and of theirs in every fork; `held` is there already."""
+
+    def planned_store(self, wanted: int | None, batch: int, forks: int, held: Held, own: Store | None) -> Store:
+        """An empty store of such a capacity, in memory that no other cache of this process is to have.
+
+        own: the store that it takes the place of, if it does.
+        """
 
     def cache_layers(self) -> list[CacheLayerMixin]:
         """One empty cache layer per layer of the model."""

@@ -10,6 +10,7 @@ import torch
 
 from gpu_ops.prefetch import Prefetch
 from gpu_ops.write_out import WriteOut
+from hetero_kv.engine import reservations
 from hetero_kv.engine.sequence import Layout, Sequence
 from hetero_kv.store.allocator import BlockAllocator
 from hetero_kv.store.block_table import BlockTable
@@ -22,22 +23,47 @@ class Store:
 
     Nothing is allocated before the first tokens come (`provide`, then a pool as each layer's shapes are known).
 
-    Attributes:
+    Args:
         capacity: tokens that a sequence can hold.
         forks: of the cache, each of which is to have room to grow to `capacity`.
+        planned: DRAM that it takes when it is full, bytes; 0 where nothing was planned.
+        is_auto: whether the capacity is what fits (`max_seq_len: auto`), so that it waits for the first tokens.
+
+    Attributes:
+        capacity, forks, planned, is_auto: as given.
         rows: sequences that there are blocks for; 0 until `provide`.
         allocators: by layout.
         mapped: by layer index, what a layer has made of its pool's memory for other devices.
     """
 
-    def __init__(self, capacity: int, forks: int = 0) -> None:
+    def __init__(self, capacity: int, forks: int = 0, planned: int = 0, is_auto: bool = False) -> None:
         self.capacity = capacity
         self.forks = forks
+        self.planned, self.is_auto = planned, is_auto
         self.rows = 0
         self.allocators: dict[Layout, BlockAllocator] = {}
         self.mapped: dict[int, Any] = {}
         self._write_outs: dict[torch.device, WriteOut] = {}
         self._prefetches: dict[torch.device, Prefetch] = {}
+        reservations.register(self)
+
+    def anew(self) -> Store:
+        """An empty store for the same."""
+        return Store(self.capacity, self.forks, self.planned, self.is_auto)
+
+    @property
+    def waits(self) -> bool:
+        """Whether its capacity is to be planned by what is free when the first tokens come."""
+        return self.is_auto and not self.rows
+
+    @property
+    def outstanding(self) -> int:
+        """DRAM that is planned for it and that it has not taken yet, bytes."""
+        if not self.rows:
+            return 0 if self.is_auto else self.planned
+        filled = [each.touched_blocks / each.num_blocks for each in self.allocators.values() if each.num_blocks]
+        # Layers without blocks have all that they ever take when the first tokens have come.
+        return int(self.planned * (1 - max(filled, default=1.0)))
 
     def write_out(self, device: torch.device) -> WriteOut:
         """What prompts leave a GPU through; one for all layers, of which one at a time has a prompt."""

@@ -45,6 +45,9 @@ HIDDEN = register(Term("hidden", "hidden states and rotary tables (prefill)"))
 HIDDEN_IN_DRAM = register(Term("hidden_in_dram", "hidden states and rotary tables in DRAM (prefill)", in_dram=True))
 ACTIVATIONS = register(Term("activations", "one chunk's activations (prefill; an estimate)"))
 
+#: What is only there while the model is loaded, or a prompt passes, or not a context's.
+PASSING = frozenset({WEIGHTS, WEIGHTS_IN_DRAM, UNPACKED, LAYER_KV, HIDDEN, HIDDEN_IN_DRAM, ACTIVATIONS})
+
 # Token ids and positions, int64 each.
 _ID_BYTES = 16
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from hetero_kv.engine.held import NOTHING_HELD, Held
+from hetero_kv.engine.reservations import NOTHING_RESERVED, Reserved
 from hetero_kv.errors import OutOfMemoryError
-from hetero_kv.planning.footprint import Footprint, Memory
+from hetero_kv.planning.footprint import PASSING, Footprint, Memory
 from hetero_kv.planning.free_memory import free_dram, free_gpu, limits_addresses
 from hetero_kv.planning.planned import Planned
 
@@ -38,12 +39,13 @@ class Plan:
 
     Attributes:
         footprint: what a context takes.
-        dram: free DRAM, bytes.
+        dram: free DRAM, bytes, what other caches are to have of it included.
         gpu: free memory of the GPU, bytes; None where the model computes on the CPU, or nothing is known of the GPU.
         context_length: what the model was made for, tokens.
         batch: sequences that are processed together.
         forks: of the cache, each with room for a context of its own.
         held: what is there of the first sequences already.
+        reserved: what other caches of this process are to have.
     """
 
     footprint: Footprint
@@ -53,17 +55,26 @@ class Plan:
     batch: int = 1
     forks: int = 0
     held: Held = NOTHING_HELD
+    reserved: Reserved = NOTHING_RESERVED
 
     @classmethod
-    def of(cls, injection: Planned, batch: int = 1, forks: int = 0, held: Held = NOTHING_HELD) -> Plan:
+    def of(
+        cls,
+        injection: Planned,
+        batch: int = 1,
+        forks: int = 0,
+        held: Held = NOTHING_HELD,
+        reserved: Reserved = NOTHING_RESERVED,
+    ) -> Plan:
         """For a loaded model with its rules, by the memory that is free now."""
         footprint = Footprint.of(injection)
         device = str(next(injection.model.parameters()).device)
         gpu = free_gpu(device) if device.startswith("cuda") else None
-        if held.mapped and limits_addresses():
+        if (held.mapped or reserved.mapped) and limits_addresses():
             # There a mapped page counts as any other does.
             held = Held(held.tokens)
-        return cls(footprint, free_dram(), gpu, injection.context_length, batch, forks, held)
+            reserved = reserved._replace(size=reserved.size - reserved.mapped)
+        return cls(footprint, free_dram(), gpu, injection.context_length, batch, forks, held, reserved)
 
     def memory(self, tokens: int) -> Memory:
         """What contexts of `tokens` take, term by term."""
@@ -75,8 +86,28 @@ class Plan:
         Beside pages of files, which the system lets go of where memory is short.
         """
         memory = self.memory(tokens)
-        store = max(0, memory.store - self.held.mapped)
+        # Caches that wait for a share are to get as much.
+        store = max(0, memory.store - self.held.mapped) * (1 + self.reserved.waiting)
         return store if self.footprint.on_gpu else store + memory.compute
+
+    def kept_in_dram(self, tokens: int) -> int:
+        """DRAM that contexts of `tokens` keep when no prompt is under way, bytes."""
+        memory, on_gpu = self.memory(tokens), self.footprint.on_gpu
+        sizes = memory.sizes.items()
+        kept = sum(size for term, size in sizes if term not in PASSING and (term.in_dram or not on_gpu))
+        return max(0, kept - self.held.mapped)
+
+    def is_crowded(self, wanted: int | str) -> bool:
+        """Whether there would be room for `wanted` tokens if there were no other caches."""
+        if self.reserved == NOTHING_RESERVED:
+            return False
+        return not (self if wanted == "auto" else self._alone()).fits(
+            self.context_length if wanted == "auto" else int(wanted)
+        )
+
+    def _alone(self) -> Plan:
+        """The plan without those that wait for a share of what is free."""
+        return replace(self, reserved=self.reserved._replace(waiting=0))
 
     def gpu_needed(self, tokens: int) -> int:
         """Memory of the GPU that a context of `tokens` takes, bytes; 0 without a GPU."""
@@ -85,7 +116,7 @@ class Plan:
     def fits_dram(self, tokens: int) -> bool:
         """Whether a context of `tokens` leaves the reserve of DRAM free."""
         weights = self.footprint.weights_in_dram if self.footprint.on_gpu else self.footprint.weights
-        return self._leaves_reserve(self.dram_needed(tokens), self.dram, weights)
+        return self._leaves_reserve(self.dram_needed(tokens) + self.reserved.size, self.dram, weights)
 
     def fits_gpu(self, tokens: int) -> bool:
         """Whether it leaves the reserve of the GPU's memory free; True where there is none, or nothing is known."""
@@ -128,10 +159,14 @@ def resolve_max_seq_len(wanted: int | str, plan: Plan) -> int:
     """The capacity in tokens that `max_seq_len` stands for.
 
     Args:
-        wanted: tokens, or "auto": the model's context length, or what fits if that is less.
+        wanted: tokens, or "auto": the model's context length, or what fits if that is less, in an equal share of what
+            is free where other caches with "auto" have no tokens yet.
 
     Raises OutOfMemoryError when it does not fit; the message says how many tokens would.
     """
+    if wanted == "auto" and (share := plan.largest()):
+        return min(plan.context_length, share)
+    plan = plan._alone()
     if wanted != "auto" and plan.fits(int(wanted)):
         return int(wanted)
     largest = plan.largest()
@@ -143,18 +178,25 @@ def resolve_max_seq_len(wanted: int | str, plan: Plan) -> int:
     forks = [(replace(plan, forks=n), f"{n} forks") for n in range(plan.forks)]
     for smaller in (batches, forks):
         remedies += [text for fewer, text in smaller if fewer.fits(tokens)][-1:]
-    remedy = f"{', or '.join(remedies)} would fit" if remedies else "not even one token fits: take a smaller model"
+    nothing = "not even one token fits: " + (
+        "reset or drop others, or give each a max_seq_len" if plan.reserved.caches else "take a smaller model"
+    )
+    remedy = f"{', or '.join(remedies)} would fit" if remedies else nothing
     raise OutOfMemoryError(f"max_seq_len is {wanted}: {_lacking(plan, tokens)}; {remedy}")
 
 
 def _lacking(plan: Plan, tokens: int) -> str:
     """What a context takes and what is free, of DRAM or of the GPU's memory, whichever is short."""
-    needed, free, of = plan.dram_needed(tokens), plan.dram, "DRAM"
+    needed, free, of = plan.dram_needed(tokens), max(0, plan.dram - plan.reserved.size), "DRAM"
     if plan.fits_dram(tokens) and plan.gpu is not None:
         needed, free, of = plan.gpu_needed(tokens), plan.gpu, "the GPU's memory"
     sequences = plan.batch * (1 + plan.forks)
     what = f"{tokens} tokens" if sequences == 1 else f"{sequences} sequences of {tokens} tokens"
+    others = plan.reserved
+    taken = ""
+    if others.caches and of == "DRAM":
+        taken = f"beside {others.size / 1e9:.2f} GB that {others.caches} other caches of this process are to have "
     return (
         f"{what} take {needed / 1e9:.2f} GB of {of}, and {free / 1e9:.2f} GB are free "
-        f"({RESERVE:.0%} of what is free beside the weights is kept in reserve)"
+        f"{taken}({RESERVE:.0%} of what is free beside the weights is kept in reserve)"
     )

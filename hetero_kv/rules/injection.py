@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from hetero_kv.contexts.saving import load_context, save_context
 from hetero_kv.contexts.writing import Tokens
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.held import NOTHING_HELD, Held
+from hetero_kv.engine.reservations import PLANNING, reserved_beside
+from hetero_kv.engine.store import Store
 from hetero_kv.errors import OutOfMemoryError
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
 from hetero_kv.planning.ran_out import ran_out_of_memory
@@ -89,6 +92,18 @@ class Injection:
         """
         plan = Plan.of(self, batch, forks, held)
         return resolve_max_seq_len(self.engine.max_seq_len if wanted is None else wanted, plan)
+
+    def planned_store(self, wanted: int | None, batch: int, forks: int, held: Held, own: Store | None) -> Store:
+        """See CacheMaker. Raises OutOfMemoryError as `max_seq_len`."""
+        length = self.engine.max_seq_len if wanted is None else wanted
+        with PLANNING:
+            plan = Plan.of(self, batch, forks, held, reserved_beside(own))
+            if plan.is_crowded(length):
+                # Caches that nobody has any more may lie in cycles.
+                gc.collect()
+                plan = Plan.of(self, batch, forks, held, reserved_beside(own))
+            capacity = resolve_max_seq_len(length, plan)
+            return Store(capacity, forks, plan.kept_in_dram(capacity), is_auto=length == "auto")
 
     def ran_out_of_memory(
         self, error: Exception, batch: int, *, stored: int, tokens: int, capacity: int | None, held: int

@@ -19,7 +19,11 @@ class EngineSettings(Settings):
 
     chunk_size: int = setting(4096, "prefill chunk", unit="tokens", minimum=1)
     max_seq_len: int | Literal["auto"] = setting(
-        "auto", "capacity of the KV store; auto: from the DRAM that is free", unit="tokens", minimum=1
+        "auto",
+        "capacity of the KV store; auto: what the model was made for, or what fits into the DRAM that is free and that "
+        "no other cache of the process is to have; several that have no tokens yet share it equally",
+        unit="tokens",
+        minimum=1,
     )
     threads_num: int | Literal["auto"] = setting(
         "auto",

@@ -17,6 +17,7 @@ from cpu_ops.scores import block_scores
 from hetero_kv import HeteroCache
 from hetero_kv.engine.errors import ContextError
 from hetero_kv.engine.held import Held
+from hetero_kv.engine.reservations import reserved_beside
 from hetero_kv.errors import OutOfMemoryError
 from hetero_kv.families.retrieval import fetching
 from hetero_kv.planning import plan
@@ -43,9 +44,10 @@ def told(model, tmp_path_factory):
 
 @pytest.fixture
 def little_memory(model, told, monkeypatch):
-    """As much as the rest of a context takes with half of its blocks."""
+    """As much as the rest of a context takes with half of its blocks, beside what the document's cache is to have."""
     planned = plan.Plan.of(model.hetero_kv_injection, held=Held(told[0].lengths[0]))
-    free = round((planned.dram_needed(ROOM) - told[0].dram_bytes / 2) / (1 - plan.RESERVE))
+    needed = planned.dram_needed(ROOM) - told[0].dram_bytes / 2
+    free = round((needed + reserved_beside(None).size) / (1 - plan.RESERVE))
     monkeypatch.setattr(plan, "free_dram", lambda: free)
     monkeypatch.setattr(plan, "limits_addresses", lambda: False)
     return free
@@ -82,6 +84,8 @@ def test_a_context_that_is_larger_than_memory_goes_on_as_another(model, told, li
 
 def test_where_addresses_are_limited_mapped_pages_count(model, told, little_memory, monkeypatch):
     monkeypatch.setattr(plan, "limits_addresses", lambda: True)
+    # The addresses of the document's own cache are taken.
+    monkeypatch.setattr(plan, "free_dram", lambda: little_memory - reserved_beside(None).size)
     with pytest.raises(OutOfMemoryError, match="max_seq_len is 1300"):
         HeteroCache.load(told[1], model, max_seq_len=ROOM)
 

@@ -1,0 +1,161 @@
+"""Caches of one process are not promised the same memory: each plans beside what the others are to have."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import tiny_model
+
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.engine.reservations import NOTHING_RESERVED, Reserved, reserved_beside
+from hetero_kv.errors import OutOfMemoryError
+from hetero_kv.planning.plan import RESERVE, Plan, resolve_max_seq_len
+from hetero_kv.rules.injection import inject
+
+CONTEXT = 4096
+PROMPT = torch.arange(2, 9)[None, :]
+
+
+@pytest.fixture(scope="module")
+def model():
+    # Layers enough that what is stored is more than what a prompt takes on its way.
+    model = tiny_model("llama", max_position_embeddings=CONTEXT, num_hidden_layers=24)
+    inject(model, "ktransformers", command_line={"chunk_size": 256})
+    return model
+
+
+@pytest.fixture
+def room_for(model, monkeypatch):
+    """Let DRAM be free for so many contexts, as the system says it whatever was planned."""
+    gc.collect()
+    assert reserved_beside(None) == NOTHING_RESERVED
+
+    def free(contexts: float) -> int:
+        plan = Plan.of(model.hetero_kv_injection)
+        size = int((contexts * plan.kept_in_dram(CONTEXT) + plan.memory(CONTEXT).compute) / (1 - RESERVE))
+        monkeypatch.setattr("hetero_kv.planning.plan.free_dram", lambda: size)
+        return size
+
+    return free
+
+
+def ask(model, cache):
+    with torch.no_grad():
+        model(PROMPT, past_key_values=cache)
+
+
+def planned(model, caches):
+    plan = Plan.of(model.hetero_kv_injection)
+    return sum(plan.kept_in_dram(cache.max_seq_len) for cache in caches)
+
+
+def test_one_cache_may_have_all_that_is_free(model, room_for):
+    room_for(0.5)
+    alone = HeteroCache(model)
+    assert 0.5 * CONTEXT < alone.max_seq_len < 0.75 * CONTEXT
+    length = alone.max_seq_len
+    ask(model, alone)
+    assert alone.max_seq_len == length
+
+
+def test_six_conversations_share_what_is_free(model, room_for):
+    free = room_for(3)
+    caches = [HeteroCache(model) for _ in range(6)]
+    for cache in caches:
+        ask(model, cache)
+    assert planned(model, caches) <= free * (1 - RESERVE)
+    lengths = [cache.max_seq_len for cache in caches]
+    assert max(lengths) - min(lengths) < 0.1 * CONTEXT
+    assert min(lengths) > 0.4 * CONTEXT
+
+
+def test_six_conversations_that_fit_have_the_models_context_each(model, room_for):
+    room_for(6.5)
+    caches = [HeteroCache(model) for _ in range(6)]
+    for cache in caches:
+        ask(model, cache)
+    assert {cache.max_seq_len for cache in caches} == {CONTEXT}
+
+
+def test_who_comes_when_another_has_all_is_told_so(model, room_for):
+    room_for(0.5)
+    first = HeteroCache(model)
+    ask(model, first)
+    with pytest.raises(OutOfMemoryError) as refused:
+        HeteroCache(model, max_seq_len=CONTEXT // 4)
+    assert "GB that 1 other caches of this process are to have" in str(refused.value)
+    first.reset()
+    second = HeteroCache(model, max_seq_len=CONTEXT // 4)
+    assert second.max_seq_len == CONTEXT // 4
+
+
+def test_what_was_dropped_is_free_again(model, room_for):
+    room_for(1.5)
+    first = HeteroCache(model, max_seq_len=CONTEXT)
+    with pytest.raises(OutOfMemoryError, match=r"max_seq_len \d+ would fit"):
+        HeteroCache(model, max_seq_len=CONTEXT)
+    first.itself = first
+    del first
+    assert HeteroCache(model, max_seq_len=CONTEXT).max_seq_len == CONTEXT
+
+
+def test_forks_share_what_was_planned_for_all_of_them(model, room_for):
+    room_for(1.2)
+    first = HeteroCache(model, max_seq_len=CONTEXT)
+    ask(model, first)
+    forks = [first.fork() for _ in range(3)]
+    assert reserved_beside(None).caches == 1
+    del first, forks
+
+
+def test_what_a_cache_has_taken_is_not_counted_twice(model, room_for):
+    room_for(2)
+    cache = HeteroCache(model, max_seq_len=CONTEXT)
+    before = reserved_beside(None).size
+    with torch.no_grad():
+        model((torch.arange(CONTEXT // 2) % 90 + 2)[None, :], past_key_values=cache)
+    assert reserved_beside(None).size == pytest.approx(before / 2, rel=0.05)
+
+
+def test_caches_of_several_threads_are_not_promised_the_same(model, room_for):
+    free = room_for(2.5)
+    made, barrier = [], threading.Barrier(4)
+
+    def make():
+        barrier.wait()
+        try:
+            made.append(HeteroCache(model, max_seq_len=CONTEXT))
+        except OutOfMemoryError:
+            made.append(None)
+
+    threads = [threading.Thread(target=make) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    caches = [cache for cache in made if cache is not None]
+    assert len(caches) == 2
+    assert planned(model, caches) <= free * (1 - RESERVE)
+
+
+@given(share=st.integers(0, 8), size=st.integers(0, 10**9), dram=st.integers(10**7, 10**9))
+@settings(deadline=None, max_examples=50)
+def test_an_equal_share_of_each_fits_beside_what_is_reserved(share, size, dram):
+    injection = _PLANNED.hetero_kv_injection
+    reserved = Reserved(size, 1, share)
+    footprint = Plan.of(injection).footprint
+    plan = Plan(footprint, dram, None, CONTEXT, reserved=reserved)
+    if not plan.largest():
+        return
+    length = resolve_max_seq_len("auto", plan)
+    memory = plan.memory(length)
+    assert size + (1 + share) * memory.store + memory.compute <= dram * (1 - RESERVE)
+
+
+_PLANNED = tiny_model("llama", max_position_embeddings=CONTEXT)
+inject(_PLANNED, "ktransformers")
