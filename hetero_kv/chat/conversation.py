@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
+from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.chat.answer import Answer, FinishReason, Turn
 from hetero_kv.chat.fitting import new_tokens_that_fit, require_encodable
 from hetero_kv.chat.saved_conversation import Said, SavedConversation
@@ -233,7 +234,7 @@ class Conversation(SavedConversation):
                 output = self.model.generate(
                     input_ids,
                     attention_mask=torch.ones_like(input_ids),
-                    past_key_values=self.cache,
+                    **as_cache(self.model.forward, self.cache),
                     max_new_tokens=limit,
                     stopping_criteria=StoppingCriteriaList([watch, stop]),
                     streamer=Streamer(self.tokenizer, on_text, opening) if on_text else None,

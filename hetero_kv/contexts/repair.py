@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.contexts.context_file import OpenContext
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.errors import ContextError, DamagedContextError
@@ -45,7 +46,7 @@ def compute_anew(cache: HeteroCache, context: OpenContext, damage: DamagedContex
     last = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     try:
         ids, mask = ids[:, kept:].to(model.device), mask.to(model.device)
-        model(input_ids=ids, attention_mask=mask, past_key_values=cache, **last)
+        model(input_ids=ids, attention_mask=mask, **as_cache(model.forward, cache), **last)
     except HeteroKVError as error:
         raise ContextError(f"{damage}; computing it anew failed: {error}") from error
     return width - kept

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
+from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.engine import untouched
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
@@ -41,7 +42,7 @@ def last_logits(model: Any, tokens: Iterable[int], cache: Cache, question: int |
     # Logits of a whole prompt would take a hundred times its keys and values.
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with cache.asking(question) if isinstance(cache, HeteroCache) else nullcontext():
-        logits = model(input_ids=input_ids, past_key_values=cache, use_cache=True, **keep).logits[:, -1]
+        logits = model(input_ids=input_ids, use_cache=True, **as_cache(model.forward, cache), **keep).logits[:, -1]
     if logits.is_cuda:
         # Callers take the time.
         torch.cuda.synchronize(logits.device)

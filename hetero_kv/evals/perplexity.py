@@ -14,6 +14,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.errors import ConfigError, HeteroKVError
 from hetero_kv.evals.config_spec import BASELINE
 from hetero_kv.evals.configured_model import ConfiguredModel, Prompt
@@ -154,7 +155,7 @@ def _read_in_chunks(model: Any, tokens: Sequence[int], start: int) -> tuple[list
 def _logits(model: Any, tokens: list[int], cache: Cache) -> torch.Tensor:
     """Feed `tokens` to the model; the logits after each of them, [tokens, vocab] in the model's dtype."""
     input_ids = torch.tensor([tokens], device=model.device)
-    return model(input_ids=input_ids, past_key_values=cache, use_cache=True).logits[0]
+    return model(input_ids=input_ids, use_cache=True, **as_cache(model.forward, cache)).logits[0]
 
 
 def _nll(logits: torch.Tensor, tokens: Sequence[int]) -> list[float]:

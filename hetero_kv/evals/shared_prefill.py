@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from gpu_ops.attention import chunk_attention
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.recurrent import is_recurrent
@@ -234,7 +235,8 @@ def record_prefill(
             if after is not None:
                 after._fill(cache, model, recording)
             with torch.no_grad():
-                logits = model(input_ids.to(model.device), past_key_values=cache, logits_to_keep=1).logits[:, -1]
+                given = as_cache(model.forward, cache)
+                logits = model(input_ids.to(model.device), logits_to_keep=1, **given).logits[:, -1]
         finally:
             eject(model)
     rotations: _Rotations = {}
