@@ -11,7 +11,10 @@ WORKERS ?= 2
 # Of the suite's tries, how often a campaign makes as many.
 TIMES  ?= 100
 
-.PHONY: chat test test-cuda test-slow campaign mutations lint format docs bench gpu-check gpu-bench clean
+# For the newest versions of everything, with PYTHON.
+NEWEST := .venv-newest/$(notdir $(PYTHON))
+
+.PHONY: chat test test-newest test-cuda test-slow campaign mutations lint format docs bench gpu-check gpu-bench clean
 
 chat: $(READY)  ## install, fetch the default model, open the chat in long-context mode
 	$(BIN)/python local_chat.py --mode long_context --config $(CONFIG) $(ARGS)
@@ -19,6 +22,13 @@ chat: $(READY)  ## install, fetch the default model, open the chat in long-conte
 # In the order of their names, for those that compile most kernels come early, and the last ones take moments.
 test: $(TESTED)  ## the whole suite
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-newest:  ## the suite on the newest versions of everything, whatever the bounds; PYTHON=python3.13 on another Python
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/python tests/unbounded_requirements.py > $(NEWEST)/requirements.txt
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -r $(NEWEST)/requirements.txt
+	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(NEWEST)/bin/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-cuda: $(TESTED)  ## what of the suite runs on a GPU, or on a simulated one where there is none
 	$(BIN)/python -m pytest -m "cuda and not slow" -n $(WORKERS) --dist loadfile $(ARGS)
@@ -54,7 +64,7 @@ gpu-bench: $(READY)  ## the same checks, then how fast this machine's GPU is; un
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) .venv-newest build *.egg-info
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
