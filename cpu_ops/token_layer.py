@@ -122,9 +122,15 @@ def gate_region(kind: int) -> int:
     return address_of(gate)
 
 
+_NUMBERS = {"float32": types.float32, "uint16": types.uint16}
+"""What arrays of a model's numbers hold, by numpy's name: float32, or the bits of bfloat16."""
+
+
 @cache
-def attention_inputs() -> Any:
-    """The kernel that makes queries, keys and values of one token per row, compiled for the argument types it is given.
+def attention_inputs(dtype: str, rotation_dtype: str) -> Any:
+    """The kernel that makes queries, keys and values of one token per row.
+
+    dtype: of the hidden states, rotation_dtype: of cos and sin, both keys of `_NUMBERS`. All arrays are C-contiguous.
 
     (run, multiply, hidden, norm, epsilon, projections, bias, query_norm, key_norm, head_epsilon, cos, sin, q, k, v,
     per_pass, threads)
@@ -137,8 +143,15 @@ def attention_inputs() -> Any:
     float32, or none. cos, sin: [rows, dim], of the tokens' positions. per_pass: `weight_dots.rows_per_pass()`.
     """
     code_version = CODE_VERSION
+    real, integer, weights = types.float32, types.int64, types.Array(types.float32, 1, "C")
+    hidden_type, heads_type = (types.Array(_NUMBERS[dtype], dimensions, "C") for dimensions in (2, 4))
+    rotation, table = types.Array(_NUMBERS[rotation_dtype], 2, "C"), types.Array(integer, 2, "C")
+    signature = types.void(
+        integer, integer, hidden_type, weights, real, table, weights, weights, weights, real, rotation, rotation,
+        heads_type, heads_type, heads_type, integer, integer,
+    )  # fmt: skip
 
-    @njit(nogil=True, cache=True, error_model="numpy")
+    @njit(signature, nogil=True, cache=True, error_model="numpy")
     def inputs(
         run,
         multiply,
@@ -195,8 +208,10 @@ def attention_inputs() -> Any:
 
 
 @cache
-def attention_output() -> Any:
+def attention_output(dtype: str) -> Any:
     """The kernel of what a layer gives on: hidden + the projection of `attended`, and behind that the MLP.
+
+    dtype: of the hidden states, a key of `_NUMBERS`. All arrays are C-contiguous.
 
     (run, multiply, gate, hidden, attended, norm, epsilon, matrices, out, per_pass, threads)
 
@@ -205,8 +220,13 @@ def attention_output() -> Any:
     up's tiles are full. gate: `gate_region`'s, of the MLP's activation.
     """
     code_version = CODE_VERSION
+    real, integer, numbers_type = types.float32, types.int64, types.Array(_NUMBERS[dtype], 2, "C")
+    signature = types.void(
+        integer, integer, integer, numbers_type, numbers_type, types.Array(real, 1, "C"), real,
+        types.Array(integer, 2, "C"), numbers_type, integer, integer,
+    )  # fmt: skip
 
-    @njit(nogil=True, cache=True, error_model="numpy")
+    @njit(signature, nogil=True, cache=True, error_model="numpy")
     def output(run, multiply, gate, hidden, attended, norm, epsilon, matrices, out, per_pass, threads):
         rows, width = hidden.shape
         x = np.empty((rows, width), np.float32)

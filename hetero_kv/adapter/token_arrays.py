@@ -59,11 +59,11 @@ def token_arrays(rows: int, heads: tuple[int, int, int], dim: int, dtype: torch.
 
 
 def hidden_array(hidden_states: torch.Tensor) -> np.ndarray:
-    """[rows, all else] of the same memory as hidden states."""
+    """[rows, all else] of hidden states: of the same memory, where that is contiguous."""
     tensor, array = OF_THREAD.hidden
     if tensor is hidden_states and array is not None:
         return array
-    return bits(hidden_states.detach().reshape(len(hidden_states), -1))
+    return bits(hidden_states.detach().reshape(len(hidden_states), -1).contiguous())
 
 
 def new_hidden(like: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:

@@ -63,7 +63,6 @@ class TokenLayer:
         projections = [getattr(attention, name) for name in PROJECTIONS]
         q_heads, k_heads, v_heads = (projection.out_features // self.dim for projection in projections[:3])
         self.heads = q_heads, k_heads, v_heads
-        self._attention_inputs, self._attention_output = attention_inputs(), attention_output()
         self._matrices = [matrix.quantised for matrix in (*projections, *(getattr(mlp, name) for name in MLP))]
         table = np.array([matrix.kernels for matrix in self._matrices], dtype=np.int64)
         self._inputs, self._outputs = table[:3].copy(), table[3:].copy()
@@ -133,8 +132,9 @@ class TokenLayer:
         q: np.ndarray, k: np.ndarray, v: np.ndarray,
     ) -> None:  # fmt: skip
         cos, sin = _ROTATION.arrays(position_embeddings, len(hidden))
+        kernel = attention_inputs(hidden.dtype.name, cos.dtype.name)
         with one_kernel_at_a_time:
-            self._attention_inputs(
+            kernel(
                 *self._multiply, hidden, self._norm, self._epsilon, self._inputs, self._bias, self._query_norm,
                 self._key_norm, self._head_epsilon, cos, sin, q, k, v, self._per_pass, at_most(torch.get_num_threads()),
             )  # fmt: skip
@@ -142,8 +142,9 @@ class TokenLayer:
     def output(self, hidden_states: torch.Tensor, hidden: np.ndarray, attended: np.ndarray) -> torch.Tensor:
         """The layer's output of its input [rows, 1, width], given as an array too, and its attention's [rows, all]."""
         out, array = new_hidden(hidden_states)
+        kernel = attention_output(hidden.dtype.name)
         with one_kernel_at_a_time:
-            self._attention_output(
+            kernel(
                 *self._multiply, self._gate_up, hidden, attended, self._mlp_norm, self._mlp_epsilon, self._outputs,
                 array, self._per_pass, at_most(torch.get_num_threads()),
             )  # fmt: skip
@@ -209,5 +210,5 @@ def _has_form(layer: Any, operator: Any) -> bool:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """[rows, all else] as float32, or the bits of bfloat16."""
-    return bits(tensor.detach().reshape(tensor.shape[0], -1))
+    """[rows, all else] as float32, or the bits of bfloat16; rows that share memory get memory of their own."""
+    return bits(tensor.detach().reshape(tensor.shape[0], -1).contiguous())
