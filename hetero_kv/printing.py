@@ -68,14 +68,17 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextmanager
-def passing_line(text: str) -> Iterator[None]:
-    """A line on standard error that says what is being done, gone afterwards; none where that is no terminal."""
+def passing_line(text: str) -> Iterator[Callable[[str], None]]:
+    """A line on standard error that says what is being done, gone afterwards; none where that is no terminal.
+
+    Gives a function that changes the text.
+    """
     terminal = console(stderr=True)
     if not terminal.is_terminal:
-        yield
+        yield lambda text: None
         return
-    with terminal.status(text):
-        yield
+    with terminal.status(text) as status:
+        yield status.update
 
 
 class _PrintableFormatter(logging.Formatter):

@@ -48,6 +48,28 @@ def one_thread():
     set_threads(threads)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def kernels_as_they_are_needed():
+    """Tests compile the kernels that they call; caches would compile all that a model may ever call.
+
+    Gives what caches have do that outside of tests.
+    """
+    from hetero_kv.rules.preparing import Preparation
+
+    original = Preparation.compile_for_first_cache
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Preparation, "compile_for_first_cache", lambda _: None)
+        yield original
+
+
+@pytest.fixture
+def prepares(monkeypatch, kernels_as_they_are_needed):
+    """The first cache of a model compiles its kernels, as it does outside of tests."""
+    from hetero_kv.rules.preparing import Preparation
+
+    monkeypatch.setattr(Preparation, "compile_for_first_cache", kernels_as_they_are_needed)
+
+
 @pytest.fixture(scope="session")
 def smollm2():
     """The small real model on the CPU in float32, fetched into the usual cache; for tests marked `model`."""

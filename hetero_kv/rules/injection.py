@@ -14,14 +14,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
-from gpu_ops.attention import compile_for_prompts
 from gpu_ops.attention_backend import AttentionBackend, missing
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.captures import Captures
 from hetero_kv.adapter.guard import guarded
-from hetero_kv.adapter.kv_shape import KVShape
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.quantized_module import QuantizedModule
+from hetero_kv.adapter.weight_settings import AS_STORED, AUTO
 from hetero_kv.contexts.identity import Identity
 from hetero_kv.contexts.saving import load_context, save_context
 from hetero_kv.contexts.writing import Tokens
@@ -30,12 +29,15 @@ from hetero_kv.engine.held import NOTHING_HELD, Held
 from hetero_kv.engine.reservations import PLANNING, reserved_beside
 from hetero_kv.engine.store import Store
 from hetero_kv.errors import OutOfMemoryError
+from hetero_kv.models import ProgressReport
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
 from hetero_kv.planning.ran_out import ran_out_of_memory
 from hetero_kv.rules.effect import require_precedence
 from hetero_kv.rules.matching import InjectionError, matched_rules, modules_of, named
-from hetero_kv.rules.rule_file import load_rules
+from hetero_kv.rules.named_config import NamedConfig, config_in
+from hetero_kv.rules.preparing import Preparation
 from hetero_kv.rules.rule_set import Rule, RuleSet
+from hetero_kv.rules.unpacked import warn_of_unpacked
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.setting import SettingError, Settings
 
@@ -132,20 +134,21 @@ class Injection:
         """See CacheMaker."""
         return load_context(path, self.model, **settings).cache
 
-    def compile_kernels(self) -> None:
-        """Compile the kernels of every layer now, its weights being loaded, so that the first answer need not wait."""
-        for each in self.operators.values():
-            each.compile_own_kernels()
-        config = bridge.text_config(self.model)
-        softcap = getattr(config, "attn_logit_softcapping", None) or 0.0
-        for operator in self.attention_operators():
-            shape = KVShape.of_attention(operator.wrapped, config)
-            group = config.num_attention_heads // shape.kv_heads
-            operator.compile_kernels(shape.kv_heads, group, shape.k_dim, shape.v_dim, softcap)
-            compile_for_prompts(self.model.dtype, self.model.device, shape.k_dim, shape.v_dim, softcap > 0)
+    @cached_property
+    def preparation(self) -> Preparation:
+        """What compiles the kernels of every layer, before the first cache at the latest."""
+        return Preparation(self.model, self.operators)
+
+    def compile_kernels(self, progress: ProgressReport | None = None) -> None:
+        """Compile the kernels of every layer now, its weights being loaded, so that the first answer need not wait.
+
+        progress: as of `Preparation.compile`.
+        """
+        self.preparation.compile(progress)
 
     def cache_layers(self) -> list[CacheLayerMixin]:
         """An empty cache layer per layer of the model: the operators' own, transformers' where there is none."""
+        self.preparation.compile_for_first_cache()
         layers = list(DynamicCache(config=bridge.text_config(self.model)).layers)
         for operator in self.attention_operators():
             layers[operator.layer_idx] = operator.new_cache_layer()
@@ -154,7 +157,7 @@ class Injection:
 
 def inject(
     model: PreTrainedModel,
-    rules: RuleSet | str | Path,
+    rules: RuleSet | NamedConfig | str | Path,
     *,
     command_line: Mapping[str, Any] | None = None,
     settings_file: Mapping[str, Any] | None = None,
@@ -164,7 +167,8 @@ def inject(
 
     Args:
         model: a loaded transformers model, in eval mode.
-        rules: a rule set, or the path or name of a rules file.
+        rules: a rule set, or the path or name of a rules file, with settings of its own where wanted
+            ("quest:block_size=32").
         command_line: settings that win over the rules file, under their own names.
         settings_file: settings that the rules file wins over.
         trust_rules: modules of the user's own whose operators a rules file may name (`load_rules`).
@@ -180,7 +184,8 @@ def inject(
         raise InjectionError(
             f"{type(model).__name__} has rules injected already; call hetero_kv.eject(model) before injecting others"
         )
-    rule_set = rules if isinstance(rules, RuleSet) else load_rules(rules, trust_rules)
+    config = config_in(rules, trust_rules)
+    rule_set, command_line = config.rules, {**(command_line or {}), **config.settings}
     given = {"command_line": command_line, "settings_file": settings_file}
     engine = rule_set.engine_in_force(**given)
     plan = matched_rules(model, rule_set)
@@ -188,12 +193,11 @@ def inject(
     matched = ((rule, cls, path, modules[path]) for path, (rule, cls) in plan.items())
     settings = rule_set.modules_in_force(matched, **given)
     require_precedence(rule_set.file.long_context, rule_set.file.name, settings.values())
-    rule_set.require_effect(
-        command_line or {}, ((rule, cls, settings[path].settings) for path, (rule, cls) in plan.items())
-    )
-    plan = {
-        path: (rule, cls) for path, (rule, cls) in plan.items() if cls.is_wanted(modules[path], settings[path].settings)
-    }
+    rule_set.require_effect(command_line, ((rule, cls, settings[path].settings) for path, (rule, cls) in plan.items()))
+    wanted = {path for path, (_, cls) in plan.items() if cls.is_wanted(modules[path], settings[path].settings)}
+    left = [path for path in plan.keys() - wanted if issubclass(plan[path][1], QuantizedModule)]
+    warn_of_unpacked(model, [modules[path] for path in left if settings[path].settings.weights in (AUTO, AS_STORED)])
+    plan = {path: both for path, both in plan.items() if path in wanted}
     for path, (rule, _) in plan.items():
         if isinstance(model.get_submodule(path), QuantizedModule):
             raise InjectionError(

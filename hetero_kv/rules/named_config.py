@@ -68,6 +68,18 @@ def named_config(word: str, trust_rules: Collection[str] = ()) -> NamedConfig:
     return NamedConfig(name, rules, rules.with_effect(given, where=where))
 
 
+def config_in(config: RuleSet | NamedConfig | str | Path, trust_rules: Collection[str] = ()) -> NamedConfig:
+    """Rules as they are given from Python: those that were read, or what `named_config` reads.
+
+    Raises ConfigError as `named_config`.
+    """
+    if isinstance(config, NamedConfig):
+        return config
+    if isinstance(config, RuleSet):
+        return NamedConfig(config.file.name, config, {})
+    return named_config(str(config), trust_rules)
+
+
 def _cut(word: str) -> tuple[str, list[str]]:
     """The file that `word` names, and the settings behind it."""
     if recipes.find(word, Path()) is not None:
