@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 
-from hetero_kv import eject, inject, open_model
+from hetero_kv import eject, inject
 from hetero_kv.evals.config_spec import config_specs, config_words
 from hetero_kv.evals.packed_model import load_packed
 from hetero_kv.evals.shared_prefill import record_prefill
 from hetero_kv.evals.teacher_forcing import force, full_attention_continuation
 from hetero_kv.models import DEFAULT_MODEL
 from hetero_kv.models.turns import TurnTokens
-from hetero_kv.threads import set_threads
 
 NAMES = ("estimated_share", "block_recall")
 
@@ -51,9 +50,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    set_threads(given.threads)
     specs = config_specs(config_words(given.configs))
-    loaded = load_packed(open_model(given.model))
+    loaded = load_packed(given.model, threads_num=given.threads)
     turns = TurnTokens(loaded.tokenizer)
     found: dict[str, list[list[tuple[float, float]]]] = {spec.name: [] for spec in specs}
     for file in given.files:

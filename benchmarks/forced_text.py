@@ -21,14 +21,12 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.budgeted_recipes import Cell, cells
-from hetero_kv import open_model
 from hetero_kv.evals import ConfiguredModel, config_specs
 from hetero_kv.evals.bootstrap import mean_interval
 from hetero_kv.evals.configured_model import Prompt
 from hetero_kv.evals.haystack import Haystack
 from hetero_kv.evals.packed_model import load_packed
 from hetero_kv.models import DEFAULT_MODEL
-from hetero_kv.threads import set_threads
 
 DENSE = "dense:second_block_count=all"
 
@@ -94,13 +92,12 @@ def main() -> None:
     parser.add_argument("--shipped", default="adaptive")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = parser.parse_args()
-    set_threads(given.threads)
     recipes, shipped = given.recipes.split(","), tuple(filter(None, given.shipped.split(",")))
     fractions = tuple(map(int, given.fractions.split(",")))
     wanted = [cell for cell in cells(given.length, fractions, shipped) if cell.recipe in recipes]
     specs = config_specs([DENSE, *(cell.spec for cell in wanted)])
     asked = list(zip(wanted, [spec.name for spec in specs[1:]], strict=True))
-    loaded = load_packed(open_model(given.model))
+    loaded = load_packed(given.model, threads_num=given.threads)
     model = ConfiguredModel(
         loaded,
         specs,

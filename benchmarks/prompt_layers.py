@@ -23,8 +23,7 @@ from hetero_kv import HeteroCache, inject
 from hetero_kv.adapter.prompt_layer import PromptLayer
 from hetero_kv.evals.haystack import Haystack
 from hetero_kv.evals.packed_model import load_packed
-from hetero_kv.models import DEFAULT_MODEL, open_model
-from hetero_kv.threads import set_threads
+from hetero_kv.models import DEFAULT_MODEL
 
 
 def measured(model: Any, context: torch.Tensor, repeats: int) -> tuple[float, float]:
@@ -52,10 +51,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int)
     given = parser.parse_args()
-    if given.threads:
-        set_threads(given.threads)
     lengths = [int(length) for length in given.lengths.split(",")]
-    loaded = load_packed(open_model(given.model))
+    loaded = load_packed(given.model, threads_num=given.threads or "auto")
     text = Haystack.from_file(given.haystack).text
     tokens = torch.tensor([loaded.tokenizer(text[: 8 * max(lengths)])["input_ids"]])
     injection = inject(loaded.model, given.recipe, command_line={"max_seq_len": max(lengths)})

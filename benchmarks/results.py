@@ -23,11 +23,9 @@ import torch
 
 from benchmarks.budgeted_recipes import FRACTIONS, RECIPES, cells
 from benchmarks.fidelity_texts import KINDS, write_texts
-from hetero_kv import open_model
 from hetero_kv.evals import ConfiguredModel, RunOptions, config_specs, run
 from hetero_kv.evals.packed_model import load_packed
 from hetero_kv.models import DEFAULT_MODEL
-from hetero_kv.threads import set_threads
 
 CELLS = "cells.json"
 """In a run's folder: which recipe and budget a method is."""
@@ -65,11 +63,10 @@ def main() -> None:
     for task in tasks:
         if not any(fnmatch(task, name) for name in of_part):
             parser.error(f"--tasks: {task} is none of {given.part}; it has {', '.join(of_part)}")
-    set_threads(given.threads)
     recipes, shipped = given.recipes.split(","), tuple(filter(None, given.shipped.split(",")))
     asked = cells(given.length, tuple(map(int, given.fractions.split(","))), shipped)
     asked = [cell for cell in asked if cell.recipe in recipes]
-    loaded = load_packed(open_model(given.model))
+    loaded = load_packed(given.model, threads_num=given.threads)
     depths = len(options.get("depths", (0,)))
     if given.part == "perplexity":
         options = {"prefill_tokens": given.length - _FORETOLD}

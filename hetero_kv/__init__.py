@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hetero_kv.chat.conversation import Conversation
     from hetero_kv.engine.cache import HeteroCache
     from hetero_kv.errors import HeteroKVError
-    from hetero_kv.models import load_model, open_model
+    from hetero_kv.loading import load_model, open_model
     from hetero_kv.rules.injection import Injection, eject, inject
     from hetero_kv.rules.rule_file import load_rules
 
@@ -38,9 +38,9 @@ _HOME = {
     "Injection": "rules.injection",
     "eject": "rules.injection",
     "inject": "rules.injection",
-    "load_model": "models",
+    "load_model": "loading",
     "load_rules": "rules",
-    "open_model": "models",
+    "open_model": "loading",
 }
 
 

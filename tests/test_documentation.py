@@ -38,6 +38,7 @@ FLOORS = (
     ("hetero_kv.operators",),
     ("hetero_kv.contexts", "hetero_kv.planning"),
     ("hetero_kv.rules",),
+    ("hetero_kv.loading",),
     ("hetero_kv.cli", "hetero_kv.evals"),
     ("hetero_kv.chat", "hetero_kv.commands", "hetero_kv.__main__"),
 )

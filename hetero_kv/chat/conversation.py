@@ -23,6 +23,7 @@ from hetero_kv.engine.passing_prompt import Progress
 from hetero_kv.engine.undo import undo_on_error, way_back
 from hetero_kv.engine.untouched import forked
 from hetero_kv.errors import HeteroKVError
+from hetero_kv.models.loading import LoadedModel
 from hetero_kv.models.turns import TurnTokens, about
 
 #: Turns that can be taken back. Each may hold numbers that the next has replaced: bounded entries, low-rank factors.
@@ -33,18 +34,22 @@ class Conversation(SavedConversation):
     """Questions to a model and its answers; all turns stay stored, none is processed twice.
 
     Args:
-        model: with rules injected it keeps its KV in a HeteroCache; untouched, in transformers' DynamicCache.
+        model: with rules injected it keeps its KV in a HeteroCache; untouched, in transformers' DynamicCache. What
+            `load_model` gives has its tokenizer with it.
+        tokenizer: the model's; None for the one that came with it.
         max_seq_len: capacity in tokens; None takes the rules' setting.
         system: the system message; None for the chat template's own.
         thinks: whether a reasoning model thinks before it answers; None where its chat template decides.
         forks: forks that are to have room for `max_seq_len` tokens too; see HeteroCache.
         prefix_cache: where the first prompt's beginning may be stored already, and answers' contexts are.
+
+    Raises HeteroKVError where there is no tokenizer.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: Any,
+        model: PreTrainedModel | LoadedModel,
+        tokenizer: Any = None,
         *,
         max_seq_len: int | None = None,
         system: str | None = None,
@@ -52,6 +57,13 @@ class Conversation(SavedConversation):
         forks: int = 0,
         prefix_cache: PrefixCache | None = None,
     ) -> None:
+        if isinstance(model, LoadedModel):
+            model, tokenizer = model.model, model.tokenizer if tokenizer is None else tokenizer
+        if tokenizer is None:
+            raise HeteroKVError(
+                f"Conversation: tokenizer is not given, and {type(model).__name__} has none with it; give the model's "
+                "tokenizer, or what hetero_kv.load_model returns"
+            )
         self.model = model
         self.tokenizer = tokenizer
         self._prefix_cache = prefix_cache

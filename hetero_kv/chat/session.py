@@ -16,15 +16,15 @@ from hetero_kv.contexts.folder import open_store
 from hetero_kv.contexts.prefix_cache import PrefixCache
 from hetero_kv.contexts.saving import require_fit
 from hetero_kv.contexts.store import ContextStore
-from hetero_kv.models import DEFAULT_MODEL, LoadedModel, open_model
+from hetero_kv.loading import open_model
+from hetero_kv.models import DEFAULT_MODEL, LoadedModel
 from hetero_kv.planning.plan import beyond_training
-from hetero_kv.printing import passing_line
-from hetero_kv.rules.injection import Injection, inject
+from hetero_kv.rules.injection import Injection
 from hetero_kv.rules.named_config import named_config
 from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, in_force
 from hetero_kv.rules.recipes import DEFAULT_RECIPE, display
 from hetero_kv.rules.settings_file import ensure_settings_file, read_settings_file, settings_path
-from hetero_kv.settings.engine_settings import GPU, EngineSettings
+from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.threads import set_threads
 
 _logger = logging.getLogger(__name__)
@@ -117,21 +117,21 @@ def open_session(options: ChatOptions) -> ChatSession:
             model is opened, and what a context was saved under before its weights are loaded, which takes longer.
     """
     settings_file = _settings_file()
-    rules = None
-    command_line = options.long_context
+    config, with_rules = None, {}
     if options.mode == "long_context":
         config = named_config(options.rules, options.trust_rules)
-        rules, command_line = config.rules, config.command_line(options.long_context)
-        engine = rules.engine_settings(command_line=command_line, settings_file=settings_file)
+        command_line = config.command_line(options.long_context)
+        engine = config.rules.engine_settings(command_line=command_line, settings_file=settings_file)
+        with_rules = {"config": config, "settings_file": settings_file, **options.long_context}
     else:
         _warn_of_unused([*(["config"] if options.rules != DEFAULT_RECIPE else []), *options.flags_given])
-        given = [Given(COMMAND_LINE, command_line), Given(SETTINGS_FILE, settings_file)]
+        given = [Given(COMMAND_LINE, options.long_context), Given(SETTINGS_FILE, settings_file)]
         engine = in_force(EngineSettings, given, where="settings").settings
+        set_threads(engine.resolved_threads())
     if unused := options.answer.unused:
         named = ", ".join(f"--{name}" for name in unused)
         _logger.warning("%s: no effect at temperature 0, where the likeliest token is taken; give a higher one", named)
     _require_contexts(options)
-    set_threads(engine.resolved_threads())
     model, gguf_path = options.model or DEFAULT_MODEL, options.gguf_path
     if options.model is None and gguf_path is not None:
         model, gguf_path = gguf_path, None
@@ -141,16 +141,11 @@ def open_session(options: ChatOptions) -> ChatSession:
         dtype=options.dtype,
         device=options.device,
         trust_remote_code=options.trust_remote_code,
-        weights_device=GPU if rules is None else engine.weights_device,
+        **with_rules,
     )
-    injection = None
-    if rules is not None:
-        injection = inject(opened.model, rules, command_line=command_line, settings_file=settings_file)
-        _require_fit(options, opened.model)
+    _require_fit(options, opened.model)
     loaded = opened.load()
-    if injection is not None:
-        with passing_line("preparing kernels; the first time for a model and a method they are compiled"):
-            injection.compile_kernels()
+    injection = getattr(loaded.model, "hetero_kv_injection", None)
     use = options.contexts.context_cache
     prefixes = None if use == "off" else PrefixCache(open_store(options.contexts), writes=use == "on")
     conversation = Conversation(
@@ -161,7 +156,7 @@ def open_session(options: ChatOptions) -> ChatSession:
     if options.context is not None:
         with open_store(options.contexts) as store:
             conversation.load_from(store, options.context)
-    rules_name = display(rules.path) if rules and rules.path else None
+    rules_name = display(config.rules.path) if config and config.rules.path else None
     return ChatSession(options, loaded, engine, injection, rules_name, conversation)
 
 

@@ -22,7 +22,8 @@ from hetero_kv.evals.options import DEFAULT_DEPTHS, DEFAULT_LENGTHS, parse_depth
 from hetero_kv.evals.packed_model import load_packed
 from hetero_kv.evals.run_request import require_use, wanted_tasks
 from hetero_kv.evals.tasks import registry
-from hetero_kv.models import DEFAULT_MODEL, load_model, open_model
+from hetero_kv.loading import load_model
+from hetero_kv.models import DEFAULT_MODEL
 from hetero_kv.printing import console, json_text
 from hetero_kv.rules.precedence import COMMAND_LINE, SETTINGS_FILE, Given, in_force
 from hetero_kv.rules.setting_flags import add_setting_flags, settings_of
@@ -165,7 +166,7 @@ def run(flags: argparse.Namespace) -> int:
     require_effect_somewhere(settings, configs)
     settings_file = read_settings_file()
     given = [Given(COMMAND_LINE, settings), Given(SETTINGS_FILE, settings_file)]
-    set_threads(in_force(EngineSettings, given, where="settings").settings.resolved_threads())
+    engine = in_force(EngineSettings, given, where="settings").settings
     asked: dict[str, Any] = {
         "name_or_path": flags.model or flags.gguf_path or DEFAULT_MODEL,
         "gguf_path": flags.gguf_path if flags.model else None,
@@ -173,7 +174,13 @@ def run(flags: argparse.Namespace) -> int:
         "device": flags.device,
         "trust_remote_code": flags.trust_remote_code,
     }
-    loaded = load_model(**asked) if flags.unpacked else load_packed(open_model(**asked))
+    if flags.unpacked:
+        set_threads(engine.resolved_threads())
+        loaded = load_model(**asked)
+        # Known to the user: rules need not warn of it.
+        loaded.model.hetero_kv_unpacked = None
+    else:
+        loaded = load_packed(**asked, threads_num=engine.threads_num)
     model = ConfiguredModel(
         loaded,
         configs,

@@ -60,8 +60,10 @@ def injected_model(flags: argparse.Namespace) -> InjectedModel:
             that do not fit it.
     """
     config = named_config(flags.rules, trusted_modules(flags))
-    rules, command_line = config.rules, config.command_line(settings_of(flags))
+    command_line = config.command_line(settings_of(flags))
     name, gguf_path = flags.model or flags.gguf_path or DEFAULT_MODEL, flags.gguf_path if flags.model else None
     weightless = weightless_model(name, gguf_path=gguf_path, trust_remote_code=flags.trust_remote_code)
-    injection = inject(weightless.model, rules, command_line=command_line, settings_file=read_settings_file())
-    return InjectedModel(weightless.name, display(rules.path) if rules.path else "rules", injection, weightless.stored)
+    injection = inject(weightless.model, config, command_line=command_line, settings_file=read_settings_file())
+    return InjectedModel(
+        weightless.name, display(config.rules.path) if config.rules.path else "rules", injection, weightless.stored
+    )

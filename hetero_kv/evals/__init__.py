@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hetero_kv.evals.config_spec import config_specs
     from hetero_kv.evals.configured_model import ConfiguredModel
     from hetero_kv.evals.options import RunOptions
+    from hetero_kv.evals.packed_model import load_packed
     from hetero_kv.evals.runner import Run, run
     from hetero_kv.evals.sample import Sample, Score
     from hetero_kv.evals.subject import CallableSubject
@@ -24,6 +25,7 @@ __all__ = [
     "Score",
     "compare",
     "config_specs",
+    "load_packed",
     "run",
 ]
 
@@ -37,6 +39,7 @@ _HOME = {
     "Score": "sample",
     "compare": "comparison",
     "config_specs": "config_spec",
+    "load_packed": "packed_model",
     "run": "runner",
 }
 

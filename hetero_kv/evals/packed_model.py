@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from hetero_kv.models import LoadedModel, OpenedModel
-from hetero_kv.rules.injection import eject, eject_around_packed_weights, inject
+import os
+from typing import Any
+
+from hetero_kv.loading import load_model
+from hetero_kv.models import DEFAULT_MODEL, LoadedModel
+from hetero_kv.rules.injection import eject_around_packed_weights
 
 
-def load_packed(opened: OpenedModel) -> LoadedModel:
-    """Load a model's weights, those of a GGUF file as it stores them, and leave them so beneath every method's rules.
+def load_packed(name_or_path: str | os.PathLike[str] = DEFAULT_MODEL, **asked: Any) -> LoadedModel:
+    """Load a model, weights of a GGUF file as it stores them, and leave them so beneath every method's rules.
 
     A recipe run by itself has them so too; what decodes under it and what is measured here are the same numbers.
 
+    Args:
+        asked: as `hetero_kv.load_model` takes it: `gguf_path`, `dtype`, `device`, `trust_remote_code`, `threads_num`.
+
     Raises:
-        ModelError: the files do not hold this model's weights.
+        ModelError: the model cannot be found, or its files do not hold its weights.
     """
-    injection = inject(opened.model, "dense")
-    try:
-        loaded = opened.load()
-        injection.compile_kernels()
-    except BaseException:
-        eject(opened.model)
-        raise
-    eject_around_packed_weights(opened.model)
+    loaded = load_model(name_or_path, config="dense", **asked)
+    eject_around_packed_weights(loaded.model)
     return loaded

@@ -230,6 +230,7 @@ def record_prefill(
     whole = input_ids if after is None else torch.cat([after.input_ids, input_ids], dim=1)
     with suspended(model):
         recording = inject(model, _recording_rules(), command_line=settings)
+        recording.preparation.skip()
         try:
             cache = HeteroCache(model, max_seq_len=whole.shape[1], on_progress=on_progress)
             if after is not None:

@@ -1,4 +1,4 @@
-"""Finding, fetching and loading models: `load_model` is the one front door."""
+"""Finding, fetching and loading models: `load_model` loads one as it is, `open_model` without its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front door: a model, its tokenizer and what is known of it, from a name or a path."""
+"""A model, its tokenizer and what is known of it, from a name or a path."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def load_model(
     trust_remote_code: bool = False,
     progress: ProgressReport | None = None,
 ) -> LoadedModel:
-    """Load a model.
+    """Load a model as transformers has it; `hetero_kv.load_model` also puts rules in and prepares it to answer.
 
     Args:
         name_or_path: a named model (`hetero_kv.models.NAMED_MODELS`; fetched into the cache when it is not there), a
@@ -154,6 +154,9 @@ def _opened(
         if weights is None and numbers is None:
             model = _model(location, gguf, config, number_type, trust_remote_code)
             model = placed(model, on_device, weights_device)
+            if not without_weights and gguf is not None and WeightMap.of(model, gguf) is not None:
+                # Rules that would keep these weights packed come too late, and say so.
+                model.hetero_kv_unpacked = gguf.path
         _complete_generation_config(model, tokenizer, location, gguf, own=gguf is None and numbers is None)
         model = model.eval()
         embeddings = model.get_input_embeddings().num_embeddings

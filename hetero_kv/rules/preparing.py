@@ -67,6 +67,10 @@ class Preparation:
                 _logger.warning("kernels are compiled as they are needed, not before the first answer: %s", error)
                 self.is_done = True
 
+    def skip(self) -> None:
+        """Leave to their first use what kernels are not there yet: for rules that are put in again and again."""
+        self.is_done = True
+
     @contextmanager
     def beginning(self) -> Iterator[None]:
         """Within this context, in which weights load, another thread compiles kernels that need none: attention's.

@@ -23,7 +23,7 @@ def q8_0_file(write_tiny_gguf, tmp_path_factory):
 
 @pytest.fixture
 def model(q8_0_file):
-    return load_packed(open_model(q8_0_file, dtype="float32")).model
+    return load_packed(q8_0_file, dtype="float32").model
 
 
 def packed(model):
