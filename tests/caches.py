@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from threading import RLock
 
 from torch import nn
 from transformers.cache_utils import DynamicLayer
@@ -18,6 +19,7 @@ class Maker:
 
     def __init__(self, *layers, capacity=CAPACITY):
         self.layers, self.capacity = layers, capacity
+        self.one_at_a_time = RLock()
 
     def max_seq_len(self, wanted, batch, forks, held):
         return self.capacity if wanted is None else wanted

@@ -143,20 +143,48 @@ def test_a_cache_needs_an_injected_model(llama):
         HeteroCache(llama)
 
 
-def test_an_injected_model_needs_a_hetero_cache(llama):
+def test_an_injected_model_takes_no_cache_of_another_kind(llama):
     inject(llama, rules())
     with pytest.raises(HeteroKVError, match=r"without a HeteroCache: pass past_key_values=HeteroCache\(model\)"):
         llama(PROMPT, past_key_values=DynamicCache(config=llama.config))
-    with pytest.raises(HeteroKVError, match="without a HeteroCache"):
-        llama(PROMPT, use_cache=False)
 
 
-def test_a_padded_batch_without_a_hetero_cache_is_told_what_to_take(llama):
+@torch.no_grad()
+def test_a_call_without_a_cache_gets_one_of_its_own(llama):
+    expected = llama(PROMPT).logits
+    inject(llama, rules(max_seq_len=40))
+    output = llama(PROMPT)
+    torch.testing.assert_close(output.logits, expected)
+    assert isinstance(output.past_key_values, HeteroCache)
+    assert output.past_key_values.get_seq_length() == 40
+    assert llama(PROMPT, use_cache=False).past_key_values is None
+    assert len(llama(PROMPT, use_cache=False, return_dict=False)) == 1
+
+
+@torch.no_grad()
+def test_a_padded_batch_without_a_cache_is_what_its_rows_are_alone(llama):
     inject(llama, rules())
     mask = torch.ones_like(PROMPT)
     mask[0, :5] = 0
-    with pytest.raises(UnsupportedModelError, match=r"hides 5 tokens, .* past_key_values=HeteroCache\(model\)"):
-        llama(PROMPT, attention_mask=mask)
+    torch.testing.assert_close(llama(PROMPT, attention_mask=mask).logits[:, 5:], llama(PROMPT[:, 5:]).logits)
+
+
+def test_packed_sequences_are_refused(llama):
+    inject(llama, rules())
+    positions = torch.cat([torch.arange(25), torch.arange(15)])[None]
+    with pytest.raises(UnsupportedModelError, match="begin anew within a row, as in packed sequences"):
+        llama(PROMPT, position_ids=positions)
+
+
+@torch.no_grad()
+def test_a_norm_alone_in_chunks_leaves_attention_what_it_was(llama):
+    def two_turns(cache):
+        return torch.cat([llama(part, past_key_values=cache).logits for part in PROMPT.split(25, dim=1)], dim=1)
+
+    expected = two_turns(DynamicCache(config=llama.config))
+    inject(llama, parse_rules({"rules": [rule(r"^model\.norm$", "ChunkedModule")]}))
+    torch.testing.assert_close(two_turns(DynamicCache(config=llama.config)), expected)
+    torch.testing.assert_close(two_turns(HeteroCache(llama)), expected)
 
 
 def test_batches_that_are_padded_on_the_right_are_refused(llama):

@@ -1,6 +1,8 @@
 """A model's forward, guarded: what does not fit or cannot be computed is refused before anything is stored, and a
 forward that fails half-way leaves every layer of the cache as it was.
 
+A call without a cache gets one of its own. Forwards of one model pass one after the other, whatever threads call them.
+
 Rows of one length pass in one forward. Left-padded prompts pass row by row, or run of equal rows by run, each as if it
 had come alone; tokens that are decoded pass together, whatever their rows' lengths.
 """
@@ -10,13 +12,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
 from gpu_ops.attention_backend import AttentionBackend, attending_by
+from hetero_kv.adapter import bridge
 from hetero_kv.adapter.cache_argument import given_cache
+from hetero_kv.adapter.cacheless import without_cache
 from hetero_kv.adapter.captured_steps import CapturedSteps
 from hetero_kv.adapter.captures import Captures
 from hetero_kv.adapter.hidden_states import head_wants, walking
@@ -27,7 +31,7 @@ from hetero_kv.engine.batch import Span
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.undo import undo_on_error
-from hetero_kv.errors import UnsupportedModelError, is_out_of_memory
+from hetero_kv.errors import HeteroKVError, UnsupportedModelError, is_out_of_memory
 from hetero_kv.settings.engine_settings import EngineSettings
 
 _RECORDED = ("output_hidden_states", "output_attentions")
@@ -42,6 +46,8 @@ class Guarding(Protocol):
         engine: its `hidden_device` says where hidden states lie on the way.
         attention: what is to compute attention on a GPU.
         captures: whether decoded tokens are to be captured there.
+        one_at_a_time: the context of a forward: a second thread waits.
+        needs_cache: whether the model's layers compute with a HeteroCache only.
     """
 
     @property
@@ -50,6 +56,13 @@ class Guarding(Protocol):
     def attention(self) -> AttentionBackend: ...
     @property
     def captures(self) -> Captures: ...
+    @property
+    def one_at_a_time(self) -> AbstractContextManager[Any]: ...
+    @property
+    def needs_cache(self) -> bool: ...
+    def new_cache(self) -> HeteroCache: ...
+    def refusal(self, cache: HeteroCache) -> HeteroKVError:
+        """What to raise for a cache of other rules, or of another model; it names the difference."""
 
 
 def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
@@ -58,8 +71,10 @@ def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
     Args:
         model: the module that walks through the layers; or, with `has_head`, the whole model around it.
 
-    Raises, when called with a HeteroCache:
+    Raises, when called:
         CacheFullError: the new tokens do not fit into every layer.
+        CacheInUseError: another thread uses the cache.
+        HeteroKVError: the cache is another model's, of other rules, or none of ours.
         OutOfMemoryError: Python, numpy or torch found no memory; the message says what fits.
         UnsupportedModelError: the model's config asks to record what chunks would garble, or the attention mask is no
             left padding.
@@ -74,11 +89,28 @@ def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
     @functools.wraps(inner)
     def guarded_forward(*args: Any, **kwargs: Any) -> Any:
         cache = _cache_among(args, kwargs)
-        if cache is None or cache.steps:
+        if cache is not None:
+            with cache.in_use:
+                return passed(cache, args, kwargs)
+        if not by.needs_cache:
+            with by.one_at_a_time:
+                return forward(*args, **kwargs)
+        return without_cache(model, signature.call(args, kwargs), by.new_cache, guarded_forward)
+
+    def passed(cache: HeteroCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not cache.steps and cache.strided is None and cache.injection is not by:
+            raise by.refusal(cache)
+        if not has_head:
+            _require_unchanged(model, cache)
+        if cache.steps:
             return forward(*args, **kwargs)
         if cache.strided is not None:
             return forward(*args, **kwargs) if has_head else _inner(signature.call(args, kwargs), cache)
-        _refuse_recording(model, kwargs)
+        with by.one_at_a_time:
+            return outermost(cache, args, kwargs)
+
+    def outermost(cache: HeteroCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        _refuse_conflicts(model, kwargs)
         # Parts of the call come here again, as those of a strided forward.
         whole = signature if has_head else reentrant
         call = signature.call(args, kwargs)
@@ -129,6 +161,38 @@ def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HeteroCache |
     if isinstance(cache, HeteroCache):
         return cache
     return next((value for value in (*args, *kwargs.values()) if isinstance(value, HeteroCache)), None)
+
+
+def _require_unchanged(model: Any, cache: HeteroCache) -> None:
+    """Raise where the config is not what it was when rules were put in, or when the cache's tokens came."""
+    if model.config._attn_implementation != bridge.IMPLEMENTATION:
+        raise UnsupportedModelError(
+            f"the attention implementation of {type(model).__name__} was set to "
+            f"{model.config._attn_implementation!r} after inject (set_attn_implementation), and its operators compute "
+            "attention themselves; call hetero_kv.eject(model), set it, and inject again"
+        )
+    depth = getattr(model.config, "num_hidden_layers", None)
+    if cache.depth is None:
+        cache.depth = depth
+    elif cache.depth != depth:
+        raise HeteroKVError(
+            f"num_hidden_layers of {type(model).__name__} is {depth}, and the tokens in the cache passed through "
+            f"{cache.depth} layers; take a HeteroCache for each depth, or set config.num_hidden_layers back"
+        )
+
+
+def _refuse_conflicts(model: Any, kwargs: dict[str, Any]) -> None:
+    """Raise for what contradicts a HeteroCache."""
+    if kwargs.get("use_cache") is False:
+        raise HeteroKVError(
+            "use_cache=False was given beside a HeteroCache, in which every token is stored; leave one of the two out"
+        )
+    if model.training and getattr(model, "is_gradient_checkpointing", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is in training with gradient checkpointing, which takes the cache from its "
+            "layers; call model.eval(), or hetero_kv.eject(model) to train it"
+        )
+    _refuse_recording(model, kwargs)
 
 
 def _refuse_recording(model: Any, kwargs: dict[str, Any]) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from hetero_kv.engine.cohort import Cohort
 from hetero_kv.engine.counted_batch import CountedBatch
 from hetero_kv.engine.held import NOTHING_HELD, Held
 from hetero_kv.engine.mapped_file import MappedFile
+from hetero_kv.engine.one_thread import OneThread
 from hetero_kv.engine.passing_prompt import PassingPrompt, Progress
 from hetero_kv.engine.policy_texts import PolicyTexts
 from hetero_kv.engine.step import Step
@@ -46,6 +46,10 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
     Attributes:
         cohorts: in the order of the batch's rows.
         layers: the first cohort's, or those of the cohort that passes through the model.
+        in_use: the context of the thread that uses this cache; another thread that enters it is refused.
+
+    One thread at a time may use a cache, for a whole `generate` or one forward; a second one gets a CacheInUseError.
+    Several caches of one model may be used by several threads, whose forwards then pass one after the other.
 
     Raises HeteroKVError when the model is not injected, or `max_seq_len` does not fit into memory. It is planned for
     one sequence; a batch of several is planned when its prompt comes, and then refused, or `auto` made shorter, before
@@ -63,10 +67,13 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
         held: Held = NOTHING_HELD,
     ) -> None:
         maker = injected(model)
+        self.in_use = OneThread()
         PassingPrompt.__init__(self, on_progress)
         self._texts = PolicyTexts(tokenizer, getattr(getattr(model, "config", None), "_name_or_path", ""))
         #: The forward that is cut into parts, if one is (`adapter.strides.StridedForward`).
         self.strided: Any = None
+        #: Layers of the model that the tokens have passed through; None before the first ones.
+        self.depth: int | None = None
         #: The steps of the forward that is under way, one per cohort that takes part.
         self.steps: tuple[Step, ...] = ()
         #: Files that lie in the pools' memory.
@@ -107,7 +114,8 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
         Raises ContextError where the cache holds no tokens or a layer cannot be saved, and where the file cannot be
         written.
         """
-        self._maker.save(path, self, tokens)
+        with self.alone():
+            self._maker.save(path, self, tokens)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module, **settings: Any) -> HeteroCache:
@@ -136,6 +144,44 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
         for file in self.mapped_files:
             file.require_unchanged()
 
+    # -- one thread at a time
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within this context no other thread uses this cache, and none the blocks that it shares with its forks.
+
+        Raises CacheInUseError where another thread uses it.
+        """
+        with self.in_use, self._maker.one_at_a_time:
+            yield
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise HeteroKVError(
+            "a HeteroCache cannot be pickled (torch.save, multiprocessing): it belongs to a model in this process; "
+            "cache.save(path) writes it into a file, and HeteroCache.load(path, model) goes on from there"
+        )
+
+    # -- what the layers of a model call
+
+    def _require_step(self) -> None:
+        if not self.steps or not self.in_use.is_within:
+            raise self._maker.stray()
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """See transformers' Cache. Raises HeteroKVError outside of a forward of the injected model."""
+        self._require_step()
+        return super().update(*args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """See `update`."""
+        self._require_step()
+        return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """See `update`."""
+        self._require_step()
+        return super().update_recurrent_state(*args, **kwargs)
+
     # -- a forward
 
     @contextmanager
@@ -145,9 +191,14 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
         Room is reserved in every layer first; when the context ends well the tokens are stored. When it does not, the
         caller rolls back (`undo_on_error`).
 
-        Raises CacheFullError when they do not fit, DamagedContextError as `require_unchanged_files`, and what layers
-        have watched for.
+        Raises CacheFullError when they do not fit, DamagedContextError as `require_unchanged_files`, CacheInUseError
+        where another thread uses the cache, and what layers have watched for.
         """
+        with self.in_use, self._passing(spans, is_decode) as steps:
+            yield steps
+
+    @contextmanager
+    def _passing(self, spans: Rows[Span], is_decode: bool | None) -> Iterator[tuple[Step, ...]]:
         part = self._part
         self.require_unchanged_files()
         if is_decode is None:
@@ -189,6 +240,8 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
         for step in self.steps:
             step.cohort.step = None
         self.steps, self.strided = (), None
+        if not snapshot.columns.count:
+            self.depth = None
         self._end_passing()
         super().rollback(snapshot)
 
@@ -202,13 +255,19 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
 
         All forks together have room for `max_seq_len` tokens and `forks` times as many; what does not fit is refused
         with CacheFullError before any layer takes it. After `reset` a cache has a store of its own again, if memory
-        has room for it. Forks may be forked again, but not used by several threads at once. `copy.deepcopy` forks too.
+        has room for it. Forks may be forked again. `copy.copy` and `copy.deepcopy` fork too.
 
         Raises HeteroKVError while a prompt is being prefilled.
         """
+        with self.alone():
+            return self._fork()
+
+    def _fork(self) -> HeteroCache:
         if self.steps:
             raise HeteroKVError("a prompt is being prefilled into this cache; fork it before or after, not in between")
-        twin = copy.copy(self)
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.in_use = OneThread()
         twin.on_progress = twin._question = None
         memo: dict[int, Any] = {}
         twin._have([cohort.fork(memo) for cohort in self.cohorts])
@@ -218,6 +277,10 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
         self._planned_batch = twin._planned_batch = 0
         return twin
 
+    def __copy__(self) -> HeteroCache:
+        # A copy that shared what is replaced when tokens come would go wrong.
+        return self.fork()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> HeteroCache:
         # transformers' own way to go on from one prompt several times; a deep copy of the operators would follow.
         memo[id(self)] = twin = self.fork()
@@ -225,6 +288,11 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
 
     def reset(self) -> None:
         """Forget every token and give the memory back; blocks that forks hold too stay with them."""
+        with self.alone():
+            self._reset()
+
+    def _reset(self) -> None:
+        self.depth = None
         held = self.sequences
         self._all_or_nothing(self._begin_anew, self)
         for sequence in held:
@@ -235,8 +303,27 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
 
     def extend(self, other: Self) -> None:
         """See Batch."""
+        with self.alone(), other.in_use:
+            self._extend(other)
+
+    def _extend(self, other: Self) -> None:
+        if self.depth and other.depth and self.depth != other.depth:
+            raise HeteroKVError(
+                f"rows that passed through {other.depth} layers cannot join those that passed through {self.depth}"
+            )
         super().extend(other)
+        self.depth, other.depth = self.depth or other.depth, None
         self.mapped_files, other.mapped_files = (*self.mapped_files, *other.mapped_files), ()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See Batch."""
+        with self.alone():
+            super().crop(tokens_to_remove)
+
+    def select(self, rows: Rows[int] | torch.Tensor) -> None:
+        """See Batch."""
+        with self.alone():
+            super().select(rows)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let row i continue row `beam_idx[i]` (beam search): blocks are shared, not copied."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,11 @@ from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 
 class CacheMaker(Protocol):
     """What `inject` leaves on a model: it knows which layer needs which cache, and what fits into memory."""
+
+    @property
+    def one_at_a_time(self) -> AbstractContextManager[Any]:
+        """A context that one thread at a time is in, and others wait for: operators, and blocks that forks share, are
+        the same for all caches of a model."""
 
     def max_seq_len(self, wanted: int | None, batch: int, forks: int, held: Held = NOTHING_HELD) -> int:
         """The capacity in tokens of each of `batch` sequences, and of theirs in every fork; `held` is there already."""
@@ -41,6 +47,9 @@ class CacheMaker(Protocol):
 
         `held` bytes of DRAM are taken by what is stored, in blocks for `capacity` tokens.
         """
+
+    def stray(self) -> HeteroKVError:
+        """What to raise where a model that these rules are not in, or no longer, gives keys to a cache of theirs."""
 
 
 def injected(model: nn.Module) -> CacheMaker:

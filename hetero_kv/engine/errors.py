@@ -21,3 +21,7 @@ class DamagedContextError(ContextError):
     def __init__(self, text: object = "", whole: int = 0) -> None:
         super().__init__(text)
         self.whole = whole
+
+
+class CacheInUseError(HeteroKVError):
+    """Two threads use one cache at the same time. The first one goes on undisturbed."""

@@ -15,6 +15,7 @@ from hetero_kv.engine.errors import ContextError
 from hetero_kv.engine.saved_part import Place, SavedPart
 from hetero_kv.engine.sequence import Layout
 from hetero_kv.engine.statistics import NO_NUMBERS, Tally
+from hetero_kv.errors import HeteroKVError
 
 if TYPE_CHECKING:
     from hetero_kv.engine.cohort import Cohort
@@ -66,7 +67,15 @@ class FamilyLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hand the new keys and values on to the operator, which stores what its attention receives."""
+        """Hand the new keys and values on to the operator, which stores what its attention receives.
+
+        Raises HeteroKVError outside of a step, where no operator receives them.
+        """
+        if self.cohort.step is None:
+            raise HeteroKVError(
+                f"layer {self.layer_idx} of a HeteroCache was given keys and values outside of a forward of its own "
+                "model, whose rules alone store them; pass the cache to the injected model that it was made for"
+            )
         return key_states, value_states
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,6 +18,8 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache
 from gpu_ops.attention_backend import AttentionBackend, missing
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.captures import Captures
+from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.generation import guard_generation, unguard_generation
 from hetero_kv.adapter.guard import guarded
 from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.quantized_module import QuantizedModule
@@ -28,10 +31,11 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.held import NOTHING_HELD, Held
 from hetero_kv.engine.reservations import PLANNING, reserved_beside
 from hetero_kv.engine.store import Store
-from hetero_kv.errors import OutOfMemoryError
+from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 from hetero_kv.models import ProgressReport
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
 from hetero_kv.planning.ran_out import ran_out_of_memory
+from hetero_kv.rules.belonging import cache_of_others, stray_cache
 from hetero_kv.rules.effect import require_precedence
 from hetero_kv.rules.matching import InjectionError, matched_rules, modules_of, named
 from hetero_kv.rules.named_config import NamedConfig, config_in
@@ -54,6 +58,7 @@ class Injection:
         configs: the modules whose config was replaced by a copy, with the original.
         attention: what is to compute attention on a GPU, and what has.
         captures: whether a GPU is to launch decoded tokens as they were captured, and what has come of it.
+        one_at_a_time: what a thread is within during a forward, while others wait: operators are the same for all.
     """
 
     model: PreTrainedModel
@@ -64,6 +69,14 @@ class Injection:
     configs: list[tuple[Any, Any]] = field(default_factory=list)
     attention: AttentionBackend = field(default_factory=AttentionBackend)
     captures: Captures = field(default_factory=Captures)
+    one_at_a_time: Any = field(default_factory=threading.RLock, repr=False, compare=False)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InjectionError(
+            f"{type(self.model).__name__} has rules injected, and cannot be pickled or copied (torch.save, "
+            "copy.deepcopy, multiprocessing): the copy's forward would be this model's; call hetero_kv.eject(model) "
+            "first and inject the copy, or save its weights alone"
+        )
 
     def report(self) -> dict[str, tuple[str, Settings | None]]:
         """Module path -> (operator's name, its settings)."""
@@ -72,6 +85,29 @@ class Injection:
     def attention_operators(self) -> Iterator[AttentionOperator]:
         """The operators that compute attention, in the model's order."""
         return (operator for operator in self.operators.values() if isinstance(operator, AttentionOperator))
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether these are the rules that the model has now."""
+        return getattr(self.model, "hetero_kv_injection", None) is self
+
+    @cached_property
+    def needs_cache(self) -> bool:
+        """Whether the model's layers compute with a HeteroCache only; packed weights alone do with any."""
+        kinds = AttentionOperator | ChunkedDecoderLayer
+        return any(isinstance(operator, kinds) for operator in self.operators.values())
+
+    def new_cache(self) -> HeteroCache:
+        """An empty cache of the model."""
+        return HeteroCache(self.model)
+
+    def refusal(self, cache: HeteroCache) -> HeteroKVError:
+        """What to raise for a cache that is not of these rules; it names the difference."""
+        return cache_of_others(cache.injection, self)
+
+    def stray(self) -> HeteroKVError:
+        """See CacheMaker."""
+        return stray_cache(self)
 
     @property
     def context_length(self) -> int:
@@ -227,7 +263,9 @@ def inject(
         raise
     injection.operators = {path: injection.operators[path] for path in plan}
     injection.rules = {path: rule for path, (rule, _) in plan.items()}
-    injection.configs = [(holder, holder.config) for holder in _mask_builders(model, injection.operators)]
+    # Attention that is left as it is, outside of layers that run in chunks, needs the masks that the model builds.
+    builders = _mask_builders(model, injection.operators) if injection.needs_cache else []
+    injection.configs = [(holder, holder.config) for holder in builders]
     _guard(injection)
     model.hetero_kv_injection = injection
     return injection
@@ -294,6 +332,11 @@ def _guard(injection: Injection) -> None:
     # With the head: what fails behind the layers is undone as well, and policies may ask for logits.
     if all(injection.model is not holder for holder, _ in injection.configs):
         injection.model.forward = guarded(injection.model, injection, has_head=True)
+    for module in (injection.model, *(holder for holder, _ in injection.configs)):
+        # Looked up on the instance by pickle and copy: a copy would have the guards of this one.
+        module.__reduce_ex__ = injection.__reduce_ex__  # type: ignore[method-assign, unused-ignore]
+    if injection.needs_cache:
+        guard_generation(injection.model, injection.new_cache)
 
 
 def _take_out(model: nn.Module, injection: Injection) -> None:
@@ -303,7 +346,10 @@ def _take_out(model: nn.Module, injection: Injection) -> None:
         holder.config = config
         # The guard is an attribute of the instance; its class has the model's own.
         del holder.forward
-    injection.model.__dict__.pop("forward", None)
+        holder.__dict__.pop("__reduce_ex__", None)
+    for name in ("forward", "__reduce_ex__"):
+        injection.model.__dict__.pop(name, None)
+    unguard_generation(injection.model)
 
 
 def _mask_builders(model: nn.Module, operators: dict[str, Operator]) -> list[Any]:

@@ -1,0 +1,78 @@
+"""A call of an injected model without a HeteroCache: it gets one of its own, which is what transformers does too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+from transformers.utils import ModelOutput
+
+from hetero_kv.adapter.model_call import ModelCall
+from hetero_kv.engine.cache import HeteroCache
+from hetero_kv.errors import HeteroKVError, UnsupportedModelError
+
+_NAME = "past_key_values"
+
+
+def without_cache(
+    model: Any, call: ModelCall, new_cache: Callable[[], HeteroCache], forward: Callable[..., Any]
+) -> Any:
+    """The output of a call over a new cache; it is in there unless the call, or the config, says use_cache=False.
+
+    Args:
+        forward: what the call is handed on to.
+
+    Raises:
+        HeteroKVError: the call has a cache of transformers' own, or computes with one of another kind.
+        UnsupportedModelError: positions say that several sequences are packed in a row.
+    """
+    refuse_other_caches(model, call.arguments)
+    _refuse_packed(call)
+    wanted = call.arguments.get("use_cache")
+    if wanted is None:
+        wanted = getattr(model.config, "use_cache", True)
+    cache = new_cache()
+    output = forward(**{**call.arguments, _NAME: cache, "use_cache": True})
+    return output if wanted else _without(cache, output)
+
+
+def refuse_other_caches(model: Any, arguments: dict[str, Any]) -> None:
+    """Raise HeteroKVError for a cache that is no HeteroCache."""
+    for name, value in arguments.items():
+        if (name == _NAME and value is not None and not isinstance(value, HeteroCache)) or (
+            isinstance(value, Cache) and not isinstance(value, HeteroCache)
+        ):
+            raise HeteroKVError(
+                f"{type(model).__name__} was called with {name}, a {type(value).__name__}{_held(value)}, and without a "
+                f"HeteroCache: pass {_NAME}=HeteroCache(model), or leave it out, or call hetero_kv.eject(model) first. "
+                "Keys and values that were computed elsewhere (PEFT's prefix tuning) cannot go into a HeteroCache"
+            )
+
+
+def _held(cache: Any) -> str:
+    tokens = cache.get_seq_length() if isinstance(cache, Cache) else 0
+    return f" of {tokens} tokens" if tokens else ""
+
+
+def _refuse_packed(call: ModelCall) -> None:
+    """Raise where transformers would take positions that begin anew for the beginning of another sequence."""
+    positions = call.arguments.get("position_ids")
+    if (
+        isinstance(positions, torch.Tensor)
+        and positions.dim() == 2
+        and call.arguments.get("attention_mask") is None
+        and bool((positions.diff() != 1).any())
+    ):
+        raise UnsupportedModelError(
+            "position_ids begin anew within a row, as in packed sequences, which attend to themselves alone; pass each "
+            "sequence as a row, left-padded and with an attention_mask"
+        )
+
+
+def _without(cache: HeteroCache, output: Any) -> Any:
+    if isinstance(output, ModelOutput):
+        output[_NAME] = None
+        return output
+    return tuple(part for part in output if part is not cache) if isinstance(output, tuple) else output

@@ -1,0 +1,77 @@
+"""What a cache belongs to, and how that differs from the model that it is given to: the texts of refusals."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from hetero_kv.errors import HeteroKVError, shown
+
+if TYPE_CHECKING:
+    from hetero_kv.rules.injection import Injection
+
+_ANEW = "make one with HeteroCache(model)"
+_ALONG = "cache.save(path) and HeteroCache.load(path, model) take its tokens along where the new rules store them alike"
+
+
+def cache_of_others(made: Injection, now: Injection) -> HeteroKVError:
+    """What to raise for a cache that was made under `made` and is given to the model of `now`."""
+    if not hasattr(made, "operators"):
+        return HeteroKVError(f"the cache was made for no model of this kind; {_ANEW}")
+    return HeteroKVError(
+        f"the HeteroCache does not belong to this model: {difference(made, now)}; {_remedy(made, now)}"
+    )
+
+
+def stray_cache(made: Injection) -> HeteroKVError:
+    """What to raise where a model gives keys and values to a cache outside of a forward under `made`."""
+    name = described(made.model)
+    if made.is_in_place:
+        return HeteroKVError(
+            f"the HeteroCache of {name} was given to a model without its rules (another one, or a part that was called "
+            f"by itself); pass it to the injected model, or inject this one and {_ANEW}"
+        )
+    return HeteroKVError(
+        f"the HeteroCache was given to a model without its rules: those of {name}, which it was made under, have been "
+        "ejected; leave past_key_values out for the untouched model, or inject the rules again and "
+        f"{_ANEW}. {_ALONG[0].upper()}{_ALONG[1:]}"
+    )
+
+
+def difference(made: Injection, now: Injection) -> str:
+    """How what a cache was made for differs from what the model has now."""
+    if made.model is not now.model:
+        return f"it was made for another one, {described(made.model)}, and this is {described(now.model)}"
+    for path in dict.fromkeys([*made.operators, *now.operators]):
+        before, after = (each.operators.get(path) for each in (made, now))
+        names = [type(each).__name__ if each is not None else "no operator" for each in (before, after)]
+        if before is None or after is None or names[0] != names[1]:
+            return f"{path} had {names[0]} when it was made, and has {names[1]} now"
+        if text := _changed(before.settings, after.settings):
+            return f"{path} ({names[0]}) had {text}"
+    if text := _changed(made.engine, now.engine):
+        return f"the engine had {text}"
+    return f"the same rules were put into {described(now.model)} anew since it was made (eject, then inject)"
+
+
+def described(model: Any) -> str:
+    """A model's class, name and size."""
+    config = model.config.get_text_config(decoder=True)
+    of = getattr(model.config, "_name_or_path", "")
+    sizes = f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}"
+    return f"{type(model).__name__} ({f'{of}, ' if of else ''}{sizes})"
+
+
+def _remedy(made: Injection, now: Injection) -> str:
+    return _ANEW if made.model is not now.model else f"{_ANEW}; {_ALONG}"
+
+
+def _changed(before: Any, after: Any) -> str | None:
+    """The first setting that differs, with both values."""
+    if not is_dataclass(before) or type(before) is not type(after):
+        return None if before == after else f"{shown(before)} when it was made, and has {shown(after)} now"
+    for field in fields(before):
+        values = getattr(before, field.name), getattr(after, field.name)
+        if values[0] != values[1]:
+            return f"{field.name} {shown(values[0])} when it was made, and has {shown(values[1])} now"
+    return None
