@@ -187,7 +187,7 @@ def _refuse_conflicts(model: Any, kwargs: dict[str, Any]) -> None:
         raise HeteroKVError(
             "use_cache=False was given beside a HeteroCache, in which every token is stored; leave one of the two out"
         )
-    if model.training and getattr(model, "is_gradient_checkpointing", False):
+    if model.training and any(getattr(each, "gradient_checkpointing", False) for each in model.modules()):
         raise UnsupportedModelError(
             f"{type(model).__name__} is in training with gradient checkpointing, which takes the cache from its "
             "layers; call model.eval(), or hetero_kv.eject(model) to train it"

@@ -95,6 +95,11 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
         """`max_seq_len`, or -1 where no layer keeps every token."""
         return -1 if self.max_seq_len is None else self.max_seq_len
 
+    @property
+    def max_cache_len(self) -> int:
+        """`get_max_length` by the name that PEFT asks for."""
+        return self.get_max_length()
+
     # -- in a file
 
     @property

@@ -10,10 +10,25 @@ from threading import Thread
 
 import pytest
 import torch
-from called import MODEL, OTHER, PROMPT, SAMPLED, TEXT, TOKENIZER, UNTOUCHED_ASSISTANT, Call, plain, tokens_of
+from called import (
+    ASSISTANT,
+    EVERYTHING,
+    MODEL,
+    OTHER,
+    PROMPT,
+    SAMPLED,
+    SIZES,
+    TEXT,
+    TOKENIZER,
+    UNTOUCHED_ASSISTANT,
+    Call,
+    plain,
+    tokens_of,
+)
+from tiny_models import tiny_model
 from transformers import DynamicCache, TextIteratorStreamer, pipeline
 
-from hetero_kv import HeteroCache
+from hetero_kv import HeteroCache, inject
 
 
 def two_turns(call):
@@ -122,10 +137,13 @@ def an_assistant_that_samples(call):
 
 
 def an_assistant_with_a_tokenizer_of_its_own(call):
-    other = copy.deepcopy(TOKENIZER)
-    other.add_tokens(["unlike"])
-    tokenizers = {"tokenizer": TOKENIZER, "assistant_tokenizer": other}
-    return call.generate(assistant_model=call.assistant, max_new_tokens=12, **tokenizers)
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_tokens(["unlike"])
+    assistant = tiny_model("llama", 2, **{**SIZES, "vocab_size": len(tokenizer), "num_hidden_layers": 2})
+    if call.assistant is ASSISTANT:
+        inject(assistant, "quest", command_line=EVERYTHING)
+    given = {"tokenizer": TOKENIZER, "assistant_tokenizer": tokenizer, "assistant_model": assistant}
+    return call.generate(max_new_tokens=12, **given)
 
 
 def assistant_early_exit(call):

@@ -19,6 +19,8 @@ from transformers import (
     WatermarkingConfig,
 )
 
+TEXT_IDS = TOKENIZER(TEXT, return_tensors="pt").input_ids
+
 
 def padded(*lengths: int) -> dict[str, torch.Tensor]:
     """A left-padded batch of rows of these lengths."""
@@ -93,7 +95,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "inputs_embeds, use_cache=False": {"ids": ..., "inputs_embeds": embedded(PROMPT), "use_cache": False},
     "inputs_embeds beside input_ids": {"inputs_embeds": embedded(PROMPT)},
     "streamer": {"streamer": TextStreamer(TOKENIZER)},
-    "token_healing": {"token_healing": True, "tokenizer": TOKENIZER, "ids": TOKENIZER(TEXT, return_tensors="pt").input_ids},
+    "token_healing": {"token_healing": True, "tokenizer": TOKENIZER, "ids": TEXT_IDS},
     "use_cache=False without a cache": {"use_cache": False, "past_key_values": None},
 }  # fmt: skip
 

@@ -56,7 +56,10 @@ def ran(call):
 
 #: A way -> what the error that it gets names.
 REFUSED: dict[str, tuple[Callable[[Call], Any], str]] = {
-    "output_attentions": (lambda call: call.generate(output_attentions=True, return_dict_in_generate=True), "output_attentions"),
+    "output_attentions": (
+        lambda call: call.generate(output_attentions=True, return_dict_in_generate=True),
+        "output_attentions",
+    ),
     "output_hidden_states": (
         lambda call: call.generate(output_hidden_states=True, return_dict_in_generate=True),
         "output_hidden_states",

@@ -1,0 +1,171 @@
+"""Caches and models in any pairing, while rules come and go: right, or refused and nothing is stored."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import pytest
+import torch
+from called import EVERYTHING, SIZES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import tiny_model
+from transformers import DynamicCache
+
+from hetero_kv import HeteroCache, HeteroKVError, eject, inject
+from hetero_kv.rules.injection import suspended
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SHAPES = [{}, {}, {"num_hidden_layers": 2}]
+MODELS = [tiny_model("llama", seed, **{**SIZES, **shape}) for seed, shape in enumerate(SHAPES)]
+UNTOUCHED = [tiny_model("llama", seed, **{**SIZES, **shape}) for seed, shape in enumerate(SHAPES)]
+#: All of them cover whatever comes.
+RULES = [
+    ("quest", EVERYTHING),
+    ("quest", {**EVERYTHING, "block_size": 8}),
+    ("streaming_llm", {"budget": 300, "max_seq_len": 400}),
+]
+WITHIN = contextlib.nullcontext, suspended
+
+MODEL = st.integers(0, len(MODELS) - 1)
+ACTION = st.one_of(
+    st.tuples(st.just("inject"), MODEL, st.integers(0, len(RULES) - 1)),
+    st.tuples(st.just("eject"), MODEL, st.none()),
+    st.tuples(st.just("make"), MODEL, st.none()),
+    st.tuples(st.just("pass"), MODEL, st.tuples(st.integers(0, 99), st.integers(1, 20), st.sampled_from(WITHIN))),
+    st.tuples(st.just("fork"), st.integers(0, 99), st.none()),
+)
+START = [("inject", 0, 0), ("make", 0, None), ("inject", 1, 0), ("make", 1, None), ("inject", 2, 2), ("make", 2, None)]
+
+
+class Held:
+    """A cache, under which rules it was made, and the tokens that passed."""
+
+    def __init__(self, cache, model, tokens=()):
+        self.cache, self.model, self.injection, self.tokens = cache, model, cache.injection, list(tokens)
+
+
+def injection_of(model):
+    return getattr(model, "hetero_kv_injection", None)
+
+
+def expected_logits(index, tokens, new):
+    cache = DynamicCache(config=UNTOUCHED[index].config)
+    return UNTOUCHED[index](torch.tensor([tokens + new]), past_key_values=cache).logits[:, -len(new) :]
+
+
+def passed(held, index, new, within):
+    """Let new tokens pass through a model: right where the cache is its own, refused where it is not."""
+    model = MODELS[index]
+    before = held.cache.get_seq_length()
+    is_own = within is contextlib.nullcontext and injection_of(model) is held.injection
+    with within(model):
+        if is_own:
+            logits = model(torch.tensor([new]), past_key_values=held.cache).logits
+            torch.testing.assert_close(logits, expected_logits(index, held.tokens, new), rtol=1e-3, atol=1e-3)
+            held.tokens += new
+            return
+        with pytest.raises(HeteroKVError, match=r"does not belong to this model|given to a model without its rules"):
+            model(torch.tensor([new]), past_key_values=held.cache)
+    assert held.cache.get_seq_length() == before == len(held.tokens)
+
+
+@settings(max_examples=20, deadline=None)
+@given(actions=st.lists(ACTION, min_size=4, max_size=14), seed=st.integers(0, 999))
+@torch.no_grad()
+def test_a_cache_is_right_with_its_own_model_and_refused_by_every_other(actions, seed):
+    generator = torch.Generator().manual_seed(seed)
+    caches: list[Held] = []
+    try:
+        for action, which, more in [*START, *actions]:
+            if action == "inject" and injection_of(MODELS[which]) is None:
+                name, chosen = RULES[more]
+                inject(MODELS[which], name, command_line=chosen)
+            elif action == "eject" and injection_of(MODELS[which]) is not None:
+                eject(MODELS[which])
+            elif action == "make" and injection_of(MODELS[which]) is not None:
+                caches.append(Held(HeteroCache(MODELS[which]), which))
+            elif action == "fork":
+                held = caches[which % len(caches)]
+                caches.append(Held(held.cache.fork(), held.model, held.tokens))
+            elif action == "pass":
+                chosen, count, within = more
+                new = torch.randint(6, 90, (count,), generator=generator).tolist()
+                passed(caches[chosen % len(caches)], which, new, within)
+        # Those whose rules are there still go on.
+        for held in caches:
+            if injection_of(MODELS[held.model]) is held.injection:
+                passed(held, held.model, [7, 8, 9], contextlib.nullcontext)
+    finally:
+        for model in MODELS:
+            if injection_of(model) is not None:
+                eject(model)
+
+
+def refusal(cache, model):
+    with pytest.raises(HeteroKVError) as raised:
+        model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+    return str(raised.value)
+
+
+@pytest.fixture
+def llama():
+    return tiny_model("llama", 1, **SIZES)
+
+
+CHANGES = {
+    (
+        "streaming_llm",
+        None,
+    ): r"self_attn had RetrievalAttention when it was made, and has BoundedAttention now",
+    ("quest", "block_size"): r"self_attn \(RetrievalAttention\) had block_size 16 when it was made, and has 8 now",
+    ("quest", "chunk_size"): r"the engine had chunk_size 4096 when it was made, and has 8 now",
+    ("quest", None): r"the same rules were put into .* anew since it was made \(eject, then inject\)",
+}
+
+
+@pytest.mark.parametrize(("rules", "changed"), CHANGES)
+def test_a_cache_of_other_rules_is_told_what_differs(llama, rules, changed):
+    inject(llama, "quest", command_line=EVERYTHING)
+    cache = HeteroCache(llama)
+    eject(llama)
+    inject(llama, rules, command_line={**(EVERYTHING if rules == "quest" else {}), **({changed: 8} if changed else {})})
+    found = refusal(cache, llama)
+    assert re.search(CHANGES[rules, changed], found), found
+    assert "make one with HeteroCache(model); cache.save(path) and HeteroCache.load(path, model)" in found
+
+
+def test_a_cache_of_another_model_is_told_of_both(llama):
+    other = tiny_model("llama", 1, **{**SIZES, "num_hidden_layers": 2})
+    for model in (llama, other):
+        inject(model, "quest", command_line=EVERYTHING)
+    assert (
+        "made for another one, LlamaForCausalLM (2 layers, hidden size 64), and this is LlamaForCausalLM (4 layers"
+        in refusal(HeteroCache(other), llama)
+    )
+
+
+@torch.no_grad()
+def test_an_ejected_model_refuses_the_cache_and_takes_it_again_with_the_rules_it_had(llama):
+    expected = llama(torch.tensor([[5, 6, 7, 8]])).logits[:, -1]
+    inject(llama, "quest", command_line=EVERYTHING)
+    cache = HeteroCache(llama)
+    llama(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+    with suspended(llama):
+        assert "those of LlamaForCausalLM (4 layers, hidden size 64), which it was made under, have been ejected" in (
+            refusal(cache, llama)
+        )
+    torch.testing.assert_close(
+        llama(torch.tensor([[8]]), past_key_values=cache).logits[:, -1], expected, rtol=1e-3, atol=1e-3
+    )
+
+
+def test_keys_for_a_layer_outside_of_a_forward_are_refused(llama):
+    inject(llama, "quest", command_line=EVERYTHING)
+    cache, keys = HeteroCache(llama), torch.zeros(1, 2, 3, 16)
+    with pytest.raises(HeteroKVError, match="given to a model without its rules"):
+        cache.update(keys, keys, 0)
+    with pytest.raises(HeteroKVError, match="layer 1 of a HeteroCache was given keys and values outside of a forward"):
+        cache.layers[1].update(keys, keys)
