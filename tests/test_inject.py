@@ -154,7 +154,7 @@ def test_a_call_without_a_cache_gets_one_of_its_own(llama):
     expected = llama(PROMPT).logits
     inject(llama, rules(max_seq_len=40))
     output = llama(PROMPT)
-    torch.testing.assert_close(output.logits, expected)
+    torch.testing.assert_close(output.logits, expected, rtol=1e-3, atol=1e-3)
     assert isinstance(output.past_key_values, HeteroCache)
     assert output.past_key_values.get_seq_length() == 40
     assert llama(PROMPT, use_cache=False).past_key_values is None

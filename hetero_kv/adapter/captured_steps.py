@@ -98,7 +98,8 @@ class CapturedSteps:
             return self._signature.forward(*args, **kwargs)
         call = self._signature.call(args, kwargs)
         given = call.given
-        if given is None or not given.is_cuda:
+        leaves_early = cache.depth is not None and cache.depth < len(cache.layers)
+        if given is None or not given.is_cuda or leaves_early:
             return call.run()
         inputs, fixed = self._arguments(call, cache)
         key = _key(inputs, fixed)

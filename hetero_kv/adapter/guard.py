@@ -61,8 +61,9 @@ class Guarding(Protocol):
     @property
     def needs_cache(self) -> bool: ...
     def new_cache(self) -> HeteroCache: ...
-    def refusal(self, cache: HeteroCache) -> HeteroKVError:
-        """What to raise for a cache of other rules, or of another model; it names the difference."""
+    def adopt(self, cache: HeteroCache) -> None:
+        """Take a cache that equal rules in this model had made. Raises HeteroKVError, which names the difference, for
+        one of other rules, or of another model."""
 
 
 def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
@@ -99,7 +100,7 @@ def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
 
     def passed(cache: HeteroCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not cache.steps and cache.strided is None and cache.injection is not by:
-            raise by.refusal(cache)
+            by.adopt(cache)
         if not has_head:
             _require_unchanged(model, cache)
         if cache.steps:
@@ -178,6 +179,12 @@ def _require_unchanged(model: Any, cache: HeteroCache) -> None:
         raise HeteroKVError(
             f"num_hidden_layers of {type(model).__name__} is {depth}, and the tokens in the cache passed through "
             f"{cache.depth} layers; take a HeteroCache for each depth, or set config.num_hidden_layers back"
+        )
+    if depth is not None and depth < len(cache.layers) and cache.strided_layers:
+        raise UnsupportedModelError(
+            f"tokens leave {type(model).__name__} behind {depth} of {len(cache.layers)} layers (assistant_early_exit), "
+            f"and layers of kind {type(cache.strided_layers[0]).__name__} wait until tokens have passed through all; "
+            "generate without it, or inject rules that keep every token"
         )
 
 

@@ -107,6 +107,10 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
         """The rules in the model that this is a cache of."""
         return self._maker
 
+    @injection.setter
+    def injection(self, injection: Any) -> None:
+        self._maker = injection
+
     def save(self, path: str | Path, tokens: Rows[Rows[int]] | torch.Tensor | None = None) -> None:
         """Write all that this cache holds into a safetensors file, from which `load` goes on in another process.
 

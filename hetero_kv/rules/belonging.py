@@ -14,13 +14,12 @@ _ANEW = "make one with HeteroCache(model)"
 _ALONG = "cache.save(path) and HeteroCache.load(path, model) take its tokens along where the new rules store them alike"
 
 
-def cache_of_others(made: Injection, now: Injection) -> HeteroKVError:
-    """What to raise for a cache that was made under `made` and is given to the model of `now`."""
-    if not hasattr(made, "operators"):
-        return HeteroKVError(f"the cache was made for no model of this kind; {_ANEW}")
-    return HeteroKVError(
-        f"the HeteroCache does not belong to this model: {difference(made, now)}; {_remedy(made, now)}"
-    )
+def require_own(made: Injection, now: Injection) -> None:
+    """Raise HeteroKVError, naming the difference, for a cache that was made under `made`, and is given to the model of
+    `now`: equal rules in the same model, put in anew, go on with it."""
+    if text := difference(made, now):
+        along = "" if made.model is not now.model else f"; {_ALONG}"
+        raise HeteroKVError(f"the HeteroCache does not belong to this model: {text}; {_ANEW}{along}")
 
 
 def stray_cache(made: Injection) -> HeteroKVError:
@@ -38,20 +37,19 @@ def stray_cache(made: Injection) -> HeteroKVError:
     )
 
 
-def difference(made: Injection, now: Injection) -> str:
-    """How what a cache was made for differs from what the model has now."""
+def difference(made: Injection, now: Injection) -> str | None:
+    """How what a cache was made for differs from what the model has now; None where it does not."""
     if made.model is not now.model:
         return f"it was made for another one, {described(made.model)}, and this is {described(now.model)}"
     for path in dict.fromkeys([*made.operators, *now.operators]):
         before, after = (each.operators.get(path) for each in (made, now))
-        names = [type(each).__name__ if each is not None else "no operator" for each in (before, after)]
-        if before is None or after is None or names[0] != names[1]:
+        if before is None or after is None or type(before) is not type(after):
+            names = [type(each).__name__ if each is not None else "no operator" for each in (before, after)]
             return f"{path} had {names[0]} when it was made, and has {names[1]} now"
         if text := _changed(before.settings, after.settings):
-            return f"{path} ({names[0]}) had {text}"
-    if text := _changed(made.engine, now.engine):
-        return f"the engine had {text}"
-    return f"the same rules were put into {described(now.model)} anew since it was made (eject, then inject)"
+            return f"{path} ({type(before).__name__}) had {text}"
+    text = _changed(made.engine, now.engine)
+    return None if text is None else f"the engine had {text}"
 
 
 def described(model: Any) -> str:
@@ -60,10 +58,6 @@ def described(model: Any) -> str:
     of = getattr(model.config, "_name_or_path", "")
     sizes = f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}"
     return f"{type(model).__name__} ({f'{of}, ' if of else ''}{sizes})"
-
-
-def _remedy(made: Injection, now: Injection) -> str:
-    return _ANEW if made.model is not now.model else f"{_ANEW}; {_ALONG}"
 
 
 def _changed(before: Any, after: Any) -> str | None:

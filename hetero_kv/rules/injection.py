@@ -35,7 +35,7 @@ from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 from hetero_kv.models import ProgressReport
 from hetero_kv.planning.plan import Footprint, Plan, resolve_max_seq_len
 from hetero_kv.planning.ran_out import ran_out_of_memory
-from hetero_kv.rules.belonging import cache_of_others, stray_cache
+from hetero_kv.rules.belonging import require_own, stray_cache
 from hetero_kv.rules.effect import require_precedence
 from hetero_kv.rules.matching import InjectionError, matched_rules, modules_of, named
 from hetero_kv.rules.named_config import NamedConfig, config_in
@@ -101,9 +101,10 @@ class Injection:
         """An empty cache of the model."""
         return HeteroCache(self.model)
 
-    def refusal(self, cache: HeteroCache) -> HeteroKVError:
-        """What to raise for a cache that is not of these rules; it names the difference."""
-        return cache_of_others(cache.injection, self)
+    def adopt(self, cache: HeteroCache) -> None:
+        """Take a cache of an injection before that was equal. Raises HeteroKVError where it was not."""
+        require_own(cache.injection, self)
+        cache.injection = self
 
     def stray(self) -> HeteroKVError:
         """See CacheMaker."""
@@ -279,8 +280,10 @@ def eject(model: PreTrainedModel) -> None:
     injection: Injection | None = getattr(model, "hetero_kv_injection", None)
     if injection is None:
         raise InjectionError(f"{type(model).__name__} has no rules injected, there is nothing to eject")
-    _take_out(model, injection)
-    del model.hetero_kv_injection
+    # A forward that is under way in another thread ends under the rules that it began with.
+    with injection.one_at_a_time:
+        _take_out(model, injection)
+        del model.hetero_kv_injection
 
 
 def eject_around_packed_weights(model: PreTrainedModel) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from called import OTHER, PROMPT, SAMPLED, UNTOUCHED, Call, plain, tokens_of
+from called import OTHER, PROMPT, SAMPLED, SIZES, UNTOUCHED, Call, plain, tokens_of
+from tiny_models import tiny_model
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
-from hetero_kv import HeteroCache, HeteroKVError
+from hetero_kv import HeteroCache, HeteroKVError, inject
 
 
 def saved_by_torch(thing):
@@ -134,3 +135,13 @@ def test_a_way_is_refused_by_name(injected, name):
         way(injected)
     # Nothing is left of it.
     assert tokens_of(injected.generate()) == tokens_of(plain().generate())
+
+
+@torch.no_grad()
+def test_layers_that_wait_for_each_other_have_no_early_exit(one_thread):
+    model = tiny_model("llama", 1, **SIZES)
+    inject(model, "infinipot", command_line={"budget": 300})
+    call = Call(model, None, lambda: None)
+    with pytest.raises(HeteroKVError, match=r"behind 2 of 4 layers \(assistant_early_exit\), .* of kind BoundedLayer"):
+        call.generate(assistant_early_exit=2)
+    assert tokens_of(call.generate()) == tokens_of(plain().generate())
