@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.utils import ModelOutput
 
+from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache
 from hetero_kv.adapter.model_call import ModelCall
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
@@ -34,14 +35,14 @@ def without_cache(
     if wanted is None:
         wanted = getattr(model.config, "use_cache", True)
     cache = new_cache()
-    output = forward(**{**call.arguments, _NAME: cache, "use_cache": True})
+    output = forward(**{**call.arguments, **as_cache(forward, cache), "use_cache": True})
     return output if wanted else _without(cache, output)
 
 
 def refuse_other_caches(model: Any, arguments: dict[str, Any]) -> None:
     """Raise HeteroKVError for a cache that is no HeteroCache."""
     for name, value in arguments.items():
-        if (name == _NAME and value is not None and not isinstance(value, HeteroCache)) or (
+        if (name in CACHE_NAMES and value is not None and not isinstance(value, HeteroCache)) or (
             isinstance(value, Cache) and not isinstance(value, HeteroCache)
         ):
             raise HeteroKVError(
@@ -73,6 +74,8 @@ def _refuse_packed(call: ModelCall) -> None:
 
 def _without(cache: HeteroCache, output: Any) -> Any:
     if isinstance(output, ModelOutput):
-        output[_NAME] = None
+        for name in CACHE_NAMES:
+            if output.get(name) is cache:
+                output[name] = None
         return output
     return tuple(part for part in output if part is not cache) if isinstance(output, tuple) else output

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from hetero_kv.adapter.cache_argument import as_cache, given_cache
 from hetero_kv.adapter.cacheless import refuse_other_caches
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
@@ -46,7 +47,7 @@ def _guarded(model: Any, generate: Callable[..., Any], new_cache: Callable[[], H
     @functools.wraps(generate)
     def guarded_generate(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind_partial(*args, **kwargs).arguments
-        config, given = bound.get("generation_config"), kwargs.get("past_key_values")
+        config, given = bound.get("generation_config"), given_cache(kwargs)
 
         def told(name: str) -> Any:
             return kwargs.get(name, getattr(config, name, None))
@@ -69,8 +70,9 @@ def _guarded(model: Any, generate: Callable[..., Any], new_cache: Callable[[], H
                 "in which every token is stored; leave one of the two out"
             )
         cache = new_cache() if given is None else given
+        named = as_cache(model.forward, cache) if given is None else {}
         with cache.in_use, _Depth(model, setting("assistant_early_exit")):
-            return generate(*args, **{**kwargs, "past_key_values": cache})
+            return generate(*args, **{**kwargs, **named})
 
     return guarded_generate
 
