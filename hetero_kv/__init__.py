@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 # Before anything loads torch: it sets how long OpenMP threads spin and which pages tensors lie in, which are read then.
 import cpu_ops  # noqa: F401
-from hetero_kv.planning.cpus import keep_threads_within_quota
+from hetero_kv.cpus import keep_threads_within_quota
 
 if TYPE_CHECKING:
     from hetero_kv.chat.conversation import Conversation

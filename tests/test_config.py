@@ -301,7 +301,7 @@ def test_what_the_command_line_adds_to_a_file_that_may_be_sound_is_named() -> No
 def test_threads_are_the_physical_cores_and_never_more_than_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
     monkeypatch.setattr("psutil.cpu_count", lambda logical: 4)
-    monkeypatch.setattr("hetero_kv.planning.cpus.cpu_quota", lambda process: None)
+    monkeypatch.setattr("hetero_kv.cpus.cpu_quota", lambda process: None)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert EngineSettings().resolved_threads() == 4
     assert EngineSettings(threads_num=5).resolved_threads() == 5
@@ -316,7 +316,7 @@ def test_threads_are_the_physical_cores_and_never_more_than_the_affinity(monkeyp
 def test_threads_are_no_more_than_a_containers_quota_unless_the_environment_says_how_many(monkeypatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)), raising=False)
     monkeypatch.setattr("psutil.cpu_count", lambda logical: 4)
-    monkeypatch.setattr("hetero_kv.planning.cpus.cpu_quota", lambda process: 2.5)
+    monkeypatch.setattr("hetero_kv.cpus.cpu_quota", lambda process: 2.5)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert EngineSettings().resolved_threads() == 2
     assert EngineSettings(threads_num=5).resolved_threads() == 2

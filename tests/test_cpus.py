@@ -12,7 +12,7 @@ from control_group_trees import ControlGroups
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero_kv.planning import cpus
+from hetero_kv import cpus
 
 CPU_GROUPS = Path("/sys/fs/cgroup/cpu")
 

@@ -29,8 +29,16 @@ THE_READERS_OWN = {"my_rules.yaml", "my_notes.txt"}
 
 #: The rooms from the ground up. What stands in one line may not import each other, nor what stands further down.
 FLOORS = (
-    ("cpu_ops", "hetero_kv.durable_file", "hetero_kv.errors", "hetero_kv.freed_memory", "hetero_kv.printing"),
-    ("gpu_ops", "hetero_kv.threads"),
+    (
+        "cpu_ops",
+        "hetero_kv.control_groups",
+        "hetero_kv.durable_file",
+        "hetero_kv.errors",
+        "hetero_kv.freed_memory",
+        "hetero_kv.printing",
+        "hetero_kv.text_decoding",
+    ),
+    ("gpu_ops", "hetero_kv.cpus", "hetero_kv.threads"),
     ("hetero_kv.settings", "hetero_kv.store", "hetero_kv.models", "hetero_kv.weights"),
     ("hetero_kv.engine",),
     ("hetero_kv.adapter",),

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from hetero_kv.chat.formats import HTML, Format, format_of, text_in
 from hetero_kv.errors import ConfigError
-from hetero_kv.text_encoding import binary, decoded, is_wide
+from hetero_kv.text_decoding import binary, decoded, is_wide
 
 # Four bytes a token, as English has, for 64 Mi tokens: more than any model's context.
 MOST_BYTES = 4 * 2**26

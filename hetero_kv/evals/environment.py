@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hetero_kv.planning.cpus import usable_cpus
+from hetero_kv.cpus import usable_cpus
 
 PACKAGES = ("hetero-kv", "torch", "transformers", "numba", "numpy")
 

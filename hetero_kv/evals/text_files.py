@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hetero_kv.errors import HeteroKVError
-from hetero_kv.text_encoding import decoded, is_wide
+from hetero_kv.text_decoding import decoded, is_wide
 
 # A million tokens take some five million characters, and twice as many where all are escaped.
 LONGEST_LINE = 32 << 20
@@ -46,7 +46,7 @@ def lines_of(path: Path, what: str) -> Iterator[tuple[int, bytes]]:
 
 
 def text_of(path: Path, what: str) -> str:
-    """All of a file's text. Raises HeteroKVError as `lines_of`, and where it is no text (`text_encoding`)."""
+    """All of a file's text. Raises HeteroKVError as `lines_of`, and where it is no text (`text_decoding`)."""
     pieces, size = [], 0
     with _opened(path, what) as file:
         while piece := file.read(_AT_ONCE):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import psutil
 
-from hetero_kv.planning.control_groups import THIS_PROCESS, Group, control_groups
+from hetero_kv.control_groups import THIS_PROCESS, Group, control_groups
 
 # A limit of this size means none: cgroup v1 has no other way to say it.
 _UNLIMITED = 1 << 60

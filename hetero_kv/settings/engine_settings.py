@@ -7,7 +7,7 @@ from typing import Literal
 
 import psutil
 
-from hetero_kv.planning.cpus import threads_by_environment, usable_cpus
+from hetero_kv.cpus import threads_by_environment, usable_cpus
 from hetero_kv.settings.setting import Settings, setting
 
 AUTO, GPU, DRAM = "auto", "gpu", "dram"

@@ -18,7 +18,7 @@ from sample_documents import HTML, docx, pdf
 from hetero_kv.chat import formats
 from hetero_kv.chat.documents import document_in, documents_at
 from hetero_kv.errors import ConfigError
-from hetero_kv.text_encoding import decoded
+from hetero_kv.text_decoding import decoded
 
 SAMPLES = {
     "notes.txt": (b"It was cut.\r\n", "It was cut.\n"),

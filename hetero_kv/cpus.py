@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from hetero_kv.planning.control_groups import THIS_PROCESS, Group, control_groups
+from hetero_kv.control_groups import THIS_PROCESS, Group, control_groups
 
 #: Environment variables by which users choose the threads of torch and of the kernels.
 OMP_THREADS, NUMBA_THREADS = "OMP_NUM_THREADS", "NUMBA_NUM_THREADS"
