@@ -22,6 +22,7 @@ from gpu_ops.captured import Segments
 from gpu_ops.host_traffic import noticed
 from hetero_kv.adapter.cache_argument import CACHE_NAMES, as_cache, given_cache
 from hetero_kv.adapter.captures import Captures
+from hetero_kv.adapter.foreign import PlainTree, foreign_part, has_global_hooks
 from hetero_kv.adapter.model_call import ModelCall, Signature
 from hetero_kv.adapter.recording import RECORDING, NotCapturableError, Recording, Rehearsal
 from hetero_kv.engine.cache import HeteroCache
@@ -58,14 +59,15 @@ class _CapturedToken:
             if tensor is not None
         ]
         self._addresses = self._present_addresses()
+        self._tree = PlainTree(model, parameters=False)
 
     def _present_addresses(self) -> list[int]:
         return [-1 if (tensor := owner.get(name)) is None else tensor.data_ptr() for owner, name in self._weights]
 
     @property
     def is_current(self) -> bool:
-        """Whether the model's weights lie where they did."""
-        return self._present_addresses() == self._addresses
+        """Whether the model's weights lie where they did, and nobody has put anything on its modules."""
+        return self._tree.is_unchanged and self._present_addresses() == self._addresses
 
     def run(self, inputs: dict[str, torch.Tensor], cache: HeteroCache) -> Any:
         """The forward's output for other inputs, over a cache that a step has begun in."""
@@ -180,6 +182,11 @@ class CapturedSteps:
             raise NotCapturableError(
                 f"{len(others)} layers have a cache of transformers' own ({type(others[0]).__name__})"
             )
+        if has_global_hooks():
+            raise NotCapturableError("torch calls global hooks for every module")
+        for path, module in self._model.named_modules():
+            if (part := foreign_part(module)) is not None:
+                raise NotCapturableError(f"{path or type(module).__name__} has {part}")
         if "position_ids" not in inputs:
             raise NotCapturableError(f"{type(self._model).__name__} takes no position_ids")
         odd = [name for name, value in fixed.items() if not isinstance(value, bool | int | float | str | None)]

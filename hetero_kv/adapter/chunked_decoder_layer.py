@@ -8,17 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from hetero_kv.adapter import bridge, chunking, recurrent, watching
+from hetero_kv.adapter import bridge, chunking, recurrent
 from hetero_kv.adapter.cache_argument import given_cache
+from hetero_kv.adapter.foreign import is_plain
 from hetero_kv.adapter.operator import AttentionOperator, Operator
-from hetero_kv.adapter.prompt_layer import PromptLayer
+from hetero_kv.adapter.prompt_layer import PromptLayer, is_plain_but_for_projections
 from hetero_kv.adapter.token_layer import TokenLayer
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.freed_memory import freed_memory_kept, give_back_freed_memory
 from hetero_kv.settings.engine_settings import EngineSettings
 
-_UNTRIED = object()
+# Of the native way: not tried yet; or there is something foreign in the layer, which is looked for again at prompts.
+_UNTRIED, _FOREIGN = object(), object()
 # Attributes of an attention module by which it calls its attention function.
 _CALLED_WITH = "scaling", "sliding_window"
 # Tokens from which on what a layer makes of a prompt is so large that its memory is kept for the next one.
@@ -89,6 +91,8 @@ class ChunkedDecoderLayer(Operator):
                 "[batch, tokens, hidden] into chunks and knows no others"
             )
         total = hidden_states.shape[1]
+        if self._native is _FOREIGN:
+            self._native = _UNTRIED
         _refuse_unsliceable(self.path, args, kwargs)
         passage = chunking.passage(hidden_states, kwargs, self.engine.chunk_size, chunking.is_ours(hidden_states))
         is_on_cpu = hidden_states.device.type == "cpu"
@@ -123,14 +127,16 @@ class ChunkedDecoderLayer(Operator):
         return (output, *result[1:]) if isinstance(result, tuple) else output
 
     def _native_way(self) -> TokenLayer | None:
-        """The native way of a token, where the layer has one."""
-        if self._native is _UNTRIED:
-            self._native = TokenLayer.of(self.wrapped, self.attention)
-        return self._native
+        """The native way of a token, where the layer, as it is now, has one that nobody misses anything of."""
+        native = self._native
+        if native is _UNTRIED or (isinstance(native, TokenLayer) and not native.is_current):
+            is_theirs = not is_plain(self.wrapped)
+            self._native = native = _FOREIGN if is_theirs else TokenLayer.of(self.wrapped, self.attention)
+        return None if native is _FOREIGN else native
 
     def _short_way(self) -> PromptLayer | None:
         """The short way of prompts, where the layer, as it is now, has one that nobody misses anything of."""
-        if watching.is_watched(self.wrapped):
+        if not is_plain_but_for_projections(self.wrapped):
             return None
         attention: Any = self.attention.wrapped
         first = next(self.wrapped.parameters(), None)

@@ -21,10 +21,10 @@ from hetero_kv.adapter import chunking
 from hetero_kv.adapter.cache_argument import given_cache
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.chunked_module import ChunkedModule
+from hetero_kv.adapter.foreign import is_heard
 from hetero_kv.adapter.model_call import ModelCall, Signature
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.adapter.streamed_weights import stream_weights
-from hetero_kv.adapter.watching import is_heard
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import DRAM, GPU, EngineSettings
@@ -65,7 +65,7 @@ def tables_stay_on_gpu(model: nn.Module) -> bool:
 @contextmanager
 def head_wants(model: nn.Module, call: ModelCall) -> Iterator[None]:
     """Within this context a model's head is called, with as many last tokens as `call` says: nobody sees the others'
-    last hidden states, unless somebody listens to what comes behind the layers."""
+    last hidden states, unless there is something foreign behind the layers."""
     wanted = call.arguments.get("logits_to_keep", 0)
     is_number = isinstance(wanted, int) and not (wanted and call.shape[1] > 1 and is_heard(model, ChunkedDecoderLayer))
     token = chunking.WANTED.set(wanted if is_number else 0)

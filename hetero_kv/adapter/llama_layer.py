@@ -21,7 +21,7 @@ import torch
 from cpu_ops.gates import GELU_TANH, SILU
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.cache_argument import as_cache
-from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES
+from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, bits
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.errors import said_briefly
 
@@ -31,6 +31,8 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 MLP = ("gate_proj", "up_proj", "down_proj")
 GATES: dict[str, int] = {"SiLUActivation": SILU, "SiLU": SILU, "GELUTanh": GELU_TANH, "PytorchGELUTanh": GELU_TANH}
+#: Numbers that a fast path has read from modules of such a layer.
+READ_NUMBERS = ("variance_epsilon", "eps", "scaling", "sliding_window", "head_dim", "_quantised")
 NONE = np.empty(0, np.float32)
 _FIRST_POSITION = 7
 
@@ -68,6 +70,24 @@ def norm_of(norm: Any) -> tuple[np.ndarray, np.float32]:
     if norm is None or not isinstance(epsilon, float) or [name for name, _ in norm.named_parameters()] != ["weight"]:
         return NONE, np.float32(0)
     return float32_array(norm.weight), np.float32(epsilon)
+
+
+class CopiedFrom:
+    """Tensors on a CPU of which a fast path has a copy, or an array of the same memory, float32 or bfloat16."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._places = [tensor.data_ptr() for tensor in self._tensors]
+        self._arrays = [bits(tensor.detach().contiguous()) for tensor in self._tensors]
+        self._contents = [array.tobytes() for array in self._arrays]
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether they lie where they did, with the numbers that they had: `tensor.data` leaves no trace but these."""
+        return (
+            list(map(torch.Tensor.data_ptr, self._tensors)) == self._places
+            and list(map(np.ndarray.tobytes, self._arrays)) == self._contents
+        )
 
 
 def float32_array(tensor: torch.Tensor) -> np.ndarray:

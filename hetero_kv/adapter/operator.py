@@ -57,6 +57,8 @@ class Operator(nn.Module):
         self.settings = settings
         self.engine = engine
         self.training = wrapped.training
+        self.register_load_state_dict_pre_hook(_with_wrapped)
+        self.register_load_state_dict_post_hook(_without_wrapped)
 
     @classmethod
     def settings_class_for(cls, kwargs: Mapping[Any, Any]) -> type | None:
@@ -92,6 +94,42 @@ class Operator(nn.Module):
         """Take back what the operator changed in the wrapped module, and return that."""
         return self.wrapped
 
+    def require_removable(self) -> None:
+        """Raise HeteroKVError where `uninstall` would take away what somebody else has put on the wrapped module."""
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """See torch.nn.Module; the modules within the wrapped one have the names that they have in the untouched model,
+        as in `state_dict`, which others look up by these (PEFT)."""
+        memo = set() if memo is None else memo
+        for name, module in ((prefix, self), (_joined(prefix, "wrapped"), self.wrapped)):
+            if module not in memo:
+                if remove_duplicate:
+                    memo.add(module)
+                yield name, module
+        for name, child in self.wrapped.named_children():
+            yield from child.named_modules(memo, _joined(prefix, name), remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The wrapped module's, for who makes names of them (accelerate); torch itself asks for `children`."""
+        return self.wrapped.named_children()
+
+    def children(self) -> Iterator[nn.Module]:
+        """See torch.nn.Module."""
+        return iter((self.wrapped,))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped module's, under the names that it has in the untouched model."""
+        return self.wrapped.state_dict(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # copy.deepcopy and pickle come here: forwards that were put around the model would be the first one's.
+        raise HeteroKVError(
+            f"a model with operators in it ({self.path}: {type(self).__name__}) cannot be copied or pickled; call "
+            "hetero_kv.eject(model) first, and inject the rules into the copy"
+        )
+
     def compile_own_kernels(self) -> None:
         """Compile what its first tokens need, or load it from the disk, once the weights are there."""
 
@@ -101,11 +139,47 @@ class Operator(nn.Module):
             return {}
         return {row.name: getattr(self.settings, row.name) for row in describe(type(self.settings))}
 
+    def be_in_place(self) -> None:
+        """From now on, what somebody puts in the place of an attribute of the wrapped module is the wrapped module's:
+        an adapter around a projection, say."""
+        self.__dict__["_is_in_place"] = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        values = self.__dict__
+        is_theirs = "_is_in_place" in values and not name.startswith("_")
+        if is_theirs and not any(name in own for own in (values, self._modules, self._buffers)):
+            wrapped = values["wrapped"]
+            if not hasattr(type(self), name) and hasattr(wrapped, name):
+                setattr(wrapped, name, value)
+                return
+        super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("wrapped"), name)
+
+
+_WRAPPED = "wrapped."
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _with_wrapped(operator: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a state dict is loaded: the names that parameters have in the model with its operators."""
+    for name in list(state):
+        rest = name.removeprefix(prefix)
+        if name.startswith(prefix) and not rest.startswith(_WRAPPED):
+            state[f"{prefix}{_WRAPPED}{rest}"] = state.pop(name)
+
+
+def _without_wrapped(operator: nn.Module, incompatible: Any) -> None:
+    """Behind it: names that were missing or unexpected, as they are in the untouched model."""
+    for names in incompatible:
+        names[:] = [name.replace(f".{_WRAPPED}", ".") for name in names]
 
 
 class AttentionOperator(Operator):

@@ -20,11 +20,13 @@ from torch import nn
 from cpu_ops import prompt_layer
 from cpu_ops.threads import at_most
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.foreign import foreign_part, has_global_hooks, is_heard_itself
 from hetero_kv.adapter.kernel_arrays import bits
 from hetero_kv.adapter.llama_layer import (
     GATES,
     HEAD_NORMS,
     MLP,
+    PROJECTIONS,
     Trial,
     agrees,
     has_llama_form,
@@ -37,6 +39,25 @@ from hetero_kv.adapter.operator import AttentionOperator
 #: side, and so may what is quantised from it.
 _TOLERANCE = 2e-3
 _TRIED = 2, 3
+
+
+def is_plain_but_for_projections(layer: nn.Module) -> bool:
+    """Whether nothing foreign is in a decoder layer but in the way its projections are computed, which are called.
+
+    Nobody may listen within projections: what they give is written over.
+    """
+    if has_global_hooks():
+        return False
+    projections = {*PROJECTIONS, *MLP}
+    remaining: list[tuple[nn.Module, bool]] = [(layer, False)]
+    while remaining:
+        module, is_called = remaining.pop()
+        if is_heard_itself(module) if is_called else foreign_part(module) is not None:
+            return False
+        remaining += [
+            (child, is_called or name in projections) for name, child in module._modules.items() if child is not None
+        ]
+    return True
 
 
 class PromptLayer:
@@ -145,7 +166,9 @@ class PromptLayer:
 
 def _made(projection: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """What a projection makes of x, for kernels to write over."""
-    return projection(x).detach().contiguous()
+    made = projection(x).detach().to(x.dtype).contiguous()
+    # Modules of others may keep what they give.
+    return made if foreign_part(projection) is None else made.clone()
 
 
 def _rows(tensor: torch.Tensor) -> np.ndarray:

@@ -65,6 +65,7 @@ class QuantizedExperts(QuantizedModule):
         return module.down_proj
 
     def install(self) -> None:
+        super().install()
         for leaf in self.projections:
             if self.parts[leaf]:
                 self._give(leaf, self._nothing(leaf))
@@ -86,7 +87,7 @@ class QuantizedExperts(QuantizedModule):
                 self._give(leaf, self._unpacked(leaf))
             elif not (parameter := getattr(self.wrapped, leaf)).is_meta and parameter.dtype is not self.dtype:
                 self._give(leaf, parameter.detach().to(self.dtype))
-        return self.wrapped
+        return super().uninstall()
 
     def compile_own_kernels(self) -> None:
         for weights in self.held():
@@ -148,10 +149,12 @@ class QuantizedExperts(QuantizedModule):
             self._give(leaf, torch.empty(getattr(self.wrapped, leaf).shape, dtype=self.number_type()))
         self._by_output(getattr(self.wrapped, leaf).data)[:, outputs] = numbers.to(self.number_type())
 
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    def computed(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Hidden states x [tokens, hidden], the experts of each [tokens, k], and what they count [tokens, k]."""
         if not all(self.parts.values()):
             return self._in_numbers(x, chosen, shares)
+        for leaf in self.projections:
+            self.require_empty(leaf)
         if chooses_on_device(x, chosen.numel()):
             return self._decoded(x, chosen, shares)
         ids, order = chosen.reshape(-1).sort(stable=True)
@@ -169,7 +172,7 @@ class QuantizedExperts(QuantizedModule):
         return out.to(x.dtype)
 
     def _decoded(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """As `forward`, of few tokens on a GPU: which experts they have, the host need not know."""
+        """As `computed`, of few tokens on a GPU: which experts they have, the host need not know."""
         counted = shares.float().where(chosen < self.wrapped.num_experts, 0.0)
         rows = x.float().repeat_interleave(chosen.shape[1], dim=0)
         result = self._through(rows, chosen.reshape(-1).long())
@@ -208,7 +211,7 @@ class QuantizedExperts(QuantizedModule):
                 self._give(leaf, self._unpacked(leaf))
                 self._forget(leaf)
         dtype = getattr(self.wrapped, self.projections[0]).dtype
-        return self.wrapped(x.to(dtype), chosen, shares.to(dtype)).to(x.dtype)
+        return self.own_forward(x.to(dtype), chosen, shares.to(dtype)).to(x.dtype)
 
     def _keep(self, leaf: str, outputs: slice, weights: ExpertWeights) -> None:
         self.register_buffer(f"{leaf}_packed_{len(self.parts[leaf])}", weights.data, persistent=False)

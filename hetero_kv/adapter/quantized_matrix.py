@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from cpu_ops.weight_formats import FORMATS
 from hetero_kv.adapter.quantized_module import QuantizedModule
+from hetero_kv.adapter.read_only_numbers import ReadOnlyNumbers
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.weights.moving import weight_at, weight_moved
@@ -67,6 +68,7 @@ class QuantizedMatrix(QuantizedModule):
             yield self.quantised
 
     def install(self) -> None:
+        super().install()
         if self.quantised is not None:
             self.keep(self.quantised)
         elif not self.wrapped.weight.is_meta:
@@ -87,7 +89,7 @@ class QuantizedMatrix(QuantizedModule):
             self.wrapped.weight = self.quantised.parameter(self.dtype)
         elif self.wrapped.weight.dtype is not self.dtype:
             self._give(self.wrapped.weight.detach().to(self.dtype))
-        return self.wrapped
+        return super().uninstall()
 
     def compile_own_kernels(self) -> None:
         if self.quantised is not None:
@@ -95,8 +97,11 @@ class QuantizedMatrix(QuantizedModule):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weights as numbers, for a model that reads them itself; unpacked anew at every use."""
-        return self.wrapped.weight if self.quantised is None else self.quantised.unpacked(self.dtype)
+        """The weights as numbers, for a model that reads them itself; unpacked at every use, not to be changed."""
+        quantised = self.quantised
+        return (
+            self.wrapped.weight if quantised is None else ReadOnlyNumbers.of(quantised.unpacked(self.dtype), self.path)
+        )
 
     def load_blocks(self, blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> None:
         """Take the weights from a GGUF file.
@@ -172,6 +177,7 @@ class QuantizedMatrix(QuantizedModule):
         quantised, self.packed = self.quantised, None
         try:
             super()._apply(fn, recurse)
+            self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
             if quantised is not None:
                 self._quantised = quantised = weight_moved(quantised, fn)
         finally:
@@ -198,11 +204,12 @@ class QuantizedLinear(QuantizedMatrix):
         """See `QuantizedModule`; a subclass that computes something else keeps its weights as numbers."""
         return type(module).forward is nn.Linear.forward and super().is_wanted(module, settings)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def computed(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] -> [..., out_features], in x's dtype."""
         quantised = self.quantised
         bias = self.wrapped.bias
         if quantised is not None:
+            self.require_empty("weight")
             return quantised.multiply(x.reshape(-1, x.shape[-1]), bias).view(*x.shape[:-1], self.wrapped.out_features)
         weight = self.wrapped.weight
         y = functional.linear(x.to(weight.dtype), weight).to(x.dtype)
@@ -215,14 +222,20 @@ class QuantizedEmbedding(QuantizedMatrix):
     meaning = "an embedding whose weights stay quantised as their file holds them, or are quantised"
     replaces = nn.Embedding
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    @classmethod
+    def is_wanted(cls, module: Any, settings: Any) -> bool:
+        """See `QuantizedModule`; rows that looking them up rescales in place (`max_norm`) stay numbers."""
+        return module.max_norm is None and super().is_wanted(module, settings)
+
+    def computed(self, ids: torch.Tensor) -> torch.Tensor:
         """Token ids of any shape -> [..., embedding_dim], in the model's dtype."""
         if self.quantised is None:
-            return self.wrapped(ids).to(self.dtype)
+            return self.own_forward(ids).to(self.dtype)
+        self.require_empty("weight")
         rows = self.quantised.rows(ids.reshape(-1), self.dtype)
         if type(self.wrapped).forward is not nn.Embedding.forward:
             # A subclass does something with its rows (Gemma scales them): let it, these rows being all that it has.
             self._give(rows)
-            rows = self.wrapped(torch.arange(len(rows), device=rows.device))
+            rows = self.own_forward(torch.arange(len(rows), device=rows.device))
             self._give(rows[:0])
         return rows.view(*ids.shape, -1)

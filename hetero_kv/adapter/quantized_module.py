@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hetero_kv.adapter.foreign import foreign_part
 from hetero_kv.adapter.operator import Operator
 from hetero_kv.adapter.weight_settings import AS_STORED, AUTO, BF16, FP32, Q8_0, QUANTISED, WeightSettings
 from hetero_kv.errors import UnsupportedModelError
+from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.weights.packed_weight import PackedWeight
 from hetero_kv.weights.quantised_weight import packable, stored_name
 
@@ -24,7 +26,11 @@ _DTYPES = {FP32: torch.float32, BF16: torch.bfloat16}
 
 
 class QuantizedModule(Operator):
-    """A module whose weights are kept quantised where the settings say so."""
+    """A module whose weights are kept quantised where the settings say so.
+
+    While it is in the model, the wrapped module's forward is `computed` too: hooks that somebody puts on the wrapped
+    module, as on every `torch.nn.Linear` of a model, are called, and so is a forward that is wrapped around it.
+    """
 
     settings_class = WeightSettings
     prefills_exactly = True
@@ -32,9 +38,69 @@ class QuantizedModule(Operator):
     wrapped: Any
     dtype: torch.dtype
 
+    def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
+        super().__init__(path, wrapped, settings, engine)
+        self._stand_in = self.computed
+        self._kind = type(wrapped)
+        self.register_load_state_dict_pre_hook(lambda module, *_: module._require_numbers("be loaded"))
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        """As `computed`, and what somebody has put on the wrapped module."""
+        values = self.wrapped.__dict__
+        if values["_forward_hooks"] or values["_forward_pre_hooks"] or values.get("forward") is not self._stand_in:
+            return self.wrapped(*args)
+        return self.computed(*args)
+
+    @abstractmethod
+    def computed(self, *args: Any) -> torch.Tensor:
+        """What the wrapped module computes, by the weights as they are kept."""
+
+    def require_empty(self, leaf: str) -> None:
+        """Raise UnsupportedModelError where a packed parameter's place is no longer empty, as it was left."""
+        left = self.wrapped._parameters.get(leaf)
+        if left is None or left.numel() or type(self.wrapped) is not self._kind:
+            raise UnsupportedModelError(
+                f"the weights of {self.path} are packed, and since then others stand in their place, or something "
+                "that makes others of them (a parametrization, pruning); call hetero_kv.eject(model) before that"
+            )
+
+    def own_forward(self, *args: Any) -> torch.Tensor:
+        """What the wrapped module's class computes, by the parameters that the module has now."""
+        return type(self.wrapped).forward(self.wrapped, *args)
+
+    def install(self) -> None:
+        super().install()
+        self.wrapped.__dict__["forward"] = self._stand_in
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """See `Operator`. Raises UnsupportedModelError while the weights are packed: no tensors of the model's."""
+        self._require_numbers("be had")
+        return super().state_dict(*args, **kwargs)
+
+    def _require_numbers(self, done: str) -> None:
+        if any(True for _ in self.held()):
+            raise UnsupportedModelError(
+                f"the weights of {self.path} are packed, and cannot {done} as a state dict (save_pretrained, "
+                "push_to_hub, load_state_dict); call hetero_kv.eject(model) first, which unpacks them"
+            )
+
+    def require_removable(self) -> None:
+        if self.wrapped.__dict__.get("forward") is not self._stand_in:
+            raise UnsupportedModelError(
+                f"the forward of {self.path}.wrapped was replaced after inject; take that back first "
+                "(accelerate.hooks.remove_hook_from_module, say)"
+            )
+
+    def uninstall(self) -> nn.Module:
+        self.wrapped.__dict__.pop("forward", None)
+        return super().uninstall()
+
     @classmethod
     def is_wanted(cls, module: Any, settings: Any) -> bool:
         """Whether there is anything to do: weights that are loaded as numbers stay so unless another type is asked."""
+        if foreign_part(module) is not None:
+            # Weights that are more than the module's parameter (a parametrization, hooks, offloading) stay as they are.
+            return False
         parameter = cls.parameter_of(module)
         if settings.weights in (AUTO, AS_STORED):
             # A model's files may hold numbers, and nothing to be kept as stored (`models/safetensors_weights.py`).

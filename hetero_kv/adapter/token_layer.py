@@ -21,12 +21,15 @@ from cpu_ops.token_layer import attention_inputs, attention_output, gate_region
 from cpu_ops.weight_dots import rows_per_pass
 from cpu_ops.weight_formats import GROUP, TILE
 from hetero_kv.adapter import bridge
+from hetero_kv.adapter.foreign import PlainTree
 from hetero_kv.adapter.kernel_arrays import ARRAY_DTYPES, bits
 from hetero_kv.adapter.llama_layer import (
     GATES,
     MLP,
     NONE,
     PROJECTIONS,
+    READ_NUMBERS,
+    CopiedFrom,
     Trial,
     agrees,
     float32_array,
@@ -77,10 +80,22 @@ class TokenLayer:
         self._multiply = all_threads(), multiply_region()
         self._gate_up = gate_region(GATES[type(mlp.act_fn).__name__])
         self.call_settings: tuple[float, float | None, int | None, Any] = (0.0, None, None, None)
+        self._tree = PlainTree(layer, READ_NUMBERS)
+        norms = [
+            self._input_norm, layer.post_attention_layernorm, getattr(attention, "q_norm", None),
+            getattr(attention, "k_norm", None),
+        ]  # fmt: skip
+        copied = [*(norm.weight for norm in norms if norm is not None), *(bias for bias in biases if bias is not None)]
+        self._copied = CopiedFrom(copied)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the layer is as it was when the path was made: modules, hooks, and all numbers that were copied."""
+        return self._tree.is_unchanged and self._copied.is_unchanged
 
     @classmethod
     def of(cls, layer: Any, operator: Any) -> TokenLayer | None:
-        """The path of a decoder layer; None where the layer has another form, or the path gives something else."""
+        """The path of a plain decoder layer; None where it has another form, or the path gives something else."""
         if not _has_form(layer, operator):
             return None
         path, dtype = cls(layer, operator), layer.input_layernorm.weight.dtype

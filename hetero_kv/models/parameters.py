@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from hetero_kv.models.errors import ModelError
@@ -37,7 +38,11 @@ def tie(model: nn.Module, place: str, source: str) -> None:
     if share is not None and hasattr(other, "load_blocks") and share(other):
         return
     numbers = getattr(other, source_leaf)
-    parameter = numbers if isinstance(numbers, nn.Parameter) else nn.Parameter(numbers, requires_grad=False)
+    parameter = (
+        numbers
+        if isinstance(numbers, nn.Parameter)
+        else nn.Parameter(numbers.as_subclass(torch.Tensor), requires_grad=False)
+    )
     set_parameter(module, leaf, parameter)
 
 

@@ -19,6 +19,7 @@ from gpu_ops.attention_backend import AttentionBackend, missing
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.captures import Captures
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.foreign import is_offloaded, mark_own, require_own_weights
 from hetero_kv.adapter.generation import guard_generation, unguard_generation
 from hetero_kv.adapter.guard import guarded
 from hetero_kv.adapter.operator import AttentionOperator, Operator
@@ -46,6 +47,41 @@ from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.setting import SettingError, Settings
 
 
+@dataclass(frozen=True)
+class PutForward:
+    """A forward of ours on an instance.
+
+    Attributes:
+        before: what was there, of somebody else's (accelerate's hooks, say); None where the class's forward was.
+    """
+
+    holder: nn.Module
+    forward: Any
+    before: Any
+
+    @classmethod
+    def on(cls, holder: nn.Module, forward: Any) -> PutForward:
+        """Put it there."""
+        put = cls(holder, mark_own(forward), holder.__dict__.get("forward"))
+        holder.__dict__["forward"] = forward
+        return put
+
+    def require_there(self) -> None:
+        """Raise InjectionError where somebody has put another in its place since."""
+        if self.holder.__dict__.get("forward") is not self.forward:
+            raise InjectionError(
+                f"the forward of {type(self.holder).__name__} was replaced after inject; take that back first "
+                "(accelerate.hooks.remove_hook_from_module, say), then call hetero_kv.eject(model)"
+            )
+
+    def take_away(self) -> None:
+        """What was there before is there again."""
+        if self.before is None:
+            self.holder.__dict__.pop("forward", None)
+        else:
+            self.holder.__dict__["forward"] = self.before
+
+
 @dataclass
 class Injection:
     """What `inject` did to a model.
@@ -56,6 +92,7 @@ class Injection:
         rules: module path -> the rule that put its operator there.
         sources: module path -> the source of each of its operator's settings; "" -> of the engine's.
         configs: the modules whose config was replaced by a copy, with the original.
+        guards: the forwards that were put around models'.
         attention: what is to compute attention on a GPU, and what has.
         captures: whether a GPU is to launch decoded tokens as they were captured, and what has come of it.
         one_at_a_time: what a thread is within during a forward, while others wait: operators are the same for all.
@@ -67,6 +104,7 @@ class Injection:
     rules: dict[str, Rule] = field(default_factory=dict)
     sources: dict[str, dict[str, str]] = field(default_factory=dict)
     configs: list[tuple[Any, Any]] = field(default_factory=list)
+    guards: list[PutForward] = field(default_factory=list)
     attention: AttentionBackend = field(default_factory=AttentionBackend)
     captures: Captures = field(default_factory=Captures)
     one_at_a_time: Any = field(default_factory=threading.RLock, repr=False, compare=False)
@@ -215,12 +253,14 @@ def inject(
     Raises:
         ConfigError: a mistake in the rules file or in a setting, or one that no operator put in takes.
         InjectionError: the model is injected already, or a rule matches nothing in it.
-        UnsupportedModelError: an operator cannot compute a matched module exactly; it says why.
+        UnsupportedModelError: an operator cannot compute a matched module exactly, or the model's weights are not all
+            here (FSDP, tensor parallelism); it says why.
     """
     if getattr(model, "hetero_kv_injection", None) is not None:
         raise InjectionError(
             f"{type(model).__name__} has rules injected already; call hetero_kv.eject(model) before injecting others"
         )
+    require_own_weights(model)
     config = config_in(rules, trust_rules)
     rule_set, command_line = config.rules, {**(command_line or {}), **config.settings}
     given = {"command_line": command_line, "settings_file": settings_file}
@@ -231,7 +271,13 @@ def inject(
     settings = rule_set.modules_in_force(matched, **given)
     require_precedence(rule_set.file.long_context, rule_set.file.name, settings.values())
     rule_set.require_effect(command_line, ((rule, cls, settings[path].settings) for path, (rule, cls) in plan.items()))
-    wanted = {path for path, (_, cls) in plan.items() if cls.is_wanted(modules[path], settings[path].settings)}
+    offloaded = is_offloaded(model)
+    wanted = {
+        path
+        for path, (_, cls) in plan.items()
+        if cls.is_wanted(modules[path], settings[path].settings)
+        and not (offloaded and issubclass(cls, QuantizedModule) and cls.parameter_of(modules[path]).is_meta)
+    }
     left = [path for path in plan.keys() - wanted if issubclass(plan[path][1], QuantizedModule)]
     warn_of_unpacked(model, [modules[path] for path in left if settings[path].settings.weights in (AUTO, AS_STORED)])
     plan = {path: both for path, both in plan.items() if path in wanted}
@@ -255,6 +301,7 @@ def inject(
                 operator = plan[path][1](path, model.get_submodule(path), settings[path].settings, injection.engine)
             operator.install()
             model.set_submodule(path, operator)
+            operator.be_in_place()
             injection.operators[path] = operator
         _configure_together(
             [operator for path in plan if isinstance(operator := injection.operators[path], AttentionOperator)]
@@ -275,11 +322,14 @@ def inject(
 def eject(model: PreTrainedModel) -> None:
     """Restore a model that `inject` was called on, module by module and config by config.
 
-    Raises InjectionError when it has no rules injected.
+    Raises InjectionError when it has no rules injected, or when something was put around what was injected.
     """
     injection: Injection | None = getattr(model, "hetero_kv_injection", None)
     if injection is None:
         raise InjectionError(f"{type(model).__name__} has no rules injected, there is nothing to eject")
+    for guard in injection.guards:
+        guard.require_there()
+    _require_in_place(model, injection)
     # A forward that is under way in another thread ends under the rules that it began with.
     with injection.one_at_a_time:
         _take_out(model, injection)
@@ -331,10 +381,10 @@ def _guard(injection: Injection) -> None:
     """Guard the forward of the modules that build masks, and let them build none."""
     for holder, config in injection.configs:
         holder.config = bridge.with_implementation(config)
-        holder.forward = guarded(holder, injection, has_head=False)
+        injection.guards.append(PutForward.on(holder, guarded(holder, injection, has_head=False)))
     # With the head: what fails behind the layers is undone as well, and policies may ask for logits.
     if all(injection.model is not holder for holder, _ in injection.configs):
-        injection.model.forward = guarded(injection.model, injection, has_head=True)
+        injection.guards.append(PutForward.on(injection.model, guarded(injection.model, injection, has_head=True)))
     for module in (injection.model, *(holder for holder, _ in injection.configs)):
         # Looked up on the instance by pickle and copy: a copy would have the guards of this one.
         module.__reduce_ex__ = injection.__reduce_ex__  # type: ignore[method-assign, unused-ignore]
@@ -347,12 +397,26 @@ def _take_out(model: nn.Module, injection: Injection) -> None:
         model.set_submodule(path, operator.uninstall())
     for holder, config in injection.configs:
         holder.config = config
-        # The guard is an attribute of the instance; its class has the model's own.
-        del holder.forward
         holder.__dict__.pop("__reduce_ex__", None)
-    for name in ("forward", "__reduce_ex__"):
-        injection.model.__dict__.pop(name, None)
+    injection.model.__dict__.pop("__reduce_ex__", None)
     unguard_generation(injection.model)
+    while injection.guards:
+        injection.guards.pop().take_away()
+
+
+def _require_in_place(model: nn.Module, injection: Injection) -> None:
+    """Raise InjectionError where an operator is no longer where it was put, or what it wraps was put in something."""
+    for path, operator in injection.operators.items():
+        try:
+            there: Any = model.get_submodule(path)
+        except AttributeError:
+            there = None
+        if there is not operator:
+            raise InjectionError(
+                f"{path} is {'gone' if there is None else 'a ' + type(there).__name__} since inject, which put "
+                f"{type(operator).__name__} there; take that back, then call hetero_kv.eject(model)"
+            )
+        operator.require_removable()
 
 
 def _mask_builders(model: nn.Module, operators: dict[str, Operator]) -> list[Any]:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from hetero_kv.adapter.foreign import PLAIN_TENSORS
+
 aten = torch.ops.aten
 
 
@@ -160,6 +162,9 @@ class SimulatedTensor(torch.Tensor):
                 simulation.host_waits("nonzero", simulation.current_stream(self.place.index).clock)
         reads = [part for part in parts if isinstance(part, SimulatedTensor)]
         simulation.launch(name, self.place.index, reads if written else [*reads, self], written)
+
+
+PLAIN_TENSORS.add(SimulatedTensor)
 
 
 @cache

@@ -18,6 +18,7 @@ import torch
 
 from hetero_kv.adapter import bridge
 from hetero_kv.adapter.asked_call import call_of
+from hetero_kv.adapter.foreign import has_global_hooks, is_heard_itself
 from hetero_kv.adapter.operator import AttentionOperator
 from hetero_kv.engine.step import Step
 from hetero_kv.families.token_retrieval.choosers.chooser import Choice
@@ -42,7 +43,7 @@ class LookAhead:
         """Choose from the arguments that the attention module before was called with, where there is a choice."""
         operator = self._operator
         steps = [step for step in bridge.cache_in(args, kwargs, operator.path).steps if operator.chooses_in(step)]
-        if not steps or not self._computes_where(args, kwargs):
+        if not steps or not self._computes_where(args, kwargs) or self._is_heard():
             return
         call = call_of(operator.path, operator.wrapped, *self._as_its_own(args, kwargs))
         for step in steps:
@@ -51,6 +52,13 @@ class LookAhead:
             self._sent[step] = replace(of_rows, q=of_rows.q.to("cpu", torch.float32, non_blocking=True))
             if not call.q.is_cuda:
                 self.arrived(step)
+
+    def _is_heard(self) -> bool:
+        """Whether somebody would hear the layer called once more than it is, or its module left half-way."""
+        modules = (self._operator.wrapped, self._operator.input_norm)
+        return has_global_hooks() or any(
+            is_heard_itself(part) for module in modules if module is not None for part in module.modules()
+        )
 
     def _computes_where(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the weights are where the arguments are; streamed ones come with their own layer."""

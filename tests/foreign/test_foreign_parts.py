@@ -1,0 +1,297 @@
+"""What others put on a model counts under rules as it does without them, or is refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llamas import EVERYTHING, PROMPT, computed, difference, injected, llama, untouched
+from tiny_models import tiny_model
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from hetero_kv import HeteroCache, eject, inject
+from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
+from hetero_kv.adapter.operator import Operator
+from hetero_kv.adapter.token_layer import TokenLayer
+from hetero_kv.errors import HeteroKVError, UnsupportedModelError
+
+LINEAR = ["model.layers.1.self_attn.q_proj", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"]
+PARTS = [
+    *LINEAR, "model.embed_tokens", "model.layers.0", "model.layers.1.self_attn", "model.layers.0.input_layernorm",
+    "model.layers.1.mlp", "model.layers.0.mlp.act_fn", "model.norm", "lm_head",
+]  # fmt: skip
+INNERMOST = [*LINEAR, "model.layers.0.input_layernorm", "model.layers.0.mlp.act_fn", "model.norm"]
+# Of weights of eight bits.
+ROUNDING = 5e-2
+
+
+def own(module):
+    """The model's module beneath operators."""
+    return own(module.wrapped) if isinstance(module, Operator) else module
+
+
+def scaled(output):
+    return (scaled(output[0]), *output[1:]) if isinstance(output, tuple) else output * 3
+
+
+class Scaled(nn.Module):
+    """A wrapper of somebody else's."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x):
+        return scaled(self.inside(x))
+
+
+class Scales(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight):
+        return weight * 3
+
+
+def hook(module):
+    module.register_forward_hook(lambda module, given, output: scaled(output))
+
+
+def pre_hook(module):
+    module.register_forward_pre_hook(lambda module, given: (given[0] * 3, *given[1:]) if given else None)
+
+
+def replaced_forward(module):
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def theirs(*args, **kwargs):
+        return scaled(forward(*args, **kwargs))
+
+    module.forward = theirs
+
+
+def own_class(module):
+    class Own(type(module)):
+        def forward(self, *args, **kwargs):
+            return scaled(super().forward(*args, **kwargs))
+
+    module.__class__ = Own
+
+
+def in_place(module):
+    with torch.no_grad():
+        module.weight.mul_(3)
+
+
+def by_data(module):
+    module.weight.data *= 3
+
+
+def other_data(module):
+    module.weight.data = module.weight.data * 3
+
+
+def other_parameter(module):
+    module.weight = nn.Parameter(module.weight.detach() * 3)
+
+
+#: What somebody does to a module, and to which.
+CHANGES = {
+    hook: PARTS,
+    pre_hook: INNERMOST,
+    replaced_forward: PARTS,
+    own_class: INNERMOST,
+    in_place: [*LINEAR, "model.layers.0.input_layernorm", "model.norm"],
+    by_data: [*LINEAR, "model.layers.0.input_layernorm", "model.norm"],
+    other_data: [*LINEAR, "model.layers.0.input_layernorm"],
+    other_parameter: [*LINEAR, "model.layers.0.input_layernorm"],
+    lambda module: parametrize.register_parametrization(module, "weight", Scales()): LINEAR,
+    lambda module: parametrizations.weight_norm(module): LINEAR,
+    lambda module: nn.utils.weight_norm(module): LINEAR,
+    lambda module: prune.l1_unstructured(module, "weight", 0.5): LINEAR,
+}
+
+
+class Refused(Exception):
+    """torch has found no weight on an operator that something could be put on."""
+
+
+def put(change, module):
+    try:
+        change(module)
+    except (KeyError, ValueError, AttributeError, TypeError) as error:
+        assert isinstance(module, Operator)
+        raise Refused from error
+
+
+drawn_changes = st.sampled_from(list(CHANGES)).flatmap(
+    lambda change: st.tuples(st.just(change), st.sampled_from(CHANGES[change]))
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    drawn=st.lists(st.tuples(drawn_changes, st.sampled_from(["before", "after", "after a prompt"]), st.booleans()),
+                   min_size=1, max_size=2),
+    weights=st.sampled_from(["as_stored", "q8_0"]),
+)  # fmt: skip
+def test_what_others_put_on_a_model_counts_or_is_refused(drawn, weights):
+    plain, model = llama(), llama()
+    for (change, path), _, _ in drawn:
+        change(plain.get_submodule(path))
+    wanted = untouched(plain)
+    with contextlib.suppress(Refused, HeteroKVError):
+        for moment in ("before", "after", "after a prompt"):
+            if moment == "after":
+                injected(model, weights=weights)
+            if moment == "after a prompt":
+                computed(model)
+            for (change, path), when, beneath in drawn:
+                if when == moment:
+                    module = model.get_submodule(path)
+                    put(change, own(module) if beneath else module)
+        got = computed(model)
+        assert difference(got, wanted) < (1e-4 if weights == "as_stored" else ROUNDING)
+
+
+@pytest.mark.parametrize("weights", ["as_stored", "q8_0"])
+@pytest.mark.parametrize("offloaded", ["cpu", "disk", "parts"])
+def test_offloaded_weights_count(offloaded, weights, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model, cpu = llama(), torch.device("cpu")
+    wanted = untouched(model)
+    if offloaded == "cpu":
+        accelerate.cpu_offload(model, execution_device=cpu)
+    elif offloaded == "disk":
+        accelerate.disk_offload(model, tmp_path, execution_device=cpu)
+    else:
+        places = dict.fromkeys(["model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb"], "cpu")
+        places |= {"model.layers.1": "disk", "lm_head": "disk"}
+        accelerate.dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+    injected(model, weights=weights)
+    assert difference(computed(model), wanted) < (1e-4 if weights == "as_stored" else ROUNDING)
+    if offloaded == "parts":
+        cache = HeteroCache(model)
+        assert model.generate(PROMPT, past_key_values=cache, max_new_tokens=2, do_sample=False).shape == (1, 42)
+    eject(model)
+    assert torch.equal(untouched(model), wanted)
+
+
+def test_weights_that_are_offloaded_after_inject_count(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model = llama()
+    wanted = untouched(model)
+    injected(model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert difference(computed(model), wanted) < 1e-4
+    with pytest.raises(HeteroKVError, match="forward of LlamaForCausalLM was replaced after inject"):
+        eject(model)
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    assert difference(computed(model), wanted) < 1e-4
+    packed = injected(llama(), weights="q8_0")
+    with pytest.raises(UnsupportedModelError, match="are packed"):
+        accelerate.cpu_offload(packed, execution_device=torch.device("cpu"))
+
+
+def layers(model):
+    return [module for module in model.modules() if isinstance(module, ChunkedDecoderLayer)]
+
+
+def test_a_token_passes_natively_again_when_its_layer_is_plain_again():
+    model = injected(llama(), weights="q8_0")
+    logits = computed(model)
+    assert all(isinstance(layer._native, TokenLayer) for layer in layers(model))
+    heard = []
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda module, given, output: heard.append(output))
+    assert difference(computed(model), logits) < 1e-3
+    # A prompt of three chunks, and three tokens; nobody hears a trial.
+    assert [output.shape[1] for output in heard] == [16, 16, 8, 1, 1, 1]
+    assert [isinstance(layer._native, TokenLayer) for layer in layers(model)] == [False, True]
+    handle.remove()
+    assert torch.equal(computed(model), logits)
+    assert all(isinstance(layer._native, TokenLayer) for layer in layers(model))
+
+
+def test_hooks_on_every_linear_layer_are_called_where_weights_are_packed():
+    model = injected(llama(), weights="q8_0")
+    heard = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda module, given, output, name=name: heard.append(name))
+    computed(model)
+    assert len(heard) == 14 * (3 + 3) + 4
+    assert len(set(heard)) == 15
+
+
+def test_a_norm_in_bfloat16_that_is_changed_counts_in_the_next_token():
+    model = injected(llama().to(torch.bfloat16), weights="q8_0")
+    before = computed(model)
+    model.model.layers[1].post_attention_layernorm.weight.data.mul_(3)
+    after = computed(model)
+    assert difference(after, before) > 0.1
+    for layer in layers(model):
+        layer._native = None
+    assert difference(after, computed(model)) < 3e-2
+
+
+def test_changes_to_unpacked_weights_are_refused():
+    linear = injected(llama(), weights="q8_0").get_submodule("model.layers.0.self_attn.q_proj")
+    numbers = linear.weight
+    for change in (
+        lambda: numbers.data.add_(1), lambda: numbers.T.mul_(2), lambda: numbers[0].zero_(),
+        lambda: torch.add(numbers, 1, out=numbers), lambda: numbers.__setitem__(0, 1.0),
+        lambda: setattr(numbers, "data", torch.zeros(64, 64)),
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedModelError, match="q_proj are packed"):
+            change()
+    assert type(numbers @ torch.ones(64)) is type(numbers.clone()) is torch.Tensor
+
+
+def test_weights_that_are_shared_out_among_processes_are_refused():
+    from torch.distributed import HashStore, destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    init_process_group("gloo", rank=0, world_size=1, store=HashStore())
+    try:
+        model = llama()
+        weight = model.model.layers[0].mlp.up_proj.weight
+        shared = distribute_tensor(weight.detach(), DeviceMesh("cpu", [0]), [Replicate()])
+        model.model.layers[0].mlp.up_proj.weight = nn.Parameter(shared)
+        with pytest.raises(UnsupportedModelError, match=r"layers\.0\.mlp\.up_proj\.weight is a .*shared out"):
+            injected(model)
+    finally:
+        destroy_process_group()
+
+
+def test_a_compiled_model_is_refused_by_name():
+    with pytest.raises(UnsupportedModelError, match="_orig_mod"):
+        inject(torch.compile(llama(), backend="eager"), "quest", command_line=EVERYTHING)
+
+
+def test_infinigen_looks_ahead_of_no_layer_that_somebody_listens_to():
+    model = tiny_model("llama", num_hidden_layers=4)
+    inject(model, "infinigen", command_line={"max_seq_len": 128})
+    heard = []
+    projection = model.get_submodule("model.layers.2.self_attn.q_proj")
+    projection.register_forward_hook(lambda module, given, output: heard.append(output.shape[1]))
+    computed(model)
+    assert heard.count(1) == 3
+
+
+def test_eject_gives_back_a_forward_that_was_there_before():
+    model, heard = llama(), []
+    forward = model.model.forward
+    model.model.forward = lambda *args, **kwargs: heard.append(1) or forward(*args, **kwargs)
+    wanted = untouched(model)
+    injected(model)
+    assert difference(computed(model), wanted) < 1e-4
+    count = len(heard)
+    eject(model)
+    assert torch.equal(untouched(model), wanted)
+    assert len(heard) == count + 1
