@@ -27,6 +27,12 @@ class Maker:
     def planned_store(self, wanted, batch, forks, held, own):
         return Store(self.max_seq_len(wanted, batch, forks, held), forks)
 
+    def state(self):
+        return self
+
+    def is_like(self, other):
+        return True
+
     def cache_layers(self):
         return [layer() for layer in self.layers]
 

@@ -9,24 +9,25 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
-import torch
 from torch import nn
 
 from hetero_kv.adapter import bridge
-from hetero_kv.adapter.operator import AttentionOperator
+from hetero_kv.adapter.operator import AttentionOperator, Operator
+from hetero_kv.contexts.active_state import active_parts, class_of, told
+from hetero_kv.contexts.active_tensors import active_tensors
+from hetero_kv.contexts.tensor_digests import TensorDigests
 from hetero_kv.engine.errors import ContextError, DamagedContextError
 from hetero_kv.errors import shown
 
 #: What is in a file, and how: raised with every change after which older files mean something else.
-FORMAT = 2
-# Numbers of each tensor that a model is known by.
-_SAMPLES = 512
+FORMAT = 3
 # Of a config, what says nothing of the numbers that the model computes.
 _IDLE = {
     "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache", "output_attentions",
     "output_hidden_states", "return_dict", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config",
 }  # fmt: skip
-_WRAPPED = "wrapped."
+# How much is shown of a module that others have put in.
+_SHOWN = 400
 
 
 def version() -> str:
@@ -41,7 +42,10 @@ class Identity:
     Attributes:
         model: how people know it: type and sizes.
         config: fingerprint of the model's config.
-        weights: fingerprint of its weights, as they are kept: quantised ones are others than unpacked ones.
+        weights: fingerprint of all bytes of its weights, as they are kept: quantised ones are others than unpacked
+            ones. Those of adapters that are inactive do not count.
+        active: by class, fingerprints of what else decides what the model computes (`active_state`); of classes that
+            are not transformers' what it is.
         dtype: of the model.
         layers: by layer with an operator, its class and its settings that decide what is stored.
     """
@@ -50,18 +54,26 @@ class Identity:
     config: str
     weights: str
     dtype: str
+    active: dict[str, str]
     layers: dict[str, dict[str, Any]]
 
     @classmethod
-    def of(cls, model: Any, operators: Iterable[AttentionOperator]) -> Identity:
-        """Of a model with rules in it."""
+    def of(cls, model: Any, operators: Iterable[AttentionOperator], digests: TensorDigests | None = None) -> Identity:
+        """Of a model with rules in it.
+
+        Args:
+            digests: of its weights, as far as they are known; None for weights that do not count.
+
+        Raises ContextError where there are hooks or tensors of which nobody knows what they compute.
+        """
         config = bridge.text_config(model)
         sizes = f"{config.num_hidden_layers} layers of {config.hidden_size}"
         return cls(
             f"{config.model_type}, {sizes}",
             _fingerprint(_plain({key: value for key, value in config.to_dict().items() if key not in _IDLE})),
-            _weights(model),
+            "" if digests is None else _weights(model, digests),
             str(model.dtype).removeprefix("torch."),
+            {} if digests is None else _active(model),
             {str(each.layer_idx): _operator(each) for each in operators},
         )
 
@@ -73,7 +85,9 @@ class Identity:
             raise DamagedContextError(f"{where} does not say what it belongs to")
         is_sound = (
             sorted(said) == sorted(names)
-            and all(isinstance(said[name], str) for name in names[:-1])
+            and all(isinstance(said[name], str) for name in names[:-2])
+            and isinstance(said["active"], dict)
+            and all(isinstance(each, str) for each in said["active"].values())
             and isinstance(said["layers"], dict)
             and all(isinstance(layer, dict) for layer in said["layers"].values())
         )
@@ -101,10 +115,13 @@ class Identity:
                     f"{where} was saved with another {name}, {getattr(self, name)}; here it is {getattr(here, name)}: "
                     f"{remedy}"
                 )
+        if weights and self.active != here.active:
+            raise ContextError(f"{where} was saved {_other_parts(self.active, here.active)}")
         if weights and self.weights != here.weights:
             raise ContextError(
                 f"{where} was saved with other weights of {self.model} (fingerprint {self.weights[:12]}, here "
-                f"{here.weights[:12]}): load the file that it was saved with, packed as it was (weights, gguf_path)"
+                f"{here.weights[:12]}): load the file that it was saved with, packed as it was (weights, gguf_path), "
+                "and change or merge nothing"
             )
         if self.layers != here.layers:
             raise ContextError(f"{where} was saved under other settings: {_difference(self.layers, here.layers)}")
@@ -141,16 +158,37 @@ def _fingerprint(plain: Any) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-def _weights(model: nn.Module) -> str:
-    """From the names and shapes of all weights and from numbers of each, at equal steps: quick, whatever their size."""
-    seen = hashlib.sha256()
-    # Of the buffers the packed weights: others, as the frequencies of a rotation, may change from prompt to prompt.
-    packed = ((name, buffer) for name, buffer in model.named_buffers() if buffer.dtype == torch.uint8)
-    tensors = [*model.named_parameters(), *packed]
-    for name, tensor in sorted(tensors, key=lambda named: named[0].replace(_WRAPPED, "")):
-        seen.update(f"{name.replace(_WRAPPED, '')} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        if not tensor.is_meta and tensor.numel():
-            flat = tensor.detach().flatten()
-            step = max(1, len(flat) // _SAMPLES)
-            seen.update(flat[::step].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return seen.hexdigest()
+def _active(model: nn.Module) -> dict[str, str]:
+    """By class of the modules, what they are."""
+    texts: dict[str, list[str]] = {}
+    foreign: dict[str, str] = {}
+    for part in active_parts(model):
+        name, text = class_of(part), told(part)
+        if isinstance(part.module, Operator):
+            continue
+        texts.setdefault(name, []).append(f"{part.path}: {text}")
+        if not part.is_known:
+            foreign.setdefault(name, f" {part.path}: {text}".replace("'", "").replace('"', "")[:_SHOWN])
+    return {name: _fingerprint(said)[:16] + foreign.get(name, "") for name, said in sorted(texts.items())}
+
+
+def _other_parts(saved: Mapping[str, str], here: Mapping[str, str]) -> str:
+    differing = [name for name in dict.fromkeys([*saved, *here]) if saved.get(name) != here.get(name)]
+    # First those of which it is said what they are.
+    name = max(differing, key=lambda name: len(saved.get(name, "") + here.get(name, "")))
+    was, now = (shown(each[name], _SHOWN) if name in each else "none" for each in (saved, here))
+    return (
+        f"with other modules of class {name} in the model, {was}; here {now}: let the same adapters be active, scaled "
+        "and merged as they were, or prefill anew"
+    )
+
+
+def _weights(model: nn.Module, digests: TensorDigests) -> str:
+    """From names, shapes and all bytes of the weights."""
+    named = list(active_tensors(model))
+    each = digests.of([tensor for _, tensor in named])
+    lines = (
+        f"{name} {tensor.dtype} {list(tensor.shape)} {digest.hex()}\n"
+        for (name, tensor), digest in zip(named, each, strict=True)
+    )
+    return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()

@@ -37,11 +37,11 @@ class PrefixCache:
         """
         goes_back = goes_back_exactly(empty)
         model = empty.injection.model
-        found = self.store.longest(empty.injection.identity, prompt, whole=not goes_back)
-        if found is None:
-            return None
-        stored, common = found
         try:
+            found = self.store.longest(empty.injection.identity, prompt, whole=not goes_back)
+            if found is None:
+                return None
+            stored, common = found
             cache = self.store.load(stored, model, **settings).cache
             if common < cache.get_seq_length():
                 cache.crop(common - cache.get_seq_length())

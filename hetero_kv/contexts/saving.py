@@ -17,7 +17,7 @@ from hetero_kv.contexts.repair import compute_anew
 from hetero_kv.contexts.restoring import Shapes, restore
 from hetero_kv.contexts.writing import Tokens, write_context
 from hetero_kv.engine.cache import HeteroCache
-from hetero_kv.engine.cache_maker import injected
+from hetero_kv.engine.cache_maker import ModelState, injected
 from hetero_kv.engine.errors import DamagedContextError
 
 
@@ -29,6 +29,7 @@ class Injected(Protocol):
     @property
     def identity(self) -> Identity: ...
 
+    def state(self) -> ModelState: ...
     def attention_operators(self) -> Any: ...
 
 
@@ -79,6 +80,7 @@ def load_context(
         injection: Injected = injected(model)  # type: ignore[assignment]
         context.identity.require(injection.identity, context.file.where)
         cache = HeteroCache(model, held=context.held(), **settings)
+        cache.computed_under = (injection.state(),)
         computed = 0
         try:
             restore(cache, context, shapes_of(injection), verify=verify)

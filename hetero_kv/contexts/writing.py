@@ -57,6 +57,12 @@ def write_context(
         raise ContextError("a prompt is being prefilled into this cache; save it before or after, not in between")
     if not cache.columns.count:
         raise ContextError("the cache holds no tokens; save it behind a prompt")
+    now = cache.injection.state()
+    if not all(now.is_like(each) for each in cache.computed_under):
+        raise ContextError(
+            "the cache was computed with other weights, adapters or hooks than the model has now; save it before they "
+            "change, or prefill anew"
+        )
     cache.require_unchanged_files()
     pieces = CachePieces.of(cache)
     tensors = {name: Piece.of(tensor) for name, tensor in pieces.tensors.items()}

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from hetero_kv.engine.batch import BatchSnapshot, Span
-from hetero_kv.engine.cache_maker import injected
+from hetero_kv.engine.cache_maker import ModelState, injected
 from hetero_kv.engine.cohort import Cohort
 from hetero_kv.engine.counted_batch import CountedBatch
 from hetero_kv.engine.held import NOTHING_HELD, Held
@@ -76,6 +76,8 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
         self.depth: int | None = None
         #: The steps of the forward that is under way, one per cohort that takes part.
         self.steps: tuple[Step, ...] = ()
+        #: States of the model (`CacheMaker.state`) under which its prompts were computed.
+        self.computed_under: tuple[ModelState, ...] = ()
         #: Files that lie in the pools' memory.
         self.mapped_files: tuple[MappedFile, ...] = ()
         CountedBatch.__init__(self, maker, max_seq_len, forks, held)
@@ -212,6 +214,8 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
         self.require_unchanged_files()
         if is_decode is None:
             is_decode = self._stride is None and spans[0].tokens == 1
+        if not is_decode:
+            self._note_state()
         whole, row = len(spans) > 1, 0
         steps = []
         try:
@@ -232,6 +236,11 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
                 step.cohort.step = None
             self.steps = ()
             self._present(self.cohorts[0])
+
+    def _note_state(self) -> None:
+        """Note under what the tokens of a prompt are computed."""
+        now, before = self._maker.state(), self.computed_under if self.columns.count else ()
+        self.computed_under = before if any(now.is_like(each) for each in before) else (*before, now)
 
     @property
     def tokenizer(self) -> Any:
@@ -322,6 +331,7 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
             )
         super().extend(other)
         self.depth, other.depth = self.depth or other.depth, None
+        self.computed_under += other.computed_under
         self.mapped_files, other.mapped_files = (*self.mapped_files, *other.mapped_files), ()
 
     def crop(self, tokens_to_remove: int) -> None:

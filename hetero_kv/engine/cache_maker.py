@@ -14,6 +14,13 @@ from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 
 
+class ModelState(Protocol):
+    """What decides what a model computes, at some moment."""
+
+    def is_like(self, other: Any) -> bool:
+        """Whether it is the same as at another moment."""
+
+
 class CacheMaker(Protocol):
     """What `inject` leaves on a model: it knows which layer needs which cache, and what fits into memory."""
 
@@ -33,6 +40,9 @@ class CacheMaker(Protocol):
 
     def cache_layers(self) -> list[CacheLayerMixin]:
         """One empty cache layer per layer of the model."""
+
+    def state(self) -> ModelState:
+        """The model's weights, adapters and hooks as they are now."""
 
     def save(self, path: str | Path, cache: Any, tokens: Any) -> None:
         """Write what a HeteroCache holds into a file; see `HeteroCache.save`."""

@@ -26,7 +26,9 @@ from hetero_kv.adapter.operator import AttentionOperator, Operator
 from hetero_kv.adapter.quantized_module import QuantizedModule
 from hetero_kv.adapter.weight_settings import AS_STORED, AUTO
 from hetero_kv.contexts.identity import Identity
+from hetero_kv.contexts.present_state import PresentState
 from hetero_kv.contexts.saving import load_context, save_context
+from hetero_kv.contexts.tensor_digests import TensorDigests
 from hetero_kv.contexts.writing import Tokens
 from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.held import NOTHING_HELD, Held
@@ -95,6 +97,7 @@ class Injection:
         guards: the forwards that were put around models'.
         attention: what is to compute attention on a GPU, and what has.
         captures: whether a GPU is to launch decoded tokens as they were captured, and what has come of it.
+        digests: of the model's weights, once somebody has asked.
         one_at_a_time: what a thread is within during a forward, while others wait: operators are the same for all.
     """
 
@@ -107,6 +110,7 @@ class Injection:
     guards: list[PutForward] = field(default_factory=list)
     attention: AttentionBackend = field(default_factory=AttentionBackend)
     captures: Captures = field(default_factory=Captures)
+    digests: TensorDigests = field(default_factory=TensorDigests)
     one_at_a_time: Any = field(default_factory=threading.RLock, repr=False, compare=False)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -196,10 +200,17 @@ class Injection:
             chunk_size=self.engine.chunk_size,
         )
 
-    @cached_property
+    @property
     def identity(self) -> Identity:
-        """What contexts that are saved under these rules belong to: model, weights and settings."""
-        return Identity.of(self.model, self.attention_operators())
+        """What contexts that are saved under these rules belong to now: model, weights, what is active, and settings.
+
+        Raises ContextError where there are hooks or tensors of which nobody knows what they compute.
+        """
+        return Identity.of(self.model, self.attention_operators(), self.digests)
+
+    def state(self) -> PresentState:
+        """See CacheMaker."""
+        return PresentState(self.model)
 
     def save(self, path: str | Path, cache: HeteroCache, tokens: Tokens | None) -> None:
         """See CacheMaker."""

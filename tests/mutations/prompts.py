@@ -48,7 +48,7 @@ PROMPTS = (
     Mutation(
         "the short way of prompts is taken whoever listens to a layer's parts",
         "hetero_kv/adapter/chunked_decoder_layer.py",
-        "if watching.is_watched(self.wrapped):",
+        "if not is_plain_but_for_projections(self.wrapped):",
         "if False:",
         ("tests/operators/test_prompts_short_way.py::test_who_listens_to_a_part_hears_it_and_nothing_is_written_over",),
     ),

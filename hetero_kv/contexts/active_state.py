@@ -1,0 +1,188 @@
+"""What of a model, beside the numbers of its weights, decides what it computes: classes, adapters, hooks.
+
+An adapter library (PEFT) keeps adapters in the model that compute nothing now. What is told here, names and tensors
+alike, leaves these out: a context belongs to what is active.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hetero_kv.adapter.foreign import has_global_hooks, is_known_class, is_own
+from hetero_kv.adapter.operator import Operator
+from hetero_kv.engine.errors import ContextError
+
+# What torch keeps in every module.
+_OF_TORCH = frozenset(nn.Module().__dict__) | {"forward", "_hf_hook", "_old_forward"}
+# Of modules of transformers, what changes from prompt to prompt, or computes nothing.
+_IDLE = frozenset({"max_seq_len_cached", "gradient_checkpointing"})
+# Whose hooks say by their class and their attributes what they do.
+_KNOWN_HOOKS = ("torch.", "transformers.", "accelerate.", "hetero_kv.", "gpu_ops.")
+# Hooks of accelerate that put weights where they are needed, and change none.
+_MOVES_ALONE = frozenset({"AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook", "SequentialHook"})
+_DEEPEST = 6
+_NONE: frozenset[str] = frozenset()
+_KEYED = (nn.ModuleDict, nn.ParameterDict, dict)
+
+
+class ActivePart(NamedTuple):
+    """A module that takes part.
+
+    Attributes:
+        path: in the untouched model, without operators, and without layers around it whose adapters are all inactive.
+        module: it.
+        place: its path in the model as it is.
+        is_known: whether it is of torch or transformers, or ours.
+        idle: names of its modules and parameters that compute nothing.
+    """
+
+    path: str
+    module: nn.Module
+    place: str
+    is_known: bool
+    idle: frozenset[str] = frozenset()
+
+
+def active_parts(model: nn.Module) -> Iterator[ActivePart]:
+    """The modules of a model that take part in what it computes, those before the ones in them."""
+    seen: set[int] = set()
+    # A module, its two paths, and the adapters whose parts in it compute nothing.
+    remaining: list[tuple[nn.Module, str, str, frozenset[str]]] = [(model, "", "", _NONE)]
+    while remaining:
+        module, path, place, idle = remaining.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if isinstance(module, Operator):
+            # Its hooks are not the wrapped module's; its own buffers are weights.
+            yield ActivePart(path, module, place, True)
+            remaining.append((module.wrapped, path, _joined(place, "wrapped"), _NONE))
+            continue
+        is_known = is_known_class(type(module))
+        adapters = None if is_known else _adapters(module)
+        if adapters is not None:
+            effective, every = adapters
+            base = getattr(module, "base_layer", None)
+            if not effective and isinstance(base, nn.Module):
+                remaining.append((base, path, _joined(place, "base_layer"), _NONE))
+                continue
+            idle = every - effective
+        yield ActivePart(path, module, place, is_known, idle)
+        for name, child in reversed(module._modules.items()):
+            if child is not None and name not in idle:
+                of_adapter = idle if isinstance(child, _KEYED) else _NONE
+                remaining.append((child, _joined(path, name), _joined(place, name), of_adapter))
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _adapters(module: nn.Module) -> tuple[frozenset[str], frozenset[str]] | None:
+    """(adapters that count, all there are) of a layer of PEFT's form; None for another module."""
+    names = getattr(type(module), "adapter_layer_names", None)
+    if not isinstance(names, tuple) or not hasattr(module, "merged_adapters"):
+        return None
+    layer: Any = module
+    held = [getattr(layer, name, None) for name in names]
+    every = frozenset(str(key) for each in held if isinstance(each, _KEYED) for key in each)
+    merged = frozenset(layer.merged_adapters)
+    active = frozenset() if layer.disable_adapters else frozenset(layer.active_adapters)
+    return (active & every) | merged, every | merged
+
+
+def told(part: ActivePart) -> str:
+    """What a module is, in a text that is the same where it computes the same.
+
+    Raises ContextError, naming the module, for a hook or a forward of which nobody knows what it computes.
+    """
+    module = part.module
+    kind = type(module)
+    said: dict[str, Any] = {"hooks": []}
+    if has_global_hooks():
+        raise ContextError(
+            "torch calls global hooks for every module, and what these compute is not known; remove them"
+        )
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for hook in hooks.values():
+            said.setdefault("hooks", []).extend(_hook(part, hook))
+    own = module.__dict__.get("forward")
+    if own is not None and not is_own(own):
+        said.setdefault("hooks", []).extend(_hook(part, module.__dict__.get("_hf_hook", own)))
+    # A whole model's attributes are its configuration, and where it came from.
+    if not isinstance(module, Operator) and not hasattr(kind, "save_pretrained"):
+        adapters = _adapters(module)
+        idle = _NONE
+        if adapters is not None:
+            said["adapters"], idle = sorted(adapters[0]), adapters[1] - adapters[0]
+        for name, value in module.__dict__.items():
+            if name in _OF_TORCH or (part.is_known and (name.startswith("_") or name in _IDLE)):
+                continue
+            if not part.is_known or _is_simple(value):
+                said[name] = _plain(value, idle)
+    return f"{kind.__qualname__} {said}"
+
+
+def class_of(part: ActivePart) -> str:
+    """The name of a module's class, with where it is from if that is neither torch nor transformers."""
+    kind = type(part.module)
+    return kind.__qualname__ if part.is_known else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _hook(part: ActivePart, hook: Any) -> list[Any]:
+    """What a hook computes; nothing, where it computes nothing."""
+    kind = hook if inspect.isroutine(hook) else type(hook)
+    place = getattr(kind, "__module__", None) or ""
+    if not f"{place}.".startswith(_KNOWN_HOOKS):
+        name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        raise ContextError(
+            f"{part.path or 'the model'} ({type(part.module).__name__}) has a forward hook or a replaced forward, "
+            f"{place}.{name}, and what it computes is not known, so that no saved context can belong to it; remove it "
+            "first"
+        )
+    if kind.__name__ in _MOVES_ALONE:
+        return [said for each in getattr(hook, "hooks", []) for said in _hook(part, each)]
+    return [kind.__qualname__, _plain(getattr(hook, "__dict__", {}), _NONE)]
+
+
+def _is_simple(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_simple(each) for each in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _plain(value: Any, idle: frozenset[str], depth: int = 0) -> Any:
+    """A value as text can have it, without what belongs to idle adapters; an object as its class and its attributes."""
+    if isinstance(value, enum.Enum) or (_is_simple(value) and not isinstance(value, list | tuple)):
+        return repr(value)
+    if isinstance(value, torch.dtype | torch.device | torch.Size):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each, idle, depth) for key, each in value.items() if key not in idle}
+    if isinstance(value, list | tuple):
+        return [_plain(each, idle, depth) for each in value if not (isinstance(each, str) and each in idle)]
+    if isinstance(value, set | frozenset):
+        return sorted(str(_plain(each, idle, depth)) for each in value if each not in idle)
+    if isinstance(value, torch.Tensor):
+        numbers = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        return [repr(value.dtype), list(value.shape), hashlib.sha256(numbers.data).hexdigest()]
+    if inspect.isroutine(value) or inspect.isclass(value):
+        code = getattr(value, "__code__", None)
+        inside = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        text = code.co_code.hex() + repr([each for each in code.co_consts if _is_simple(each)]) if code else ""
+        name = f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', '')}"
+        return [name, hashlib.sha256(text.encode()).hexdigest(), *_nested(inside, idle, depth)]
+    if isinstance(value, nn.Module):
+        return type(value).__qualname__
+    return [type(value).__qualname__, *_nested([getattr(value, "__dict__", {})], idle, depth)]
+
+
+def _nested(values: list[Any], idle: frozenset[str], depth: int) -> list[Any]:
+    return [_plain(each, idle, depth + 1) for each in values] if depth < _DEEPEST else []

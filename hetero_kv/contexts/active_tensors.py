@@ -1,0 +1,87 @@
+"""The tensors that a model computes with, wherever they are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hetero_kv.adapter.foreign import PLAIN_TENSORS
+from hetero_kv.adapter.operator import Operator
+from hetero_kv.contexts.active_state import ActivePart, active_parts
+from hetero_kv.engine.errors import ContextError
+
+# Rotations whose frequencies change from prompt to prompt.
+_CHANGING = ("dynamic", "longrope")
+_FREQUENCIES = "inv_freq"
+
+
+def active_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name in the untouched model -> tensor: parameters and buffers of what is active (`active_parts`), each once.
+
+    Of the buffers those that a model is saved with, packed weights, and frequencies of a rotation that stay.
+
+    Raises ContextError for a tensor whose numbers cannot be had.
+    """
+    seen: set[int] = set()
+    for part in active_parts(model):
+        for name, tensor in own_tensors(part):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield from _plain_ones(f"{part.path}.{name}", _there(model, part, name, tensor))
+
+
+def own_tensors(part: ActivePart) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of a module itself that count."""
+    module = part.module
+    is_ours = isinstance(module, Operator)
+    for name, tensor in module._parameters.items():
+        if tensor is not None and not is_ours and name not in part.idle:
+            yield name, tensor
+    for name, buffer in module._buffers.items():
+        is_kept = name not in module._non_persistent_buffers_set
+        if buffer is not None and (is_ours or is_kept or (_FREQUENCIES in name and not _changes(module))):
+            yield name, buffer
+
+
+def _changes(rotary: Any) -> bool:
+    return any(kind in str(getattr(rotary, "rope_type", "")) for kind in _CHANGING)
+
+
+def _there(model: nn.Module, part: ActivePart, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or where somebody has offloaded it (accelerate) what its hook brings for a forward."""
+    if not tensor.is_meta:
+        return tensor
+    steps = part.place.split(".") if part.place else []
+    for depth in range(len(steps), -1, -1):
+        holder = model.get_submodule(".".join(steps[:depth]))
+        hook = holder.__dict__.get("_hf_hook")
+        for each in (hook, *getattr(hook, "hooks", ())):
+            weights: Mapping[str, torch.Tensor] | None = getattr(each, "weights_map", None)
+            leaf = ".".join([*(step for step in steps[depth:] if step != "wrapped"), name])
+            if weights is not None:
+                try:
+                    return weights[leaf]
+                except KeyError:
+                    continue
+    raise ContextError(
+        f"{part.place}.{name} is on the meta device, and nobody says where its numbers are, so that no saved context "
+        "can belong to them; load the model without offloading"
+    )
+
+
+def _plain_ones(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of plain numbers that one is made of."""
+    if hasattr(tensor, "__tensor_flatten__") and type(tensor) not in PLAIN_TENSORS:
+        inside, context = tensor.__tensor_flatten__()
+        for each in inside:
+            yield from _plain_ones(f"{name}.{each} {context}", getattr(tensor, each))
+    elif type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided:
+        yield name, tensor
+    else:
+        raise ContextError(
+            f"{name} is a {type(tensor).__name__}, of which more than its numbers may count, so that no saved context "
+            "can belong to it; load the model with plain or GGUF weights"
+        )

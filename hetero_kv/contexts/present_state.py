@@ -1,0 +1,72 @@
+"""Whether a model is as it was when a cache's tokens were computed: asked with every prompt, so it must be quick."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hetero_kv.adapter.foreign import PLAIN_TENSORS, foreign_part
+from hetero_kv.contexts.active_state import ActivePart, active_parts, told
+from hetero_kv.contexts.active_tensors import own_tensors
+from hetero_kv.engine.errors import ContextError
+
+# Numbers of each tensor that are looked at: what changes `tensor.data` leaves no other trace.
+_LOOKED_AT = 16
+
+
+class _Seen(NamedTuple):
+    """A tensor: which one it is and torch's version of it, and some of its bytes."""
+
+    which: int
+    version: int | None
+    bytes: bytes
+
+    def is_like(self, other: _Seen) -> bool:
+        # Weights that are moved are others, with the same numbers.
+        return self.bytes == other.bytes and (self.which != other.which or self.version == other.version)
+
+
+class PresentState:
+    """What is active in a model, and its weights as far as a quick look says.
+
+    Raises nothing: what nobody can tell of (a hook) is the same where it is the same object.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parts: list[Any] = []
+        tensors: list[torch.Tensor] = []
+        for part in active_parts(model):
+            self._parts.append(type(part.module))
+            if foreign_part(part.module) is not None:
+                self._parts.append(_told_or_itself(part))
+            tensors += (tensor for _, tensor in own_tensors(part))
+        self._tensors = [
+            _Seen(id(tensor), None if tensor.is_inference() else tensor._version, _some_bytes(tensor))
+            for tensor in tensors
+        ]
+
+    def is_like(self, other: PresentState) -> bool:
+        """Whether nothing is known to have changed between the two."""
+        return (
+            self._parts == other._parts
+            and len(self._tensors) == len(other._tensors)
+            and all(mine.is_like(theirs) for mine, theirs in zip(self._tensors, other._tensors, strict=True))
+        )
+
+
+def _told_or_itself(part: ActivePart) -> Any:
+    try:
+        return told(part)
+    except ContextError as error:
+        hooks = (*part.module._forward_hooks.values(), *part.module._forward_pre_hooks.values())
+        return str(error), hooks, part.module.__dict__.get("forward")
+
+
+def _some_bytes(tensor: torch.Tensor) -> bytes:
+    """Of a tensor on a CPU, at equal steps; others would have to be waited for."""
+    if type(tensor) not in PLAIN_TENSORS or tensor.device.type != "cpu" or not tensor.numel():
+        return b""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // _LOOKED_AT)][:_LOOKED_AT].contiguous().view(torch.uint8).numpy().tobytes()
