@@ -1,4 +1,4 @@
-"""Activations as int8 with a float32 scale for every 32 columns, as products with quantised weights take them."""
+"""Quantises activations to int8 with one float32 scale per 32 columns, the input of products with quantised weights."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _I8, _I32, _FLOAT = ir.IntType(8), ir.IntType(32), ir.FloatType()
 
 @intrinsic
 def _quantise_group(typingctx, x, x_at, codes, codes_at, scales, scales_at, sums, sums_at):
-    """32 numbers of x to int8 codes, their scale, and the sums of the first and of the last sixteen codes."""
+    """Quantise 32 numbers of x to int8 codes; write their scale and the sums of the first and of the last 16 codes."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         def pointer(index: int) -> ir.Value:
@@ -31,7 +31,7 @@ def _quantise_group(typingctx, x, x_at, codes, codes_at, scales, scales_at, sums
         floats, ints = ir.VectorType(_FLOAT, GROUP), ir.VectorType(_I32, GROUP)
         bytes_ = ir.VectorType(_I8, GROUP)
         values = builder.load(builder.bitcast(pointer(0), floats.as_pointer()), align=4, typ=floats)
-        # As integers magnitudes have the same order, and NaN stands above infinity.
+        # Magnitudes compare alike as integers, and NaN is above infinity.
         magnitudes = builder.and_(builder.bitcast(values, ints), ir.Constant(ints, [0x7FFFFFFF] * GROUP))
         largest = builder.bitcast(call("llvm.vector.reduce.umax.v32i32", _I32, magnitudes), _FLOAT)
         scale = builder.fmul(largest, ir.Constant(_FLOAT, np.float32(1 / _LARGEST)))
@@ -42,7 +42,7 @@ def _quantise_group(typingctx, x, x_at, codes, codes_at, scales, scales_at, sums
         mask = ir.Constant(ints, [0] * GROUP)
         spread = builder.shuffle_vector(spread, ir.Constant(floats, ir.Undefined), mask)
         rounded = call("llvm.rint.v32f32", floats, builder.fmul(values, spread))
-        # Saturating, so that a NaN or an infinity is no undefined behaviour; the scale carries it into the result.
+        # A saturating conversion is defined for NaN and infinity; the scale carries these into the result.
         whole = call("llvm.fptosi.sat.v32i32.v32f32", ints, rounded)
         builder.store(builder.trunc(whole, bytes_), builder.bitcast(pointer(2), bytes_.as_pointer()), align=1)
         half = ir.VectorType(_I32, GROUP // 2)
@@ -57,11 +57,11 @@ def _quantise_group(typingctx, x, x_at, codes, codes_at, scales, scales_at, sums
 
 @njit(nogil=True)
 def quantise_rows(x, codes, scales, sums):
-    """Quantise x [rows, columns] float32, columns a multiple of 32, into what `cpu_ops.weight_dots` reads.
+    """Quantise x [rows, columns] float32, columns a multiple of 32, for `cpu_ops.weight_dots`.
 
-    codes: [rows, columns] int8; scales: [rows, columns / 32] float32, the largest magnitude of each 32 columns over
-    127; sums: [rows, columns / 16] int32, of the codes. A group of zeros has the scale 0; one that holds a NaN or an
-    infinity has such a scale, and so has the result.
+    Writes codes [rows, columns] int8, scales [rows, columns / 32] float32 (the largest magnitude of each 32 columns
+    divided by 127) and sums [rows, columns / 16] int32 (of each 16 codes). A group of zeros has the scale 0. A group
+    with a NaN or an infinity has that as its scale, so that the product is not finite either.
     """
     groups = x.shape[1] // GROUP
     for row in range(x.shape[0]):

@@ -1,4 +1,4 @@
-"""Products of matrices of bfloat16 by AMX's tiles: 16 rows of 16 words, a word being two neighbouring numbers."""
+"""bfloat16 matrix products with AMX tiles of 16 rows of 16 words; a word is two neighbouring numbers."""
 
 import ctypes
 import platform
@@ -17,20 +17,20 @@ from cpu_ops.vectors import array_pointer, byte_pointer, integer, offset
 TILE = 16
 """Rows of a tile, and words of a row."""
 BLOCK = 2 * TILE
-"""Rows and columns of a product that is made at once: four tiles of sums, two of each factor."""
+"""Rows and columns of one product: four tiles of sums, two tiles of each factor."""
 _BYTE, _WORD = ir.IntType(8), ir.IntType(32)
-# Linux lends a process its tiles when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+# On Linux a process must request permission to use tiles: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA = 158, 0x1023, 18
 
 
 def multiplies_by_tiles() -> bool:
-    """Whether this CPU multiplies bfloat16 by tiles, and the system lets this process."""
+    """Whether this CPU multiplies bfloat16 tiles and the system permits this process to use them."""
     return isa() == "avx512" and has("avx512bf16") and has("amx-tile") and has("amx-bf16") and _is_allowed()
 
 
 @cache
 def _is_allowed() -> bool:
-    """Ask the system for the tiles, for all threads of this process."""
+    """Request the permission to use tiles, for all threads of this process."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
     return ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XTILEDATA) == 0
@@ -47,15 +47,15 @@ def _number(tile: int) -> ir.Constant:
 
 @intrinsic
 def begin_tiles(typingctx, before):
-    """Take a thread's tiles, all eight whole; in which shapes they were is written to `before`, [64] uint8."""
+    """Configure a thread's eight tiles at full size; save the former configuration in `before`, [64] uint8."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        # As LDTILECFG reads it: palette 1, bytes of each tile's rows from byte 16 on, how many rows from 48 on.
+        # LDTILECFG's format: palette 1, bytes per row of each tile from byte 16 on, rows of each tile from byte 48 on.
         shapes = bytearray(64)
         shapes[0], shapes[16:32], shapes[48:56] = 1, bytes([4 * TILE, 0]) * 8, bytes([TILE]) * 8
-        given = cgutils.alloca_once_value(builder, ir.Constant(ir.ArrayType(_BYTE, 64), shapes))
+        config = cgutils.alloca_once_value(builder, ir.Constant(ir.ArrayType(_BYTE, 64), shapes))
         _call(builder, "sttilecfg", array_pointer(context, builder, before, arguments[0], integer(0)))
-        _call(builder, "ldtilecfg", byte_pointer(builder, given))
+        _call(builder, "ldtilecfg", byte_pointer(builder, config))
         return context.get_dummy_value()
 
     return types.none(before), codegen
@@ -63,7 +63,7 @@ def begin_tiles(typingctx, before):
 
 @intrinsic
 def end_tiles(typingctx, before):
-    """Give a thread's tiles back in the shapes that `begin_tiles` found: libraries go on with theirs."""
+    """Restore the tile configuration that `begin_tiles` saved, because other libraries rely on theirs."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         _call(builder, "ldtilecfg", array_pointer(context, builder, before, arguments[0], integer(0)))
@@ -76,7 +76,7 @@ def emit_multiply_by_tiles(
     builder: ir.IRBuilder, adds: bool, a: ir.Value, a_row: ir.Value, depth: ir.Value, b: ir.Value, b_row: ir.Value,
     c: ir.Value, c_row: ir.Value,
 ) -> None:  # fmt: skip
-    """The code of `multiply_by_tiles`, on pointers to words and numbers; rows are as far apart as so many of them."""
+    """Emit the code of `multiply_by_tiles`, on pointers; row strides count words of a and b and numbers of c."""
     a_pitch = builder.mul(a_row, integer(4))
     count = builder.udiv(depth, integer(TILE))
 
@@ -90,9 +90,9 @@ def _emit_product(
     builder: ir.IRBuilder, adds: bool, count: ir.Value, left_of: Callable[[ir.Value], ir.Value], a_pitch: ir.Value,
     b: ir.Value, b_row: ir.Value, c: ir.Value, c_row: ir.Value,
 ) -> None:  # fmt: skip
-    """The code of a product that is `count` tiles deep; left_of: where a's `BLOCK` rows of a tile's depth begin.
+    """Emit the code of a product that is `count` tiles deep.
 
-    a_pitch: from row to row, in bytes.
+    left_of: returns the address of a's `BLOCK` rows for a tile index along the depth. a_pitch: a's row stride in bytes.
     """
 
     def part(pointer: ir.Value, row: ir.Value, rows: int, columns: int) -> ir.Value:
@@ -121,20 +121,20 @@ def _emit_product(
 
 @intrinsic(prefer_literal=True)
 def multiply_from(typingctx, adds, addresses, first, count, skipped, a_pitch, b, b_at, b_row, c, c_at, c_row):
-    """As `multiply_by_tiles`, of words of a that lie anywhere: of each `TILE` of its depth at an address of their own.
+    """As `multiply_by_tiles`, where each `TILE` words of a's depth have their own address.
 
-    addresses: int64; those from `first` on, `count` of them, and each `skipped` bytes further on. a_pitch: from row to
-    row, in bytes.
+    addresses: int64; those at first .. first + count - 1 are used, each advanced by `skipped` bytes. a_pitch: a's row
+    stride in bytes.
     """
     is_sum = bool(adds.literal_value)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        given = array_pointer(context, builder, addresses, arguments[1], arguments[2])
+        address_pointer = array_pointer(context, builder, addresses, arguments[1], arguments[2])
         second = array_pointer(context, builder, b, arguments[6], arguments[7])
         sums = array_pointer(context, builder, c, arguments[9], arguments[10])
 
         def left(index: ir.Value) -> ir.Value:
-            address = builder.add(builder.load(offset(builder, given, index)), arguments[4])
+            address = builder.add(builder.load(offset(builder, address_pointer, index)), arguments[4])
             return builder.inttoptr(address, _BYTE.as_pointer())
 
         _emit_product(builder, is_sum, arguments[3], left, arguments[5], second, arguments[8], sums, arguments[11])
@@ -146,10 +146,10 @@ def multiply_from(typingctx, adds, addresses, first, count, skipped, a_pitch, b,
 
 @intrinsic(prefer_literal=True)
 def multiply_by_tiles(typingctx, adds, a, a_at, a_row, depth, b, b_at, b_row, c, c_at, c_row):
-    """c = a b, or c += a b where the literal `adds` is 1, of `BLOCK` rows of a and `BLOCK` columns of b.
+    """Compute c = a b, or c += a b if the literal `adds` is 1, for `BLOCK` rows of a and `BLOCK` columns of b.
 
-    a: words, word i of row r at a_at + r * a_row + i, i < depth, a multiple of 16. b: words, row i at b_at + i * b_row,
-    a column's numbers 2 i and 2 i + 1 in each. c: float32, row r at c_at + r * c_row.
+    a: words; word i of row r is at a_at + r * a_row + i, i < depth, depth a multiple of 16. b: words; row i is at
+    b_at + i * b_row, each word being the numbers 2 i and 2 i + 1 of a column. c: float32, row r at c_at + r * c_row.
     """
     is_sum = bool(adds.literal_value)
 
@@ -172,15 +172,15 @@ def turn_words(typingctx, source, s_at, s_row, target, t_at, t_row):
     words = ir.VectorType(_WORD, TILE)
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        given = array_pointer(context, builder, source, arguments[0], arguments[1])
+        source_pointer = array_pointer(context, builder, source, arguments[0], arguments[1])
         place = array_pointer(context, builder, target, arguments[3], arguments[4])
 
         def line(pointer: ir.Value, row: ir.Value, number: int) -> ir.Value:
             at = builder.mul(row, integer(number))
             return builder.bitcast(offset(builder, pointer, at), words.as_pointer())
 
-        rows = [builder.load(line(given, arguments[2], each), align=4, typ=words) for each in range(TILE)]
-        # Level by level words change places with those of the row whose number differs by one bit.
+        rows = [builder.load(line(source_pointer, arguments[2], each), align=4, typ=words) for each in range(TILE)]
+        # At each level, words are exchanged with the row whose number differs in one bit.
         for bit in (8, 4, 2, 1):
             turned = list(rows)
             for low in (each for each in range(TILE) if not each & bit):

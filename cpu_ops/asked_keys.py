@@ -1,7 +1,7 @@
-"""What a few queries make of all keys before them, for kernels that ask which of these matter.
+"""QKᵀ of a small query tile against all earlier keys, for kernels that measure which keys receive attention.
 
-Queries are in the lanes, `ASKED_COLUMNS` of them. Keys are multiplied where they lie, by AMX's tiles or by dot products
-in bfloat16, in float32 elsewhere.
+A tile holds `ASKED_COLUMNS` queries, one per vector lane. Keys are read in place. The product uses AMX tiles or
+AVX512_BF16 dot products for bfloat16, and float32 arithmetic otherwise.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from cpu_ops.scratch import neighbours_on_lines
 from cpu_ops.vectors import Vectors, array_pointer, integer, offset
 
 ASKED_COLUMNS = COLUMNS
-"""Queries that ask at once: keys are read once for all of them."""
+"""Queries of a tile: keys are read once for all of them."""
 _ROWS = 4
 """Keys of a register tile."""
 
 
 @dataclass(frozen=True)
 class AskedShape:
-    """How keys are multiplied: a kernel's constants.
+    """The compile-time constants of the product of keys and queries.
 
     Attributes:
-        kind: "tiles" and "dots" of bfloat16, or "floats".
-        words: numbers of a key as it lies, in bfloat16 pairs of them.
-        depth: `words`, filled up to whole tiles.
-        lanes, vectors: of a vector, and vectors of a register tile.
+        kind: "tiles" (AMX, bfloat16), "dots" (AVX512_BF16) or "floats" (float32).
+        words: numbers of a stored key; for bfloat16, pairs of numbers.
+        depth: `words`, rounded up to whole tiles.
+        lanes, vectors: lanes of a vector, and vectors of a register tile.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class AskedShape:
 
     @classmethod
     def of(cls, in_bfloat16: bool, k_dim: int) -> AskedShape:
-        """On this CPU, for keys of so many numbers."""
+        """Returns the constants for this CPU and keys of `k_dim` numbers."""
         here = ISAS[isa()]
         words = k_dim // 2 if in_bfloat16 else k_dim
         if in_bfloat16 and multiplies_by_tiles():
@@ -61,9 +61,11 @@ class AskedShape:
 
 
 def asked_numbers(q: np.ndarray, past_k: np.ndarray, k: np.ndarray, scale: float) -> list[np.ndarray]:
-    """The arrays as kernels take them: bits of bfloat16 as words, keys contiguous, and of queries the last dimension.
+    """Returns [q, past_k, k] in the layout of the kernels.
 
-    q: [heads, queries, k_dim]; past_k: [past, k_dim] and k: [n, k_dim], the keys before a chunk and its own; all
+    Keys are contiguous, queries are contiguous in the last dimension, and bfloat16 bits are viewed as 32-bit words.
+
+    q: [heads, queries, k_dim]. past_k: [past, k_dim], keys before a chunk. k: [n, k_dim], the chunk's keys. All are
     float32, or all bits of bfloat16 (uint16) where `run_attention.runs_in_bfloat16`. Raises ValueError or TypeError for
     arrays that do not fit together or that the CPU cannot multiply, and for a scale that is not above 0.
     """
@@ -84,10 +86,10 @@ def asked_numbers(q: np.ndarray, past_k: np.ndarray, k: np.ndarray, scale: float
 
 @inner(error_model="numpy")
 def keys_of_block(past_k, k, start, whole_rows, gathered):
-    """Where the keys of the `QUERY_BLOCK` tokens from `start` on lie: an array and where in it.
+    """Returns the array and the offset at which the keys of the `QUERY_BLOCK` tokens from `start` on are contiguous.
 
-    They are copied to `gathered` [tokens, depth], with zeros behind the last, where they do not lie together, or where
-    a key's words do not fill whole rows of it (not `whole_rows`).
+    Keys that are not contiguous, or narrower than `depth` (not `whole_rows`), are copied to `gathered` [tokens, depth],
+    which is filled up with zeros.
     """
     before, stop = past_k.shape[0], start + gathered.shape[0]
     if whole_rows and stop <= before:
@@ -103,7 +105,7 @@ def keys_of_block(past_k, k, start, whole_rows, gathered):
 
 @inner(error_model="numpy")
 def hide_behind(scores, start, seen):
-    """Take from the scores [tokens, columns] of tokens from `start` on those behind the `seen` ones of a column."""
+    """Mask scores [tokens, columns] of the tokens from `start` on: column c sees only tokens before `seen[c]`."""
     for column in range(seen.size):
         for t in range(max(seen[column] - start, 0), scores.shape[0]):
             scores[t, column] = UNSEEN
@@ -111,7 +113,7 @@ def hide_behind(scores, start, seen):
 
 @inner(fastmath={"contract", "nsz"}, error_model="numpy")
 def capped(scores, scale, softcap):
-    """Turn products into scores, softcap * tanh(product * scale / softcap), in powers of two."""
+    """Turn products into scores, softcap * tanh(product * scale / softcap), for exponentials of base two."""
     factor = np.float32(scale / softcap)
     for t in range(scores.shape[0]):
         for column in range(scores.shape[1]):
@@ -121,10 +123,10 @@ def capped(scores, scale, softcap):
 
 @intrinsic(prefer_literal=True)
 def score_block(typingctx, kind, lanes, vectors, depth, keys, k_at, q, q_at, scores):
-    """Products of a block's keys and the queries: scores [`QUERY_BLOCK`, `ASKED_COLUMNS`], unscaled.
+    """Write the unscaled products of a block's keys and the queries to scores [`QUERY_BLOCK`, `ASKED_COLUMNS`].
 
-    kind, lanes, vectors, depth: as in `AskedShape`, literals. keys: rows of `depth` from `k_at` on. q: rows of
-    `ASKED_COLUMNS` from `q_at` on, a query in each column.
+    kind, lanes, vectors, depth: literals, as in `AskedShape`. keys: rows of `depth`, beginning at `k_at`. q: rows of
+    `ASKED_COLUMNS`, beginning at `q_at`, with one query per column.
     """
     how, width, across, size = (each.literal_value for each in (kind, lanes, vectors, depth))
 
@@ -155,13 +157,13 @@ def score_block(typingctx, kind, lanes, vectors, depth, keys, k_at, q, q_at, sco
 
 
 def emit_weights(v: Vectors, score: ir.Value, factor: ir.Value, shift: ir.Value) -> ir.Value:
-    """The code of 2 ** (factor * score + shift), of scores at a pointer."""
+    """Emit the code of 2 ** (factor * score + shift) for a vector of scores at a pointer."""
     return v.exp2(v.call("fmuladd", v.load(score), factor, shift), coarse=True)
 
 
 @intrinsic(prefer_literal=True)
 def block_weights(typingctx, lanes, scores, column, factor, most, totals):
-    """Add the weights 2 ** (factor * (score - most)) of `lanes` columns of a block to their totals; most: by column."""
+    """Add the weights 2 ** (factor * (score - most)) of `lanes` columns of a block to `totals`; most: per column."""
     width = lanes.literal_value
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
@@ -185,9 +187,10 @@ def block_weights(typingctx, lanes, scores, column, factor, most, totals):
 
 @intrinsic(prefer_literal=True)
 def free_block_weights(typingctx, lanes, scores, column, factor, most, totals, named, n_at, bits, free, f_at):
-    """As `block_weights`, and free[f_at + column] = the sums over those tokens that are not named for a column.
+    """As `block_weights`; also write the sum over tokens that are not named for a column to free[f_at + column].
 
-    named: words, the tokens' from `n_at` on; a token is named for a column where it has a bit of bits[column].
+    named: one 32-bit mask per token, from `n_at` on. A token is named for a column if its mask shares a bit with
+    bits[column].
     """
     width = lanes.literal_value
     word = ir.IntType(32)

@@ -1,6 +1,6 @@
-"""Attention to blocks of keys and values where they lie in DRAM.
+"""Attention of one query position to blocks of keys and values, read in place in DRAM.
 
-One pass over each block with the online softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithm 1);
+Each block is read once, with the online softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithm 1).
 `list_attention` divides the work among threads.
 """
 
@@ -27,7 +27,7 @@ from cpu_ops.work_division import keep_part
 
 NO_OFFSETS = np.empty((0, 0, 0), np.uint16)
 _VALUE_TILE = 32
-"""Tokens whose values are added before the partial outputs go back to memory."""
+"""Tokens whose values are accumulated before the partial outputs are stored to memory."""
 
 
 def attend_blocks(
@@ -44,19 +44,19 @@ def attend_blocks(
     threads: int | None = None,
     key_offsets: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Softmax attention of one query position per sequence to the blocks that its lists name.
+    """Softmax attention of one query position per sequence to the blocks in its lists.
 
-    q: [rows, kv_heads, group, k_dim] float32, the query heads of each kv head together.
+    q: [rows, kv_heads, group, k_dim] float32, grouped by kv head.
     keys: [num_blocks, kv_heads, block_size, k_dim], values: [num_blocks, kv_heads, block_size, v_dim], each of a
-    storage type (`cpu_ops.storage`; last dimension in records for those that store values in groups); untouched blocks
-    are never read. block_ids: [rows, 1 or kv_heads, max_blocks] int32, one list for all kv heads or one for each;
-    block_counts: [rows, 1 or kv_heads] int32, entries in use; block_lengths: [num_blocks] int32, tokens in each block.
+    storage type (`cpu_ops.storage`; the last dimension counts records for grouped types). Only listed blocks are read.
+    block_ids: [rows, 1 or kv_heads, max_blocks] int32, one list for all kv heads or one for each.
+    block_counts: [rows, 1 or kv_heads] int32, entries in use. block_lengths: [num_blocks] int32, tokens in each block.
     scale multiplies the scores; softcap c > 0 then turns them into c * tanh(score / c).
-    threads: how many to use (None: Numba's setting). key_offsets: [num_blocks, kv_heads, k_dim] uint16, bits of the
-    float16 that the keys of each block are stored less of; None where they are stored as they are.
+    threads: number of threads (None: Numba's setting). key_offsets: [num_blocks, kv_heads, k_dim] uint16, bits of the
+    float16 vector that was subtracted from the keys of each block before storing; None if nothing was subtracted.
 
     Returns out [rows, kv_heads, group, v_dim] float32 and lse [rows, kv_heads, group] float32, the natural logarithm of
-    the sum of exp(score); 0 and -inf where there is no token. Both are written in place when given.
+    the sum of exp(score); 0 and -inf for an empty list. `out` and `lse` are written in place if passed.
 
     Raises ValueError or TypeError for arrays that do not fit together, IndexError for ids, counts or lengths that
     point outside the pool.
@@ -72,7 +72,7 @@ def attend_blocks(
     if out.shape != (rows, kv_heads, group, v_dim) or lse.shape != (rows, kv_heads, group):
         raise ValueError(f"out {out.shape} and lse {lse.shape} should be {(rows, kv_heads, group)} + ({v_dim},) and ()")
     lists = NO_OFFSETS if key_offsets is None else key_offsets, block_ids, block_counts, block_lengths
-    # As `kernel_threads`, without its frames: this is called for every layer of every token.
+    # The same as `kernel_threads`, inlined: this runs for every layer of every token.
     with one_kernel_at_a_time:
         before = get_num_threads()
         used = before if threads is None or threads == before else use_threads(threads)
@@ -97,8 +97,8 @@ def compile_for(
 ) -> None:  # fmt: skip
     """Compile the kernel of one shape, or load it from Numba's on-disk cache, before the first token needs it.
 
-    storage: of keys, and of values where `value_storage` is None. offset: with `key_offsets`. Raises ValueError for a
-    type that is not registered.
+    storage: of keys, and of values if `value_storage` is None. offset: whether `key_offsets` are used. Raises
+    ValueError for a type that is not registered.
     """
     value_storage = value_storage or storage
     for each in (storage, value_storage):
@@ -125,7 +125,7 @@ def _plan(
     lengths: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype, softcapped: bool, instructions: str,
     offsets: tuple[int, ...] | None,
 ) -> "_Plan":  # fmt: skip
-    """Check that shapes fit together and find their kernel; remembered, for a token costs this once per layer."""
+    """Check that shapes fit together and find their kernel; cached, because every layer of every token needs it."""
     k_storage, v_storage, v_dim = check_lists(q, keys, values, ids, counts, lengths, dtype, value_dtype)
     rows, kv_heads, group, k_dim = q
     check_offsets(offsets, keys, k_dim)
@@ -140,9 +140,9 @@ def region_for(
     lengths: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype, softcapped: bool,
     offsets: tuple[int, ...] | None = None,
 ) -> tuple[int, int]:  # fmt: skip
-    """The address of the region ("attend lists") for arrays of these shapes (`attend_blocks`), and v_dim.
+    """Returns the address of the region "attend lists" for arrays of these shapes (as in `attend_blocks`), and v_dim.
 
-    Raises as `check_lists`.
+    Raises the errors of `check_lists`.
     """
     plan = _plan(q, keys, values, ids, counts, lengths, dtype, value_dtype, softcapped, isa(), offsets)
     return plan.region, plan.v_dim
@@ -153,14 +153,14 @@ def _region(
     isa: str, storage: str, value_storage: str, group: int, k_dim: int, v_dim: int, block_size: int, softcapped: bool,
     offset: bool,
 ) -> Any:  # fmt: skip
-    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
+    """Compile a thread's share for one shape. Numba's disk cache keys it by the constants below, all plain values."""
     tiles = tiles_for(isa, group, block_size)
     lanes, full_tiles, tile_queries, rest_queries, row_size, tile_tokens, columns = tiles
     full_queries, num_tiles = full_tiles * tile_queries, tiles.number
-    # A tile's scores: rows of all the block's tokens, and what whole vectors write behind them.
+    # A tile's scores: one row per token of the block, and padding for whole vectors.
     tile_scores = -(-(block_size * row_size) // lanes) * lanes + lanes
     k_units, v_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[value_storage].units(v_dim)
-    # Each query tile prefetches as much of the next block's keys for every token.
+    # Each query tile prefetches an equal share of the next block's keys per token.
     share = -(-k_units // num_tiles)
     share_bytes = share * STORAGE_TYPES[storage].kernel_dtype.itemsize
     numbers, code_version = numbers_of(STORAGE_TYPES[storage], STORAGE_TYPES[value_storage]), CODE_VERSION

@@ -1,6 +1,6 @@
-"""Products of matrices of bfloat16 by AVX-512's dot products of pairs, which add in float32, and softmax around them.
+"""bfloat16 matrix products with AVX-512's pairwise dot products, which accumulate in float32, and their softmax.
 
-A word is two neighbouring bfloat16 numbers of the dimension that is summed over; an instruction adds the products of 16
+A word is two bfloat16 numbers that are neighbours along the summed dimension. One instruction adds the products of 16
 pairs of words to 16 float32 numbers.
 """
 
@@ -19,7 +19,7 @@ _WORDS = ir.VectorType(ir.IntType(32), LANES)
 
 
 class _BFloat16(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
+    """LLVM's bfloat type, which llvmlite lacks."""
 
     def __str__(self) -> str:
         return "bfloat"
@@ -54,9 +54,9 @@ def _multiply(
     v: Vectors, rows: int, row_words: int, left: ir.Value, right: ir.Value, right_pitch: int, depth: ir.Value,
     slots: list[ir.Value], left_step: int = 1,
 ) -> None:  # fmt: skip
-    """Add a product to the tile in `slots`, `rows` times as many vectors of columns: left's words by right's rows.
+    """Add left's words times right's rows to the tile in `slots`, which has `rows` rows of equally many vectors.
 
-    Word i of left's row r lies at r * row_words + i * left_step.
+    Word i of left's row r is at r * row_words + i * left_step.
     """
     vectors = len(slots) // rows
     with cgutils.for_range(v.builder, depth) as loop:
@@ -73,7 +73,7 @@ def _multiply(
 def emit_score_tile_bf16(
     builder: ir.IRBuilder, rows: int, depth: int, pitch: int, left: ir.Value, right: ir.Value, scores: ir.Value
 ) -> None:
-    """The code of `score_tile_bf16`, on pointers, for one tile of `COLUMNS`."""
+    """Emit the code of `score_tile_bf16`, on pointers, for one tile of `COLUMNS`."""
     v = Vectors(builder, LANES)
     slots = v.slots([v.zero] * (rows * COLUMNS // LANES))
     for slot in slots:
@@ -86,9 +86,9 @@ def emit_score_tile_bf16(
 
 @intrinsic(prefer_literal=True)
 def score_tile_bf16(typingctx, rows, depth, pitch, q, q_at, keys, count, scores):
-    """Scores of a tile of queries: scores[r * pitch + j] for j < count, rounded up to whole tiles of `COLUMNS`.
+    """Compute scores of a query tile: scores[r * pitch + j] for j < count, rounded up to whole tiles of `COLUMNS`.
 
-    q: words, [rows, depth] from `q_at` on. keys: words, [depth, pitch], a key in each column.
+    q: words, [rows, depth] from `q_at` on. keys: words, [depth, pitch], one key per column.
     """
     height, words, stride = (each.literal_value for each in (rows, depth, pitch))
 
@@ -109,7 +109,7 @@ def _add_values(
     v: Vectors, rows: int, dim: int, weights: ir.Value, row_words: int, step: int, pairs: ir.Value, values: ir.Value,
     sums: ir.Value,
 ) -> None:  # fmt: skip
-    """Add to sums [rows, dim] the products of weights' words, which lie as for `_multiply`, and values [pairs, dim]."""
+    """Add weights times values [pairs, dim] to sums [rows, dim]; weights are words, laid out as `_multiply`'s left."""
     builder = v.builder
     for start in range(0, dim, COLUMNS):
         width = min(COLUMNS, dim - start) // LANES
@@ -123,10 +123,10 @@ def _add_values(
 
 @intrinsic(prefer_literal=True)
 def add_values_bf16(typingctx, rows, dim, pitch, weights, pairs, values, sums, sums_at):
-    """Add weighted values: sums[sums_at + r * dim + d], d < dim, by `pairs` pairs of tokens.
+    """Add the weighted values of `pairs` pairs of tokens to sums[sums_at + r * dim + d], d < dim.
 
-    weights: numbers, [rows, 2 * pitch]. values: words, [pairs, dim], pairs of tokens for each channel. dim: a
-    multiple of 16.
+    weights: numbers, [rows, 2 * pitch]. values: words, [pairs, dim], each a pair of tokens' numbers of one channel.
+    dim: a multiple of 16.
     """
     height, size, stride = (each.literal_value for each in (rows, dim, pitch))
 
@@ -144,7 +144,7 @@ def add_values_bf16(typingctx, rows, dim, pitch, weights, pairs, values, sums, s
 
 @intrinsic(prefer_literal=True)
 def add_values_of_lanes_bf16(typingctx, rows, dim, pitch, weights, weights_at, pairs, values, sums, sums_at):
-    """As `add_values_bf16`, weights being words, pairs of tokens for each query: word (pair, r) at
+    """As `add_values_bf16`, with weights as words, each a pair of tokens' weights for one query: word (pair, r) is at
     weights_at + pair * pitch + r."""
     height, size, stride = (each.literal_value for each in (rows, dim, pitch))
 
@@ -161,9 +161,9 @@ def add_values_of_lanes_bf16(typingctx, rows, dim, pitch, weights, weights_at, p
 
 @intrinsic(prefer_literal=True)
 def lane_weights_bf16(typingctx, pitch, scores, s_at, pairs, factor, most, m_at, weights, totals):
-    """Write 2 ** ((score - most) * factor) of two tokens each as a word of bfloat16 and add them to totals.
+    """Write 2 ** ((score - most) * factor) as bfloat16, two tokens per word, and add the weights to totals.
 
-    scores: [2 * pairs, pitch], a query in each of the 16 lanes from `s_at` on; most, totals: from `m_at` on. weights:
+    scores: [2 * pairs, pitch]; the 16 lanes from `s_at` on hold one query each. most, totals: from `m_at` on. weights:
     words, [pairs, pitch], from `s_at` on.
     """
     stride = pitch.literal_value
@@ -184,7 +184,7 @@ def lane_weights_bf16(typingctx, pitch, scores, s_at, pairs, factor, most, m_at,
                 score = v.load(offset(builder, offset(builder, s_pointer, line), token * stride))
                 weight = v.exp2(v.call("fmuladd", score, times, shift), coarse=True)
                 builder.store(builder.fadd(builder.load(slot), weight), slot)
-                # Half of the last bit that is kept is added: nearest, and up where that is the question.
+                # Adding half of the last bit that is kept rounds to nearest, ties away from zero.
                 pair.append(builder.add(builder.bitcast(weight, _WORDS), _same(1 << 15)))
             lower, upper = builder.lshr(pair[0], _same(16)), builder.and_(pair[1], _same(0xFFFF << 16))
             place = offset(builder, w_pointer, builder.mul(loop.index, integer(stride)))
@@ -198,7 +198,7 @@ def lane_weights_bf16(typingctx, pitch, scores, s_at, pairs, factor, most, m_at,
 
 @intrinsic
 def row_largest(typingctx, scores, at, count):
-    """The largest of `count` scores, a multiple of 16, from `at` on."""
+    """Returns the largest of the `count` scores from `at` on; count: a multiple of 16."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         v = Vectors(builder, LANES)
@@ -217,7 +217,7 @@ def row_largest(typingctx, scores, at, count):
 
 @intrinsic
 def row_weights(typingctx, scores, at, count, factor, shift, weights, weights_at):
-    """Write 2 ** (score * factor - shift) of `count` scores, a multiple of 16, as bfloat16; returns their sum."""
+    """Write 2 ** (score * factor - shift) of `count` scores as bfloat16; returns their sum. count: a multiple of 16."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         v = Vectors(builder, LANES)

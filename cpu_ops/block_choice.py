@@ -1,4 +1,4 @@
-"""The region that chooses blocks by scores and estimated masses: one for all pools and shapes, a list for a thread."""
+"""The region that chooses blocks by scores and estimated masses: one for all pools and shapes; threads divide lists."""
 
 from functools import cache
 from typing import Any
@@ -17,17 +17,18 @@ from cpu_ops.top_k import select
 
 @region_arguments("choose")
 def arguments(_: str) -> tuple[Any, ...]:
-    """Of the region.
+    """The region's arguments.
 
     (scores, masses, by_mass, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions)
 
-    scores, allowed, shared, reduce: as `chosen_blocks.best_blocks` takes them; entries of `allowed` below 0 are none.
-    by_mass: whether scores are the masses themselves, which are then looked at once.
-    target: 0, for `most` blocks, or the share of the attention that as few as possible are to reach, `least` to `most`
-    of them (`estimated_masses.fewest_blocks`), by masses [rows, kv_heads, group, blocks], beside and elsewhere [rows,
-    kv_heads, group] float32 (`estimated_shares`). times: how many times so many are taken, as far as there are any.
-    positions: [rows, 1 where shared, else kv_heads, n] int32, written: those of the blocks, ascending, and -1 behind
-    them.
+    scores, shared, reduce: as in `chosen_blocks.best_blocks`. allowed: the positions that may be chosen, as its
+    `candidates`; negative entries are padding.
+    by_mass: whether the scores are the masses, which are then read only once.
+    target: 0 to choose `most` blocks; otherwise the share of the attention to reach with as few blocks as possible,
+    `least` to `most` of them (`estimated_masses.fewest_blocks`). The shares come from masses [rows, kv_heads, group,
+    blocks], beside and elsewhere [rows, kv_heads, group] float32 (`estimated_shares`). times: multiplies the number of
+    blocks that are taken, up to all of them.
+    positions: [rows, 1 if shared, else kv_heads, n] int32, written: the chosen blocks, ascending, padded with -1.
     """
     real4, real3 = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
     int3, integer = types.Array(types.int32, 3, "C"), types.int64
@@ -37,7 +38,7 @@ def arguments(_: str) -> tuple[Any, ...]:
 
 @inner
 def _choose(scores, masses, by_mass, beside, elsewhere, allowed, shared, reduce, target, least, most, times, positions):
-    """Choose for one list, of one row: arrays are those of the region, and `positions` [1, n]."""
+    """Choose blocks for one list of one row; arrays as for the region, positions [1, n]."""
     if by_mass and reduce >= SOFTMAX and target > 0:
         reduced, shares, before = softmax_and_shares(masses, beside, elsewhere, shared, reduce != SOFTMAX)
     else:
@@ -59,7 +60,7 @@ def _choose(scores, masses, by_mass, beside, elsewhere, allowed, shared, reduce,
 
 @cache
 def region() -> int:
-    """The address of the region."""
+    """Returns the address of the region."""
     code_version = CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy")
@@ -69,7 +70,7 @@ def region() -> int:
         )
         rows, kv_heads, group, blocks = scores.shape
         lists, heads = rows if shared else rows * kv_heads, kv_heads if shared else 1
-        # Each list is a row of its own.
+        # Each list becomes one row.
         score_rows = scores.reshape(lists, heads, group, blocks)
         mass_rows = masses.reshape(lists, heads, group, masses.shape[3])
         beside_rows, elsewhere_rows = beside.reshape(lists, heads, group), elsewhere.reshape(lists, heads, group)

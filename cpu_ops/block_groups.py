@@ -1,4 +1,4 @@
-"""Groups of consecutive blocks of a context, of which some are opened: which blocks are scored by themselves."""
+"""Groups of consecutive blocks of a Context: blocks of opened groups are scored one by one, other groups as a whole."""
 
 import numpy as np
 
@@ -8,9 +8,11 @@ from cpu_ops.inner import inner
 
 @inner
 def group_ids(context, size, groups):
-    """Where what stands for the groups of `size` blocks lies: the ids of their last blocks, [rows, groups] int32.
+    """Returns the ids of the last block of each group of `size` blocks, where its representative is stored.
 
-    context: [rows, blocks] int32, ids. Blocks behind the last of the `groups` are in none.
+    context: [rows, blocks] int32 ids. Blocks after the last group belong to no group.
+
+    Returns [rows, groups] int32.
     """
     rows = len(context)
     ids = np.empty((rows, groups), np.int32)
@@ -22,9 +24,9 @@ def group_ids(context, size, groups):
 
 @inner
 def groups_of(positions, size, groups, opened):
-    """Write the groups that hold any of positions [rows, lists, n] to opened [rows, lists, most], ascending, -1 behind.
+    """Write the groups that contain any of positions [rows, lists, n] to opened [rows, lists, most].
 
-    Positions below 0 are none; those behind the last of `groups` are in none.
+    Groups ascend and are padded with -1. Negative positions are padding. Positions after the last group are in none.
     """
     rows, lists, _ = positions.shape
     opened[:] = -1
@@ -43,9 +45,11 @@ def groups_of(positions, size, groups, opened):
 
 @inner
 def opened_entries(opened, size, groups, blocks):
-    """The blocks of opened groups and those in no group, as positions [rows, lists, entries] int32, -1 behind them.
+    """Returns the positions of the blocks of opened groups and of those in no group.
 
-    opened: [rows, lists, most] int32, ascending, -1 behind. groups: how many there are; 0 where every block is scored.
+    opened: [rows, lists, most] int32, ascending, padded with -1. groups: their number; 0 if every block is scored.
+
+    Returns [rows, lists, entries] int32, padded with -1.
     """
     rows, lists, most = opened.shape
     entries = np.full((rows, lists, most * size + blocks - groups * size), -1, np.int32)
@@ -65,9 +69,9 @@ def opened_entries(opened, size, groups, blocks):
 
 @inner
 def entry_ids(context, entries, kv_heads):
-    """Where the entries lie in arrays of which each kv head's part of a block is a row: [rows * kv_heads, entries].
+    """Returns the index of each entry in arrays with one row per block and kv head: [rows * kv_heads, entries] int32.
 
-    Of an entry that is none, where any lies.
+    A padding entry gets index 0, which is always valid.
     """
     rows, lists, count = entries.shape
     ids = np.zeros((rows * kv_heads, count), np.int32)
@@ -82,7 +86,7 @@ def entry_ids(context, entries, kv_heads):
 
 @inner
 def forget_missing(scores, entries):
-    """Let scores [rows, kv_heads, group, entries, or none at all] be -inf where there is no entry."""
+    """Set scores [rows, kv_heads, group, entries or 0] of padding entries to -inf."""
     lists, count = entries.shape[1], scores.shape[3]
     for row in range(scores.shape[0]):
         for head in range(scores.shape[1]):
@@ -95,7 +99,7 @@ def forget_missing(scores, entries):
 
 @inner
 def places_of(positions, entries):
-    """Where positions [rows, lists, n] are among entries [rows, lists, entries], which ascend; -1 for nowhere."""
+    """Returns the indices of positions [rows, lists, n] in the ascending entries [rows, lists, entries], or -1."""
     found = np.full(positions.shape, -1, np.int32)
     for row in range(positions.shape[0]):
         for each in range(positions.shape[1]):
@@ -113,7 +117,7 @@ def places_of(positions, entries):
 
 @inner
 def positions_at(places, entries, positions):
-    """Write to positions [rows, lists, n] the entries at places; -1 where these are."""
+    """Write the entries at `places` to positions [rows, lists, n]; a place of -1 gives -1."""
     for row in range(places.shape[0]):
         for each in range(places.shape[1]):
             for index in range(places.shape[2]):
@@ -123,12 +127,12 @@ def positions_at(places, entries, positions):
 
 @inner
 def for_every_head(places, kv_heads):
-    """Places [rows, lists, n] as each kv head's own: [rows * kv_heads, 1, n]."""
+    """Returns places [rows, lists, n] repeated for each kv head: [rows * kv_heads, 1, n]."""
     rows, lists, count = places.shape
     found = np.empty((rows * kv_heads, 1, count), np.int32)
     for row in range(rows):
         for head in range(kv_heads):
-            # One by one: for arrays Numba compiles what a mismatch of shapes is told by as well, six seconds of it.
+            # An element loop: for an array assignment Numba also compiles the shape error, which takes six seconds.
             for place in range(count):
                 found[row * kv_heads + head, 0, place] = places[row, min(head, lists - 1), place]
     return found
@@ -136,7 +140,7 @@ def for_every_head(places, kv_heads):
 
 @inner
 def masses_of(log_masses):
-    """The log-sum-exp of [rows, kv_heads, group, n] over n: [rows, kv_heads, group] float32."""
+    """Returns the log-sum-exp of [rows, kv_heads, group, n] over n: [rows, kv_heads, group] float32."""
     rows, kv_heads, group, count = log_masses.shape
     found = np.full((rows, kv_heads, group), -np.inf, np.float32)
     for row in range(rows if count > 0 else 0):
@@ -148,7 +152,7 @@ def masses_of(log_masses):
 
 @inner
 def number_of(positions):
-    """How many of positions [rows, lists, n] are any: those from 0 on."""
+    """Returns how many of positions [rows, lists, n] are not padding, that is, at least 0."""
     found = 0
     flat = positions.reshape(positions.size)
     for each in range(flat.size):

@@ -1,4 +1,4 @@
-"""Means of blocks of neighbouring tokens, of those before a chunk and its own."""
+"""Means of blocks of consecutive tokens: those before a chunk and those of the chunk."""
 
 from functools import cache
 from typing import Any
@@ -16,12 +16,12 @@ from cpu_ops.threads import kernel_threads
 
 
 def block_means(past: np.ndarray, new: np.ndarray, block: int, threads: int | None = None) -> np.ndarray:
-    """Means of blocks of `block` tokens, counted from the first of past; the last one may be shorter.
+    """Means of blocks of `block` tokens, counted from the first past token; the last block may be shorter.
 
     past: [batch, heads, past, dim] and new: [batch, heads, n, dim], both float32, or both bits of bfloat16 (uint16).
-    threads: how many to use (None: Numba's setting).
+    threads: number of threads (None: Numba's setting).
 
-    Returns [batch, heads, blocks, dim] float32, of sums in float32, token by token. Raises ValueError or TypeError for
+    Returns [batch, heads, blocks, dim] float32, summed in float32 token by token. Raises ValueError or TypeError for
     arrays that do not fit together.
     """
     if past.shape[:2] != new.shape[:2] or past.shape[3:] != new.shape[3:] or block < 1:
@@ -41,7 +41,7 @@ def compile_for(in_bfloat16: bool, dim: int) -> None:
 
 @region_arguments("block means")
 def _arguments(variant: str) -> tuple[Any, ...]:
-    """(past, new, block, means), as `block_means` has them; a vector's numbers are neighbours."""
+    """(past, new, block, means), as in `block_means`; the last dimension is contiguous."""
     numbers = types.Array(types.uint16 if variant == "bfloat16" else types.float32, 4, "A")
     return numbers, numbers, types.int64, types.Array(types.float32, 4, "C")
 

@@ -1,7 +1,7 @@
-"""Entries of a cache that an eviction policy bounds: appending a token, evicting, and how much attention each received.
+"""Entries of a cache that an eviction policy bounds: appending a token, evicting entries, and attention received.
 
-Keys and values lie in arrays with room behind their entries, [rows, kv_heads, capacity, dim]. Where entries are copied
-only, numbers of 16 bits may be given as int16.
+Keys and values are arrays [rows, kv_heads, capacity, dim] with free capacity after their entries. Functions that only
+copy entries accept 16-bit numbers as int16.
 """
 
 from functools import cache
@@ -14,7 +14,7 @@ from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.exponential import LOG2_E, row_exp2, row_softcap
 from cpu_ops.threads import kernel_threads
 
-# Bytes up to which one thread is done before several have begun.
+# Up to this many bytes one thread finishes before several have started.
 _SMALL = 1 << 18
 # Keys whose scores a thread computes at once.
 _TILE = 256
@@ -22,13 +22,13 @@ _TILE = 256
 
 @njit(cache=True, nogil=True)
 def append_token(new_keys, new_values, keys, values, positions, place, position):
-    """Write a token of every row behind the entries, at index `place`.
+    """Write one token of every row at index `place`, after the entries.
 
     new_keys: [rows, kv_heads, 1, k_dim], new_values: [rows, kv_heads, 1, v_dim], of any strides, in the dtype of keys
     [rows, kv_heads, capacity, k_dim] and values [rows, kv_heads, capacity, v_dim]. positions: [rows, kv_heads,
-    capacity] int64, which gets `position`, the token's in its sequence.
+    capacity] int64; `position`, the token's position in its sequence, is written to it.
 
-    Raises IndexError for a place that is not there; nothing is written then.
+    Raises IndexError for a place outside the capacity; nothing is written then.
     """
     rows, kv_heads, capacity, k_dim = keys.shape
     if place < 0 or place >= capacity:
@@ -52,10 +52,10 @@ def gather_entries(
 
     sources, targets: keys [rows, kv_heads, capacity, k_dim], values [rows, kv_heads, capacity, v_dim] and positions
     [rows, kv_heads, capacity], C-contiguous, each pair of one dtype; capacities may differ. index: [rows or 1,
-    kv_heads or 1, count] int64, one list for all rows or heads or one for each. threads: how many to use for many
-    bytes (None: Numba's setting).
+    kv_heads or 1, count] int64, one list for all rows or heads or one for each. threads: number of threads for large
+    copies (None: Numba's setting).
 
-    Raises IndexError for an index that is not there.
+    Raises IndexError for an index outside the source's capacity.
     """
     count = index.shape[2]
     entries = targets[0].shape[0] * targets[0].shape[1] * count
@@ -100,7 +100,7 @@ def _gather(parallel: bool) -> Any:
 
 @njit(cache=True, nogil=True)
 def gather_numbers(numbers, index):
-    """The numbers [rows, kv_heads, entries] at `index` [rows or 1, kv_heads or 1, count] int64, a valid one.
+    """Returns numbers [rows, kv_heads, entries] at `index` [rows or 1, kv_heads or 1, count] int64, without checks.
 
     Returns [rows, kv_heads, count].
     """
@@ -117,9 +117,9 @@ def gather_numbers(numbers, index):
 
 @njit(cache=True, nogil=True)
 def all_but_lowest(scores):
-    """Indices of all entries but the one with the lowest score, ascending; of equal ones the last is left out.
+    """Returns the indices of all entries but the lowest-scored one, ascending; of equal ones the last is dropped.
 
-    scores: [rows, lists, entries], one entry at least; a NaN is lower than any number.
+    scores: [rows, lists, entries], at least one entry; a NaN is lower than any number.
 
     Returns [rows, lists, entries - 1] int64.
     """
@@ -146,11 +146,11 @@ def received_attention(
     softcap: float = 0.0,
     threads: int | None = None,
 ) -> np.ndarray:
-    """The attention that each of the first `count` keys receives from one query per row.
+    """Returns the attention that each of the first `count` keys receives from one query per row.
 
     q: [rows, kv_heads, group, k_dim] float32. lse: [rows, kv_heads, group] float32, the log-sum-exp of each query's
     scores. keys: [rows, kv_heads, capacity, k_dim] float32, C-contiguous. scale multiplies the scores; softcap c > 0
-    then turns them into c * tanh(score / c). threads: how many to use for many keys (None: Numba's setting).
+    then turns them into c * tanh(score / c). threads: number of threads for many keys (None: Numba's setting).
 
     Returns [rows, kv_heads, group, count] float32. Raises ValueError for shapes that do not fit together.
     """

@@ -1,4 +1,4 @@
-"""The attention that candidates receive, from the scores of their keys: as they are stored, or from coarse copies."""
+"""Block rerank: the attention mass of candidate blocks, from scores of their stored keys or of coarse copies."""
 
 from functools import cache
 from typing import Any
@@ -18,21 +18,22 @@ from cpu_ops.storage import STORAGE_TYPES, numbers_of, pool_arrays, storage_of
 from cpu_ops.tiles import tiles_for
 
 _AHEAD = 2
-"""Of candidates, how many before its turn one is asked for."""
+"""How many candidates ahead the kernel prefetches."""
 
 
 @region_arguments("candidates")
 def arguments(numbers: str) -> tuple[Any, ...]:
-    """Of the regions: (q, keys, means, table, positions, scale, softcap, weights, masses, token_scores).
+    """The regions' arguments: (q, keys, means, table, positions, scale, softcap, weights, masses, token_scores).
 
-    numbers: as kernels view keys and means, as in "uint8,uint16". q: [rows, kv_heads, group, k_dim] float32. keys:
-    [num_blocks, kv_heads, block_size, k_dim], or how they differ from means [num_blocks, kv_heads, 1 or more, k_dim],
-    of which the first of a block counts. table: [rows, blocks] int32, full blocks in the pool. positions: [rows, 1 or
-    kv_heads, n] int32, the candidates among those, entries below 0 are none; all of them where n is 0. scale, softcap:
-    as `attention.attend_blocks`. weights, masses: [rows, kv_heads, group, blocks] float32. Written to masses, at the
-    candidates' positions, is the log-sum-exp of the scores of all keys of each; to weights, where keys are coarse
-    copies (`code_masses`), that of as many scores that are all the mean's. token_scores: [rows, kv_heads, group, n *
-    block_size] float32, written: the scores of the candidates' keys, in the order of `positions`; or of length 0.
+    numbers: the dtypes as which kernels view keys and means, as in "uint8,uint16". q: [rows, kv_heads, group, k_dim]
+    float32. keys: [num_blocks, kv_heads, block_size, k_dim], the keys or their differences to means [num_blocks,
+    kv_heads, 1 or more, k_dim], of which each block's first is used. table: [rows, blocks] int32, ids of full blocks.
+    positions: [rows, 1 or kv_heads, n] int32, the candidates in `table`; negative entries are padding, and n = 0 means
+    all blocks. scale, softcap: as in `attention.attend_blocks`. weights, masses: [rows, kv_heads, group, blocks]
+    float32. The region writes at the candidates' positions: to masses, the log-sum-exp of the scores of a block's keys;
+    to weights, for coarse copies only (`code_masses`), the log-sum-exp if every key were the block's mean.
+    token_scores: [rows, kv_heads, group, n * block_size] float32, written: the scores of the candidates' keys, in the
+    order of `positions`; or of length 0.
     """
     pool, means = pool_arrays(numbers)
     real4, real = types.Array(types.float32, 4, "C"), types.float64
@@ -48,9 +49,9 @@ def region_for(
     mean_dtype: np.dtype,
     differ: bool,
 ) -> int:
-    """The address of the region for arrays of these shapes; differ: whether keys differ from means by what they hold.
+    """Returns the address of the region for arrays of these shapes.
 
-    Raises ValueError where they do not fit together.
+    differ: whether `keys` stores differences to means. Raises ValueError for shapes that do not fit together.
     """
     storage, kind = storage_of(dtype), storage_of(mean_dtype)
     if {keys[1], means[1]} != {q[1]} or {keys[3] * storage.group, means[3] * kind.group} != {q[3]}:
@@ -64,7 +65,7 @@ def _region(instructions: str, storage: str, kind: str, differ: bool, group: int
     lanes, full_tiles, tile_queries, rest_queries, row_size, tile_tokens, _ = tiles
     full_queries, num_tiles = full_tiles * tile_queries, tiles.number
     vectors = -(-(block_size * row_size) // lanes)
-    # A tile's scores: rows of all keys of the block, and what whole vectors write behind them.
+    # A tile's scores: one row per key of the block, and padding for whole vectors.
     tile_scores = vectors * lanes + lanes
     units, mean_units = STORAGE_TYPES[storage].units(k_dim), STORAGE_TYPES[kind].units(k_dim)
     numbers = numbers_of(STORAGE_TYPES[storage], STORAGE_TYPES[kind])
@@ -82,12 +83,12 @@ def _region(instructions: str, storage: str, kind: str, differ: bool, group: int
         scaled_q, scores = scratch(group, k_dim), scratch(num_tiles, tile_scores)
         most, totals = np.empty((2, num_tiles, lanes), np.float32)
         nothing, of_mean = np.full((num_tiles, lanes), -np.inf, np.float32), np.zeros((1, group), np.float32)
-        # Lists have different numbers of candidates, which are divided evenly.
-        wanted = np.int64(0)
+        # Lists differ in length, so threads divide the candidates of all lists evenly.
+        listed = np.int64(0)
         for index in range(rows * kv_heads):
             for place in range(candidates):
-                wanted += everything or positions[index // kv_heads, min(index % kv_heads, lists - 1), place] >= 0
-        first, last, number, before = wanted * thread // threads, wanted * (thread + 1) // threads, 0, np.int64(-1)
+                listed += everything or positions[index // kv_heads, min(index % kv_heads, lists - 1), place] >= 0
+        first, last, number, before = listed * thread // threads, listed * (thread + 1) // threads, 0, np.int64(-1)
         for item in range(rows * kv_heads * candidates):
             place, index = item % candidates, item // candidates
             row, head = index // kv_heads, index % kv_heads

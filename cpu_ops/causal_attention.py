@@ -1,8 +1,8 @@
-"""Causal attention of the last tokens of sequences to everything stored, where it lies in DRAM: short turns.
+"""Causal attention of a short turn: the last tokens of each sequence attend to all stored blocks, read in place.
 
-A block's keys and values are widened once for all queries. A tile of tokens then meets tiles of queries as a matrix
-product does: scores [tokens, queries] with the queries in the lanes, the online softmax of FlashAttention (Dao et al.
-2022, arXiv:2205.14135, algorithm 1) over whole vectors, and the weighted values. Nothing is transposed.
+A block's keys and values are widened to float32 once for all queries. A tile of tokens is then multiplied with tiles
+of queries: scores [tokens, queries] with the queries in the lanes, the online softmax of FlashAttention (Dao et al.
+2022, arXiv:2205.14135, algorithm 1) over whole vectors, and the weighted values. Keys and values are not transposed.
 """
 
 from functools import cache
@@ -27,11 +27,11 @@ from cpu_ops.storage import STORAGE_TYPES, numbers_of
 from cpu_ops.threads import kernel_threads
 
 _TOKENS = 64
-"""Tokens that are widened at once: their keys and values and a tile of scores stay in the first-level cache."""
+"""Tokens of a tile: their widened keys and values and a tile of scores fit into the L1 cache."""
 _ROWS = 4
-"""Rows of a register tile; the registers hold 4 vectors of columns where there are 32 of them, else 2."""
+"""Rows of a register tile; a tile has 4 vectors of columns on CPUs with 32 vector registers, else 2."""
 _UNSEEN = np.float32(-3e38)
-"""Score of a token behind the query: finite, so that a query which sees nothing in a tile has no infinite maximum."""
+"""Score of a token after the query. It is finite, so that a query which sees nothing in a tile has a finite maximum."""
 
 
 def attend_blocks_causal(
@@ -46,11 +46,11 @@ def attend_blocks_causal(
     threads: int | None = None,
     key_offsets: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Softmax attention of each sequence's last q_len tokens to the listed blocks, which hold those tokens too.
+    """Softmax attention of each sequence's last q_len tokens to the listed blocks, which include those tokens.
 
     q: [rows, q_len, kv_heads, group, k_dim] float32. keys, values, block_ids, block_counts, block_lengths, scale,
     softcap and key_offsets as for `attention.attend_blocks`; a list names the blocks in the order of the sequence, and
-    query i sees the first n - q_len + i + 1 of the n tokens in it. threads: how many to use (None: Numba's setting).
+    query i sees the first n - q_len + i + 1 of its n tokens. threads: number of threads (None: Numba's setting).
 
     Returns out [rows, q_len, kv_heads, group, v_dim] float32 and lse [rows, q_len, kv_heads, group] float32, the
     natural logarithm of the sum of exp(score).
@@ -95,7 +95,7 @@ def _region(
     instructions: str, storage: str, value_storage: str, group: int, k_dim: int, v_dim: int, softcapped: bool,
     offset: bool,
 ) -> Any:  # fmt: skip
-    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
+    """Compile a thread's share for one shape. Numba's disk cache keys it by the constants below, all plain values."""
     lanes = ISAS[instructions].float_lanes
     most_vectors = 4 if ISAS[instructions].registers == 32 else 2
     k_pad, v_pad = -(-k_dim // lanes) * lanes, -(-v_dim // lanes) * lanes
@@ -119,7 +119,7 @@ def _region(
         total = starts[lists]
         factor = np.float32(scale / softcap) if softcapped else np.float32(scale * LOG2_E)
         first, last = total * thread // threads, total * (thread + 1) // threads
-        # The queries of a tile together, so that they stay in the first-level cache.
+        # The queries of a tile are contiguous, so that they stay in the L1 cache.
         turned_q = scratch(-(-q_pad // tile_columns), k_dim * tile_columns)
         wide_keys, wide_values, wide_offset = scratch(tokens, k_pad), scratch(tokens, v_pad), scratch(1, k_pad)
         scores, sums = scratch(tokens, tile_columns), scratch(q_pad, v_pad)
@@ -129,7 +129,7 @@ def _region(
                 continue
             row, head = index // kv_heads, index % kv_heads
             which = min(head, block_ids.shape[1] - 1)
-            # This thread's entries are those that begin among its tokens.
+            # This thread's entries are the blocks that begin among its tokens.
             entry, position = np.int64(0), starts[index]
             while entry < block_counts[row, which] and position < first:
                 position += block_lengths[block_ids[row, which, entry]]

@@ -1,4 +1,4 @@
-"""From scores of blocks to the blocks that a step attends to."""
+"""Chooses the blocks that a decode step attends to from scores of blocks."""
 
 import numpy as np
 from numba import njit
@@ -14,12 +14,12 @@ MEAN, LARGEST, SOFTMAX, LARGEST_SOFTMAX = 0, 1, 2, 3
 
 @njit(cache=True, nogil=True)
 def best_blocks(scores, count, candidates, shared, reduce):
-    """Positions of the `count` best blocks, ascending; ties go to the lower position.
+    """Returns the positions of the `count` best blocks, ascending; ties go to the lower position.
 
-    scores: [rows, kv_heads, group, blocks] float32, reduced as `reduced_scores` does. candidates: [rows, 1 where
-    shared, else kv_heads, blocks] int32, the positions that were scored, ascending; [..., 0]: those from 0 on.
+    scores: [rows, kv_heads, group, blocks] float32, reduced by `reduced_scores`. candidates: [rows, 1 if shared, else
+    kv_heads, blocks] int32, the positions that were scored, ascending; [..., 0] if these are 0, 1, 2, ...
 
-    Returns [rows, 1 where shared, else kv_heads, count] int32.
+    Returns [rows, 1 if shared, else kv_heads, count] int32.
     """
     rows, kv_heads = scores.shape[:2]
     lists = 1 if shared else kv_heads
@@ -35,7 +35,7 @@ def best_blocks(scores, count, candidates, shared, reduce):
 
 @inner
 def in_context(positions, candidates):
-    """Turn places among the candidates [rows, lists, n] into these candidates' positions, in place."""
+    """Replace indices into candidates [rows, lists, n] by the candidates' positions."""
     for row in range(positions.shape[0]):
         for each in range(positions.shape[1]):
             for place in range(positions.shape[2]):
@@ -44,13 +44,13 @@ def in_context(positions, candidates):
 
 @inner
 def reduced_scores(scores, shared, reduce):
-    """What lists of blocks are chosen by, from scores [rows, kv_heads, group, blocks] float32.
+    """Reduces scores [rows, kv_heads, group, blocks] float32 of query heads to one score per block and list.
 
-    reduce: how a kv head's score comes from its group's: MEAN, LARGEST, SOFTMAX (the mean of each query head's softmax
-    over the blocks) or LARGEST_SOFTMAX (their maximum, as in ShadowKV). Where `shared`, all kv heads are summed and
-    choose together.
+    reduce: how the scores of a kv head's group are combined: MEAN, LARGEST, SOFTMAX (the mean of each query head's
+    softmax over the blocks) or LARGEST_SOFTMAX (their maximum, as in ShadowKV). If `shared`, all kv heads are summed
+    and share one list.
 
-    Returns [rows * (1 where shared, else kv_heads), blocks] float32.
+    Returns [rows * (1 if shared, else kv_heads), blocks] float32.
     """
     rows, kv_heads, group, blocks = scores.shape
     reduced = np.zeros((rows * (1 if shared else kv_heads), blocks), np.float32)
@@ -83,7 +83,7 @@ def reduced_scores(scores, shared, reduce):
 
 @inner(error_model="numpy")
 def _to_softmax(scores):
-    """Replace scores [blocks] by their softmax; -inf becomes 0, and so does everything where there is nothing else."""
+    """Replace scores [blocks] by their softmax; -inf becomes 0, also where all scores are -inf."""
     row = scores.reshape(1, scores.size)
     most = row_max(row, 0, scores.size)
     if most == -np.inf:
@@ -98,9 +98,9 @@ def _to_softmax(scores):
 
 @inner
 def forbid_others(reduced, allowed):
-    """Let every score [rows * lists, blocks] be -inf whose position is not among allowed [rows, lists, n].
+    """Set every score [rows * lists, blocks] to -inf whose position is not in allowed [rows, lists, n].
 
-    Entries of `allowed` below 0 are none.
+    Negative entries of `allowed` are padding.
     """
     rows, lists, n = allowed.shape
     for row in range(rows):
@@ -116,7 +116,7 @@ def forbid_others(reduced, allowed):
 
 @njit(cache=True, nogil=True)
 def attended_ids(table, positions, first, end):
-    """The blocks before `first`, those at `positions` of the blocks [first, end), and those from `end` on.
+    """Returns the ids of the blocks before `first`, of those at `positions` in [first, end), and of all from `end` on.
 
     table: [rows, blocks] int32 ids. positions: [rows, lists, count] int32.
 

@@ -1,6 +1,6 @@
-"""Of the blocks that were looked at, the tokens that receive most attention: chosen one by one.
+"""Chooses single tokens of the scored blocks: those that receive the most attention.
 
-What is left of a block stays part of the rest: its mean key and value stand for as many tokens fewer.
+The other tokens of a block stay part of the residual: the block's mean key and value stand for fewer tokens then.
 """
 
 from functools import cache
@@ -19,30 +19,30 @@ from cpu_ops.parallel_region import REGION, arguments_at, region_arguments
 from cpu_ops.top_k import number_above
 
 _HIGHEST, _BITS = np.uint32(1 << 29), 30
-"""Bits of float32 from 0 to 1, and one."""
+"""The highest bit, and the number of bits, of sort keys: the bits of a float32 from 0 to 1, plus one."""
 _SMALLEST = np.float32(2.0**-126)
-"""Shares below it are none."""
+"""Shares that are not above it count as zero."""
 _INT3 = types.Array(types.int32, 3, "C")
 _REAL4, _REAL3 = (types.Array(types.float32, dims, "C") for dims in (4, 3))
 
 
 @region_arguments("choose tokens")
 def choosing_arguments(_: str) -> tuple[Any, ...]:
-    """Of the region.
+    """The region's arguments.
 
     (scores, places, blocks, weights, masses, beside, elsewhere, shared, reduce, target, least, most, chosen, counts)
 
-    scores: [rows, kv_heads, group, n * block_size] float32, of the keys of n blocks; written over. places: [rows, 1
-    where shared, else kv_heads, n] int32, where these are in weights and masses [rows, kv_heads, group, blocks]
-    float32, the log-sum-exps of all blocks' scores, by their means and by themselves; below 0 for none. blocks: as
-    places, where they lie in the pool; written: -1 for those of which nothing is chosen. beside, elsewhere: [rows,
-    kv_heads, group] float32, of what is attended to in any case, and of what cannot be chosen. reduce: as
-    `chosen_blocks.reduced_scores` joins query heads, of their shares of the attention. target: 0, for `most` tokens, or
-    the share of the attention that as few as possible are to reach, `least` to `most` of them. chosen: [rows, lists, n
-    * block_size] int32, written: where the tokens lie in the pool, counted through all blocks. counts: [rows, lists, 3]
-    int32, written: how many these are, of how many blocks, and how many of these are taken as a whole. weights and
-    masses are written over, at the places: those of what is left of each block; its mean stands for it as for the
-    whole.
+    scores: [rows, kv_heads, group, n * block_size] float32, of the keys of n blocks; overwritten. places: [rows, 1 if
+    shared, else kv_heads, n] int32, the indices of these blocks in weights and masses; negative for padding. weights,
+    masses: [rows, kv_heads, group, blocks] float32, the log-sum-exp of each block's scores, estimated from its mean and
+    computed from its keys. At `places` both are overwritten with the values of the tokens that remain in the block,
+    which its mean represents unchanged. blocks: as places, the blocks' ids in the pool; overwritten with -1 where no
+    token of a block is chosen. beside, elsewhere: [rows, kv_heads, group] float32, the log-sum-exp of what is always
+    attended, and of what cannot be chosen. reduce: as in `chosen_blocks.reduced_scores`, applied to the query heads'
+    shares of the attention. target: 0 to choose `most` tokens; otherwise the share of the attention to reach with as
+    few tokens as possible, `least` to `most` of them. chosen: [rows, lists, n * block_size] int32, written: the tokens'
+    indices in the pool, block id * block_size + offset. counts: [rows, lists, 3] int32, written: the numbers of chosen
+    tokens, of blocks that have any, and of blocks that are chosen as a whole.
     """
     integer = types.int64
     flags = types.boolean, integer, types.float64, integer, integer
@@ -51,7 +51,7 @@ def choosing_arguments(_: str) -> tuple[Any, ...]:
 
 @cache
 def choosing_region() -> int:
-    """The address of the region "choose tokens": one for all pools and shapes, a list for a thread."""
+    """Returns the address of the region "choose tokens": one for all pools and shapes; threads divide lists."""
     code_version = CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy")
@@ -85,12 +85,12 @@ def choosing_region() -> int:
 
 @inner(error_model="numpy")
 def _shares(scores, places, masses, beside, elsewhere, largest, totals):
-    """What tokens are ordered by, [n] uint32, 0 for none, and each one's share of the attention, [n] float32.
+    """Returns the sort keys of tokens, [n] uint32, 0 for padding, their shares [n] float32, and the share of `beside`.
 
-    It is the mean share over query heads, or the largest, that orders. scores: [heads, group, n], in whose place each
-    head's own shares are written. places: [blocks that are looked at]. masses: [heads, group, blocks], beside and
-    elsewhere: [heads, group]. totals: [heads, group], written: the log-sum-exp of everything. Returns the share of what
-    is beside too.
+    Shares are means over query heads. Sort keys order tokens by the mean share, or by the largest share of any query
+    head if `largest`. scores: [heads, group, n], overwritten with each query head's shares. places: [scored blocks].
+    masses: [heads, group, blocks]. beside, elsewhere: [heads, group]. totals: [heads, group], written: the log-sum-exp
+    of all scores.
     """
     heads, group, n = scores.shape
     shares, most, before = np.zeros(n, np.float32), np.zeros(n, np.float32), np.float32(0)
@@ -101,7 +101,7 @@ def _shares(scores, places, masses, beside, elsewhere, largest, totals):
             totals[head, g] = total
             before += weight * exp2((beside[head, g] - total) * LOG2_E)
             _to_shares(scores[head, g], total, weight, shares, most, largest)
-    # Of numbers from 0 on the bits are in order.
+    # The bits of non-negative floats are ordered as the floats are.
     keys = (most if largest else shares).copy().view(np.uint32)
     keys += np.uint32(1)
     size = n // max(1, places.size)
@@ -113,7 +113,7 @@ def _shares(scores, places, masses, beside, elsewhere, largest, totals):
 
 @inner(fastmath={"contract", "nsz"}, error_model="numpy")
 def _to_shares(scores, total, weight, shares, most, largest):
-    """Replace scores [n] by their shares of `total`; added to `shares` by weight, and the most of them if `largest`."""
+    """Replace scores [n] by their shares of `total`; add them, weighted, to `shares`; update `most` if `largest`."""
     for token in range(scores.size):
         share = exp2((scores[token] - total) * LOG2_E)
         scores[token] = share
@@ -124,24 +124,24 @@ def _to_shares(scores, total, weight, shares, most, largest):
 
 
 @inner(error_model="numpy")
-def _choose(keys, shares, wanted, has_target, least, most, chosen):
-    """Write the indices of the tokens with the largest keys [n] to chosen [n], ascending; returns how many.
+def _choose(keys, shares, needed, has_target, least, most, chosen):
+    """Write the indices of the tokens with the largest keys [n] to chosen [n], ascending; returns their number.
 
-    As many as `most`, or, where there is a target, as few as have the share `wanted` together, of those not less than
-    `least`; of equal ones the first.
+    That number is `most`, or, if `has_target`, the fewest tokens, `least` to `most`, whose shares sum to `needed`. Ties
+    go to the lower index.
     """
     there = np.int64(number_above(keys, np.uint32(0)))
     most, count, lowest = min(most, there), min(most, there), np.uint32(0)
     if has_target:
         count = np.int64(0)
-        if wanted > 0:
+        if needed > 0:
             for bit in range(_BITS):
                 tried = lowest | (_HIGHEST >> np.uint32(bit))
-                if share_from(keys, shares, tried) >= wanted:
+                if share_from(keys, shares, tried) >= needed:
                     lowest = tried
             reached, count = share_from(keys, shares, lowest + np.uint32(1)), np.int64(number_above(keys, lowest))
             for token in range(keys.size if lowest > 0 else 0):
-                if reached >= wanted:
+                if reached >= needed:
                     break
                 if keys[token] == lowest:
                     reached += shares[token]
@@ -170,9 +170,9 @@ def _choose(keys, shares, wanted, has_target, least, most, chosen):
 
 @inner
 def _taken_of(chosen, taken, n):
-    """Count the tokens of each block among `chosen`, ascending indices of n, in taken [blocks], of zeros before.
+    """Count the tokens of each block among `chosen`, ascending indices below n, in taken [blocks], which holds zeros.
 
-    Returns [n] float32, 1 for a token that is left and 0 for a chosen one.
+    Returns [n] float32, 1 for a token that remains and 0 for a chosen one.
     """
     is_left, size, entry = np.ones(n, np.float32), n // max(1, taken.size), 0
     for index in chosen:
@@ -185,9 +185,9 @@ def _taken_of(chosen, taken, n):
 
 @inner
 def _to_pool(chosen, taken, blocks, n, counts):
-    """Let `chosen`, indices of n tokens, be where they lie in the pool, and count them (as the region's arguments).
+    """Turn `chosen`, indices below n, into indices in the pool, and write `counts` (see the region's arguments).
 
-    blocks becomes -1 for those of which nothing is taken.
+    Sets blocks to -1 where no token of a block is chosen.
     """
     size, entry = n // max(1, taken.size), 0
     counts[0], counts[1], counts[2] = chosen.size, 0, 0
@@ -204,9 +204,9 @@ def _to_pool(chosen, taken, blocks, n, counts):
 
 @inner(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def _leave(shares, totals, places, taken, is_left, weights, masses):
-    """Let weights and masses [group, blocks] be those of what is left of the blocks at `places`.
+    """Set weights and masses [group, blocks] at `places` to those of the tokens that remain in each block.
 
-    shares: [group, n], of `totals` [group]. taken, is_left: as from `_taken_of`.
+    shares: [group, n], fractions of `totals` [group]. taken, is_left: from `_taken_of`.
     """
     group, n = shares.shape
     size = n // max(1, places.size)
@@ -225,7 +225,7 @@ def _leave(shares, totals, places, taken, is_left, weights, masses):
 
 @inner
 def pool_blocks(positions, context):
-    """Where the blocks at positions [rows, lists, n] of context [rows, blocks] int32 lie in the pool; -1 for none."""
+    """Returns the pool ids of the blocks at positions [rows, lists, n] of context [rows, blocks] int32, or -1."""
     found = np.full(positions.shape, -1, np.int32)
     for row in range(positions.shape[0]):
         for each in range(positions.shape[1]):
@@ -237,7 +237,7 @@ def pool_blocks(positions, context):
 
 @inner
 def keep_chosen(positions, blocks):
-    """Let positions be -1, as for none, where blocks of the same shape are."""
+    """Set positions to -1 where blocks, of the same shape, are negative."""
     for row in range(positions.shape[0]):
         for each in range(positions.shape[1]):
             for place in range(positions.shape[2]):

@@ -1,7 +1,7 @@
-"""Slots that hold chosen chunks: those that were chosen before stay, the others are rebuilt and fetched.
+"""Slots for chosen chunks: a chunk that is already in a slot stays; others replace the chunks no longer chosen.
 
-Keys come from their low-rank factors and are rotated, values from blocks in DRAM (ShadowKV, arXiv:2410.21465,
-algorithm 2).
+Keys are rebuilt from their low-rank factors and rotated. Values are read from blocks in DRAM (ShadowKV,
+arXiv:2410.21465, algorithm 2).
 """
 
 from functools import cache, lru_cache
@@ -21,12 +21,12 @@ from cpu_ops.token_store import as_bfloat16, as_float16
 
 
 class KeyFactorArrays(NamedTuple):
-    """What keys are rebuilt from.
+    """The low-rank factors and rotations from which keys are rebuilt.
 
     Attributes:
-        coefficients: [rows, tokens, rank], of the keys of all heads before rotation; at least the chunks' tokens.
+        coefficients: [rows, tokens, rank], of the unrotated keys of all heads; at least as many tokens as the chunks.
         basis: [rows, kv_heads, rank, k_dim].
-        cos, sin: [positions, pairs], of at least the chunks' positions.
+        cos, sin: [positions, pairs], for at least the chunks' positions.
         pairs, offset, interleaved: as in `gpu_ops.rotary.RotaryLayout`.
     """
 
@@ -50,17 +50,17 @@ def hold_chunks(
     chunks: int,
     threads: int | None = None,
 ) -> int:
-    """Let slots hold the chosen chunks, each in any slot; what changes is written in place.
+    """Put the chosen chunks into slots, in any order; ids, keys and values are updated in place.
 
-    chosen: [rows, kv_heads, n] int64, without repetition in a head. ids: [rows, kv_heads, n] int64, the chunk in each
-    slot, -1 for none. keys: [rows, kv_heads, at least n, chunk_size, k_dim], values: […, v_dim], of one type of single
-    numbers, as are the factors; the slots are those behind the first `keys.shape[2] - 1 - n`, and the last one is none.
+    chosen: [rows, kv_heads, n] int64, distinct within a head. ids: [rows, kv_heads, n] int64, the chunk in each slot,
+    -1 for an empty slot. keys: [rows, kv_heads, m > n, chunk_size, k_dim], values: [..., v_dim], of the same ungrouped
+    storage type as the factors. The slots are m - 1 - n .. m - 2 of these; the last index is not a slot.
     table: [rows, blocks] int32, the block of every chunk. stored: [num_blocks, kv_heads, chunk_size, v_dim] values of
-    a storage type (last dimension in records for those that store values in groups). chunks: ids are below this.
-    threads: how many to use (None: Numba's setting).
+    a storage type (the last dimension counts records for grouped types). chunks: ids are below it.
+    threads: number of threads (None: Numba's setting).
 
-    Returns how many of the chosen were there, over all heads. Raises ValueError or TypeError for arrays that do not fit
-    together, IndexError for chunks or blocks that are not there; nothing is written then.
+    Returns how many chosen chunks already were in slots, over all heads. Raises ValueError or TypeError for arrays that
+    do not fit together, IndexError for chunks or blocks out of range; nothing is written then.
     """
     coefficients, basis, cos, sin, pairs, offset, interleaved = factors
     kernel, region, dtype, stored_dtype = _plan(
@@ -68,7 +68,7 @@ def hold_chunks(
         table.shape[:1], stored.shape, keys.dtype, stored.dtype, pairs, offset,
     )  # fmt: skip
     own = (each.view(dtype) for each in (keys, values, coefficients, basis, cos, sin))
-    # Of each pair the first channel is `offset + pair * step`, the second `second` channels further.
+    # A pair's first channel is `offset + pair * step`; its second channel is `second` further.
     step, second = (2, 1) if interleaved else (1, pairs)
     arrays = (chosen, ids, *own, table, stored.view(stored_dtype))
     hits = on_threads(threads, kernel, all_threads(), region, *arrays, chunks, offset, step, second)
@@ -114,7 +114,10 @@ def _plan(
 
 @inner
 def _divided(chosen, ids, chunks, free):
-    """Find what is missing: (hits, the list and the chunk of each miss); `free` gets the slots for a list's misses."""
+    """Returns the number of hits, and each miss's list and chunk; writes the slot for each miss to `free`.
+
+    A negative number of hits reports an id out of range or a chunk that is in two slots.
+    """
     lists, count = chosen.shape
     is_slot = np.zeros(chunks, np.uint8)
     of_list, missing = np.empty(lists * count, np.int64), np.empty(lists * count, np.int64)
@@ -148,7 +151,7 @@ def _divided(chosen, ids, chunks, free):
 
 @inner
 def _put(rows, target, is_float32, is_float16):
-    """Write rows [n, dim] float32 as numbers of the target's type."""
+    """Write rows [n, dim] float32 to `target` in its storage type."""
     for t in range(rows.shape[0]):
         for d in range(rows.shape[1]):
             if is_float32:
@@ -165,7 +168,7 @@ _INT1, _INT3, _TABLE = (
 
 
 def _arrays(numbers: str, stored_numbers: str) -> tuple[Any, ...]:
-    """keys, values, coefficients, basis, cos, sin, table, stored."""
+    """The types of (keys, values, coefficients, basis, cos, sin, table, stored)."""
     number = from_dtype(np.dtype(numbers))
     five, four, three, two = (types.Array(number, dims, "C") for dims in (5, 4, 3, 2))
     return five, five, three, four, two, two, _TABLE, types.Array(from_dtype(np.dtype(stored_numbers)), 4, "C")
@@ -174,7 +177,7 @@ def _arrays(numbers: str, stored_numbers: str) -> tuple[Any, ...]:
 @region_arguments("rebuild chunks")
 def _arguments(variant: str) -> tuple[Any, ...]:
     """(of_list, missing, free, misses, first_slot, keys, values, coefficients, basis, cos, sin, table, stored, offset,
-    step, second), the variant "numbers, stored numbers"; the first three of `_divided`."""
+    step, second); the variant is "dtype,stored dtype", and the first three come from `_divided`."""
     integer = types.int64
     return (_INT1, _INT1, _INT1, integer, integer, *_arrays(*variant.split(",")), integer, integer, integer)
 
@@ -206,11 +209,11 @@ def _kernel(numbers: str, stored_numbers: str) -> Any:
             block = table[of_list[miss] // kv_heads, missing[miss]]
             if block < 0 or block >= stored.shape[0]:
                 return np.int64(-1)
-        given = (
+        region_args = (
             of_list, missing, free, misses, keys.shape[2] - 1 - count, keys, values, coefficients, basis, cos, sin,
             table, stored, offset, step, second,
         )  # fmt: skip
-        run_region("rebuild chunks", variant, run, region, threads, given)
+        run_region("rebuild chunks", variant, run, region, threads, region_args)
         for miss in range(misses):
             flat_ids[of_list[miss], free[miss]] = missing[miss]
         return np.int64(hits + 0 * code_version)
@@ -221,7 +224,7 @@ def _kernel(numbers: str, stored_numbers: str) -> Any:
 @cache
 def _region(kind: str, storage: str, k_dim: int) -> Any:
     run, group_units = STORAGE_TYPES[storage].group, STORAGE_TYPES[storage].units(STORAGE_TYPES[storage].group)
-    # Single numbers are widened in runs of these, then one by one; groups one by one.
+    # Ungrouped numbers are widened `many` at a time, the rest one by one; grouped ones in whole groups.
     many, stored_many = 32, max(32, run)
     is_float32, is_float16 = kind == "float32", kind == "float16"
     variant = f"{STORAGE_TYPES[kind].kernel_dtype.name},{STORAGE_TYPES[storage].kernel_dtype.name}"
@@ -244,7 +247,7 @@ def _region(kind: str, storage: str, k_dim: int) -> Any:
             row, head = of_list[miss] // kv_heads, of_list[miss] % kv_heads
             start, slot = missing[miss] * chunk_size, first_slot + free[miss]
             factors[:], rebuilt[:], fetched[:], cosines[:], sines[:] = 0, 0, 0, 0, 0
-            # Adding stored numbers, once, to zeros widens them.
+            # Adding stored numbers to zeros, with weight one, widens them.
             at, whole = (row * coefficients.shape[1] + start) * rank, chunk_size * rank // many * many
             for i in range(0, whole, many):
                 accumulate_rows(kind, many, 1, one, 0, 1, coefficients, at + i, 1, factors, i, basis, 0, 0)

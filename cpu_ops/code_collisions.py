@@ -1,4 +1,4 @@
-"""Which tokens collide with a query in several hash tables, by codes that lie with the blocks."""
+"""Tokens that collide with a query in several hash tables, by hash codes stored with the blocks."""
 
 from functools import cache
 from typing import Any
@@ -15,13 +15,14 @@ from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_ar
 def collisions(
     wanted: np.ndarray, codes: np.ndarray, table: np.ndarray, least: int, threads: int | None = None
 ) -> np.ndarray:
-    """Whether a token's codes are a query's in `least` tables or more.
+    """Returns whether a token's codes equal the query's in at least `least` hash tables.
 
-    wanted: [rows, kv_heads, group, tables] uint16. codes: [num_blocks, kv_heads, tables, block_size] uint16. table:
-    [rows, blocks] int32, ids of the blocks that are searched. threads: how many to use (None: Numba's setting).
+    wanted: [rows, kv_heads, group, tables] uint16, the queries' codes. codes: [num_blocks, kv_heads, tables,
+    block_size] uint16. table: [rows, blocks] int32, ids of the searched blocks. threads: number of threads (None:
+    Numba's setting).
 
     Returns [rows, kv_heads, group, blocks * block_size] uint8, 1 or 0. Raises ValueError or TypeError for arrays that
-    do not fit together, IndexError for blocks that are not there.
+    do not fit together, IndexError for blocks outside the pool.
     """
     rows, kv_heads, group, tables = wanted.shape
     if codes.ndim != 4 or codes.shape[1:3] != (kv_heads, tables) or len(table) != rows:

@@ -48,7 +48,7 @@ SINGLE_TOKENS = (
     Mutation(
         "of tokens that are equal more than the target needs are taken",
         _FILE,
-        "                if reached >= wanted:\n",
+        "                if reached >= needed:\n",
         "                if reached > 1:\n",
         ("tests/cpu_ops/test_chosen_tokens.py::test_of_equal_tokens_the_first_are_taken_as_few_as_reach_the_target",),
     ),
