@@ -1,8 +1,8 @@
-"""The attention that blocks receive by coarse copies of their keys (`cpu_ops.key_codes`).
+"""Attention masses of blocks from 4-bit coarse copies of their keys (`cpu_ops.key_codes`).
 
-A score costs a fraction of what it does in float32, and blocks that follow each other are read at the pace of memory,
-so that all of them can be looked at. The scores of the means that the copies differ from come along: by them the mean
-values of blocks count that are not attended to (`arguments`).
+A score costs a fraction of a float32 score, and consecutive blocks are read at memory bandwidth, so that every block
+can be scored. The kernel also computes the scores of the mean keys, which weight the mean values of unattended blocks
+(`weights` in `candidate_masses.arguments`).
 """
 
 from functools import cache
@@ -25,17 +25,17 @@ from cpu_ops.tiles import tiles_for
 from cpu_ops.weight_dots import dot_instruction
 
 _AHEAD = 4
-"""Of blocks, how many before its turn one is asked for."""
+"""How many blocks ahead the kernel prefetches."""
 _MOST_AT_ONCE = 2
-"""Blocks that share what is read of queries; more would need more registers than there are."""
+"""Blocks that are scored together, with queries read once; more would exceed the registers."""
 
 
 def region_for(
     q: tuple[int, ...], codes: tuple[int, ...], means: tuple[int, ...], block_size: int, mean_dtype: np.dtype
 ) -> int:
-    """The address of a region of `candidate_masses.arguments`, for arrays of these shapes.
+    """Returns the address of a region with `candidate_masses.arguments` for arrays of these shapes.
 
-    codes: [num_blocks, kv_heads, 1, bytes_of_block]. Raises ValueError where they do not fit together.
+    codes: [num_blocks, kv_heads, 1, bytes_of_block]. Raises ValueError for shapes that do not fit together.
     """
     kind = storage_of(mean_dtype)
     if {codes[1], means[1]} != {q[1]} or means[3] * kind.group != q[3]:
@@ -47,7 +47,11 @@ def region_for(
 
 @inner(error_model="numpy")
 def _quantise(queries, factor, numbers, factors, zeros):
-    """Queries [group, k_dim] as int8, [group, padded channels], with what products are multiplied by and begin at."""
+    """Quantise queries [group, k_dim] to int8 numbers [group, padded channels].
+
+    Writes factors [group], which scale the integer products, and zeros [group], their initial values, which correct for
+    the code `ZERO` of 0.
+    """
     for g in range(queries.shape[0]):
         largest = np.float32(0)
         for d in range(queries.shape[1]):
@@ -62,7 +66,7 @@ def _quantise(queries, factor, numbers, factors, zeros):
 
 
 def _at_once(lanes: int, queries: int) -> int:
-    """Blocks whose scores of a tile of queries fill a vector, one number each: they share what is asked for."""
+    """Returns how many blocks are scored together, so that one number per block and query of a tile fills a vector."""
     return min(_MOST_AT_ONCE, max(1, lanes // queries))
 
 
@@ -90,9 +94,9 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
         words = quantised.view(np.int32)
         factors, zeros = np.empty(group, np.float32), np.empty(group, np.int32)
         of_means, most, totals = scratch(tiles, 2 * lanes), scratch(tiles, 2 * lanes), scratch(tiles, 2 * lanes)
-        wanted, now = _number_of(positions, q.shape[0] * kv_heads, kv_heads, places), np.zeros(at_once, np.int64)
+        listed, now = _number_of(positions, q.shape[0] * kv_heads, kv_heads, places), np.zeros(at_once, np.int64)
         in_means, in_codes, its = np.empty(at_once, np.int64), np.empty(at_once, np.int64), np.zeros(at_once, np.int64)
-        first, last = wanted * thread // threads, wanted * (thread + 1) // threads
+        first, last = listed * thread // threads, listed * (thread + 1) // threads
         number: Any = np.int64(0)
         for index in range(q.shape[0] * kv_heads):
             row, head = index // kv_heads, index % kv_heads
@@ -124,7 +128,7 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
                         prefetch(means, there * (means.shape[2] * mean_units), mean_units)
                 if count < at_once and (place < stop - 1 or count == 0):
                     continue
-                # Where the last are fewer, the first stands in for what is missing.
+                # An incomplete last batch is filled up with its first block.
                 for each in range(at_once):
                     block = np.int64(table[row, now[each if each < count else 0]]) * kv_heads + head
                     in_means[each], in_codes[each] = block * (means.shape[2] * mean_units), block * code_bytes
@@ -181,7 +185,10 @@ def _region(instructions: str, how: str, kind: str, group: int, k_dim: int, bloc
 
 @inner(error_model="numpy")
 def _copy_scores(scores, token_scores, first, queries, places, count, block_size):
-    """Copy rows of scores, block by block those of so many queries from `first` on, to the places of their tokens."""
+    """Copy the scores of `queries` queries from `first` on, block by block, to the places of their tokens.
+
+    scores: rows of block_size, for `count` blocks. Writes token_scores [group, n * block_size] in natural logarithms.
+    """
     flat = scores.reshape(scores.size)
     for block in range(count):
         for lane in range(queries):
@@ -192,7 +199,7 @@ def _copy_scores(scores, token_scores, first, queries, places, count, block_size
 
 @inner
 def _number_of(positions, each, kv_heads, places):
-    """How many candidates there are, of `each` lists."""
+    """Returns the number of candidates in `each` lists."""
     if positions.shape[2] == 0:
         return np.int64(each * places)
     found, lists = np.int64(0), positions.shape[1]

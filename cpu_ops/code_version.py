@@ -1,4 +1,4 @@
-"""A number that changes with the source of the kernels."""
+"""A checksum of the kernels' source."""
 
 import zlib
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 from cpu_ops.kernel_cache import make_cache_safe
 
 CODE_VERSION = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
-"""Kernels close over it, so that it is part of their key in Numba's on-disk cache: Numba itself looks only at the file
-a kernel is defined in, and would go on using kernels made with an older `simd.py`."""
+"""Kernels close over it, which makes it part of their key in Numba's on-disk cache. Numba itself checks only the file
+that defines a kernel, and would reuse kernels compiled with an older `simd.py`."""
 
-# Whoever makes a kernel comes by here before Numba loads or saves one.
+# Every module that compiles a kernel imports this one first.
 make_cache_safe()

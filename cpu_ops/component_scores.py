@@ -1,6 +1,6 @@
-"""Scores of all tokens of blocks from some components of their keys, which lie component by component.
+"""Scores of all tokens of blocks from a few components of their keys, stored component by component.
 
-A block holds each component of all its tokens in a row, so that a step reads of a key what it asks for and no more
+A block stores each component of all its tokens contiguously, so that a step reads only the components that it uses
 (SparQ, Ribar et al. 2023, arXiv:2312.04985, section 4).
 """
 
@@ -24,14 +24,14 @@ from cpu_ops.tiles import tiles_for
 def component_scores(
     weights: np.ndarray, components: np.ndarray, columns: np.ndarray, table: np.ndarray, threads: int | None = None
 ) -> np.ndarray:
-    """Sums over components of a query's weight times a key's component.
+    """Returns, for each token, the sum over n components of the query's weight times the key's component.
 
-    weights: [rows, kv_heads, group, n] float32. components: [rows, kv_heads, n] int32, ascending, which of a block's
-    they are of. columns: [num_blocks, kv_heads, k, block_size] of a storage type of single numbers (`cpu_ops.storage`).
-    table: [rows, blocks] int32, ids of the blocks that are scored. threads: how many to use (None: Numba's setting).
+    weights: [rows, kv_heads, group, n] float32. components: [rows, kv_heads, n] int32, their indices, ascending.
+    columns: [num_blocks, kv_heads, k, block_size] of an ungrouped storage type (`cpu_ops.storage`). table: [rows,
+    blocks] int32, ids of the scored blocks. threads: number of threads (None: Numba's setting).
 
     Returns [rows, kv_heads, group, blocks * block_size] float32. Raises ValueError or TypeError for arrays that do not
-    fit together, IndexError for blocks and components that are not there.
+    fit together, IndexError for blocks and components out of range.
     """
     rows, kv_heads, group, n = weights.shape
     region, kernel_dtype = _planned(group, columns.shape, columns.dtype)
@@ -44,7 +44,7 @@ def component_scores(
         raise IndexError(f"components range over {components.min()}..{components.max()}, of {columns.shape[2]}")
     if table.size and not (table.min() >= 0 and table.max() < len(columns)):
         raise IndexError(f"table names blocks {table.min()}..{table.max()}, of a pool of {len(columns)}")
-    # As the inner loop takes them: the queries of a component behind each other.
+    # The inner loop reads the queries' weights of a component contiguously.
     pitch = tiles_for(isa(), group, 1)
     by_component = np.zeros((rows, kv_heads, n, pitch.number * pitch.row), np.float32)
     for query in range(group):
@@ -72,7 +72,7 @@ def _arguments(numbers: str) -> tuple[Any, ...]:
 
 @cache
 def _scoring(isa: str, storage: str, group: int, block_size: int) -> Any:
-    """A thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
+    """Compile a thread's share for one shape. Numba's disk cache keys it by the constants below, all plain values."""
     lanes, full_tiles, tile_queries, rest_queries, row_size, _, columns_at_once = tiles_for(isa, group, 1)
     full_queries, width = full_tiles * tile_queries, (full_tiles + (rest_queries > 0)) * row_size
     numbers, code_version = STORAGE_TYPES[storage].kernel_dtype.name, CODE_VERSION

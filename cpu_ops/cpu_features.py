@@ -1,9 +1,9 @@
-"""Which vector instructions kernels are written for: found out from the CPU, or set.
+"""The vector instruction set that kernels are compiled for: detected from the CPU, or forced.
 
-Four instruction sets are told apart by what a kernel's inner loops depend on: how wide a vector is, and how many of
-them a core holds. `HETERO_KV_ISA=avx2|avx512|neon|generic` in the environment sets one, `use_isa` and `forced_isa` do
-at any time. What is set narrows what `has` answers too, so that code which asks here before it emits one runs
-every path that a machine has.
+The four instruction sets differ in what a kernel's inner loops depend on: the width of a vector and the number of
+vector registers. The environment variable `HETERO_KV_ISA=avx2|avx512|neon|generic` forces one, and `use_isa` and
+`forced_isa` do so at any time. Forcing one also restricts `has`, so that tests can run every path that a machine
+supports.
 """
 
 import os
@@ -20,7 +20,7 @@ VARIABLE = "HETERO_KV_ISA"
 
 @dataclass(frozen=True)
 class Isa:
-    """bits: of one vector. registers: vectors that a core holds. needs: features, by LLVM's names."""
+    """bits: of one vector. registers: number of vector registers. needs: required features, by LLVM's names."""
 
     name: str
     bits: int
@@ -42,14 +42,14 @@ ISAS = {
         Isa("generic", 128, 16, frozenset()),
     )
 }
-"""Best first. generic is 128-bit vectors of any CPU, with no instruction named."""
+"""Best first. generic means 128-bit vectors on any CPU, without named instructions."""
 _BEYOND_AVX2 = ("avx512", "avx10", "amx")
 _forced: str | None = None
 
 
 @cache
 def _features() -> frozenset[str]:
-    """What Numba compiles for: the CPU's features, or those that NUMBA_CPU_FEATURES and NUMBA_CPU_NAME leave."""
+    """Returns the features that Numba compiles for: the CPU's, or those of NUMBA_CPU_FEATURES and NUMBA_CPU_NAME."""
     flags = codegen.get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
     found = {flag[1:] for flag in flags.split(",") if flag.startswith("+")}
     if llvm.get_process_triple().startswith(("aarch64", "arm64")):
@@ -59,7 +59,7 @@ def _features() -> frozenset[str]:
 
 @cache
 def available() -> tuple[str, ...]:
-    """The instruction sets that this machine can run, best first; 'generic' is always one."""
+    """Returns the instruction sets that this machine can run, best first; always including 'generic'."""
     return tuple(name for name, each in ISAS.items() if each.needs <= _features())
 
 
@@ -74,25 +74,25 @@ def _require(name: str, source: str) -> str:
 
 
 def isa() -> str:
-    """The name of the instruction set in use: 'avx512', 'avx2', 'neon' or 'generic'.
+    """Returns the name of the instruction set in use: 'avx512', 'avx2', 'neon' or 'generic'.
 
-    Raises ValueError where HETERO_KV_ISA names one that is unknown or that this CPU cannot run.
+    Raises ValueError if HETERO_KV_ISA names one that is unknown or that this CPU cannot run.
     """
     if _forced is not None:
         return _forced
-    wanted = os.environ.get(VARIABLE, "")
-    return _require(wanted.lower(), VARIABLE) if wanted else available()[0]
+    requested = os.environ.get(VARIABLE, "")
+    return _require(requested.lower(), VARIABLE) if requested else available()[0]
 
 
 def vector_bits() -> int:
-    """Bits of one vector of the instruction set in use: 512, 256 or 128. Raises as `isa`."""
+    """Returns the bits of a vector of the instruction set in use: 512, 256 or 128. Raises the errors of `isa`."""
     return ISAS[isa()].bits
 
 
 def has(feature: str) -> bool:
     """Whether kernels may use a feature, by LLVM's name: 'avx512vnni', 'avxvnni', 'avx512bf16', 'dotprod', 'i8mm'.
 
-    True where the CPU has it and the instruction set in use does not stand below it. Raises as `isa`.
+    True if the CPU has the feature and the instruction set in use includes it. Raises the errors of `isa`.
     """
     name = isa()
     if feature not in _features() or name == "generic":
@@ -101,10 +101,10 @@ def has(feature: str) -> bool:
 
 
 def use_isa(name: str | None) -> None:
-    """Use an instruction set from now on, whatever the environment says; None: what was found or HETERO_KV_ISA again.
+    """Force an instruction set, overriding the environment; None returns to HETERO_KV_ISA or the detected one.
 
-    Kernels that were made for another one stay as they are; those asked for from now on are made for this one.
-    Raises ValueError for a name that is unknown or that this CPU cannot run.
+    Kernels that are already compiled do not change; later ones are compiled for this instruction set. Raises ValueError
+    for a name that is unknown or that this CPU cannot run.
     """
     global _forced
     _forced = None if name is None else _require(name, "the instruction set asked for")
@@ -112,7 +112,7 @@ def use_isa(name: str | None) -> None:
 
 @contextmanager
 def forced_isa(name: str | None) -> Iterator[None]:
-    """`use_isa` for the length of a with block; raises as it does."""
+    """Force an instruction set within a `with` block; raises the errors of `use_isa`."""
     before = _forced
     use_isa(name)
     try:

@@ -1,9 +1,9 @@
-"""Register-blocked inner loops at eight lanes, for ShadowKV's kernels; `cpu_ops.simd` has those of any width.
+"""Register-blocked inner loops with eight lanes, for ShadowKV's kernels; `cpu_ops.simd` has loops of any width.
 
-Numba's own vectoriser reloads every query element for each key. These intrinsics keep a tile of partial sums
-(queries x tokens, or queries x columns) in vector registers, so that each stored element is loaded and widened once
-for several queries. Storage type, dims and tile sizes are literals: they become constants of the generated code.
-Arrays are addressed as (array, offset in elements), for one flat view of any C-contiguous array.
+Numba's vectoriser reloads every query element for each key. These intrinsics keep a tile of partial sums (queries x
+tokens, or queries x columns) in vector registers, so that each stored element is loaded and widened once for several
+queries. Storage type, dims and tile sizes are literals and become constants of the generated code. Arrays are
+addressed as (array, offset in elements) in the flat view of a C-contiguous array.
 """
 
 from typing import Any
@@ -17,15 +17,15 @@ from cpu_ops.storage import FLOAT, STORAGE_TYPES
 
 LANES = 8
 QUERY_TILE = 4
-"""Most queries whose partial sums share one register tile."""
+"""The largest number of queries in a register tile."""
 _ACCUMULATORS = 8
-"""Vectors of partial sums in a tile: enough to cover the latency of two multiply-adds a cycle, and with the operands
-they fit AVX2's 16 registers. Wider vectors and larger tiles gained nothing where AVX-512 has room for them."""
+"""Vectors of partial sums in a tile: enough to cover the latency of two multiply-adds a cycle. With the operands they
+fit into AVX2's 16 registers. Wider vectors and larger tiles gained nothing on AVX-512."""
 _INT = ir.IntType(64)
 
 
 def token_tile(queries: int, block_size: int) -> int:
-    """Tokens per register tile for `queries` queries: the most that the registers hold and that divide a block."""
+    """Returns the tokens of a register tile for `queries` queries: the most that fit registers and divide a block."""
     tile = 1
     while 2 * tile * queries <= _ACCUMULATORS and block_size % (2 * tile) == 0:
         tile *= 2
@@ -53,7 +53,7 @@ def _offset(builder: ir.IRBuilder, pointer: ir.Value, elements: int | ir.Value) 
 
 
 def _resized(builder: ir.IRBuilder, vector: ir.Value, lanes: int) -> ir.Value:
-    """The first lanes of `vector`, filled up with zeros."""
+    """Returns the first lanes of `vector`, padded with zeros."""
     have = vector.type.count
     if have == lanes:
         return vector
@@ -63,7 +63,7 @@ def _resized(builder: ir.IRBuilder, vector: ir.Value, lanes: int) -> ir.Value:
 
 
 def _load(builder: ir.IRBuilder, storage: str, pointer: ir.Value, lanes: int, within: int = 0) -> ir.Value:
-    """LANES float32 from a group of `storage` that `pointer` points to, of which `lanes` are read."""
+    """Returns LANES float32 decoded from a group of `storage` at `pointer`; only `lanes` of them are read."""
     return _resized(builder, STORAGE_TYPES[storage].decode(builder, pointer, within, lanes), LANES)
 
 
@@ -87,10 +87,10 @@ def _call(builder: ir.IRBuilder, name: str, *operands: ir.Value) -> ir.Value:
 
 
 def _lane_sums(builder: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
-    """The horizontal sums of up to LANES vectors as one vector, by a tree of shuffles and additions.
+    """Returns the horizontal sums of up to LANES vectors as one vector, by a tree of shuffles and additions.
 
-    Each level adds pairs of vectors so that half as many, twice as densely filled ones are left; the first two levels
-    stay inside 128-bit lanes, where shuffles are cheapest.
+    Each level adds pairs of vectors and leaves half as many, filled twice as densely. The first two levels stay within
+    128-bit lanes, where shuffles are cheapest.
     """
     level = vectors + [ir.Constant(vectors[0].type, None)] * (LANES - len(vectors))
     width = 1
@@ -147,7 +147,7 @@ def score_tile(typingctx, mode, storage, dim, queries, tokens, q, q_at, keys, k_
         k_pointer = _pointer(context, builder, keys, arguments[7], arguments[8])
         s_pointer = _pointer(context, builder, scores, arguments[9], arguments[10])
         zero = ir.Constant(ir.VectorType(FLOAT, LANES), None)
-        # Stack slots that no address escapes from: LLVM turns them into registers.
+        # LLVM keeps these stack slots in registers, because their addresses do not escape.
         sums = [cgutils.alloca_once_value(builder, zero) for _ in range(rows * columns)]
 
         def add_piece(start: ir.Value, lanes: int, within: int = 0) -> None:
@@ -170,7 +170,7 @@ def score_tile(typingctx, mode, storage, dim, queries, tokens, q, q_at, keys, k_
                     builder.store(added, cell)
 
         whole = ir.Constant(_INT, size - size % LANES)
-        # A loop, not straight code: unrolled, the scheduler hoists loads until the partial sums spill.
+        # A loop rather than unrolled code, in which the scheduler hoists loads until the partial sums spill.
         with cgutils.for_range_slice(builder, ir.Constant(_INT, 0), whole, ir.Constant(_INT, step)) as (start, _):
             for within in range(0, step, LANES):
                 add_piece(start, LANES, within)
@@ -210,8 +210,8 @@ def accumulate_rows(
 ):
     """Add weighted rows: sums[g * dim + d] += sum over t < count of p[g * p_stride + t] * value d of row t.
 
-    Meanwhile `ahead_count` elements of `ahead` are prefetched, a few at a time: a core tracks only about twenty cache
-    lines on their way, and asking for more at once stops the arithmetic until they have come.
+    Meanwhile `ahead_count` elements of `ahead` are prefetched, a few at a time: a core has only about twenty cache-line
+    requests in flight, and more would stall the arithmetic.
     """
     name, size, rows = (a.literal_value for a in (storage, dim, queries))
     kind = STORAGE_TYPES[name]
@@ -272,7 +272,7 @@ def accumulate_rows(
 
 @intrinsic
 def prefetch(typingctx, array, at, count):
-    """Ask for `count` elements of an array from offset `at` to be brought into the second-level cache."""
+    """Prefetch `count` elements of an array from offset `at` on into the L2 cache."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         _prefetch_lines(builder, _pointer(context, builder, array, arguments[0], arguments[1]), arguments[2])

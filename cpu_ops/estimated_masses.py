@@ -1,4 +1,4 @@
-"""What share of the attention each block of a context is estimated to receive, and how few blocks reach a share."""
+"""Estimated attention shares of the blocks of a Context, and the fewest blocks that reach a target share."""
 
 import numpy as np
 from numba import njit, types
@@ -13,14 +13,13 @@ _LSE = types.Array(types.float32, 3, "C")
 
 @njit(cache=True, nogil=True)
 def estimated_shares(log_masses, beside, elsewhere, shared):
-    """Shares of the attention mass, the means over the query heads that choose together.
+    """Returns the blocks' shares of the attention mass, as means over the query heads of a list.
 
     log_masses: [rows, kv_heads, group, blocks] float32, the estimated log-sum-exp of each block's scores. beside:
-    [rows, kv_heads, group] float32, the log-sum-exp of what is attended to in any case; elsewhere, likewise, of what
-    cannot be chosen. -inf where that is nothing.
-    shared: whether all kv heads choose together.
+    [rows, kv_heads, group] float32, the log-sum-exp of what is always attended; elsewhere: that of what cannot be
+    chosen; -inf for nothing. shared: whether all kv heads share one list.
 
-    Returns shares [rows * (1 where shared, else kv_heads), blocks] float32, and those of what is beside [rows * ...].
+    Returns shares [rows * (1 if shared, else kv_heads), blocks] float32, and the shares of `beside` [rows * ...].
     """
     rows, kv_heads, group, blocks = log_masses.shape
     lists = 1 if shared else kv_heads
@@ -44,9 +43,9 @@ def estimated_shares(log_masses, beside, elsewhere, shared):
 
 @njit
 def softmax_and_shares(log_masses, beside, elsewhere, shared, largest):
-    """`chosen_blocks.reduced_scores` of masses by a softmax, and `estimated_shares`, by one look at each of them.
+    """Returns `chosen_blocks.reduced_scores` of masses by a softmax, and `estimated_shares`, in one pass over masses.
 
-    largest: whether a list takes the maximum of its query heads' softmax, instead of the mean.
+    largest: whether a list takes the maximum of its query heads' softmax instead of the mean.
     """
     rows, kv_heads, group, blocks = log_masses.shape
     lists = 1 if shared else kv_heads
@@ -71,7 +70,7 @@ def softmax_and_shares(log_masses, beside, elsewhere, shared, largest):
                 around = exp2((around - highest) * LOG2_E)
                 total = within + around + exp2((other - highest) * LOG2_E)
                 before[target] += weight * (around / total)
-                # Where all that can be chosen has no weight beside the rest, it is ordered all the same.
+                # Blocks whose weight vanishes against the rest are normalised by themselves, to keep their order.
                 if within < np.float32(1e-30) and most > -np.inf:
                     for block in range(blocks):
                         powers[0, block] = masses[block] * LOG2_E
@@ -86,7 +85,10 @@ def softmax_and_shares(log_masses, beside, elsewhere, shared, largest):
 
 @inner(fastmath={"contract", "nsz"}, error_model="numpy")
 def _add(powers, of_list, of_everything, largest, reduced, shares):
-    """Add a query head's powers, once by each factor; or take the maximum of the first."""
+    """Add a query head's powers, scaled by `of_everything`, to shares; scaled by `of_list`, to `reduced`.
+
+    If `largest`, reduced takes the maximum instead of the sum.
+    """
     for block in range(powers.size):
         own = powers[block] * of_list
         reduced[block] = max(reduced[block], own) if largest else reduced[block] + own
@@ -95,24 +97,26 @@ def _add(powers, of_list, of_everything, largest, reduced, shares):
 
 @njit(cache=True, nogil=True)
 def fewest_blocks(scores, shares, before, target, least, most):
-    """How many blocks, the best first, reach a share of the attention mass: [lists] int32, `least` to `most` each.
+    """Returns how many blocks, taken by descending score, reach the share `target` of the attention mass.
 
-    scores: [lists, blocks] float32, by which blocks are taken; -inf where one may not be. shares: [lists, blocks]
-    float32, and before [lists], as from `estimated_shares`. target: the share to be reached.
+    scores: [lists, blocks] float32; -inf for a block that must not be chosen. shares: [lists, blocks] float32, and
+    before [lists], from `estimated_shares`. least, most: bounds of the result.
+
+    Returns [lists] int32.
     """
     lists, blocks = scores.shape
     counts, keys = np.empty(lists, np.int32), np.empty(blocks, np.uint32)
     for each in range(lists):
         order(scores[each], keys)
         there = number_above(keys, LOWEST)
-        wanted = np.float32(target - np.float64(before[each]))
+        needed = np.float32(target - np.float64(before[each]))
         count = np.int64(0)
-        if wanted > 0:
-            # The highest score from which on blocks reach it, found bit by bit as `top_k.select` finds its own.
+        if needed > 0:
+            # Search bit by bit, as `top_k.select` does, for the highest score from which on blocks reach the target.
             found = np.uint32(0)
             for bit in range(32):
                 tried = found | (SIGN >> np.uint32(bit))
-                if share_from(keys, shares[each], tried) >= wanted:
+                if share_from(keys, shares[each], tried) >= needed:
                     found = tried
             if found <= LOWEST:
                 count = there
@@ -120,7 +124,7 @@ def fewest_blocks(scores, shares, before, target, least, most):
                 reached = share_from(keys, shares[each], found + np.uint32(1))
                 count = number_above(keys, found)
                 for block in range(blocks):
-                    if reached >= wanted:
+                    if reached >= needed:
                         break
                     if keys[block] == found:
                         reached += shares[each, block]
@@ -131,7 +135,7 @@ def fewest_blocks(scores, shares, before, target, least, most):
 
 @inner(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def share_from(keys, shares, lowest):
-    """What the shares [n] float32 are together of blocks whose keys [n] uint32 are `lowest` or more."""
+    """Returns the sum of the shares [n] float32 of blocks whose sort keys [n] uint32 are at least `lowest`."""
     found = np.float32(0)
     for block in range(keys.size):
         found += shares[block] if keys[block] >= lowest else np.float32(0)
@@ -140,7 +144,7 @@ def share_from(keys, shares, lowest):
 
 @inner(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def _sum_of_powers(scores, most):
-    """Σ exp(score - most) of [n] float32."""
+    """Returns Σ exp(score - most) over scores [n] float32."""
     total = np.float32(0)
     for each in range(scores.size):
         total += exp2((scores[each] - most) * LOG2_E)
@@ -149,14 +153,14 @@ def _sum_of_powers(scores, most):
 
 @inner(error_model="numpy")
 def log_sum_exp(scores):
-    """log Σ exp(score) of [n] float32; -inf where there is none."""
+    """Returns log Σ exp(score) over scores [n] float32; -inf for n = 0."""
     most = row_max(scores.reshape(1, scores.size), 0, scores.size)
     return most if most == -np.inf else most + np.log(_sum_of_powers(scores, most))
 
 
 @inner(error_model="numpy")
 def logaddexp(first, second):
-    """log(exp(first) + exp(second)) of float32; -inf where both are."""
+    """Returns log(exp(first) + exp(second)) of float32 numbers; -inf if both are."""
     most, least = max(first, second), min(first, second)
     if least == -np.inf:
         return most
@@ -165,9 +169,11 @@ def logaddexp(first, second):
 
 @njit(types.float64(_LSE, _LSE), cache=True, nogil=True, error_model="numpy")
 def covered_share(attended, total):
-    """The mean over query heads of what share `attended` is of `total`, log-sum-exps [rows, kv_heads, group] float32.
+    """Returns the mean over query heads of the share of `attended` in `total`.
 
-    NaN where one of them is.
+    Both are log-sum-exps [rows, kv_heads, group] float32.
+
+    NaN if any of them is NaN.
     """
     sum_of_shares = 0.0
     for row in range(total.shape[0]):
@@ -179,7 +185,7 @@ def covered_share(attended, total):
 
 @njit(cache=True, nogil=True)
 def take_out(log_masses, positions):
-    """Let blocks at positions [rows, 1 or kv_heads, n] have the mass 0; positions below 0 are none."""
+    """Set the mass of blocks at positions [rows, 1 or kv_heads, n] to 0; negative positions are padding."""
     rows, kv_heads, group, _ = log_masses.shape
     lists = positions.shape[1]
     for row in range(rows):

@@ -1,4 +1,7 @@
-"""The kernel of `cpu_ops.estimating_step`: stores, scores, chooses, attends, and estimates the rest, by address."""
+"""The kernel of `cpu_ops.estimating_step`: stores a token, scores and chooses blocks, attends, estimates the others.
+
+It calls the kernels and regions of these parts by address.
+"""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -41,7 +44,7 @@ from cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL, items_of
 
 
 class Flags(NamedTuple):
-    """What a step is bound to beside arrays, as the kernel is given it: an array of integers in this order."""
+    """Integer settings of a step, passed to the kernel as an array in this order (see `estimating_step.Choice`)."""
 
     reduce: int
     rerank: int
@@ -59,16 +62,16 @@ class Flags(NamedTuple):
 
 @cache
 def kernel_for(dtype: str) -> Any:
-    """Compile the kernel for queries of `dtype`, or load it from the cache; one for pools of all storage types."""
+    """Compile the kernel for queries of `dtype`, or load it from the cache; it serves pools of all storage types."""
     code_version = CODE_VERSION
-    given = types.Array(from_dtype(np.dtype(dtype)), 4, "C")
+    qkv = types.Array(from_dtype(np.dtype(dtype)), 4, "C")
     pool = types.Array(types.uint8, 4, "C")
     int3, int2, int1 = (types.Array(types.int32, dims, "C") for dims in (3, 2, 1))
     integers, lse3, real = types.Array(types.int64, 1, "C"), types.Array(types.float32, 3, "C"), types.float64
     signature = real(
-        given, given, given, pool, pool, pool, pool, pool, pool, OFFSETS, int1, pool, pool,
+        qkv, qkv, qkv, pool, pool, pool, pool, pool, pool, OFFSETS, int1, pool, pool,
         types.int64, int2, types.int64, types.int64, types.int64, int3, int3, types.boolean, integers,
-        real, real, real, integers, integers, integers, lse3, given, lse3, types.Array(types.float32, 4, "C"), integers,
+        real, real, real, integers, integers, integers, lse3, qkv, lse3, types.Array(types.float32, 4, "C"), integers,
     )  # fmt: skip
 
     @njit(signature, cache=True, nogil=True, error_model="numpy")
@@ -112,13 +115,13 @@ def kernel_for(dtype: str) -> Any:
             return BAD_SHAPES
         stored = np.float64(0 * code_version)
         if position >= 0:
-            written = numbers_given(k), numbers_given(v), keys, values, table, position
-            stored = np.float64(call_kernel("store", UNTYPED_POOL, addresses[1], written))
+            store_args = numbers_given(k), numbers_given(v), keys, values, table, position
+            stored = np.float64(call_kernel("store", UNTYPED_POOL, addresses[1], store_args))
             if stored < 0:
                 return BAD_PLACE
         taken[:] = 0
         queries = numbers_given(q).reshape(rows, kv_heads, group, k_dim)
-        asked = queries.reshape(rows, 1, kv_heads, group, k_dim)
+        queries_5d = queries.reshape(rows, 1, kv_heads, group, k_dim)
         attended = np.empty((rows, kv_heads, group, v_dim), np.float32)
         if which == EVERYTHING:
             attended_ids = table.copy().reshape(rows, 1, table.shape[1])
@@ -129,9 +132,9 @@ def kernel_for(dtype: str) -> Any:
                 for entry in range(blocks):
                     if context[row, entry] < 0 or context[row, entry] >= len(keys):
                         return BAD_CONTEXT
-            given_positions = positions if which == AS_GIVEN else allowed
+            fixed_positions = positions if which == AS_GIVEN else allowed
             groups = blocks // group_blocks if group_blocks > 1 else 0
-            most_opened = given_positions.shape[2]
+            most_opened = fixed_positions.shape[2]
             if most_opened == 0:
                 most_opened = -(-positions.shape[2] * group_factor // group_blocks)
             if most_opened >= groups:
@@ -140,32 +143,31 @@ def kernel_for(dtype: str) -> Any:
             of_groups = np.empty((rows, kv_heads, group, groups), np.float32)
             group_weights, group_masses = np.empty_like(of_groups), np.empty_like(of_groups)
             grouped = group_ids(context, group_blocks, groups)
-            if groups > 0 and (has_mean or (which == CHOSEN and given_positions.shape[2] == 0)):
+            if groups > 0 and (has_mean or (which == CHOSEN and fixed_positions.shape[2] == 0)):
                 taken[3] = groups * rows * lists
                 if has_mean:
-                    scored = (
+                    mean_args = (
                         queries, group_vectors, grouped, keys.shape[2] * group_blocks, scale, softcap, of_groups,
                         group_weights, group_masses,
                     )  # fmt: skip
-                    run_region("mean scores", UNTYPED, addresses[0], addresses[3], threads, scored)
+                    run_region("mean scores", UNTYPED, addresses[0], addresses[3], threads, mean_args)
                 else:
                     in_use = np.full(rows, groups, np.int32)
-                    asking = addresses[0], addresses[3], queries, group_vectors, grouped, in_use, threads, of_groups
-                    call_kernel("score", UNTYPED, addresses[2], asking)
+                    score_args = addresses[0], addresses[3], queries, group_vectors, grouped, in_use, threads, of_groups
+                    call_kernel("score", UNTYPED, addresses[2], score_args)
                     scale_and_cap(of_groups, np.float32(scale), np.float32(softcap))
-            if given_positions.shape[2] > 0:
-                groups_of(given_positions, group_blocks, groups, opened)
+            if fixed_positions.shape[2] > 0:
+                groups_of(fixed_positions, group_blocks, groups, opened)
             elif groups > 0:
-                choosing = (
+                choose_args = (
                     of_groups, of_groups, False, beside, beside, allowed, shared, reduce, 0.0, np.int64(0), most_opened,
                     np.int64(1), opened,
                 )  # fmt: skip
-                run_region("choose", "", addresses[0], addresses[9], threads, choosing)
+                run_region("choose", "", addresses[0], addresses[9], threads, choose_args)
             entries = opened_entries(opened, group_blocks, groups, blocks)
             if which == AS_GIVEN:
                 places = places_of(positions, entries)
-            # From here on each kv head's part of a block is a row of its own, as lists of entries differ from head to
-            # head.
+            # From here on arrays have one row per block and kv head, because lists of entries differ between heads.
             count, each_row = entries.shape[2], rows * kv_heads
             ids = entry_ids(context, entries, kv_heads)
             likely = np.empty((rows, kv_heads, group, count), np.float32)
@@ -176,25 +178,25 @@ def kernel_for(dtype: str) -> Any:
             looks_at_all = has_mean != 0 and rerank == 0 and which == CHOSEN
             if has_mean:
                 weights, block_masses = np.empty_like(likely), np.empty_like(likely)
-            # Coarse copies bring the means' scores along.
+            # Scoring coarse copies also computes the means' scores.
             scores_means = has_mean and not (looks_at_all and has_codes)
             if scores_means:
-                scored = (
+                mean_args = (
                     by_row, vectors_by_row, ids, block_size, scale, softcap, head_rows(likely),
                     head_rows(weights), head_rows(block_masses),
                 )  # fmt: skip
-                run_region("mean scores", UNTYPED, addresses[0], addresses[3], threads, scored)
+                run_region("mean scores", UNTYPED, addresses[0], addresses[3], threads, mean_args)
             if looks_at_all:
                 taken[1] = number_of(entries)
-                looked = (
+                rerank_args = (
                     by_row, by_head(coarse_keys), by_head(coarse_means), ids, np.empty((each_row, 1, 0), np.int32),
                     scale, softcap, head_rows(weights), head_rows(block_masses), unread,
                 )  # fmt: skip
-                run_region("candidates", UNTYPED_POOL, addresses[0], addresses[4], threads, looked)
+                run_region("candidates", UNTYPED_POOL, addresses[0], addresses[4], threads, rerank_args)
             elif which == CHOSEN and not has_mean:
                 in_use = np.full(each_row, count, np.int32)
-                asking = addresses[0], addresses[3], by_row, vectors_by_row, ids, in_use, threads, head_rows(likely)
-                call_kernel("score", UNTYPED, addresses[2], asking)
+                score_args = addresses[0], addresses[3], by_row, vectors_by_row, ids, in_use, threads, head_rows(likely)
+                call_kernel("score", UNTYPED, addresses[2], score_args)
                 scale_and_cap(likely, np.float32(scale), np.float32(softcap))
             if has_mean or which == CHOSEN:
                 scored_blocks = number_of(entries)
@@ -212,14 +214,14 @@ def kernel_for(dtype: str) -> Any:
         separate = by_token or (which == CHOSEN and target > 0)
         out_window, lse_window = attended[:0], beside
         if separate:
-            # What is attended to in any case counts for the target, so that it comes first.
+            # What is always attended counts for the target, so it is computed first.
             attended_ids, counts = attended_lists(table, context, np.empty((rows, 1, 0), np.int32), first, end)
             out_window, lse_window = np.empty_like(attended), np.empty_like(lse)
-            attending = (
-                addresses[0], addresses[6], np.int64(0), asked, keys, values, key_offsets, attended_ids, counts,
+            attend_args = (
+                addresses[0], addresses[6], np.int64(0), queries_5d, keys, values, key_offsets, attended_ids, counts,
                 lengths, scale, softcap, threads, out_window, lse_window,
             )  # fmt: skip
-            if call_kernel("attend lists", UNTYPED_POOL, addresses[5], attending) < 0:
+            if call_kernel("attend lists", UNTYPED_POOL, addresses[5], attend_args) < 0:
                 return BAD_LISTS
             beside = sums_of_powers(lse_window, beside)
             window_first, window_end = 0, table.shape[1]
@@ -229,47 +231,47 @@ def kernel_for(dtype: str) -> Any:
             among = places_of(allowed, entries) if allowed.shape[2] > 0 else allowed
             room = allowed.shape[2] if allowed.shape[2] > 0 else count
             places = np.empty((rows, lists, most), np.int32)
-            wanted, times, proposed = most, rerank if looks else np.int64(1), places
+            top_k, times, proposed = most, rerank if looks else np.int64(1), places
             if by_token:
-                # Tokens of all that are proposed are chosen from.
-                wanted, times = min(tokens // block_size, most), candidates
+                # Tokens are chosen from all proposed blocks.
+                top_k, times = min(tokens // block_size, most), candidates
             elif looks:
                 proposed = np.empty((rows, lists, min(most * rerank, room)), np.int32)
-            choosing = (
-                scores, block_masses, looks_at_all, beside, elsewhere, among, shared, reduce, target, least, wanted,
+            choose_args = (
+                scores, block_masses, looks_at_all, beside, elsewhere, among, shared, reduce, target, least, top_k,
                 times, proposed,
             )  # fmt: skip
-            run_region("choose", "", addresses[0], addresses[9], threads, choosing)
+            run_region("choose", "", addresses[0], addresses[9], threads, choose_args)
             if looks and not by_token:
-                looked = (
+                rerank_args = (
                     by_row, by_head(coarse_keys), by_head(coarse_means), ids, for_every_head(proposed, kv_heads),
                     scale, softcap, head_rows(weights), head_rows(block_masses), unread,
                 )  # fmt: skip
-                run_region("candidates", UNTYPED_POOL, addresses[0], addresses[4], threads, looked)
+                run_region("candidates", UNTYPED_POOL, addresses[0], addresses[4], threads, rerank_args)
                 taken[1] = number_of(proposed)
-                choosing = (
+                choose_args = (
                     block_masses, block_masses, True, beside, elsewhere, proposed, shared, reduce, target, least, most,
                     np.int64(1), places,
                 )  # fmt: skip
-                run_region("choose", "", addresses[0], addresses[9], threads, choosing)
+                run_region("choose", "", addresses[0], addresses[9], threads, choose_args)
             positions_at(places, entries, positions)
         if by_token:
             if not looks_at_all:
                 taken[1] = number_of(places)
             token_scores = np.full((rows, kv_heads, group, places.shape[2] * block_size), -np.inf, np.float32)
-            looked = (
+            rerank_args = (
                 by_row, by_head(coarse_keys), by_head(coarse_means), ids, for_every_head(places, kv_heads), scale,
                 softcap, head_rows(weights), head_rows(block_masses), head_rows(token_scores),
             )  # fmt: skip
-            run_region("candidates", UNTYPED_POOL, addresses[0], addresses[4], threads, looked)
+            run_region("candidates", UNTYPED_POOL, addresses[0], addresses[4], threads, rerank_args)
             chosen = np.empty((rows, lists, token_scores.shape[3]), np.int32)
             token_counts = np.empty((rows, lists, 3), np.int32)
             blocks_of = pool_blocks(positions, context)
-            choosing_tokens = (
+            choose_token_args = (
                 token_scores, places, blocks_of, weights, block_masses, beside, elsewhere, shared,
                 reduce, target, least * block_size, tokens, chosen, token_counts,
             )  # fmt: skip
-            run_region("choose tokens", "", addresses[0], addresses[10], threads, choosing_tokens)
+            run_region("choose tokens", "", addresses[0], addresses[10], threads, choose_token_args)
             if rehearses:
                 keep_chosen(positions, blocks_of)
                 return stored
@@ -278,22 +280,22 @@ def kernel_for(dtype: str) -> Any:
                     taken[0] += token_counts[row, each, 0]
                     taken[5] += token_counts[row, each, 1]
                     taken[6] += token_counts[row, each, 2]
-            attending_tokens = (
+            attend_token_args = (
                 addresses[0], addresses[12], queries, keys, values, key_offsets, chosen, token_counts, scale, softcap,
                 threads, attended, lse,
             )  # fmt: skip
-            call_kernel("attend tokens", UNTYPED_POOL, addresses[11], attending_tokens)
+            call_kernel("attend tokens", UNTYPED_POOL, addresses[11], attend_token_args)
         else:
             if rehearses:
                 return stored
             if which != EVERYTHING:
                 attended_ids, counts = attended_lists(table, context, positions, window_first, window_end)
                 taken[0] = taken[5] = taken[6] = number_of(positions)
-            attending = (
-                addresses[0], addresses[6], np.int64(0), asked, keys, values, key_offsets, attended_ids, counts,
+            attend_args = (
+                addresses[0], addresses[6], np.int64(0), queries_5d, keys, values, key_offsets, attended_ids, counts,
                 lengths, scale, softcap, threads, attended, lse,
             )  # fmt: skip
-            if call_kernel("attend lists", UNTYPED_POOL, addresses[5], attending) < 0:
+            if call_kernel("attend lists", UNTYPED_POOL, addresses[5], attend_args) < 0:
                 return BAD_LISTS
         if separate:
             merge_into(attended, lse, out_window, lse_window)
@@ -306,20 +308,21 @@ def kernel_for(dtype: str) -> Any:
                     take_out(weights, places)
                     take_out(block_masses, places)
                 total = np.empty(lse.shape, np.float32)
-                rest = (
+                rest_args = (
                     addresses[0], addresses[8], by_head(value_means), ids, head_rows(weights), head_rows(block_masses),
                     estimates != 0, threads, head_rows(attended), head_row(lse), head_row(total),
                 )  # fmt: skip
-                call_kernel("rest", UNTYPED, addresses[7], rest)
-                # Of keys by their mean alone, without a deviation, less is known than a step knew that looked at them.
+                call_kernel("rest", UNTYPED, addresses[7], rest_args)
+                # If steps choose by the keys themselves (rerank 0), masses of fixed positions from means without
+                # deviations would be too small.
                 if which == CHOSEN or rerank != 0 or representatives.shape[2] > 1:
                     copy_into(sums_of_powers(total, elsewhere), masses[1])
                 if groups > 0 and estimates != 0:
-                    rest = (
+                    rest_args = (
                         addresses[0], addresses[8], group_values, grouped, group_weights, group_masses, estimates != 0,
                         threads, attended, lse, total,
                     )  # fmt: skip
-                    call_kernel("rest", UNTYPED, addresses[7], rest)
+                    call_kernel("rest", UNTYPED, addresses[7], rest_args)
         for row in range(rows):
             for head in range(heads):
                 for d in range(v_dim):

@@ -1,7 +1,7 @@
-"""A decoded token's retrieval in one layer where blocks that are not attended to have an estimated share of attention.
+"""A decode step's retrieval in one layer, with residual attention for the blocks that are not attended.
 
-A block's representatives say how much of the attention its keys receive; so a step can attend to as few blocks as reach
-a share of it, and give the others their mean value by the weight of their estimate. All of that is one call.
+A block's representatives estimate its attention mass. A step can therefore attend to the fewest blocks that reach a
+target share, and let each other block's mean value count with its estimated mass. One call does all of this.
 """
 
 from typing import Any, NamedTuple
@@ -31,19 +31,19 @@ from cpu_ops.untyped_arrays import as_bytes
 
 
 class Choice(NamedTuple):
-    """How blocks are chosen, and what becomes of the others.
+    """How blocks are chosen.
 
     Attributes:
-        reduce: of `chosen_blocks.reduced_scores`.
-        rerank: how many times the blocks that are wanted the representatives propose; the scores of the proposed
-            blocks' keys choose among them. 1: the representatives choose; 0: keys of all blocks are scored.
-        target: the share of the attention that as few blocks as possible are to reach; 0: as many as there is room for.
-        least: with a target, so many at least.
-        group_blocks: consecutive blocks of a group; 1: none.
-        group_factor: how many times the blocks that are wanted, or of which single tokens are taken, the groups hold
-            that are opened. The blocks of others are not scored, and count together.
-        tokens: whole blocks' tokens, of which each list attends to so many at most, one by one: those of candidates
-            that receive most; then `rerank` is not 1. 0: blocks are attended to as a whole.
+        reduce: as in `chosen_blocks.reduced_scores`.
+        rerank: representatives propose this many times the blocks to choose, and the scores of the proposed blocks'
+            keys choose among them. 1: representatives choose alone. 0: the keys of all blocks are scored.
+        target: the share of the attention to reach with as few blocks as possible; 0: choose as many as fit.
+        least: the fewest blocks to choose, with a target.
+        group_blocks: consecutive blocks of a group; 1: no groups.
+        group_factor: opened groups contain this many times the blocks to choose (or the blocks whose single tokens are
+            chosen). Blocks of other groups are not scored; each such group counts as a whole.
+        tokens: the most single tokens, a multiple of the block size, that each list attends: those of the candidate
+            blocks that receive the most attention. Requires `rerank` other than 1. 0: whole blocks are attended.
     """
 
     reduce: int = SOFTMAX
@@ -56,38 +56,37 @@ class Choice(NamedTuple):
 
     @property
     def candidates(self) -> int:
-        """How many times the blocks that are wanted those are of which single tokens are taken."""
+        """The number of blocks whose single tokens are candidates, as a multiple of the blocks to choose."""
         return self.rerank or (_CANDIDATES if self.target == 0 else _CANDIDATES_OF_TARGET)
 
 
 _CANDIDATES, _CANDIDATES_OF_TARGET = 4, 2
-"""Where the masses of all blocks are known; under a target the best alone have most of the attention. The more, the
-less is overlooked, and the longer it takes."""
+"""Multiples if the masses of all blocks are known; with a target fewer suffice, as the best blocks have most of the
+attention. More candidates miss fewer tokens and take longer."""
 
 
 class EstimatingStep:
-    """The call for one layer: bound to the arrays of its pool and to the shapes of its queries.
+    """The retrieval of one layer, bound to the arrays of its pool and to the shapes of its queries.
 
     Args:
-        keys, values, representatives, lengths, group, score, softcapped, dtype, threads: as `RetrievalStep` takes them;
-            score counts where there is no mean.
-        has_mean: whether the first of a block's representatives is the mean of its keys and a second one their
-            standard deviation; else nothing is estimated.
-        value_means: [num_blocks, kv_heads, 1, v_dim] of the representatives' type; None where the rest is dropped.
-        group_vectors, group_values: as representatives and value_means, of the group of which a block is the last; None
+        keys, values, representatives, lengths, group, score, softcapped, dtype, threads: as in `RetrievalStep`; `score`
+            applies only without `has_mean`.
+        has_mean: whether a block's first representative is the mean of its keys and a second one, if any, their
+            standard deviation; otherwise nothing is estimated.
+        value_means: [num_blocks, kv_heads, 1, v_dim] of the representatives' type; None for no residual attention.
+        group_vectors, group_values: as representatives and value_means, for the group whose last block this is; None
             without groups.
-        key_offsets: as `attention.attend_blocks` takes them.
-        key_codes: [num_blocks, kv_heads, 1, code_masses.bytes_of_block] uint8, coarse copies of the keys; None where
-            candidates are scored by the keys themselves.
+        key_offsets: as in `attention.attend_blocks`.
+        key_codes: [num_blocks, kv_heads, 1, code_masses.bytes_of_block] uint8, coarse copies of the keys; None if
+            candidates are scored by their stored keys.
 
     Attributes:
-        stores: whether it writes blocks of this storage type; else the token has to be there already.
+        stores: whether calls write the token to blocks of this storage type; otherwise it must be stored before.
         group, v_dim: query heads of a kv head, dimension of a value.
         by_token: whether single tokens are chosen.
-        taken: [7] int64, of the last call, over all rows and lists of positions: how many of a context's blocks, or
-            tokens, were attended to, how many blocks were candidates whose keys were looked at, how many were scored,
-            how many groups were, how many of these were opened, of how many blocks something was attended to, and of
-            how many everything. All 0 where everything was taken.
+        taken: [7] int64, counts of the last call over all rows and lists: attended blocks (or tokens) of the Context,
+            candidate blocks whose keys were scored, blocks scored by representatives, scored groups, opened groups,
+            blocks attended at least in part, and blocks attended as a whole. All 0 if everything was attended.
 
     Raises ValueError or TypeError for arrays that do not fit together.
     """
@@ -169,7 +168,7 @@ class EstimatingStep:
         self._lengths, self.group, self._bound = lengths, group, (dtype, softcapped)
 
     def fits(self, dtype: Any, softcapped: bool) -> bool:
-        """Whether it is bound to this dtype, and to capped scores or others."""
+        """Whether the step is bound to this dtype and to soft-capped scores or not."""
         return self._bound == (dtype, softcapped)
 
     def __call__(
@@ -177,15 +176,15 @@ class EstimatingStep:
         which: int, positions: np.ndarray, allowed: np.ndarray, shared: bool, scale: float, softcap: float,
         beside: np.ndarray, out: np.ndarray, lse: np.ndarray, masses: np.ndarray,
     ) -> float:  # fmt: skip
-        """Store one token of every row, unless `position` is negative, and attend to what it attends to.
+        """Store one token of every row, unless `position` is negative, and attend.
 
-        As `RetrievalStep.__call__`, with these differences. positions: entries behind the chosen ones are -1, as they
-        may be where they are given; of single tokens those of the candidates, for which there must be room. beside:
-        [rows, kv_heads, group] float32, the log-sum-exp of what is attended to elsewhere, which counts for the target
-        and for single tokens; -inf for nothing. lse: that of `out`, with the rest where it is estimated. masses: [2,
-        rows, kv_heads, group] float32, written: the log-sum-exp of what was attended to here, and that with the
-        estimated mass of the rest; NaN where nothing can be estimated, and, of means without deviations, where keys are
-        looked at to choose (`rerank` 0) but blocks are given: their masses would be too small.
+        As `RetrievalStep.__call__`, with these differences. positions: padded with -1, also as an input; for single
+        tokens they are the candidates' positions, and must have capacity for them. beside: [rows, kv_heads, group]
+        float32, the log-sum-exp of what is attended elsewhere, which counts for the target and for the choice of single
+        tokens; -inf for nothing. lse: that of `out`, including residual attention if it is estimated. masses: [2, rows,
+        kv_heads, group] float32, written: the log-sum-exp of what was attended here, and the same with the estimated
+        mass of the other blocks. The second is NaN if nothing can be estimated, and for means without deviations if
+        the blocks are passed in although keys would choose them (`rerank` 0), because their masses would be too small.
         """
         return self._call(
             self._flags, q, k, v, position, table, first, end, which, positions, allowed, shared, scale, softcap,
@@ -196,10 +195,10 @@ class EstimatingStep:
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, table: np.ndarray, first: int, end: int,
         which: int, positions: np.ndarray, *others: Any,
     ) -> np.ndarray:  # fmt: skip
-        """The positions of the Context's blocks to which a call with these arguments attends, be it to single tokens.
+        """Returns the positions of the Context's blocks that a call with these arguments attends, wholly or in part.
 
-        Nothing of these blocks is read, but for keys that are looked at and have no coarse copies. The token is stored,
-        what is around the Context is attended to where that counts for the choice, and no argument is written.
+        Reads nothing of these blocks except keys that are scored and have no coarse copies. Stores the token, attends
+        to what is outside the Context if that affects the choice, and writes no argument.
         """
         chosen = positions.copy()
         self._call(self._rehearsing, q, k, v, position, table, first, end, which, chosen, *others)

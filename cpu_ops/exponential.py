@@ -1,4 +1,4 @@
-"""The functions of softmax over float32, written so that LLVM vectorises them, as it cannot libm's."""
+"""exp2, log2 and tanh of float32 for softmax, written so that LLVM can vectorise them, unlike libm's."""
 
 from typing import Any
 
@@ -14,23 +14,23 @@ LN_2 = np.float32(0.6931471805599453)
 
 
 def _interpolating(nodes: int, first: float) -> np.ndarray:
-    """Coefficients of the polynomial in f that interpolates 2 ** f at the Chebyshev nodes of [first, first + 1]."""
+    """Returns coefficients of the polynomial in f that interpolates 2 ** f at Chebyshev nodes of [first, first + 1]."""
     places = first + 0.5 + 0.5 * np.cos((np.arange(nodes) + 0.5) * np.pi / nodes)
     return np.polynomial.polynomial.polyfit(places, 2.0**places, nodes - 1).astype(np.float32)
 
 
-# Of 7 nodes: relative error below 4e-9, an order under float32's own rounding.
+# 7 nodes: relative error below 4e-9, an order of magnitude below float32's rounding.
 COEFFICIENTS = _interpolating(7, -0.5)
 C0, C1, C2, C3, C4, C5, C6 = COEFFICIENTS
-# Of 5 nodes: relative error below 5e-6, where what is raised to a power is rounded more than that.
+# 5 nodes: relative error below 5e-6, for exponents that are themselves rounded more coarsely.
 COARSE_COEFFICIENTS = _interpolating(5, -0.5)
-# Both for fractions that are rounded down.
+# Both, for fractions in [0, 1) of exponents that are rounded down.
 FRACTION_COEFFICIENTS, COARSE_FRACTION_COEFFICIENTS = _interpolating(7, 0.0), _interpolating(5, 0.0)
 
 
 @intrinsic
 def _power_of_two(typingctx: Any, exponent: Any) -> Any:
-    """2 ** exponent for integers -127..127, written into the bits of a float32 (-127 gives 0)."""
+    """Returns 2 ** exponent for integers -127..127, built from the bits of a float32 (-127 gives 0)."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         word = ir.IntType(32)
@@ -42,7 +42,7 @@ def _power_of_two(typingctx: Any, exponent: Any) -> Any:
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
 def exp2(x):
-    """2 ** x of a float32 x <= 127, to a relative error below 3e-7; 0 below the normal range."""
+    """Returns 2 ** x for a float32 x <= 127, to a relative error below 3e-7; 0 below the normal range."""
     x = max(x, np.float32(-127))
     whole = np.floor(x + np.float32(0.5))
     f = x - whole
@@ -61,7 +61,7 @@ _ROOT_HALF = np.int32(0x3F3504F3)
 
 @intrinsic
 def _bits(typingctx: Any, number: Any) -> Any:
-    """The bits of a float32."""
+    """Returns the bits of a float32."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         return builder.bitcast(arguments[0], ir.IntType(32))
@@ -71,7 +71,7 @@ def _bits(typingctx: Any, number: Any) -> Any:
 
 @intrinsic
 def _of_bits(typingctx: Any, bits: Any) -> Any:
-    """The float32 of these bits."""
+    """Returns the float32 with these bits."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -81,7 +81,7 @@ def _of_bits(typingctx: Any, bits: Any) -> Any:
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
 def log2(x):
-    """The binary logarithm of a finite float32 >= 2 ** -126, to an error below 3e-7 of the larger of it and 1."""
+    """Returns the binary logarithm of a finite float32 x >= 2 ** -126, to an error below 3e-7 * max(1, |log2 x|)."""
     bits = _bits(x)
     whole = (bits - _ROOT_HALF) >> np.int32(23)
     f = _of_bits(np.int32(bits - (whole << np.int32(23)))) - np.float32(1)
@@ -91,7 +91,7 @@ def log2(x):
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
 def tanh(x):
-    """Hyperbolic tangent of a float32, to a relative error below 5e-7."""
+    """Returns the hyperbolic tangent of a float32, to a relative error below 5e-7."""
     size = min(abs(x), np.float32(10))
     # Near zero 1 - 2 / (e^2x + 1) cancels; there the odd Taylor series is exact to float32.
     square = size * size

@@ -1,4 +1,4 @@
-"""Vectors that lie anywhere, copied to where a kernel multiplies them."""
+"""Copies vectors from any addresses to a kernel's contiguous buffer."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from cpu_ops.vectors import array_pointer, integer, offset
 
 @intrinsic
 def row_address(typingctx, source, row, head, token):
-    """The address of source[row, head, token], source having four dimensions of any strides."""
+    """Returns the address of source[row, head, token]; source has four dimensions with any strides."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         array = make_array(source)(context, builder, arguments[0])
@@ -28,7 +28,7 @@ def row_address(typingctx, source, row, head, token):
 
 @intrinsic(prefer_literal=True)
 def copy_row(typingctx, size, address, target, at):
-    """Copy `size` numbers from an address to target[at], counted through all its dimensions."""
+    """Copy `size` numbers from an address to offset `at` in the flat target."""
     count = size.literal_value
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
@@ -44,7 +44,7 @@ def copy_row(typingctx, size, address, target, at):
 
 @intrinsic(prefer_literal=True)
 def pair_rows(typingctx, size, even, odd, target, at):
-    """Write `size` words of a pair of vectors of 16-bit numbers, the lower half from the address `even`."""
+    """Interleave two vectors of `size` 16-bit numbers into words; the lower halves come from the address `even`."""
     count = size.literal_value
     lanes = 16
     shorts, words = (ir.VectorType(ir.IntType(bits), lanes) for bits in (16, 32))

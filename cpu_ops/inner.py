@@ -1,4 +1,4 @@
-"""Functions that kernels alone call: parts of them, which take Numba less time to compile than kernels do."""
+"""Device functions: functions that only kernels call, compiled faster because Python cannot call them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +8,12 @@ from numba.core.registry import CPUDispatcher
 
 
 def inner(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """`numba.njit` of a function that kernels call, and Python never does.
+    """Compile a function with `numba.njit` that only kernels call, never Python.
 
-    Numba makes two ways into every function that it compiles, from Python and from C, and each unpacks all arrays
-    that the function takes. Without them, where nobody would go, a kernel of many parts compiles in less time.
+    Numba generates two wrappers for every compiled function, for Python and for C, and each unpacks all array
+    arguments. Omitting the unused wrappers shortens the compilation of kernels with many parts.
 
-    Raises TypeError where Python calls it.
+    The returned function raises TypeError if Python calls it.
     """
     if function is None:
         return lambda decorated: inner(decorated, **options)
@@ -23,7 +23,7 @@ def inner(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 class _Inner(CPUDispatcher):
-    """Refuses to be called from Python, where there would be nothing to jump to."""
+    """Refuses calls from Python, for which there is no wrapper."""
 
     def __call__(self, *_: Any, **__: Any) -> None:
         raise TypeError(f"{self.py_func.__name__} is compiled for kernels alone, and has no way in from Python")

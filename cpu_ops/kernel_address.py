@@ -1,7 +1,7 @@
-"""Kernels that call kernels by address.
+"""Kernels that call other kernels by address.
 
-Numba compiles into a kernel whatever other kernels it names, for every combination of them once more. A kernel that is
-given another's address calls it as it was compiled: one caller serves every shape.
+Numba compiles every kernel that a kernel names into it, once for each combination. A kernel that takes the address of
+another calls the compiled code, so that one caller serves every shape.
 """
 
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from numba import types
 from numba.extending import intrinsic
 
 Signature = Callable[[str], Any]
-"""The signature (numba's) that kernels of one kind have for a storage type."""
+"""Returns the numba signature of a kind of kernels for a storage type."""
 
 _SIGNATURES: dict[str, Signature] = {}
 _ADDRESSES: dict[Any, int] = {}
-"""Of kernels that were asked for, by the kernel, so that their code stays."""
+"""Addresses by kernel; the reference to a kernel keeps its code alive."""
 
 
 def called_as(kind: str) -> Callable[[Signature], Signature]:
-    """Have `call_kernel` call kernels of `kind` by the decorated function's signatures."""
+    """Register the decorated function as the `Signature` of kernels of `kind` for `call_kernel`."""
 
     def register(signature: Signature) -> Signature:
         _SIGNATURES[kind] = signature
@@ -30,9 +30,9 @@ def called_as(kind: str) -> Callable[[Signature], Signature]:
 
 
 def address_of(kernel: Any) -> int:
-    """Where the code of a kernel lies that has been compiled for one signature, for good.
+    """Returns the permanent address of the code of a kernel that is compiled for exactly one signature.
 
-    Raises ValueError for one with none or several.
+    Raises ValueError for a kernel with none or several.
     """
     if len(kernel.overloads) != 1:
         compiled = len(kernel.overloads)
@@ -45,22 +45,22 @@ def address_of(kernel: Any) -> int:
 
 @intrinsic(prefer_literal=True)
 def call_kernel(typingctx, kind, storage, address, arguments):
-    """Call the kernel at `address`, of a registered kind for a storage type, with a tuple of exactly its types.
+    """Call the kernel at `address`, of a registered kind and storage type, with a tuple of exactly its argument types.
 
-    An exception in the callee is one in the caller.
+    An exception in the callee propagates to the caller.
     """
-    wanted = _SIGNATURES[kind.literal_value](storage.literal_value)
-    if tuple(arguments.types) != tuple(wanted.args):
-        raise TypeError(f"a kernel {kind.literal_value!r} of {wanted} is called with {arguments}")
+    callee_type = _SIGNATURES[kind.literal_value](storage.literal_value)
+    if tuple(arguments.types) != tuple(callee_type.args):
+        raise TypeError(f"a kernel {kind.literal_value!r} of {callee_type} is called with {arguments}")
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, operands: Any) -> ir.Value:
         convention = context.call_conv
-        function = convention.get_function_type(wanted.return_type, wanted.args)
-        callee = builder.inttoptr(given[2], function.as_pointer())
-        passed = [builder.extract_value(given[3], index) for index in range(len(wanted.args))]
-        status, result = convention.call_function(builder, callee, wanted.return_type, wanted.args, passed)
+        function = convention.get_function_type(callee_type.return_type, callee_type.args)
+        callee = builder.inttoptr(operands[2], function.as_pointer())
+        passed = [builder.extract_value(operands[3], index) for index in range(len(callee_type.args))]
+        status, result = convention.call_function(builder, callee, callee_type.return_type, callee_type.args, passed)
         with builder.if_then(status.is_error, likely=False):
             convention.return_status_propagate(builder, status)
         return result
 
-    return wanted.return_type(kind, storage, types.int64, arguments), codegen
+    return callee_type.return_type(kind, storage, types.int64, arguments), codegen

@@ -1,15 +1,16 @@
-"""Numba's on-disk cache, one process at a time, and whole whenever a process ends; names that no two kernels share.
+"""Makes Numba's on-disk cache safe for several processes and for processes that end while saving.
 
-All kernels that one function makes share an index file, whose entries name data files by number. Numba saves both
-without a lock: of two processes that save at the same moment, each may take the same number for another kernel, and an
-index that names a file before it is written lets a third load an older one. So does a process that ends between the
-two, for numbers begin anew with every change of the source, and older files stay. A kernel of the wrong shape reads and
-writes where it should not. Here whoever loads or saves holds a lock beside the index, and the index comes last.
+Index files. All kernels that one function creates share an index file, whose entries name data files by number. Numba
+saves both without a lock. Two processes that save at the same time may use one number for two kernels. An index that
+names a data file before it is written lets another process load an older file of that number, because numbers restart
+with every change of the source and older files remain; a process that ends between the two writes leaves the same
+state. A kernel of the wrong shape then reads and writes out of bounds. Here loading and saving take a lock next to the
+index, and the index is written last.
 
-A kernel's code is found by its name: the function's, the signature, and a number that Numba counts from 1 in every
-process. Kernels that one function makes for several shapes differ in the number alone, so that two of them, compiled by
-two processes, may have one name; and a third, which loads both, finds the code of one by the name of the other. Here
-numbers begin at random, in every process.
+Symbol names. A kernel's code is found by its name: the function's name, the signature, and a number that Numba counts
+from 1 in every process. Kernels that one function creates for several shapes differ only in that number. Two kernels
+compiled by two processes may therefore have the same name, and a third process that loads both finds the code of one
+under the name of the other. Here each process starts counting at a random number.
 """
 
 import os
@@ -24,7 +25,7 @@ from numba.core.caching import IndexDataCacheFile
 
 @contextmanager
 def _locked(index_path: str) -> Iterator[None]:
-    """Hold the lock of an index; without one where files cannot be locked or made."""
+    """Lock an index within a `with` block; do nothing if files cannot be locked or created."""
     try:
         import fcntl
 
@@ -57,12 +58,12 @@ def _save(self: Any, key: Any, data: Any) -> None:
 
 
 def _number_at_random() -> None:
-    """Have the numbers of this process's kernels begin where no other process's do, but for one chance in 2 ** 60."""
+    """Start the numbers of this process's kernels at random; two processes collide with probability 2 ** -60."""
     FunctionIdentity._unique_ids = count(int.from_bytes(os.urandom(10)) << 20)
 
 
 def make_cache_safe() -> None:
-    """Have Numba load and save kernels under the lock, and name them, as said above, from now on; once."""
+    """Patch Numba's cache with the lock and the random numbers described above; further calls do nothing."""
     if not hasattr(IndexDataCacheFile, "hetero_kv_locks"):
         IndexDataCacheFile.hetero_kv_locks = True
         IndexDataCacheFile.save = _alone(_save)

@@ -1,4 +1,4 @@
-"""One call of a kernel that divides its work among threads."""
+"""Calls a kernel that divides its work among threads."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from cpu_ops.threads import one_kernel_at_a_time, use_threads
 
 
 def on_threads(threads: int | None, kernel: Any, *arguments: Any) -> Any:
-    """What `kernel(*arguments, threads)` returns, called while no other kernel runs.
+    """Call `kernel(*arguments, threads)` while no other kernel runs, and return its result.
 
-    threads: how many to use (None: as many as Numba is set to). As `kernel_threads`, in one frame: kernels are called
-    for every layer of every token. Raises ValueError for a number of threads that there are not, TypeError for
-    arguments that are not of the kernel's types.
+    threads: number of threads (None: Numba's setting). Does the same as `kernel_threads` in one frame, because it runs
+    for every layer of every token. Raises ValueError for more threads than there are, TypeError for arguments that are
+    not of the kernel's types.
     """
     with one_kernel_at_a_time:
         before = get_num_threads()

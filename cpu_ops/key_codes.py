@@ -1,9 +1,8 @@
-"""Coarse copies of keys, four bits a number: how they lie, and their scores by int8 dot products, as LLVM vector code.
+"""Coarse copies of keys in four bits a number: layout, and scores by int8 dot products, as LLVM vector code.
 
-A block's keys are kept as they differ from their mean, a token's numbers scaled by its largest. Sixteen tokens are a
-tile, whose codes lie as the dot products take them: eight channels of all its tokens fill a vector, one token behind
-the other, four of its channels in the low halves of bytes and four in the high ones. Behind a block's codes lie the
-tokens' scales. Queries are quantised to int8.
+A copy stores each key's difference to its block's mean, scaled by the token's largest magnitude. Sixteen tokens form a
+tile. A vector of codes holds eight channels of all tokens of a tile, token by token: four channels in the low halves of
+bytes and four in the high halves. The tokens' scales follow a block's codes. Queries are quantised to int8.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from cpu_ops.weight_codes import call_intrinsic, load, splat
 from cpu_ops.weight_dots import add_dot
 
 TOKENS, CHANNELS = 16, 8
-"""Of a tile, and those of each that a vector of codes holds."""
+"""Tokens of a tile, and channels of each token in a vector of codes."""
 ZERO = 8
 """The code of 0."""
 _SCALE_BYTES = 2
@@ -29,29 +28,29 @@ _FLOATS, _HALVES = ir.VectorType(ir.FloatType(), TOKENS), ir.VectorType(ir.HalfT
 
 
 def bytes_of_block(block_size: int, k_dim: int) -> int:
-    """What the copies of a block's keys take, of one kv head."""
+    """Returns the bytes of the coarse copies of a block's keys, for one kv head."""
     return block_size * (-(-k_dim // CHANNELS) * CHANNELS // 2 + _SCALE_BYTES)
 
 
 def _pointers(
     context: Any, builder: ir.IRBuilder, kind: Any, array: ir.Value, places_kind: Any, places: ir.Value, count: int
 ) -> list[ir.Value]:
-    """The addresses of an array's elements at `places`."""
+    """Returns pointers to an array's elements at the first `count` of `places`."""
     where = [array_pointer(context, builder, places_kind, places, integer(each)) for each in range(count)]
     return [array_pointer(context, builder, kind, array, builder.load(each)) for each in where]
 
 
 @intrinsic(prefer_literal=True)
 def mean_scores_of(typingctx, lanes, storage, dim, queries, blocks, q, q_at, means, places, found, f_at):
-    """Products of a tile of queries with the means of blocks: found[f_at + block * queries + g], in whole vectors.
+    """Write products of a query tile and blocks' means to found[f_at + block * queries + g], in whole vectors.
 
-    places: [blocks] int64, where in `means` each block's lies.
+    places: [blocks] int64, the offset of each block's mean in `means`.
     """
     width, name, size, rows, number = (each.literal_value for each in (lanes, storage, dim, queries, blocks))
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         v = Vectors(builder, width)
-        asking = array_pointer(context, builder, q, arguments[5], arguments[6])
+        q_pointer = array_pointer(context, builder, q, arguments[5], arguments[6])
         kind = STORAGE_TYPES[name]
         parts = [v.zero] * (rows * number)
         pointers = _pointers(context, builder, means, arguments[7], places, arguments[8], number)
@@ -61,7 +60,7 @@ def mean_scores_of(typingctx, lanes, storage, dim, queries, blocks, q, q_at, mea
                 v.load(offset(builder, pointer, kind.units(start)), lanes_left, name, within) for pointer in pointers
             ]
             for g in range(rows):
-                query = v.load(offset(builder, asking, g * size + start), lanes_left)
+                query = v.load(offset(builder, q_pointer, g * size + start), lanes_left)
                 for block, numbers in enumerate(stored):
                     cell = block * rows + g
                     parts[cell] = v.call("fmuladd", query, numbers, parts[cell])
@@ -76,18 +75,18 @@ def mean_scores_of(typingctx, lanes, storage, dim, queries, blocks, q, q_at, mea
 def code_scores(
     typingctx, how, steps, queries, tokens, blocks, codes, places, x, x_at, factors, zeros, g_at, shifts, s_at, scores
 ):
-    """The scores of blocks' tokens: scores[(block * queries + g) * tokens + t] = factors[g] * scale * product + shift.
+    """Write blocks' token scores: scores[(block * queries + g) * tokens + t] = factors[g] * scale * product + shift.
 
-    places: [blocks] int64, where in `codes` each block's lie. x: [group, steps, 2] int32, four numbers of int8 each,
-    from x_at on. zeros: [group] int32, what products begin at. factors: [group] float32; of both the query heads from
-    g_at on. shifts: float32, shifts[s_at + block * queries + g].
+    places: [blocks] int64, the offset of each block's codes in `codes`. x: [group, steps, 2] int32 from x_at on, four
+    int8 numbers each. zeros: [group] int32, initial values of products; factors: [group] float32; both are used from
+    query head g_at on. shift: shifts[s_at + block * queries + g], float32.
     """
     instruction = how.literal_value
     count, rows, size, at_once = (each.literal_value for each in (steps, queries, tokens, blocks))
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        def at(array: Any, given: int, place: ir.Value) -> ir.Value:
-            return array_pointer(context, builder, array, arguments[given], place)
+        def at(array: Any, argument: int, place: ir.Value) -> ir.Value:
+            return array_pointer(context, builder, array, arguments[argument], place)
 
         pointers = [
             byte_pointer(builder, each)
@@ -140,9 +139,9 @@ def code_scores(
 
 @intrinsic(prefer_literal=True)
 def row_masses(typingctx, lanes, rows, tokens, scores, most, totals, m_at):
-    """Of `rows` rows of `tokens` scores the largest, and the sum of 2 ** (score - largest), to `most` and `totals`.
+    """Write each row's largest score to `most` and its sum of 2 ** (score - largest) to `totals`.
 
-    Whole vectors are written, of which the first `rows` numbers count.
+    scores: [rows, tokens]. Whole vectors are written; only their first `rows` numbers are meaningful.
     """
     width, count, size = (each.literal_value for each in (lanes, rows, tokens))
 

@@ -1,4 +1,4 @@
-"""Which keys a block of queries attends to, as runs of tokens: made from lines and diagonals, or from blocks."""
+"""Runs of tokens that a block of queries attends to, from vertical lines, diagonal bands and key blocks."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -14,23 +14,23 @@ from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_ar
 from cpu_ops.threads import kernel_threads
 
 QUERY_BLOCK = 64
-"""Queries that share a list of keys, from the chunk's first on."""
+"""Queries of a block, counted from the chunk's first; they share one list of keys."""
 
 
 def runs_of_heads(
     lines: Sequence[np.ndarray], bands: Sequence[np.ndarray], key_blocks: Sequence[np.ndarray | None], past: int,
     n: int, sparse: int | None = None, threads: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Runs of heads in a chunk of n tokens behind `past`, from vertical lines, diagonal bands and blocks.
+    """Returns each head's runs of keys in a chunk of n tokens after `past` tokens, from lines, bands and key blocks.
 
-    For each head: lines: [count, 2] int32, tokens [first, stop) that all later queries see, in order, without overlap.
-    bands: [count, 2] int32, distances [least, stop) at which a query sees keys, likewise. key_blocks: [blocks, count]
-    int32, blocks of `QUERY_BLOCK` keys, counted from the first of all, that each block of queries sees besides,
-    ascending; below 0 for none; None: none at all. A block of queries sees every token that any of them sees in a band,
-    and its own tokens. sparse: how many blocks of queries leave keys out (None: all); those behind see everything.
-    threads: how many to use (None: Numba's setting).
+    For each head: lines: [count, 2] int32, tokens [first, stop) that all later queries see, ascending, disjoint.
+    bands: [count, 2] int32, distances [least, stop) at which a query sees keys, ascending, disjoint. key_blocks:
+    [blocks, count] int32, further blocks of `QUERY_BLOCK` keys that each block of queries sees, counted from the first
+    past token, ascending; negative for padding; None for no key blocks. A block of queries sees every token that any of
+    its queries sees in a band, and its own tokens. sparse: how many blocks of queries leave keys out (None: all); later
+    blocks see everything. threads: number of threads (None: Numba's setting).
 
-    Returns runs [count, 2] int32 and starts [heads * blocks + 1] int64, where those of each head and block begin.
+    Returns runs [count, 2] int32 and starts [heads * blocks + 1] int64, the first run of each head and block.
     """
     blocks, heads = -(-n // QUERY_BLOCK), len(lines)
     besides = [np.empty((blocks, 0), np.int32) if each is None else each for each in key_blocks]
@@ -42,13 +42,13 @@ def runs_of_heads(
     first = np.concatenate([[0], np.cumsum(most, dtype=np.int64)]) * blocks
     starts, region = np.zeros(heads * blocks + 1, np.int64), _runs_region()
     sparse = blocks if sparse is None else sparse
-    given = *(array for part in parts for array in part), first, past, n, sparse
+    inputs = *(array for part in parts for array in part), first, past, n, sparse
     with kernel_threads(threads) as used:
-        call_region("key runs", "", region, (*given, room, False, starts, room), used)
-        # A head's are counted from its first; where the heads begin is known by now.
+        call_region("key runs", "", region, (*inputs, room, False, starts, room), used)
+        # `starts` now has the number of runs of each block; their sum gives the offsets.
         np.cumsum(starts, out=starts)
         runs = np.empty((starts[-1], 2), np.int32)
-        call_region("key runs", "", region, (*given, room, True, starts, runs), used)
+        call_region("key runs", "", region, (*inputs, room, True, starts, runs), used)
     return runs, starts
 
 
@@ -58,14 +58,17 @@ def compile_kernels() -> None:
 
 
 def _in_one(parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers one after the other, int32, and where each part begins, int64, with the end."""
+    """Returns the parts concatenated, int32, and the offset of each part and of the end, int64."""
     starts = np.zeros(len(parts) + 1, np.int64)
     np.cumsum([part.size for part in parts], out=starts[1:])
     return np.concatenate([np.ascontiguousarray(part, np.int32) for part in parts]), starts
 
 
 def ranges_of(numbers: np.ndarray, always: int) -> np.ndarray:
-    """Ascending ranges [count, 2] int32, [first, stop), of numbers, 0 or more in any order, and all below `always`."""
+    """Returns the ascending ranges [first, stop) that cover `numbers` and all numbers below `always`: [count, 2] int32.
+
+    numbers: at least 0 each, in any order.
+    """
     return _ranges_of(np.ascontiguousarray(numbers, np.int64), always)
 
 
@@ -74,12 +77,12 @@ _INT2, _INT1 = types.Array(types.int32, 2, "C"), types.Array(types.int64, 1, "C"
 
 @region_arguments("key runs")
 def _arguments(_: str) -> tuple[Any, ...]:
-    """(lines, their starts, bands, their starts, key blocks, their starts, first, past, n, sparse, room, packs, starts,
-    runs).
+    """(lines, line_starts, bands, band_starts, key_blocks, key_block_starts, first, past, n, sparse, room, packs,
+    starts, runs).
 
-    Numbers of all heads one after the other, as `_in_one` has them. first: where each head's room begins, in runs.
-    packs: whether a head's runs are to go from its room to their place in `runs`, by starts, which are the whole's
-    then; else room is filled, and starts[1:] are how many runs a block has.
+    lines, bands and key_blocks of all heads are concatenated, with starts as from `_in_one`. first: the offset of each
+    head's part of the buffer `room`, in runs. packs: False to write runs to `room`, and each block's number of runs to
+    starts[1:]; True to copy them from `room` to `runs`, at the offsets in starts.
     """
     numbers, at = types.Array(types.int32, 1, "C"), types.int64
     lists = numbers, _INT1, numbers, _INT1, numbers, _INT1
@@ -88,7 +91,7 @@ def _arguments(_: str) -> tuple[Any, ...]:
 
 @njit(types.boolean(_INT2, _INT1, types.int64, types.int64), cache=True, nogil=True)
 def are_sound(runs, starts, past, n):
-    """Whether runs lie in order, within what their block sees, and end with the block's own tokens."""
+    """Whether runs ascend, contain only tokens that their block may see, and end with the block's own tokens."""
     blocks = -(-n // QUERY_BLOCK)
     if starts[0] != 0 or starts[starts.size - 1] != runs.shape[0]:
         return False
@@ -112,7 +115,7 @@ def _ranges_of(numbers, always):
     stop: Any = always
     for number in numbers:
         stop = max(stop, number + 1)
-    # One more than there is, so that the last range ends.
+    # One more than the largest number, so that the last range ends.
     named = np.zeros(stop + 1, np.bool_)
     named[:always] = True
     for number in numbers:
@@ -130,7 +133,7 @@ def _ranges_of(numbers, always):
 
 @inner
 def _added(runs, begin, count, first, stop):
-    """Add [first, stop) to the runs [begin, count), none of which begins later; returns their new end."""
+    """Add [first, stop) to the runs [begin, count), none of which begins later; returns the new `count`."""
     if stop <= first:
         return count
     if count > begin and first <= runs[count - 1, 1]:
@@ -142,13 +145,13 @@ def _added(runs, begin, count, first, stop):
 
 @inner
 def _first_of(key_blocks, place):
-    """The first token of the key block at `place`, beyond all tokens behind the last."""
+    """Returns the first token of the key block at `place`; after the last block, a number above all tokens."""
     return np.int64(key_blocks[place]) * QUERY_BLOCK if place < key_blocks.size else np.int64(1) << 62
 
 
 @inner
 def _block_runs(lines, bands, key_blocks, own, stop, runs, begin):
-    """Write the runs of one block of queries, whose own tokens are [own, stop), from `begin` on; returns their end."""
+    """Write the runs of a block of queries, whose own tokens are [own, stop), from `begin` on; returns their end."""
     count, line, place = begin, 0, 0
     while place < key_blocks.size and key_blocks[place] < 0:
         place += 1

@@ -1,4 +1,4 @@
-"""Choosing chunks by their landmarks (ShadowKV, arXiv:2410.21465, algorithm 2)."""
+"""Chooses chunks by their landmarks (ShadowKV, arXiv:2410.21465, algorithm 2)."""
 
 from functools import cache, lru_cache
 from typing import Any
@@ -18,7 +18,7 @@ from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.top_k import select
 
 _AT_ONCE = 64
-"""Landmarks that a thread scores before it looks for more."""
+"""Landmarks in a thread's unit of work."""
 
 
 def best_chunks(
@@ -31,16 +31,16 @@ def best_chunks(
     softcap: float = 0.0,
     threads: int | None = None,
 ) -> np.ndarray:
-    """The chunks whose landmarks take most of the softmax of one of their kv head's queries.
+    """Returns the chunks with the largest softmax share of their landmark, maximised over the kv head's queries.
 
-    q: [rows, kv_heads, group, dim] float32. landmarks: [rows, kv_heads, capacity, dim] of a storage type of single
-    numbers, one for each of the first `chunks`. outliers: [rows, kv_heads, n] int64, chunks that have no part in the
-    softmax and are not chosen. count: chunks to choose, 1 to chunks - n. scale, softcap: as in
-    `cpu_ops.attention.attend_blocks`. threads: how many to use (None: Numba's setting).
+    q: [rows, kv_heads, group, dim] float32. landmarks: [rows, kv_heads, capacity, dim] of an ungrouped storage type,
+    one for each of the first `chunks` chunks. outliers: [rows, kv_heads, n] int64, chunks that are left out of the
+    softmax and of the choice. count: chunks to choose, 1 to chunks - n. scale, softcap: as in
+    `cpu_ops.attention.attend_blocks`. threads: number of threads (None: Numba's setting).
 
-    Returns [rows, kv_heads, count] int64, ascending; of equal shares the lower chunk's comes first. Shares are compared
-    as logarithms: none underflows. Raises ValueError or TypeError for arrays that do not fit together, IndexError for
-    an outlier that is no chunk.
+    Returns [rows, kv_heads, count] int64, ascending; ties go to the lower chunk. Shares are compared as logarithms, so
+    that none underflows. Raises ValueError or TypeError for arrays that do not fit together, IndexError for an outlier
+    that is not a chunk.
     """
     kernel, regions, kernel_dtype = _plan(q.shape, landmarks.shape, outliers.shape, landmarks.dtype)
     if not (0 <= chunks <= landmarks.shape[2] and 1 <= count <= chunks - outliers.shape[2]):
@@ -73,7 +73,7 @@ def _plan(
 
 @inner(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def _log2_total(scores, row, count, most):
-    """log2 of the sum of 2 ** score over scores[row, :count], of which `most` is the largest."""
+    """Returns log2 of the sum of 2 ** score over scores[row, :count]; most: the largest of these."""
     total = np.float32(0)
     for t in range(count):
         total += exp2(scores[row, t] - most)
@@ -93,7 +93,7 @@ def _scoring_arguments(numbers: str) -> tuple[Any, ...]:
 
 @region_arguments("choose chunks")
 def _choosing_arguments(_: str) -> tuple[Any, ...]:
-    """(scores, outliers, softcap, out); scores are changed."""
+    """(scores, outliers, softcap, out); scores are overwritten."""
     return _REAL2, _INT3, types.float64, _INT3
 
 
@@ -191,7 +191,7 @@ def _choosing() -> Any:
                     share = scores[each, c] - log_total
                     if share > best[0, c]:
                         best[0, c] = share
-            # Below any share, those that have underflowed to -inf included.
+            # NaN sorts below every share, including those of -inf.
             for place in range(left_out):
                 best[0, outliers[row, head, place]] = np.nan
             select(best, np.full(1, chunks, np.int32), np.full(1, count, np.int32), indices)

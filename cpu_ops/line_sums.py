@@ -1,4 +1,4 @@
-"""How much attention a few queries pay to each token and at each distance: by it lines and slashes are chosen."""
+"""Vertical-slash scores: the attention of a few queries, summed per token (vertical) and per distance (slash)."""
 
 from functools import cache
 from typing import Any
@@ -33,21 +33,21 @@ from cpu_ops.threads import kernel_threads
 from cpu_ops.vectors import Vectors, array_pointer, integer, offset
 
 _SPAN = 1024
-"""Tokens that one thread takes at once, a multiple of `QUERY_BLOCK`."""
+"""Tokens of a thread's unit of work, a multiple of `QUERY_BLOCK`."""
 _INT1 = types.Array(types.int64, 1, "C")
 
 
 def line_sums(
     q: np.ndarray, past_k: np.ndarray, k: np.ndarray, scale: float, softcap: float = 0.0, threads: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Attention by token and by distance of the last queries of a sequence, summed over these, for each head.
+    """Returns the attention of a sequence's last queries, summed over the queries, per token and per distance.
 
-    q: [heads, queries, k_dim], at most `ASKED_COLUMNS` last queries of heads that share keys; past_k, k: as for
-    `asked_keys.asked_numbers`. The last query is the last token. scale and softcap (0: none) as for
-    `run_attention.attend_runs`. threads: how many to use (None: Numba's setting).
+    q: [heads, queries, k_dim], the last queries, at most `ASKED_COLUMNS`, of heads that share keys. past_k, k: as for
+    `asked_keys.asked_numbers`. The last query belongs to the last token. scale and softcap (0: none) as for
+    `run_attention.attend_runs`. threads: number of threads (None: Numba's setting).
 
-    Returns two [heads, past + n] float32, to a relative error of some 1e-5. Raises ValueError or TypeError for arrays
-    that do not fit together or that the CPU cannot multiply.
+    Returns two arrays [heads, past + n] float32, to a relative error of about 1e-5. Raises ValueError or TypeError for
+    arrays that do not fit together or that the CPU cannot multiply.
     """
     numbers = asked_numbers(q, past_k, k, scale)
     (heads, queries, k_dim), n, is_bits = q.shape, k.shape[0], q.dtype == np.uint16
@@ -55,7 +55,7 @@ def line_sums(
         raise ValueError(f"{queries} queries are not the last ones of {n} tokens, {ASKED_COLUMNS} at most")
     total = past_k.shape[0] + n
     spans = -(-total // _SPAN)
-    # Of each span by itself, in powers of two: the largest scores, and sums of weights above them; later their sums.
+    # Per span, in base two: the largest scores, and the sums of weights relative to them. Index 0 later has the totals.
     most, totals = np.empty((2, spans, heads, ASKED_COLUMNS), np.float32)
     by_token = np.empty((heads, spans * _SPAN), np.float32)
     by_place = np.empty((spans, heads, _SPAN + ASKED_COLUMNS), np.float32)
@@ -66,7 +66,7 @@ def line_sums(
             call_region("line sums", _variant(is_bits), region, arguments, used)
             if is_first:
                 largest = most.max(axis=0)
-                # What a span adds to the others is rescaled to the largest score of all.
+                # Each span's sum is rescaled to the largest score of all spans.
                 totals[0] = (totals * np.exp2(most - largest)).sum(axis=0)
                 most[0] = largest
     return by_token[:, :total], _by_distance(by_place, total)
@@ -83,10 +83,10 @@ def _variant(in_bfloat16: bool) -> str:
 
 @region_arguments("line sums")
 def _arguments(variant: str) -> tuple[Any, ...]:
-    """(q, past_k, k, scale, softcap, is_first, most, totals, by_token, by_place); bits as words.
+    """(q, past_k, k, scale, softcap, is_first, most, totals, by_token, by_place); bfloat16 bits as words.
 
-    is_first: most and totals [spans, heads, columns] are to be found of each span; else by_token [heads, tokens] and
-    by_place [spans, heads, places], with the whole's in most[0] and totals[0].
+    is_first: True to compute most and totals [spans, heads, columns] of each span; False to compute by_token [heads,
+    tokens] and by_place [spans, heads, places] from the overall most[0] and totals[0].
     """
     number = types.uint32 if variant == "bfloat16" else types.float32
     q, keys = types.Array(number, 3, "A"), types.Array(number, 2, "C")
@@ -96,11 +96,11 @@ def _arguments(variant: str) -> tuple[Any, ...]:
 
 @intrinsic(prefer_literal=True)
 def _add_lines(typingctx, lanes, scores, factor, shifts, shift_at, sums, s_at, ahead, places, p_at):
-    """Sum a block's weights, 2 ** (factor * score - shift of the column), by token and by place.
+    """Sum a block's weights, 2 ** (factor * score - the column's shift), per token and per place (diagonal).
 
-    sums[s_at + t]: of token t's weights. places[p_at + t] = of the weights of column c of token t - c, tokens before
-    the block by what they left in ahead [`ASKED_COLUMNS`], which then holds what is left for places behind the block.
-    Scores are overwritten.
+    Writes sums[s_at + t], the sum of token t's weights over columns, and places[p_at + t], the sum over columns c of
+    the weight of token t - c. `ahead` [`ASKED_COLUMNS`] carries partial sums of places across blocks: it contributes
+    the tokens before this block, and receives the sums for places after it. Scores are overwritten.
     """
     width = lanes.literal_value
     parts = ASKED_COLUMNS // width
@@ -140,7 +140,10 @@ def _add_lines(typingctx, lanes, scores, factor, shifts, shift_at, sums, s_at, a
 
 @cache
 def _region(shape: AskedShape, softcapped: bool) -> Any:
-    """Compile a thread's share for one shape: every so many spans; on disk Numba keys it by the constants below."""
+    """Compile a thread's share, spans thread, thread + threads, ..., for one shape.
+
+    Numba's disk cache keys it by the constants below.
+    """
     kind, words, depth, lanes, vectors = shape.kind, shape.words, shape.depth, shape.lanes, shape.vectors
     columns, tokens, span_tokens = ASKED_COLUMNS, QUERY_BLOCK, _SPAN
     by_tiles, whole_rows = kind == "tiles", words == depth
@@ -156,7 +159,8 @@ def _region(shape: AskedShape, softcapped: bool) -> Any:
         turned_q, gathered = scratch(heads * depth, columns).view(q.dtype), scratch(tokens, depth).view(q.dtype)
         scores, ahead, shifts = scratch(tokens, columns), scratch(heads, columns), scratch(heads, columns)
         fresh = np.empty(columns, np.float32)
-        # The last query is in the first column: the keys of a distance then lie one place on from column to column.
+        # The last query is in the first column. Column c's query is then c tokens earlier, and its key at a fixed
+        # distance is c tokens earlier as well.
         seen = total - np.arange(queries)
         for head in range(heads):
             for column in range(queries):
@@ -165,7 +169,7 @@ def _region(shape: AskedShape, softcapped: bool) -> Any:
             if is_first:
                 continue
             for column in range(columns):
-                # Columns of no query weigh nothing.
+                # Unused columns get weight 0.
                 shift = most[0, head, column] + np.log2(totals[0, head, column])
                 shifts[head, column] = shift if column < queries else np.float32(1e30)
         found = np.empty(64, np.uint8)
@@ -212,12 +216,12 @@ def _region(shape: AskedShape, softcapped: bool) -> Any:
 
 @njit(types.Array(types.float32, 2, "C")(types.Array(types.float32, 3, "C"), types.int64), cache=True, nogil=True)
 def _by_distance(by_place, total):
-    """Sums [heads, total] by distance from those of spans by place, [spans, heads, places]."""
+    """Returns the sums per distance, [heads, total], from those per span and place, [spans, heads, places]."""
     spans, heads, places = by_place.shape
     sums = np.zeros((heads, total), np.float32)
     for span in range(spans):
         for head in range(heads):
-            # A column's query stands so many places before the last token, and its place is that much behind the key's.
+            # Column c's query is c tokens before the last token, and its place is c behind its key's index.
             last = total - 1 - span * _SPAN
             for place in range(min(places, last + 1)):
                 sums[head, last - place] += by_place[span, head, place]
@@ -226,10 +230,10 @@ def _by_distance(by_place, total):
 
 @njit(_INT1(_INT1, types.int64, types.int64, types.int64), cache=True, nogil=True)
 def distances_within(ranked, block, covered, budget):
-    """The first of the ranked distances, as many as let a block of queries see no more than `budget` tokens.
+    """Returns the best of the ranked distances, as many as make a block of queries see at most `budget` more tokens.
 
-    ranked: distances, best first. block: queries of a block; each sees a key at each of the distances, and the block
-    what any of them sees. covered: distances below this are seen anyway, and cost nothing.
+    ranked: distances, best first. block: queries of a block; each sees the key at each distance, and the block sees
+    what any of its queries sees. covered: smaller distances are always seen, and cost nothing.
     """
     most = np.int64(covered)
     for distance in ranked:

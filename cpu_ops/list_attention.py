@@ -1,7 +1,7 @@
-"""Attention over lists of blocks: what its kernels have in common, whatever a thread does with its share.
+"""Attention over lists of blocks: the common part of its kernels, which divide work and merge partial results.
 
-Work is divided among threads by tokens, across sequences, heads and blocks alike, and the partial results of a list
-that several threads shared are merged by their log-sum-exps, which is exact (as in Flash-Decoding).
+Threads divide the work by tokens, across sequences, heads and blocks. Partial results of a list that several threads
+share are merged by their log-sum-exps, which is exact (as in Flash-Decoding).
 """
 
 from functools import cache
@@ -17,27 +17,28 @@ from cpu_ops.storage import pool_arrays
 from cpu_ops.work_division import list_starts, merge_edges
 
 TOO_SHORT = -4
-"""Status: a list holds fewer tokens than it must."""
+"""Status: a list has fewer tokens than required."""
 
 
 def _arrays(numbers: str) -> tuple[Any, ...]:
-    """q, keys, values, key_offsets, block_ids, block_counts, block_lengths."""
+    """The types of (q, keys, values, key_offsets, block_ids, block_counts, block_lengths)."""
     int3, int2, int1 = (types.Array(types.int32, dims, "C") for dims in (3, 2, 1))
     return types.Array(types.float32, 5, "C"), *pool_arrays(numbers), OFFSETS, int3, int2, int1
 
 
 OFFSETS = types.Array(types.uint16, 3, "C")
-"""Bits of float16: what was taken off the keys of each block and kv head (`attention.attend_blocks`)."""
+"""Bits of float16, subtracted from the keys of each block and kv head (`attention.attend_blocks`)."""
 _OUT, _LSE = types.Array(types.float32, 4, "C"), types.Array(types.float32, 3, "C")
 
 
 @region_arguments("attend lists")
 def arguments(numbers: str) -> tuple[Any, ...]:
-    """Of the regions, for pools whose memory kernels view as `numbers` (`storage.numbers_of`).
+    """The regions' arguments, for pools whose memory kernels view as `numbers` (`storage.numbers_of`).
 
     (starts, q, keys, values, key_offsets, block_ids, block_counts, block_lengths, scale, softcap, edges, edge_sums,
-    edge_most, edge_total, out, lse): starts from `work_division.list_starts`; a thread's own lists go to out and lse,
-    what it has of others to two edges (`work_division.merge_edges`), -1 in `edges` for none.
+    edge_most, edge_total, out, lse): starts from `work_division.list_starts`. A thread writes lists that it computes
+    alone to out and lse, and partial results of shared lists to its two edges (`work_division.merge_edges`); `edges`
+    is -1 for an unused edge.
     """
     int1, real2 = types.Array(types.int64, 1, "C"), types.Array(types.float32, 2, "C")
     factors = types.float64, types.float64
@@ -46,12 +47,12 @@ def arguments(numbers: str) -> tuple[Any, ...]:
 
 @called_as("attend lists")
 def signature(numbers: str) -> Any:
-    """Of the kernels: (run, region, least, q, keys, values, key_offsets, block_ids, block_counts, block_lengths, scale,
-    softcap, threads, out, lse).
+    """The kernels' signature: (run, region, least, q, keys, values, key_offsets, block_ids, block_counts,
+    block_lengths, scale, softcap, threads, out, lse).
 
-    run: `parallel_region.all_threads()`. region: its address. least: tokens that every list must hold. q: [rows,
-    q_len, kv_heads, group, k_dim]. out: [rows, kv_heads, q_len * group, v_dim], lse without the last dimension. They
-    return a status, an error's (`cpu_ops.work_division`, TOO_SHORT) where it is negative.
+    run: `parallel_region.all_threads()`. region: its address. least: tokens that every list must have. q: [rows, q_len,
+    kv_heads, group, k_dim]. out: [rows, kv_heads, q_len * group, v_dim]; lse: the same without the last dimension.
+    Returns a status; a negative one reports an error (`cpu_ops.work_division`, TOO_SHORT).
     """
     integer, real = types.int64, types.float64
     return types.int64(integer, integer, integer, *_arrays(numbers), real, real, integer, _OUT, _LSE)
@@ -59,7 +60,7 @@ def signature(numbers: str) -> Any:
 
 @cache
 def kernel_for(numbers: str) -> Any:
-    """Compile the kernel for pools viewed as `numbers` (as `signature`), or load it from Numba's on-disk cache."""
+    """Compile the kernel for pools viewed as `numbers` (as in `signature`), or load it from Numba's on-disk cache."""
     code_version = CODE_VERSION
 
     @njit(signature(numbers), cache=True, nogil=True, error_model="numpy")
@@ -79,11 +80,11 @@ def kernel_for(numbers: str) -> Any:
         edge_sums = np.empty((2 * threads, queries, v_dim), np.float32)
         edge_most = np.empty((2 * threads, queries), np.float32)
         edge_total = np.empty((2 * threads, queries), np.float32)
-        given = (
+        region_args = (
             starts, q, keys, values, key_offsets, block_ids, block_counts, block_lengths, scale, softcap,
             edges, edge_sums, edge_most, edge_total, out, lse,
         )  # fmt: skip
-        run_region("attend lists", numbers, run, region, threads, given)
+        run_region("attend lists", numbers, run, region, threads, region_args)
         merge_edges(edges, edge_sums, edge_most, edge_total, out, lse)
         return np.int64(0 * code_version)
 

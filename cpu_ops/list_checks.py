@@ -1,4 +1,4 @@
-"""What arrays of attention over lists of blocks must be, and what is said of those that are not."""
+"""Checks of the arrays of attention over lists of blocks, and their error messages."""
 
 import numpy as np
 
@@ -10,11 +10,11 @@ def check_lists(
     q: tuple[int, ...], keys: tuple[int, ...], values: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
     lengths: tuple[int, ...], dtype: np.dtype, value_dtype: np.dtype,
 ) -> tuple[NumberFormat, NumberFormat, int]:  # fmt: skip
-    """The storage types of keys and values, and v_dim, of arrays of these shapes (`attend_blocks`).
+    """Returns the storage types of keys and values, and v_dim, for arrays of these shapes (as in `attend_blocks`).
 
     q: [rows, kv_heads, group, k_dim].
 
-    Raises ValueError or TypeError where they do not fit together.
+    Raises ValueError or TypeError for arrays that do not fit together.
     """
     if len(q) != 4 or len(keys) != 4 or len(values) != 4:
         raise ValueError(f"q {q}, keys {keys} and values {values} must have four dimensions each")
@@ -38,7 +38,7 @@ def check_lists(
 
 
 def check_offsets(offsets: tuple[int, ...] | None, keys: tuple[int, ...], k_dim: int) -> None:
-    """Raise ValueError for `key_offsets` of this shape that do not fit keys of that."""
+    """Raise ValueError if `key_offsets` of shape `offsets` do not fit keys of shape `keys`."""
     if offsets is not None and offsets != (*keys[:2], k_dim):
         raise ValueError(f"key_offsets {offsets} do not fit keys {keys}: they must be {(*keys[:2], k_dim)}")
 
@@ -51,20 +51,20 @@ def _storage_of(name: str, dtype: np.dtype) -> NumberFormat:
 
 
 def wrong_array(*arrays: np.ndarray) -> str:
-    """What is wrong with the arrays of `attend_blocks`, q to lse, that a kernel has refused."""
+    """Returns the error message for arrays of `attend_blocks`, q to lse, that a kernel refused."""
     names = ("q", "keys", "values", "block_ids", "block_counts", "block_lengths", "out", "lse")
-    wanted = [np.float32, arrays[1].dtype, arrays[2].dtype, np.int32, np.int32, np.int32, np.float32, np.float32]
+    dtypes = [np.float32, arrays[1].dtype, arrays[2].dtype, np.int32, np.int32, np.int32, np.float32, np.float32]
     wrong = [
         f"{name} is {array.dtype}, {'' if array.flags.c_contiguous else 'not '}C-contiguous"
         + ("" if array.flags.writeable else ", read-only")
-        for name, array, dtype in zip(names, arrays, wanted, strict=True)
+        for name, array, dtype in zip(names, arrays, dtypes, strict=True)
         if array.dtype != dtype or not array.flags.c_contiguous or not array.flags.writeable
     ]
     return f"{'; '.join(wrong)}: expected writeable C-contiguous arrays, float32 and (ids, counts, lengths) int32"
 
 
 def outside_pool(status: int, keys: np.ndarray, ids: np.ndarray, counts: np.ndarray, lengths: np.ndarray) -> str:
-    """What is wrong with lists that a kernel has refused with `status` (`cpu_ops.work_division`)."""
+    """Returns the error message for lists that a kernel refused with `status` (`cpu_ops.work_division`)."""
     if status == BAD_COUNT:
         return f"block_counts range over {counts.min()}..{counts.max()}; lists hold 0..{ids.shape[2]} entries"
     if status == BAD_ID:

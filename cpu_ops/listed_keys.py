@@ -1,4 +1,4 @@
-"""What kernels over runs of keys share: where a listed token lies, which come next, which a query cannot see."""
+"""Device functions of kernels over runs of keys: a token's address, the next tokens of the runs, causal masking."""
 
 import numpy as np
 from numba import njit
@@ -7,33 +7,36 @@ from cpu_ops.gathered_rows import row_address
 from cpu_ops.inner import inner
 
 UNSEEN = np.float32(-3e30)
-"""Score of a token behind the query: finite, whatever it is scaled by, so that nothing becomes infinite by it."""
+"""Score of a token after the query. It stays finite under any scale, so that nothing becomes infinite."""
 LEAST = np.float32(-1e30)
-"""Below every score, and above `UNSEEN`: of a query that sees nothing yet, what is unseen weighs nothing."""
+"""Initial maximum: below every score and above `UNSEEN`, so that unseen tokens get weight 0 before any is seen."""
 _ROOM = np.float32(8)
 
 
 @inner
 def places_of(past, new, row, head):
-    """Where the vectors of one row and head lie, for `address_in`: the first and the pitch of either's, in bytes."""
+    """Returns the first address and the pitch in bytes of the past vectors and of the new ones of one row and head.
+
+    The result is the `places` of `address_in`.
+    """
     before, own = row_address(past, row, head, 0), row_address(new, row, head, 0)
     pitch, own_pitch = row_address(past, row, head, 1) - before, row_address(new, row, head, 1) - own
-    # As if its tokens were counted from the first of all.
+    # Shifted so that new tokens are indexed from the first past token.
     return before, pitch, own - past.shape[2] * own_pitch, own_pitch
 
 
 @njit(nogil=True, inline="always")
-def address_in(places, held, token):
-    """Where the vector of a token lies, of the `held` ones that came before the chunk or of its own."""
+def address_in(places, past_count, token):
+    """Returns the address of a token's vector; the first `past_count` tokens come before the chunk."""
     before, pitch, own, own_pitch = places
-    return before + token * pitch if token < held else own + token * own_pitch
+    return before + token * pitch if token < past_count else own + token * own_pitch
 
 
 @inner
 def next_listed(runs, run, token, stop, listed):
-    """The next tokens of the runs before `stop`: from `token` within `run` on, as many as `listed` takes.
+    """Write the next tokens of the runs before `stop` to `listed`, beginning with `token` of `run`, until it is full.
 
-    Returns the run and the token at which the next ones begin, and how many these are.
+    Returns the run and the token within it at which to continue, and how many tokens were written.
     """
     filled = 0
     while run < stop and filled < listed.size:
@@ -51,7 +54,7 @@ def next_listed(runs, run, token, stop, listed):
 
 @inner
 def hide(listed, filled, position, scores):
-    """Take from the scores [tokens, queries] those of tokens behind a query, the first of which is at `position`."""
+    """Mask scores [tokens, queries] of tokens after a query; the first query is at `position`."""
     for t in range(filled):
         for i in range(min(scores.shape[1], listed[t] - position)):
             scores[t, i] = UNSEEN
@@ -59,10 +62,10 @@ def hide(listed, filled, position, scores):
 
 @inner(fastmath={"contract", "nsz"}, error_model="numpy")
 def outgrown(most, at, fresh, factor):
-    """Whether a score of `fresh` is so far above that of `most` from `at` on that sums are rescaled to it.
+    """Whether a score of `fresh` exceeds that of `most`, from `at` on, by so much that sums must be rescaled to it.
 
-    Weights may be above 1 by `_ROOM` powers of two: most larger scores are not that much larger, and a sum of float32
-    has as many digits whatever it is relative to.
+    Weights up to 2 ** `_ROOM` are allowed: most new maxima are smaller than that, and a float32 sum has the same
+    relative precision at any scale.
     """
     far = False
     for i in range(fresh.size):
