@@ -37,7 +37,7 @@ def collisions(
 
 @region_arguments("count collisions")
 def _arguments(_: str) -> tuple[Any, ...]:
-    """(wanted, codes, table, least, found)."""
+    """(query_codes, codes, table, least, found), as in `collisions`; found is written."""
     codes = types.Array(types.uint16, 4, "C")
     return codes, codes, types.Array(types.int32, 2, "C"), types.int64, types.Array(types.uint8, 4, "C")
 
@@ -48,8 +48,8 @@ def _counting() -> Any:
 
     @njit(REGION, cache=True, nogil=True, error_model="numpy")
     def count(thread, threads, arguments):
-        wanted, codes, table, least, found = arguments_at("count collisions", "", arguments)
-        rows, kv_heads, group, tables = wanted.shape
+        query_codes, codes, table, least, found = arguments_at("count collisions", "", arguments)
+        rows, kv_heads, group, tables = query_codes.shape
         blocks, block_size = table.shape[1], codes.shape[3]
         total = rows * kv_heads * blocks
         counted = np.empty(block_size, np.uint16)
@@ -60,7 +60,7 @@ def _counting() -> Any:
             for query in range(group):
                 counted[:] = 0
                 for each in range(tables):
-                    code, of_table = wanted[row, head, query, each], of_block[each]
+                    code, of_table = query_codes[row, head, query, each], of_block[each]
                     for token in range(block_size):
                         counted[token] += np.uint16(of_table[token] == code)
                 for token in range(block_size):

@@ -1,7 +1,7 @@
-"""Blocks of keys that a few queries of each block of queries match best, of those that it does not attend to anyway.
+"""Finds key blocks that receive much attention from a block of queries but are not in its vertical-slash pattern.
 
-What queries in the middle of a prompt look for by its content, such as the earlier place where their own words stood,
-lies on no line and no diagonal.
+A few queries of each block are scored against all earlier keys. This finds content that lies on no vertical line and no
+diagonal, such as an earlier occurrence of the queries' own words.
 """
 
 from functools import cache
@@ -33,23 +33,23 @@ from cpu_ops.softmax_rows import rows_most
 from cpu_ops.threads import kernel_threads
 
 ASKED = 4
-"""Queries of a block that are asked, evenly spread, the last one among them."""
+"""Sampled queries of a block: evenly spaced, including the last one."""
 
 
 def matched_blocks(
     q: np.ndarray, past_k: np.ndarray, k: np.ndarray, runs: np.ndarray, starts: np.ndarray, scale: float,
     softcap: float = 0.0, threads: int | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """The attention that each block of keys receives from a few queries of each block of queries: the most by any.
+    """Returns the attention of each key block's keys outside the runs, as maximum over a block's sampled queries.
 
-    q: [heads, n, k_dim], a chunk's queries of heads that share keys; past_k, k: as for `asked_keys.asked_numbers`.
-    runs: [count, 2] int32 and starts: [heads * blocks + 1] int64, what the heads' blocks of `QUERY_BLOCK` queries
-    attend to, as for `run_attention.attend_runs`. scale and softcap (0: none) as there. threads: how many to use
-    (None: Numba's setting).
+    q: [heads, n, k_dim], a chunk's queries of heads that share keys. past_k, k: as for `asked_keys.asked_numbers`.
+    runs: [count, 2] int32 and starts: [heads * blocks + 1] int64, the keys that the heads' blocks of `QUERY_BLOCK`
+    queries attend to, as for `run_attention.attend_runs`. scale and softcap (0: none) as there. threads: number of
+    threads (None: Numba's setting).
 
-    Returns [heads, blocks, key blocks] float32: the largest share of a query's attention that a block's keys have which
-    no run names; 0 where there is none. Key blocks have `QUERY_BLOCK` tokens. Raises ValueError or TypeError for arrays
-    that do not fit together or that the CPU cannot multiply.
+    Returns [heads, blocks, key blocks] float32, shares of a query's attention; 0 if all keys are in runs. Key blocks
+    have `QUERY_BLOCK` tokens. Raises ValueError or TypeError for arrays that do not fit together or that the CPU cannot
+    multiply.
     """
     numbers = asked_numbers(q, past_k, k, scale)
     (heads, n, k_dim), is_bits = q.shape, q.dtype == np.uint16
@@ -61,7 +61,7 @@ def matched_blocks(
         raise ValueError(f"starts {starts.shape} and runs {runs.shape} are not those of {heads * blocks} blocks")
     if len(runs) and (runs.min() < 0 or runs.max() > total):
         raise ValueError(f"runs must lie within {total} tokens")
-    # Queries that ask together write side by side.
+    # Heads come last, because queries of one tile write to neighbouring numbers.
     shares = np.zeros((-(-total // QUERY_BLOCK), blocks, heads), np.float32)
     lists = np.ascontiguousarray(runs, np.int32), np.ascontiguousarray(starts, np.int64)
     region = address_of(_region(AskedShape.of(is_bits, k_dim), softcap > 0))
@@ -72,12 +72,12 @@ def matched_blocks(
 
 
 def best_blocks(shares: np.ndarray, count: int, threads: int | None = None) -> np.ndarray:
-    """The `count` blocks of keys with the largest shares, of those above 0.
+    """Returns the `count` key blocks with the largest shares above 0.
 
-    shares: [heads, blocks, key blocks] float32, as `matched_blocks` returns them. threads: how many to use (None:
-    Numba's setting).
+    shares: [heads, blocks, key blocks] float32, from `matched_blocks`. threads: number of threads (None: Numba's
+    setting).
 
-    Returns [heads, blocks, count] int32, ascending, -1 before them for none.
+    Returns [heads, blocks, count] int32, ascending, with -1 in front if there are fewer.
     """
     best = np.full((*shares.shape[:2], count), -1, np.int32)
     if count:
@@ -100,9 +100,9 @@ def _variant(in_bfloat16: bool) -> str:
 
 @region_arguments("match blocks")
 def _arguments(variant: str) -> tuple[Any, ...]:
-    """(q, past_k, k, runs, starts, scale, softcap, shares), as `matched_blocks` takes them; bits as words.
+    """(q, past_k, k, runs, starts, scale, softcap, shares), as for `matched_blocks`; bfloat16 bits as words.
 
-    shares: [key blocks, blocks, heads].
+    shares: [key blocks, blocks, heads], written.
     """
     number = types.uint32 if variant == "bfloat16" else types.float32
     q, keys = types.Array(number, 3, "A"), types.Array(number, 2, "C")
@@ -112,7 +112,7 @@ def _arguments(variant: str) -> tuple[Any, ...]:
 
 @region_arguments("best blocks")
 def _best_arguments(_: str) -> tuple[Any, ...]:
-    """(shares [key blocks, blocks, heads], best [heads, blocks, count] of -1, at least one)."""
+    """(shares [key blocks, blocks, heads], best [heads, blocks, count >= 1], filled with -1 and written)."""
     return types.Array(types.float32, 3, "C"), types.Array(types.int32, 3, "C")
 
 
@@ -125,7 +125,7 @@ def _best_region() -> int:
         shares, best = arguments_at("best blocks", "", arguments)
         key_blocks, (heads, blocks, count) = shares.shape[0], best.shape
         first, stop = blocks * thread // threads, blocks * (thread + 1) // threads
-        # Ascending, as long as they are looked for.
+        # The best shares so far, ascending.
         values = np.zeros((stop - first, heads, count), np.float32)
         for key_block in range(key_blocks):
             for block in range(first, stop):
@@ -148,7 +148,7 @@ def _best_region() -> int:
 
 @inner(error_model="numpy")
 def _mark(runs, first, stop, bit, named):
-    """Set a bit of the tokens that the runs from `first` to `stop` name."""
+    """Set a bit of named [tokens] for the tokens in the runs from `first` to `stop`."""
     for run in range(first, stop):
         tokens = named[runs[run, 0] : runs[run, 1]]
         for t in range(tokens.size):
@@ -157,9 +157,12 @@ def _mark(runs, first, stop, bit, named):
 
 @cache
 def _region(shape: AskedShape, softcapped: bool) -> Any:
-    """Compile a thread's share for one shape: every so many columns; on disk Numba keys it by the constants below."""
+    """Compile a thread's share, every `threads`-th tile of columns, for one shape.
+
+    Numba's disk cache keys it by the constants below.
+    """
     kind, words, depth, lanes, vectors = shape.kind, shape.words, shape.depth, shape.lanes, shape.vectors
-    columns, asked, tokens = ASKED_COLUMNS, ASKED, QUERY_BLOCK
+    columns, samples, tokens = ASKED_COLUMNS, ASKED, QUERY_BLOCK
     by_tiles, whole_rows = kind == "tiles", words == depth
     variant, code_version = _variant(kind != "floats"), CODE_VERSION
 
@@ -172,19 +175,19 @@ def _region(shape: AskedShape, softcapped: bool) -> Any:
         scores, sums, mosts = scratch(tokens, columns), scratch(key_blocks, columns), scratch(key_blocks, columns)
         most, totals, fresh = np.empty((3, columns), np.float32)
         by_item = shares.reshape(key_blocks, blocks * heads)
-        # How many tokens a column sees; a bit for each block and head that attends to a token anyway.
+        # seen: tokens that a column's query sees. bits: one per block and head, set in `named` for tokens in its runs.
         seen = np.empty(columns, np.int64)
-        bits = (1 << np.arange(columns) // asked).astype(np.int32)
+        bits = (1 << np.arange(columns) // samples).astype(np.int32)
         named = np.empty(key_blocks * tokens, np.int32)
         found = np.empty(64, np.uint8)
         if by_tiles:
             begin_tiles(found)
-        queries, step = heads * blocks * asked, tokens // asked
+        queries, step = heads * blocks * samples, tokens // samples
         for first in range(thread * columns, queries, threads * columns):
             count, nearest, farthest = min(columns, queries - first), before + n, 0
             turned_q[:], named[:] = 0, 0
             for column in range(count):
-                (block, head), number = divmod((first + column) // asked, heads), (first + column) % asked
+                (block, head), number = divmod((first + column) // samples, heads), (first + column) % samples
                 position = min(block * tokens + (number + 1) * step, n) - 1
                 seen[column] = before + position + 1
                 nearest, farthest = min(nearest, seen[column]), max(farthest, seen[column])
@@ -219,11 +222,11 @@ def _region(shape: AskedShape, softcapped: bool) -> Any:
                 row_exp2(mosts, key_block, columns, np.float32(0))
                 for column in range(columns):
                     sums[key_block, column] *= mosts[key_block, column] / totals[column]
-                for item in range(count // asked):
+                for item in range(count // samples):
                     largest = np.float32(0)
-                    for number in range(asked):
-                        largest = max(largest, sums[key_block, item * asked + number])
-                    by_item[key_block, first // asked + item] = largest
+                    for number in range(samples):
+                        largest = max(largest, sums[key_block, item * samples + number])
+                    by_item[key_block, first // samples + item] = largest
         if by_tiles:
             end_tiles(found)
         return np.int64(0 * code_version)

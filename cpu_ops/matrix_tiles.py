@@ -1,4 +1,4 @@
-"""Products of small matrices in registers, for kernels that have many queries for each stored token."""
+"""Products of small float32 matrices in registers, for kernels with many queries per stored token."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def emit_multiply_tile(
     v: Vectors, rows: int, columns: int, adds: bool, a: ir.Value, a_row: ir.Value, a_depth: ir.Value, depth: ir.Value,
     b: ir.Value, b_depth: ir.Value, c: ir.Value, c_row: ir.Value,
 ) -> None:  # fmt: skip
-    """The code of `multiply_tile`, on pointers."""
+    """Emit the code of `multiply_tile`, on pointers."""
     builder = v.builder
     cells = [(r, j) for r in range(rows) for j in range(columns)]
     targets = [offset(builder, offset(builder, c, builder.mul(c_row, integer(r))), j * v.lanes) for r, j in cells]
@@ -36,10 +36,10 @@ def emit_multiply_tile(
 def multiply_tile(
     typingctx, lanes, rows, columns, adds, a, a_at, a_row, a_depth, depth, b, b_at, b_depth, c, c_at, c_row
 ):
-    """c = a b, or c += a b where the literal `adds` is 1, for `rows` rows of a and `columns` vectors of b's columns.
+    """Compute c = a b, or c += a b if the literal `adds` is 1, for `rows` rows of a and `columns` vectors of b columns.
 
-    a's element (r, i) lies at a_at + r * a_row + i * a_depth for i < depth, b's row i at b_at + i * b_depth and c's
-    row r at c_at + r * c_row. All arrays are float32.
+    Element (r, i) of a is at a_at + r * a_row + i * a_depth for i < depth, row i of b at b_at + i * b_depth, and row r
+    of c at c_at + r * c_row. All arrays are float32.
     """
     width, height, vectors, added = (each.literal_value for each in (lanes, rows, columns, adds))
 
@@ -59,7 +59,7 @@ def multiply_tile(
 
 @intrinsic(prefer_literal=True)
 def decode_rows(typingctx, lanes, storage, dim, stored, s_at, count, rows, r_at):
-    """Widen `count` stored vectors of `dim` numbers to float32 rows, each filled up to whole vectors with zeros."""
+    """Decode `count` stored vectors of `dim` numbers to float32 rows, each padded with zeros to whole SIMD vectors."""
     width, name, size = (each.literal_value for each in (lanes, storage, dim))
     kind = STORAGE_TYPES[name]
     pitch = -(-size // width) * width

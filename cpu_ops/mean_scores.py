@@ -1,7 +1,7 @@
-"""Scores of blocks whose representatives are the mean of their keys and, where there are two, their deviation.
+"""Scores and masses of blocks whose representatives are the mean μ of their keys and, optionally, the deviation σ.
 
-The keys of such a block score q·μ on average, and q·μ + sqrt(Σ_d (q_d σ_d)²) one standard deviation above, where
-channels vary independently of each other.
+The scores of such a block's keys have the mean q·μ and, if channels vary independently, the standard deviation
+sqrt(Σ_d (q_d σ_d)²).
 """
 
 from functools import cache
@@ -23,13 +23,13 @@ from cpu_ops.tiles import tiles_for
 
 @region_arguments("mean scores")
 def arguments(numbers: str) -> tuple[Any, ...]:
-    """Of the regions: (q, representatives, block_ids, block_size, scale, softcap, likely, weights, masses).
+    """The regions' arguments: (q, representatives, block_ids, block_size, scale, softcap, likely, weights, masses).
 
     q: [rows, kv_heads, group, k_dim] float32. representatives: [num_blocks, kv_heads, 1 or 2, k_dim], means and
     deviations, viewed as `numbers`. block_ids: [rows, blocks] int32, in the pool. scale multiplies the scores; softcap
-    c > 0 then turns them into c * tanh(score / c). Written, [rows, kv_heads, group, blocks] float32 each: likely, the
-    scores one deviation above the mean; weights, the log-sum-exp of block_size scores that are all the mean's; masses,
-    that of as many that are spread (`spread_mass`).
+    c > 0 then turns them into c * tanh(score / c). The region writes three arrays [rows, kv_heads, group, blocks]
+    float32: likely, scores one deviation above the mean; weights, the log-sum-exp of block_size scores equal to the
+    mean's; masses, the log-sum-exp of block_size scores with this deviation (`spread_mass`).
     """
     real4, real = types.Array(types.float32, 4, "C"), types.float64
     pool, ids = types.Array(from_dtype(np.dtype(numbers)), 4, "C"), types.Array(types.int32, 2, "C")
@@ -37,7 +37,7 @@ def arguments(numbers: str) -> tuple[Any, ...]:
 
 
 def region_for(q: tuple[int, ...], representatives: tuple[int, ...], dtype: np.dtype) -> int:
-    """The address of the region for arrays of these shapes. Raises ValueError where they do not fit together."""
+    """Returns the address of the region for arrays of these shapes. Raises ValueError if they do not fit together."""
     storage = storage_of(dtype)
     fitting = len(representatives) == 4 and (representatives[1], representatives[3] * storage.group) == (q[1], q[3])
     if not fitting or representatives[2] not in (1, 2):
@@ -50,10 +50,10 @@ def region_for(q: tuple[int, ...], representatives: tuple[int, ...], dtype: np.d
 
 @inner(error_model="numpy", fastmath={"contract", "nsz"})
 def spread_mass(mean, deviation, log_n):
-    """The log-sum-exp of n scores that are spread normally by σ around a mean m, from float32.
+    """Returns the expected log-sum-exp of n normally distributed scores with mean m and deviation σ, in float32.
 
-    It is m + log n + σ²/2, as far as so few scores can follow that, which is to σ² = 2 log n; then m + σ sqrt(2 log n),
-    their largest (the random energy model's free energy, Derrida 1981, Phys. Rev. B 24, 2613).
+    It is m + log n + σ²/2 up to σ² = 2 log n. For larger σ, n scores are too few for that, and the largest one
+    dominates: m + σ sqrt(2 log n) (the random energy model's free energy, Derrida 1981, Phys. Rev. B 24, 2613).
     """
     most = np.sqrt(np.float32(2) * log_n)
     return mean + (log_n + np.float32(0.5) * deviation * deviation if deviation < most else deviation * most)
@@ -61,9 +61,9 @@ def spread_mass(mean, deviation, log_n):
 
 @inner(error_model="numpy", fastmath={"contract", "nsz"})
 def _spread(means, above, masses, scale, softcap, log_n):
-    """From products with the mean and with the squared deviations, to what is written of some blocks of a query head.
+    """Turn a query head's products with means and squared deviations into weights, likely and masses, in place.
 
-    means: q·μ, becomes weights; above: Σ (q σ)², becomes likely.
+    means: q·μ, becomes weights. above: Σ (q σ)², becomes likely. masses: written.
     """
     for entry in range(means.size):
         mean, deviation = means[entry] * scale, np.sqrt(above[entry]) * scale
@@ -93,7 +93,7 @@ def _region(instructions: str, storage: str, group: int, representative_num: int
         log_n = np.float32(np.log(block_size))
         tile = np.zeros((2, group), np.float32)
         first, last = rows * blocks * thread // threads, rows * blocks * (thread + 1) // threads
-        # What stands for a block lies side by side for its kv heads: read as it lies.
+        # A block's representatives are contiguous over kv heads, and are read in this order.
         for item in range(first, last):
             row, entry = item // blocks, item % blocks
             r_at = np.int64(block_ids[row, entry]) * kv_heads * (representative_num * units)
@@ -123,7 +123,7 @@ def _region(instructions: str, storage: str, group: int, representative_num: int
                     weights[row, head, g, entry], likely[row, head, g, entry] = tile[0, g], tile[1, g]
                 r_at += representative_num * units
                 q_at += group * k_dim
-        # What follows goes through each query head's blocks in whole vectors.
+        # The rest is vectorised over the blocks of each query head.
         for row in range(rows):
             start, stop = max(first - row * blocks, 0), min(last - row * blocks, blocks)
             if start >= stop:

@@ -1,16 +1,16 @@
-"""Exact merging of attention computed over disjoint sets of keys."""
+"""Exact merging of attention to disjoint sets of keys."""
 
 import numpy as np
 
 
 def merge_partials(outs: np.ndarray, lses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Attention over the union of disjoint sets of keys, from the attention over each.
+    """Returns the attention to the union of disjoint sets of keys, from the attention to each set.
 
     outs: [parts, ..., v_dim] float32, lses: [parts, ...] float32, natural log-sum-exp of each part's scores (-inf for
     a part without keys). Each part is weighted by exp(lse_i - lse), as in Flash-Decoding.
 
-    Returns out [..., v_dim] and lse [...] float32; 0 and -inf where no part has a key. Raises ValueError when the
-    shapes do not fit or there is no part.
+    Returns out [..., v_dim] and lse [...] float32; 0 and -inf where no part has a key. Raises ValueError if the shapes
+    do not fit or there is no part.
     """
     if outs.ndim < 2 or outs.shape[:-1] != lses.shape or not len(lses):
         raise ValueError(

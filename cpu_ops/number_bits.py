@@ -1,4 +1,4 @@
-"""Numbers in kernels, whatever an array holds: float32, or bfloat16, whose bits numpy sees as uint16."""
+"""Conversions in kernels between float32 and an array's elements: float32, or the bits of bfloat16 as uint16."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def bfloat16_to_float(typingctx, bits):
 
 @intrinsic
 def float_to_bfloat16(typingctx, number):
-    """To nearest even; NaN stays NaN."""
+    """Round to nearest even; NaN stays NaN."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         word = ir.IntType(32)
@@ -35,7 +35,7 @@ def float_to_bfloat16(typingctx, number):
 
 
 def number(value: Any) -> Any:
-    """A float32 of what an array of float32 or of bfloat16's bits holds."""
+    """Returns an array's element, float32 or the bits of bfloat16, as float32. For kernels only."""
     raise NotImplementedError("for kernels")
 
 
@@ -47,7 +47,7 @@ def _number_of(value):
 
 
 def rounded(array: Any, value: Any) -> Any:
-    """A float32 as an array's elements are: bfloat16's bits where it holds those."""
+    """Returns a float32 as an element of `array`: float32, or the bits of bfloat16. For kernels only."""
     raise NotImplementedError("for kernels")
 
 
@@ -60,6 +60,6 @@ def _rounded_for(array, value):
 
 @inner(fastmath={"contract", "nsz"}, error_model="numpy")
 def round_row(numbers, target):
-    """Write float32 numbers as bfloat16's bits."""
+    """Write float32 numbers to target as the bits of bfloat16."""
     for d in range(numbers.size):
         target[d] = float_to_bfloat16(numbers[d])

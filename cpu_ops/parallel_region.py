@@ -1,9 +1,9 @@
-"""Work that a kernel divides among threads: functions compiled apart, run by one loop over threads for all of them.
+"""Parallel regions: functions that every thread runs, compiled separately and called by one loop over threads.
 
-Numba's own `parallel=True` takes longer to compile a kernel than LLVM does: it looks for loops to fuse in all of it,
-and compiles its parallel loops once more as functions of their own. Here the part that every thread runs is compiled as
-any other function, `region(thread, threads, arguments)`, whose arguments lie in memory; the only kernel with a parallel
-loop calls it by its address.
+Numba's `parallel=True` takes longer to compile a kernel than LLVM does: it searches the whole kernel for loops to fuse,
+and compiles each parallel loop again as a separate function. Here the part that every thread runs is an ordinary
+function `region(thread, threads, arguments)`, whose arguments are in memory. A single kernel with a parallel loop calls
+all regions by address.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.kernel_address import address_of, call_kernel, called_as
 
 REGION = types.int64(types.int64, types.int64, types.int64)
-"""Of regions: (thread, threads, address of the arguments) to 0."""
+"""The signature of regions: (thread, threads, address of the arguments), returning 0."""
 
 _ARGUMENTS: dict[str, Callable[[str], tuple[Any, ...]]] = {}
 
 
 def region_arguments(kind: str) -> Callable[[Callable[[str], tuple[Any, ...]]], Callable[[str], tuple[Any, ...]]]:
-    """Have regions of `kind` take arguments of the types that the decorated function gives for a variant's name."""
+    """Register the decorated function, which returns the argument types of regions of `kind` for a variant's name."""
 
     def register(arguments: Callable[[str], tuple[Any, ...]]) -> Callable[[str], tuple[Any, ...]]:
         _ARGUMENTS[kind] = arguments
@@ -47,12 +47,12 @@ def _all_threads_signature(_: str) -> Any:
 
 @cache
 def all_threads() -> int:
-    """The address of the kernel that runs a region on all threads: what `run_region` takes first."""
+    """Returns the address of the kernel that runs a region on all threads, the argument `run` of `run_region`."""
     code_version = CODE_VERSION
 
     @njit(_all_threads_signature(""), parallel=True, cache=True, nogil=True)
     def run(region, threads, arguments):
-        # Numba counts the threads of a parallel loop without a sign.
+        # The index of Numba's parallel loops is unsigned.
         for thread in prange(threads):
             call_kernel("region", "", region, (np.int64(thread), threads, arguments))
         return 0 * code_version
@@ -64,21 +64,21 @@ def all_threads() -> int:
 def run_region(typingctx, kind, variant, run, region, threads, arguments):
     """Call the region at address `region` once for each of the threads 0 to `threads` - 1, and wait for all.
 
-    kind, variant: literal, of `region_arguments`. run: `all_threads()`. arguments: a tuple of the types that were
-    registered; arrays stay where they are.
+    kind, variant: literals, as registered by `region_arguments`. run: `all_threads()`. arguments: a tuple of the
+    registered types; arrays are not copied.
     """
-    wanted = types.Tuple(_ARGUMENTS[kind.literal_value](variant.literal_value))
-    given_types = tuple(types.unliteral(each) for each in arguments.types)
-    if given_types != wanted.types:
-        raise TypeError(f"a region {kind.literal_value!r} of {wanted} is called with {arguments}")
+    tuple_type = types.Tuple(_ARGUMENTS[kind.literal_value](variant.literal_value))
+    argument_types = tuple(types.unliteral(each) for each in arguments.types)
+    if argument_types != tuple_type.types:
+        raise TypeError(f"a region {kind.literal_value!r} of {tuple_type} is called with {arguments}")
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
-        place = cgutils.alloca_once(builder, context.get_value_type(wanted))
-        builder.store(context.cast(builder, given[5], arguments, wanted), place)
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, operands: Any) -> ir.Value:
+        place = cgutils.alloca_once(builder, context.get_value_type(tuple_type))
+        builder.store(context.cast(builder, operands[5], arguments, tuple_type), place)
         convention = context.call_conv
         function = convention.get_function_type(types.int64, REGION.args)
-        caller = builder.inttoptr(given[2], function.as_pointer())
-        passed = [given[3], given[4], builder.ptrtoint(place, ir.IntType(64))]
+        caller = builder.inttoptr(operands[2], function.as_pointer())
+        passed = [operands[3], operands[4], builder.ptrtoint(place, ir.IntType(64))]
         status, result = convention.call_function(builder, caller, types.int64, REGION.args, passed)
         with builder.if_then(status.is_error, likely=False):
             convention.return_status_propagate(builder, status)
@@ -89,12 +89,12 @@ def run_region(typingctx, kind, variant, run, region, threads, arguments):
 
 @intrinsic(prefer_literal=True)
 def arguments_at(typingctx, kind, variant, address):
-    """The tuple of a region's arguments. Its arrays are the caller's, and nobody counts that they are used here."""
-    wanted = types.Tuple(_ARGUMENTS[kind.literal_value](variant.literal_value))
+    """Returns the tuple of a region's arguments. Its arrays are borrowed from the caller, without reference counts."""
+    tuple_type = types.Tuple(_ARGUMENTS[kind.literal_value](variant.literal_value))
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> ir.Value:
-        value = builder.load(builder.inttoptr(given[2], context.get_value_type(wanted).as_pointer()))
-        for index, kind_of in enumerate(wanted.types):
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, operands: Any) -> ir.Value:
+        value = builder.load(builder.inttoptr(operands[2], context.get_value_type(tuple_type).as_pointer()))
+        for index, kind_of in enumerate(tuple_type.types):
             if isinstance(kind_of, types.Array):
                 array = cgutils.create_struct_proxy(kind_of)(context, builder, builder.extract_value(value, index))
                 array.meminfo = cgutils.get_null_value(array.meminfo.type)
@@ -102,15 +102,15 @@ def arguments_at(typingctx, kind, variant, address):
                 value = builder.insert_value(value, array._getvalue(), index)
         return value
 
-    return wanted(kind, variant, types.int64), codegen
+    return tuple_type(kind, variant, types.int64), codegen
 
 
 @cache
 def _caller(kind: str, variant: str) -> Any:
     code_version = CODE_VERSION
-    given = types.Tuple(_ARGUMENTS[kind](variant))
+    tuple_type = types.Tuple(_ARGUMENTS[kind](variant))
 
-    @njit(types.int64(types.int64, types.int64, given, types.int64), cache=True, nogil=True)
+    @njit(types.int64(types.int64, types.int64, tuple_type, types.int64), cache=True, nogil=True)
     def call(run, region, arguments, threads):
         return run_region(kind, variant, run, region, threads, arguments) + 0 * code_version
 
@@ -118,8 +118,8 @@ def _caller(kind: str, variant: str) -> Any:
 
 
 def call_region(kind: str, variant: str, region: int, arguments: tuple[Any, ...], threads: int) -> None:
-    """Run the region at address `region` on so many threads. For who holds `threads.one_kernel_at_a_time`.
+    """Run the region at address `region` on `threads` threads. The caller must own `threads.one_kernel_at_a_time`.
 
-    arguments: of the types that were registered for `kind` and `variant`, or TypeError.
+    Raises TypeError for arguments that are not of the types registered for `kind` and `variant`.
     """
     _caller(kind, variant)(all_threads(), region, arguments, threads)

@@ -1,8 +1,9 @@
-"""Causal attention of a chunk of a prompt to itself and to what came before it, in bfloat16 on CPUs that multiply it.
+"""Causal attention of a prompt chunk to earlier tokens and to itself, in bfloat16 on CPUs with bfloat16 products.
 
-FlashAttention's online softmax (Dao et al. 2022, arXiv:2205.14135, algorithm 1), queries of a kv head's whole group
-together. Keys and values of some tokens at a time are laid out as pairs for the dot products (`bfloat16_tiles`) and
-meet all of an item's queries before the next ones come: the layout costs little, and nothing is as long as the prompt.
+It uses the online softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithm 1) for all query heads of a
+kv head together. Keys and values of a few tokens at a time are laid out as pairs for the dot products
+(`bfloat16_tiles`) and multiplied with all queries of a work item. The layout therefore costs little, and no buffer
+grows with the prompt.
 """
 
 from functools import cache
@@ -25,17 +26,17 @@ from cpu_ops.scratch import scratch
 from cpu_ops.threads import kernel_threads
 
 _ROWS = 6
-"""Queries of a register tile: with 4 vectors of columns they leave registers for what is multiplied."""
+"""Queries of a register tile: with 4 vectors of columns they leave registers for the operands."""
 _KEYS = 128
-"""Tokens that are laid out at once: with a tile's scores they stay in the first-level cache."""
+"""Tokens that are laid out at once: with a tile's scores they fit into the L1 cache."""
 _ITEM_ROWS = 128 * _ROWS
-"""Queries that one thread takes at once: their sums stay in the second-level cache."""
+"""Queries of a work item: their sums fit into the L2 cache."""
 
 
 def attends_in_bfloat16(k_dim: int, v_dim: int) -> bool:
-    """Whether `attend_prompt` takes keys and values of these dimensions on this CPU, and is the fastest there is.
+    """Whether `attend_prompt` supports these dimensions on this CPU and is the fastest choice.
 
-    Where the system does not let this process have the tiles of a CPU with AMX, torch's may be the faster.
+    It is not if the CPU has AMX tiles that the system denies to this process: torch's attention may be faster then.
     """
     instructions = isa() == "avx512" and has("avx512bf16") and (multiplies_by_tiles() or not has("amx-bf16"))
     return instructions and k_dim % LANES == 0 and v_dim % LANES == 0
@@ -52,22 +53,22 @@ def attend_prompt(
     window: int | None = None,
     threads: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Softmax attention of n tokens to `past` tokens before them and, causally, to themselves.
+    """Softmax attention of n tokens to `past` earlier tokens and, causally, to themselves.
 
     q: [batch, kv_heads * group, n, k_dim], past_k: [batch, kv_heads, past, k_dim], past_v: [batch, kv_heads, past,
     v_dim], k: [batch, kv_heads, n, k_dim], v: [batch, kv_heads, n, v_dim]: bits of bfloat16, uint16; only the last
     dimension must be contiguous. scale, above 0, multiplies the scores; softcap c > 0 then turns them into
-    c * tanh(score / c). window: a query sees so many of the last tokens, itself included (None: all). threads: how many
-    to use (None: Numba's setting).
+    c * tanh(score / c). window: a query sees this many of the last tokens, including its own (None: all). threads:
+    number of threads (None: Numba's setting).
 
-    Products are of bfloat16, weights rounded to it, all sums float32.
+    Factors and weights are bfloat16, and all sums are float32.
 
-    Returns out [batch, n, heads, v_dim] of bfloat16's bits and lse [batch, heads, n] float32, the natural logarithm of
+    Returns out [batch, n, heads, v_dim], bits of bfloat16, and lse [batch, heads, n] float32, the natural logarithm of
     the sum of exp(score). Raises ValueError or TypeError for arrays that do not fit together or that the CPU cannot
     multiply (`attends_in_bfloat16`).
     """
-    given = (q, past_k, past_v, k, v)
-    if any(each.ndim != 4 or each.dtype != np.uint16 for each in given):
+    inputs = (q, past_k, past_v, k, v)
+    if any(each.ndim != 4 or each.dtype != np.uint16 for each in inputs):
         raise TypeError("q, past_k, past_v, k and v must have four dimensions and be the bits of bfloat16 (uint16)")
     batch, heads, n, k_dim = q.shape
     kv_heads, v_dim = k.shape[1], v.shape[3]
@@ -85,7 +86,7 @@ def attend_prompt(
         raise ValueError(f"scale is {scale} and window {window}; they must be above 0")
     if k_dim % LANES or v_dim % LANES or not has("avx512bf16"):
         raise ValueError(f"dims {k_dim} and {v_dim} must be multiples of {LANES}, on a CPU with AVX512_BF16")
-    arrays = [each if each.strides[3] == 2 else np.ascontiguousarray(each) for each in given]
+    arrays = [each if each.strides[3] == 2 else np.ascontiguousarray(each) for each in inputs]
     out = np.empty((batch, n, heads, v_dim), np.uint16)
     lse = np.empty((batch, heads, n), np.float32)
     region = address_of(_region(k_dim, v_dim, softcap > 0))
@@ -116,7 +117,7 @@ def _region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
 
 @cache
 def _vector_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
-    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
+    """Compile a thread's share for one shape. Numba's disk cache keys it by the constants below, all plain values."""
     depth, tile_rows, tile_keys, item_rows, columns = k_dim // 2, _ROWS, _KEYS, _ITEM_ROWS, COLUMNS
     pair_pitch = tile_keys // 2
     code_version = CODE_VERSION
@@ -136,7 +137,7 @@ def _vector_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
         scores, sums = scratch(tile_rows, tile_keys), scratch(item_rows, v_dim)
         weights = np.zeros((tile_rows, tile_keys), np.uint16)
         most, totals = np.empty((2, item_rows), np.float32)
-        # The later an item's queries are, the more keys they see: threads take turns, to and fro.
+        # Later queries see more keys. Threads take items in alternating order, to balance the load.
         for turn in range(-(-items // threads)):
             item = turn * threads + (thread if turn % 2 == 0 else threads - 1 - thread)
             if item >= items:
@@ -155,7 +156,7 @@ def _vector_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                 _lay_out_values(past_v, v, row, head, start, keys, value_words)
                 for tile in range(0, count, tile_rows):
                     rows: Any = min(tile_rows, count - tile)
-                    # Keys of this stretch that the tile's last query sees, in whole vectors.
+                    # Keys of this pass that the tile's last query sees; `wide` rounds them up to whole vectors.
                     seen: Any = min(keys, past + (first + tile + rows - 1) // group + 1 - start)
                     if seen <= 0:
                         continue
@@ -169,7 +170,7 @@ def _vector_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                                 scores[r, j] *= before_cap
                             row_softcap(scores, r, own, np.float32(softcap) * LOG2_E)
                         scores[r, own:wide] = -np.inf
-                        # In front of the window.
+                        # Tokens before the window.
                         scores[r, : max(0, min(own, past + (first + at) // group + 1 - window - start))] = -np.inf
                         top = row_largest(scores, r * tile_keys, wide) * factor
                         if top > most[at]:
@@ -195,7 +196,7 @@ def _vector_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
 
 @inner
 def _gather(q, row, head, group, first, count, words):
-    """The queries [first, first + count) of a kv head, counted through its group and then its tokens, as words."""
+    """Copy the queries [first, first + count) of a kv head as words; query index = token * group + head in group."""
     for at in range(count):
         token, query = (first + at) // group, head + (first + at) % group
         for d in range(words.shape[1]):
@@ -205,7 +206,7 @@ def _gather(q, row, head, group, first, count, words):
 
 @inner
 def _lay_out_keys(past_k, k, row, head, start, count, words):
-    """Keys [start, start + count) of past and chunk as columns of words; zeros in the others."""
+    """Write keys [start, start + count) of past and chunk as columns of words; the other columns are zeroed."""
     past = past_k.shape[2]
     for j in range(count):
         token = start + j
@@ -217,7 +218,7 @@ def _lay_out_keys(past_k, k, row, head, start, count, words):
 
 @inner
 def _lay_out_values(past_v, v, row, head, start, count, words):
-    """Values [start, start + count) of past and chunk, pairs of tokens as words; zeros behind them."""
+    """Write values [start, start + count) of past and chunk, a pair of tokens per word, followed by zeros."""
     past = past_v.shape[2]
     words[-(-count // 2) :] = 0
     for j in range(count):

@@ -1,7 +1,8 @@
-"""`prompt_attention.attend_prompt` by AMX's tiles, where a CPU has them.
+"""`prompt_attention.attend_prompt` with AMX tiles, on CPUs that have them.
 
-As there, a kv head's whole group asks together, and some tokens' keys and values meet all of an item's queries before
-the next ones come. As in `run_attention_tiles`, queries are in the lanes, so that nothing is summed across lanes.
+As there, all query heads of a kv head are processed together, and keys and values of a few tokens at a time are
+multiplied with all queries of a work item. As in `run_attention_tiles`, queries are in the lanes, so that nothing is
+summed across lanes.
 """
 
 from functools import cache
@@ -24,17 +25,17 @@ from cpu_ops.softmax_rows import rows_most
 from cpu_ops.tile_softmax import cap_products, divide_sums, rescale_outgrown
 
 _ITEM_COLUMNS = 24 * BLOCK
-"""Queries that one thread takes at once: their sums stay in the second-level cache."""
+"""Queries of a work item: their sums fit into the L2 cache."""
 _KEYS = 96
 """Tokens that are laid out at once, a multiple of `BLOCK`."""
 
 
 @inner(error_model="numpy")
 def _hide(scores, place, group, first, window):
-    """Take from scores [tokens, columns] those that queries do not see: a column's query is `place` + column.
+    """Mask the scores [tokens, columns] that queries do not see; a column's query index is `place` + column.
 
-    place: counted through the group and then the tokens, from the token `first` places before the scores' first one on.
-    window: tokens that a query sees, itself included.
+    place: token * group + head in group, with tokens of the chunk. first: the scores' first token, relative to the
+    chunk. window: tokens that a query sees, including its own.
     """
     for column in range(scores.shape[1]):
         last = (place + column) // group - first
@@ -46,7 +47,7 @@ def _hide(scores, place, group, first, window):
 
 @cache
 def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
-    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
+    """Compile a thread's share for one shape. Numba's disk cache keys it by the constants below, all plain values."""
     words, depth = k_dim // 2, -(-k_dim // BLOCK) * TILE
     v_pad = -(-v_dim // BLOCK) * BLOCK
     item_columns, tokens, lanes, side = _ITEM_COLUMNS, _KEYS, TILE, BLOCK
@@ -63,7 +64,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
         items = batch * kv_heads * per_head
         factor = np.float32(1) if softcapped else np.float32(scale * LOG2_E)
         before_cap = np.float32(scale / softcap) if softcapped else np.float32(0)
-        # Of `side` queries in turn.
+        # Transposed queries, in tiles of `side` queries.
         turned_q = scratch(item_columns // side * depth, side).view(np.uint32)
         sums, turned_sums = scratch(item_columns // side * v_pad, side), scratch(side, v_pad)
         key_words, query_words = scratch(tokens, depth).view(np.uint32), scratch(side, depth).view(np.uint32)
@@ -73,7 +74,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
         fresh, rescale = np.empty((2, side), np.float32)
         found = np.empty(64, np.uint8)
         begin_tiles(found)
-        # The later an item's queries are, the more keys they see: threads take turns, to and fro.
+        # Later queries see more keys. Threads take items in alternating order, to balance the load.
         for turn in range(-(-items // threads)):
             item = turn * threads + (thread if turn % 2 == 0 else threads - 1 - thread)
             if item >= items:
@@ -97,7 +98,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
             begin: Any = max(0, past + first // group + 1 - window)
             for start in range(begin, end, tokens):
                 filled: Any = min(tokens, end - start)
-                # As many as products that are made at once have rows; those behind the last are seen by nobody.
+                # Rounded up to whole tiles; every query masks the tokens after the last.
                 whole: Any = -(-filled // side) * side
                 for t in range(filled):
                     copy_row(words, address_in(key_places, past, start + t), key_words, t * depth)
@@ -112,7 +113,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                     for d in range(0, v_dim, lanes):
                         turn_words(value_words, pair * v_pad + d, v_pad, turned_values, d * pairs + pair, pairs)
                 for tile in range(0, count, side):
-                    # The first and the last token whose queries are among these.
+                    # The first and the last token of this tile's queries.
                     earliest = past + (first + tile) // group
                     latest = past + (first + min(tile + side, count) - 1) // group
                     if start > latest or start + filled + window <= earliest + 1:

@@ -1,9 +1,9 @@
-"""A decoder layer's work on a prompt's tokens between its products: norms, rotation, the gate of the MLP, a residual.
+"""A decoder layer's elementwise work on a prompt chunk: residual addition, norms, rotation and the MLP's gate.
 
-Each passes over its numbers once, and rounds where the layer's own steps would: in bfloat16 what is normalised, what
-the weight makes of it, the two terms of a rotation and their sum, the activation and the gated value. Numbers are
-float32, or the bits of bfloat16 (uint16). For layers of the form that `cpu_ops.token_layer` is for; products are the
-caller's.
+Each function passes over its numbers once and rounds to bfloat16 where the model's own steps do: the normalised number,
+its product with the weight, the two terms of a rotation and their sum, the activation and the gated value. Numbers are
+float32, or the bits of bfloat16 (uint16). The layers have the form described in `cpu_ops.token_layer`. The caller
+computes the matrix products.
 """
 
 from functools import cache
@@ -21,8 +21,7 @@ from cpu_ops.parallel_region import REGION, arguments_at, call_region, region_ar
 from cpu_ops.simd import prefetch
 from cpu_ops.threads import kernel_threads
 
-# Bytes that are asked for before as many are computed: by itself the CPU does not look far enough ahead where so much
-# is computed of each number.
+# Bytes of a prefetch. With so much arithmetic per number the CPU's own prefetching does not look far enough ahead.
 _AHEAD = 512
 
 
@@ -32,8 +31,8 @@ def norm_rows(
 ) -> None:  # fmt: skip
     """RMSNorm of each row (Zhang and Sennrich 2019, arXiv:1910.07467): x / sqrt(mean(x^2) + epsilon) * weight.
 
-    x: [rows, width], C-contiguous. added: as x; x becomes the sum of both before that; None: x stays. weight: [width]
-    float32. out: as x, where the normalised rows are written. threads: how many to use (None: Numba's setting).
+    x: [rows, width], C-contiguous. added: as x, first added to x in place; None: x stays. weight: [width] float32. out:
+    as x, the normalised rows are written to it. threads: number of threads (None: Numba's setting).
 
     Raises ValueError or TypeError for arrays that do not fit together.
     """
@@ -51,8 +50,9 @@ def rotate_heads(
 ) -> None:  # fmt: skip
     """Rotate each head of each row in place: x * cos + rotate_half(x) * sin (Su et al. 2021, arXiv:2104.09864).
 
-    x: [rows, heads * dim], C-contiguous. cos, sin: [positions, dim], as x is; row r has position r % positions. weight:
-    [dim] float32, of an RMSNorm of each head with this epsilon before that; None: there is none. threads: as above.
+    x: [rows, heads * dim], C-contiguous. cos, sin: [positions, dim], of x's type; row r has position r % positions.
+    weight: [dim] float32, of an RMSNorm of each head with `epsilon` before the rotation; None: no norm. threads: number
+    of threads (None: Numba's setting).
 
     Raises ValueError or TypeError for arrays that do not fit together.
     """
@@ -66,9 +66,10 @@ def rotate_heads(
 
 
 def gate_rows(gate: np.ndarray, up: np.ndarray, kind: int, threads: int | None = None) -> None:
-    """Make gate its activation times up, in place.
+    """Replace gate by activation(gate) * up.
 
-    gate, up: [rows, columns], C-contiguous. kind: `gates.SILU` or `gates.GELU_TANH`. threads: as above.
+    gate, up: [rows, columns], C-contiguous. kind: `gates.SILU` or `gates.GELU_TANH`. threads: number of threads (None:
+    Numba's setting).
 
     Raises ValueError or TypeError for arrays that do not fit together.
     """
@@ -88,28 +89,28 @@ def _rows_of(variant: str) -> types.Array:
 
 @region_arguments("norm rows")
 def _norm_arguments(variant: str) -> tuple[Any, ...]:
-    """(x, added, weight, epsilon, out), as `norm_rows` takes them; added has no rows where nothing is added."""
+    """(x, added, weight, epsilon, out), as for `norm_rows`; added has no rows if nothing is added."""
     rows = _rows_of(variant)
     return rows, rows, types.Array(types.float32, 1, "C"), types.float64, rows
 
 
 @region_arguments("rotate heads")
 def _rotation_arguments(variant: str) -> tuple[Any, ...]:
-    """(x, cos, sin, weight, epsilon), as `rotate_heads` takes them; weight is empty where there is no norm."""
+    """(x, cos, sin, weight, epsilon), as for `rotate_heads`; weight is empty if there is no norm."""
     rows = _rows_of(variant)
     return rows, rows, rows, types.Array(types.float32, 1, "C"), types.float64
 
 
 @region_arguments("gate rows")
 def _gate_arguments(variant: str) -> tuple[Any, ...]:
-    """(gate, up), as `gate_rows` takes them."""
+    """(gate, up), as for `gate_rows`."""
     rows = _rows_of(variant)
     return rows, rows
 
 
 @inner(fastmath={"contract", "nsz", "reassoc"}, error_model="numpy")
 def _inverse_root(x, epsilon):
-    """1 / sqrt(mean(x^2) + epsilon)."""
+    """Returns 1 / sqrt(mean(x^2) + epsilon)."""
     total = np.float32(0)
     for i in range(x.size):
         total += x[i] * x[i]
@@ -118,7 +119,7 @@ def _inverse_root(x, epsilon):
 
 @inner(error_model="numpy")
 def _norm(numbers, weight, epsilon, out):
-    """Write numbers [width], normalised and weighted, to out."""
+    """Write numbers [width], normalised and multiplied by weight, to out."""
     factor = _inverse_root(numbers, epsilon)
     for i in range(numbers.size):
         out[i] = rounded(out, number(rounded(out, numbers[i] * factor)) * weight[i])
@@ -190,7 +191,7 @@ def _gate(gate, up, kind):
 
 @cache
 def _gate_region(variant: str, kind: int) -> int:
-    """For one activation: a loop that asks which is not vectorised."""
+    """Compile the region for one activation, because a loop with a branch on the kind would not be vectorised."""
     code_version = CODE_VERSION
     ahead = _AHEAD * 8 // _rows_of(variant).dtype.bitwidth
 

@@ -1,7 +1,7 @@
-"""Products of few rows of activations with quantised weights that stay packed.
+"""Products of a few rows of activations with packed quantised weights.
 
-Activations are quantised to int8 in groups of 32, as llama.cpp does, once for all matrices that share them; the rest is
-`cpu_ops.weight_dots`. Every row of a result is the same whatever rows are computed beside it.
+Activations are quantised to int8 in groups of 32, as in llama.cpp, once for all matrices that share them.
+`cpu_ops.weight_dots` computes the products. A row's result does not depend on the other rows of the call.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from cpu_ops.weight_blocks import pack
 from cpu_ops.weight_dots import dots_address, rows_per_pass
 from cpu_ops.weight_formats import GROUP, TILE, WeightFormat, format_named
 
-# Numbers of a matrix that rows pass by turns: of eight bits half of the smallest second-level cache.
+# Numbers of the part of a matrix that all passes of rows use in turn: at eight bits, half of the smallest L2 cache.
 _CACHED = 1 << 17
 
 
@@ -43,36 +43,37 @@ class PackedMatrix:
 
     @classmethod
     def of_blocks(cls, blocks: np.ndarray, name: str, columns: int, threads: int | None = None) -> "PackedMatrix":
-        """Pack GGML's blocks [rows, bytes of a row] of format `name`. Raises as `pack`."""
+        """Pack GGML's blocks [rows, bytes of a row] of format `name`. Raises the errors of `pack`."""
         return cls(pack(blocks, name, columns, threads), name, len(blocks), columns)
 
     @property
     def layout(self) -> WeightFormat:
-        """How it lies in memory."""
+        """The format of the packed data."""
         return format_named(self.name)
 
     @property
     def tiles(self) -> int:
-        """Tiles of sixteen rows, the last one filled up."""
+        """Number of tiles of sixteen rows; the last one is padded."""
         return -(-self.rows // TILE)
 
     @cached_property
     def call(self) -> tuple[int, int, int, int]:
-        """(address of the data, number of tiles, address of the kernel for one row, address of that for several).
+        """(address of the data, number of tiles, address of the kernel for one row, address of that for several rows).
 
-        Fixed by the instruction set in use when it is first asked for, which compiles them.
+        The first access compiles the kernels for the instruction set in use, which is then fixed.
         """
         several = dots_address(self.name, rows_per_pass())
         return self.data.ctypes.data, self.tiles, dots_address(self.name, 1), several
 
 
 def multiply(x: np.ndarray, matrices: Sequence[PackedMatrix], threads: int | None = None) -> list[np.ndarray]:
-    """x @ matrix.T for every matrix.
+    """Returns x @ matrix.T for every matrix.
 
-    x: [rows, columns] float32. matrices: all of `columns` columns. threads: how many to use (None: Numba's setting).
+    x: [rows, columns] float32. matrices: with `columns` columns each. threads: number of threads (None: Numba's
+    setting).
 
-    Returns [rows, matrix.rows] float32 for each (views of one array, rows strided).
-    Raises ValueError where x and a matrix do not fit together, TypeError where x is not float32.
+    Returns [rows, matrix.rows] float32 for each matrix (views of one array, rows strided).
+    Raises ValueError if x and a matrix do not fit together, TypeError if x is not float32.
     """
     return multiply_runs(x, [(0, len(x), matrices)], threads)
 
@@ -80,13 +81,14 @@ def multiply(x: np.ndarray, matrices: Sequence[PackedMatrix], threads: int | Non
 def multiply_runs(
     x: np.ndarray, runs: Sequence[tuple[int, int, Sequence[PackedMatrix]]], threads: int | None = None
 ) -> list[np.ndarray]:
-    """x @ matrix.T where runs of rows have matrices of their own, as tokens have experts; in one call.
+    """Returns x @ matrix.T with different matrices for each run of rows, as tokens have experts, in one call.
 
-    x: [rows, columns] float32. runs: (first row, end row, matrices), all rows in one run, matrices all of `columns`
-    columns, and one run's of as many rows each as another's. threads: how many to use (None: Numba's setting).
+    x: [rows, columns] float32. runs: (first row, end row, matrices); consecutive runs cover all rows, matrices have
+    `columns` columns, and all runs have matrices with the same numbers of rows. threads: number of threads (None:
+    Numba's setting).
 
     Returns [rows, matrix.rows] float32 for each matrix of a run (views of one array, rows strided).
-    Raises ValueError where x, runs and matrices do not fit together, TypeError where x is not float32.
+    Raises ValueError if x, runs and matrices do not fit together, TypeError if x is not float32.
     """
     first = runs[0][2]
     outputs = [matrix.rows for matrix in first]
@@ -120,7 +122,7 @@ def call_dots(typingctx, address, weights, x, x_scales, x_sums, out, out_stride,
     """Call the function at `address` (`cpu_ops.weight_dots.dots_address`)."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-        # As Numba's own C callbacks are declared.
+        # The signature of Numba's C callbacks.
         function = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 9)
         builder.call(builder.inttoptr(arguments[0], function.as_pointer()), arguments[1:])
         return context.get_dummy_value()
@@ -130,7 +132,7 @@ def call_dots(typingctx, address, weights, x, x_scales, x_sums, out, out_stride,
 
 @inner
 def _multiply_few(weights, several, per_pass, codes, scales, sums, out, out_column, first, end):
-    """Tiles from `first` to `end` for fewer rows than a pass has: rows of zeros fill it up.
+    """Compute tiles `first` to `end` for fewer rows than a pass has, padded with rows of zeros.
 
     The arguments are those of `multiply_part`.
     """
@@ -159,10 +161,10 @@ def _multiply_few(weights, several, per_pass, codes, scales, sums, out, out_colu
 
 @njit(nogil=True, inline="always")
 def multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, out, out_column, part, parts):
-    """The share `part` of `parts` of one matrix's tiles, for all rows: out [rows, width] float32 from `out_column` on.
+    """Compute share `part` of `parts` of a matrix's tiles for all rows; write out [rows, width] from `out_column` on.
 
-    codes, scales, sums: of the activations (`cpu_ops.activations.quantise_rows`); for weights that are numbers, codes
-    are the activations themselves. weights, tiles, one, several: as `PackedMatrix.call` gives them.
+    codes, scales, sums: of the activations (`cpu_ops.activations.quantise_rows`); for unquantised weights, codes are
+    the activations themselves. weights, tiles, one, several: from `PackedMatrix.call`.
     """
     rows, columns = codes.shape
     first, end = tiles * part // parts, tiles * (part + 1) // parts
@@ -170,14 +172,14 @@ def multiply_part(weights, tiles, one, several, per_pass, codes, scales, sums, o
     if 1 < rows < per_pass and first < end:
         _multiply_few(weights, several, per_pass, codes, scales, sums, out, out_column, first, end)
         return
-    # Where rows take several passes, tiles that stay in a core's cache from one to the next.
+    # If rows take several passes, process as many tiles at a time as stay in a core's cache between passes.
     together = end - first if rows <= per_pass else max(1, _CACHED // (TILE * columns))
     chunk = first
     while chunk < end:
         chunk_end, row = min(chunk + together, end), 0
         while row < rows:
             count = per_pass if rows - row > 1 else 1
-            # The last pass begins among the rows of the one before: theirs come out as they were, to the bit.
+            # The last pass overlaps the one before, and computes the shared rows again with equal bits.
             row = min(row, rows - count)
             call_dots(
                 several if count > 1 else one, weights, codes.ctypes.data + row * codes.strides[0],
@@ -193,8 +195,9 @@ _REAL2, _TABLE = types.Array(types.float32, 2, "C"), types.Array(types.int64, 2,
 
 @region_arguments("multiply")
 def _multiplied(_: str) -> tuple[Any, ...]:
-    """(table, x, codes, scales, sums, out, per_pass): `table` has a row for each matrix and the rows of x that it is
-    for: `PackedMatrix.call`, the first of its columns of out, the first and the end row, and whether it is numbers."""
+    """(table, x, codes, scales, sums, out, per_pass): `table` has one row per matrix and run of rows:
+    `PackedMatrix.call`, the first column in out, the first and the end row of x, and whether the weights are
+    unquantised numbers."""
     return (
         _TABLE, _REAL2, types.Array(types.int8, 2, "C"), _REAL2, types.Array(types.int32, 2, "C"), _REAL2, types.int64,
     )  # fmt: skip
@@ -202,7 +205,7 @@ def _multiplied(_: str) -> tuple[Any, ...]:
 
 @cache
 def multiply_region() -> int:
-    """The address of the region "multiply"."""
+    """Returns the address of the region "multiply"."""
     code_version = CODE_VERSION
 
     @njit(REGION, cache=True, nogil=True)

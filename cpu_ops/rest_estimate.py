@@ -1,4 +1,4 @@
-"""Attention to blocks of which only the mean value and an estimated mass are known: a block as one token."""
+"""Residual attention: each unattended block counts as one token, with its mean value and its estimated mass."""
 
 from functools import cache
 from typing import Any
@@ -18,47 +18,49 @@ from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.tiles import columns_apart, tiles_for
 
 _AT_ONCE = 32
-"""Blocks whose weights are brought together before their mean values are added."""
+"""Blocks whose weights are collected before their mean values are added."""
 _REAL4, _REAL3, _REAL2 = (types.Array(types.float32, dims, "C") for dims in (4, 3, 2))
 
 
-def _given(numbers: str) -> tuple[Any, ...]:
-    """value_means, table, weights, masses, whether to estimate values."""
+def _input_types(numbers: str) -> tuple[Any, ...]:
+    """The types of (value_means, table, weights, masses, estimates)."""
     pool = types.Array(from_dtype(np.dtype(numbers)), 4, "C")
     return pool, types.Array(types.int32, 2, "C"), _REAL4, _REAL4, types.boolean
 
 
 @region_arguments("rest")
 def arguments(numbers: str) -> tuple[Any, ...]:
-    """Of the regions: value_means, table, weights, masses, estimates as for kernels, then what they write.
+    """The regions' arguments: (value_means, table, weights, masses, estimates, parts, part_out, part_lse, part_mass,
+    whole_out, whole_lse, whole_mass).
 
-    That is (parts, part_out, part_lse, part_mass, whole_out, whole_lse, whole_mass).
-
-    Blocks are divided among threads, lists of each row's kv heads laid end to end. What a thread finds of a list that
-    it has alone is written to whole_out [rows, kv_heads, group, v_dim], whole_lse and whole_mass [rows, kv_heads,
-    group]; what it has of others, to two parts [2 * threads, group, v_dim] and [2 * threads, group], of the lists that
-    `parts` names; -1 for none.
+    The first five are those of the kernels (`signature`); the region writes the others. Threads divide the blocks of
+    all lists, one list per row and kv head. A thread writes its result for a list that it processes alone to whole_out
+    [rows, kv_heads, group, v_dim], whole_lse and whole_mass [rows, kv_heads, group]. It writes results for shared lists
+    to its two parts, part_out [2 * threads, group, v_dim], part_lse and part_mass [2 * threads, group]; parts [2 *
+    threads] has their lists, -1 for an unused part.
     """
-    return (*_given(numbers), types.Array(types.int64, 1, "C"), _REAL3, _REAL2, _REAL2, _REAL4, _REAL3, _REAL3)
+    return (*_input_types(numbers), types.Array(types.int64, 1, "C"), _REAL3, _REAL2, _REAL2, _REAL4, _REAL3, _REAL3)
 
 
 @called_as("rest")
 def signature(numbers: str) -> Any:
-    """Of the kernels: (run, region, value_means, table, weights, masses, estimates, threads, out, lse, total).
+    """The kernels' signature: (run, region, value_means, table, weights, masses, estimates, threads, out, lse, total).
 
-    Merge what the rest of a context is estimated to give into attention to other tokens, by their log-sum-exps.
+    They merge residual attention into the attention to attended tokens, by log-sum-exps.
+
     value_means: [num_blocks, kv_heads, 1, v_dim], viewed as `numbers`. table: [rows, blocks] int32, ids in the pool.
-    weights, masses: [rows, kv_heads, group, blocks] float32, the log-sum-exp of each block's scores, by which its mean
-    value counts and which attention it receives; -inf for a block that is not of the rest. out: [rows, kv_heads, group,
-    v_dim] float32 and lse [rows, kv_heads, group] float32, attention to the others, are written over where `estimates`.
-    total: [rows, kv_heads, group] float32, written: the log-sum-exp of what was in lse and of the masses.
+    weights, masses: [rows, kv_heads, group, blocks] float32, log-sum-exps of each block's scores; weights weight its
+    mean value, and masses estimate the attention that it receives; both are -inf for an attended block. out: [rows,
+    kv_heads, group, v_dim] float32 and lse [rows, kv_heads, group] float32, the attention to attended tokens, updated
+    in place if `estimates`. total: [rows, kv_heads, group] float32, written: the log-sum-exp of the former lse and of
+    the masses.
     """
     integer = types.int64
-    return integer(integer, integer, *_given(numbers), integer, _REAL4, _REAL3, _REAL3)
+    return integer(integer, integer, *_input_types(numbers), integer, _REAL4, _REAL3, _REAL3)
 
 
 def region_for(q: tuple[int, ...], v_dim: int, dtype: np.dtype) -> int:
-    """The address of the region for value means of this dtype, and queries [rows, kv_heads, group, k_dim]."""
+    """Returns the address of the region for value means of this dtype and q [rows, kv_heads, group, k_dim]."""
     return address_of(_region(isa(), storage_of(dtype).name, q[2], v_dim))
 
 
@@ -75,11 +77,11 @@ def kernel_for(numbers: str) -> Any:
         part_lse, part_mass = np.empty((2 * threads, group), np.float32), np.empty((2 * threads, group), np.float32)
         whole_out = np.empty(out.shape, np.float32)
         whole_lse, whole_mass = np.full(lse.shape, -np.inf, np.float32), np.full(lse.shape, -np.inf, np.float32)
-        given = (
+        region_args = (
             value_means, table, weights, masses, estimates, parts, part_out, part_lse, part_mass,
             whole_out, whole_lse, whole_mass,
         )  # fmt: skip
-        run_region("rest", numbers, run, region, threads, given)
+        run_region("rest", numbers, run, region, threads, region_args)
         for row in range(rows):
             for head in range(kv_heads):
                 for g in range(group):
@@ -100,7 +102,7 @@ def kernel_for(numbers: str) -> Any:
 
 @inner(error_model="numpy")
 def _merge(out, lses, at, other, other_lse):
-    """Let `out` [v_dim], of the log-sum-exp lses[at], be attention to what `other` is attention to as well."""
+    """Merge attention `other` [v_dim] with log-sum-exp `other_lse` into out [v_dim] with log-sum-exp lses[at]."""
     if other_lse == -np.inf:
         return
     both = logaddexp(lses[at], other_lse)
@@ -112,7 +114,7 @@ def _merge(out, lses, at, other, other_lse):
 
 @inner
 def _keep(sums, lse, mass, sums_place, lse_place, mass_place):
-    """Write sums [group, v_dim], lse and mass [group] to their places; one by one, as `step_parts.copy_into`."""
+    """Copy sums [group, v_dim], lse and mass [group] to their places, element by element as `step_parts.copy_into`."""
     for g in range(sums.shape[0]):
         lse_place[g], mass_place[g] = lse[g], mass[g]
         for d in range(sums.shape[1]):
@@ -156,7 +158,7 @@ def _region(instructions: str, storage: str, group: int, v_dim: int) -> Any:
                     for each in range(count):
                         shares[g, each] = (weights[row, head, g, begin + each] - most[g]) * LOG2_E
                     row_exp2(shares, g, count, np.float32(0))
-                # What is attended to has no part in the rest, and values that nobody has averaged are no numbers.
+                # Attended blocks have weight 0 and are skipped, as mean values that were never computed may be NaN.
                 largest[:count] = 0
                 for g in range(group):
                     for each in range(count):

@@ -1,4 +1,4 @@
-"""A decoded token's retrieval in one layer, in one call: it is stored, the best blocks are chosen, and attended to."""
+"""A decode step's retrieval in one layer, in one call: store the token, choose the best blocks, attend to them."""
 
 from functools import cache
 from typing import Any
@@ -18,9 +18,9 @@ from cpu_ops.storage import numbers_of, storage_of
 from cpu_ops.untyped_arrays import UNTYPED, UNTYPED_POOL, as_bytes, items_of
 
 EVERYTHING, AS_GIVEN, CHOSEN = 0, 1, 2
-"""Which blocks a step attends to: all; those at given positions; those that it chooses."""
+"""Which blocks a step attends to: all; those at the positions passed in; those that it chooses."""
 NOTHING_FORBIDDEN = np.empty((0, 0, 0), np.int32)
-# Scores of kv heads from which on all threads choose, a list each: of fewer, one thread has chosen in some 0.1 ms.
+# From this many scores on, threads divide the lists; with fewer, one thread chooses in about 0.1 ms.
 _TOGETHER = 16384
 BAD_PLACE, BAD_CONTEXT, BAD_LISTS, BAD_SHAPES = -1.0, -2.0, -3.0, -4.0
 REFUSALS = {
@@ -33,22 +33,22 @@ REFUSALS = {
 
 
 class RetrievalStep:
-    """The call for one layer: bound to the arrays of its pool and to the shapes of its queries.
+    """The retrieval of one layer, bound to the arrays of its pool and to the shapes of its queries.
 
     Args:
         keys: [num_blocks, kv_heads, block_size, k_dim], values: [num_blocks, kv_heads, block_size, v_dim],
             representatives: [num_blocks, kv_heads, representative_num, k_dim], of storage types (`cpu_ops.storage`).
         lengths: [num_blocks] int32, tokens in each block.
         group: query heads of a kv head.
-        score: as `mode` of `cpu_ops.scores.block_scores`.
-        softcapped: whether scores of attention are capped.
+        score: `mode` of `cpu_ops.scores.block_scores`.
+        softcapped: whether attention scores are soft-capped.
         dtype: of queries, keys, values and outputs: float32, or uint16 for the bits of bfloat16.
-        threads: how many to use.
-        key_offsets: as `attention.attend_blocks` takes them.
+        threads: number of threads.
+        key_offsets: as in `attention.attend_blocks`.
 
     Attributes:
-        stores: whether it writes blocks of these storage types, keys as they are; else the token has to be there
-            already.
+        stores: whether calls write the token to blocks of these storage types; otherwise it must be stored before.
+            Steps with key_offsets do not store.
         group, v_dim: query heads of a kv head, dimension of a value.
 
     Raises ValueError or TypeError for arrays that do not fit together.
@@ -83,7 +83,7 @@ class RetrievalStep:
         self.group, self._bound = group, (dtype, softcapped)
 
     def fits(self, dtype: Any, softcapped: bool) -> bool:
-        """Whether it is bound to this dtype, and to capped scores or others."""
+        """Whether the step is bound to this dtype and to soft-capped scores or not."""
         return self._bound == (dtype, softcapped)
 
     def __call__(
@@ -91,20 +91,20 @@ class RetrievalStep:
         which: int, positions: np.ndarray, allowed: np.ndarray, shared: bool, largest: bool, scale: float,
         softcap: float, out: np.ndarray, lse: np.ndarray,
     ) -> float:  # fmt: skip
-        """Store one token of every row, unless `position` is negative, and attend to what it attends to.
+        """Store one token of every row, unless `position` is negative, and attend.
 
         q: [rows, heads, 1, k_dim], k: [rows, kv_heads, 1, k_dim], v: [rows, kv_heads, 1, v_dim] and out [rows, heads,
-        1, v_dim], of the bound dtype. position: the token's in its sequence. table: [rows, blocks] int32, ids of every
+        1, v_dim], of the bound dtype. position: of the token in its sequence. table: [rows, blocks] int32, ids of each
         row's blocks in order; [first, end) of them are the Context. which: EVERYTHING, AS_GIVEN or CHOSEN. positions:
-        [rows, 1 or kv_heads, count] int32, in the Context, ascending; written where they are CHOSEN. allowed: [rows, 1
-        or kv_heads, n] int32, the positions to choose from, ascending, which alone are scored, at least `count`; all
-        where n is 0. shared: whether there is one list of positions for all kv heads. largest: whether a kv head's
-        score is its group's largest, and not their mean. scale, softcap: as `attention.attend_blocks`. lse: [rows,
-        kv_heads, group] float32, is written. For who holds `threads.one_kernel_at_a_time`.
+        [rows, 1 or kv_heads, count] int32, in the Context, ascending; written for CHOSEN. allowed: [rows, 1 or
+        kv_heads, n] int32, the positions to score and choose from, ascending, n >= count; n = 0 allows all. shared:
+        whether all kv heads share one list of positions. largest: whether a kv head's score is its group's largest
+        instead of the mean. scale, softcap: as in `attention.attend_blocks`. lse: [rows, kv_heads, group] float32,
+        written. The caller must own `threads.one_kernel_at_a_time`.
 
-        Returns the largest magnitude that was stored (0 for none), infinity or NaN where there are such. Raises
-        IndexError for places, ids and lengths outside the pool, ValueError for other shapes and TypeError for other
-        types than these.
+        Returns the largest magnitude that was stored (0 if nothing was), or infinity or NaN if one was stored. Raises
+        IndexError for positions, ids and lengths outside the pool, ValueError for other shapes and TypeError for other
+        types.
         """
         status = self._kernel(
             q, k, v, *self._pool, position, table, first, end, which, positions, allowed, shared, largest,
@@ -117,16 +117,16 @@ class RetrievalStep:
 
 @cache
 def _kernel(dtype: str) -> Any:
-    """Compile the kernel for queries of `dtype`; one for pools of all storage types."""
+    """Compile the kernel for queries of `dtype`; it serves pools of all storage types."""
     code_version = CODE_VERSION
 
-    given = types.Array(from_dtype(np.dtype(dtype)), 4, "C")
+    qkv = types.Array(from_dtype(np.dtype(dtype)), 4, "C")
     pool, integers = types.Array(types.uint8, 4, "C"), types.Array(types.int64, 1, "C")
     int3, int2, int1 = (types.Array(types.int32, dims, "C") for dims in (3, 2, 1))
     signature = types.float64(
-        given, given, given, pool, pool, list_attention.OFFSETS, pool, int1, types.int64, int2,
+        qkv, qkv, qkv, pool, pool, list_attention.OFFSETS, pool, int1, types.int64, int2,
         types.int64, types.int64, types.int64, int3, int3, types.boolean, types.boolean, types.float64, types.float64,
-        types.int64, integers, integers, integers, given,
+        types.int64, integers, integers, integers, qkv,
         types.Array(types.float32, 3, "C"),
     )  # fmt: skip
 
@@ -161,8 +161,8 @@ def _kernel(dtype: str) -> Any:
                         new_keys[row, head, d] = number(k[row, head, 0, d])
                     for d in range(v_dim):
                         new_values[row, head, d] = number(v[row, head, 0, d])
-            written = new_keys, new_values, keys, values, table, position
-            stored = np.float64(call_kernel("store", UNTYPED_POOL, addresses[1], written))
+            store_args = new_keys, new_values, keys, values, table, position
+            stored = np.float64(call_kernel("store", UNTYPED_POOL, addresses[1], store_args))
             if stored < 0:
                 return BAD_PLACE
         queries = np.empty((rows, kv_heads, group, k_dim), np.float32)
@@ -181,37 +181,37 @@ def _kernel(dtype: str) -> Any:
                 among = candidates if candidates > 0 else end - first
                 block_scores = np.empty((rows, kv_heads, group, among), np.float32)
                 counts = np.full(rows, end - first, np.int32)
-                scored = addresses[0], addresses[3], queries, representatives, context, counts, threads, block_scores
+                scoring = addresses[0], addresses[3], queries, representatives, context, counts, threads, block_scores
                 if candidates > 0:
-                    # Kv heads may have candidates of their own, so that each one's part of a block is a row.
+                    # Candidates may differ between kv heads, so that arrays have one row per block and kv head.
                     ids, counts = entry_ids(context, allowed, kv_heads), np.full(rows * kv_heads, candidates, np.int32)
                     by_row = queries.reshape(rows * kv_heads, 1, group, k_dim)
-                    scored = (
+                    scoring = (
                         addresses[0], addresses[3], by_row, by_head(representatives), ids, counts, threads,
                         head_rows(block_scores),
                     )  # fmt: skip
-                if call_kernel("score", UNTYPED, addresses[2], scored) < 0:
+                if call_kernel("score", UNTYPED, addresses[2], scoring) < 0:
                     return BAD_CONTEXT
                 if rows * kv_heads * among < _TOGETHER:
                     copy_into(best_blocks(block_scores, positions.shape[2], allowed, shared, largest), positions)
                 else:
-                    nobody, any_of_them = np.zeros((rows, kv_heads, group), np.float32), allowed[:, :, :0].copy()
-                    choosing = (
-                        block_scores, block_scores, False, nobody, nobody, any_of_them, shared, np.int64(largest), 0.0,
+                    zeros, unrestricted = np.zeros((rows, kv_heads, group), np.float32), allowed[:, :, :0].copy()
+                    choose_args = (
+                        block_scores, block_scores, False, zeros, zeros, unrestricted, shared, np.int64(largest), 0.0,
                         np.int64(0), np.int64(positions.shape[2]), np.int64(1), positions,
                     )  # fmt: skip
-                    run_region("choose", "", addresses[0], addresses[6], threads, choosing)
+                    run_region("choose", "", addresses[0], addresses[6], threads, choose_args)
                     if candidates > 0:
                         in_context(positions, allowed)
             ids = attended_ids(table, positions, first, end)
         in_use = np.full((rows, ids.shape[1]), ids.shape[2], np.int32)
         attended = np.empty((rows, kv_heads, group, v_dim), np.float32)
-        asked = queries.reshape(rows, 1, kv_heads, group, k_dim)
-        attending = (
-            addresses[0], addresses[5], np.int64(0), asked, keys, values, key_offsets, ids, in_use, lengths, scale,
+        queries_5d = queries.reshape(rows, 1, kv_heads, group, k_dim)
+        attend_args = (
+            addresses[0], addresses[5], np.int64(0), queries_5d, keys, values, key_offsets, ids, in_use, lengths, scale,
             softcap, threads, attended, lse,
         )  # fmt: skip
-        if call_kernel("attend lists", UNTYPED_POOL, addresses[4], attending) < 0:
+        if call_kernel("attend lists", UNTYPED_POOL, addresses[4], attend_args) < 0:
             return BAD_LISTS
         for row in range(rows):
             for head in range(heads):

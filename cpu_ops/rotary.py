@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys that lie in DRAM."""
+"""Rotary position embedding of queries and keys in DRAM."""
 
 from functools import cache
 from typing import Any
@@ -9,7 +9,7 @@ from numba import njit, prange
 from cpu_ops.code_version import CODE_VERSION
 from cpu_ops.threads import kernel_threads
 
-# Bytes up to which one thread is done before several have begun.
+# Up to this many bytes one thread finishes before several have started.
 _SMALL = 1 << 18
 
 
@@ -23,15 +23,16 @@ def rotate_rows(
     channels: tuple[int, bool],
     threads: int | None = None,
 ) -> None:
-    """Write vectors to the same places of `rotated`, with their pairs of channels turned: (a, b) becomes
+    """Write vectors to the same entries of `rotated`, with pairs of channels (a, b) rotated to
     (a * cos - b * sin, b * cos + a * sin).
 
-    vectors, rotated: [rows, heads, entries, dim] float32; rotated is C-contiguous. entries: first and end of those that
-    are rotated. cos, sin: [positions, pairs] float32, one row for each position, C-contiguous; the first entry is at
-    `position`. channels: the first of a head's that is rotated, and whether pair i is (2i, 2i + 1) from there on and
-    not (i, i + pairs); the others are copied. threads: how many to use for many entries (None: Numba's setting).
+    vectors, rotated: [rows, heads, entries, dim] float32; rotated is C-contiguous. entries: first and end of the
+    entries to rotate. cos, sin: [positions, pairs] float32, one row per position, C-contiguous; the first entry is at
+    `position`. channels: (offset, interleaved): the first rotated channel, and whether pair i consists of channels (2i,
+    2i + 1) from there on instead of (i, i + pairs); other channels are copied. threads: number of threads for many
+    entries (None: Numba's setting).
 
-    Raises ValueError for arrays that do not fit together, or do not have these entries and positions.
+    Raises ValueError for arrays that do not fit together or lack these entries or positions.
     """
     first, end = entries
     offset, interleaved = channels

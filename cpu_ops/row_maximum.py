@@ -1,4 +1,4 @@
-"""The largest number of a row: LLVM makes one chain of comparisons of such a loop, each waiting for the one before."""
+"""The largest number of a row, by independent chains of comparisons; LLVM compiles a plain loop to a single chain."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ _LANES, _CHAINS = 16, 4
 
 @intrinsic
 def _largest(typingctx, rows, g, count):
-    """The largest of rows[g, :count], count a multiple of `_LANES`; -inf of none. NaN counts for nothing."""
+    """Returns the largest of rows[g, :count], count a multiple of `_LANES`; -inf for count 0. NaN is ignored."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         v, array = Vectors(builder, _LANES), make_array(rows)(context, builder, arguments[0])
@@ -49,7 +49,7 @@ def _largest(typingctx, rows, g, count):
 
 @njit(error_model="numpy")
 def row_max(scores, g, count):
-    """The largest of scores[g, :count], float32 whose rows are contiguous; -inf of none. NaN counts for nothing."""
+    """Returns the largest of scores[g, :count], float32 with contiguous rows; -inf for count 0. NaN is ignored."""
     whole = count // _LANES * _LANES
     most: np.float32 = _largest(scores, g, whole)
     for t in range(whole, count):

@@ -1,8 +1,8 @@
-"""Causal attention of a chunk of a prompt to chosen keys alone, a list of runs of tokens for each block of queries.
+"""Sparse causal attention of a prompt chunk: each block of queries attends to a list of runs of tokens.
 
-FlashAttention's online softmax (Dao et al. 2022, arXiv:2205.14135, algorithm 1) with a block's queries in the lanes:
-tokens are gathered from wherever they lie, and nothing is summed across lanes. In bfloat16 on CPUs that multiply it
-(AVX512_BF16; by tiles where there are any, `run_attention_tiles`), in float32 elsewhere.
+It uses the online softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithm 1) with a block's queries in
+the lanes: tokens are gathered from any address, and nothing is summed across lanes. It computes in bfloat16 on CPUs
+with AVX512_BF16 (with AMX tiles if available, `run_attention_tiles`), and in float32 otherwise.
 """
 
 from functools import cache
@@ -29,14 +29,14 @@ from cpu_ops.softmax_rows import rows_exp2, rows_most
 from cpu_ops.threads import kernel_threads
 
 _TOKENS = 96
-"""Tokens that are gathered at once: their keys, values and scores stay close in the caches."""
+"""Tokens that are gathered at once: their keys, values and scores stay in the caches."""
 _ROWS = 6
-"""Rows of a register tile in bfloat16: with 4 vectors of columns they leave registers for what is multiplied."""
+"""Rows of a register tile in bfloat16: with 4 vectors of columns they leave registers for the operands."""
 _FLOAT_ROWS = 4
 
 
 def runs_in_bfloat16(k_dim: int, v_dim: int) -> bool:
-    """Whether `attend_runs` takes bits of bfloat16 in these dimensions on this CPU."""
+    """Whether `attend_runs` supports bfloat16 with these dimensions on this CPU."""
     return isa() == "avx512" and has("avx512bf16") and k_dim % LANES == 0 and v_dim % LANES == 0
 
 
@@ -52,21 +52,21 @@ def attend_runs(
     softcap: float = 0.0,
     threads: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Softmax attention of n tokens to chosen ones of the `past` tokens before them and, causally, of themselves.
+    """Softmax attention of n tokens to chosen tokens among `past` earlier ones and, causally, among themselves.
 
     q: [batch, heads, n, k_dim], past_k: [batch, kv_heads, past, k_dim], past_v: [batch, kv_heads, past, v_dim], k and
     v: [batch, kv_heads, n, dim]: all float32, or all bits of bfloat16 (uint16) where `runs_in_bfloat16`; only the last
-    dimension must be contiguous. runs: [count, 2] int32, tokens [first, stop) of past and chunk; starts: int64,
-    [batch * heads * blocks + 1], where those of each row, head and block of `QUERY_BLOCK` queries begin. A block's runs
-    lie in order, do not overlap, and end with the block's own tokens. scale, above 0, multiplies the scores; softcap
-    c > 0 then turns them into c * tanh(score / c). threads: how many to use (None: Numba's setting).
+    dimension must be contiguous. runs: [count, 2] int32, tokens [first, stop) of past and chunk. starts: int64,
+    [batch * heads * blocks + 1], the first run of each row, head and block of `QUERY_BLOCK` queries. A block's runs
+    ascend, are disjoint, and end with the block's own tokens. scale, above 0, multiplies the scores; softcap c > 0 then
+    turns them into c * tanh(score / c). threads: number of threads (None: Numba's setting).
 
-    Returns out [batch, n, heads, v_dim] as q is and lse [batch, heads, n] float32, the natural logarithm of the sum of
-    exp(score). Raises ValueError or TypeError for arrays that do not fit together or that the CPU cannot multiply, and
-    for runs that are out of order, out of range or lack the block's own tokens.
+    Returns out [batch, n, heads, v_dim] in q's type and lse [batch, heads, n] float32, the natural logarithm of the sum
+    of exp(score). Raises ValueError or TypeError for arrays that do not fit together or that the CPU cannot multiply,
+    and for runs that are out of order, out of range or lack the block's own tokens.
     """
-    given = (q, past_k, past_v, k, v)
-    if any(each.ndim != 4 or each.dtype != q.dtype for each in given) or q.dtype not in (np.uint16, np.float32):
+    inputs = (q, past_k, past_v, k, v)
+    if any(each.ndim != 4 or each.dtype != q.dtype for each in inputs) or q.dtype not in (np.uint16, np.float32):
         raise TypeError("q, past_k, past_v, k and v must have four dimensions and be float32, or bits of bfloat16")
     batch, heads, n, k_dim = q.shape
     kv_heads, v_dim, past = k.shape[1], v.shape[3], past_k.shape[2]
@@ -90,7 +90,7 @@ def attend_runs(
         raise ValueError(f"runs {runs.shape} and starts {starts.shape} are not those of {lists} blocks")
     if not are_sound(runs, starts, past, n):
         raise ValueError("runs must lie in order, within past and chunk, and end with the block's own tokens")
-    arrays = [each if each.strides[3] == each.itemsize else np.ascontiguousarray(each) for each in given]
+    arrays = [each if each.strides[3] == each.itemsize else np.ascontiguousarray(each) for each in inputs]
     if is_bits:
         arrays = [each.view(np.uint32) if index in (0, 1, 3) else each for index, each in enumerate(arrays)]
     out = np.empty((batch, n, heads, v_dim), q.dtype)
@@ -131,9 +131,9 @@ def _arguments(variant: str) -> tuple[Any, ...]:
 
 @cache
 def _vector_region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int, softcapped: bool) -> Any:
-    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values.
+    """Compile a thread's share for one shape. Numba's disk cache keys it by the constants below, all plain values.
 
-    What the branches on `in_bfloat16` leave out is not compiled.
+    Numba prunes the branches on `in_bfloat16` that are not taken.
     """
     lanes = LANES if in_bfloat16 else ISAS[instructions].float_lanes
     columns, tokens, height = QUERY_BLOCK, _TOKENS, _ROWS if in_bfloat16 else _FLOAT_ROWS
@@ -144,7 +144,7 @@ def _vector_region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int,
     v_pad = -(-v_dim // lanes) * lanes
     v_full = v_pad // wide * wide
     v_rest = (v_pad - v_full) // lanes
-    # A register tile of queries may reach behind the last.
+    # The last register tile of queries may be incomplete.
     rows_padded = -(-columns // height) * height
     variant, code_version = _variant(in_bfloat16), CODE_VERSION
 
@@ -155,7 +155,7 @@ def _vector_region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int,
         )
         heads, n, kv_heads, past = q.shape[1], q.shape[2], k.shape[1], past_k.shape[2]
         blocks = -(-n // columns)
-        # Queries are scaled in float32; in bfloat16 they would lose by it, so that their scores are.
+        # Float32 queries are scaled. Scaling bfloat16 queries would lose precision, so their scores are scaled instead.
         scaling = np.float32(scale / softcap) if softcapped else np.float32(scale * LOG2_E)
         factor = scaling if in_bfloat16 and not softcapped else np.float32(1)
         turned_q, keys = scratch(depth, columns).view(q.dtype), scratch(tokens, depth).view(q.dtype)
@@ -184,7 +184,7 @@ def _vector_region(in_bfloat16: bool, instructions: str, k_dim: int, v_dim: int,
                     copy_row(depth, address_in(key_places, past, listed[t]), keys, t * depth)
                 if in_bfloat16:
                     if filled % 2:
-                        # A pair's other half, which no query sees.
+                        # The other half of an incomplete pair, masked below.
                         listed[filled] = listed[filled - 1]
                     for pair in range(pairs):
                         even = address_in(value_places, past, listed[2 * pair])

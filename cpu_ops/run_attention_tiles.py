@@ -1,8 +1,8 @@
-"""`run_attention.attend_runs` in bfloat16 by AMX's tiles, where a CPU has them.
+"""`run_attention.attend_runs` in bfloat16 with AMX tiles, on CPUs that have them.
 
-As there, a block's queries are in the lanes. Keys are multiplied as they lie, `BLOCK` tokens at once where these are
-neighbours; others are copied together. Of values the words are turned, once for all queries, so that their sums have
-the queries in the lanes too, and nothing of the softmax is summed across lanes.
+As there, a block's queries are in the lanes. Keys of `BLOCK` consecutive tokens are multiplied in place; other tokens
+are gathered first. Values are transposed once for all queries, so that output sums also have the queries in the lanes,
+and the softmax needs no sums across lanes.
 """
 
 import math
@@ -30,23 +30,23 @@ from cpu_ops.threads import kernel_threads
 from cpu_ops.tile_softmax import cap_products, divide_sums, rescale_outgrown
 
 _LISTED = 4
-"""Lists of `BLOCK` tokens that are multiplied at once: their scores stay close in the caches."""
+"""Lists of `BLOCK` tokens that are multiplied at once: their scores stay in the caches."""
 _LINE = 4 * TILE
-"""Bytes of a row of turned values."""
+"""Bytes of a row of transposed values."""
 _TURNED_BYTES = 1 << 26
-"""Room for turned values; those of one kv head may take more."""
+"""Bytes of the buffer of transposed values; the values of one kv head may exceed it."""
 _TURNED_FROM = 4
-"""Blocks of queries that attend to a token, on average, from which on all values are turned; else each block's own."""
+"""If more blocks of queries than this attend to a token on average, all values are transposed once in advance."""
 
 
 def attend_by_tiles(
     arrays: Sequence[np.ndarray], runs: np.ndarray, starts: np.ndarray, scale: float, softcap: float,
     threads: int | None, out: np.ndarray, lse: np.ndarray,
 ) -> None:  # fmt: skip
-    """Write what `run_attention.attend_runs` returns, of what it has checked.
+    """Compute out and lse of `run_attention.attend_runs`, which checks the arguments.
 
-    arrays: q, past_k, past_v, k and v; q and keys as words. Values of as many kv heads at a time as fit into
-    `_TURNED_BYTES` lie in memory twice where that pays.
+    arrays: q, past_k, past_v, k and v; q and keys as words. If it pays, values are transposed in advance, for as many
+    kv heads at a time as fit into `_TURNED_BYTES`.
     """
     _, past_k, _, k, v = arrays
     (rows, kv_heads, n, words), past, v_dim = k.shape, past_k.shape[2], v.shape[3]
@@ -61,16 +61,17 @@ def attend_by_tiles(
         for first in range(0, rows * kv_heads, together):
             heads = first, min(first + together, rows * kv_heads)
             for turns in (True, False) if blocks else (False,):
-                asked = runs, starts, float(scale), float(softcap), *heads
-                call_region("attend runs by tiles", "", region, (*arrays, *asked, turned, turns, out, lse), used)
+                run_args = runs, starts, float(scale), float(softcap), *heads
+                call_region("attend runs by tiles", "", region, (*arrays, *run_args, turned, turns, out, lse), used)
 
 
 @region_arguments("attend runs by tiles")
 def _arguments(_: str) -> tuple[Any, ...]:
     """(q, past_k, past_v, k, v, runs, starts, scale, softcap, first, stop, turned, turns, out, lse).
 
-    first, stop: the kv heads of all rows in turn whose queries attend. turned: their values, [heads, whole blocks of
-    `BLOCK` tokens, v_dim filled up, `TILE`], of which `turns` writes a thread's share; no blocks: nothing is turned.
+    first, stop: the range of kv heads, counted over all rows, whose queries attend. turned: their transposed values,
+    [heads, whole blocks of `BLOCK` tokens, v_dim rounded up, `TILE`]; without blocks, nothing is transposed in advance.
+    turns: True to write a thread's share of `turned`, False to attend.
     """
     keys, values = types.Array(types.uint32, 4, "A"), types.Array(types.uint16, 4, "A")
     runs, starts = types.Array(types.int32, 2, "C"), types.Array(types.int64, 1, "C")
@@ -81,10 +82,11 @@ def _arguments(_: str) -> tuple[Any, ...]:
 
 @inner
 def _split(runs, first, stop, past, is_whole, whole, apart):
-    """The tokens of the runs from `first` to `stop`: those of whole blocks of `BLOCK`, and each of the others.
+    """Split the tokens of the runs from `first` to `stop` into whole blocks of `BLOCK` tokens and single tokens.
 
-    A block begins at a multiple of its size and is all in past or all in the chunk; is_whole: whether there may be any.
-    Its first token is written to `whole`, the others to `apart`. Returns how many of either.
+    A whole block begins at a multiple of its size and is entirely in past or in the chunk; is_whole: whether to look
+    for whole blocks. Writes the first token of each block to `whole` and single tokens to `apart`; returns their
+    numbers.
     """
     wholes, aparts = 0, 0
     for run in range(first, stop):
@@ -104,7 +106,7 @@ def _split(runs, first, stop, past, is_whole, whole, apart):
 
 @cache
 def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
-    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
+    """Compile a thread's share for one shape. Numba's disk cache keys it by the constants below, all plain values."""
     words, depth = k_dim // 2, -(-k_dim // BLOCK) * TILE
     v_pad = -(-v_dim // BLOCK) * BLOCK
     columns, lanes, side, most_lists = QUERY_BLOCK, TILE, BLOCK, _LISTED
@@ -117,10 +119,10 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
             arguments_at("attend runs by tiles", "", arguments)
         )
         heads, n, kv_heads, past = q.shape[1], q.shape[2], k.shape[1], past_k.shape[2]
-        value_words, held = scratch(lanes, v_pad).view(np.uint32), turned.shape[1]
+        value_words, whole_blocks = scratch(lanes, v_pad).view(np.uint32), turned.shape[1]
         if turns:
-            for number in range(thread, (stop_head - first_head) * held, threads):
-                index, block = first_head + number // held, number % held
+            for number in range(thread, (stop_head - first_head) * whole_blocks, threads):
+                index, block = first_head + number // whole_blocks, number % whole_blocks
                 value_places = places_of(past_v, v, index // kv_heads, index % kv_heads)
                 for pair in range(lanes):
                     even = address_in(value_places, past, block * side + 2 * pair)
@@ -133,15 +135,15 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
         factor = np.float32(1) if softcapped else np.float32(scale * LOG2_E)
         before_cap = np.float32(scale / softcap) if softcapped else np.float32(0)
         turned_q = scratch(depth, columns).view(np.uint32)
-        # Of tokens that are not neighbours.
+        # Buffers of single tokens.
         copied_keys = scratch(tokens, depth).view(np.uint32)
         copied_values = scratch(most_lists * v_pad, lanes).view(np.uint32)
-        # A row for each of the values' channels, and in the end for each query.
+        # `sums` has one row per channel of the values; `turned_sums` has one row per query.
         sums, turned_sums = scratch(v_pad, columns), scratch(columns, v_pad)
         query_words = scratch(columns, depth).view(np.uint32)
         scores, weights = scratch(tokens, columns), scratch(tokens // 2, columns).view(np.uint32)
         whole, apart = np.empty((past + n) // side, np.int64), np.empty(past + n, np.int64)
-        # Where a list's words lie: of its keys `lanes` of them at a time, and of its values from row to row.
+        # Addresses of each list's keys, for every `lanes` words, with the keys' row strides; addresses of its values.
         keys_at, pitches = np.empty(most_lists * deep, np.int64), np.empty(most_lists, np.int64)
         values_at, listed = np.empty(most_lists, np.int64), np.empty(tokens, np.int64)
         keys_here, values_here = np.int64(copied_keys.ctypes.data), np.int64(copied_values.ctypes.data)
@@ -149,7 +151,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
         most, totals, fresh, rescale = np.empty((4, columns), np.float32)
         found = np.empty(64, np.uint8)
         begin_tiles(found)
-        # A kv head's queries are neighbours, and so are a row's kv heads.
+        # Query heads of a kv head are consecutive, and so are the kv heads of a row.
         for item in range(first_head * group * blocks + thread, stop_head * group * blocks, threads):
             block, head, row = item % blocks, item // blocks % heads, item // blocks // heads
             kv_head, first = head // group, block * columns
@@ -161,9 +163,9 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                 for i in range(0, columns, lanes):
                     turn_words(query_words, i * depth + d, depth, turned_q, d * columns + i, columns)
             key_places, value_places = places_of(past_k, k, row, kv_head), places_of(past_v, v, row, kv_head)
-            own_turned = turned_at + (row * kv_heads + kv_head - first_head) * held * list_line
+            own_turned = turned_at + (row * kv_heads + kv_head - first_head) * whole_blocks * list_line
             most[:], totals[:], sums[:] = UNSEEN, 0, 0
-            wholes, aparts = _split(runs, starts[item], starts[item + 1], past, held > 0, whole, apart)
+            wholes, aparts = _split(runs, starts[item], starts[item + 1], past, whole_blocks > 0, whole, apart)
             lists = wholes + -(-aparts // side)
             for first_list in range(0, lists, most_lists):
                 here, farthest = min(most_lists, lists - first_list), np.int64(0)
@@ -203,7 +205,7 @@ def tiles_region(k_dim: int, v_dim: int, softcapped: bool) -> Any:
                 if farthest > past + first:
                     hide(listed, filled, past + first, scores)
                 if first_list + here == lists:
-                    # The last token once more, and behind it: no query sees it twice.
+                    # The last list repeats its last token as padding, which is masked.
                     scores[filled - (lists - wholes) * side + aparts : filled] = UNSEEN
                 grown = False
                 for i in range(0, columns, lanes):

@@ -1,4 +1,4 @@
-"""Scores of context blocks: how much a query is expected to attend to each, from the blocks' representatives."""
+"""Scores of the blocks of a Context by their representatives, which predict how much a query attends to each."""
 
 from functools import cache, lru_cache
 from typing import Any
@@ -30,12 +30,12 @@ def block_scores(
     """Score every listed block for every query head.
 
     q: [rows, kv_heads, group, k_dim] float32. representatives: [num_blocks, kv_heads, representative_num, k_dim] of a
-    storage type. block_ids: [rows, max_blocks] int32, block_counts: [rows] int32 entries in use. mode "dot": the
+    storage type. block_ids: [rows, max_blocks] int32. block_counts: [rows] int32, entries in use. mode "dot": the
     largest inner product with a representative. mode "quest": the upper bound sum_d max(q_d max_d, q_d min_d) of the
     scores in a block whose representatives are its elementwise maximum and minimum (Quest, arXiv:2406.10774,
     algorithm 1).
 
-    Returns [rows, kv_heads, group, max_blocks] float32 (written to `out` when given), -inf past each row's count.
+    Returns [rows, kv_heads, group, max_blocks] float32 (written to `out` if passed), -inf after each row's count.
     Raises ValueError or TypeError for arrays that do not fit together, IndexError for ids or counts outside the pool.
     """
     kernel, region, kernel_dtype, shape = _plan(
@@ -45,7 +45,7 @@ def block_scores(
         out = np.empty(shape, np.float32)
     elif out.shape != shape:
         raise ValueError(f"out {out.shape} must be {shape}")
-    # As `kernel_threads`, without its frames: this is called for every layer of every token.
+    # The same as `kernel_threads`, inlined: this runs for every layer of every token.
     with one_kernel_at_a_time:
         before = get_num_threads()
         used = before if threads is None or threads == before else use_threads(threads)
@@ -102,9 +102,9 @@ def region_for(
     q: tuple[int, ...], representatives: tuple[int, ...], ids: tuple[int, ...], counts: tuple[int, ...],
     dtype: np.dtype, mode: str,
 ) -> int:  # fmt: skip
-    """The address of the region ("score") for arrays of these shapes (`block_scores`).
+    """Returns the address of the region "score" for arrays of these shapes (as in `block_scores`).
 
-    Raises ValueError or TypeError where they do not fit together.
+    Raises ValueError or TypeError for arrays that do not fit together.
     """
     return _plan(q, representatives, ids, counts, dtype, mode, isa())[1]
 
@@ -122,15 +122,18 @@ def _pool(numbers: str) -> Any:
 
 @region_arguments("score")
 def arguments(numbers: str) -> tuple[Any, ...]:
-    """Of the regions: (q, representatives, block_ids, block_counts, out); numbers: as kernels view representatives."""
+    """The regions' arguments: (q, representatives, block_ids, block_counts, out).
+
+    numbers: the dtype as which kernels view representatives.
+    """
     return _REAL4, _pool(numbers), _INT2, _INT1, _REAL4
 
 
 @called_as("score")
 def signature(numbers: str) -> Any:
-    """Of the kernels: (run, region, q, representatives, block_ids, block_counts, threads, out) to a status.
+    """The kernels' signature: (run, region, q, representatives, block_ids, block_counts, threads, out).
 
-    An error's is below 0. run: `parallel_region.all_threads()`. region: its address.
+    run: `parallel_region.all_threads()`. region: its address. Returns a status; a negative one reports an error.
     """
     integer = types.int64
     return integer(integer, integer, _REAL4, _pool(numbers), _INT2, _INT1, integer, _REAL4)
@@ -171,7 +174,7 @@ def _region(instructions: str, storage: str, mode: str, group: int, representati
         kv_heads = q.shape[1]
         total = rows * max_blocks
         tile = np.empty((group, vectors), np.float32)
-        # What stands for a block lies side by side for its kv heads: read as it lies.
+        # A block's representatives are contiguous over kv heads, and are read in this order.
         for item in range(total * thread // threads, total * (thread + 1) // threads):
             row, entry = item // max_blocks, item % max_blocks
             if entry >= block_counts[row]:

@@ -1,4 +1,4 @@
-"""Memory of kernels on cache-line boundaries: a whole vector that crosses one costs two loads."""
+"""Kernel buffers aligned to cache lines: loading a vector across a boundary costs two loads."""
 
 import math
 
@@ -10,19 +10,19 @@ LINE = 64
 
 
 def on_lines(shape: tuple[int, ...], dtype: np.dtype | type[np.generic]) -> np.ndarray:
-    """`numpy.empty` that begins on a cache line, for kernels to write and read vectors of."""
+    """Returns an uninitialised array, as `numpy.empty`, that begins on a cache line."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     return from_line(np.empty(size + LINE, np.uint8), size).view(dtype).reshape(shape)
 
 
 def from_line(memory: np.ndarray, nbytes: int) -> np.ndarray:
-    """`nbytes` bytes of memory [bytes] uint8, from the first that begins a cache line on."""
+    """Returns a view of `nbytes` bytes of memory [bytes] uint8 from its first cache-line boundary on."""
     skipped = -memory.ctypes.data % LINE
     return memory[skipped : skipped + nbytes]
 
 
 def neighbours_on_lines(array: np.ndarray) -> np.ndarray:
-    """As `numpy.ascontiguousarray`; a copy begins on a cache line."""
+    """Returns the array C-contiguous, as `numpy.ascontiguousarray`; a copy begins on a cache line."""
     if array.flags.c_contiguous:
         return array
     copy = on_lines(array.shape, array.dtype)
@@ -30,10 +30,10 @@ def neighbours_on_lines(array: np.ndarray) -> np.ndarray:
     return copy
 
 
-# With a signature: else Numba would compile it for every pair of numbers that a kernel's constants are.
+# Without the signature, Numba would compile it for every pair of a kernel's constants.
 @njit(types.Array(types.float32, 2, "C")(types.int64, types.int64), cache=True, nogil=True)
 def scratch(rows, columns):
-    """A [rows, columns] float32 array of zeros that begins on a 64-byte boundary."""
+    """Returns a [rows, columns] float32 array of zeros that begins on a 64-byte boundary."""
     size = rows * columns
     memory = np.zeros(size + 16, np.float32)
     start = (-(memory.ctypes.data // 4)) % 16
