@@ -1,4 +1,4 @@
-"""Storing one token per sequence in the blocks where kernels read it, encoded on the way."""
+"""Encodes one token per sequence and stores it in its block."""
 
 from functools import cache, lru_cache
 from typing import Any
@@ -20,7 +20,7 @@ _GROUP = 32
 
 @intrinsic
 def _half_bits(typingctx, value):
-    """The IEEE binary16 nearest to a float32, as its bits; ties go to even."""
+    """Returns the bits of the IEEE binary16 nearest to a float32; ties go to even."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
@@ -30,25 +30,25 @@ def _half_bits(typingctx, value):
 
 @inner
 def as_float32(value):
-    """A float32 as it is."""
+    """Returns a float32 unchanged."""
     return value
 
 
 @inner
 def as_float16(value):
-    """The bits of a float32 as binary16."""
+    """Returns the bits of a float32 as binary16."""
     return _half_bits(value)
 
 
 @inner
 def as_bfloat16(value):
-    """The bits of a float32 as bfloat16; ties go to even."""
+    """Returns the bits of a float32 as bfloat16; ties go to even."""
     return float_to_bfloat16(value)
 
 
 @inner(error_model="numpy")
 def _inverse(scale):
-    """1 / scale as GGML divides, by a scale before it is rounded; 0 where that is beyond float32."""
+    """Returns 1 / scale, from the scale before it is rounded, as GGML does; 0 if that exceeds float32."""
     inverse = np.float32(1) / scale
     return np.float32(0) if np.isinf(inverse) else inverse
 
@@ -61,7 +61,7 @@ def _put_half(value, target, at):
 
 @inner(error_model="numpy")
 def _as_q8_0(vector, target):
-    """GGML's Q8_0 of a vector [dim] float32, in target [dim / 32 * 34] uint8."""
+    """Encode a vector [dim] float32 as GGML's Q8_0 in target [dim / 32 * 34] uint8."""
     for group in range(vector.size // _GROUP):
         at, first = group * (_GROUP + 2), group * _GROUP
         largest = np.float32(0)
@@ -72,7 +72,7 @@ def _as_q8_0(vector, target):
         _put_half(scale, target, at)
         for i in range(_GROUP):
             scaled = vector[first + i] * inverse
-            # Halves away from zero, as C's roundf does.
+            # Round halves away from zero, as C's roundf does.
             size = abs(scaled)
             whole = np.floor(size)
             whole += np.floor((size - whole) * np.float32(2))
@@ -81,10 +81,10 @@ def _as_q8_0(vector, target):
 
 @inner(error_model="numpy")
 def _as_q4_0(vector, target):
-    """GGML's Q4_0 of a vector [dim] float32, in target [dim / 32 * 18] uint8."""
+    """Encode a vector [dim] float32 as GGML's Q4_0 in target [dim / 32 * 18] uint8."""
     for group in range(vector.size // _GROUP):
         at, first = group * (_GROUP // 2 + 2), group * _GROUP
-        # The number of largest size becomes -8, which has no positive counterpart.
+        # The number of largest magnitude becomes -8, which has no positive counterpart.
         largest = vector[first]
         for i in range(first, first + _GROUP):
             if abs(vector[i]) > abs(largest):
@@ -101,12 +101,12 @@ def _as_q4_0(vector, target):
 _ENCODERS = {"float32": as_float32, "float16": as_float16, "bfloat16": as_bfloat16}
 _GROUP_ENCODERS = {"q8_0": _as_q8_0, "q4_0": _as_q4_0}
 _NARROW = frozenset({"float16", *_GROUP_ENCODERS})
-"""Types that hold no number beyond float16's largest; scales are float16."""
+"""Types limited to float16's range, also by their float16 scales."""
 
 
 @cache
 def _writer(storage: str) -> Any:
-    """A function (vector [dim] float32, target, the vector's place in a pool) that encodes and writes."""
+    """Returns a function (vector [dim] float32, target, the vector's view of the pool) that encodes and writes."""
     if storage in _GROUP_ENCODERS:
         return _GROUP_ENCODERS[storage]
     encode = _ENCODERS[storage]
@@ -120,8 +120,8 @@ def _writer(storage: str) -> Any:
 
 
 def _write(storage, vector, target):
-    """`_writer` by the storage type's name: a kernel that closed over the function itself would be another one for
-    Numba's cache in every process."""
+    """Call `_writer` of a storage type by its name: a kernel that closed over the function itself would get a new key
+    in Numba's disk cache in every process."""
     raise NotImplementedError("for kernels alone")
 
 
@@ -144,15 +144,15 @@ def store_token(
     table: np.ndarray,
     position: int,
 ) -> float:
-    """Write a token of every row into its block.
+    """Write one token of every row into its block.
 
     new_keys: [rows, kv_heads, k_dim] float32, new_values: [rows, kv_heads, v_dim] float32. keys: [num_blocks, kv_heads,
-    block_size, k_dim], values: [num_blocks, kv_heads, block_size, v_dim], of storage types that `stores` knows.
-    table: [rows, blocks] int32, the ids of every row's blocks in order; position: the token's in its sequence.
+    block_size, k_dim], values: [num_blocks, kv_heads, block_size, v_dim], of storage types that `stores` accepts.
+    table: [rows, blocks] int32, ids of each row's blocks in order. position: of the token in its sequence.
 
-    Returns the largest magnitude among the numbers (where keys and values are of two types: among those whose type has
-    float16's range or less), infinity or NaN where there are such. Raises ValueError or TypeError for arrays that do
-    not fit together, IndexError for a place that is not there.
+    Returns the largest magnitude among the numbers (if the types of keys and values differ: only among those whose type
+    is limited to float16's range), or infinity or NaN if there is one. Raises ValueError or TypeError for arrays that
+    do not fit together, IndexError for a position or block out of range.
     """
     kernel, k_dtype, v_dtype = _plan(
         new_keys.shape, new_values.shape, keys.shape, values.shape, table.shape[:1], keys.dtype, values.dtype
@@ -181,9 +181,10 @@ def _plan(
 
 @called_as("store")
 def signature(numbers: str) -> Any:
-    """Of the kernels: (new_keys, new_values, keys, values, table, position) to what `store_token` returns, or -1.
+    """The kernels' signature: (new_keys, new_values, keys, values, table, position).
 
-    numbers: as kernels view the pool (`storage.numbers_of`).
+    Returns the result of `store_token`, or -1 for a position or block out of range. numbers: the dtypes as which
+    kernels view the pool (`storage.numbers_of`).
     """
     real3 = types.Array(types.float32, 3, "C")
     return types.float32(real3, real3, *pool_arrays(numbers), types.Array(types.int32, 2, "C"), types.int64)

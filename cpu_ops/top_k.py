@@ -7,13 +7,13 @@ from cpu_ops.inner import inner
 
 
 def top_k_blocks(scores: np.ndarray, counts: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions of the k highest scores of each list, in ascending order of position.
+    """Returns the positions of the k highest scores of each list, in ascending order of position.
 
-    scores: [lists, n] float32; counts: [lists] int32, entries in use (the first ones of a list). Equal scores go to
-    the lower position; NaN counts as the lowest score of all.
+    scores: [lists, n] float32. counts: [lists] int32, entries in use (the first ones of a list). Ties go to the lower
+    position; NaN is lower than every score.
 
-    Returns indices [lists, k] int32 and the number of valid ones [lists] int32, min(k, count); indices past it are -1.
-    Raises ValueError when shapes do not fit, k is negative or a count is outside 0..n.
+    Returns indices [lists, k] int32, padded with -1, and the number of valid ones [lists] int32, min(k, count).
+    Raises ValueError if shapes do not fit, k is negative or a count is outside 0..n.
     """
     if scores.ndim != 2 or counts.shape != scores.shape[:1]:
         raise ValueError(f"scores {scores.shape} must be [lists, n] and counts {counts.shape} [lists]")
@@ -28,12 +28,12 @@ def top_k_blocks(scores: np.ndarray, counts: np.ndarray, k: int) -> tuple[np.nda
 
 
 SIGN, LOWEST = np.uint32(1 << 31), np.uint32(0x007FFFFF)
-"""The bit that tells a float's sign, and what -inf and NaN are ordered by."""
+"""The sign bit of a float, and the sort key of -inf and NaN."""
 
 
 @inner
 def order(scores, keys):
-    """Write unsigned integers that are ordered as the scores [n] float32 are: NaN as -inf, 0 and -0 alike."""
+    """Write sort keys [n] uint32, ordered as the scores [n] float32; NaN is equal to -inf, and -0 to 0."""
     bits = scores.view(np.uint32)
     for i in range(scores.size):
         if np.isnan(scores[i]):
@@ -46,7 +46,7 @@ def order(scores, keys):
 
 @inner
 def number_above(keys, lowest):
-    """How many of keys [n] uint32 are above `lowest`."""
+    """Returns how many of keys [n] uint32 are above `lowest`."""
     found = np.int32(0)
     for i in range(keys.size):
         found += np.int32(keys[i] > lowest)
@@ -55,7 +55,7 @@ def number_above(keys, lowest):
 
 @inner
 def _kth_largest(keys, k):
-    """The k-th largest of keys [n] uint32, bit by bit from the highest: each pass counts in whole vectors."""
+    """Returns the k-th largest of keys [n] uint32, searched bit by bit from the highest; each pass is vectorised."""
     found = np.uint32(0)
     for bit in range(32):
         tried = found | (SIGN >> np.uint32(bit))
@@ -72,30 +72,30 @@ def select(scores, counts, taken, indices):
     """Write the positions of the `taken[i]` highest of the first `counts[i]` scores of list i to `indices[i]`."""
     keys = np.empty(scores.shape[1], np.uint32)
     for row in range(scores.shape[0]):
-        count, wanted = counts[row], taken[row]
-        if wanted == 0:
+        count, needed = counts[row], taken[row]
+        if needed == 0:
             continue
         of_row, ordered = scores[row, :count], keys[:count]
         order(of_row, ordered)
-        threshold = _kth_largest(ordered, wanted)
-        above, nans_wanted = 0, 0
+        threshold = _kth_largest(ordered, needed)
+        above, nans_needed = 0, 0
         for i in range(count):
             above += ordered[i] > threshold
-        ties = wanted - above
-        # NaN is ordered as -inf is, but a real score of -inf goes before any NaN.
+        ties = needed - above
+        # NaN has the sort key of -inf, but a score of -inf is taken before any NaN.
         if threshold == LOWEST:
             real = 0
             for i in range(count):
                 real += ordered[i] == threshold and not np.isnan(of_row[i])
-            nans_wanted = max(0, ties - real)
-            ties -= nans_wanted
+            nans_needed = max(0, ties - real)
+            ties -= nans_needed
         place = 0
         for i in range(count):
             if ordered[i] > threshold:
                 take = True
             elif np.isnan(of_row[i]):
-                take = nans_wanted > 0
-                nans_wanted -= take
+                take = nans_needed > 0
+                nans_needed -= take
             else:
                 take = ordered[i] == threshold and ties > 0
                 ties -= take

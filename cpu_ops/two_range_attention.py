@@ -1,8 +1,7 @@
-"""Attention of one query position to two ranges of tokens, each one piece of memory per head.
+"""Contiguous decode: attention of one query position to two ranges of tokens, each contiguous per head.
 
-The online softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithm 1) over tiles of tokens, which are
-divided among threads across rows, heads and ranges alike; what several threads computed of one head is merged by its
-log-sum-exp.
+It uses the online softmax of FlashAttention (Dao et al. 2022, arXiv:2205.14135, algorithm 1) over tiles of tokens.
+Threads divide the tiles of all rows, heads and ranges. Partial results of a head are merged by their log-sum-exps.
 """
 
 from functools import cache, lru_cache
@@ -22,17 +21,17 @@ from cpu_ops.storage import STORAGE_TYPES, storage_of
 from cpu_ops.work_division import merge_edges
 
 _TILE = 64
-"""Tokens whose scores are held at once."""
+"""Tokens of a tile of scores."""
 
 
 class TokenRange(NamedTuple):
-    """Tokens that follow each other.
+    """A range of consecutive tokens.
 
     Attributes:
-        keys: [rows, kv_heads, capacity, k_dim] of a storage type of single numbers.
-        values: [rows, kv_heads, capacity, v_dim], likewise.
-        start: the first of the tokens.
-        length: how many there are.
+        keys: [rows, kv_heads, capacity, k_dim] of an ungrouped storage type.
+        values: [rows, kv_heads, capacity, v_dim] of the same type.
+        start: index of the first token.
+        length: number of tokens.
     """
 
     keys: np.ndarray
@@ -51,12 +50,12 @@ def attend_ranges(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention of one query position per row to the tokens of both ranges.
 
-    q: [rows, kv_heads, group, k_dim] float32, the query heads of each kv head together. first, second: of one type and,
-    but for their capacities, one shape. scale, softcap: as in `cpu_ops.attention.attend_blocks`. threads: how many to
-    use (None: Numba's setting).
+    q: [rows, kv_heads, group, k_dim] float32, grouped by kv head. first, second: of one type and, except for their
+    capacities, one shape. scale, softcap: as in `cpu_ops.attention.attend_blocks`. threads: number of threads (None:
+    Numba's setting).
 
     Returns out [rows, kv_heads, group, v_dim] float32 and lse [rows, kv_heads, group] float32, the natural logarithm of
-    the sum of exp(score); 0 and -inf where there is no token. Raises ValueError or TypeError for arrays that do not fit
+    the sum of exp(score); 0 and -inf without tokens. Raises ValueError or TypeError for arrays that do not fit
     together, IndexError for tokens beyond a range's capacity.
     """
     (keys_a, values_a, start_a, count_a), (keys_b, values_b, start_b, count_b) = first, second
@@ -133,11 +132,11 @@ def _kernel(numbers: str) -> Any:
         edge_sums = np.empty((2 * threads, group, v_dim), np.float32)
         edge_most = np.empty((2 * threads, group), np.float32)
         edge_total = np.empty((2 * threads, group), np.float32)
-        given = (
+        region_args = (
             q, keys_a, values_a, keys_b, values_b, start_a, count_a, start_b, count_b, scale, softcap,
             edges, edge_sums, edge_most, edge_total, out, lse,
         )  # fmt: skip
-        run_region("attend ranges", numbers, run, region, threads, given)
+        run_region("attend ranges", numbers, run, region, threads, region_args)
         merge_edges(edges, edge_sums, edge_most, edge_total, out, lse)
         return np.int64(0 * code_version)
 

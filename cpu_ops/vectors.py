@@ -1,4 +1,4 @@
-"""LLVM vector code that the kernels' inner loops are put together from."""
+"""Emitters of LLVM vector code for the kernels' inner loops."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,22 +22,22 @@ _AVX512_LANES = 16
 
 
 def array_pointer(context: Any, builder: ir.IRBuilder, array_type: Any, array: ir.Value, at: ir.Value) -> ir.Value:
-    """The address of element `at` of a C-contiguous array, counted through all its dimensions."""
+    """Returns the address of element `at` of the flat view of a C-contiguous array."""
     return builder.gep(make_array(array_type)(context, builder, array).data, [at])
 
 
 def integer(value: int) -> ir.Constant:
-    """A 64-bit constant."""
+    """Returns a 64-bit constant."""
     return ir.Constant(INT, value)
 
 
 def offset(builder: ir.IRBuilder, pointer: ir.Value, elements: int | ir.Value) -> ir.Value:
-    """The address `elements` elements behind `pointer`."""
+    """Returns the address `elements` elements after `pointer`."""
     return builder.gep(pointer, [integer(elements) if isinstance(elements, int) else elements])
 
 
 def resized(builder: ir.IRBuilder, vector: ir.Value, lanes: int) -> ir.Value:
-    """The first lanes of `vector`, filled up with zeros."""
+    """Returns the first lanes of `vector`, padded with zeros."""
     have = vector.type.count
     if have == lanes:
         return vector
@@ -49,12 +49,12 @@ def _shuffle(builder: ir.IRBuilder, first: ir.Value, second: ir.Value, lanes: li
 
 
 def byte_pointer(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
-    """The same address, counted in bytes."""
+    """Returns the pointer cast to a byte pointer."""
     return builder.bitcast(pointer, ir.IntType(8).as_pointer())
 
 
 def prefetch_line(builder: ir.IRBuilder, pointer: ir.Value) -> None:
-    """Ask for the cache line of a byte to be brought into the first-level cache."""
+    """Prefetch the cache line of a byte into the L1 cache."""
     kind = ir.FunctionType(ir.VoidType(), [pointer.type, _WORD, _WORD, _WORD])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     read, level, data = (ir.Constant(_WORD, value) for value in (0, 3, 1))
@@ -62,7 +62,7 @@ def prefetch_line(builder: ir.IRBuilder, pointer: ir.Value) -> None:
 
 
 def prefetch_lines(builder: ir.IRBuilder, pointer: ir.Value, count: ir.Value) -> None:
-    """`prefetch_line` for all lines of `count` elements."""
+    """Prefetch all cache lines of `count` elements."""
     itemsize = pointer.type.pointee.width // 8 if isinstance(pointer.type.pointee, ir.IntType) else 4
     first = byte_pointer(builder, pointer)
     stop = builder.mul(count, integer(itemsize))
@@ -71,7 +71,7 @@ def prefetch_lines(builder: ir.IRBuilder, pointer: ir.Value, count: ir.Value) ->
 
 
 class Vectors:
-    """Emits code for vectors of `lanes` float32."""
+    """Emits code for vectors of `lanes` float32. Methods return the emitted values."""
 
     def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
         self.builder, self.lanes = builder, lanes
@@ -83,7 +83,7 @@ class Vectors:
         return ir.Constant(self.type, [float(value)] * self.lanes)
 
     def load(self, pointer: ir.Value, lanes: int | None = None, storage: str = "float32", within: int = 0) -> ir.Value:
-        """`lanes` numbers (None: all) from a group of `storage` that `pointer` points to; zeros in the other lanes."""
+        """Load `lanes` numbers (None: all) from a group of `storage` at `pointer`; other lanes are zero."""
         decoded = STORAGE_TYPES[storage].decode(self.builder, pointer, within, lanes or self.lanes)
         return resized(self.builder, decoded, self.lanes)
 
@@ -103,29 +103,29 @@ class Vectors:
         return self.everywhere(self.builder.load(pointer))
 
     def call(self, name: str, *operands: ir.Value) -> ir.Value:
-        """The LLVM intrinsic `name` (fmuladd, maxnum, ...) of vectors."""
+        """Call the LLVM intrinsic `name` (fmuladd, maxnum, ...) on vectors."""
         signature = ir.FunctionType(self.type, [self.type] * len(operands))
         function = cgutils.get_or_insert_function(self.builder.module, signature, f"llvm.{name}.v{self.lanes}f32")
         return self.builder.call(function, operands)
 
     def slots(self, vectors: list[ir.Value]) -> list[ir.Value]:
-        """Stack slots that hold `vectors`; no address escapes, so LLVM turns them into registers."""
+        """Stack slots initialised with `vectors`; LLVM keeps them in registers, as their addresses do not escape."""
         return [cgutils.alloca_once_value(self.builder, vector) for vector in vectors]
 
     def maximum(self, first: ir.Value, second: ir.Value) -> ir.Value:
-        """The larger of two vectors, lane by lane; the second where the first is not above it (NaN included)."""
+        """The elementwise maximum; the second number unless the first is greater, also if one is NaN."""
         return self.builder.select(self.builder.fcmp_ordered(">", first, second), first, second)
 
     def lane_sums(self, vectors: list[ir.Value]) -> ir.Value:
         """The horizontal sums of up to `lanes` vectors as one vector, in their order.
 
-        Each level of a tree adds pairs of vectors so that half as many, twice as densely filled ones are left: two
-        levels inside the 128-bit parts, where shuffles are cheapest, then those that move whole parts.
+        Each level of a tree adds pairs of vectors and leaves half as many, filled twice as densely. The first two
+        levels stay within 128-bit parts, where shuffles are cheapest; later levels move whole parts.
         """
         return self._across_lanes(vectors, self.builder.fadd)
 
     def lane_maxima(self, vectors: list[ir.Value]) -> ir.Value:
-        """Likewise, their largest numbers."""
+        """The horizontal maxima of up to `lanes` vectors as one vector, as `lane_sums`."""
         return self._across_lanes(vectors, self.maximum)
 
     def _across_lanes(self, vectors: list[ir.Value], join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
@@ -141,24 +141,25 @@ class Vectors:
         return level[0]
 
     def lane_everywhere(self, vector: ir.Value, lane: int) -> ir.Value:
-        """The number of one lane in all of them."""
+        """The number of one lane in every lane."""
         return _shuffle(self.builder, vector, vector, [lane] * self.lanes)
 
     def shifted(self, vector: ir.Value, behind: ir.Value) -> ir.Value:
-        """Each lane's number from the lane above it, the last lane's from the first one of `behind`."""
+        """Each lane gets the number of the next lane; the last lane gets the first of `behind`."""
         return _shuffle(self.builder, vector, behind, list(range(1, self.lanes + 1)))
 
     def across(self, vector: ir.Value, distance: int) -> ir.Value:
-        """The same numbers, each in the lane whose index differs by the bit `distance`."""
+        """The numbers permuted: lane i gets lane i ^ distance."""
         return _shuffle(self.builder, vector, vector, [lane ^ distance for lane in range(self.lanes)])
 
     def exp2(self, x: ir.Value, coarse: bool = False) -> ir.Value:
-        """2 ** x for x <= 127, to a relative error below 3e-7, or 5e-6 where `coarse`; 0 where float32 has no smaller.
+        """2 ** x for x <= 127, to a relative error below 3e-7, or 5e-6 if `coarse`.
 
-        Of 16 lanes by AVX-512's own instructions; else it is 0 below the normal range already (`exponential.exp2`).
+        With 16 lanes it uses AVX-512 instructions and underflows gradually; otherwise the result is 0 below the normal
+        range, as in `exponential.exp2`.
         """
         if self.lanes == _AVX512_LANES:
-            # One leaves x's fraction, rounded down (1); another multiplies by the power of two of what is left.
+            # "reduce" returns x's fraction, rounded down (1). "scalef" multiplies by 2 ** floor(x).
             power = self._polynomial(
                 self._avx512("reduce", x, ir.Constant(_WORD, 1)),
                 COARSE_FRACTION_COEFFICIENTS if coarse else FRACTION_COEFFICIENTS,
@@ -166,7 +167,7 @@ class Vectors:
             return self._avx512("scalef", power, x)
         builder, words = self.builder, ir.VectorType(_WORD, self.lanes)
         x = self.maximum(self.constant(-127), x)
-        # Adding 1.5 * 2 ** 23 rounds to an integer, which then stands in the low bits of the sum.
+        # Adding 1.5 * 2 ** 23 rounds to an integer, which is then in the low bits of the sum.
         magic = self.constant(1.5 * 2**23)
         shifted = builder.fadd(x, magic)
         f = builder.fsub(x, builder.fsub(shifted, magic))
@@ -176,14 +177,14 @@ class Vectors:
         return builder.fmul(power, scale)
 
     def _polynomial(self, x: ir.Value, coefficients: np.ndarray) -> ir.Value:
-        """Of coefficients from that of x ** 0 on."""
+        """The polynomial in x with these coefficients, beginning with that of x ** 0."""
         result = self.constant(coefficients[-1])
         for coefficient in coefficients[-2::-1]:
             result = self.call("fmuladd", result, x, self.constant(coefficient))
         return result
 
     def _avx512(self, name: str, *operands: ir.Value) -> ir.Value:
-        """An instruction of AVX-512 on all lanes, rounding as set."""
+        """An AVX-512 instruction on all lanes, with the current rounding mode."""
         operands = *operands, operands[0], ir.Constant(ir.IntType(16), -1), ir.Constant(_WORD, 4)
         kind = ir.FunctionType(self.type, [each.type for each in operands])
         name = f"llvm.x86.avx512.mask.{name}.ps.512"
@@ -191,7 +192,7 @@ class Vectors:
 
 
 def _halves(lanes: int, width: int) -> tuple[list[int], list[int]]:
-    """Masks that gather the even and the odd lanes of two vectors for one level of `lane_sums`, or 128-bit parts."""
+    """Returns masks that gather the even and odd lanes, or 128-bit parts, of two vectors for a level of `lane_sums`."""
     run, span = (1, 4) if width <= 2 else (4, lanes)
     even: list[int] = []
     odd: list[int] = []

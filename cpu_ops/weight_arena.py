@@ -1,7 +1,7 @@
-"""Memory that packed weights lie in, many in one: large enough for the operating system to back it by huge pages.
+"""Memory for packed weights: arrays large enough for huge pages, shared by many matrices.
 
-A token reads every weight once, in order. Over pages of 4 KB it stops at each for the translation of an address; numpy
-asks for huge pages, but for arrays of 4 MB and more alone, and most matrices are smaller.
+A token reads every weight once, in order. With pages of 4 KB it waits for an address translation at each page. numpy
+requests huge pages only for arrays of 4 MB or more, and most matrices are smaller.
 """
 
 import threading
@@ -14,14 +14,14 @@ _CHUNK_BYTES = 32 << 20
 
 
 class WeightArena:
-    """Hands out parts of large arrays. An array is given back when the last of its parts is dropped."""
+    """Allocates parts of large arrays. An array is freed when its last part is freed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._chunk, self._used = np.empty(0, np.uint8), 0
 
     def empty(self, nbytes: int) -> np.ndarray:
-        """[nbytes] uint8, uninitialised, that begins on a cache line."""
+        """Returns an uninitialised array [nbytes] uint8 that begins on a cache line."""
         if nbytes * 2 > _CHUNK_BYTES:
             return on_lines((nbytes,), np.uint8)
         with self._lock:

@@ -1,8 +1,8 @@
-"""Reading the blocks of GGML's quantised formats, and laying them out in tiles (`cpu_ops.weight_formats`).
+"""Reads the blocks of GGML's quantised formats and packs them in tiles (`cpu_ops.weight_formats`).
 
-A reader takes one block of a row, bytes as in the file, writes the unsigned codes of its columns (Q8_0: the bytes of
-the signed ones), for formats of two levels its integer scales and minimums, and returns the bits of the block's float16
-scale and minimum (MXFP4: the exponent that is its scale).
+A reader takes the bytes of one block of a row. It writes the unsigned codes of the block's columns (Q8_0: the bytes of
+the signed codes) and, for two-level formats, the integer scales and minimums. It returns the bits of the block's
+float16 scale and minimum (MXFP4: the exponent that is its scale).
 """
 
 from collections.abc import Callable
@@ -162,13 +162,13 @@ def _q6_k(block, codes, scales, minimums):
 
 
 def pack(blocks: np.ndarray, name: str, columns: int, threads: int | None = None) -> np.ndarray:
-    """Lay out a quantised matrix in tiles.
+    """Pack a quantised matrix in tiles.
 
-    blocks: [rows, bytes of a row] uint8, GGML's blocks of format `name` as they lie in a file; columns: of the matrix.
-    threads: how many to use (None: Numba's setting).
+    blocks: [rows, bytes of a row] uint8, GGML's blocks of format `name` as in a file. columns: of the matrix. threads:
+    number of threads (None: Numba's setting).
 
-    Returns the packed bytes [format_named(name).packed_bytes(rows, columns)] uint8. Rows that fill the last tile are 0.
-    Raises ValueError for a format that is not packed or blocks that are not those of so many columns.
+    Returns the packed bytes [format_named(name).packed_bytes(rows, columns)] uint8; rows that pad the last tile are 0.
+    Raises ValueError for an unknown format, or for blocks that do not fit the number of columns.
     """
     layout = FORMATS.get(name)
     if layout is None:
@@ -187,8 +187,8 @@ def pack(blocks: np.ndarray, name: str, columns: int, threads: int | None = None
         if layout.number:
             pack_numbers(np.ascontiguousarray(blocks).view(np.uint16), packed, used)
         else:
-            given = np.ascontiguousarray(blocks), columns // layout.columns, packed
-            call_region("pack tiles", "", address_of(_packer(name)), given, used)
+            region_args = np.ascontiguousarray(blocks), columns // layout.columns, packed
+            call_region("pack tiles", "", address_of(_packer(name)), region_args, used)
     return packed
 
 
@@ -205,8 +205,8 @@ def _put_half(packed, at, bits):
 
 
 def _read(name, block, codes, scales, minimums):
-    """The reader of a format, by its name: a kernel that closed over the function itself would be another one for
-    Numba's cache in every process."""
+    """Call the reader of a format by its name: a kernel that closed over the function itself would get a new key in
+    Numba's disk cache in every process."""
     raise NotImplementedError("for kernels alone")
 
 
@@ -228,7 +228,7 @@ def _packer(name: str) -> Any:
     )
     low_bits, high_bits, per_group = layout.low_bits, layout.high_bits, layout.scales
     two_levels, has_minimum, exponents = layout.two_levels, layout.has_minimum, layout.exponents
-    # Vectors that share a byte of the low plane, and of the high one.
+    # Vectors whose codes share a byte of the low plane and of the high plane.
     low_share, high_share = 8 // low_bits, VECTORS // max(high_bits, 1)
     low_step, high_step = VECTORS // low_share, VECTORS // high_share
     low_mask = 2**low_bits - 1

@@ -1,4 +1,4 @@
-"""Reading a group of columns of a packed tile, as LLVM vector code: codes, scales and minimums."""
+"""Emits LLVM vector code that reads codes, scales and minimums of a group of columns of a packed tile."""
 
 from llvmlite import ir
 from numba import types
@@ -11,11 +11,11 @@ _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _FLOATS, _INTS = ir.VectorType(ir.FloatType(), TILE), ir.VectorType(_I32, TILE)
 _CODES = ir.VectorType(_I8, 4 * TILE)
 DOTS_SIGNATURE = types.void(*[types.int64] * 9)
-"""Of a kernel that multiplies tiles, of codes or of numbers; see `cpu_ops.weight_dots.dots_address`."""
-#: Bytes ahead at which weights are asked for. A core that waits for DRAM holds too few instructions to reach so far:
-#: with 4 KB a matrix in Q5_0 is read 1.7 times as fast as without, one in Q8_0 1.25 times.
+"""The signature of kernels that multiply tiles of codes or numbers; see `cpu_ops.weight_dots.dots_address`."""
+#: Bytes ahead at which weights are prefetched. A core's instruction window does not reach that far by itself: with 4 KB
+#: a matrix in Q5_0 is read 1.7 times as fast as without prefetching, one in Q8_0 1.25 times.
 _AHEAD = 4096
-#: By the dot product in use: how a table of sixteen bytes is looked up, the intrinsic and its lanes.
+#: By the dot product in use: the intrinsic that looks up a table of sixteen bytes, and its lanes.
 _LOOKUPS = {
     "vnni512": ("llvm.x86.avx512.pshuf.b.512", 64),
     "vnni256": ("llvm.x86.avx2.pshuf.b", 32),
@@ -32,13 +32,13 @@ def splat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int = TILE) -> ir.Valu
 
 
 def load(builder: ir.IRBuilder, pointer: ir.Value, kind: ir.Type, at: int = 0) -> ir.Value:
-    """`kind` at `pointer` (to bytes) + `at` bytes, which need not be aligned."""
+    """Load `kind` from `pointer` (to bytes) + `at` bytes, of any alignment."""
     place = builder.gep(pointer, [ir.Constant(_I64, at)])
     return builder.load(builder.bitcast(place, kind.as_pointer()), align=1, typ=kind)
 
 
 def ask_ahead(builder: ir.IRBuilder, pointer: ir.Value, nbytes: int) -> None:
-    """Have the `nbytes` bytes `_AHEAD` behind `pointer` (to bytes) brought into the cache, if there are such."""
+    """Prefetch the `nbytes` bytes that are `_AHEAD` bytes after `pointer` (to bytes); the address may be invalid."""
     for line in range(0, nbytes, 64):
         prefetch_line(builder, builder.gep(pointer, [ir.Constant(_I64, _AHEAD + line)]))
 
@@ -64,7 +64,7 @@ def joined(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
 
 
 def _shifted(builder: ir.IRBuilder, plane: ir.Value, right: int, mask: int) -> ir.Value:
-    """(plane >> right) & mask for every byte; a negative shift is one to the left."""
+    """Returns (plane >> right) & mask for every byte; a negative `right` shifts to the left."""
     wide = ir.VectorType(_I16, 2 * TILE)
     if right:
         amount = ir.Constant(wide, [abs(right)] * wide.count)
@@ -76,7 +76,7 @@ def _shifted(builder: ir.IRBuilder, plane: ir.Value, right: int, mask: int) -> i
 def unpacked_codes(
     builder: ir.IRBuilder, layout: WeightFormat, group: ir.Value, how: str, offset: int = 0
 ) -> list[ir.Value]:
-    """The eight vectors of codes of the group at `group`, or of what they stand for by the format's table.
+    """Returns the eight vectors of codes of the group at `group`, or of the format's table at these codes.
 
     how: the dot product in use (`cpu_ops.weight_dots.dot_instruction`). offset: added to signed codes, 0 or 128.
     """
@@ -106,14 +106,14 @@ def unpacked_codes(
 
 
 def _looked_up(builder: ir.IRBuilder, codes: ir.Value, table: list[int], how: str) -> ir.Value:
-    """table[code] of every byte of `codes`, which are below 16."""
+    """Returns table[code] for every byte of `codes`, all below 16."""
     if how in _LOOKUPS:
         name, lanes = _LOOKUPS[how]
         kind = ir.VectorType(_I8, lanes)
         values = ir.Constant(kind, table * (lanes // len(table)))
         parts = pieces_of(builder, codes, _CODES.count // lanes)
         return joined(builder, [call_intrinsic(builder, name, kind, values, part) for part in parts])
-    # Bit by bit, halving what is left of the table.
+    # Select by one bit of the code after the other, which halves the table each time.
     left = [ir.Constant(_CODES, [value] * _CODES.count) for value in table]
     for bit in range(4):
         mask = ir.Constant(_CODES, [1 << bit] * _CODES.count)
@@ -127,7 +127,7 @@ def _halves(builder: ir.IRBuilder, pointer: ir.Value, at: int) -> ir.Value:
 
 
 def _powers(builder: ir.IRBuilder, pointer: ir.Value) -> ir.Value:
-    """2^(e - 128) for sixteen bytes e; 2^-128 and 2^-127 are subnormal."""
+    """Returns 2^(e - 128) for sixteen bytes e; 2^-128 and 2^-127 are subnormal."""
     exponents = builder.zext(load(builder, pointer, ir.VectorType(_I8, TILE)), _INTS)
 
     def every(value: int) -> ir.Constant:
@@ -147,7 +147,10 @@ def _small_ints(builder: ir.IRBuilder, pointer: ir.Value, at: int, signed: bool)
 def group_scales(
     builder: ir.IRBuilder, layout: WeightFormat, block: ir.Value, group: ir.Value
 ) -> tuple[list[ir.Value], list[ir.Value]]:
-    """Scales and minimums (added; none where the format has none) of a group's parts, vectors of sixteen rows."""
+    """Returns scales and minimums of a group's parts, as vectors of sixteen rows.
+
+    Minimums are added to weights; their list is empty if the format has none.
+    """
     if layout.exponents:
         return [_powers(builder, group)], []
     if not layout.two_levels:

@@ -1,10 +1,10 @@
 """Dot products of a tile of packed weights with quantised activations, emitted as LLVM vector code.
 
-For each group of 32 columns: `scale * activation_scale * (sum of code * activation - zero * sum of activations)`, the
-sums in int32 by the widest int8 dot product that the CPU has; the activations' sums make up for zero points and
-minimums. Accumulators of sixteen rows are one vector of float32 for each row of activations.
+Each group of 32 columns contributes `scale * activation_scale * (sum of code * activation - zero * sum of
+activations)`. The sums are int32, by the widest int8 dot product of the CPU. The activations' sums account for zero
+points and minimums. For each row of activations, one float32 vector accumulates the results of sixteen rows of weights.
 
-Addresses are int64, so that one compiled caller can work on any mixture of formats.
+Addresses are int64, so that one compiled caller works with any mixture of formats.
 """
 
 from functools import cache
@@ -37,7 +37,7 @@ _FLOATS, _INTS = ir.VectorType(_FLOAT, TILE), ir.VectorType(_I32, TILE)
 
 
 def dot_instruction() -> str:
-    """The int8 dot product in use: 'vnni512', 'vnni256', 'avx2', 'dotprod' (NEON) or 'generic'."""
+    """Returns the int8 dot product in use: 'vnni512', 'vnni256', 'avx2', 'dotprod' (NEON) or 'generic'."""
     name = isa()
     if name == "avx512" and has("avx512vnni"):
         return "vnni512"
@@ -47,7 +47,7 @@ def dot_instruction() -> str:
 
 
 def rows_per_pass() -> int:
-    """Rows of activations that share one pass over a tile's codes: as many as the registers hold."""
+    """Returns how many rows of activations share one pass over a tile's codes: as many as fit into registers."""
     return {"avx512": 4, "neon": 2}.get(isa(), 2)
 
 
@@ -56,7 +56,7 @@ def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Val
 
 
 def add_dot(builder: ir.IRBuilder, how: str, sums: ir.Value, codes: ir.Value, four: ir.Value, signed: bool) -> ir.Value:
-    """sums + the dot products of each row's four codes with the four activations in the int32 `four`."""
+    """Returns sums + the dot products of each row's four codes and the four activations in the int32 `four`."""
     if how == "vnni512":
         name = "llvm.x86.avx512.vpdpbusd.512"
         return call_intrinsic(builder, name, _INTS, sums, builder.bitcast(codes, _INTS), splat(builder, four))
@@ -80,8 +80,11 @@ def add_dot(builder: ir.IRBuilder, how: str, sums: ir.Value, codes: ir.Value, fo
 
 
 def _avx2_dot(builder: ir.IRBuilder, codes: ir.Value, x: ir.Value, signed: bool) -> ir.Value:
-    """Dot products of 32 codes with 32 activations, by fours. The sums of two products must fit 16 bits: unsigned codes
-    have at most 6 bits, and signed ones give their sign to the activation."""
+    """Returns the dot products of 32 codes and 32 activations, by fours.
+
+    The sum of two products must fit into 16 bits: unsigned codes have at most 6 bits, and the sign of signed codes is
+    moved to the activation.
+    """
     if signed:
         x = call_intrinsic(builder, "llvm.x86.avx2.psign.b", codes.type, x, codes)
         negated = builder.sub(ir.Constant(codes.type, [0] * codes.type.count), codes)
@@ -104,10 +107,10 @@ def _add_plain_dot(builder: ir.IRBuilder, sums: ir.Value, codes: ir.Value, four:
 
 @intrinsic(prefer_literal=True)
 def _tile_dots(typingctx, name, rows, how, weights, x, x_scales, x_sums, out, out_stride, columns):
-    """One tile times `rows` rows of activations: out[row * out_stride + 0..15], addresses and strides in bytes.
+    """Multiply one tile with `rows` rows of activations; write 16 float32 at address out + row * out_stride.
 
-    weights: the tile's first block. x: [rows, columns] int8; x_scales: [rows, columns / 32] float32; x_sums:
-    [rows, columns / 16] int32, sums of x.
+    All arrays are addresses, and strides are in bytes. weights: the tile's first block. x: [rows, columns] int8.
+    x_scales: [rows, columns / 32] float32. x_sums: [rows, columns / 16] int32, sums of x.
     """
     layout, count, instruction = FORMATS[name.literal_value], rows.literal_value, how.literal_value
 
@@ -122,10 +125,10 @@ def emit_tile(
     builder: ir.IRBuilder, layout: WeightFormat, rows: int, how: str, weights: ir.Value, x: ir.Value,
     x_scales: ir.Value, x_sums: ir.Value, out: ir.Value, out_stride: ir.Value, columns: ir.Value,
 ) -> None:  # fmt: skip
-    """One tile of codes times `rows` rows of activations; the arguments are those of a kernel (`dots_address`)."""
+    """Emit the code of `_tile_dots`: one tile of codes times `rows` rows of activations."""
     int_ = lambda value: ir.Constant(_I64, value)  # noqa: E731
     pointer = _I8.as_pointer()
-    # Signed codes are offset where the instruction wants unsigned ones.
+    # Signed codes are offset by 128 if the instruction requires unsigned ones.
     signed = layout.signed
     offset = 128 if signed and how not in ("avx2", "dotprod") else 0
     zero = offset or layout.zero
@@ -135,7 +138,7 @@ def emit_tile(
     first = builder.inttoptr(weights, pointer)
 
     def at(base: ir.Value, index: ir.Value, scale: int, row: int, stride: int) -> ir.Value:
-        """base + row * groups_in_row * stride + index * scale, bytes."""
+        """Returns the byte address base + row * groups_in_row * stride + index * scale."""
         place = builder.add(base, builder.mul(index, int_(scale)))
         if row:
             place = builder.add(place, builder.mul(groups_in_row, int_(row * stride)))
@@ -176,12 +179,12 @@ def emit_tile(
 
 
 def dots_address(name: str, rows: int) -> int:
-    """The address of a compiled function that multiplies tiles of format `name` with `rows` rows of activations.
+    """Returns the address of a compiled function that multiplies tiles of format `name` and `rows` rows of activations.
 
-    void (weights, x, x_scales, x_sums, out, out_stride, columns, first_tile, end_tile), all int64: addresses, bytes
-    between rows of out, columns of the matrix, and which tiles. x is [rows, columns] int8, x_scales
-    [rows, columns / 32] float32, x_sums [rows, columns / 16] int32; tile t goes to columns 16t to 16t + 15 of out.
-    Of a format of 16-bit numbers x is [rows, columns] float32, and x_scales and x_sums are not read.
+    void (weights, x, x_scales, x_sums, out, out_stride, columns, first_tile, end_tile), all int64: five addresses, the
+    bytes between rows of out, the columns of the matrix, and the range of tiles. x is [rows, columns] int8, x_scales
+    [rows, columns / 32] float32, x_sums [rows, columns / 16] int32. Tile t is written to columns 16t to 16t + 15 of
+    out. For formats of 16-bit numbers, x is [rows, columns] float32, and x_scales and x_sums are not read.
     """
     if number := FORMATS[name].number:
         return number_dots(number, rows, 4 if isa() == "avx512" else 2).address

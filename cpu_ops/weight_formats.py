@@ -1,15 +1,16 @@
-"""How weights lie in memory for products with few rows: GGML's quantised blocks, rearranged for wide vectors.
+"""The memory layout of packed weights: GGML's quantised blocks, rearranged for products with wide vectors and few rows.
 
-Sixteen rows of a matrix are a tile. Within a tile the codes of 32 columns are a group of eight vectors of 64 bytes:
-vector j holds columns 4j to 4j + 3 of all sixteen rows, so that one int8 dot product instruction adds four columns for
-every row at once, and a group's scales are one vector. Codes of fewer than eight bits lie in planes: the low 4 (or 2)
-bits of several vectors in one, the high bits apart. The bits are the file's; nothing is rounded.
+A tile is sixteen rows of a matrix. Within a tile, the codes of 32 columns form a group of eight vectors of 64 bytes:
+vector j has columns 4j to 4j + 3 of all sixteen rows. One int8 dot product instruction thus adds four columns for every
+row, and a group's scales are one vector. Codes of fewer than eight bits are split into planes: the low plane packs the
+low 4 (or 2) bits of several vectors into one, and the high plane has the other bits. The bits are those of the file;
+nothing is rounded.
 
-Every format is `weight = scale * (code - zero) + minimum`, with a scale for each 16 or 32 columns. Formats of 256
-columns to a block (K-quants) have scales of two levels, a float16 times an integer, and their minimum likewise.
+Every format is `weight = scale * (code - zero) + minimum`, with one scale per 16 or 32 columns. Formats with blocks of
+256 columns (K-quants) have two-level scales, a float16 times an integer, and two-level minimums.
 
-Formats with a table have codes that say which of sixteen int8 numbers is meant; those are multiplied. F16 and BF16 are
-numbers of 16 bits in the same tiles, a column of sixteen rows after the other, without codes or scales.
+Formats with a table use codes as indices into sixteen int8 numbers, which are multiplied. F16 and BF16 are 16-bit
+numbers in the same tiles, column by column of sixteen rows, without codes or scales.
 
 Block layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 TILE = 16
 """Rows of a tile."""
 GROUP = 32
-"""Columns of a group: activations are quantised with one scale for each."""
+"""Columns of a group; activations have one scale per group."""
 VECTORS = 8
 """Vectors of codes per group and tile."""
 _VECTOR_BYTES = 64
@@ -32,12 +33,12 @@ _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 class WeightFormat:
     """One format of quantised weights.
 
-    name: GGML's. block_bytes: of one block of a row in a file. low_bits: in the low plane, 2, 4 or 8 (then signed).
-    high_bits: in the high plane, 0 to 2. zero: what a code of 0 stands for is -zero scales. groups: of 32 columns in a
-    block, 1 or 8. scales: per group, 1 or 2. has_minimum: whether a minimum is added, and subtracted where there are
-    two levels. signed_scales: whether the second level's integers are. table: what codes of 4 bits stand for, none
-    where that is themselves. exponents: whether a scale is a power of two, a byte e that means 2^(e - 128). number: of
-    16 bits, that is a weight by itself: 'float16' or 'bfloat16'; a block is 32 of them then.
+    name: GGML's. block_bytes: bytes of one block of a row in a file. low_bits: bits of a code in the low plane, 2, 4 or
+    8 (then signed). high_bits: bits in the high plane, 0 to 2. zero: subtracted from codes. groups: groups of 32
+    columns in a block, 1 or 8. scales: scales per group, 1 or 2. has_minimum: whether a minimum is added (subtracted in
+    two-level formats). signed_scales: whether the integers of two-level scales are signed. table: the numbers that
+    4-bit codes index; empty if codes are numbers. exponents: whether a scale is a power of two, stored as a byte e that
+    means 2^(e - 128). number: 'float16' or 'bfloat16' for formats of 16-bit numbers, whose blocks are 32 numbers.
     """
 
     name: str
@@ -55,12 +56,12 @@ class WeightFormat:
 
     @property
     def signed(self) -> bool:
-        """Whether codes, or what they stand for, are signed bytes."""
+        """Whether codes, or the numbers of the table, are signed bytes."""
         return self.low_bits == 8 or bool(self.table)
 
     @property
     def two_levels(self) -> bool:
-        """Whether a scale is a float16 of the block times an integer of the group."""
+        """Whether a scale is the block's float16 times an integer of the group."""
         return self.groups > 1
 
     @property
@@ -97,7 +98,7 @@ class WeightFormat:
         return self.head_bytes + self.groups * self.group_bytes
 
     def packed_bytes(self, rows: int, columns: int) -> int:
-        """Bytes of a packed matrix of `rows` x `columns`; rows are filled up to whole tiles."""
+        """Returns the bytes of a packed matrix of `rows` x `columns`; rows are padded to whole tiles."""
         return -(-rows // TILE) * (columns // self.columns) * self.record_bytes
 
 
@@ -125,7 +126,7 @@ FORMATS = {
 
 
 def format_named(name: str) -> WeightFormat:
-    """The format of this name. Raises ValueError for one that is not packed."""
+    """Returns the format of this name. Raises ValueError for an unknown one."""
     if name not in FORMATS:
         raise ValueError(f"weight format {name!r} is not one of {', '.join(FORMATS)}")
     return FORMATS[name]

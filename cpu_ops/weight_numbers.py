@@ -1,7 +1,7 @@
-"""Packed matrices of 16-bit numbers, F16 and BF16: laid out in tiles, multiplied in float32, read row by row.
+"""Packed matrices of 16-bit numbers, F16 and BF16: packing in tiles, products in float32, reading of single rows.
 
-A tile holds a column of its sixteen rows after the other: a load and a conversion give a vector of weights, which is
-multiplied with one activation. Activations are not rounded.
+A tile stores its columns of sixteen rows one after the other. A load and a conversion yield a vector of weights, which
+is multiplied with one activation. Activations are not rounded.
 """
 
 from functools import cache
@@ -25,7 +25,7 @@ _COLUMN_BYTES = 2 * TILE
 
 
 def column_of(builder: ir.IRBuilder, pointer: ir.Value, number: str, at: int = 0) -> ir.Value:
-    """Sixteen weights of type `number`, 'float16' or 'bfloat16', at `pointer` + `at` bytes, as float32."""
+    """Load sixteen weights of type `number`, 'float16' or 'bfloat16', from `pointer` + `at` bytes as float32."""
     if number == "float16":
         return builder.fpext(load(builder, pointer, ir.VectorType(ir.HalfType(), TILE), at), _FLOATS)
     wide = builder.zext(load(builder, pointer, _SHORTS, at), _INTS)
@@ -36,10 +36,10 @@ def emit_number_tile(
     builder: ir.IRBuilder, number: str, rows: int, chains: int, weights: ir.Value, x: ir.Value, out: ir.Value,
     out_stride: ir.Value, columns: ir.Value,
 ) -> None:  # fmt: skip
-    """One tile times `rows` rows of activations, x [rows, columns] float32: out[row * out_stride + 0..15].
+    """Emit one tile times `rows` rows of activations, x [rows, columns] float32; 16 float32 at out + row * out_stride.
 
-    chains: columns whose products are summed apart, so that one sum need not wait for the one before. Addresses and
-    strides are int64, in bytes.
+    chains: number of independent partial sums over columns, which hide the latency of additions. Addresses and strides
+    are int64, in bytes.
     """
     pointer = ir.IntType(8).as_pointer()
     sums = [
@@ -81,7 +81,7 @@ def _number_tile(typingctx, number, rows, chains, weights, x, out, out_stride, c
 
 @cache
 def number_dots(number: str, rows: int, chains: int) -> Any:
-    """A compiled function as `cpu_ops.weight_dots.dots_address` describes, for weights of type `number`."""
+    """Returns a compiled function, as described in `cpu_ops.weight_dots.dots_address`, for weights of type `number`."""
     code_version = CODE_VERSION
 
     @cfunc(DOTS_SIGNATURE, cache=True, nopython=True)
@@ -94,9 +94,9 @@ def number_dots(number: str, rows: int, chains: int) -> Any:
 
 
 def pack_numbers(numbers: np.ndarray, packed: np.ndarray, threads: int) -> None:
-    """Lay out 16-bit numbers [rows, columns], uint16, as `packed` uint8; rows that fill the last tile are 0.
+    """Pack 16-bit numbers [rows, columns] uint16 into `packed` uint8; rows that pad the last tile are 0.
 
-    For who holds `threads.one_kernel_at_a_time`.
+    The caller must own `threads.one_kernel_at_a_time`.
     """
     call_region("pack numbers", "", address_of(_number_packer()), (numbers, packed), threads)
 
@@ -128,7 +128,7 @@ def _number_packer() -> Any:
 
 
 def number_rows(data: np.ndarray, number: str, rows: np.ndarray, columns: int) -> np.ndarray:
-    """Rows `rows` [n] of a packed matrix of `columns` columns: [n, columns] float32."""
+    """Returns the rows `rows` [n] of a packed matrix of `columns` columns: [n, columns] float32."""
     bits = data.view(np.uint16).reshape(-1, columns, TILE)[rows // TILE, :, rows % TILE]
     if number == "float16":
         return bits.view(np.float16).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Packed weights as numbers again: whole tiles for products with many rows, single rows for an embedding."""
+"""Unpacks packed weights to numbers: whole tiles for products with many rows, single rows for embeddings."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -26,12 +26,12 @@ _FLOATS, _INTS = ir.VectorType(ir.FloatType(), TILE), ir.VectorType(ir.IntType(3
 
 
 def unpack_tiles(matrix: PackedMatrix, out: np.ndarray, first_tile: int = 0, threads: int | None = None) -> None:
-    """Write rows of a packed matrix, transposed, from tile `first_tile` on: out[k, r] = matrix[16 * first_tile + r, k].
+    """Unpack rows of a packed matrix, transposed, from `first_tile` on: out[k, r] = matrix[16 * first_tile + r, k].
 
     out: [columns, rows] float32, float16, or uint16 for the bits of bfloat16 (rounded to nearest even), rows a multiple
-    of 16; the last tile's rows beyond the matrix are 0. Numbers are GGML's, bit by bit in float32.
+    of 16; rows of the last tile beyond the matrix are 0. Float32 numbers are bitwise equal to GGML's.
 
-    Raises ValueError where out does not fit the matrix, TypeError for another dtype.
+    Raises ValueError if out does not fit the matrix, TypeError for another dtype.
     """
     number = _NUMBERS.get(out.dtype)
     if number is None:
@@ -42,13 +42,13 @@ def unpack_tiles(matrix: PackedMatrix, out: np.ndarray, first_tile: int = 0, thr
         raise ValueError(f"out {out.shape} from tile {first_tile} on does not fit [{matrix.rows}, {matrix.columns}]")
     with kernel_threads(threads) as used:
         unpack = address_of(_unpacker(matrix.name, number, dot_instruction()))
-        given = matrix.data.ctypes.data, out.ctypes.data, first_tile, tiles, matrix.columns
-        call_region("unpack tiles", "", unpack, given, used)
+        region_args = matrix.data.ctypes.data, out.ctypes.data, first_tile, tiles, matrix.columns
+        call_region("unpack tiles", "", unpack, region_args, used)
 
 
 @intrinsic(prefer_literal=True)
 def _unpack_tile(typingctx, name, number, how, weights, out, out_stride, columns):
-    """One tile at address `weights` as numbers at address `out`, sixteen for each column; out_stride in bytes."""
+    """Unpack the tile at address `weights` to address `out`, sixteen numbers per column; out_stride in bytes."""
     layout, kind, instruction = FORMATS[name.literal_value], number.literal_value, how.literal_value
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
@@ -75,7 +75,7 @@ def _unpack_tile(typingctx, name, number, how, weights, out, out_stride, columns
 def _columns(
     builder: ir.IRBuilder, layout: WeightFormat, block: ir.Value, group: ir.Value, how: str
 ) -> Iterator[ir.Value]:
-    """The 32 columns of a group, each a vector of sixteen numbers."""
+    """Yields the 32 columns of a group, each a vector of sixteen numbers."""
     if layout.number:
         yield from (column_of(builder, group, layout.number, 2 * TILE * k) for k in range(GROUP))
         return
@@ -110,7 +110,7 @@ def _as(builder: ir.IRBuilder, values: ir.Value, kind: str) -> ir.Value:
 
 @region_arguments("unpack tiles")
 def _unpacked(_: str) -> tuple[Any, ...]:
-    """(weights, out, first_tile, tiles, columns), the first two addresses."""
+    """(weights, out, first_tile, tiles, columns); weights and out are addresses."""
     return (types.int64,) * 5
 
 
@@ -141,10 +141,10 @@ def _unpacker(name: str, number: str, how: str) -> Any:
 
 
 def read_rows(matrix: PackedMatrix, rows: np.ndarray, threads: int | None = None) -> np.ndarray:
-    """Some rows of a packed matrix as numbers.
+    """Returns some rows of a packed matrix as numbers.
 
-    rows: [n] int64. Returns [n, columns] float32, GGML's numbers bit by bit.
-    Raises IndexError for a row that is not there.
+    rows: [n] int64. Returns [n, columns] float32, bitwise equal to GGML's numbers.
+    Raises IndexError for a row outside the matrix.
     """
     if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < matrix.rows:
         raise IndexError(f"rows {int(rows.min())} to {int(rows.max())} of a matrix that has {matrix.rows}")
@@ -152,8 +152,8 @@ def read_rows(matrix: PackedMatrix, rows: np.ndarray, threads: int | None = None
         return number_rows(matrix.data, number, rows, matrix.columns)
     out = np.empty((len(rows), matrix.columns), np.float32)
     with kernel_threads(threads) as used:
-        given = matrix.data, np.ascontiguousarray(rows, np.int64), out
-        call_region("read rows", "", address_of(_row_reader(matrix.name)), given, used)
+        region_args = matrix.data, np.ascontiguousarray(rows, np.int64), out
+        call_region("read rows", "", address_of(_row_reader(matrix.name)), region_args, used)
     return out
 
 

@@ -1,4 +1,4 @@
-"""Dividing lists of blocks among threads by tokens, and merging what several threads computed of one list."""
+"""Divides lists of blocks among threads by tokens, and merges partial results of shared lists."""
 
 import numpy as np
 from numba import njit, types
@@ -14,7 +14,7 @@ _PART = types.Array(types.float32, 2, "A")
 
 @inner
 def list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size):
-    """Where each (row, kv head) list begins when all are laid end to end, in tokens; a first entry < 0 is an error."""
+    """Returns the first token of each (row, kv head) list, counted over all lists; a first entry < 0 is an error."""
     rows, lists_per_row, max_blocks = block_ids.shape
     starts = np.zeros(rows * kv_heads + 1, np.int64)
     for row in range(rows):
@@ -40,7 +40,7 @@ def list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size):
     return starts
 
 
-# With a signature, as `scratch`.
+# With a signature, for the same reason as `scratch`.
 @njit(
     types.none(
         _INTEGER, _INTEGER, types.boolean, _INTEGER, _INTEGER, _PART, _PART, _REAL2, types.Array(_INTEGER, 1, "C"),
@@ -51,10 +51,10 @@ def list_starts(block_ids, block_counts, block_lengths, kv_heads, block_size):
 def keep_part(
     index, edge, whole, tile_queries, row_size, most, totals, sums, edges, edge_sums, edge_most, edge_total, out, lse
 ):  # fmt: skip
-    """Write what a thread found of the list `index`: as it is where it had the `whole` list, else to one of its edges.
+    """Write a thread's result for list `index` to out and lse if it had the `whole` list, else to its edge `edge`.
 
-    most, totals: [tiles, lanes], the largest scores (to base 2) of the queries of each tile and the sums of their
-    powers, of which every `row_size`-th lane is of one query. sums: [group, v_dim], of values by these powers.
+    most, totals: [tiles, lanes], each tile's largest scores (base 2) and sums of weights 2 ** (score - most); every
+    `row_size`-th lane belongs to the same query. sums: [group, v_dim], values summed by these weights.
     """
     kv_heads, (group, v_dim), lanes = out.shape[1], sums.shape, most.shape[1]
     row, head = index // kv_heads, index % kv_heads
@@ -76,7 +76,11 @@ def keep_part(
 
 @inner(error_model="numpy")
 def merge_edges(edges, edge_sums, edge_most, edge_total, out, lse):
-    """Merge what several threads computed of one list; edges [2 * threads] name the lists, equal ones in sequence."""
+    """Merge partial results of shared lists into out and lse.
+
+    edges: [2 * threads], each edge's list, -1 for an unused edge; edges of one list are consecutive apart from unused
+    ones.
+    """
     group, v_dim = edge_sums.shape[1:]
     kv_heads = out.shape[1]
     first = 0
