@@ -1,9 +1,9 @@
 """Register-blocked inner loops of the kernels, emitted as LLVM vector code.
 
-Numba's own vectoriser reloads every query element for each key. These intrinsics keep a tile of partial sums
-(queries x tokens, or queries x columns) in vector registers, so that each stored element is loaded and widened once
-for several queries. Lanes, storage type, dims and tile sizes (`cpu_ops.tiles`) are literals: they become constants of
-the generated code. Arrays are addressed as (array, offset in elements), for one flat view of any C-contiguous array.
+Numba's vectoriser reloads every query element for each key. These intrinsics keep a tile of partial sums (queries x
+tokens, or queries x columns) in vector registers, so that each stored element is loaded and widened once for several
+queries. Lanes, storage type, dims and tile sizes (`cpu_ops.tiles`) are literals and become constants of the generated
+code. Arrays are addressed as (array, offset in elements) in the flat view of a C-contiguous array.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from cpu_ops.vectors import Vectors, array_pointer, byte_pointer, integer, offse
 def emit_score_rows(
     v: Vectors, storage: str, size: int, rows: int, columns: int, pitch: int, q: ir.Value, k: ir.Value, scores: ir.Value
 ) -> None:
-    """The code of `score_rows`, on pointers."""
+    """Emit the code of `score_rows`, on pointers."""
     parts = _tile_products(v, storage, size, "dot", rows, columns, q, k)
     leaves = [parts[g * columns + t] if g < rows else v.zero for t in range(columns) for g in range(pitch)]
     for first in range(0, len(leaves), v.lanes):
@@ -29,7 +29,10 @@ def emit_score_rows(
 def _tile_products(
     v: Vectors, storage: str, size: int, mode: str, rows: int, columns: int, q: ir.Value, k: ir.Value
 ) -> list[ir.Value]:
-    """Vectors whose lanes sum to the score of query g and token t, at [g * columns + t]; mode as for `score_tile`."""
+    """Returns vectors; the lanes of vector g * columns + t sum to the score of query g and token t.
+
+    mode: as for `score_tile`.
+    """
     builder, kind = v.builder, STORAGE_TYPES[storage]
     bound = mode == "quest"
     stride, step = kind.units(size), max(v.lanes, kind.group)
@@ -58,7 +61,7 @@ def _tile_products(
                 builder.store(added, cell)
 
     whole = integer(size - size % v.lanes)
-    # A loop, not straight code: unrolled, the scheduler hoists loads until the partial sums spill.
+    # A loop rather than unrolled code, in which the scheduler hoists loads until the partial sums spill.
     with cgutils.for_range_slice(builder, integer(0), whole, integer(step)) as (start, _):
         for within in range(0, step, v.lanes):
             add_piece(start, v.lanes, within)
@@ -69,10 +72,11 @@ def _tile_products(
 
 @intrinsic(prefer_literal=True)
 def score_tile(typingctx, lanes, mode, storage, dim, queries, q, q_at, keys, k_at, scores, s_at, s_stride):
-    """Score a stored vector for a tile of queries: scores[s_at + g * s_stride] for g < queries.
+    """Score a stored vector for a tile of queries: write scores[s_at + g * s_stride] for g < queries.
 
-    mode "dot": the inner product of query g and the vector. mode "quest": of two vectors, maximum and minimum, the
-    upper bound sum_d max(q_d * max_d, q_d * min_d) (Quest, algorithm 1). mode "squares": sum_d (q_d * r_d)^2.
+    mode "dot": the inner product of query g and the vector. mode "quest": two vectors are stored, maximum and minimum;
+    the score is the upper bound sum_d max(q_d * max_d, q_d * min_d) (Quest, algorithm 1). mode "squares":
+    sum_d (q_d * r_d)^2.
     """
     width, how, name, size, rows = (a.literal_value for a in (lanes, mode, storage, dim, queries))
 
@@ -95,9 +99,10 @@ def score_tile(typingctx, lanes, mode, storage, dim, queries, q, q_at, keys, k_a
 
 @intrinsic(prefer_literal=True)
 def score_rows(typingctx, lanes, storage, dim, queries, tokens, row, q, q_at, keys, k_at, scores, s_at):
-    """Score a tile of tokens for a tile of queries: scores[s_at + t * row + g], `row` a power of two from `queries` on.
+    """Score a tile of tokens for a tile of queries: write scores[s_at + t * row + g].
 
-    Whole vectors are written, so up to `lanes` - 1 numbers behind the last row are overwritten.
+    row: a power of two, at least `queries`. Whole vectors are written: up to `lanes` - 1 numbers after the last row are
+    overwritten.
     """
     width, name, size, rows, columns, pitch = (a.literal_value for a in (lanes, storage, dim, queries, tokens, row))
 
@@ -117,7 +122,7 @@ def emit_accumulate_rows(
     v: Vectors, storage: str, size: int, rows: int, pitch: int, most: int, stretch: int,
     p: ir.Value, values: ir.Value, count: ir.Value, sums: ir.Value, ahead: ir.Value, places: ir.Value | None = None,
 ) -> None:  # fmt: skip
-    """The code of `accumulate_rows`, on pointers; places: int64, where in `values` each row is, if not in sequence."""
+    """Emit the code of `accumulate_rows`, on pointers; places: int64, indices of the rows in `values` (None: 0, 1, …)."""
     builder, kind = v.builder, STORAGE_TYPES[storage]
     pieces = [(start, min(v.lanes, size - start)) for start in range(0, size, v.lanes)]
     tiles = [pieces[first : first + most] for first in range(0, len(pieces), most)]
@@ -151,8 +156,8 @@ def accumulate_rows(
 ):  # fmt: skip
     """Add weighted rows: sums[g * dim + d] += sum over t < count of p[t * row + g] * value d of row t.
 
-    Meanwhile, for every row, `ahead_bytes` of `ahead` are prefetched, one stretch behind the other: a core tracks only
-    about twenty cache lines on their way, and asking for more at once stops the arithmetic until they have come.
+    Meanwhile each row prefetches the next `ahead_bytes` of `ahead`: a core has only about twenty cache-line requests in
+    flight, and more at once would stall the arithmetic.
     """
     width, name, size, rows, pitch, most = (a.literal_value for a in (lanes, storage, dim, queries, row, columns))
     stretch = ahead_bytes.literal_value
@@ -177,7 +182,7 @@ def accumulate_rows(
 def accumulate_rows_at(
     typingctx, lanes, storage, dim, queries, row, columns, p, p_at, values, places, count, sums, sums_at
 ):
-    """`accumulate_rows` of value rows places[t], int64, for t < count."""
+    """As `accumulate_rows`, for the value rows places[t], int64, t < count, without prefetching."""
     width, name, size, rows, pitch, most = (a.literal_value for a in (lanes, storage, dim, queries, row, columns))
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
@@ -199,7 +204,7 @@ def accumulate_rows_at(
 
 @intrinsic
 def prefetch(typingctx, array, at, count):
-    """Ask for `count` elements of an array from offset `at` to be brought into the first-level cache."""
+    """Prefetch `count` elements of an array from offset `at` on into the L1 cache."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         prefetch_lines(builder, array_pointer(context, builder, array, arguments[0], arguments[1]), arguments[2])

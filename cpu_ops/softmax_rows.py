@@ -1,4 +1,4 @@
-"""The online softmax over scores whose lanes belong to queries: nothing is summed across lanes until a list ends."""
+"""The online softmax over scores with queries in the lanes: sums across lanes are deferred to the end of a list."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ _CHAINS = 4
 
 @intrinsic(prefer_literal=True)
 def rows_most(typingctx, lanes, row, scores, s_at, stride, vectors, most, m_at, fresh, f_at):
-    """Largest scores so far: fresh[lane] = max(most[lane], every score of the same query), of `vectors` whole vectors.
+    """Update running maxima: fresh[lane] = max(most[lane], all scores of the same query in `vectors` whole vectors).
 
-    A vector begins every `stride` numbers, and its lane i belongs to query i % row. Returns whether any has grown.
+    A vector begins every `stride` numbers; its lane i belongs to query i % row. Returns whether any maximum has grown.
     """
     width, pitch = lanes.literal_value, row.literal_value
 
@@ -23,7 +23,7 @@ def rows_most(typingctx, lanes, row, scores, s_at, stride, vectors, most, m_at, 
         v = Vectors(builder, width)
         s_pointer = array_pointer(context, builder, scores, arguments[2], arguments[3])
         before = v.load(array_pointer(context, builder, most, arguments[6], arguments[7]))
-        # Four at a time: a maximum waits some cycles for the one before it.
+        # Four independent chains hide the latency of a maximum.
         largest, step = v.slots([before] * _CHAINS), arguments[4]
         whole = builder.sub(arguments[5], builder.urem(arguments[5], integer(_CHAINS)))
 
@@ -52,7 +52,7 @@ def rows_most(typingctx, lanes, row, scores, s_at, stride, vectors, most, m_at, 
 
 @intrinsic(prefer_literal=True)
 def rows_exp2(typingctx, lanes, scores, s_at, stride, vectors, most, m_at, totals, t_at):
-    """Replace scores by 2 ** (score - most[lane]) and add them to totals[lane]; vectors lie as for `rows_most`."""
+    """Replace scores by 2 ** (score - most[lane]) and add them to totals[lane]; vectors as for `rows_most`."""
     width = lanes.literal_value
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:

@@ -1,4 +1,4 @@
-"""What a step that estimates does with its arrays between the calls of other kernels."""
+"""Device functions that convert, list and merge arrays between the kernel calls of `estimating_kernel`."""
 
 import numpy as np
 
@@ -9,50 +9,50 @@ from cpu_ops.number_bits import number
 
 
 @inner
-def numbers_given(given):
-    """A step's [rows, heads, 1, dim] as float32 [rows, heads, dim]."""
-    rows, heads, _, dim = given.shape
+def numbers_given(array):
+    """Returns a step's q, k or v [rows, heads, 1, dim] as float32 [rows, heads, dim]."""
+    rows, heads, _, dim = array.shape
     found = np.empty((rows, heads, dim), np.float32)
     for row in range(rows):
         for head in range(heads):
             for d in range(dim):
-                found[row, head, d] = number(given[row, head, 0, d])
+                found[row, head, d] = number(array[row, head, 0, d])
     return found
 
 
 @inner
-def copy_into(given, place):
-    """Write [n, n', n''] to `place`, of the same shape.
+def copy_into(source, place):
+    """Copy a three-dimensional array to `place`, of the same shape.
 
-    Of `place[:] = given` Numba compiles, for every kernel anew, the text of the error for shapes that differ: seconds.
+    For an array assignment Numba compiles the shape error into every kernel, which takes seconds.
     """
-    for first in range(given.shape[0]):
-        for second in range(given.shape[1]):
-            for third in range(given.shape[2]):
-                place[first, second, third] = given[first, second, third]
+    for first in range(source.shape[0]):
+        for second in range(source.shape[1]):
+            for third in range(source.shape[2]):
+                place[first, second, third] = source[first, second, third]
 
 
 @inner
 def by_head(pool):
-    """[num_blocks, kv_heads, n, dim] as [num_blocks * kv_heads, 1, n, dim], the same memory."""
+    """Returns a view of [num_blocks, kv_heads, n, dim] as [num_blocks * kv_heads, 1, n, dim]."""
     return pool.reshape(pool.shape[0] * pool.shape[1], 1, pool.shape[2], pool.shape[3])
 
 
 @inner
 def head_rows(scores):
-    """[rows, kv_heads, group, n] as [rows * kv_heads, 1, group, n], the same memory."""
+    """Returns a view of [rows, kv_heads, group, n] as [rows * kv_heads, 1, group, n]."""
     return scores.reshape(scores.shape[0] * scores.shape[1], 1, scores.shape[2], scores.shape[3])
 
 
 @inner
 def head_row(sums):
-    """[rows, kv_heads, group] as [rows * kv_heads, 1, group], the same memory."""
+    """Returns a view of [rows, kv_heads, group] as [rows * kv_heads, 1, group]."""
     return sums.reshape(sums.shape[0] * sums.shape[1], 1, sums.shape[2])
 
 
 @inner
 def scale_and_cap(scores, scale, softcap):
-    """Scale and cap scores as attention's are."""
+    """Scale and soft-cap scores in place: softcap * tanh(scale * score / softcap), or scale * score if softcap is 0."""
     flat = scores.reshape(scores.size)
     for each in range(flat.size):
         score = flat[each] * scale
@@ -61,17 +61,21 @@ def scale_and_cap(scores, scale, softcap):
 
 @inner
 def attended_lists(table, context, positions, first, end):
-    """The blocks of `table` outside of [first, end), then those of `context` at positions, and how many: -1 is none."""
-    rows, lists, wanted = positions.shape
+    """Returns ids of the blocks of `table` outside [first, end), then of `context` at positions, and their numbers.
+
+    positions: [rows, lists, n] int32, negative for padding. Returns ids [rows, lists, table size - (end - first) + n]
+    int32 and counts [rows, lists] int32, the entries in use.
+    """
+    rows, lists, count = positions.shape
     around = first + table.shape[1] - end
-    ids, counts = np.empty((rows, lists, around + wanted), np.int32), np.full((rows, lists), around, np.int32)
+    ids, counts = np.empty((rows, lists, around + count), np.int32), np.full((rows, lists), around, np.int32)
     for row in range(rows):
         for each in range(lists):
             for block in range(first):
                 ids[row, each, block] = table[row, block]
             for block in range(end, table.shape[1]):
                 ids[row, each, first + block - end] = table[row, block]
-            for place in range(wanted):
+            for place in range(count):
                 if positions[row, each, place] >= 0:
                     ids[row, each, counts[row, each]] = context[row, positions[row, each, place]]
                     counts[row, each] += 1
@@ -80,7 +84,7 @@ def attended_lists(table, context, positions, first, end):
 
 @inner
 def sums_of_powers(first, second):
-    """log(exp(first) + exp(second)) of two [rows, kv_heads, group]."""
+    """Returns log(exp(first) + exp(second)) of two arrays [rows, kv_heads, group]."""
     found = np.empty_like(first)
     for row in range(first.shape[0]):
         for head in range(first.shape[1]):
@@ -91,7 +95,7 @@ def sums_of_powers(first, second):
 
 @inner(error_model="numpy")
 def merge_into(out, lse, other, other_lse):
-    """Let `out` [rows, kv_heads, group, v_dim] be attention to what `other` is attention to as well."""
+    """Merge attention `other` into `out`, both [rows, kv_heads, group, v_dim], by their log-sum-exps; updates lse."""
     rows, kv_heads, group, v_dim = out.shape
     for row in range(rows):
         for head in range(kv_heads):

@@ -1,10 +1,10 @@
-"""Storage types of cached keys and values, and how a kernel reads each of them.
+"""Storage types of cached keys and values, and their decoders for kernels.
 
-A storage type is registered with one function that emits LLVM IR for "load these elements as float32". Kernels are
-generated per storage type, so a new one costs one function here and nothing anywhere else.
+A storage type is registered with one function that emits LLVM IR to load elements as float32. Kernels are generated per
+storage type, so that a new type needs one function here and nothing elsewhere.
 
-A pool's numpy dtype tells its storage type. Formats that numpy has no number for are records: one record holds a
-group of values, so that a vector of `dim` values is `dim // group` records.
+A pool's numpy dtype identifies its storage type. Formats without a numpy number are records: one record stores a group
+of values, so that a vector of `dim` values takes `dim // group` records.
 """
 
 from collections.abc import Callable
@@ -24,15 +24,15 @@ BFLOAT16 = np.dtype([("bfloat16", "<u2")])
 Q8_0 = np.dtype([("scale", "<f2"), ("values", "i1", (32,))])
 """GGML's Q8_0: 32 values, each scale * int8."""
 Q4_0 = np.dtype([("scale", "<f2"), ("values", "u1", (16,))])
-"""GGML's Q4_0: 32 values, each scale * (nibble - 8); byte i holds value i in its low and i + 16 in its high nibble."""
+"""GGML's Q4_0: 32 values, each scale * (nibble - 8); byte i has value i in its low and i + 16 in its high nibble."""
 
 
 @dataclass(frozen=True)
 class NumberFormat:
     """One number format of a block pool.
 
-    name: the name settings use. dtype: numpy dtype of one group of values in the pool. group: how many values that
-    is. kernel_dtype: the dtype its memory is viewed as inside kernels. decode: see `Decode`.
+    name: as in settings. dtype: numpy dtype of one group of values in the pool. group: values of a group.
+    kernel_dtype: the dtype as which kernels view the memory. decode: see `Decode`.
     """
 
     name: str
@@ -42,7 +42,7 @@ class NumberFormat:
     decode: Decode
 
     def units(self, values: int) -> int:
-        """Elements of `kernel_dtype` that `values` stored values take; whole groups."""
+        """Returns the number of `kernel_dtype` elements of `values` stored values, a multiple of `group`."""
         return values // self.group * (self.dtype.itemsize // self.kernel_dtype.itemsize)
 
 
@@ -63,9 +63,9 @@ def register_storage(name: str, dtype: Any, kernel_dtype: Any, group: int = 1) -
 
 
 def storage_of(dtype: np.dtype) -> NumberFormat:
-    """The storage type of a pool of this dtype.
+    """Returns the storage type of a pool of this dtype.
 
-    Raises TypeError when no storage type of that dtype is registered.
+    Raises TypeError if no storage type of that dtype is registered.
     """
     storage = _BY_DTYPE.get(dtype)
     if storage is None:
@@ -75,12 +75,12 @@ def storage_of(dtype: np.dtype) -> NumberFormat:
 
 
 def numbers_of(keys: NumberFormat, values: NumberFormat) -> str:
-    """The variant of kernels over pools whose keys and values are of these types: "numbers of keys,of values"."""
+    """Returns the kernel variant for keys and values of these types: "kernel dtype of keys,kernel dtype of values"."""
     return f"{keys.kernel_dtype.name},{values.kernel_dtype.name}"
 
 
 def pool_arrays(numbers: str, dims: int = 4) -> tuple[Any, Any]:
-    """Numba's types of keys and values as kernels view them, for a variant of `numbers_of`."""
+    """Returns Numba's array types of keys and values as kernels view them, for a variant from `numbers_of`."""
     keys, values = (types.Array(from_dtype(np.dtype(each)), dims, "C") for each in numbers.split(","))
     return keys, values
 
@@ -96,7 +96,7 @@ def _splat(value: Any, lanes: int) -> ir.Constant:
 
 
 def _scale(builder: ir.IRBuilder, group: ir.Value, lanes: int) -> ir.Value:
-    """The fp16 scale that a GGML group begins with, in every lane."""
+    """Returns a GGML group's float16 scale, its first two bytes, in every lane."""
     pointer = builder.bitcast(group, ir.IntType(16).as_pointer())
     half = builder.bitcast(builder.load(pointer, align=2), ir.HalfType())
     vector = ir.VectorType(FLOAT, lanes)
@@ -108,20 +108,20 @@ def _scale(builder: ir.IRBuilder, group: ir.Value, lanes: int) -> ir.Value:
 
 @register_storage("float32", np.float32, np.float32)
 def decode_float32(builder: ir.IRBuilder, pointer: ir.Value, within: int, lanes: int) -> ir.Value:
-    """Load `lanes` float32 as they are."""
+    """Load `lanes` float32."""
     return _load_vector(builder, pointer, FLOAT, lanes, align=4)
 
 
 @register_storage("float16", np.float16, np.uint16)
 def decode_float16(builder: ir.IRBuilder, pointer: ir.Value, within: int, lanes: int) -> ir.Value:
-    """Widen `lanes` IEEE binary16: numba has no such type on CPUs, LLVM has, and x86 does it in one `vcvtph2ps`."""
+    """Widen `lanes` IEEE binary16. Numba lacks this type on CPUs, LLVM has it; on x86 it is one `vcvtph2ps`."""
     loaded = _load_vector(builder, pointer, ir.IntType(16), lanes, align=2)
     return builder.fpext(builder.bitcast(loaded, ir.VectorType(ir.HalfType(), lanes)), ir.VectorType(FLOAT, lanes))
 
 
 @register_storage("bfloat16", BFLOAT16, np.uint16)
 def decode_bfloat16(builder: ir.IRBuilder, pointer: ir.Value, within: int, lanes: int) -> ir.Value:
-    """Widen `lanes` bfloat16: their bits are the upper half of a float32."""
+    """Widen `lanes` bfloat16, whose bits are the upper half of a float32."""
     word = ir.VectorType(ir.IntType(32), lanes)
     wide = builder.zext(_load_vector(builder, pointer, ir.IntType(16), lanes, align=2), word)
     return builder.bitcast(builder.shl(wide, ir.Constant(word, [16] * lanes)), ir.VectorType(FLOAT, lanes))
@@ -137,10 +137,10 @@ def decode_q8_0(builder: ir.IRBuilder, pointer: ir.Value, within: int, lanes: in
 
 @register_storage("q4_0", Q4_0, np.uint8, group=32)
 def decode_q4_0(builder: ir.IRBuilder, pointer: ir.Value, within: int, lanes: int) -> ir.Value:
-    """Widen `lanes` of the 32 nibbles that follow the group's scale, take 8 off, and scale them."""
+    """Widen `lanes` of the 32 nibbles that follow the group's scale, subtract 8, and scale them."""
     at = builder.gep(pointer, [ir.Constant(ir.IntType(64), 2 + within % 16)])
     loaded = _load_vector(builder, at, _BYTE, lanes, align=1)
     nibbles = builder.and_(loaded, _splat(15, lanes)) if within < 16 else builder.lshr(loaded, _splat(4, lanes))
-    # Taking 8 off while it is a byte is exact and leaves the multiplication alone.
+    # Subtracting 8 from bytes is exact, and leaves a single multiplication in float32.
     signed = builder.sext(builder.sub(nibbles, _splat(8, lanes)), ir.VectorType(ir.IntType(32), lanes))
     return builder.fmul(builder.sitofp(signed, ir.VectorType(FLOAT, lanes)), _scale(builder, pointer, lanes))

@@ -1,7 +1,8 @@
-"""What the online softmax of kernels that multiply by AMX's tiles does seldom: queries are in the lanes.
+"""The rare steps of the online softmax in AMX kernels: soft-capping, rescaling and the final division.
 
-Scores are [tokens, queries], and sums have a row for each of the values' channels, so that nothing is summed across
-lanes before the end. (What is done for every score stands in the kernels: called from there it took a sixth longer.)
+Scores are [tokens, queries], with queries in the lanes, and output sums have one row per channel of the values, so that
+nothing is summed across lanes before the end. The kernels themselves contain the steps that run for every score,
+because calling a function for these took a sixth longer.
 """
 
 import numpy as np
@@ -14,7 +15,7 @@ from cpu_ops.listed_keys import outgrown
 
 @inner(forceinline=True, fastmath={"contract", "nsz"}, error_model="numpy")
 def cap_products(scores, count, factor, softcap):
-    """Turn the products of the first `count` tokens into scores, softcap * tanh(product * factor), in powers of two."""
+    """Turn products of the first `count` tokens into softcap * tanh(product * factor), for exponentials of base two."""
     for t in range(count):
         for i in range(scores.shape[1]):
             scores[t, i] *= factor
@@ -23,9 +24,10 @@ def cap_products(scores, count, factor, softcap):
 
 @inner(forceinline=True, fastmath={"contract", "nsz"}, error_model="numpy")
 def rescale_outgrown(most, at, fresh, factor, totals, rescale, sums, below, v_dim):
-    """Where a score of fresh has outgrown most[at:], rescale totals[at:] and sums[below : below + v_dim] to fresh.
+    """If a score of fresh has outgrown most[at:], rescale totals[at:] and sums[below : below + v_dim] to fresh.
 
-    fresh: the queries' largest scores so far; most: those that their weights are relative to. rescale: as much room.
+    fresh: the queries' largest scores so far. most: the scores to which their weights are relative; set to fresh.
+    rescale: a buffer of fresh's size.
     """
     if not outgrown(most, at, fresh, factor):
         return
@@ -40,9 +42,9 @@ def rescale_outgrown(most, at, fresh, factor, totals, rescale, sums, below, v_di
 
 @inner(forceinline=True, fastmath={"contract", "nsz"}, error_model="numpy")
 def divide_sums(totals, at, rescale, sums, below, v_dim, turned):
-    """Write the quotients of sums[below : below + v_dim] and totals[at:] to turned, a row for each query.
+    """Divide sums[below : below + v_dim] by totals[at:] and write them, transposed, to turned, one row per query.
 
-    sums: [rows, queries]. rescale: room for a number of each query. turned: [queries, v_dim filled up].
+    sums: [rows, queries]. rescale: a buffer [queries]. turned: [queries, v_dim rounded up].
     """
     queries = rescale.size
     for i in range(queries):

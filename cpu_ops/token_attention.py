@@ -1,7 +1,7 @@
-"""Attention to tokens that lie anywhere in the blocks of a pool, a list of them for each row and kv head.
+"""Attention to single tokens anywhere in the blocks of a pool, with one list of tokens per row and kv head.
 
-As `attention` has it of whole blocks: tokens are divided among threads, and the parts of a list that several threads
-had are merged by their log-sum-exps. Scores are not the caller's here, as they are in `token_lists`.
+As in `attention` for whole blocks, threads divide the tokens, and partial results of a shared list are merged by their
+log-sum-exps. Unlike `token_lists`, one call computes scores, softmax and output.
 """
 
 from functools import cache
@@ -24,42 +24,44 @@ from cpu_ops.tiles import columns_apart, tiles_for
 from cpu_ops.work_division import keep_part, merge_edges
 
 _AT_ONCE = 64
-"""Tokens whose scores are brought together before their values are added."""
+"""Tokens that are scored before their values are added."""
 _AHEAD = 8
-"""Tokens whose numbers are on their way meanwhile: they lie anywhere, so that no hardware guesses where."""
+"""How many tokens ahead the kernel prefetches, because hardware cannot predict their addresses."""
 _INT3 = types.Array(types.int32, 3, "C")
 _REAL4, _REAL3, _REAL2 = (types.Array(types.float32, dims, "C") for dims in (4, 3, 2))
 
 
-def _given(numbers: str) -> tuple[Any, ...]:
-    """q, keys, values, key_offsets, tokens, counts, scale, softcap."""
+def _input_types(numbers: str) -> tuple[Any, ...]:
+    """The types of (q, keys, values, key_offsets, tokens, counts, scale, softcap)."""
     return _REAL4, *pool_arrays(numbers), OFFSETS, _INT3, _INT3, types.float64, types.float64
 
 
 @region_arguments("attend tokens")
 def arguments(numbers: str) -> tuple[Any, ...]:
-    """Of the regions: as the kernels, without threads, and edges as `list_attention.arguments` has them before out."""
+    """The regions' arguments: (q, keys, values, key_offsets, tokens, counts, scale, softcap, edges, edge_sums,
+    edge_most, edge_total, out, lse), as in `signature`, with edges as in `list_attention.arguments`."""
     edges = types.Array(types.int64, 1, "C"), _REAL3, _REAL2, _REAL2
-    return (*_given(numbers), *edges, _REAL4, _REAL3)
+    return (*_input_types(numbers), *edges, _REAL4, _REAL3)
 
 
 @called_as("attend tokens")
 def signature(numbers: str) -> Any:
-    """Of the kernels: (run, region, q, keys, values, key_offsets, tokens, counts, scale, softcap, threads, out, lse).
+    """The kernels' signature: (run, region, q, keys, values, key_offsets, tokens, counts, scale, softcap, threads, out,
+    lse).
 
     run: `parallel_region.all_threads()`. region: its address. q: [rows, kv_heads, group, k_dim] float32. keys, values,
-    key_offsets: as `attention.attend_blocks` takes them, viewed as `numbers`. tokens: [rows, 1 or kv_heads, n] int32,
-    where each lies in the pool, counted through all blocks; counts: [rows, lists, 1 or more] int32, whose first are the
-    entries in use. scale, softcap: as there. out: [rows, kv_heads, group, v_dim] and lse [rows, kv_heads, group]
-    float32, written: 0 and -inf of an empty list.
+    key_offsets: as in `attention.attend_blocks`, viewed as `numbers`. tokens: [rows, 1 or kv_heads, n] int32, indices
+    in the pool, block id * block_size + offset. counts: [rows, lists, 1 or more] int32; counts[..., 0] are the entries
+    in use. scale, softcap: as there. out: [rows, kv_heads, group, v_dim] and lse [rows, kv_heads, group] float32,
+    written; 0 and -inf for an empty list.
     """
     integer = types.int64
-    return integer(integer, integer, *_given(numbers), integer, _REAL4, _REAL3)
+    return integer(integer, integer, *_input_types(numbers), integer, _REAL4, _REAL3)
 
 
 @cache
 def kernel_for(numbers: str) -> Any:
-    """Compile the kernel for pools viewed as `numbers` (as `signature`), or load it from Numba's on-disk cache."""
+    """Compile the kernel for pools viewed as `numbers` (as in `signature`), or load it from Numba's on-disk cache."""
     code_version = CODE_VERSION
 
     @njit(signature(numbers), cache=True, nogil=True, error_model="numpy")
@@ -70,11 +72,11 @@ def kernel_for(numbers: str) -> Any:
         edges = np.full(2 * threads, -1, np.int64)
         edge_sums = np.empty((2 * threads, group, v_dim), np.float32)
         edge_most, edge_total = np.empty((2 * threads, group), np.float32), np.empty((2 * threads, group), np.float32)
-        given = (
+        region_args = (
             q, keys, values, key_offsets, tokens, counts, scale, softcap, edges, edge_sums, edge_most, edge_total, out,
             lse,
         )  # fmt: skip
-        run_region("attend tokens", numbers, run, region, threads, given)
+        run_region("attend tokens", numbers, run, region, threads, region_args)
         merge_edges(edges, edge_sums, edge_most, edge_total, out, lse)
         return np.int64(0 * code_version)
 
@@ -85,7 +87,7 @@ def region_for(
     q: tuple[int, ...], keys: tuple[int, ...], v_dim: int, dtype: np.dtype, value_dtype: np.dtype, softcapped: bool,
     offset: bool,
 ) -> int:  # fmt: skip
-    """The address of the region "attend tokens" for queries [rows, kv_heads, group, k_dim] and pools of these types."""
+    """Returns the address of the region "attend tokens" for q [rows, kv_heads, group, k_dim] and these pool types."""
     names = storage_of(dtype).name, storage_of(value_dtype).name
     return address_of(_region(isa(), *names, q[2], q[3], v_dim, keys[2], softcapped, offset))
 
@@ -95,7 +97,7 @@ def _region(
     isa: str, storage: str, value_storage: str, group: int, k_dim: int, v_dim: int, block_size: int, softcapped: bool,
     offset: bool,
 ) -> Any:  # fmt: skip
-    """Compile a thread's share for one shape; on disk Numba keys it by the constants below, all plain values."""
+    """Compile a thread's share for one shape. Numba's disk cache keys it by the constants below, all plain values."""
     lanes, full_tiles, tile_queries, rest_queries, row_size, *_ = tiles_for(isa, group, 1)
     full_queries, num_tiles = full_tiles * tile_queries, full_tiles + (rest_queries > 0)
     columns = columns_apart(isa, tile_queries, v_dim)

@@ -1,9 +1,9 @@
-"""A decoder layer's work on one token per row beside its attention: norms, projections, rotation, MLP, residuals.
+"""A decoder layer's decode step without attention: norms, projections, rotation, MLP and residuals, one token per row.
 
-`attention_inputs` is the half before attention, `attention_output` the half behind it. Each is one call with as few
-divisions among threads as its products allow, and quantises what several products share once. For layers of the form
-that Llama has: RMSNorm, projections with or without bias, per-head norms of queries and keys or none, rotation of both
-halves, a gated MLP. Products are `cpu_ops.quantised_linear`'s, everything between them is float32.
+`attention_inputs` is the part before attention, `attention_output` the part after it. Each is one call, with as few
+parallel regions as its products allow, and quantises an input of several products once. The layers have Llama's form:
+RMSNorm, projections with or without bias, optional per-head norms of queries and keys, rotation of half against half, a
+gated MLP. `cpu_ops.quantised_linear` computes the products; everything between them is float32.
 """
 
 from functools import cache
@@ -27,7 +27,7 @@ _REASSOCIATED = {"contract", "nsz", "reassoc"}
 
 @inner(fastmath=_REASSOCIATED)
 def _normed(x, weight, epsilon, out):
-    """RMSNorm of each row: x / sqrt(mean(x^2) + epsilon) * weight."""
+    """Write the RMSNorm of each row, x / sqrt(mean(x^2) + epsilon) * weight, to out."""
     for row in range(x.shape[0]):
         total = np.float32(0)
         for i in range(x.shape[1]):
@@ -46,7 +46,7 @@ def _widened(x, out):
 
 @inner(fastmath=_REASSOCIATED)
 def _normed_heads(x, first, heads, dim, weight, epsilon):
-    """RMSNorm of each head of x[:, first : first + heads * dim], in place."""
+    """Apply RMSNorm to each head of x[:, first : first + heads * dim], in place."""
     for row in range(x.shape[0]):
         for head in range(heads):
             at = first + head * dim
@@ -60,7 +60,7 @@ def _normed_heads(x, first, heads, dim, weight, epsilon):
 
 @inner
 def _rotated(x, first, heads, dim, cos, sin, out):
-    """x * cos + rotate_half(x) * sin for each head, to out [rows, heads, 1, dim]."""
+    """Write x * cos + rotate_half(x) * sin of each head of x[:, first:] to out [rows, heads, 1, dim]."""
     half = dim // 2
     for row in range(x.shape[0]):
         for head in range(heads):
@@ -75,7 +75,7 @@ def _rotated(x, first, heads, dim, cos, sin, out):
 
 @inner
 def _products(matrices, rows):
-    """The table of "multiply" (`cpu_ops.quantised_linear`) for all rows and matrices that share an input."""
+    """Returns the table of the region "multiply" (`cpu_ops.quantised_linear`) for matrices that share an input."""
     table = np.zeros((len(matrices), 8), np.int64)
     column = 0
     for index in range(len(matrices)):
@@ -88,7 +88,7 @@ def _products(matrices, rows):
 
 @region_arguments("multiply and gate")
 def _gated_products(_: str) -> tuple[Any, ...]:
-    """As "multiply"; the table has the gate's matrix and the up one's."""
+    """As for the region "multiply"; the table has the gate projection, then the up projection."""
     real2, table = types.Array(types.float32, 2, "C"), types.Array(types.int64, 2, "C")
     codes, sums = types.Array(types.int8, 2, "C"), types.Array(types.int32, 2, "C")
     return table, real2, codes, real2, sums, real2, types.int64
@@ -96,9 +96,9 @@ def _gated_products(_: str) -> tuple[Any, ...]:
 
 @cache
 def gate_region(kind: int) -> int:
-    """The address of the region "multiply and gate": the gate's columns become the activation of them times up's.
+    """Returns the address of the region "multiply and gate", which writes activation(gate) * up to the gate's columns.
 
-    kind: of the activation (`cpu_ops.gates`); a loop that asked for it would not be vectorised.
+    kind: of the activation (`cpu_ops.gates`); one region per kind, as a loop that branches on it is not vectorised.
     """
     code_version = CODE_VERSION
 
@@ -110,7 +110,7 @@ def gate_region(kind: int) -> int:
             multiply_part(
                 weights, tiles, one, several, per_pass, codes, scales, sums, out, table[index, 4], thread, threads
             )
-        # Both parts end at the same tiles.
+        # This thread has computed the same tiles of both projections.
         tiles, up = table[0, 1], table[1, 4]
         first, stop = tiles * thread // threads * TILE, tiles * (thread + 1) // threads * TILE
         for row in range(out.shape[0]):
@@ -128,7 +128,7 @@ _NUMBERS = {"float32": types.float32, "uint16": types.uint16}
 
 @cache
 def attention_inputs(dtype: str, rotation_dtype: str) -> Any:
-    """The kernel that makes queries, keys and values of one token per row.
+    """Returns the kernel that computes q, k and v of one token per row.
 
     dtype: of the hidden states, rotation_dtype: of cos and sin, both keys of `_NUMBERS`. All arrays are C-contiguous.
 
@@ -137,10 +137,11 @@ def attention_inputs(dtype: str, rotation_dtype: str) -> Any:
 
     run: `parallel_region.all_threads()`. multiply: `quantised_linear.multiply_region()`.
 
-    hidden: [rows, width], float32 or the bits of bfloat16, as q [rows, heads, 1, dim], k [rows, kv_heads, 1, dim] and v
-    [rows, kv_heads, 1, dim], which are written. norm: [width] float32, with its epsilon. projections: [3, 4] int64,
-    `PackedMatrix.call` of q, k and v. bias: [all outputs] float32, or none (length 0). query_norm, key_norm: [dim]
-    float32, or none. cos, sin: [rows, dim], of the tokens' positions. per_pass: `weight_dots.rows_per_pass()`.
+    hidden: [rows, width], float32 or the bits of bfloat16. q: [rows, heads, 1, dim], k: [rows, kv_heads, 1, dim] and v:
+    [rows, kv_heads, 1, dim], of the same type, written. norm: [width] float32, with its epsilon. projections: [3, 4]
+    int64, `PackedMatrix.call` of q, k and v. bias: [all outputs] float32; length 0 for none. query_norm, key_norm:
+    [dim] float32; length 0 for none. cos, sin: [rows, dim], of the tokens' positions. per_pass:
+    `weight_dots.rows_per_pass()`.
     """
     code_version = CODE_VERSION
     real, integer, weights = types.float32, types.int64, types.Array(types.float32, 1, "C")
@@ -183,8 +184,8 @@ def attention_inputs(dtype: str, rotation_dtype: str) -> Any:
         first_k = projections[0, 1] * TILE
         first_v = first_k + projections[1, 1] * TILE
         out = np.empty((rows, first_v + projections[2, 1] * TILE), np.float32)
-        given = _products(projections, rows), x, codes, scales, sums, out, per_pass
-        run_region("multiply", "", run, multiply, threads, given)
+        region_args = _products(projections, rows), x, codes, scales, sums, out, per_pass
+        run_region("multiply", "", run, multiply, threads, region_args)
         heads, kv_heads = q.shape[1], k.shape[1]
         queries, keys = heads * dim, kv_heads * dim
         if bias.size:
@@ -209,15 +210,15 @@ def attention_inputs(dtype: str, rotation_dtype: str) -> Any:
 
 @cache
 def attention_output(dtype: str) -> Any:
-    """The kernel of what a layer gives on: hidden + the projection of `attended`, and behind that the MLP.
+    """Returns the kernel that computes a layer's output: x = hidden + projection of `attended`, then x + MLP(norm(x)).
 
     dtype: of the hidden states, a key of `_NUMBERS`. All arrays are C-contiguous.
 
     (run, multiply, gate, hidden, attended, norm, epsilon, matrices, out, per_pass, threads)
 
     hidden, out: [rows, width], attended: [rows, heads * v_dim], float32 or the bits of bfloat16. norm: [width] float32,
-    the MLP's. matrices: [4, 4] int64, `PackedMatrix.call` of the output, gate, up and down projections; the gate's and
-    up's tiles are full. gate: `gate_region`'s, of the MLP's activation.
+    of the MLP. matrices: [4, 4] int64, `PackedMatrix.call` of the output, gate, up and down projections; the last tiles
+    of gate and up are full. gate: from `gate_region`, for the MLP's activation.
     """
     code_version = CODE_VERSION
     real, integer, numbers_type = types.float32, types.int64, types.Array(_NUMBERS[dtype], 2, "C")
@@ -241,8 +242,8 @@ def attention_output(dtype: str) -> Any:
         _widened(attended, numbers)
         quantise_rows(numbers, codes, scales, sums)
         projected = np.empty((rows, matrices[0, 1] * TILE), np.float32)
-        given = _products(matrices[:1], rows), numbers, codes, scales, sums, projected, per_pass
-        run_region("multiply", "", run, multiply, threads, given)
+        region_args = _products(matrices[:1], rows), numbers, codes, scales, sums, projected, per_pass
+        run_region("multiply", "", run, multiply, threads, region_args)
         for row in range(rows):
             for i in range(width):
                 x[row, i] += projected[row, i]
@@ -259,8 +260,8 @@ def attention_output(dtype: str) -> Any:
         wide_codes = np.empty((rows, inner), np.int8)
         quantise_rows(gated, wide_codes, scales, sums)
         down = np.empty((rows, matrices[3, 1] * TILE), np.float32)
-        given = _products(matrices[3:], rows), gated, wide_codes, scales, sums, down, per_pass
-        run_region("multiply", "", run, multiply, threads, given)
+        region_args = _products(matrices[3:], rows), gated, wide_codes, scales, sums, down, per_pass
+        run_region("multiply", "", run, multiply, threads, region_args)
         for row in range(rows):
             for i in range(width):
                 out[row, i] = rounded(out, x[row, i] + down[row, i])

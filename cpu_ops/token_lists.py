@@ -1,7 +1,7 @@
-"""Scores of single tokens, wherever in the blocks they lie, and weighted sums of their values.
+"""Sparse gather: scores of single tokens anywhere in the blocks of a pool, and weighted sums of their values.
 
-For methods that choose tokens one by one. What lies between the two, from scores to weights, is the caller's: a
-softmax, or one that counts some tokens more than once.
+It serves methods that choose single tokens. The caller turns scores into weights, by a softmax or by one that counts
+some tokens more than once.
 """
 
 from functools import cache, lru_cache
@@ -21,9 +21,9 @@ from cpu_ops.storage import STORAGE_TYPES, NumberFormat, storage_of
 from cpu_ops.tiles import tiles_for
 
 _AT_ONCE = 64
-"""Tokens of a list that a thread takes before it looks for more."""
+"""Tokens in a thread's unit of work."""
 _AHEAD = 8
-"""Tokens whose numbers are on their way meanwhile: they lie anywhere, so that no hardware guesses where."""
+"""How many tokens ahead the kernel prefetches, because hardware cannot predict their addresses."""
 NO_OFFSETS = np.empty((0, 0, 0), np.uint16)
 
 
@@ -31,15 +31,16 @@ def token_scores(
     q: np.ndarray, keys: np.ndarray, table: np.ndarray, positions: np.ndarray, counts: np.ndarray,
     key_offsets: np.ndarray | None = None, threads: int | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """Inner products of queries and the keys of tokens.
+    """Returns the inner products of queries and the keys of listed tokens.
 
-    q: [rows, lists, queries, k_dim] float32; the lists of a row are those of its kv heads in order, as many of each.
+    q: [rows, lists, queries, k_dim] float32; a row's lists are grouped by kv head, equally many for each.
     keys: [num_blocks, kv_heads, block_size, k_dim] of a storage type (`cpu_ops.storage`). table: [rows, blocks] int32,
-    ids of a sequence's blocks. positions: [rows, lists, n] int32, tokens of the sequence; counts: [rows, lists] int32,
-    entries of each list in use. key_offsets: as `attention.attend_blocks` takes them.
+    ids of a sequence's blocks. positions: [rows, lists, n] int32, tokens of the sequence. counts: [rows, lists] int32,
+    entries of each list in use. key_offsets: as in `attention.attend_blocks`. threads: number of threads (None: Numba's
+    setting).
 
-    Returns [rows, lists, queries, n] float32, -inf behind a list's end. Raises ValueError or TypeError for arrays that
-    do not fit together, IndexError for positions and blocks that are not there.
+    Returns [rows, lists, queries, n] float32, -inf after a list's end. Raises ValueError or TypeError for arrays that
+    do not fit together, IndexError for positions and blocks out of range.
     """
     region, kernel_dtype = _planned("score", q.shape, keys.shape, keys.dtype, key_offsets is not None)
     _require_inside(q.shape[:2], keys, table, positions, counts)
@@ -54,10 +55,10 @@ def token_values(
     weights: np.ndarray, values: np.ndarray, table: np.ndarray, positions: np.ndarray, counts: np.ndarray,
     threads: int | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """Weighted sums of the values of tokens: [rows, lists, queries, v_dim] float32.
+    """Returns the weighted sums of the values of listed tokens: [rows, lists, queries, v_dim] float32.
 
-    weights: [rows, lists, queries, n] float32, of which those behind a list's end are not read. values: [num_blocks,
-    kv_heads, block_size, v_dim] of a storage type. The rest, and what is raised, as for `token_scores`.
+    weights: [rows, lists, queries, n] float32; those after a list's end are not read. values: [num_blocks, kv_heads,
+    block_size, v_dim] of a storage type. Other arguments and errors are those of `token_scores`.
     """
     storage = storage_of(values.dtype)
     v_dim = values.shape[3] * storage.group
@@ -95,7 +96,7 @@ def _require_inside(
 def _planned(
     what: str, vectors: tuple[int, ...], blocks: tuple[int, ...], dtype: np.dtype, offset: bool
 ) -> tuple[int, np.dtype]:
-    """The region for vectors [rows, lists, queries, dim] and blocks of this dtype, and the dtype of its view."""
+    """Returns the region for vectors [rows, lists, queries, dim] and blocks of this dtype, and the view's dtype."""
     storage = storage_of(dtype)
     if len(vectors) != 4 or len(blocks) != 4 or blocks[3] * storage.group != vectors[3] or min(vectors[2:]) < 1:
         raise ValueError(f"queries, dim {vectors[2:]} do not fit blocks {blocks} of {storage.name}")
@@ -131,7 +132,7 @@ def _adding_arguments(numbers: str) -> tuple[Any, ...]:
 
 @cache
 def _scoring(isa: str, storage: str, queries: int, dim: int, offset: bool) -> Any:
-    """A thread's share of `token_scores`; on disk Numba keys it by the constants below, all plain values."""
+    """Compile a thread's share of `token_scores`. Numba's disk cache keys it by the constants below, plain values."""
     lanes, full_tiles, tile_queries, rest_queries, row_size, _, _ = tiles_for(isa, queries, 1)
     full_queries, units = full_tiles * tile_queries, STORAGE_TYPES[storage].units(dim)
     width = (full_tiles + (rest_queries > 0)) * row_size
@@ -197,7 +198,7 @@ def _scoring(isa: str, storage: str, queries: int, dim: int, offset: bool) -> An
 
 @cache
 def _adding(isa: str, storage: str, queries: int, dim: int) -> Any:
-    """A thread's share of `token_values`."""
+    """Compile a thread's share of `token_values`."""
     lanes, full_tiles, tile_queries, rest_queries, row_size, _, columns = tiles_for(isa, queries, 1)
     full_queries, units = full_tiles * tile_queries, STORAGE_TYPES[storage].units(dim)
     width = (full_tiles + (rest_queries > 0)) * row_size
