@@ -221,7 +221,7 @@ def _by_distance(by_place, total):
     sums = np.zeros((heads, total), np.float32)
     for span in range(spans):
         for head in range(heads):
-            # Column c's query is c tokens before the last token, and its place is c behind its key's index.
+            # Column c's query is c tokens before the last token, and place = key index + c: distance = last - place.
             last = total - 1 - span * _SPAN
             for place in range(min(places, last + 1)):
                 sums[head, last - place] += by_place[span, head, place]

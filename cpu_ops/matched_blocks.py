@@ -1,7 +1,7 @@
 """Finds key blocks that receive much attention from a block of queries but are not in its vertical-slash pattern.
 
-A few queries of each block are scored against all earlier keys. This finds content that lies on no vertical line and no
-diagonal, such as an earlier occurrence of the queries' own words.
+A few queries of each block are scored against all earlier keys. This finds content on no vertical line and no diagonal,
+such as an earlier occurrence of the queries' own words.
 """
 
 from functools import cache

@@ -11,6 +11,8 @@ from cpu_ops.inner import inner
 
 @intrinsic
 def bfloat16_to_float(typingctx, bits):
+    """Returns the float32 of a bfloat16 whose bits are `bits`, uint16."""
+
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
         wide = builder.shl(builder.zext(arguments[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
         return builder.bitcast(wide, ir.FloatType())

@@ -122,7 +122,7 @@ def emit_accumulate_rows(
     v: Vectors, storage: str, size: int, rows: int, pitch: int, most: int, stretch: int,
     p: ir.Value, values: ir.Value, count: ir.Value, sums: ir.Value, ahead: ir.Value, places: ir.Value | None = None,
 ) -> None:  # fmt: skip
-    """Emit the code of `accumulate_rows`, on pointers; places: int64, indices of the rows in `values` (None: 0, 1, …)."""
+    """Emit the code of `accumulate_rows`, on pointers; places: int64, row indices in `values` (None: in order)."""
     builder, kind = v.builder, STORAGE_TYPES[storage]
     pieces = [(start, min(v.lanes, size - start)) for start in range(0, size, v.lanes)]
     tiles = [pieces[first : first + most] for first in range(0, len(pieces), most)]

@@ -192,6 +192,7 @@ def signature(numbers: str) -> Any:
 
 @cache
 def kernel_for(storage: str, value_storage: str) -> Any:
+    """Compile the kernel of `store_token` for these types, or load it from Numba's on-disk cache."""
     measures_keys, measures_values = (storage == value_storage or each in _NARROW for each in (storage, value_storage))
     numbers, code_version = numbers_of(STORAGE_TYPES[storage], STORAGE_TYPES[value_storage]), CODE_VERSION
 

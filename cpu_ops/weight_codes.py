@@ -25,6 +25,7 @@ _LOOKUPS = {
 
 
 def splat(builder: ir.IRBuilder, scalar: ir.Value, lanes: int = TILE) -> ir.Value:
+    """Returns a vector with `scalar` in every lane."""
     vector = ir.VectorType(scalar.type, lanes)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
     mask = ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes)
@@ -44,11 +45,13 @@ def ask_ahead(builder: ir.IRBuilder, pointer: ir.Value, nbytes: int) -> None:
 
 
 def call_intrinsic(builder: ir.IRBuilder, name: str, kind: ir.Type, *operands: ir.Value) -> ir.Value:
+    """Call the LLVM intrinsic `name`, which returns `kind`."""
     signature = ir.FunctionType(kind, [operand.type for operand in operands])
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), operands)
 
 
 def pieces_of(builder: ir.IRBuilder, vector: ir.Value, pieces: int) -> list[ir.Value]:
+    """Split a vector into `pieces` vectors of equal size."""
     lanes = vector.type.count // pieces
     undefined = ir.Constant(vector.type, ir.Undefined)
     masks = [ir.Constant(ir.VectorType(_I32, lanes), list(range(i * lanes, (i + 1) * lanes))) for i in range(pieces)]
@@ -56,6 +59,7 @@ def pieces_of(builder: ir.IRBuilder, vector: ir.Value, pieces: int) -> list[ir.V
 
 
 def joined(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
+    """Concatenate vectors, a power of two of them."""
     while len(parts) > 1:
         lanes = 2 * parts[0].type.count
         mask = ir.Constant(ir.VectorType(_I32, lanes), list(range(lanes)))
