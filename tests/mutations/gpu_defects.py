@@ -85,15 +85,15 @@ DEFECTS = (
     Mutation(
         "a ring that wraps is attended to up to its end",
         "hetero_kv/families/retrieval/device_window.py",
-        "second_count if len(held) > 1 else 0",
+        "second_count if len(slots) > 1 else 0",
         "0",
         ("tests/operators/test_decode_on_cuda.py::test_two_launches_decode_as_torch_does",),
     ),
     Mutation(
         "the CPU is told the weight of the heaviest part of a window",
         "hetero_kv/families/retrieval/window_passage.py",
-        "np.logaddexp.reduce(beside, axis=2)",
-        "beside.max(axis=2)",
+        "np.logaddexp.reduce(window_lse, axis=2)",
+        "window_lse.max(axis=2)",
         ("tests/operators/test_decode_on_cuda.py::test_two_launches_decode_as_torch_does",),
     ),
     Mutation(

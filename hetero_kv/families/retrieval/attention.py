@@ -1,7 +1,7 @@
-"""Retrieval attention: everything kept in DRAM, the best blocks attended to on the CPU, where they lie.
+"""Retrieval attention: all tokens stay in DRAM, and the CPU attends to the best blocks in place.
 
-KTransformers' sparse-attention framework: a sequence is Initial | Context | Local; Initial and Local are attended
-in full, the Context through the blocks whose representatives score best against the query.
+KTransformers' sparse-attention framework divides a sequence into Initial | Context | Local. A token attends to all of
+Initial and Local, and to the Context blocks whose representatives score best against its query.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hetero_kv.families.retrieval.windowed_decode import WindowedDecode
 from hetero_kv.families.sparse_prefill.settings import PREFILLS
 from hetero_kv.store.pool import BlockPool
 
-#: Settings that decide nothing of what is stored (see `stored_by`).
+#: Settings that do not affect what is stored (see `stored_by`).
 _CHOOSING = frozenset(
     (
         "second_block_count", "group_reduce", "rest", "rerank", "target_mass", "least_block_count", "whole_block_count",
@@ -44,8 +44,8 @@ _CHOOSING = frozenset(
 class RetrievalAttention(WindowedDecode):
     """Prefills exactly, chunk by chunk; decodes over Initial, Local and the best `second_block_count` blocks.
 
-    With a budget that covers the Context the result is full attention, to the storage type's precision; under
-    `target_mass`, which may attend to less, that is `least_block_count` or `whole_block_count`.
+    A budget that covers the Context gives full attention, to the storage type's precision. With `target_mass`,
+    which may attend to fewer blocks, `least_block_count` or `whole_block_count` must cover it instead.
     """
 
     meaning = "keeps everything in DRAM blocks, attends to the blocks that the query retrieves"
@@ -54,7 +54,7 @@ class RetrievalAttention(WindowedDecode):
     def new_cache_layer(self) -> RetrievalLayer:
         layout = RetrievalLayout.of_settings(self.settings, closes_alone=self.accumulates)
         derived = Derived() if self.budget is None else Derived.of(self.settings)
-        # What looks at the attention that keys receive waits for the prompt's end.
+        # Representatives that depend on received attention are computed at the prompt's end.
         represents = self.budget is not None and not self.accumulates
         return RetrievalLayer(layout, self.settings, derived, self.vectors_of if represents else None)
 
@@ -122,7 +122,7 @@ class RetrievalAttention(WindowedDecode):
         self, layer: RetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall, out: torch.Tensor, lse: np.ndarray,
         estimated: tuple[np.ndarray, Taken] | None,
     ) -> tuple[torch.Tensor, np.ndarray]:  # fmt: skip
-        """Attention over the blocks, out [batch, heads, 1, v_dim] and lse, with the learned sink; notes what it covers.
+        """Apply the learned sink to out [batch, heads, 1, v_dim] and lse, and record the coverage.
 
         estimated: as `_attend_natively` returns it.
         """
@@ -138,7 +138,7 @@ class RetrievalAttention(WindowedDecode):
         return out, whole.numpy()
 
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
-        """Compile what decoding and short turns need, or load it from Numba's cache, before a token waits for it."""
+        """Compile the kernels of decoding and short turns, or load them from Numba's cache, before the first token."""
         settings, dims = self.settings, (kv_heads, self.settings.block_size, k_dim, v_dim)
         derived = Derived() if self.budget is None else Derived.of(settings)
         pool = BlockPool(
@@ -154,7 +154,7 @@ class RetrievalAttention(WindowedDecode):
         self._bound_step(pool, one[0], group, softcap > 0, self._own_config.dtype)
         self.prompt_attention.compile(self._own_config.dtype, k_dim, v_dim, softcap)
 
-    # -- what others ask
+    # -- descriptions for the engine
 
     @classmethod
     def registries(cls) -> Mapping[str, Mapping[str, str]]:
@@ -168,7 +168,7 @@ class RetrievalAttention(WindowedDecode):
         return super().settings_in_layer() | own
 
     def stored_by(self) -> dict[str, Any]:
-        """See AttentionOperator: how many blocks are attended to, and how they are chosen, may change."""
+        """See AttentionOperator: the number of attended blocks, and how they are chosen, may change."""
         idle = _CHOOSING | self.settings.idle_prefill_settings
         kept = {name: value for name, value in self.settings_in_layer().items() if name not in idle}
         derived = Derived() if self.budget is None else Derived.of(self.settings)
@@ -181,7 +181,7 @@ class RetrievalAttention(WindowedDecode):
         return PagedFootprint.of(shape, self.settings, self.accumulates, derived, observed=observed)
 
     def attended_tokens(self, length: int) -> float:
-        """See AttentionOperator: under `target_mass`, the most that a step may attend to."""
+        """See AttentionOperator: with `target_mass`, the most that a step may attend to."""
         layout = RetrievalLayout.of_settings(self.settings)
         is_covered = self.covering is None or layout.context_blocks(length) <= self.covering
         return layout.attended_tokens(length, None if is_covered else self.budget)

@@ -1,4 +1,4 @@
-"""How many blocks each layer may attend to: one number, a number per layer, or a pyramid."""
+"""Block budgets of layers: one number, a number per layer, or a pyramid."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Pyramid:
     low: int
     high: int
 
-    #: What a value of this kind looks like, for errors and the documentation.
+    #: The form of a value, for errors and the documentation.
     expected = "pyramid(low, high)"
 
     @classmethod
     def parse(cls, text: str) -> Pyramid | None:
-        """The pyramid that `text` spells, or None. Low may not be above high."""
+        """Parse `text`. Returns None for another form, or if low is above high."""
         found = _PYRAMID.fullmatch(text)
         if found is None:
             return None
@@ -42,9 +42,9 @@ Budget = int | str | tuple[int, ...] | Pyramid
 
 
 def layer_budget(key: str, budget: Budget, layer_idx: int, num_layers: int) -> int | None:
-    """Blocks that layer `layer_idx` of `num_layers` may attend to; None for all of them.
+    """The number of blocks that layer `layer_idx` of `num_layers` may attend to; None for all of them.
 
-    Raises ConfigError, naming the setting `key`, when a list has not one number per layer.
+    Raises ConfigError, naming the setting `key`, if a list does not have one number per layer.
     """
     if budget == "all":
         return None

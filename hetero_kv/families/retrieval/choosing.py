@@ -1,4 +1,4 @@
-"""From settings to how kernels choose blocks, and to what a pool holds for it."""
+"""Translates settings into the kernels' choice of blocks, and into the derived arrays that a pool needs for it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hetero_kv.families.retrieval.settings import RetrievalSettings
 from hetero_kv.store.key_codes import has_key_codes
 
 REDUCTIONS = {"mean": MEAN, "max": LARGEST, "softmax": SOFTMAX, "softmax_max": LARGEST_SOFTMAX}
-"""`group_reduce` as `cpu_ops.chosen_blocks` calls it."""
+"""`group_reduce` -> its constant in `cpu_ops.chosen_blocks`."""
 
 
 class Derived(NamedTuple):
-    """What is kept of a block beside its keys, values and representatives.
+    """Which arrays a block has besides keys, values and representatives.
 
     Attributes:
-        value_means: the mean of its values, by which the rest is estimated.
-        key_codes: how its keys differ from their mean, in four bits, by which candidates are scored.
-        grouped: what stands for the group of blocks that it is the last of.
+        value_means: the mean value, for residual attention.
+        key_codes: coarse copies of the keys, in four bits a number, for scoring candidates.
+        grouped: the representatives of the group that ends with this block.
     """
 
     value_means: bool = False
@@ -28,7 +28,7 @@ class Derived(NamedTuple):
 
     @classmethod
     def of(cls, settings: RetrievalSettings) -> Derived:
-        """As settings ask for. Keys that are stored in few bits, and those of small blocks, are scored as they are."""
+        """The arrays that the settings need. Low-bit keys and keys of small blocks need no coarse copies."""
         is_coarse = settings.key_storage.for_representatives != settings.key_storage
         has_codes = settings.rerank != 1 and not is_coarse and has_key_codes(settings.block_size)
         return cls(settings.rest == "estimate", has_codes, settings.group_blocks > 1)
@@ -38,9 +38,9 @@ NONE_DERIVED = Derived()
 
 
 def choice_of(settings: RetrievalSettings, budget: int) -> Choice | None:
-    """How blocks are chosen where that takes an estimate, or groups of them; None where it takes the scores alone.
+    """How to choose blocks by estimated masses or by groups; None if the representatives' scores alone decide.
 
-    budget: blocks of the Context, or as many tokens, that are attended to at most.
+    budget: the most Context blocks, or as many tokens, to attend to.
     """
     target = 0.0 if settings.target_mass == "none" else float(settings.target_mass)
     reduce = REDUCTIONS[settings.group_reduce]

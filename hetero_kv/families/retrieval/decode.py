@@ -1,4 +1,4 @@
-"""The part of retrieval attention that chooses a decoded token's blocks, and has them attended to."""
+"""The decode half of retrieval attention: chooses a token's blocks and calls the kernel that attends to them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from hetero_kv.store.pool import BlockPool
 
 
 class RetrievalDecode(RetrievalPrefill):
-    """What `RetrievalAttention` does with blocks in DRAM when a token is decoded."""
+    """How `RetrievalAttention` decodes a token over blocks in DRAM."""
 
     @property
     def _takes_largest(self) -> bool:
-        """Whether a kv head's score is its group's largest, and not their mean."""
+        """Whether a kv head's score is the largest of its group's, rather than their mean."""
         return self.settings.group_reduce == "max"
 
     def _bound_step(
         self, pool: BlockPool, lengths: np.ndarray, group: int, softcapped: bool, dtype: torch.dtype
     ) -> RetrievalStep | EstimatingStep:
-        """The native call for a layer with this pool, `lengths` tokens in its blocks, for queries of `dtype`."""
+        """The native call of a layer with this pool and `lengths` tokens per row, for queries of `dtype`."""
         arrays = pool.key_array, pool.value_array, pool.representative_array, lengths
         kind = self.representative_type
-        # Nothing is scored where everything is attended to.
+        # Without a budget all blocks are attended to, and the score is never used.
         score = "dot" if self.budget is None else kind.score
         bound = *arrays, group, score, softcapped, ARRAY_DTYPES.get(dtype, np.float32), self.threads
         if self.choice is None:
@@ -48,7 +48,7 @@ class RetrievalDecode(RetrievalPrefill):
     def _native_of(
         self, layer: RetrievalLayer, blocks: StepBlocks, call: AttentionCall, dtype: torch.dtype
     ) -> RetrievalStep | EstimatingStep:
-        """The layer's native call, bound anew where it was bound to other numbers."""
+        """The layer's native call; binds a new one if the present one does not fit."""
         native, softcapped = layer.token_step, call.softcap is not None
         if native is None or not native.fits(ARRAY_DTYPES[dtype], softcapped):
             assert layer.pool is not None
@@ -62,14 +62,14 @@ class RetrievalDecode(RetrievalPrefill):
         q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int | None, scale: float, softcap: float,
         out: np.ndarray, lse: np.ndarray, beside: np.ndarray | None = None,
     ) -> tuple[np.ndarray, Taken] | None:  # fmt: skip
-        """Have the token stored, unless `position` is None, its blocks chosen and attended to.
+        """Store the token, unless `position` is None; then choose its blocks and attend to them.
 
-        beside: the log-sum-exp of what is attended to elsewhere, as `lse`. Returns the `masses` of `EstimatingStep` and
-        what was taken; None where nothing is estimated.
+        beside: the log-sum-exp of attention computed elsewhere, in the shape of `lse`. Returns the `masses` of
+        `EstimatingStep` and the selection's statistics; None if nothing is estimated.
         """
         table, first, end = blocks.table, min(layer.layout.sink_blocks, blocks.closed), blocks.closed
         if layer.window is not None:
-            # Attention sink and recent window are attended to where that lies.
+            # The window's device attends to the attention sink and the recent window.
             table, first, end = np.ascontiguousarray(table[:, first:end]), 0, end - first
         which, positions, allowed = EVERYTHING, NOTHING_FORBIDDEN, NOTHING_FORBIDDEN
         if self.covering is not None and self.covering < end - first:
@@ -81,7 +81,7 @@ class RetrievalDecode(RetrievalPrefill):
             if isinstance(native, RetrievalStep):
                 score = self.representative_type.score
                 which = fetching.by_scores(q, self.shared, largest, score, self.threads)
-        given = q, k, v, at, table, first, end, which, positions, allowed, self.shared
+        inputs = q, k, v, at, table, first, end, which, positions, allowed, self.shared
         estimated, taken = None, Taken(end - first if which == EVERYTHING else positions.shape[2])
         if isinstance(native, EstimatingStep):
             masses = np.empty((2, *lse.shape), np.float32)
@@ -90,9 +90,9 @@ class RetrievalDecode(RetrievalPrefill):
             results = scale, softcap, beside, out, lse, masses
             with one_kernel_at_a_time:
                 if fetching is not None:
-                    fetching.by_rehearsal(native, (*given, *results))
-                stored = native(*given, *results)
-                # A fork has the same call, and may be asked in another thread.
+                    fetching.by_rehearsal(native, (*inputs, *results))
+                stored = native(*inputs, *results)
+                # A fork shares the native call and may run in another thread: read its counts under the lock.
                 counted = native.taken.tolist()
             if which != EVERYTHING:
                 lists = len(table) * positions.shape[1]
@@ -101,7 +101,7 @@ class RetrievalDecode(RetrievalPrefill):
             estimated = masses, taken
         else:
             with one_kernel_at_a_time:
-                stored = native(*given, largest, scale, softcap, out, lse)
+                stored = native(*inputs, largest, scale, softcap, out, lse)
             if is_scored:
                 taken = taken._replace(scored=allowed.shape[2] or end - first)
         assert layer.reading is not None
@@ -111,10 +111,10 @@ class RetrievalDecode(RetrievalPrefill):
         return estimated
 
     def _remember(self, layer: RetrievalLayer, step: Step, call: AttentionCall, q: np.ndarray, lse: np.ndarray) -> None:
-        """Keep a query [batch, heads, k_dim] float32, and its log-sum-exp [batch, heads], for what keys receive."""
+        """Add a query [batch, heads, k_dim] float32 and its log-sum-exp [batch, heads] to the pending queries."""
         layer.scale, layer.softcap = call.scale, call.softcap
-        # In batches of a block's length, which costs a step little and holds few queries; without this one, of which a
-        # device may still have to tell the log-sum-exp.
+        # Accumulating once per block's length costs a step little and keeps few queries in memory. The present query
+        # stays out of this batch: a device may not have sent its log-sum-exp yet.
         if layer.unseen.count >= layer.layout.block_size:
             layer.accumulate_unseen(step.past)
         layer.unseen = layer.unseen.grown(q, lse)
@@ -122,19 +122,19 @@ class RetrievalDecode(RetrievalPrefill):
     def _measure_recall(
         self, layer: RetrievalLayer, blocks: StepBlocks, call: AttentionCall, lse: torch.Tensor
     ) -> None:
-        """Add the share of the full attention mass that this step covered, the mean over rows and heads.
+        """Record the share of the full attention mass that this step covered, the mean over rows and heads.
 
-        lse: of what it attended to, [batch, heads, 1] float32, or in another shape of as many numbers.
+        lse: of the attended tokens, [batch, heads, 1] float32, or another shape with as many numbers.
         """
         assert layer.pool is not None
         covered = covered_mass(layer.pool, blocks, call, lse, self.threads)
         layer.state = replace(layer.state, recall=layer.state.recall.plus(covered))
 
     def _count(self, layer: RetrievalLayer, attended: np.ndarray, total: np.ndarray, taken: Taken) -> None:
-        """Add the share of the attention mass that a step covered by estimate, from log-sum-exps, and its blocks."""
+        """Record a step's block count and the estimated share of the attention mass it covered, from log-sum-exps."""
         state = layer.state
         covered = covered_share(attended, total)
-        # NaN: of none.
+        # NaN means that nothing was estimated.
         share = state.share.plus(covered) if covered == covered else state.share
         blocks = state.blocks.plus(taken.attended) if self.targets else state.blocks
         layer.state = replace(state, share=share, blocks=blocks)
@@ -142,11 +142,11 @@ class RetrievalDecode(RetrievalPrefill):
     def _choice(
         self, layer: RetrievalLayer, step: Step, rows: int, kv_heads: int, context: int
     ) -> tuple[int, np.ndarray, np.ndarray]:
-        """Which of the Context's blocks this step attends to: (which, positions, allowed) of `RetrievalStep`.
+        """Choose the Context blocks that this step attends to: (which, positions, allowed) of `RetrievalStep`.
 
-        Reused where the schedule says so, else chosen. KTransformers' pseudo code: the first layer of every
-        `layer_step` layers selects, at every `token_step`-th token; all others take what was selected last, and the
-        blocks that have left Local since. Where the first layers attend to everything, the next one selects.
+        Reuses an earlier selection where the schedule says so. KTransformers' pseudo code: the first layer of every
+        `layer_step` layers selects, at every `token_step`-th token; all others reuse the latest selection and add the
+        blocks that have left Local since. If the first layers are dense, the next one selects.
         """
         settings = self.settings
         if settings.layer_step == settings.token_step == 1:
@@ -156,13 +156,13 @@ class RetrievalDecode(RetrievalPrefill):
         selected_at: SharedSelections = shared.setdefault(SELECTED_AT, {})
         key = (
             self.layer_idx // settings.layer_step, layout.block_size, layout.sink_blocks, layout.local_len, lists,
-            # Where the number of blocks differs from list to list, only steps that know of it can take it over; blocks
-            # whose single tokens are chosen are more.
+            # A selection with target_mass has lists of different lengths, and one for single tokens has more blocks:
+            # only layers with the same settings can reuse it.
             self.targets, settings.attend_to == "tokens",
         )  # fmt: skip
         decoded = step.past - step.cohort.prompt_length
         last = selections.get(key)
-        # None behind a prompt, and where tokens were cropped.
+        # There is no selection right after a prompt or a crop.
         if last is not None:
             seen, when = selected_at[key][0]
             if when // settings.token_step == decoded // settings.token_step:
@@ -174,7 +174,7 @@ class RetrievalDecode(RetrievalPrefill):
     def _best(
         self, layer: RetrievalLayer, rows: int, kv_heads: int, context: int
     ) -> tuple[int, np.ndarray, np.ndarray]:
-        """The best blocks of the Context among those that preselection left; for single tokens, candidates."""
+        """The best Context blocks among the preselected ones; for single tokens, the blocks they are chosen from."""
         assert self.budget is not None
         times = self.choice.candidates if self.choice is not None and self.choice.tokens else 1
         allowed, most = NOTHING_FORBIDDEN, min(self.budget * times, context)
@@ -184,6 +184,6 @@ class RetrievalDecode(RetrievalPrefill):
             if candidates.shape[2] <= self.budget and not self.targets:
                 return AS_GIVEN, candidates, NOTHING_FORBIDDEN
             allowed, most = candidates, min(most, candidates.shape[2])
-        # Written by the call, which comes before anybody reads it.
+        # The native call fills it before anything reads it.
         positions = np.empty((rows, 1 if self.shared else kv_heads, most), dtype=np.int32)
         return (CHOSEN if most else AS_GIVEN), positions, allowed

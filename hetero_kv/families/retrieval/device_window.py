@@ -1,4 +1,4 @@
-"""A copy of a sequence's Initial and Local part on the compute device, where that is not the CPU."""
+"""A copy of a sequence's Initial and Local parts on the compute device, if that is not the CPU."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hetero_kv.store.pool import BlockPool
 
 
 class DeviceWindow:
-    """Initial tokens in fixed slots, Local tokens in a ring; the pool in DRAM holds all of them too.
+    """Initial tokens in fixed slots, Local tokens in a ring buffer; the pool in DRAM has all of them as well.
 
     Args:
-        initial: tokens of Initial, whole blocks.
-        local_len: tokens of Local at least; up to a block more stay until that block enters the Context.
+        initial: tokens of Initial, in whole blocks.
+        local_len: minimum tokens of Local; up to a block more stay until that block enters the Context.
         like_keys, like_values: [batch, kv_heads, any, dim], for shapes, dtype and device.
     """
 
-    #: Whether its keys are those that a token's query is scored with, one vector each.
+    #: Whether the query is scored with `keys` alone; a subclass may have a second vector per key.
     is_plain = True
 
     def __init__(
@@ -52,19 +52,19 @@ class DeviceWindow:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, local_start: int, scale: float, softcap: float | None,
         sent: tuple[torch.Tensor, ...],
     ) -> torch.Tensor:  # fmt: skip
-        """`append` and `attend` in one launch, which also writes `sent` (`gpu_ops.window_step.take_token`)."""
+        """`append` and `attend` in one launch, which also writes to `sent` (see `gpu_ops.window_step.take_token`)."""
         slot = self._slot(self._length)
         self._length += 1
         self._local_start = local_start
-        held = self._held()
+        slots = self._occupied()
         (first, first_count), (second, second_count) = (
-            (part.start, part.stop - part.start) for part in (held[0], held[-1])
+            (part.start, part.stop - part.start) for part in (slots[0], slots[-1])
         )
-        runs = first, first_count, second, second_count if len(held) > 1 else 0
+        runs = first, first_count, second, second_count if len(slots) > 1 else 0
         return take_token(q, k, v, self.keys, self.values, slot, runs, scale, softcap, sent)
 
     def load(self, pool: BlockPool, ids: Sequence[np.ndarray] | np.ndarray, length: int, local_start: int) -> None:
-        """Take both parts of every row from the pool anew, after a prefill or a step back.
+        """Reload Initial and Local of every row from the pool, after a prefill or a rollback.
 
         Args:
             ids: per row, the blocks of its `length` tokens.
@@ -84,13 +84,14 @@ class DeviceWindow:
 
     @property
     def mark(self) -> tuple[int, int, int]:
-        """What `go_back` needs to come back to what is held now."""
+        """The present state, for `go_back`."""
         return self._loads, self._length, self._local_start
 
     def go_back(self, mark: tuple[int, int, int]) -> bool:
-        """Hold what was held at `mark`, bit for bit, where a token at most has been appended since.
+        """Return to the state at `mark`, bit for bit, if at most one token has been appended since.
 
-        Its slot was free: the ring has room for a block more than Local. False: it is to be loaded.
+        That token went to a free slot: the ring is one block longer than Local. Returns False if the window must be
+        reloaded instead.
         """
         loads, length, local_start = mark
         if loads != self._loads or not length <= self._length <= length + 1:
@@ -99,11 +100,11 @@ class DeviceWindow:
         return True
 
     def selected(self, rows: list[int]) -> DeviceWindow:
-        """A window of its own with row i what row `rows[i]` was."""
-        twin = copy.copy(self)
-        # By slices: a list of rows would go to the device in a copy that the host waits for.
-        twin.keys, twin.values = (torch.cat([part[row : row + 1] for row in rows]) for part in (self.keys, self.values))
-        return twin
+        """A new window, whose row i is a copy of row `rows[i]`."""
+        new = copy.copy(self)
+        # Slices, because indexing with a list would copy it to the device, and the host would wait for that.
+        new.keys, new.values = (torch.cat([part[row : row + 1] for row in rows]) for part in (self.keys, self.values))
+        return new
 
     def attend(self, q: torch.Tensor, scale: float, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of one query per head to Initial and Local.
@@ -118,7 +119,7 @@ class DeviceWindow:
         folded = q.reshape(batch, kv_heads, heads // kv_heads, k_dim)
         parts = (
             attention_with_lse(folded, self.keys[:, :, part], self.values[:, :, part], scale, softcap)
-            for part in self._held()
+            for part in self._occupied()
         )
         out, lse = functools.reduce(lambda before, part: merge_attention(*before, *part), parts)
         return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
@@ -131,17 +132,17 @@ class DeviceWindow:
     def _slot(self, position: int) -> int:
         return position if position < self.initial else self.initial + (position - self.initial) % self.ring
 
-    def _held(self) -> list[slice]:
-        """The slots that hold tokens, as few slices: those of Initial, and those of the ring, which may wrap."""
+    def _occupied(self) -> list[slice]:
+        """The occupied slots, in as few slices as possible: those of Initial, and those of the ring, which may wrap."""
         start = max(self._local_start, self.initial)
         first, count = self._slot(start), max(0, self._length - start)
         stop, end = first + count, self.initial + self.ring
         parts = [(0, min(self.initial, self._length)), (self.initial, stop - self.ring), (first, min(stop, end))]
-        held: list[slice] = []
+        slots: list[slice] = []
         for begin, behind in parts:
             if behind <= begin:
                 continue
-            if held and held[-1].stop == begin:
-                begin = held.pop().start
-            held.append(slice(begin, behind))
-        return held
+            if slots and slots[-1].stop == begin:
+                begin = slots.pop().start
+            slots.append(slice(begin, behind))
+        return slots

@@ -1,4 +1,4 @@
-"""Prompts of families that keep everything in blocks: they attend exactly, and what follows when they are stored."""
+"""Exact prefill of families that keep all tokens in blocks, and the work that follows once a prompt is stored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hetero_kv.settings.engine_settings import EngineSettings
 
 
 class ExactPrefill(AttentionOperator):
-    """An operator whose layers are RetrievalLayers; what is derived from blocks is its own (`_close_blocks`)."""
+    """Base of operators whose layers are RetrievalLayers; subclasses derive arrays from blocks in `_close_blocks`."""
 
     prefills_exactly = True
     continues_exactly = True
@@ -36,7 +36,7 @@ class ExactPrefill(AttentionOperator):
 
     @classmethod
     def operator_for(cls, module: nn.Module) -> type[Operator]:
-        """A layer with a sliding window of the model's own keeps that: retrieval never applies to it."""
+        """SlidingWindowAttention for a layer with the model's own sliding window, which retrieval does not apply to."""
         if hasattr(module, "config") and hasattr(module, "layer_idx") and bridge.layer_window(module) is not None:
             return SlidingWindowAttention
         return cls
@@ -61,7 +61,7 @@ class ExactPrefill(AttentionOperator):
     def _attended_chunk(
         self, layer: RetrievalLayer, step: Step, call: bridge.AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of a chunk to everything before and to itself, out and lse as `chunk_attention`."""
+        """Attention of a chunk to all earlier tokens and to itself; out and lse as from `chunk_attention`."""
         past_k, past_v = layer.extend(call.k, call.v)
         assert layer.prefill_buffer is not None
         if not layer.prefill_buffer.first:
@@ -71,7 +71,7 @@ class ExactPrefill(AttentionOperator):
     def attend_chunk(
         self, step: Step, call: bridge.AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of a chunk behind keys and values [batch, kv_heads, past, dim]: as `chunk_attention`."""
+        """Attention of a chunk behind keys and values [batch, kv_heads, past, dim]; returns as `chunk_attention`."""
         return chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
 
     def load_prefill(self, layer: RetrievalLayer, step: Step, recorded: RecordedPrompt) -> None:
@@ -87,7 +87,7 @@ class ExactPrefill(AttentionOperator):
             layer.leave_prefill()
 
     def _new_observation(self, step: Step) -> Observation | None:
-        """What watches the last queries of a prompt that begins; None where nobody reads what they look at."""
+        """The observation window of a new prompt; None if nothing needs it."""
         return None
 
     def _refuse_window(self, window: int) -> None:
@@ -101,20 +101,19 @@ class ExactPrefill(AttentionOperator):
             self.end_of_prompt(layer, step, buffer)
 
     def end_of_prompt(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer | None) -> None:
-        """What follows when a layer has stored a prompt: votes of its last queries, what is derived from new blocks.
+        """After a layer has stored a prompt: read the observation window, and finalize new blocks.
 
-        `buffer` holds the whole sequence, on a GPU the tokens from its `first` on; None behind a short turn, which is
-        read from the pool where it is needed.
-        A prompt that passes in parts has all of that at its end, so that it is as if it had come as a whole, up to the
-        precision of the storage types, in which later parts see the earlier.
+        `buffer` has the whole sequence, or on a GPU the tokens from its `first` on. It is None after a short turn,
+        which reads the pool instead. A prompt that passes in several parts does this once, at its end. The result is
+        that of a prompt in one part, up to the precision of the storage types, in which later parts see earlier ones.
         """
         if step.part.is_last:
             self._look_back(layer, step, buffer)
             self._close_blocks(layer, step)
 
     def _look_back(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer | None) -> None:
-        """Take what the prompt's last queries looked at."""
+        """Read the attention of the prompt's last queries."""
 
     def _close_blocks(self, layer: RetrievalLayer, step: Step) -> None:
-        """Derive what is kept of the blocks that enter the Context."""
+        """Compute the arrays derived from the blocks that enter the Context."""
         raise NotImplementedError("an operator whose blocks are scored derives something from them")

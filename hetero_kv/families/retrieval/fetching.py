@@ -1,4 +1,4 @@
-"""Blocks that lie in a file, chosen before the native call that attends to them, so that they are read all at once."""
+"""Reads a step's blocks from a file ahead of the attention kernel: chooses them first, then reads all at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hetero_kv.store.pool import BlockPool
 
 
 class Fetching(NamedTuple):
-    """A step whose blocks the system is to read before it attends to them.
+    """A step whose blocks the operating system reads before the kernel attends to them.
 
     Attributes:
-        pool: of which blocks lie in a file.
-        table, first, end, which, positions, allowed: as `RetrievalStep` takes them; positions below 0 are none.
+        pool: the pool, part of whose blocks are in a file.
+        table, first, end, which, positions, allowed: as `RetrievalStep` takes them; positions below 0 mean no block.
     """
 
     pool: BlockPool
@@ -30,18 +30,18 @@ class Fetching(NamedTuple):
     allowed: np.ndarray
 
     def by_scores(self, q: np.ndarray, shared: bool, largest: bool, score: str, threads: int) -> int:
-        """Make the choice that `RetrievalStep` would make; the other arguments are its own, score its `score`.
+        """Choose as `RetrievalStep` would, and request the blocks. The arguments are those of `RetrievalStep`.
 
-        Positions are written. Returns which blocks the step is to attend to then.
+        Writes `positions`. Returns the `which` with which the step is to be called afterwards.
         """
         which = self.which
         if which == CHOSEN:
-            # What else comes is the bits of bfloat16.
+            # Queries that are not float32 are bfloat16 bits in uint16.
             numbers = q if q.dtype == np.float32 else (q.astype(np.uint32) << 16).view(np.float32)
             queries = np.ascontiguousarray(numbers.reshape(len(q), self.pool.keys.shape[1], -1, q.shape[3]))
             ids, representatives = self.table[:, self.first : self.end], self.pool.representative_array
             if self.allowed.shape[2]:
-                # As there: each kv head's part of a block is a row of its own.
+                # As in `RetrievalStep`, each kv head's part of a block is a separate row.
                 heads = np.arange(queries.shape[1], dtype=np.int32)[:, None]
                 ids = np.take_along_axis(ids[:, None], self.allowed, axis=2) * len(heads) + heads
                 ids = ids.reshape(-1, ids.shape[2])
@@ -53,27 +53,27 @@ class Fetching(NamedTuple):
             ).reshape(*queries.shape[:3], -1)  # fmt: skip
             self.positions[:] = best_blocks(scores, self.positions.shape[2], self.allowed, shared, largest)
             which = AS_GIVEN
-        self._ask(self.positions)
+        self._request(self.positions)
         return which
 
     def by_rehearsal(self, native: EstimatingStep, given: tuple[Any, ...]) -> None:
-        """Have those blocks read to which an `EstimatingStep` attends that is called with `given`.
+        """Request the blocks that an `EstimatingStep` attends to when it is called with `given`.
 
-        They are known after all that it does before, so that this is done twice. Only where candidates have no coarse
-        copies of their keys are theirs read as they come.
+        They are known only after the step's whole selection, which therefore runs twice. Candidates without a coarse
+        copy of their keys are read one by one during the selection.
         """
         assert self.pool.read_ahead is not None
         positions = self.positions
         if self.which == CHOSEN or (self.which == AS_GIVEN and native.by_token):
             self.pool.read_ahead.ask(self._beside())
             positions = native.rehearsed(*given)
-        self._ask(positions)
+        self._request(positions)
 
     def _beside(self) -> np.ndarray:
-        """The blocks around the Context, to which every step attends, [rows, first + blocks - end]."""
+        """The blocks outside the Context, which every step attends to: [rows, first + blocks - end]."""
         return np.concatenate((self.table[:, : self.first], self.table[:, self.end :]), axis=1)
 
-    def _ask(self, positions: np.ndarray) -> None:
+    def _request(self, positions: np.ndarray) -> None:
         assert self.pool.read_ahead is not None
         if self.which == EVERYTHING:
             self.pool.read_ahead.ask(self.table)

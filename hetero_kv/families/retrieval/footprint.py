@@ -1,4 +1,4 @@
-"""What a retrieval layer takes: its blocks in DRAM, and on a GPU a copy of Initial and Local."""
+"""The memory of a retrieval layer: its blocks in DRAM, and on a GPU a copy of Initial and Local."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WINDOWS = register(Term("windows", "Initial and Local of every layer"))
 WRITE_OUT = register(Term("write_out", "blocks of a prompt on their way to DRAM (prefill)"))
 
 _FLOAT_BYTES = 4
-# The attention that a key received, float32.
+# Float32 attention that a key received.
 _ACCUMULATED_BYTES = _FLOAT_BYTES
 
 
@@ -28,18 +28,17 @@ def bytes_per_token(
     derived: Derived = NONE_DERIVED, value_kind: StorageType | None = None, offset_keys: bool = False,
     representative_kind: StorageType | None = None, beside: int = 0,
 ) -> BytesPerToken:  # fmt: skip
-    """What a token takes in DRAM blocks.
+    """Bytes per token in DRAM blocks.
 
     Args:
-        kind: number format of the blocks' keys, and of their values where `value_kind` is None.
+        kind: storage type of the keys, and of the values if `value_kind` is None.
         block_size: tokens of a block.
-        representative_num: representatives of a block and kv head.
-        accumulates: whether blocks hold the attention that each key received.
-        derived: what else they hold.
-        offset_keys: whether they hold what was taken off their keys.
-        representative_kind: number format of their representatives and mean values; None for that which `kind` has for
-            them.
-        beside: bytes of what a method keeps of a block and kv head in arrays of its own.
+        representative_num: representatives per block and kv head.
+        accumulates: whether blocks store the attention that each key received.
+        derived: which further arrays are derived from a block.
+        offset_keys: whether blocks store a key offset.
+        representative_kind: storage type of representatives and mean values; None for the default of `kind`.
+        beside: bytes per block and kv head of a method's auxiliary arrays.
     """
     represented = representative_kind or kind.for_representatives
     of_block = representative_num * represented.bytes_per_vector(shape.k_dim)
@@ -56,7 +55,7 @@ def bytes_per_token(
 
 
 def write_out_share(stored: BytesPerToken, numbers: int, demand: Demand) -> Share:
-    """Of a prompt two pieces as they are stored, and the float32 `numbers` of a token that one is encoded from."""
+    """Two pieces of a prompt in stored form, and the `numbers` float32 per token that one piece is encoded from."""
     tokens = demand.batch * min(PIECE_TOKENS, demand.chunk_tokens, demand.tokens)
     of_token = 2 * (stored.keys + stored.values + stored.representatives) + _FLOAT_BYTES * numbers
     return Share(WRITE_OUT, math.ceil(tokens * of_token), common=True)
@@ -64,11 +63,11 @@ def write_out_share(stored: BytesPerToken, numbers: int, demand: Demand) -> Shar
 
 @dataclass(frozen=True, kw_only=True)
 class PagedFootprint(LayerFootprint):
-    """All tokens in DRAM blocks.
+    """The memory of a layer that keeps all tokens in DRAM blocks.
 
     Attributes:
         device_window: tokens of Initial and Local that a GPU has a copy of.
-        observed: last queries of a prompt whose attention is summed up; of a question, what it has.
+        observed: length of the observation window; at most the question's.
     """
 
     block_size: int = 1
@@ -80,7 +79,7 @@ class PagedFootprint(LayerFootprint):
         cls, shape: KVShape, settings: PagedSettings, accumulates: bool, derived: Derived = NONE_DERIVED,
         beside: int = 0, observed: int = 0,
     ) -> PagedFootprint:  # fmt: skip
-        """Of a layer under `settings`; `accumulates`, `derived` and `beside` as for `bytes_per_token`."""
+        """The footprint of a layer with `settings`; `accumulates`, `derived` and `beside` as for `bytes_per_token`."""
         layout = RetrievalLayout.of_settings(settings)
         block_size = settings.block_size
         kinds = settings.value_storage, settings.offset_keys, settings.representative_kind(shape.k_dim, shape.v_dim)

@@ -1,4 +1,4 @@
-"""The cache of a retrieval layer: all tokens stay in DRAM, in blocks."""
+"""The cache layer of retrieval attention: all tokens stay in DRAM, in blocks."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ from hetero_kv.store.pool import Beside, BlockPool
 
 
 class RetrievalLayer(RepresentedPromptLayer):
-    """Keys, values and representatives in a pool; what the operator remembers beside them in `state`.
+    """Keys, values and representatives of one layer, in a pool; `state` has what else the operator remembers.
 
     Args:
         layout: how a sequence is divided.
-        settings: of the operator; number formats and representatives.
-        derived: what else is kept of a block.
-        vectors_of: what represents blocks on a GPU as a prompt is written; None where that needs the whole prompt.
+        settings: the operator's settings; number formats and representatives.
+        derived: which further arrays are derived from a block.
+        vectors_of: computes the representatives of blocks on a GPU while a prompt is written; None if representatives
+            need the whole prompt.
 
     Attributes:
-        window: attention sink and recent window on the compute device; None where that is the CPU, which reads them
-            from the pool.
+        window: attention sink and recent window on the compute device; None if that is the CPU, which reads them from
+            the pool.
     """
 
     layout: RetrievalLayout
@@ -67,20 +68,20 @@ class RetrievalLayer(RepresentedPromptLayer):
         self.state = self._blank_state()
         self.window: DeviceWindow | None = None
         self.staging: Staging | None = None
-        #: Queries that were decoded since the attention that keys receive was last accumulated.
+        #: Decoded queries whose attention is not yet added to what the keys have received.
         self.unseen = NONE_UNSEEN
         self.scale, self.softcap = 1.0, None
         self._is_prepared = self._stores_natively = False
-        #: The native call of a decoded token, bound to the pool.
+        #: The native call that decodes a token, bound to the pool.
         self.token_step: RetrievalStep | EstimatingStep | None = None
-        #: What it reads.
+        #: How many bytes `token_step` reads.
         self.reading: Reading | None = None
 
     def _blank_state(self) -> RetrievalState:
         return RetrievalState(open_start=self.layout.sink_blocks * self.layout.block_size)
 
     def reset(self) -> None:
-        """Forget what is beside the blocks."""
+        """Drop everything but the blocks."""
         self.state, self.unseen, self.window, self.pool = self._blank_state(), NONE_UNSEEN, None, None
         self.token_step = self.reading = None
         self.read = NO_NUMBERS
@@ -90,7 +91,7 @@ class RetrievalLayer(RepresentedPromptLayer):
 
     @property
     def context_blocks(self) -> int:
-        """Blocks of the Context."""
+        """The number of blocks in the Context."""
         return self.layout.context_blocks(self.cohort.length)
 
     @property
@@ -100,17 +101,17 @@ class RetrievalLayer(RepresentedPromptLayer):
 
     @property
     def accumulates(self) -> bool:
-        """Whether blocks hold the attention that their keys had received when they were closed."""
+        """Whether the pool stores the attention that a block's keys had received when the block was finalized."""
         return self.layout.closes_alone
 
     def kept_beside(self, kv_heads: int, k_dim: int, v_dim: int) -> Mapping[str, Beside]:
-        """What a method keeps of blocks of such keys and values in arrays of its own."""
+        """The auxiliary arrays that a method keeps per block, for keys and values of this shape."""
         return {}
 
     # -- storing tokens
 
     def _prepare(self, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
-        """Have a pool, and a window where one is needed, for keys [batch, kv_heads, tokens, k_dim] and values."""
+        """Create the pool, and the window if needed, for keys [batch, kv_heads, tokens, k_dim] and values."""
         _, kv_heads, _, k_dim = keys.shape
         shape, layout = (kv_heads, k_dim, values.shape[-1]), self.layout
         pool = self.pool = self.cohort.store.pool(
@@ -139,15 +140,15 @@ class RetrievalLayer(RepresentedPromptLayer):
             self._window_loaded(table, step.length)
 
     def blocks_for(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> StepBlocks:
-        """The step's blocks, in a pool that takes keys [batch, kv_heads, tokens, k_dim] and values like these."""
+        """The step's blocks; the first call creates a pool for keys [batch, kv_heads, tokens, k_dim] and values."""
         if not self._is_prepared:
             self._prepare(keys, values)
         return step.made.get(id(self.layout)) or step.blocks(self.layout)
 
     def store_token(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> StepBlocks:
-        """Store one token of every row, keys [batch, kv_heads, 1, k_dim] and values; returns the step's blocks.
+        """Store one token of every row, keys [batch, kv_heads, 1, k_dim] and values, in the pool.
 
-        In the pool: the window takes its copy from the device.
+        Returns the step's blocks. The window has its own copy, made on the device.
         """
         blocks = self.blocks_for(step, keys, values)
         pool = self.pool
@@ -165,10 +166,10 @@ class RetrievalLayer(RepresentedPromptLayer):
         return blocks
 
     def passage(self, call: AttentionCall, local_start: int, wants_window: bool) -> WindowPassage:
-        """Begin a decoded token's way to the CPU: it joins the window, and Local begins at `local_start` now.
+        """Append a decoded token to the window and start its transfer to the CPU; Local now begins at `local_start`.
 
-        What is on its way down: query, key, value and the window's log-sum-exp; back: attention over the blocks and its
-        log-sum-exp, in `staging.back`; the log-sum-exp of all of it follows.
+        The device sends query, key, value and the window's log-sum-exp. The CPU returns attention over the blocks and
+        its log-sum-exp, in `staging.back`. The log-sum-exp of the merged attention goes down with the next token.
         """
         assert self.window is not None
         q, k, v = call.q, call.k, call.v
@@ -183,7 +184,7 @@ class RetrievalLayer(RepresentedPromptLayer):
         return passage(self.window, self.staging, call, local_start, wants_window)
 
     def _settle(self) -> None:
-        """Have the log-sum-exp of the newest of the `unseen` queries, where the device is still to tell it."""
+        """Wait for the log-sum-exp of the newest pending query, if the device has not sent it yet."""
         if self.staging is not None:
             self.staging.settle()
 
@@ -193,7 +194,7 @@ class RetrievalLayer(RepresentedPromptLayer):
             self.pool.gather(self.block_ids(row), self.cohort.length, keys[row], values[row])
 
     def read_keys(self, start: int, stop: int) -> torch.Tensor:
-        """Stored keys of the positions [start, stop), [batch, kv_heads, stop - start, k_dim] as the storage decodes."""
+        """Stored keys of the positions [start, stop), decoded: [batch, kv_heads, stop - start, k_dim]."""
         assert self.pool is not None
         rows = range(len(self.cohort.sequences))
         return torch.stack([self.pool.read_keys(self.block_ids(row), start, stop) for row in rows])
@@ -201,9 +202,9 @@ class RetrievalLayer(RepresentedPromptLayer):
     # -- attention that keys have received
 
     def accumulate(self, received: torch.Tensor, start: int) -> None:
-        """Add attention that keys received, [batch, kv_heads, tokens] float32 of the positions from `start` on.
+        """Add attention that keys received: [batch, kv_heads, tokens] float32, for the positions from `start` on.
 
-        Blocks that are closed have their representatives and need it no more.
+        Finalized blocks have their representatives and no longer need it, so their part is ignored.
         """
         first = self.state.open_start
         new = received[:, :, max(0, first - start) :]
@@ -216,7 +217,7 @@ class RetrievalLayer(RepresentedPromptLayer):
         self.state = replace(self.state, accumulated=total)
 
     def accumulate_unseen(self, length: int) -> None:
-        """Add the attention of queries decoded so far to the generated tokens, by which they are represented.
+        """Add the attention of the pending queries to the generated tokens, whose representatives depend on it.
 
         `length` is the number of tokens that the last of these queries saw.
         """
@@ -231,9 +232,9 @@ class RetrievalLayer(RepresentedPromptLayer):
         self.accumulate(column_sums(q, lse, keys, self.scale, self.softcap).sum(dim=2), start)
 
     def take_accumulated(self, first: int, end: int) -> torch.Tensor:
-        """The accumulated attention of the open blocks [first, end), which are closing, and note it in the pool.
+        """Move the accumulated attention of the blocks [first, end), which are being finalized, to the pool.
 
-        `first` is the first open block. Returns [rows, end - first, kv_heads, block_size] float32.
+        `first` is the first block that is not finalized. Returns [rows, end - first, kv_heads, block_size] float32.
         """
         pool, block_size = self.pool, self.layout.block_size
         assert pool is not None
@@ -250,10 +251,10 @@ class RetrievalLayer(RepresentedPromptLayer):
             pool.accumulated[torch.from_numpy(self.block_ids(row)[first:end].astype(np.int64))] = blocks
         return by_block
 
-    # -- going back, and going several ways
+    # -- rollback and fork
 
     def crop(self, length: int) -> None:
-        """See FamilyLayer. A block that is cut into is open again, with the attention that its tokens had received."""
+        """See FamilyLayer. A block that loses tokens is open again; the rest keep the attention they had received."""
         layout, pool = self.layout, self.pool
         state, block_size = self.state, layout.block_size
         closed = min(self.cohort.closed[layout], length // block_size)
@@ -268,10 +269,10 @@ class RetrievalLayer(RepresentedPromptLayer):
                 accumulated = pool.accumulated[ids][:, :, :kept].clone()
         elif accumulated is not None:
             accumulated = accumulated[:, :, : max(0, length - first)]
-        # The newest of the queries that are not accumulated yet were those of the newest tokens.
+        # Pending queries belong to the newest tokens, so the newest queries go first.
         self.unseen = self.unseen.first(max(0, self.unseen.count - (self.cohort.length - length)))
         if layout.context_blocks(length) < state.preselected_end:
-            # Blocks that come in the place of those that are gone were never looked at.
+            # The removed blocks will be replaced by new ones that preselection has not scored.
             state = replace(state, candidates=None, preselected_end=0)
         self.state = replace(state, accumulated=accumulated, open_start=first)
         self._reload_window(length)
@@ -286,9 +287,9 @@ class RetrievalLayer(RepresentedPromptLayer):
             self._reload_window(self.cohort.length)
 
     def fork(self, memo: dict[int, Any]) -> RetrievalLayer:
-        twin = copy.copy(self)
-        twin.window = copy.deepcopy(self.window)
-        return twin
+        forked = copy.copy(self)
+        forked.window = copy.deepcopy(self.window)
+        return forked
 
     def reopen(self) -> None:
         if self.layout.closes_alone:
@@ -316,7 +317,7 @@ class RetrievalLayer(RepresentedPromptLayer):
     def after_restore(self, part: SavedPart) -> None:
         if self.window is not None:
             self._reload_window(self.cohort.length)
-            # What was appended is there as it was computed, and not as it is stored.
+            # Appended tokens are in the window as computed, not rounded to the storage type.
             for kept, name in ((self.window.keys, "window_keys"), (self.window.values, "window_values")):
                 if part.has(name):
                     kept.copy_(part.tensor(name, kept.shape, kept.dtype, kept.device))
@@ -337,7 +338,7 @@ class RetrievalLayer(RepresentedPromptLayer):
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the attention sink and the recent window on a device, where they lie on one."""
+        """Bytes of the attention sink and the recent window on a device; 0 without a window."""
         return 0 if self.window is None else self.window.nbytes
 
     @property
@@ -346,5 +347,5 @@ class RetrievalLayer(RepresentedPromptLayer):
 
 
 def _needs_window(device: torch.device) -> bool:
-    """Whether attention over the attention sink and the recent window runs on another device than the pool's."""
+    """Whether attention over the attention sink and the recent window runs on a device other than the pool's."""
     return device.type != "cpu"

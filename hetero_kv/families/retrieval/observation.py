@@ -1,4 +1,4 @@
-"""The observation window: the last queries of a prompt, which tell what in it they look at (SnapKV, section 4)."""
+"""The observation window: a prompt's last queries, whose attention shows which keys matter (SnapKV, section 4)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from gpu_ops.column_sums import column_sums
 
 
 class Observation:
-    """The last `window` queries of a prompt and the log-sum-exp of their attention, gathered chunk by chunk.
+    """The last `window` queries of a prompt and the log-sum-exp of their attention, collected chunk by chunk.
 
     Attributes:
         q: [batch, heads, n, k_dim], n up to `window`; None before the first chunk.
-        lse: [batch, heads, n] float32, over everything a query sees.
+        lse: [batch, heads, n] float32, over all keys that a query sees.
         scale, softcap: of the scores, as the attention was called with.
-        known: what `accumulated_attention` returns for the whole sequence, where it has been computed already; a chunk
-            more, and it is not known any longer.
+        known: the result of `accumulated_attention` for the whole sequence, if it has been computed already; `watch`
+            discards it.
     """
 
     def __init__(self, window: int) -> None:
@@ -39,7 +39,7 @@ class Observation:
         """Attention that each key of the sequence received from the window: [batch, kv_heads, length] float32.
 
         Args:
-            keys: [batch, kv_heads, length, k_dim], of the whole sequence, the window's own included.
+            keys: [batch, kv_heads, length, k_dim], of the whole sequence, including the window's.
         """
         return self.attention_to(keys, 0, keys.shape[2]) if self.known is None else self.known
 
@@ -47,7 +47,7 @@ class Observation:
         """Attention that some keys received from the window: [batch, kv_heads, n] float32.
 
         Args:
-            keys: [batch, kv_heads, n, k_dim], those from position `start` on of a sequence of `length` tokens.
+            keys: [batch, kv_heads, n, k_dim], for the positions from `start` on in a sequence of `length` tokens.
         """
         assert self.q is not None
         assert self.lse is not None
@@ -55,7 +55,7 @@ class Observation:
         return column_sums(self.q, self.lse, keys, self.scale, self.softcap, past=past).sum(dim=2)
 
     def selected(self, rows: list[int]) -> Observation:
-        """The same window with row i what row `rows[i]` was."""
+        """The window after a selection of rows: row i takes that of row `rows[i]`."""
         chosen = Observation(self.window)
         if self.q is not None and self.lse is not None:
             chosen.q, chosen.lse = self.q[rows], self.lse[rows]
@@ -63,7 +63,7 @@ class Observation:
         return chosen
 
     def to(self, device: torch.device) -> Observation:
-        """The same window on `device`; nothing is copied where it is there already."""
+        """The same window on `device`; copies nothing if it is there already."""
         moved = Observation(self.window)
         if self.q is not None and self.lse is not None:
             moved.q, moved.lse = self.q.to(device), self.lse.to(device)

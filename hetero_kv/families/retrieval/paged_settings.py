@@ -1,4 +1,4 @@
-"""How keys and values are stored, as the settings of families that keep everything in blocks say it."""
+"""Storage settings that are common to the families that keep all tokens in blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class PagedSettings:
-    """How a sequence is divided and stored, of settings with these fields, and what follows from them."""
+    """Mixin for settings with these fields: how a sequence is divided and stored."""
 
     block_size: int
     initial_len: int
@@ -23,12 +23,12 @@ class PagedSettings:
 
     @property
     def offset_keys(self) -> bool:
-        """Whether keys are stored as they differ from the mean of their block."""
+        """Whether keys are stored as differences to the mean key of their block."""
         return self.key_storage.is_coarse if self.key_offset == "auto" else self.key_offset == "block_mean"
 
     @property
     def storage_settings(self) -> tuple[str, str]:
-        """The settings that say how keys and how values are stored."""
+        """The names of the settings that apply to keys and to values."""
         return (
             "kv_type" if self.key_type == "kv_type" else "key_type",
             "kv_type" if self.value_type == "kv_type" else "value_type",
@@ -36,29 +36,29 @@ class PagedSettings:
 
     @property
     def key_storage(self) -> StorageType:
-        """How keys are stored."""
+        """The keys' storage type."""
         from hetero_kv.store import storage
 
         return storage.get(getattr(self, self.storage_settings[0]))
 
     @property
     def value_storage(self) -> StorageType:
-        """How values are stored."""
+        """The values' storage type."""
         from hetero_kv.store import storage
 
         return storage.get(getattr(self, self.storage_settings[1]))
 
     @property
     def stored_representatives(self) -> int:
-        """Vectors that are stored for a block and kv head."""
+        """Representatives stored per block and kv head."""
         return 0
 
     def representative_kind(self, *dims: int) -> StorageType:
-        """How representatives and mean values of these dimensions are stored."""
+        """The storage type of representatives and mean values of these dimensions."""
         return self.key_storage.for_representatives
 
     def require_whole_groups(self) -> None:
-        """Raise SettingError for blocks that the storage types do not take."""
+        """Raise SettingError for a block size that a storage type cannot encode."""
         for name, kind in zip(self.storage_settings, (self.key_storage, self.value_storage), strict=True):
             multiple = kind.block_multiple
             if self.block_size % multiple:

@@ -1,4 +1,4 @@
-"""The half of retrieval attention that prefills: prompts attend exactly, and what follows when they are stored."""
+"""The prefill half of retrieval attention: exact attention, then preselection and representatives of new blocks."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hetero_kv.families.sparse_prefill.attention import PromptAttention
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.settings.setting import LARGEST
 
-# Blocks whose representatives are computed at once: bounds the float32 copy of their keys.
+# Blocks per computation of representatives: bounds the float32 copy of their keys.
 _CLOSED_AT_ONCE = 64
 
 
 class RetrievalPrefill(ExactPrefill):
-    """What `RetrievalAttention` does with prompts."""
+    """How `RetrievalAttention` prefills prompts."""
 
     settings_class = RetrievalSettings
 
@@ -48,7 +48,7 @@ class RetrievalPrefill(ExactPrefill):
             self.budget = LARGEST
         if self.layer_idx < settings.dense_layer_num:
             self.budget = None
-        #: Blocks of the Context with which it is attended to in full.
+        #: Up to this many blocks the whole Context is attended to.
         self.covering = self.budget
         if self.targets and self.budget is not None:
             self.covering = max(settings.least_block_count, settings.whole_block_count)
@@ -70,7 +70,7 @@ class RetrievalPrefill(ExactPrefill):
         return Observation(self.settings.observed(step.part.question)) if watched else None
 
     def _look_back(self, layer: RetrievalLayer, step: Step, buffer: PrefillBuffer | None) -> None:
-        """Take what the prompt's last queries looked at: preselect, and accumulate it for representatives."""
+        """Read the attention of the prompt's last queries: preselect blocks, and accumulate it for representatives."""
         for shared in (SELECTIONS, SELECTED_AT):
             step.cohort.shared.pop(shared, None)
         observation = layer.state.observation
@@ -80,7 +80,7 @@ class RetrievalPrefill(ExactPrefill):
         layout = layer.layout
         first, blocks = layout.sink_blocks, layout.context_blocks(step.length)
         votes = self.preselected is not None and blocks > self.preselected
-        # Votes are of the whole Context; representatives want the blocks that have none yet.
+        # Votes cover the whole Context; representatives need only the blocks that have none yet.
         start = 0 if votes or (buffer is not None and not buffer.first) else layer.state.open_start
         if start >= step.length or not (votes or self.accumulates):
             return
@@ -101,9 +101,9 @@ class RetrievalPrefill(ExactPrefill):
     def _received_in_pieces(
         self, layer: RetrievalLayer, observation: Observation, start: int, buffer: PrefillBuffer
     ) -> torch.Tensor:
-        """Attention that the keys from `start` on received: [batch, kv_heads, keys] float32, where the buffer lies.
+        """Attention that the keys from `start` on received: [batch, kv_heads, keys] float32, on the buffer's device.
 
-        Those before the prompt come in pieces; `start` is where a block begins.
+        Keys from before the prompt are loaded in pieces. A block must begin at `start`.
         """
         keys = buffer.keys[:, :, max(0, start - buffer.first) :]
         new = observation.attention_to(keys, max(start, buffer.first), buffer.length)
@@ -118,7 +118,7 @@ class RetrievalPrefill(ExactPrefill):
         blocks, pool = step.blocks(layer.layout), layer.pool
         start, end = max(blocks.newly_closed[0], layer.layout.sink_blocks), blocks.newly_closed[1]
         if self.accumulates:
-            # Those before have their representatives: a block may be closed again for another layer.
+            # Earlier blocks have their representatives here, but another layer may need them finalized again.
             start = max(start, layer.state.open_start // layer.layout.block_size)
         if self.budget is None or start >= end:
             return
@@ -127,7 +127,7 @@ class RetrievalPrefill(ExactPrefill):
         accumulated = layer.take_accumulated(start, end) if self.accumulates else None
         written, stop = layer.writing, end
         if written is not None and (self.accumulates or layer.vectors_of is not None):
-            # The others are represented from the buffer, most of them as they were written.
+            # Later blocks get their representatives from the buffer, most of them when they were written.
             stop = max(start, min(end, written.first_block))
         for first in range(start, stop, _CLOSED_AT_ONCE):
             part = slice(first, min(first + _CLOSED_AT_ONCE, stop))
@@ -141,18 +141,18 @@ class RetrievalPrefill(ExactPrefill):
             self._close_groups(layer, blocks.table, start, end)
 
     def vectors_of(self, keys: torch.Tensor, received: torch.Tensor | None = None) -> torch.Tensor:
-        """What stands for blocks of keys [blocks, kv_heads, block_size, k_dim] float32, on any device.
+        """The representatives of blocks with keys [blocks, kv_heads, block_size, k_dim] float32, on any device.
 
         received: [blocks, kv_heads, block_size], the attention that each key has received.
 
         Returns [blocks, kv_heads, vectors, k_dim].
         """
         vectors = self.representative_type.compute(keys, self.settings.representative_num, received)
-        # The mean of q·r_i is q·(the mean of r_i).
+        # The mean of all q·r_i equals q·(the mean of all r_i), so the mean vector suffices.
         return vectors.mean(dim=2, keepdim=True) if self.settings.representative_reduce == "mean" else vectors
 
     def _close_groups(self, layer: RetrievalLayer, tables: np.ndarray, start: int, end: int) -> None:
-        """Compute what stands for the groups whose last blocks are among [start, end), which enter the Context."""
+        """Compute the representatives of the groups whose last blocks, [start, end), enter the Context."""
         pool, combined = layer.pool, self.representative_type.combined
         assert pool is not None
         assert combined is not None

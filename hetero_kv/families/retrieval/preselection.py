@@ -1,4 +1,4 @@
-"""Preselection: the blocks that a prompt's end looks at remain the candidates for the whole answer.
+"""Preselection: the blocks that a prompt's last queries attend to are the candidates for the whole answer.
 
 SnapKV's vote (section 4, listing 1) applied to blocks, as in KTransformers' framework.
 """
@@ -12,12 +12,12 @@ from cpu_ops.top_k import top_k_blocks
 
 
 def block_votes(received: torch.Tensor, first: int, end: int, block_size: int, kernel_size: int) -> torch.Tensor:
-    """A block's vote: the attention that its tokens received, pooled along tokens, averaged over the block.
+    """A block's vote: the attention that its tokens received, pooled along tokens and averaged over the block.
 
     Args:
         received: [batch, kv_heads, length] float32, summed over the observation window and the group's heads.
         first, end: the Context's blocks.
-        kernel_size: tokens of the average pooling, odd; 1 does not pool. Outside the Context counts as zero.
+        kernel_size: tokens of the average pooling, odd; 1 for no pooling. Positions outside the Context count as zero.
 
     Returns [batch, kv_heads, end - first] float32.
     """
@@ -33,7 +33,7 @@ def preselect(votes: torch.Tensor, count: int, shared: bool) -> np.ndarray:
     Args:
         votes: [batch, kv_heads, blocks] float32.
         count: at most `blocks`.
-        shared: kv heads vote together (SHARED), or each for itself (SEPARATE).
+        shared: kv heads vote together (SHARED), rather than separately (SEPARATE).
 
     Returns [batch, 1 or kv_heads, count] int32, positions among the blocks.
     """

@@ -1,4 +1,4 @@
-"""How many bytes a step of retrieval reads."""
+"""The bytes that a step of retrieval reads."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from hetero_kv.store.pool import BlockPool
 
 
 class Taken(NamedTuple):
-    """What a step takes of the Context, for each kv head, the mean.
+    """Selection statistics of a step: Context blocks per kv head, on average.
 
     Attributes:
-        attended: blocks that it attends to.
-        candidates: blocks whose keys it looks at.
-        scored: blocks whose representatives it reads.
-        groups: likewise, groups of blocks.
-        opened: of those, groups whose blocks are scored.
-        touched: blocks of which it attends to some tokens, and
-        whole: to all of them; None: as many as `attended`, which counts single tokens as parts of a block.
+        attended: blocks attended to.
+        candidates: blocks whose keys are scored.
+        scored: blocks whose representatives are scored.
+        groups: groups of blocks whose representatives are scored.
+        opened: groups, of these, whose blocks are scored.
+        touched: blocks with at least one attended token; None: the same as `attended`.
+        whole: blocks with all tokens attended; None: the same as `attended`, which counts single tokens as fractions of
+            a block.
     """
 
     attended: float
@@ -33,15 +34,16 @@ class Taken(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What there is to read of a layer's pool, bytes of all kv heads.
+    """The sizes of what a step can read from a layer's pool, in bytes of all kv heads.
 
     Attributes:
         block_size: tokens of a block.
-        token: a token's key and value; in_window: on the compute device, where Initial and Local lie there.
-        offset: what was taken off a block's keys.
-        representatives: of a block.
-        candidate: of a block whose keys are looked at: these keys, coarse or as stored, and what they differ from.
-        value_mean: of a block.
+        token: a token's key and value.
+        in_window: a token's key and value on the compute device; None if Initial and Local are not there.
+        offset: a block's key offset.
+        representatives: a block's representatives.
+        candidate: a candidate block's keys, coarse or as stored, and the vectors that they are offset from.
+        value_mean: a block's mean value.
     """
 
     block_size: int
@@ -54,7 +56,7 @@ class Reading(NamedTuple):
 
     @classmethod
     def of(cls, pool: BlockPool, window: DeviceWindow | None) -> Reading:
-        """Of this pool, with the attention sink and the recent window in `window`, if there is one."""
+        """The sizes for this pool, with attention sink and recent window in `window`, if any."""
         coarse = pool.keys if pool.key_codes is None else pool.key_codes
         differs_from = _of_block(pool.key_offsets)
         if pool.key_codes is not None:
@@ -70,7 +72,7 @@ class Reading(NamedTuple):
         )
 
     def of_step(self, length: int, context: int, taken: Taken) -> float:
-        """Bytes of a row that a step reads of a sequence of `length` tokens, whose Context has so many blocks."""
+        """Bytes per row that a step reads from a sequence of `length` tokens with `context` Context blocks."""
         around, inside = length - context * self.block_size, taken.attended * self.block_size
         blocks, whole = (taken.attended if each is None else each for each in (taken.touched, taken.whole))
         if self.in_window is None:
@@ -80,17 +82,17 @@ class Reading(NamedTuple):
             read = float(around * self.in_window)
         read += inside * self.token + blocks * self.offset + taken.candidates * self.candidate
         read += (taken.scored + taken.groups) * self.representatives
-        # Without representatives nothing is estimated of a block either.
+        # A block that is not scored is not estimated either.
         estimated = max(taken.scored, taken.candidates)
         left = estimated - whole + taken.groups - taken.opened if estimated else 0
         return read + left * self.value_mean
 
 
 def _of_block(array: torch.Tensor | None) -> int:
-    """Bytes of a block, of an array [num_blocks, ...]; of none 0."""
+    """Bytes per block of an array [num_blocks, ...]; 0 for None."""
     return 0 if array is None else array[0].nbytes
 
 
 def _of_token(array: torch.Tensor) -> int:
-    """Bytes of a token of a row, of an array [rows, kv_heads, tokens, dim]."""
+    """Bytes per token of one row of an array [rows, kv_heads, tokens, dim]."""
     return array[0, :, 0].nbytes

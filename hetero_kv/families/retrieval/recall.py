@@ -1,4 +1,4 @@
-"""How much of the full attention mass a step has covered."""
+"""Recall: the share of the full attention mass that a step covers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetero_kv.store.pool import BlockPool
 def covered_mass(pool: BlockPool, blocks: StepBlocks, call: AttentionCall, lse: torch.Tensor, threads: int) -> float:
     """The share of the full attention mass that a step covered, the mean over rows and heads.
 
-    lse: of what it attended to, [batch, heads, 1] float32, or in another shape of as many numbers.
+    lse: of the attended tokens, [batch, heads, 1] float32, or another shape with as many numbers.
     """
     by_kv_head = call.q.squeeze(2).unflatten(1, (pool.keys.shape[1], -1))
     q = by_kv_head.to("cpu", torch.float32).contiguous().numpy()

@@ -1,6 +1,6 @@
-"""Representative vectors of a block: what a query is scored against instead of the block's keys.
+"""Representatives of a block: the vectors that a query is scored against instead of the block's keys.
 
-KTransformers' sparse-attention framework, "Context Block Partitioning". A new kind is one registered function.
+KTransformers' sparse-attention framework, "Context Block Partitioning". A new type is one registered function.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 #: (keys [blocks, kv_heads, block_size, k_dim] float32, representative_num, received [blocks, kv_heads, block_size]
 #: float32, the attention that each key received, or None) -> [blocks, kv_heads, representative_num, k_dim] float32.
 Compute = Callable[["torch.Tensor", int, "torch.Tensor | None"], "torch.Tensor"]
-#: Representatives of blocks of equal size, [groups, blocks, kv_heads, representative_num, k_dim] float32 -> those of
-#: all keys of a group together, without the dimension of blocks.
+#: Representatives of equally large blocks, [groups, blocks, kv_heads, representative_num, k_dim] float32 -> those of
+#: each group as a whole, [groups, kv_heads, representative_num, k_dim].
 Combine = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
@@ -29,14 +29,14 @@ class RepresentativeType:
     Attributes:
         name: as written in YAML (`representative_type`).
         meaning: one line for the documentation.
-        compute: keys and the attention they received -> representatives, as `Compute` says.
+        compute: keys and the attention they received -> representatives, see `Compute`.
         score: how a query is scored against them: "dot" is max_i q·r_i, "quest" is Σ_d max(q_d·r0_d, q_d·r1_d),
             "deviation" is q·r0 + sqrt(Σ_d (q_d·r1_d)²).
-        counts: the `representative_num` that it allows, as (least, most); most is None for any up to block_size.
-        needs_attention: whether it is computed from the attention that the keys received.
-        has_mean: whether the first is the mean of the block's keys, and the second, where there is one, their standard
-            deviation per channel: of such a block it can be estimated how much attention it receives.
-        combined: how groups of blocks are represented; None where their blocks' representatives do not tell.
+        counts: the allowed `representative_num`, as (least, most); most is None for any up to block_size.
+        needs_attention: whether `compute` needs the attention that the keys received.
+        has_mean: whether the first vector is the mean of the block's keys, and the second, if any, their standard
+            deviation per channel. A block's attention mass can be estimated from these.
+        combined: computes a group's representatives from its blocks'; None if they do not suffice.
     """
 
     name: str
@@ -62,7 +62,7 @@ def register(
     has_mean: bool = False,
     combined: Combine | None = None,
 ) -> Callable[[Compute], Compute]:
-    """Make the decorated function known as representative type `name`."""
+    """Register the decorated function as representative type `name`."""
 
     def keep(compute: Compute) -> Compute:
         kept = name, meaning, compute, score, counts, needs_attention, has_mean, combined
@@ -78,7 +78,7 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> RepresentativeType:
-    """The representative type called `name`. Raises HeteroKVError for an unknown one."""
+    """The representative type called `name`. Raises HeteroKVError for an unknown name."""
     if name not in _REGISTRY:
         raise HeteroKVError(f"representative_type {name!r} is not known; known: {', '.join(_REGISTRY)}")
     return _REGISTRY[name]
@@ -96,7 +96,7 @@ def _means_and_deviations(blocks: torch.Tensor) -> torch.Tensor:
     import torch
 
     means, deviations = blocks.unbind(dim=3)
-    # The variance of all keys: within blocks, on average, and of the blocks' means.
+    # The variance of all keys is the mean variance within blocks plus the variance of the blocks' means.
     variance = deviations.square().mean(dim=1) + means.var(dim=1, correction=0)
     return torch.stack([means.mean(dim=1), variance.sqrt()], dim=2)
 
@@ -129,7 +129,7 @@ def mean(keys: torch.Tensor, representative_num: int, received: torch.Tensor | N
     combined=_means_and_deviations,
 )
 def mean_and_deviation(keys: torch.Tensor, representative_num: int, received: torch.Tensor | None) -> torch.Tensor:
-    """Channel-wise mean, then standard deviation (of the block itself: divided by n): [blocks, kv_heads, 2, k_dim]."""
+    """Channel-wise mean, then standard deviation (population: divided by n): [blocks, kv_heads, 2, k_dim]."""
     import torch
 
     return torch.stack([keys.mean(dim=2), keys.std(dim=2, correction=0)], dim=2)
@@ -156,7 +156,7 @@ def quest(keys: torch.Tensor, representative_num: int, received: torch.Tensor | 
     needs_attention=True,
 )
 def dynamic(keys: torch.Tensor, representative_num: int, received: torch.Tensor | None) -> torch.Tensor:
-    """The keys with the highest received attention, ties to the earlier: [blocks, kv_heads, k, k_dim]."""
+    """The k keys with the highest received attention, ties to the earlier key: [blocks, kv_heads, k, k_dim]."""
     assert received is not None
     order = received.argsort(dim=2, descending=True, stable=True)[:, :, :representative_num]
     return keys.gather(2, order.unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1]))

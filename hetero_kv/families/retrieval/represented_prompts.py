@@ -1,4 +1,4 @@
-"""A layer whose blocks are represented as they are written, also from a GPU."""
+"""A cache layer that computes its blocks' representatives while a prompt is written, also from a GPU."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 
 class RepresentedPromptLayer(PromptLayer):
-    """A layer whose blocks are represented as they are written.
+    """A cache layer that computes its blocks' representatives while a prompt is written.
 
     Args:
-        vectors_of: what represents blocks on a GPU as a prompt is written; None where that needs the whole prompt.
+        vectors_of: computes the representatives of blocks on a GPU while a prompt is written; None if they need the
+            whole prompt.
     """
 
     layout: RetrievalLayout
@@ -35,7 +36,7 @@ class RepresentedPromptLayer(PromptLayer):
 
     @abstractmethod
     def _prepare(self, keys: torch.Tensor, values: torch.Tensor) -> BlockPool:
-        """Have a pool for keys [batch, kv_heads, tokens, k_dim] and values."""
+        """Create the pool for keys [batch, kv_heads, tokens, k_dim] and values, if necessary, and return it."""
 
     def _begun_writing(self, step: Step, buffer: PrefillBuffer) -> PromptWriting:
         pool, blocks = self._prepare(buffer.keys, buffer.values), step.blocks(self.layout)
@@ -47,7 +48,7 @@ class RepresentedPromptLayer(PromptLayer):
     def _store_from_gpu(
         self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None
     ) -> None:
-        """Have all new tokens in the pool. Raises HeteroKVError for a number that is too large for its type."""
+        """Write all new tokens to the pool. Raises HeteroKVError for a number too large for its storage type."""
         here = PrefillBuffer(keys, values, step.past, step.length, first=step.past)
         self._write_from_gpu(step, here if buffer is None else buffer)
         assert self.writing is not None

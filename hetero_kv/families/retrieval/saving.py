@@ -1,4 +1,4 @@
-"""What a retrieval layer writes down of itself beside its blocks, and how it comes back."""
+"""Saves and restores the state that a retrieval layer has besides its blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def saved(layer: RetrievalLayer) -> SavedPart:
 
 
 def restored_state(layer: RetrievalLayer, part: SavedPart, rows: int, kv_heads: int) -> RetrievalState:
-    """The state that `saved` told. Raises DamagedContextError where it speaks of blocks that are not there."""
+    """The saved state. Raises DamagedContextError if it refers to blocks or tokens that do not exist."""
     length, layout = layer.cohort.length, layer.layout
     context = layout.context_blocks(length)
     end = part.integer("preselected_end", 0, context)
@@ -59,7 +59,7 @@ def restored_state(layer: RetrievalLayer, part: SavedPart, rows: int, kv_heads: 
 
 
 def restored_unseen(part: SavedPart, rows: int, kv_heads: int, k_dim: int, most: int) -> Unseen:
-    """The queries that are not accumulated yet, at most `most`."""
+    """The saved pending queries, at most `most`. Raises DamagedContextError for more, or for wrong shapes."""
     if not part.has("queries"):
         return NONE_UNSEEN
     queries = part.tensor("queries", (rows, None, None, k_dim), torch.float32, _CPU)
@@ -74,7 +74,7 @@ def restored_unseen(part: SavedPart, rows: int, kv_heads: int, k_dim: int, most:
 
 
 def require_sound_selections(layer: RetrievalLayer, part: SavedPart) -> None:
-    """Raise DamagedContextError unless the selections that layers of this layout hand on are blocks of the Context."""
+    """Raise DamagedContextError unless the selections shared by layers of this layout are blocks of the Context."""
     shared, layout, rows = layer.cohort.shared, layer.layout, len(layer.cohort.sequences)
     selections, selected_at = shared.get(SELECTIONS, {}), shared.get(SELECTED_AT, {})
     if selections.keys() != selected_at.keys():
@@ -90,7 +90,7 @@ def require_sound_selections(layer: RetrievalLayer, part: SavedPart) -> None:
             and when.shape == (rows, 2)
             and when.dtype == np.int64
             and np.all((when >= 0) & (when[:, :1] <= seen))
-            # Below 0 stands for none, where lists differ in length.
+            # Lists of different lengths are filled up with numbers below 0.
             and np.all((positions >= -1) & (positions < when[:, :1, None]))
         )
         if not is_sound:

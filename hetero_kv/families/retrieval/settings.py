@@ -14,9 +14,9 @@ from hetero_kv.settings.setting import SettingError, setting
 if TYPE_CHECKING:
     from hetero_kv.store.storage import StorageType
 
-#: Most queries of a question that are watched: their cost grows with their number, times the length of the context.
+#: The longest observation window of a question: its cost grows with its length times the context's.
 LONGEST_QUESTION = 1024
-#: Queries that are watched where nobody says where the question begins.
+#: The observation window if the caller does not say where the question begins.
 UNKNOWN_QUESTION = 128
 
 
@@ -175,11 +175,11 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
 
     @property
     def stored_representatives(self) -> int:
-        """Vectors that are stored for a block and kv head."""
+        """Representatives stored per block and kv head."""
         return 1 if self.representative_reduce == "mean" else self.representative_num
 
     def representative_kind(self, *dims: int) -> StorageType:
-        """How representatives and mean values of these dimensions are stored: FP16 where the setting's cannot be."""
+        """Storage type of representatives and mean values of these dimensions; FP16 if the setting's does not fit."""
         from hetero_kv.store import storage
 
         name = self.representative_storage
@@ -187,9 +187,9 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
         return kind if all(map(kind.takes, dims)) else storage.get("FP16")
 
     def observed(self, question: int | None) -> int:
-        """Last queries of a prompt that are watched, where its question has that many of its last tokens.
+        """The length of the observation window, if the question has the last `question` tokens of the prompt.
 
-        None where nobody says where the question begins.
+        None means that the caller does not say where the question begins.
         """
         if self.observation != "question":
             return self.observation
@@ -235,7 +235,7 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
         self.require_whole_groups()
 
     def _require_reachable_target(self) -> None:
-        """Raise SettingError for a share of the attention that says nothing, or numbers of blocks that exclude it."""
+        """Raise SettingError for a target mass of 0, or block counts that contradict each other."""
         if self.target_mass == 0:
             raise SettingError(
                 "target_mass",
@@ -253,7 +253,7 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
             )
 
     def _require_groups(self) -> None:
-        """Raise SettingError for groups of blocks under a type by which they cannot be represented."""
+        """Raise SettingError for groups of blocks under a type whose representatives cannot be combined."""
         from hetero_kv.families.retrieval import representatives
 
         if self.group_blocks == 1 or representatives.get(self.representative_type).combined is not None:
@@ -267,7 +267,7 @@ class RetrievalSettings(PagedSettings, PrefillSettings):
         )
 
     def _require_mean(self) -> None:
-        """Raise SettingError for what needs an estimate of a block's attention under a type that has none."""
+        """Raise SettingError for settings that estimate a block's attention, under a type without a mean key."""
         from hetero_kv.families.retrieval import representatives
 
         if representatives.get(self.representative_type).has_mean:

@@ -1,4 +1,4 @@
-"""Short turns: a few new tokens attend to a long past where it lies in the pool, and nothing of it is copied."""
+"""Short turns: a few new tokens attend to a long past in the pool, without copying it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hetero_kv.engine.step import Step
 from hetero_kv.families.retrieval.layer import RetrievalLayer
 from hetero_kv.families.retrieval.observation import Observation
 
-#: Most tokens of a short turn. A longer prompt has the past loaded into a buffer, for products of large matrices, whose
-#: cost is spread over more tokens.
+#: Most tokens of a short turn. A longer prompt loads the past into a buffer, for products of large matrices, and
+#: spreads the cost of that over more tokens.
 MOST_TOKENS = 64
-#: Least tokens that are stored before. Less is copied in no time.
+#: Fewest stored tokens that a short turn follows; copying fewer takes almost no time.
 LEAST_PAST = 1024
-# Keys that are decoded at once.
+# Keys decoded at once.
 _KEYS_AT_ONCE = 4096
 
 
 def is_short(step: Step, call: AttentionCall) -> bool:
-    """Whether the call has all tokens of a short turn: behind stored ones, to be stored, on the CPU."""
+    """Whether the call has all tokens of a short turn: few, behind a long past, to be stored, and on the CPU."""
     tokens = call.q.shape[2]
     few = tokens == step.tokens <= MOST_TOKENS and step.past >= LEAST_PAST
     return few and step.keeps and call.q.device.type == "cpu"
@@ -30,7 +30,7 @@ def is_short(step: Step, call: AttentionCall) -> bool:
 def store_and_attend(
     layer: RetrievalLayer, step: Step, call: AttentionCall, threads: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Store the step's tokens, then attend causally to everything stored, the new tokens as they are stored too.
+    """Store the step's tokens, then attend causally to all stored tokens, the new ones in their stored form too.
 
     Returns out [batch, heads, tokens, v_dim] and lse [batch, heads, tokens], float32, without a learned sink.
     """
@@ -59,9 +59,9 @@ def store_and_attend(
 
 
 def received_attention(layer: RetrievalLayer, observation: Observation, start: int, length: int) -> torch.Tensor:
-    """Attention that the stored keys [start, length) received from the last queries: [batch, kv_heads, keys] float32.
+    """Attention of the last queries to the stored keys [start, length): [batch, kv_heads, keys] float32.
 
-    `length` tokens are stored, those of the present step among them; `start` is less.
+    `length` tokens are stored, the present step's included; `start` is less.
     """
     pieces = [(first, min(first + _KEYS_AT_ONCE, length)) for first in range(start, length, _KEYS_AT_ONCE)]
     return torch.cat([observation.attention_to(layer.read_keys(*piece), piece[0], length) for piece in pieces], dim=2)

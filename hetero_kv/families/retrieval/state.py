@@ -1,4 +1,4 @@
-"""What retrieval remembers of a cohort in one layer, beside the tokens."""
+"""The selection state of a group of equally long sequences in one layer."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from hetero_kv.engine.statistics import BLOCK_RECALL, NO_NUMBERS, Tally
 from hetero_kv.families.retrieval.observation import Observation
 from hetero_kv.families.retrieval.statistics import ATTENDED_BLOCKS, ESTIMATED_SHARE
 
-#: What a cohort's layers share: selections that they hand to each other.
+#: Key of the selections that a cohort's layers share.
 SELECTIONS = "retrieval selections"
-#: And of each: the blocks that the Context had, and the tokens decoded since the prompt, [rows, 2].
+#: Key of each selection's time: blocks in the Context and tokens decoded since the prompt, [rows, 2].
 SELECTED_AT = "when retrieval selected"
-#: Selections of the present token, by group of layers: positions in the Context, [rows, lists, blocks].
+#: Latest selections by group of layers: positions in the Context, [rows, lists, blocks].
 SharedSelections = dict[tuple[int, ...], np.ndarray]
 
 
 @dataclass(frozen=True)
 class RetrievalState:
-    """One layer's selection state; replaced, never changed.
+    """One layer's selection state; immutable.
 
     Attributes:
-        observation: the window of last queries of the prompt that is being prefilled; None when nobody needs it.
-        candidates: positions in the Context that preselection left, [rows, lists, count]; None for all.
-        preselected_end: blocks of the Context when preselection took place; later ones are candidates anyway.
-        open_start: position of the first token whose block, behind the attention sink, has no representatives yet.
-        accumulated: attention that the keys from `open_start` on have received, [rows, kv_heads, tokens] float32, as
-            far as any was received; None where nothing was.
-        recall: the measured shares of the full attention mass that the attended blocks covered, a step's each.
-        share: likewise, the estimated ones.
-        blocks: likewise, the blocks that were chosen where their number is the step's own.
+        observation: the observation window of the prompt being prefilled; None if nothing needs it.
+        candidates: the preselected positions in the Context, [rows, lists, count]; None for all.
+        preselected_end: blocks in the Context at preselection; later ones are always candidates.
+        open_start: position of the first token behind the attention sink whose block has no representatives yet.
+        accumulated: attention that the keys from `open_start` on have received, [rows, kv_heads, tokens] float32; keys
+            behind its end received none. None if no key received any.
+        recall: per step, the measured share of the full attention mass that the attended blocks covered.
+        share: per step, the estimated share.
+        blocks: per step, the number of chosen blocks, if it varies from step to step.
     """
 
     observation: Observation | None = None
@@ -46,7 +46,7 @@ class RetrievalState:
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        """What was counted, under the names of the statistics."""
+        """Means of the tallies, by the names of the statistics."""
         return {
             BLOCK_RECALL.name: self.recall.mean,
             ESTIMATED_SHARE.name: self.share.mean,
@@ -54,7 +54,7 @@ class RetrievalState:
         }
 
     def selected(self, rows: list[int]) -> RetrievalState:
-        """The state when row i is what row `rows[i]` was."""
+        """The state after a selection of rows: row i takes that of row `rows[i]`."""
         return replace(
             self,
             candidates=None if self.candidates is None else self.candidates[rows],
@@ -63,15 +63,17 @@ class RetrievalState:
         )
 
     def allowed(self, blocks: int) -> np.ndarray | None:
-        """Positions that may be chosen among the Context's `blocks`, [rows, lists, count] int32; None for all."""
+        """The candidates among the Context's `blocks`: positions [rows, lists, count] int32; None for all."""
         if self.candidates is None:
             return None
         return with_entered(self.candidates, self.preselected_end, blocks)
 
 
 def with_entered(positions: np.ndarray, seen: int, blocks: int) -> np.ndarray:
-    """Positions among the first `seen` blocks of the Context, [rows, lists, n] int32, and those of the others behind
-    them, up to `blocks`."""
+    """Append to positions among the Context's first `seen` blocks, [rows, lists, n] int32, those of all later blocks.
+
+    The Context has `blocks` blocks in all.
+    """
     entered = np.arange(seen, blocks, dtype=np.int32)
     every = [positions, np.broadcast_to(entered, (*positions.shape[:2], len(entered)))]
     return np.ascontiguousarray(np.concatenate(every, axis=2))

@@ -1,4 +1,4 @@
-"""What retrieval layers count, beside the share of the attention mass that is measured."""
+"""Statistics of retrieval layers, besides the measured recall."""
 
 from hetero_kv.engine.statistics import Statistic, register
 

@@ -1,7 +1,7 @@
-"""A decoded token's way between the device, which has the attention sink and the recent window, and the CPU's blocks.
+"""A decoded token's round trip from the device, with attention sink and recent window, to the blocks on the CPU.
 
-Query, key and value go to the CPU in one copy, for which the host waits; the device attends to its window; what the CPU
-attended to goes back in one copy, for which nobody waits, and is merged there.
+Query, key and value go to the CPU in one copy, which the host waits for. Meanwhile the device attends to its window.
+The CPU's attention returns in one copy, without a wait, and is merged on the device.
 """
 
 from __future__ import annotations
@@ -22,35 +22,41 @@ Merged = tuple[torch.Tensor, torch.Tensor]
 
 
 class WindowPassage(Protocol):
-    """The way of one token through one layer."""
+    """The round trip of one token in one layer."""
 
     def arrived(self) -> Arrived:
-        """Query, key and value as float32 arrays, for which this waits, and the window's log-sum-exp
-        [batch, kv_heads, group], where it was asked for."""
+        """Wait for query, key and value; returns them as float32 arrays, and the window's log-sum-exp.
+
+        The latter is [batch, kv_heads, group], or None unless it was requested.
+        """
 
     def merged(self) -> Merged:
-        """Attention to the window and to what is in `Staging.back`: (out [batch, heads, 1, v_dim] in the model's dtype,
-        lse [batch, heads, 1] float32)."""
+        """Attention to the window, merged with that in `Staging.back`.
+
+        Returns (out [batch, heads, 1, v_dim] in the model's dtype, lse [batch, heads, 1] float32).
+        """
 
     def alone(self) -> Merged:
-        """The window's, likewise."""
+        """Attention to the window alone, in the same form."""
 
 
 class TwoLaunches:
-    """By Triton: one kernel before the CPU and one behind it. The CPU's copy waits for the window's attention, which
-    takes a GPU less time than its own launch does."""
+    """The window's attention in two Triton kernels, one before the CPU's work and one after it.
+
+    The copy to the CPU waits for the first kernel, which takes the GPU less time than its launch takes the host.
+    """
 
     def __init__(
         self, window: DeviceWindow, staging: Staging, call: AttentionCall, local_start: int, wants_window: bool
     ) -> None:
         self._staging, self._call, self._wants_window = staging, call, wants_window
-        given = call.q, call.k, call.v, local_start, call.scale, call.softcap
-        self._parts = window.take(*given, staging.rooms)
+        inputs = call.q, call.k, call.v, local_start, call.scale, call.softcap
+        self._parts = window.take(*inputs, staging.rooms)
         staging.send_written()
 
     def arrived(self) -> Arrived:
-        q, k, v, beside = self._staging.arrived()
-        return q, k, v, np.logaddexp.reduce(beside, axis=2) if self._wants_window else None
+        q, k, v, window_lse = self._staging.arrived()
+        return q, k, v, np.logaddexp.reduce(window_lse, axis=2) if self._wants_window else None
 
     def merged(self) -> Merged:
         return self._joined(*self._staging.sent_back())
@@ -62,15 +68,17 @@ class TwoLaunches:
     def _joined(self, other: torch.Tensor, other_lse: torch.Tensor) -> Merged:
         q = self._call.q
         out = torch.empty(other.shape, dtype=q.dtype, device=q.device)
-        # From where it goes down with the next token, if the CPU is to know it.
+        # From here it goes to the CPU with the next token, if the CPU needs it.
         lse = self._staging.following
         join_parts(self._parts, self._staging.rooms[3], other, other_lse, out, lse)
         return out, lse.view(q.shape[:3])
 
 
 class Apart:
-    """By torch, or any kernel for attention: the window is attended to beside the CPU, or before it where that is to
-    know how much of the attention the window has."""
+    """The window's attention by torch or another attention kernel.
+
+    It runs at the same time as the CPU's, or before it if the CPU needs the window's log-sum-exp.
+    """
 
     def __init__(
         self, window: DeviceWindow, staging: Staging, call: AttentionCall, local_start: int, wants_window: bool
@@ -85,8 +93,8 @@ class Apart:
             self._in_window = window.attend(call.q, call.scale, call.softcap)
 
     def arrived(self) -> Arrived:
-        q, k, v, beside = self._staging.arrived()
-        return q, k, v, beside if self._wants_window else None
+        q, k, v, window_lse = self._staging.arrived()
+        return q, k, v, window_lse if self._wants_window else None
 
     def merged(self) -> Merged:
         out, lse = self._staging.sent_back()

@@ -1,4 +1,4 @@
-"""A decoded token where the model computes elsewhere than on the CPU: a window there, the blocks here."""
+"""Decodes a token of a model on a device: that attends to the window, and the CPU to the blocks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hetero_kv.families.retrieval.layer import RetrievalLayer
 
 
 class WindowedDecode(RetrievalDecode):
-    """What `RetrievalAttention` does with a token where the attention sink and the recent window lie on a device.
+    """How `RetrievalAttention` decodes a token if attention sink and recent window are on a device.
 
-    A token passes to the CPU and back as `hetero_kv.families.retrieval.window_passage` has it. What the keys have
-    received of a query is known behind all of it, and goes down with the next token's.
+    `hetero_kv.families.retrieval.window_passage` moves the token to the CPU and back. The log-sum-exp of the merged
+    attention, which tells what keys have received, goes to the CPU with the next token.
     """
 
     def _decode_beside_window(
@@ -24,7 +24,7 @@ class WindowedDecode(RetrievalDecode):
     ) -> torch.Tensor:
         """`decode_step` of a layer with a window."""
         native = self._native_of(layer, blocks, call, torch.float32)
-        # Where it chooses by masses the CPU wants to know how much of the attention the window has.
+        # To choose by attention masses, the CPU needs the window's log-sum-exp.
         passage = layer.passage(call, blocks.closed * layer.layout.block_size, wants_window=self.choice is not None)
         q, k, v, beside = passage.arrived()
         layer.store_token(step, torch.from_numpy(k), torch.from_numpy(v))
