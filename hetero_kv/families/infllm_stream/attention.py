@@ -1,8 +1,8 @@
-"""InfLLM's streaming (Xiao et al. 2024, arXiv:2402.04617): prompts of any length in a window and what it retrieves.
+"""InfLLM's streaming prefill (Xiao et al. 2024, arXiv:2402.04617): prompts of any length through a sliding window.
 
-A chunk of a prompt attends to its neighbours at their distances, and to the initial tokens and the blocks that it
-retrieves at the distance of the window's end, as a decoded token does. So no distance is longer than the window, and a
-token of a long prompt costs no more than one of a short.
+A chunk of a prompt attends to its neighbours at their own distances. It attends to the initial tokens and to the blocks
+that it retrieves at the distance of the window's end, as a decoded token does. So no distance exceeds the window, and
+the cost per token does not grow with the prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hetero_kv.families.self_extend.layer import SelfExtendLayer
 from hetero_kv.families.self_extend.settings import SharedPositionSettings
 from hetero_kv.settings.setting import SettingError, setting
 
-# All keys beyond the window share one position: a group of more tokens than a sequence has.
+# A group larger than any sequence, so that all keys beyond the window share one position.
 _EVERY_TOKEN = 1 << 62
 _FIXED: tuple[tuple[str, Any, str], ...] = (
     ("representative_type", "DYNAMIC", "blocks are represented by the keys that the window's queries score highest"),
@@ -59,9 +59,9 @@ class InfLLMStreamSettings(SharedPositionSettings):
 
 
 class InfLLMStreamAttention(SelfExtendAttention):
-    """InfLLM with its own prefill; with a window that has the whole sequence it is full attention.
+    """InfLLM with its own prefill. With a window as long as the sequence it equals full attention.
 
-    Of a query the last `local_windows_len` keys are neighbours; all others stand at the distance of the window's end.
+    The last `local_windows_len` keys of a query are its neighbours; all others have the distance of the window's end.
     """
 
     meaning = (
@@ -75,13 +75,13 @@ class InfLLMStreamAttention(SelfExtendAttention):
     settings: InfLLMStreamSettings
 
     def _new_observation(self, step: Step) -> Observation | None:
-        """None: blocks are represented by what the window's queries, and not the prompt's last, look at."""
+        """None: the window's queries choose the representatives, not the prompt's last queries."""
         return None
 
     def _far(
         self, layer: SelfExtendLayer, grouped: AttentionCall, start: int, first: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See SelfExtendAttention: attention to initial tokens and retrieved blocks, chunk by chunk of the stream."""
+        """See SelfExtendAttention: attention to initial tokens and retrieved blocks, by stream chunks."""
         assert isinstance(layer, InfLLMStreamLayer)
         if self.budget is None:
             return super()._far(layer, grouped, start, first)
@@ -96,7 +96,7 @@ class InfLLMStreamAttention(SelfExtendAttention):
     def _far_part(
         self, layer: InfLLMStreamLayer, grouped: AttentionCall, start: int, begin: int, first: int, stop: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `_far` of queries [first, stop) of the call, of a chunk of the stream that begins at `begin`."""
+        """`_far` of the call's queries [first, stop), which belong to the stream chunk that begins at `begin`."""
         buffer, layout = layer.prefill_buffer, layer.layout
         assert buffer is not None
         window, blocks = layer.positions.neighbours, layout.context_blocks(start + begin)
@@ -105,7 +105,7 @@ class InfLLMStreamAttention(SelfExtendAttention):
         if blocks <= self.budget:
             return super()._far(layer, replace(grouped, q=grouped.q[:, :, :stop]), start, first)
         chosen = self._retrieved(layer, grouped.q[:, :, begin:stop], blocks)
-        # The last key of each query is `window` before it.
+        # The last key of each query is `window` tokens before it.
         behind = start + first - window - buffer.first
         tail = slice((layout.sink_blocks + blocks) * layout.block_size - buffer.first, behind)
         past_k, past_v = (
@@ -117,13 +117,13 @@ class InfLLMStreamAttention(SelfExtendAttention):
         return chunk_attention(q, past_k, past_v, keys, values, grouped.scale, grouped.softcap)
 
     def _retrieved(self, layer: InfLLMStreamLayer, q: torch.Tensor, blocks: int) -> torch.Tensor:
-        """The best of the Context's `blocks` blocks, by their representatives' products with all queries.
+        """The best of the Context's `blocks` blocks, by their representatives' summed products with all queries.
 
-        q: [batch, heads, n, k_dim]. Returns positions in the Context, [batch, lists, budget], ascending; lists is 1
-        where all kv heads choose together.
+        q: [batch, heads, n, k_dim]. Returns positions in the Context, [batch, lists, budget], ascending; lists is 1 if
+        all kv heads choose together.
         """
         vectors = layer.representatives_before(layer.layout.sink_blocks + blocks, self.vectors_of)
-        # Scores are linear in the query: their sum is the score of the queries' sum, up to what does not order blocks.
+        # Scores are linear in the query, so the mean query's score orders blocks as the sum of all scores does.
         mean = q.float().mean(dim=2).unflatten(1, (vectors.shape[1], -1)).mean(dim=2)
         scores = (vectors @ mean.unsqueeze(3)).squeeze(3)
         if self.shared:
@@ -131,8 +131,8 @@ class InfLLMStreamAttention(SelfExtendAttention):
         order = scores.argsort(dim=2, descending=True, stable=True)
         return order[:, :, : self.budget].sort(dim=2).values
 
-    # -- what others ask
+    # -- descriptions for the engine
 
     def stored_by(self) -> dict[str, Any]:
-        """See AttentionOperator: what is retrieved for a prompt decides what the layers behind it store."""
+        """See AttentionOperator: includes the budget, because a prompt's retrieval affects what later layers store."""
         return super().stored_by() | {"second_block_count": self.settings_in_layer()["second_block_count"]}

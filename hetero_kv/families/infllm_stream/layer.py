@@ -1,4 +1,4 @@
-"""The cache of a layer of InfLLM's stream: its blocks are represented, and retrieved, while a prompt passes."""
+"""The cache layer of InfLLM's stream: computes blocks' representatives, and retrieves blocks, during a prompt."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from hetero_kv.families.prompts_on_gpu.pieces import stored_blocks
 from hetero_kv.families.retrieval.unseen import NONE_UNSEEN
 from hetero_kv.families.self_extend.layer import SelfExtendLayer
 
-# Blocks whose keys are looked at once: bounds their float32 copy.
+# Blocks per computation of representatives: bounds the float32 copy of their keys.
 _REPRESENTED_AT_ONCE = 64
 
 
 class InfLLMStreamLayer(SelfExtendLayer):
-    """A layer that says of a block what represents it as soon as the window has passed it, within a prompt too."""
+    """A layer that computes a block's representatives as soon as the window has passed it, even within a prompt."""
 
     _represented: torch.Tensor | None = None
 
     def note_neighbours(self, q: torch.Tensor, start: int, keys: torch.Tensor, first: int) -> None:
-        """See SelfExtendLayer: adds up the products of keys with the window's queries behind them."""
+        """See SelfExtendLayer: adds the products of keys with the window's later queries."""
         if self.accumulates:
             (scores,) = on_host(local_scores(q, start, keys, first, self.positions.neighbours))
             self.accumulate(scores, first)
 
     def accumulate_unseen(self, length: int) -> None:
-        """Add the products of queries that were decoded since; `length` is what the last of them saw."""
+        """Add the products of the pending queries; `length` is the number of tokens that the last of them saw."""
         if not self.unseen.count:
             return
         assert self.rotary is not None
@@ -43,7 +43,7 @@ class InfLLMStreamLayer(SelfExtendLayer):
         self.note_neighbours(q, start, positions.neighbouring_keys(keys, first, rotary), first)
 
     def representatives_before(self, end: int, vectors_of: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """What stands for the Context's blocks before block `end` of the sequence that is being prefilled.
+        """Representatives of the Context's blocks before block `end` of the sequence being prefilled.
 
         vectors_of: as `RetrievalPrefill.vectors_of`. Returns [batch, kv_heads, blocks, k_dim] float32.
         """
@@ -61,7 +61,7 @@ class InfLLMStreamLayer(SelfExtendLayer):
         return self._represented[:, :, : end - sink]
 
     def _stored_representatives(self, first: int, end: int) -> torch.Tensor:
-        """Of blocks [first, end) that were represented before this prompt."""
+        """Representatives of the blocks [first, end), computed before this prompt."""
         assert self.pool is not None
         assert self.prefill_buffer is not None
         tables = [self.block_ids(row)[first:end].astype(np.int64) for row in range(len(self.cohort.sequences))]
@@ -70,7 +70,7 @@ class InfLLMStreamLayer(SelfExtendLayer):
         return on_device(vectors.squeeze(3).transpose(1, 2), self.prefill_buffer.keys.device)
 
     def _new_representatives(self, first: int, end: int, vectors_of: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """Of blocks [first, end) that this prompt's queries have passed."""
+        """Representatives of the blocks [first, end), which this prompt's queries have passed."""
         buffer, accumulated, size = self.prefill_buffer, self.state.accumulated, self.layout.block_size
         assert buffer is not None
         assert accumulated is not None
@@ -82,9 +82,9 @@ class InfLLMStreamLayer(SelfExtendLayer):
         return vectors.squeeze(2).unflatten(0, (len(keys), end - first)).transpose(1, 2)
 
     def of_blocks(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of Initial and of blocks of the Context, from the buffer, or the pool where it lacks them.
+        """Keys and values of Initial and of Context blocks, from the buffer, or from the pool if the buffer lacks them.
 
-        chosen: positions in the Context, [batch, lists, blocks]; lists is 1 where all kv heads choose together.
+        chosen: positions in the Context, [batch, lists, blocks]; lists is 1 if all kv heads choose together.
 
         Returns [batch, kv_heads, tokens, dim] each.
         """
@@ -105,13 +105,13 @@ class InfLLMStreamLayer(SelfExtendLayer):
         return torch.where(is_apart, stored_keys, keys), torch.where(is_apart, stored_values, values)
 
     def _stored_blocks(self, blocks: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is stored of each kv head's blocks [batch, kv_heads, blocks]: keys and values, as `of_blocks`.
+        """Stored keys and values of each kv head's blocks [batch, kv_heads, blocks], in the form of `of_blocks`.
 
-        On the GPU of `like`, through page-locked memory, and in its dtype.
+        They pass through page-locked memory to the GPU of `like`, and have its dtype.
         """
         assert self.pool is not None
-        (wanted,) = on_host(blocks)
-        ids = [torch.from_numpy(self.block_ids(row).astype(np.int64))[heads] for row, heads in enumerate(wanted)]
+        (on_cpu,) = on_host(blocks)
+        ids = [torch.from_numpy(self.block_ids(row).astype(np.int64))[heads] for row, heads in enumerate(on_cpu)]
         return stored_blocks(self.pool, torch.stack(ids), like.dtype, self.cohort.store.prefetch(like.device))
 
     def leave_prefill(self) -> None:
@@ -119,17 +119,17 @@ class InfLLMStreamLayer(SelfExtendLayer):
         self._represented = None
 
     def reopen(self) -> None:
-        """See FamilyLayer: what the window's queries said of its keys does not hang on what is asked."""
+        """See FamilyLayer: keeps all representatives, which do not depend on the question."""
 
 
 def local_scores(q: torch.Tensor, start: int, keys: torch.Tensor, first: int, window: int) -> torch.Tensor:
-    """The sum of each key's products with the queries behind it that have it among their last `window` keys.
+    """The sum of each key's products with the later queries that have it among their last `window` keys.
 
     Args:
         q: [batch, heads, n, k_dim], queries from position `start` on.
-        keys: [batch, kv_heads, m, k_dim], those from position `first` on.
+        keys: [batch, kv_heads, m, k_dim], for the positions from `first` on.
 
-    Returns [batch, kv_heads, m] float32. InfLLM's representative score (section 3.2), times the queries' number.
+    Returns [batch, kv_heads, m] float32. InfLLM's representative score (section 3.2), times the number of queries.
     """
     n = q.shape[2]
     sums = q.float().unflatten(1, (keys.shape[1], -1)).sum(dim=2).cumsum(dim=2)

@@ -1,7 +1,7 @@
-"""Self-Extend (Jin et al. 2024, arXiv:2401.01325) over retrieval: contexts beyond the length that a model was made for.
+"""Self-Extend (Jin et al. 2024, arXiv:2401.01325) with retrieval: contexts longer than the model's training length.
 
-A query sees its neighbours at their positions, and all other keys at positions that groups of tokens share, so that no
-distance is longer than some that the model was trained on. One softmax is over both.
+A query sees its neighbours at their own positions, and all other keys at grouped positions, each shared by several
+tokens. So no distance exceeds those in training. One softmax covers both parts.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from hetero_kv.settings.engine_settings import EngineSettings
 
 
 class SelfExtendAttention(NotedRotations, RetrievalAttention):
-    """Retrieval with grouped positions; with a group of one token, or while all keys are neighbours, it is retrieval.
+    """Retrieval with grouped positions; plain retrieval with groups of one token, or while all keys are neighbours.
 
-    Blocks have keys at grouped positions, and are chosen by them. The Context is beyond the neighbours, which are all
-    in Local: `local_windows_len` is raised to `neighbour_window`.
+    Blocks store keys at grouped positions, and are chosen by them. All neighbours are in Local, which must be at least
+    as long: the operator raises `local_windows_len` to `neighbour_window`.
     """
 
     meaning = "retrieval with positions that groups of tokens share beyond a window: longer than the model was made for"
@@ -46,7 +46,7 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
     prefills_exactly = False
     rotation_use = "SelfExtendAttention would group positions; use RetrievalAttention there"
 
-    #: Its cache layers.
+    #: The class of its cache layers.
     layer_class: ClassVar[type[SelfExtendLayer]] = SelfExtendLayer
 
     settings: SharedPositionSettings
@@ -64,7 +64,10 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
     # -- rotation
 
     def _record(self, step: Step, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Note the rotation of the new tokens, in one table with the other layers that are given the same."""
+        """Record the rotation of the new tokens. Layers with the same rotation share one table.
+
+        Raises UnsupportedModelError if the model rotates a position differently than before.
+        """
         layers = step.cohort.layers
         layer: SelfExtendLayer = layers[self.layer_idx]
         if layer.rotary is None:
@@ -78,7 +81,7 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
             )
 
     def _grouped(self, layer: SelfExtendLayer, call: bridge.AttentionCall, start: int) -> bridge.AttentionCall:
-        """The call with queries and keys at grouped positions, the first token's being `start`."""
+        """The call with queries and keys at grouped positions; `start` is the position of the first token."""
         assert layer.rotary is not None
         q = layer.positions.grouped_queries(call.q, start, layer.rotary)
         return replace(call, q=q, k=layer.positions.grouped_keys(call.k, start, layer.rotary))
@@ -86,7 +89,7 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
     # -- attention
 
     def prefill_chunk(self, layer: SelfExtendLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        """See AttentionOperator: attention to neighbours and to all keys beyond, both exact."""
+        """See AttentionOperator: exact attention to neighbours and to all keys beyond them."""
         if call.sliding_window is not None:
             self._refuse_window(call.sliding_window)
         if layer.prefill_buffer is None:
@@ -110,8 +113,10 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
     def _near(
         self, layer: SelfExtendLayer, call: bridge.AttentionCall, start: int, past_k: torch.Tensor, past_v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of a chunk to its neighbours; past_k, grouped, and past_v are what is before its position `start`,
-        as far as the buffer has it."""
+        """Attention of a chunk to its neighbours.
+
+        past_k, at grouped positions, and past_v are what the buffer has from before the chunk's position `start`.
+        """
         assert layer.rotary is not None
         window = layer.positions.neighbours
         first = max(0, start - window + 1)
@@ -124,9 +129,10 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
     def _far(
         self, layer: SelfExtendLayer, grouped: bridge.AttentionCall, start: int, first: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of a chunk's queries from `first` on to the keys beyond their neighbours; `start` is its position.
+        """Attention of a chunk's queries from `first` on to the keys beyond their neighbours.
 
-        The last key of each is `neighbours` before it: causal attention of keys that stand so much earlier.
+        `start` is the chunk's position. The last of these keys is `neighbours` tokens before its query, so this is
+        causal attention to keys shifted by as many tokens.
         """
         buffer = layer.prefill_buffer
         assert buffer is not None
@@ -148,19 +154,19 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
     def _measure_recall(
         self, layer: SelfExtendLayer, blocks: StepBlocks, call: bridge.AttentionCall, lse: torch.Tensor
     ) -> None:
-        """As in RetrievalAttention; `call` is grouped, as the Context is."""
+        """As in RetrievalAttention; `call` is at grouped positions, as the Context is."""
         assert layer.window is not None
         size, kv_heads = layer.layout.block_size, call.k.shape[1]
         keys = layer.read_keys(min(layer.layout.sink_blocks, blocks.closed) * size, blocks.closed * size).float()
         scores = call.q.float().cpu().unflatten(1, (kv_heads, -1)).squeeze(3) @ keys.mT * call.scale
         if call.softcap is not None:
             scores = call.softcap * (scores / call.softcap).tanh()
-        beside = layer.window.attend(call.q, call.scale, call.softcap)[1].cpu().flatten()
-        full = torch.logaddexp(scores.logsumexp(-1).flatten(), beside)
+        window_lse = layer.window.attend(call.q, call.scale, call.softcap)[1].cpu().flatten()
+        full = torch.logaddexp(scores.logsumexp(-1).flatten(), window_lse)
         covered = float(torch.exp(lse.cpu().flatten() - full).mean())
         layer.state = replace(layer.state, recall=layer.state.recall.plus(covered))
 
-    # -- what others ask
+    # -- descriptions for the engine
 
     def footprint(self, shape: KVShape) -> PagedFootprint:
         paged = super().footprint(shape)
@@ -169,7 +175,7 @@ class SelfExtendAttention(NotedRotations, RetrievalAttention):
 
 @dataclass(frozen=True, kw_only=True)
 class _GroupedFootprint(PagedFootprint):
-    """Blocks, and Initial and Local where the model computes, keys twice."""
+    """Blocks in DRAM; Initial and Local on the compute device, with two copies of the keys."""
 
     def shares(self, demand: Demand) -> Iterator[Share]:
         yield from (share for share in super().shares(demand) if share.term is not WINDOWS)

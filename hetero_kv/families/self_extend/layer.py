@@ -1,4 +1,4 @@
-"""The cache of a layer with grouped positions: a retrieval layer whose blocks hold keys at these."""
+"""The cache layer of Self-Extend: a retrieval layer whose blocks store keys at grouped positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hetero_kv.store.pool import BlockPool
 
 
 class SelfExtendLayer(RetrievalLayer):
-    """Blocks with keys at grouped positions; Initial and Local, which has all neighbours, in a window of their own.
+    """Blocks with keys at grouped positions; a separate window has Initial and Local, which includes all neighbours.
 
     Attributes:
         rotary: the rotation of every position so far; None before the first token.
@@ -47,12 +47,12 @@ class SelfExtendLayer(RetrievalLayer):
 
     @property
     def stored_apart(self) -> int:
-        """See PromptLayer: without Local, which has all neighbours of the prompt's first token."""
+        """See PromptLayer. The buffer also loads Local, which has all neighbours of the prompt's first token."""
         size, length = self.layout.block_size, self.cohort.length
         return max(0, min(self.context_end, (length - self.positions.neighbours) // size)) * size
 
     def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:
-        """See PromptLayer; Local is in the buffer."""
+        """See PromptLayer; the buffer includes Local."""
         buffer = super()._loaded_buffer(keys, values)
         if keys.is_cuda and buffer.first < buffer.past:
             for first, stored_keys, stored_values in self._pieces_between(buffer.first, buffer.past, keys):
@@ -61,19 +61,19 @@ class SelfExtendLayer(RetrievalLayer):
         return buffer
 
     def note_neighbours(self, q: torch.Tensor, start: int, keys: torch.Tensor, first: int) -> None:
-        """Take note of what a chunk's queries are multiplied with, both rotated to their own positions.
+        """Hook that a chunk's attention to neighbours calls, with queries and keys rotated to their own positions.
 
         Args:
-            q: [batch, heads, n, k_dim], those from position `start` on.
-            keys: [batch, kv_heads, m, k_dim], those from position `first` on: the queries' neighbours.
+            q: [batch, heads, n, k_dim], for the positions from `start` on.
+            keys: [batch, kv_heads, m, k_dim], for the positions from `first` on: the queries' neighbours.
         """
 
     def fork(self, memo: dict[int, Any]) -> SelfExtendLayer:
-        twin = copy.copy(self)
-        twin.rotary = copy.deepcopy(self.rotary, memo)
-        if self.window is not None and twin.rotary is not None:
-            twin.window = self.window.fork(twin.rotary)
-        return twin
+        forked = copy.copy(self)
+        forked.rotary = copy.deepcopy(self.rotary, memo)
+        if self.window is not None and forked.rotary is not None:
+            forked.window = self.window.fork(forked.rotary)
+        return forked
 
     def saved(self) -> SavedPart:
         part = super().saved()

@@ -1,4 +1,4 @@
-"""Grouped positions (Self-Extend, Jin et al. 2024, arXiv:2401.01325), by turning what is rotated already."""
+"""Grouped positions (Self-Extend, Jin et al. 2024, arXiv:2401.01325), applied to vectors that are already rotated."""
 
 from __future__ import annotations
 
@@ -13,45 +13,46 @@ from hetero_kv.adapter.rotary_table import RotaryTable
 
 @dataclass(frozen=True)
 class GroupedPositions:
-    """Keys beyond the neighbours of a query stand at their position divided by `group`, and the query so that the
-    nearest of them is as far as it is.
+    """Maps positions to grouped ones. A key beyond a query's neighbours has its position divided by `group`.
+
+    The query's grouped position is chosen so that the nearest of these keys keeps its distance.
 
     Attributes:
         group: tokens that share a position, G.
-        neighbours: keys of a query that keep their positions, itself included, w.
+        neighbours: the number of keys that keep their distance to the query, itself included, w.
     """
 
     group: int
     neighbours: int
 
     def of_keys(self, positions: torch.Tensor) -> torch.Tensor:
-        """p // G."""
+        """Grouped positions of keys, p // G."""
         return positions // self.group
 
     def of_queries(self, positions: torch.Tensor) -> torch.Tensor:
-        """p // G + w - w // G; p itself before w, where all keys are neighbours."""
+        """Grouped positions of queries: p // G + w - w // G; p itself below w, where all keys are neighbours."""
         grouped = positions // self.group + self.neighbours - self.neighbours // self.group
         return torch.where(positions < self.neighbours, positions, grouped)
 
     def grouped_keys(self, keys: torch.Tensor, start: int, table: RotaryTable) -> torch.Tensor:
-        """Keys [batch, kv_heads, n, dim] that are rotated to the positions from `start` on, at their grouped ones."""
+        """Rotate keys [batch, kv_heads, n, dim] from their own positions, from `start` on, to their grouped ones."""
         own, grouped = _own(keys, start, table), _shared(keys, start, table, self.of_keys)
         return _turned(keys, own, grouped, table)
 
     def neighbouring_keys(self, grouped: torch.Tensor, start: int, table: RotaryTable) -> torch.Tensor:
-        """What `grouped_keys` came from."""
-        own, given = _own(grouped, start, table), _shared(grouped, start, table, self.of_keys)
-        return _turned(grouped, given, own, table)
+        """The inverse of `grouped_keys`: rotate keys from grouped positions back to their own."""
+        own, shared = _own(grouped, start, table), _shared(grouped, start, table, self.of_keys)
+        return _turned(grouped, shared, own, table)
 
     def grouped_queries(self, q: torch.Tensor, start: int, table: RotaryTable) -> torch.Tensor:
-        """Queries [batch, heads, n, dim] that are rotated to the positions from `start` on, at their grouped ones."""
+        """Rotate queries [batch, heads, n, dim] from their own positions, from `start` on, to their grouped ones."""
         own, grouped = _own(q, start, table), _shared(q, start, table, self.of_queries)
         return _turned(q, own, grouped, table)
 
     def neighbouring_queries(self, grouped: torch.Tensor, start: int, table: RotaryTable) -> torch.Tensor:
-        """What `grouped_queries` came from."""
-        own, given = _own(grouped, start, table), _shared(grouped, start, table, self.of_queries)
-        return _turned(grouped, given, own, table)
+        """The inverse of `grouped_queries`: rotate queries from grouped positions back to their own."""
+        own, shared = _own(grouped, start, table), _shared(grouped, start, table, self.of_queries)
+        return _turned(grouped, shared, own, table)
 
 
 #: Cosines and sines [n, pairs] of a rotation.
@@ -59,7 +60,7 @@ _Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 def _own(vectors: torch.Tensor, start: int, table: RotaryTable) -> _Angles:
-    """Those of the positions from `start` on, of which vectors [batch, heads, n, dim] have one each; views."""
+    """The angles of the n positions from `start` on, one per vector of [batch, heads, n, dim]; views."""
     at = slice(start, start + vectors.shape[2])
     return table.cos[at], table.sin[at]
 
@@ -67,19 +68,19 @@ def _own(vectors: torch.Tensor, start: int, table: RotaryTable) -> _Angles:
 def _shared(
     vectors: torch.Tensor, start: int, table: RotaryTable, of: Callable[[torch.Tensor], torch.Tensor]
 ) -> _Angles:
-    """Those of the positions that `of` says, likewise."""
+    """The angles of the positions that `of` maps those n positions to."""
     if vectors.shape[2] == 1:
-        # A token's position is the host's to know: nothing is launched to find it.
+        # The host computes a single token's position without launching a kernel.
         return _own(vectors, int(of(torch.tensor(start))), table)
     at = of(torch.arange(start, start + vectors.shape[2], device=vectors.device))
     return table.cos[at], table.sin[at]
 
 
-def _turned(vectors: torch.Tensor, given: _Angles, wanted: _Angles, table: RotaryTable) -> torch.Tensor:
-    """Vectors [batch, heads, n, dim] that are rotated by the angles `given`, rotated by `wanted`, in their dtype."""
+def _turned(vectors: torch.Tensor, present: _Angles, target: _Angles, table: RotaryTable) -> torch.Tensor:
+    """Rotate vectors [batch, heads, n, dim] from their `present` angles to the `target` angles, in their dtype."""
     layout = table.rotation.layout
     plain = torch.empty(vectors.shape, dtype=torch.float32, device=vectors.device)
-    unrotate_into(vectors, *given, layout, plain)
+    unrotate_into(vectors, *present, layout, plain)
     turned = torch.empty(vectors.shape, dtype=vectors.dtype, device=vectors.device)
-    rotate_into(plain, *wanted, layout, turned)
+    rotate_into(plain, *target, layout, turned)
     return turned

@@ -14,7 +14,7 @@ class SharedPositionSettings(RetrievalSettings):
 
     @property
     def shared_positions(self) -> tuple[int, int]:
-        """Tokens that share a position, and keys of a query that keep theirs, itself included."""
+        """(tokens that share a position, keys of a query that keep their distance, itself included)."""
         raise NotImplementedError("settings of shared positions say which are shared")
 
     def validate(self) -> None:

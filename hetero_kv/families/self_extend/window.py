@@ -1,4 +1,4 @@
-"""Initial and Local of a sequence with grouped positions, where the model computes."""
+"""Initial and Local of a sequence with grouped positions, on the compute device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hetero_kv.store.pool import BlockPool
 
 
 class GroupedWindow(DeviceWindow):
-    """As DeviceWindow, whose keys are at grouped positions; beside them the same keys at their own.
+    """A DeviceWindow with keys at grouped positions, plus the same keys at their own positions.
 
     Args:
         rotary: the rotation of every position of the sequence.
@@ -50,26 +50,26 @@ class GroupedWindow(DeviceWindow):
         self.restore_own_keys()
 
     def restore_own_keys(self) -> None:
-        """Have the keys at their own positions from those at grouped ones."""
-        for first, part in self._held_between(0, self._length):
+        """Compute the keys at their own positions from those at grouped positions."""
+        for first, part in self._occupied_between(0, self._length):
             grouped = self.keys[:, :, part]
             self.own_keys[:, :, part] = self.positions.neighbouring_keys(grouped, first, self.rotary)
 
     def selected(self, rows: list[int]) -> GroupedWindow:
-        twin = super().selected(rows)
-        assert isinstance(twin, GroupedWindow)
-        twin.own_keys = torch.cat([self.own_keys[row : row + 1] for row in rows])
-        return twin
+        new = super().selected(rows)
+        assert isinstance(new, GroupedWindow)
+        new.own_keys = torch.cat([self.own_keys[row : row + 1] for row in rows])
+        return new
 
     def fork(self, rotary: RotaryTable) -> GroupedWindow:
-        """A window of its own with the same tokens, which rotates by `rotary`."""
-        twin = copy.copy(self)
-        twin.keys, twin.values, twin.own_keys = (part.clone() for part in (self.keys, self.values, self.own_keys))
-        twin.rotary = rotary
-        return twin
+        """A copy of the window, which rotates by `rotary`."""
+        new = copy.copy(self)
+        new.keys, new.values, new.own_keys = (part.clone() for part in (self.keys, self.values, self.own_keys))
+        new.rotary = rotary
+        return new
 
     def attend(self, q: torch.Tensor, scale: float, softcap: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """As in DeviceWindow, of the newest token's query, which is at its grouped position."""
+        """As in DeviceWindow, for the newest token's query, at its grouped position."""
         batch, heads, _, k_dim = q.shape
         kv_heads, newest = self.keys.shape[1], self._length - 1
         near = max(0, self._length - self.positions.neighbours)
@@ -79,7 +79,7 @@ class GroupedWindow(DeviceWindow):
             folded = query.reshape(batch, kv_heads, heads // kv_heads, k_dim)
             found += [
                 attention_with_lse(folded, keys[:, :, part], self.values[:, :, part], scale, softcap)
-                for _, part in self._held_between(begin, end)
+                for _, part in self._occupied_between(begin, end)
             ]
         out, lse = functools.reduce(lambda before, part: merge_attention(*before, *part), found)
         return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)
@@ -88,12 +88,12 @@ class GroupedWindow(DeviceWindow):
     def nbytes(self) -> int:
         return super().nbytes + self.own_keys.numel() * self.own_keys.element_size()
 
-    def _held_between(self, begin: int, end: int) -> list[tuple[int, slice]]:
-        """The tokens of positions [begin, end) that are held: the first position of a run, and its slots."""
+    def _occupied_between(self, begin: int, end: int) -> list[tuple[int, slice]]:
+        """The slots of positions [begin, end) that the window has, by runs: (first position, slots) each."""
         start = max(self._local_start, self.initial)
         runs = [(begin, min(end, self.initial, self._length))]
         first, stop = max(begin, start), min(end, self._length)
-        # The ring wraps where a position's slot is its first again.
+        # The ring wraps at the next position whose slot is the ring's first.
         turn = first + self.ring - (first - self.initial) % self.ring
         runs += [(first, min(stop, turn)), (max(first, turn), stop)]
         return [(run, slice(self._slot(run), self._slot(run) + behind - run)) for run, behind in runs if behind > run]

@@ -1,4 +1,4 @@
-"""The model's own sliding-window layers (Gemma, gpt-oss, Mistral 0.1, …), in chunks, with only the window kept."""
+"""The model's own sliding-window attention (Gemma, gpt-oss, Mistral 0.1, …), in chunks, with only the window cached."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SlidingWindowAttention(AttentionOperator):
         return WindowLayer(self.window)
 
     def load_prefill(self, layer: WindowLayer, step: Step, recorded: RecordedPrompt) -> None:
-        # Not copied: a window never writes over the tokens that it was given.
+        # No copy: the layer never overwrites these tokens.
         layer.rollback((recorded.keys, recorded.values, 0, recorded.keys.shape[2], recorded.length, Tally()))
 
     def prefill_chunk(self, layer: WindowLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
@@ -52,13 +52,13 @@ class SlidingWindowAttention(AttentionOperator):
         keys, values = layer.extend(call.k, call.v)
         if step.is_decode:
             layer.read = layer.read.plus(keys[0].nbytes + values[0].nbytes)
-        given = call.q, keys, values, layer.window, call.scale, call.softcap, call.sink
-        return sliding_window_attention(*given)[0]
+        inputs = call.q, keys, values, layer.window, call.scale, call.softcap, call.sink
+        return sliding_window_attention(*inputs)[0]
 
     def decode_step(self, layer: WindowLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
         return self.prefill_chunk(layer, step, call)
 
-    # -- what others ask
+    # -- descriptions for the engine
 
     @property
     def window(self) -> int:

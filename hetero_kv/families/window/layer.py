@@ -1,4 +1,4 @@
-"""The cache of one of the model's own sliding-window layers: the window, and nothing older."""
+"""The cache layer of the model's own sliding-window attention: the window's tokens, and no older ones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _Snapshot = tuple[torch.Tensor | None, torch.Tensor | None, int, int, int, Tally
 class WindowLayer(FamilyLayer):
     """The last `window - 1` keys and values on the compute device, in a buffer with slack.
 
-    New tokens are written behind the old ones; when the buffer is full, the window moves into a new one, so that
-    adding a token copies the window only once in many steps.
+    New tokens are written behind the old ones. A full buffer is replaced by a new one, to which the window is copied;
+    so the window is copied only once in many steps.
 
     Args:
         window: keys that a query sees, itself included (the model's `sliding_window`).
@@ -43,16 +43,16 @@ class WindowLayer(FamilyLayer):
         return self._length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(kv_length, kv_offset) of the mask that `query_length` new tokens would need."""
-        held = min(self._length, self.window - 1)
-        return held + query_length, self._length - held
+        """(kv_length, kv_offset) of the attention mask for `query_length` new tokens."""
+        cached = min(self._length, self.window - 1)
+        return cached + query_length, self._length - cached
 
     def get_max_length(self) -> int:
-        """The window, tokens."""
+        """The window's size in tokens."""
         return self.window
 
     def reset(self) -> None:
-        """Forget every token."""
+        """Drop all tokens."""
         self.rollback((None, None, 0, 0, 0, Tally()))
 
     def select(self, rows: Rows[int]) -> None:
@@ -73,13 +73,14 @@ class WindowLayer(FamilyLayer):
         return self._prefilling
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add new tokens and return all that their queries may see.
+        """Add new tokens and return all keys and values that their queries may see.
 
         Args:
             keys: [batch, kv_heads, tokens, k_dim].
             values: [batch, kv_heads, tokens, v_dim].
 
-        Returns keys and values [batch, kv_heads, held + tokens, dim]: up to `window - 1` older tokens, then the new.
+        Returns keys and values [batch, kv_heads, cached + tokens, dim]: up to `window - 1` older tokens, then the new
+        ones.
         """
         tokens = keys.shape[2]
         start = max(self._start, self._end - (self.window - 1))
@@ -95,18 +96,18 @@ class WindowLayer(FamilyLayer):
         return self.keys[:, :, start:end], self.values[:, :, start:end]
 
     def fork(self, memo: dict[int, Any]) -> WindowLayer:
-        """A second layer with the same tokens, in a buffer of its own: both go on writing behind them."""
-        twin = copy.copy(self)
-        twin._move_window()
-        return twin
+        """A second layer with a copy of the tokens in a separate buffer, so that both can append to theirs."""
+        forked = copy.copy(self)
+        forked._move_window()
+        return forked
 
     def _shed_slack(self) -> None:
-        """Move the window out of a buffer that long chunks have made large."""
+        """Move the window to a smaller buffer if long chunks have made the present one large."""
         if self.keys is not None and self.keys.shape[2] > 2 * self.window:
             self._move_window()
 
     def _move_window(self) -> None:
-        """Move the window into a new buffer."""
+        """Move the window to a new buffer."""
         if self.keys is None or self.values is None:
             return
         start = max(self._start, self._end - (self.window - 1))
@@ -116,33 +117,33 @@ class WindowLayer(FamilyLayer):
         self._start, self._end = 0, self._end - start
 
     def _moved(self, old: torch.Tensor | None, new: torch.Tensor, start: int) -> torch.Tensor:
-        """A new buffer that begins with `old[start:end]` and has room for `new` and as many tokens as the window."""
-        held = self._end - start
-        buffer = new.new_empty(*new.shape[:2], held + new.shape[2] + self.window, new.shape[3])
+        """A new buffer that begins with `old[start:end]` and has capacity for `new` and another window of tokens."""
+        cached = self._end - start
+        buffer = new.new_empty(*new.shape[:2], cached + new.shape[2] + self.window, new.shape[3])
         if old is not None:
-            buffer[:, :, :held] = old[:, :, start : self._end]
+            buffer[:, :, :cached] = old[:, :, start : self._end]
         return buffer
 
     def snapshot(self) -> _Snapshot:
         return self.keys, self.values, self._start, self._end, self._length, self.read
 
     def rollback(self, snapshot: _Snapshot) -> None:
-        """See FamilyLayer: tokens are only ever written behind those that it holds."""
+        """See FamilyLayer. The snapshot's tokens are still intact, because tokens are only ever written behind them."""
         self.keys, self.values, self._start, self._end, self._length, self.read = snapshot
 
     def saved(self) -> SavedPart:
         part = SavedPart(numbers={"seen": self._length, "read": list(self.read)})
         if self.keys is not None and self.values is not None:
-            held = slice(max(self._start, self._end - (self.window - 1)), self._end)
-            part.put(keys=self.keys[:, :, held], values=self.values[:, :, held])
+            cached = slice(max(self._start, self._end - (self.window - 1)), self._end)
+            part.put(keys=self.keys[:, :, cached], values=self.values[:, :, cached])
         return part
 
     def restore(self, part: SavedPart, place: Place) -> None:
         length = part.integer("seen", self.cohort.length, self.cohort.length)
-        held, read = min(length, self.window - 1), part.tally("read")
-        keys, values = part.like("keys", place.keys, held), part.like("values", place.values, held)
-        self.rollback((keys, values, 0, held, length, read))
-        # With the room behind them that tokens are written to.
+        cached, read = min(length, self.window - 1), part.tally("read")
+        keys, values = part.like("keys", place.keys, cached), part.like("values", place.values, cached)
+        self.rollback((keys, values, 0, cached, length, read))
+        # Moving adds the slack that new tokens are written to.
         self._move_window()
 
     @property
@@ -151,14 +152,14 @@ class WindowLayer(FamilyLayer):
 
     @property
     def dram_bytes(self) -> int:
-        """Bytes of the window's buffer, where that is in DRAM."""
+        """Bytes of the window's buffer if it is in DRAM, else 0."""
         return self._bytes_on(True)
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the window's buffer, where that is elsewhere."""
+        """Bytes of the window's buffer if it is on a device, else 0."""
         return self._bytes_on(False)
 
     def _bytes_on(self, cpu: bool) -> int:
-        held = [part for part in (self.keys, self.values) if part is not None and (part.device.type == "cpu") == cpu]
-        return sum(part.numel() * part.element_size() for part in held)
+        parts = [part for part in (self.keys, self.values) if part is not None and (part.device.type == "cpu") == cpu]
+        return sum(part.numel() * part.element_size() for part in parts)
