@@ -113,8 +113,8 @@ PROMPTS = (
     Mutation(
         "every head's error counts the same, whatever the head says",
         "hetero_kv/families/sparse_prefill/minference.py",
-        "mean = (wanted.square().sum() / wanted.shape[1])",
-        "mean = wanted.square().sum(dim=(0, 2, 3))",
+        "mean = (expected.square().sum() / expected.shape[1])",
+        "mean = expected.square().sum(dim=(0, 2, 3))",
         ("tests/families/test_sparse_choice.py::test_a_heads_error_is_weighed_by_what_it_says",),
     ),
     Mutation(
@@ -190,7 +190,7 @@ PROMPTS = (
     Mutation(
         "patterns are searched by the last chunk of a prompt, however few queries it has",
         "hetero_kv/families/sparse_prefill/attention.py",
-        "        elif q.shape[2] == wanted:\n            self._search(chunk.seen_by(q), exact)\n",
+        "        elif q.shape[2] == count:\n            self._search(chunk.seen_by(q), exact)\n",
         "        else:\n            self._search(chunk, exact[:, :, -chunk.n :])\n",
         (
             "tests/families/test_prefill_patterns.py"
@@ -200,7 +200,7 @@ PROMPTS = (
     Mutation(
         "a turn shorter than what patterns are searched by is searched by all the same",
         "hetero_kv/families/sparse_prefill/attention.py",
-        "elif q.shape[2] == wanted:",
+        "elif q.shape[2] == count:",
         "else:",
         ("tests/families/test_prefill_patterns.py::test_patterns_are_searched_behind_no_turn_that_has_fewer_queries",),
     ),

@@ -1,4 +1,4 @@
-"""The part of a layer that takes prompts on a GPU: new tokens leave in blocks, stored ones come in pieces."""
+"""The GPU prefill half of a cache layer: new tokens leave the GPU in blocks, stored ones return in pieces."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hetero_kv.store.storage import StorageType
 
 
 class PromptLayer(BufferedLayer):
-    """A layer whose prompts are written from a GPU block by block, and attend to what is stored in pieces.
+    """A cache layer that writes a prompt from the GPU block by block, and loads earlier tokens in pieces.
 
     Attributes:
-        writing: what writes the present prompt out of a GPU's buffer; None without one.
+        writing: writes the present prompt from the GPU's buffer to the pool; None outside a prompt.
     """
 
     def __init__(self, storage: StorageType, value_storage: StorageType | None = None) -> None:
@@ -26,21 +26,24 @@ class PromptLayer(BufferedLayer):
 
     @abstractmethod
     def _begun_writing(self, step: Step, buffer: PrefillBuffer) -> PromptWriting:
-        """What is to write a prompt of which the buffer has the first tokens, or all."""
+        """A new writer for a prompt; the buffer has the prompt's first tokens, or all of them."""
 
     @property
     def stored_apart(self) -> int:
-        """Tokens before a prompt that come in pieces, whole blocks of them but for the last: by default all."""
+        """The number of tokens before a prompt that are loaded in pieces, by default all; blocks are not split.
+
+        Only the last block may be incomplete.
+        """
         return self.cohort.length
 
     def _write_from_gpu(self, step: Step, buffer: PrefillBuffer) -> None:
-        """Have everything of a prompt in the pool that belongs there."""
+        """Write the rest of the prompt to the pool."""
         if self.writing is None:
             self.writing = self._begun_writing(step, buffer)
         self.writing.finish()
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See BufferedLayer; from a GPU what has become whole blocks is written while the chunk is computed with."""
+        """See BufferedLayer. On a GPU it also writes the full blocks, while the chunk's attention runs."""
         before, step = super().extend(keys, values), self._prefilling
         assert step is not None
         assert self.prefill_buffer is not None
@@ -51,7 +54,7 @@ class PromptLayer(BufferedLayer):
         return before
 
     def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:
-        """See BufferedLayer; on a GPU without those that are attended to in pieces."""
+        """See BufferedLayer. On a GPU the buffer excludes the tokens that are loaded in pieces."""
         if not keys.is_cuda:
             return super()._loaded_buffer(keys, values)
         assert self._prefilling is not None
@@ -61,14 +64,14 @@ class PromptLayer(BufferedLayer):
         return PrefillBuffer(new_keys, new_values, past, past, first)
 
     def pieces(self, start: int, like: torch.Tensor) -> Pieces:
-        """What was `stored_apart` before the present prompt, from position `start` on, where a block begins.
+        """The first `stored_apart` tokens, from position `start` on, where a block begins.
 
-        As `stored_pieces`, on the GPU of `like` and in its dtype.
+        In the form of `stored_pieces`, on the GPU of `like` and in its dtype.
         """
         return self._pieces_between(start, self.stored_apart, like)
 
     def _pieces_between(self, start: int, stop: int, like: torch.Tensor) -> Pieces:
-        """What is stored of the positions [start, stop), as `pieces`."""
+        """The stored positions [start, stop), in the form of `pieces`."""
         assert self.pool is not None
         tables = [self.block_ids(row) for row in range(len(self.cohort.sequences))]
         prefetch = self.cohort.store.prefetch(like.device)

@@ -1,4 +1,4 @@
-"""What is stored of a sequence, piece by piece on a GPU: a prompt attends to it, and all of it is never there."""
+"""Loads stored tokens to a GPU piece by piece, so that a prompt attends to a past larger than the GPU's memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gpu_ops.prefetch import Fill, Prefetch
 from hetero_kv.adapter.bridge import AttentionCall
 from hetero_kv.store.pool import WRITTEN, BlockPool
 
-# Tokens of a piece, of all rows together: some tens of megabytes of one layer.
+# Tokens of a piece, summed over rows: some tens of megabytes of one layer.
 _TOKENS_AT_ONCE = 8192
-#: First position of each, its keys [rows, kv_heads, tokens, k_dim] and its values, on a GPU, in order.
+#: Pieces in order: first position, keys [rows, kv_heads, tokens, k_dim] and values, on a GPU.
 Pieces = Iterator[tuple[int, torch.Tensor, torch.Tensor]]
 
 
@@ -25,11 +25,11 @@ def stored_pieces(
 ) -> Pieces:
     """Stored tokens of the positions [start, stop), in order, on the device of `prefetch`.
 
-    They go over the bus as they are stored, and are decoded there.
+    They cross the bus in their storage type, and are decoded on the device.
 
     Args:
-        tables: of each row, its blocks.
-        start: where a block begins.
+        tables: each row's block table.
+        start: a position where a block begins.
 
     Yields the first position of a piece, its keys [rows, kv_heads, tokens, k_dim] and its values, in `dtype`.
     """
@@ -40,8 +40,8 @@ def stored_pieces(
         [torch.from_numpy(table[first : min(first + step, end)].astype(np.int64)) for table in tables]
         for first in firsts
     ]
-    wanted = [(_kinds(arrays, len(rows), len(rows[0])), _gathering(arrays, rows)) for rows in ids]
-    for first, parts in zip(firsts, prefetch.pieces(wanted), strict=True):
+    requests = [(_kinds(arrays, len(rows), len(rows[0])), _gathering(arrays, rows)) for rows in ids]
+    for first, parts in zip(firsts, prefetch.pieces(requests), strict=True):
         tokens = min(stop - first * size, step * size)
         keys, values = _decoded(pool, parts, dtype)
         yield first * size, keys[:, :, :tokens], values[:, :, :tokens]
@@ -50,7 +50,7 @@ def stored_pieces(
 def stored_blocks(
     pool: BlockPool, ids: torch.Tensor, dtype: torch.dtype, prefetch: Prefetch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks of the pool that each kv head has chosen for itself, on the device of `prefetch`, all at once.
+    """Blocks that each kv head has chosen separately, all at once, on the device of `prefetch`.
 
     ids: [rows, kv_heads, blocks] int64 on the CPU.
 
@@ -64,9 +64,9 @@ def stored_blocks(
                 for head, blocks in enumerate(heads):
                     row[:, head] = array[:, head].index_select(0, blocks)
 
-    wanted = [(_kinds(arrays, ids.shape[0], ids.shape[2]), fill)]
-    # Decoded before the next piece is asked for, which ends what the only one is good for.
-    (found,) = [_decoded(pool, parts, dtype) for parts in prefetch.pieces(wanted)]
+    requests = [(_kinds(arrays, ids.shape[0], ids.shape[2]), fill)]
+    # Decode inside the loop: a piece's memory is valid only until the iterator advances.
+    (found,) = [_decoded(pool, parts, dtype) for parts in prefetch.pieces(requests)]
     return found
 
 
@@ -79,9 +79,9 @@ def _kinds(arrays: dict[str, torch.Tensor], rows: int, blocks: int) -> list[Kind
 
 
 def _decoded(pool: BlockPool, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [rows, kv_heads, tokens, dim] of blocks as they are stored, [rows, blocks, kv_heads, ...].
+    """Decode stored blocks [rows, blocks, kv_heads, ...] to keys and values [rows, kv_heads, tokens, dim].
 
-    In memory of their own, which others may hold when the next piece comes.
+    They are in new memory, and stay valid when the next piece arrives.
     """
     stored = dict(zip(_written(pool), parts, strict=True))
     keys, values = (
@@ -103,14 +103,14 @@ def _gathering(arrays: dict[str, torch.Tensor], rows: list[torch.Tensor]) -> Fil
 def attention_behind_pieces(
     pieces: Pieces, call: AttentionCall, past_k: torch.Tensor, past_v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of a chunk to `pieces`, then to past_k [batch, kv_heads, past, k_dim] and past_v, then to itself.
+    """Attention of a chunk to `pieces`, to past_k [batch, kv_heads, past, k_dim] and past_v, and to itself.
 
-    Returns out and lse as `chunk_attention`, the learned sink included.
+    Returns out and lse as `chunk_attention`, including the learned sink.
     """
     batch, heads, n, k_dim = call.q.shape
     out, lse = chunk_attention(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap)
     for _, keys, values in pieces:
-        # Without a mask the group's queries are just more queries of the kv head.
+        # There is no mask, so the query heads of a group are simply more queries of their kv head.
         folded = call.q.reshape(batch, keys.shape[1], -1, k_dim)
         part, part_lse = attention_with_lse(folded, keys, values, call.scale, call.softcap)
         out, lse = merge_attention(out, lse, part.reshape(batch, heads, n, -1), part_lse.reshape(batch, heads, n))

@@ -1,4 +1,4 @@
-"""A prompt on its way from a GPU's buffer to the pool, block by block, while its next chunk computes."""
+"""Writes a prompt from a GPU's buffer to the pool, block by block, while the next chunk computes."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from gpu_ops.write_out import WriteOut
 from hetero_kv.engine.buffered_layer import PrefillBuffer
 from hetero_kv.store.pool import BlockPool
 
-#: Keys of blocks [blocks, kv_heads, block_size, k_dim] float32, and the attention that each has received or None -> the
-#: vectors that stand for them.
+#: Keys of blocks [blocks, kv_heads, block_size, k_dim] float32, and the attention that each has received or None ->
+#: the blocks' representatives.
 VectorsOf = Callable[[torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 
-#: Keys [rows, kv_heads, tokens, k_dim] and the position of the first of them -> what is to be known of them, in sums.
+#: Keys [rows, kv_heads, tokens, k_dim] and the position of the first -> sums over them.
 SumsOf = Callable[[torch.Tensor, int], torch.Tensor]
 
 PIECE_TOKENS = 2048
-"""Of a prompt, what is on its way to DRAM at a time: the float32 copies of its keys stay small beside a chunk's
-activations."""
+"""Tokens of a piece: few enough that float32 copies of its keys are small compared with a chunk's activations."""
 
 
 class PromptWriting:
-    """Encodes blocks on the device as they become whole, and has them copied and put into the pool.
+    """Encodes blocks on the device as they become full, copies them to the CPU, and puts them into the pool.
 
     Args:
-        table: [rows, blocks] int32, the sequences' blocks, those of the new tokens among them.
-        represented: blocks [first, end) for which `vectors_of` makes vectors; none where they are made later, or not.
-        part: the positions [start, stop) that are written; None for the new tokens.
-        with_keys: whether the pool has the keys; else its vectors of keys have no numbers.
-        sums_of: what is asked of the keys of every piece, before what is queued behind it.
+        table: [rows, blocks] int32, the sequences' block tables, including the new tokens' blocks.
+        represented: blocks [first, end) whose representatives `vectors_of` computes; empty if that happens later or
+            never.
+        part: the positions [start, stop) to write; None for the new tokens.
+        with_keys: whether the pool stores keys; otherwise its key vectors have no numbers.
+        sums_of: computed from the keys of every piece, on the device, ahead of anything queued later.
 
     Attributes:
-        largest: magnitude of a stored key, and of a stored value; complete when `finish` has returned.
-        sums: what `sums_of` has found, over all pieces, on the CPU, likewise; None without any.
+        largest: largest magnitudes of a stored key and of a stored value; complete once `finish` has returned.
+        sums: the total of `sums_of` over all pieces, on the CPU, complete at the same time; None without `sums_of`.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class PromptWriting:
 
     @property
     def _length(self) -> int:
-        """Tokens of the sequence that have come and are to be written, or were before."""
+        """The end of the positions that are in the buffer and belong to the part to write."""
         return self._buffer.length if self._stop is None else min(self._buffer.length, self._stop)
 
     def advance(self) -> None:
-        """Send the blocks that the buffer has filled since."""
+        """Send the blocks that have become full since the last call."""
         size, length = self._pool.block_size, self._length
         boundary = self.first_block * size
         if self._written < boundary <= length:
@@ -72,19 +72,21 @@ class PromptWriting:
             self._send_blocks(min(blocks, max(1, PIECE_TOKENS // size)))
 
     def finish(self) -> None:
-        """Send what is left, and wait until everything is in the pool."""
+        """Send the rest, and wait until everything is in the pool."""
         self.advance()
         if self._written < self._length:
             self._send_tokens(self._length)
         self._write_out.finish()
 
     def leave(self) -> None:
-        """Wait for what is under way, which nobody wants unless `finish` has returned."""
+        """Wait for pending copies and discard them; there are none once `finish` has returned."""
         self._write_out.drop()
 
     def _new(self, stop: int) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Keys and values of the positions from `_written` to `stop`, which are written with that, and what `_note`
-        is to be told of them."""
+        """Keys and values of the positions from `_written` to `stop`, with the tensors that `_note` needs of them.
+
+        Moves `_written` to `stop`.
+        """
         start, self._written = self._written, stop
         part = slice(start - self._buffer.first, stop - self._buffer.first)
         keys, values = self._buffer.keys[:, :, part], self._buffer.values[:, :, part]
@@ -93,7 +95,7 @@ class PromptWriting:
         return keys, values, (_ends(keys, values), *sums)
 
     def _send_tokens(self, stop: int) -> None:
-        """Send tokens of a block that is not whole, which the CPU stores."""
+        """Send tokens of an incomplete block, which the CPU encodes."""
         start = self._written
         keys, values, notes = self._new(stop)
 
@@ -106,7 +108,7 @@ class PromptWriting:
         self._write_out.send((keys, values, *notes), arrived)
 
     def _send_blocks(self, count: int) -> None:
-        """Send whole blocks as they are stored, and what is kept of them beside."""
+        """Send full blocks in their storage type, with the arrays derived from them."""
         pool, first = self._pool, self._written // self._pool.block_size
         stop = self._written + count * pool.block_size
         keys, values, notes = self._new(stop)
@@ -129,7 +131,7 @@ class PromptWriting:
         self._write_out.send((*notes, *stored.values(), *derived.values()), arrived)
 
     def send_represented(self, first: int, end: int, received: torch.Tensor, vectors_of: VectorsOf) -> None:
-        """Represent blocks [first, end), which have been written from this buffer, and wait until the pool has that.
+        """Compute the representatives of the blocks [first, end), which this buffer has; wait until the pool has them.
 
         received: [rows, end - first, kv_heads, block_size] float32 on the CPU, the attention that each key received.
         """
@@ -151,7 +153,7 @@ class PromptWriting:
     def _derived(
         self, stored: Mapping[str, torch.Tensor], received: torch.Tensor | None, vectors_of: VectorsOf
     ) -> dict[str, torch.Tensor]:
-        """What is kept of stored blocks [rows, blocks, ...] beside, by name."""
+        """The arrays derived from stored blocks [rows, blocks, ...], by name."""
         flat = {name: blocks.flatten(0, 1) for name, blocks in stored.items()}
         seen = None if received is None else received.flatten(0, 1)
         made = self._pool.derived_of(flat, vectors_of(self._pool.decoded(flat).float(), seen))
@@ -169,11 +171,11 @@ class PromptWriting:
         found = ends.abs().amax(dim=1).tolist()
         self.largest = [max(pair) for pair in zip(self.largest, found, strict=True)]
         if sums is not None:
-            # What has arrived is overwritten.
+            # A clone, because the next piece overwrites the copy.
             self.sums = sums.clone() if self.sums is None else self.sums + sums
 
 
 def _ends(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The least and the largest number of each, [2, 2] float32; zeros of what has none."""
+    """The smallest and the largest number of each, [2, 2] float32; zeros for an empty tensor."""
     ends = (torch.stack(torch.aminmax(t)) if t.numel() else t.new_zeros(2) for t in (keys, values))
     return torch.stack(list(ends)).float()

@@ -42,8 +42,8 @@ class RetrievalDecode(RetrievalPrefill):
         bound = *arrays, group, score, softcapped, ARRAY_DTYPES.get(dtype, np.float32), self.threads
         if self.choice is None:
             return RetrievalStep(*bound, pool.offset_array)
-        beside = pool.value_mean_array, pool.key_code_array, pool.offset_array, pool.group_array, pool.group_value_array
-        return EstimatingStep(*bound, self.choice, kind.has_mean, *beside)
+        extras = pool.value_mean_array, pool.key_code_array, pool.offset_array, pool.group_array, pool.group_value_array
+        return EstimatingStep(*bound, self.choice, kind.has_mean, *extras)
 
     def _native_of(
         self, layer: RetrievalLayer, blocks: StepBlocks, call: AttentionCall, dtype: torch.dtype
@@ -60,11 +60,11 @@ class RetrievalDecode(RetrievalPrefill):
     def _attend_natively(
         self, native: RetrievalStep | EstimatingStep, layer: RetrievalLayer, step: Step, blocks: StepBlocks,
         q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int | None, scale: float, softcap: float,
-        out: np.ndarray, lse: np.ndarray, beside: np.ndarray | None = None,
+        out: np.ndarray, lse: np.ndarray, outside_lse: np.ndarray | None = None,
     ) -> tuple[np.ndarray, Taken] | None:  # fmt: skip
         """Store the token, unless `position` is None; then choose its blocks and attend to them.
 
-        beside: the log-sum-exp of attention computed elsewhere, in the shape of `lse`. Returns the `masses` of
+        outside_lse: the log-sum-exp of attention computed elsewhere, in the shape of `lse`. Returns the `masses` of
         `EstimatingStep` and the selection's statistics; None if nothing is estimated.
         """
         table, first, end = blocks.table, min(layer.layout.sink_blocks, blocks.closed), blocks.closed
@@ -85,9 +85,9 @@ class RetrievalDecode(RetrievalPrefill):
         estimated, taken = None, Taken(end - first if which == EVERYTHING else positions.shape[2])
         if isinstance(native, EstimatingStep):
             masses = np.empty((2, *lse.shape), np.float32)
-            if beside is None:
-                beside = np.full(lse.shape, -np.inf, np.float32)
-            results = scale, softcap, beside, out, lse, masses
+            if outside_lse is None:
+                outside_lse = np.full(lse.shape, -np.inf, np.float32)
+            results = scale, softcap, outside_lse, out, lse, masses
             with one_kernel_at_a_time:
                 if fetching is not None:
                     fetching.by_rehearsal(native, (*inputs, *results))

@@ -56,8 +56,8 @@ class Fetching(NamedTuple):
         self._request(self.positions)
         return which
 
-    def by_rehearsal(self, native: EstimatingStep, given: tuple[Any, ...]) -> None:
-        """Request the blocks that an `EstimatingStep` attends to when it is called with `given`.
+    def by_rehearsal(self, native: EstimatingStep, arguments: tuple[Any, ...]) -> None:
+        """Request the blocks that an `EstimatingStep` attends to when it is called with `arguments`.
 
         They are known only after the step's whole selection, which therefore runs twice. Candidates without a coarse
         copy of their keys are read one by one during the selection.
@@ -66,7 +66,7 @@ class Fetching(NamedTuple):
         positions = self.positions
         if self.which == CHOSEN or (self.which == AS_GIVEN and native.by_token):
             self.pool.read_ahead.ask(self._beside())
-            positions = native.rehearsed(*given)
+            positions = native.rehearsed(*arguments)
         self._request(positions)
 
     def _beside(self) -> np.ndarray:

@@ -26,7 +26,7 @@ class WindowedDecode(RetrievalDecode):
         native = self._native_of(layer, blocks, call, torch.float32)
         # To choose by attention masses, the CPU needs the window's log-sum-exp.
         passage = layer.passage(call, blocks.closed * layer.layout.block_size, wants_window=self.choice is not None)
-        q, k, v, beside = passage.arrived()
+        q, k, v, window_lse = passage.arrived()
         layer.store_token(step, torch.from_numpy(k), torch.from_numpy(v))
         if blocks.newly_closed[0] != blocks.newly_closed[1]:
             self._close_blocks(layer, step)
@@ -36,13 +36,13 @@ class WindowedDecode(RetrievalDecode):
         out, lse = staging.back
         estimated = self._attend_natively(
             native, layer, step, blocks, q, k, v, None, call.scale, call.softcap or 0.0, out, lse,
-            beside if weighs else None,
+            window_lse if weighs else None,
         )  # fmt: skip
         merged, merged_lse = passage.merged()
         attended = merged_lse
         if estimated is not None:
-            assert beside is not None
-            with_window, total = np.logaddexp(estimated[0], beside)
+            assert window_lse is not None
+            with_window, total = np.logaddexp(estimated[0], window_lse)
             self._count(layer, with_window, total, estimated[1])
             attended = torch.from_numpy(with_window)
         if self.engine.measure_recall:

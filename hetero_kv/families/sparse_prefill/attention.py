@@ -1,4 +1,4 @@
-"""Attention of prompts' chunks, as an operator's settings say: to everything, or sparse."""
+"""Attention of prompts' chunks as an operator's settings say: dense or sparse."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from hetero_kv.families.sparse_prefill.lists import Blocks, Lines
 from hetero_kv.families.sparse_prefill.minference import Tried
 from hetero_kv.families.sparse_prefill.settings import PrefillSettings
 
-#: Times `prefill_from` tokens that a prompt has at least by which patterns are searched.
+#: Patterns are searched in prompts of at least this many times `prefill_from` tokens.
 _SEARCHED_FROM = 4
 
 _logger = logging.getLogger(__name__)
 
-#: Of which the user has been told that they do not pass sparsely: once for all layers.
-_told: WeakSet[Step] = WeakSet()
+#: Steps whose dense prefill on a device has been logged already: one warning for all layers.
+_warned: WeakSet[Step] = WeakSet()
 
 
 class PromptAttention:
-    """What one operator attends to in prompts.
+    """One operator's attention in prompts.
 
     Args:
-        operator: whose layer it is.
+        operator: the operator.
         settings: which keys are attended to.
     """
 
@@ -40,9 +40,9 @@ class PromptAttention:
         self._operator, self._settings = operator, settings
         self._tried: list[list[Tried]] | None = None
         self._key: str | None = None
-        #: Queries of prompts whose end is coming, and their full attention, by which patterns are searched.
+        #: Last queries of prompts that are still passing, and their dense attention: the search needs both.
         self._ends: WeakKeyDictionary[Step, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
-        #: Keys that blocks of queries attended to so far, and those that there were before or among them.
+        #: Keys that query blocks have attended to so far, and keys that they could have attended to.
         self.attended, self.there = 0.0, 0.0
 
     def __call__(
@@ -53,9 +53,9 @@ class PromptAttention:
         past_v: torch.Tensor,
         length: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `chunk_attention`, of the call's chunk behind [batch, kv_heads, past, dim] keys and values.
+        """As `chunk_attention`, for the call's chunk behind [batch, kv_heads, past, dim] keys and values.
 
-        length: tokens that the step's last query sees; None: all of the sequence.
+        length: the number of tokens that the step's last query sees; None for the whole sequence.
         """
         settings, length = self._settings, step.length if length is None else length
         chunk = Chunk(call.q, past_k, past_v, call.k, call.v, call.scale, call.softcap, call.sink)
@@ -68,7 +68,7 @@ class PromptAttention:
             return out, lse
         if chunk.total <= settings.prefill_from:
             return self._dense(chunk)
-        # The question comes last, and the first token of the answer out of the last query.
+        # The last tokens are dense: they are the question, and the last query gives the answer's first token.
         whole = max(0, chunk.total - (length - settings.prefill_last)) if step.part.is_last else 0
         first = max(0, settings.prefill_from - chunk.past)
         if not first:
@@ -78,21 +78,21 @@ class PromptAttention:
         return out, lse
 
     def compile(self, dtype: torch.dtype, k_dim: int, v_dim: int, softcap: float) -> None:
-        """Compile what prompts need on a CPU, before the first of them waits for it."""
+        """Compile the kernels that prompts need on a CPU, before the first prompt."""
         device = next(self._operator.wrapped.parameters(), torch.empty(0)).device
         if self._settings.prefills_sparsely and device.type == "cpu":
             compile_for_chosen(dtype, k_dim, v_dim, softcap > 0)
 
     def _can(self, step: Step, q: torch.Tensor) -> bool:
-        """Whether prompts can pass sparsely where the queries are; where not, the first layer that would says so."""
-        if q.device.type != "cpu" and step not in _told:
-            _told.add(step)
+        """Whether the queries' device supports sparse prefill; if not, the step's first layer logs a warning."""
+        if q.device.type != "cpu" and step not in _warned:
+            _warned.add(step)
             name = self._settings.prefill
             _logger.warning("prefill %s is for models on a CPU; on %s prompts attend to everything", name, q.device)
         return q.device.type == "cpu"
 
     def _sparse(self, chunk: Chunk, length: int, whole: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `chunk_attention`, to chosen keys; length: tokens of the whole context; whole: as for `runs_of`."""
+        """As `chunk_attention`, to chosen keys. length: tokens of the whole context; whole: see `runs_of`."""
         out, lse, tokens = chunk.attention(self._keys_of(chunk, length), whole)
         self._count(chunk, float(tokens.mean()))
         return out, lse
@@ -123,7 +123,7 @@ class PromptAttention:
         return KnownPatterns(f"{config.model_type}-{config.num_hidden_layers}x{config.hidden_size}")
 
     def _known(self, chunk: Chunk) -> list[list[Tried]] | None:
-        """What is known of patterns of the layer's heads, where they have been tried."""
+        """The patterns found for the layer's heads; None before a search."""
         if self._tried is None:
             heads = chunk.q.shape[1]
             if self._key is None:
@@ -133,19 +133,19 @@ class PromptAttention:
         return self._tried
 
     def _watch(self, step: Step, chunk: Chunk, exact: torch.Tensor, length: int) -> None:
-        """Keep the prompt's last queries, in whatever chunks they come, and search by them where those are enough.
+        """Collect the prompt's last queries over its chunks; search patterns once all of them are there.
 
-        exact: [batch, heads, n, v_dim], the chunk's full attention. length: as for `__call__`.
+        exact: [batch, heads, n, v_dim], the chunk's dense attention. length: see `__call__`.
         """
-        wanted = min(minference.TRIED_QUERIES, length)
-        if length - chunk.total >= wanted:
+        count = min(minference.TRIED_QUERIES, length)
+        if length - chunk.total >= count:
             return
         before = self._ends.pop(step, (chunk.q[:, :, :0], exact[:, :, :0]))
-        q, exact = (torch.cat(each, dim=2)[:, :, -wanted:] for each in zip(before, (chunk.q, exact), strict=True))
+        q, exact = (torch.cat(each, dim=2)[:, :, -count:] for each in zip(before, (chunk.q, exact), strict=True))
         if chunk.total < length:
             # Clones, because slices would keep the whole chunk alive.
             self._ends[step] = q.clone(), exact.clone()
-        elif q.shape[2] == wanted:
+        elif q.shape[2] == count:
             self._search(chunk.seen_by(q), exact)
 
     def _search(self, chunk: Chunk, exact: torch.Tensor) -> None:

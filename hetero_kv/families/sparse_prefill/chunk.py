@@ -1,4 +1,4 @@
-"""A chunk of a prompt as a sparse prefill sees it: new tokens behind others, and their attention to chosen keys."""
+"""A chunk of a prompt for sparse prefill: new tokens, the tokens before them, and attention to chosen keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetero_kv.families.sparse_prefill.lists import Blocks, Lines, runs_of
 
 @dataclass(frozen=True)
 class Chunk:
-    """New tokens behind `past` others.
+    """New tokens behind `past` earlier ones.
 
     Attributes:
         q: [batch, heads, n, k_dim].
@@ -46,27 +46,27 @@ class Chunk:
 
     @property
     def total(self) -> int:
-        """Tokens with those of the chunk."""
+        """Tokens up to the chunk's end."""
         return self.past + self.n
 
     @property
     def query_blocks(self) -> int:
-        """Blocks of queries."""
+        """The number of query blocks."""
         return -(-self.n // QUERY_BLOCK)
 
     @property
     def mean_keys(self) -> float:
-        """Keys that a block of queries can attend to, the mean over blocks."""
+        """Keys that a query block can attend to, the mean over blocks."""
         stops = self.past + np.minimum(QUERY_BLOCK * np.arange(1, self.query_blocks + 1), self.n)
         return float(stops.mean())
 
     @cached_property
     def key_means(self) -> torch.Tensor:
-        """Means of blocks of all keys, [batch, kv_heads, key blocks, k_dim] float32."""
+        """Means of all key blocks, [batch, kv_heads, key blocks, k_dim] float32."""
         return block_means(self.past_k, self.k, QUERY_BLOCK)
 
     def capped(self, products: torch.Tensor) -> torch.Tensor:
-        """Inner products of queries and keys as they go into the softmax."""
+        """Scores, scaled and soft-capped, from the inner products of queries and keys."""
         scores = products * self.scale
         return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
 
@@ -75,12 +75,12 @@ class Chunk:
         return head // (self.q.shape[1] // self.k.shape[1])
 
     def first(self, n: int) -> Chunk:
-        """The first n tokens as a chunk of their own."""
+        """The first n tokens as a chunk."""
         q, k, v = (each[:, :, :n] for each in (self.q, self.k, self.v))
         return Chunk(q, self.past_k, self.past_v, k, v, self.scale, self.softcap, self.sink)
 
     def last(self, n: int) -> Chunk:
-        """The last n tokens as a chunk of their own."""
+        """The last n tokens as a chunk."""
         before, own = slice(None, -n), slice(-n, None)
         past_k, past_v = (
             torch.cat([past, new[:, :, before]], dim=2) if n < self.n else past
@@ -90,7 +90,7 @@ class Chunk:
         return Chunk(q, past_k, past_v, k, v, self.scale, self.softcap, self.sink)
 
     def seen_by(self, q: torch.Tensor) -> Chunk:
-        """The last tokens as a chunk: those of the queries q [batch, heads, n, k_dim]."""
+        """The last n tokens as a chunk, with the queries q [batch, heads, n, k_dim]; n may exceed `self.n`."""
         before = q.shape[2] - self.n
         if before <= 0:
             return self.last(q.shape[2])
@@ -101,12 +101,12 @@ class Chunk:
         return Chunk(q, past_k, past_v, k, v, self.scale, self.softcap, self.sink)
 
     def attention(self, heads: list[Lines | Blocks], whole: int = 0) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-        """Attention to the keys that each row and head attends to, one after the other.
+        """Attention to the keys in `heads`, which lists those of each row's heads in turn.
 
-        whole: as for `runs_of`.
+        whole: see `runs_of`.
 
-        Returns out [batch, heads, n, v_dim], lse [batch, heads, n] and tokens [batch, heads] float64, how many a block
-        of queries attends to on average.
+        Returns out [batch, heads, n, v_dim], lse [batch, heads, n] and tokens [batch, heads] float64, the mean number
+        that a query block attends to.
         """
         runs, starts = runs_of(heads, self.past, self.n, whole)
         out, lse = chosen_attention(

@@ -1,4 +1,4 @@
-"""FlexPrefill (arXiv:2502.20766): as few keys as are estimated to have a share of the attention, chunk by chunk."""
+"""FlexPrefill (arXiv:2502.20766): the fewest keys with an estimated share of the attention, chosen in every chunk."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.head_views import HeadView, views
 from hetero_kv.families.sparse_prefill.lists import Blocks, Lines
 
-# The paper's threshold of the square root of the Jensen-Shannon divergence.
+# The paper's threshold for the square root of the Jensen-Shannon divergence.
 _NEAR = 0.1
 
 
 def keys_of(chunk: Chunk, mass: float, least: int) -> list[Lines | Blocks]:
-    """The keys of all rows and heads that have `mass` of the attention by estimate; `least`: tokens at least."""
+    """For all rows and heads, keys with the estimated share `mass` of the attention, at least `least` tokens."""
     return [_keys(view, mass, least) for view in views(chunk)]
 
 
@@ -28,7 +28,7 @@ def _keys(view: HeadView, mass: float, least: int) -> Lines | Blocks:
 
 
 def estimate_distance(view: HeadView) -> float:
-    """How far the attention to key blocks is from what means of blocks say of it, both of the last queries.
+    """How far the last queries' attention to key blocks is from its estimate by block means.
 
     The square root of the Jensen-Shannon divergence, in nats: 0 to 0.83.
     """
@@ -49,7 +49,7 @@ def _jensen_shannon(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def blocks_of_mass(scores: torch.Tensor, mass: float, least: int) -> Blocks:
-    """For each block of queries the fewest key blocks whose softmax reaches `mass`, the sink's among them.
+    """For each query block, the fewest key blocks whose softmax reaches `mass`; always includes the sink's block.
 
     scores: [query blocks, key blocks] float32.
     """

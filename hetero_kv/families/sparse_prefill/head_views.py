@@ -1,4 +1,4 @@
-"""What heads of a chunk look at, as far as their last queries, or means of blocks, tell: keys are chosen by it."""
+"""Estimates which keys a chunk's heads attend to, from last queries or block means, and chooses keys by it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from gpu_ops.chosen_keys import attention_by_line, best_matched_blocks, block_me
 from hetero_kv.families.sparse_prefill.chunk import Chunk
 from hetero_kv.families.sparse_prefill.lists import ALWAYS_NEAR, Blocks, Lines, runs_of
 
-#: Last queries of a chunk that lines and distances are chosen by.
+#: Last queries of a chunk from which tokens and distances are chosen.
 LAST_QUERIES = ASKED_COLUMNS
 
 
 class LastQueries:
-    """The last queries of heads of one row that share keys: what they pay attention to is found for all at once.
+    """The last queries of one row's heads that share a kv head; their attention is computed for all of them at once.
 
     Args:
-        chunk, row: whose they are.
-        heads: which heads, all of one kv head.
+        chunk, row: the chunk, and which of its rows.
+        heads: the query heads, all of one kv head.
     """
 
     def __init__(self, chunk: Chunk, row: int, heads: Sequence[int]) -> None:
@@ -32,7 +32,7 @@ class LastQueries:
         self._sums: tuple[np.ndarray, np.ndarray] | None = None
 
     def sums(self, head: int) -> tuple[np.ndarray, np.ndarray]:
-        """A head's attention by token and by distance, [tokens] float32 each."""
+        """A head's attention summed by token and by distance, [tokens] float32 each."""
         if self._sums is None:
             chunk, place = self._chunk, (self._row, self._chunk.kv_head(self._heads[0]))
             q = chunk.q[self._row, self._heads, -min(LAST_QUERIES, chunk.n) :]
@@ -42,11 +42,11 @@ class LastQueries:
 
 
 class HeadView:
-    """What one row and head of a chunk pays attention to, as far as its last queries, or means of blocks, tell.
+    """Estimates of the attention of one row and head of a chunk, from its last queries or from block means.
 
     Args:
-        chunk, row, head: whose view it is.
-        last: its last queries, perhaps with those of other heads; None: alone.
+        chunk, row, head: the chunk, and which of its rows and heads.
+        last: its last queries, possibly shared with other heads; None to create them for this head alone.
     """
 
     def __init__(self, chunk: Chunk, row: int, head: int, last: LastQueries | None = None) -> None:
@@ -55,25 +55,25 @@ class HeadView:
 
     @property
     def queries(self) -> int:
-        """How many last queries there are."""
+        """The number of last queries."""
         return min(LAST_QUERIES, self.chunk.n)
 
     @property
     def sums(self) -> tuple[np.ndarray, np.ndarray]:
-        """The last queries' attention by token and by distance, [tokens] float32 each."""
+        """The last queries' attention summed by token and by distance, [tokens] float32 each."""
         return self._last.sums(self.head)
 
     def lines_within(self, tokens: int, band_tokens: int) -> Lines:
-        """The `tokens` tokens with most attention, and of distances as many as are seen in `band_tokens` tokens."""
+        """The `tokens` best tokens, and the best distances, by which a query block sees `band_tokens` tokens."""
         by_token, by_distance = self.sums
         ranked = _ranked(by_distance, band_tokens)
         return Lines.of(_best(by_token, tokens), distances_within(ranked, QUERY_BLOCK, ALWAYS_NEAR, band_tokens))
 
     def lines_of_mass(self, mass: float, least: int) -> Lines:
-        """The fewest tokens, and the fewest distances, that have this share of the last queries' attention each.
+        """The fewest tokens, and the fewest distances, each with this share of the last queries' attention.
 
-        least: tokens at least, and as many that a block of queries sees by its distances: tokens that the last queries
-            look at may lie behind an earlier block.
+        least: the minimum number of tokens, and of tokens that a query block sees by its distances. The latter matters
+            because a token that the last queries attend to may come after an earlier query block.
         """
         by_token, by_distance = self.sums
         seen = distances_within(_ranked(by_distance, least), QUERY_BLOCK, ALWAYS_NEAR, least)
@@ -81,11 +81,11 @@ class HeadView:
 
     @property
     def key_means(self) -> torch.Tensor:
-        """Means of blocks of the head's keys, [key blocks, k_dim] float32."""
+        """Means of the key blocks of the head, [key blocks, k_dim] float32."""
         return self.chunk.key_means[self.row, self.kv_head]
 
     def block_scores(self) -> torch.Tensor:
-        """Scores of key blocks by the means of blocks of queries, [query blocks, key blocks] float32, causal."""
+        """Causal scores of key blocks by the means of query blocks, [query blocks, key blocks] float32."""
         chunk = self.chunk
         q = chunk.q[self.row, self.head]
         scores = chunk.capped(block_means(q[:0], q, QUERY_BLOCK) @ self.key_means.T)
@@ -95,7 +95,7 @@ class HeadView:
 
 
 def views(chunk: Chunk, by_line: Collection[int] | None = None) -> list[HeadView]:
-    """The heads of all rows in turn. by_line: of which heads the last queries are looked at; None: of all."""
+    """The heads of all rows in turn. by_line: the heads whose last queries are needed; None for all."""
     rows, heads = chunk.q.shape[:2]
     looked_at = range(heads) if by_line is None else by_line
     found = []
@@ -112,9 +112,10 @@ def views(chunk: Chunk, by_line: Collection[int] | None = None) -> list[HeadView
 
 
 def with_matched_blocks(chunk: Chunk, keys: Sequence[Lines | Blocks], count: int) -> list[Lines | Blocks]:
-    """The keys of all rows and heads in turn; where they are lines, `count` blocks more for each block of queries.
+    """Add `count` key blocks for each query block to the heads whose keys are lines.
 
-    These are the blocks that queries in the middle of the chunk match best, of those that are not seen anyway.
+    `keys` lists all rows' heads in turn. The added blocks best match some queries of the query block, among those that
+    it does not see already.
     """
     found, (_, heads) = list(keys), chunk.q.shape[:2]
     for first in range(0, len(found), heads):
@@ -128,7 +129,7 @@ def with_matched_blocks(chunk: Chunk, keys: Sequence[Lines | Blocks], count: int
                 continue
             place = row, kv_head
             runs, starts = runs_of([found[first + head] for head in those], chunk.past, chunk.n)
-            # Heads that are neighbours are not copied.
+            # Adjacent heads need no copy.
             are_neighbours = those[-1] - those[0] + 1 == len(those)
             own = chunk.q[row]
             q = own[those[0] : those[-1] + 1] if are_neighbours else torch.stack([own[head] for head in those])
@@ -144,19 +145,19 @@ def with_matched_blocks(chunk: Chunk, keys: Sequence[Lines | Blocks], count: int
 
 
 def _best(values: np.ndarray, count: int) -> np.ndarray:
-    """Indices of the `count` largest."""
+    """Indices of the `count` largest values."""
     count = min(count, values.size)
     return np.argpartition(values, values.size - count)[values.size - count :] if count else np.empty(0, np.int64)
 
 
 def _ranked(values: np.ndarray, count: int) -> np.ndarray:
-    """Indices of the `count` largest, best first."""
+    """Indices of the `count` largest values, largest first."""
     best = _best(values, count)
     return best[np.argsort(-values[best], kind="stable")]
 
 
 def _fewest(values: np.ndarray, mass: float, least: int = 0) -> np.ndarray:
-    """Indices of the fewest values that have this share of their sum, and are `least` at least."""
+    """Indices of the fewest values with this share of their sum, at least `least` of them."""
     order = np.argsort(-values, kind="stable")
     if mass >= 1:
         return order

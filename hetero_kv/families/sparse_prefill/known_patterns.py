@@ -1,4 +1,4 @@
-"""What was found of patterns of a model's heads, in a file of the user's: tried once, and read from then on."""
+"""Stores the patterns found for a model's heads in a file of the user's, so that they are searched only once."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hetero_kv.durable_file import write_atomically
 from hetero_kv.errors import ConfigError
 from hetero_kv.families.sparse_prefill.minference import KINDS, Pattern, Tried
 
-#: Where files of patterns lie.
+#: Overrides the folder of pattern files.
 ENVIRONMENT_VARIABLE = "HETERO_KV_PREFILL_PATTERNS"
 _FORMAT = 2
-# Numbers of each tensor that a layer's weights are known by.
+# Numbers sampled from each tensor to identify a layer's weights.
 _SAMPLES = 64
 _LARGEST_FILE = 16 << 20
 
@@ -29,12 +29,12 @@ _logger = logging.getLogger(__name__)
 
 
 def folder() -> Path:
-    """Where files of patterns lie: HETERO_KV_PREFILL_PATTERNS, or ~/.hetero_kv/prefill_patterns."""
+    """The folder of pattern files: HETERO_KV_PREFILL_PATTERNS, or ~/.hetero_kv/prefill_patterns."""
     return Path(os.path.expanduser(os.environ.get(ENVIRONMENT_VARIABLE) or "~/.hetero_kv/prefill_patterns"))
 
 
 def layer_key(layer: int, module: nn.Module, heads: int, settings: dict[str, Any]) -> str:
-    """What a layer's patterns are known by: its number, its weights as they are kept, and what is tried."""
+    """Identifies a layer's patterns: its number, a hash of its weights as stored, and the settings of the search."""
     seen = hashlib.sha256(json.dumps([layer, heads, settings], sort_keys=True).encode())
     packed = ((name, each) for name, each in module.named_buffers() if each.dtype is torch.uint8)
     for name, tensor in sorted([*module.named_parameters(), *packed]):
@@ -50,7 +50,7 @@ class KnownPatterns:
     """The patterns of a model's layers.
 
     Args:
-        model: how people know it; its file has that name.
+        model: a readable name of the model, from which the file's name is made.
     """
 
     def __init__(self, model: str) -> None:
@@ -58,12 +58,12 @@ class KnownPatterns:
         self.path = folder() / f"{name}.json"
 
     def of_layer(self, key: str, heads: int) -> list[list[Tried]] | None:
-        """What was found for a layer of so many heads; None where nothing was, or it cannot be read."""
+        """The patterns found for a layer of `heads` heads; None if there are none, or the file cannot be read."""
         found = self._read().get(key)
         return None if found is None else _tried(found, heads)
 
     def add(self, key: str, tried: Sequence[Sequence[Tried]], tokens: int) -> None:
-        """Keep what was found for a layer behind a context of so many tokens. What cannot be written is warned of."""
+        """Store the patterns found for a layer in a context of `tokens` tokens. Logs a warning if that fails."""
         layers = self._read()
         is_first = not layers
         layers[key] = {"tokens": tokens, "heads": [[_row(each) for each in head] for head in tried]}
@@ -83,13 +83,13 @@ class KnownPatterns:
         try:
             if self.path.stat().st_size > _LARGEST_FILE:
                 raise ConfigError(f"it has more than {_LARGEST_FILE:,} bytes")
-            said = json.loads(self.path.read_bytes())
+            content = json.loads(self.path.read_bytes())
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, ConfigError, RecursionError) as error:
             _logger.warning("%s is no file of prefill patterns, and is written anew: %s", self.path, error)
             return {}
-        layers = said.get("layers") if isinstance(said, dict) and said.get("format") == _FORMAT else None
+        layers = content.get("layers") if isinstance(content, dict) and content.get("format") == _FORMAT else None
         return layers if isinstance(layers, dict) else {}
 
 
@@ -98,9 +98,9 @@ def _row(tried: Tried) -> list[str | int | float]:
     return [pattern.kind, pattern.first, pattern.rest, float(f"{tried.error:.6g}"), float(f"{tried.tokens:.6g}")]
 
 
-def _tried(said: object, heads: int) -> list[list[Tried]] | None:
-    """What an entry says of each head; None where it is none."""
-    rows = said.get("heads") if isinstance(said, dict) else None
+def _tried(entry: object, heads: int) -> list[list[Tried]] | None:
+    """Parse an entry: each head's patterns. Returns None for an invalid entry."""
+    rows = entry.get("heads") if isinstance(entry, dict) else None
     if not isinstance(rows, list) or len(rows) != heads:
         return None
     try:
@@ -111,7 +111,7 @@ def _tried(said: object, heads: int) -> list[list[Tried]] | None:
 
 
 def _tried_one(kind: Any, first: Any, rest: Any, error: Any, tokens: Any) -> Tried:
-    """What a row says; TypeError or ValueError where it says no pattern."""
+    """Parse one row. Raises TypeError or ValueError for an invalid one."""
     if kind not in KINDS or any(type(each) is not int or not 0 <= each < 1 << 31 for each in (first, rest)):
         raise ValueError("no pattern")
     if not all(type(each) in (int, float) and 0 <= each < math.inf for each in (error, tokens)):

@@ -1,4 +1,4 @@
-"""Lists of keys for blocks of queries: from ranked tokens and distances, and put together head by head."""
+"""Key lists of query blocks: from ranked tokens and distances, or from key blocks, combined head by head."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from cpu_ops.key_runs import QUERY_BLOCK, ranges_of, runs_of_heads
 from cpu_ops.threads import at_most
 
-#: First tokens, and nearest distances, that every head attends to.
+#: The first tokens, and the nearest distances, that every head attends to.
 ALWAYS_FIRST, ALWAYS_NEAR = QUERY_BLOCK, QUERY_BLOCK
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Keys of one head: the same tokens for all queries, and the same distances; for each block of them some blocks.
+    """Keys of one head: tokens and distances that are the same for all queries, plus key blocks per query block.
 
     Attributes:
-        tokens: [lines, 2] int32, [first, stop), in order and apart.
+        tokens: [lines, 2] int32, [first, stop), in order and without overlap.
         distances: [bands, 2] int32, likewise.
-        blocks: [query blocks, count] int32, blocks of keys, ascending, -1 for none; None: none at all.
+        blocks: [query blocks, count] int32, key blocks, ascending, filled up with -1; None: none at all.
     """
 
     tokens: np.ndarray
@@ -31,27 +31,28 @@ class Lines:
 
     @classmethod
     def of(cls, tokens: np.ndarray, distances: np.ndarray) -> Lines:
-        """From numbers in any order, and what every head attends to."""
+        """From tokens and distances in any order, plus those that every head attends to."""
         return cls(ranges_of(tokens, ALWAYS_FIRST), ranges_of(distances, ALWAYS_NEAR))
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Keys of one head: for each block of queries blocks of keys, [query blocks, key blocks] bool."""
+    """Keys of one head as key blocks per query block, [query blocks, key blocks] bool."""
 
     chosen: np.ndarray
 
     def as_lines(self) -> Lines:
-        """The same without a line or a distance."""
+        """The same keys as `Lines` without tokens or distances."""
         numbers = np.where(self.chosen, np.arange(self.chosen.shape[1], dtype=np.int32), np.int32(-1))
         none, most = np.empty((0, 2), np.int32), int(self.chosen.sum(axis=1).max(initial=0))
         return Lines(none, none, np.sort(numbers, axis=1)[:, numbers.shape[1] - most :])
 
 
 def runs_of(heads: Sequence[Lines | Blocks], past: int, n: int, whole: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Runs of a chunk of n tokens behind `past`, as `attend_runs` takes them; `heads` are those of all rows in turn.
+    """Runs of a chunk of n tokens behind `past`, in the form that `attend_runs` takes.
 
-    whole: the chunk's last queries that attend to everything, with the others of their blocks.
+    heads: the keys of all rows' heads in turn.
+    whole: the number of last queries that attend to all keys; the rest of their query blocks does so too.
     """
     lines = [head if isinstance(head, Lines) else head.as_lines() for head in heads]
     sparse = (n - min(whole, n)) // QUERY_BLOCK if whole else None

@@ -1,4 +1,4 @@
-"""MInference (arXiv:2407.02490): a sparse pattern for every head, found once by what it costs and how far it is off."""
+"""MInference (arXiv:2407.02490): a sparse pattern per head, found once by its cost in tokens and its error."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hetero_kv.families.sparse_prefill.lists import Blocks, Lines
 Kind = Literal["a_shape", "vertical_slash", "block_sparse"]
 KINDS: tuple[Kind, ...] = ("a_shape", "vertical_slash", "block_sparse")
 
-#: Last queries by which patterns are tried.
+#: Last queries on which patterns are tried.
 TRIED_QUERIES = 512
 # Shares of the budget that are sinks of an A-shape (the paper's 1,024 of 5,120), and lines of a vertical-slash.
 _SINK_SHARE, _LINE_SHARES = 0.2, (1 / 32, 1 / 8, 1 / 2, 7 / 8)
-# Budgets that are tried, of the whole.
+# Shares of the budget that are tried.
 _BUDGETS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
-# Tokens of a context up to which the price is what the settings say, and no blocks are matched.
+# Up to this many tokens of context the price is that of the settings, and no blocks are matched.
 _PRICED_LENGTH = 16384
 
 
@@ -32,9 +32,9 @@ class Pattern:
     """How one head chooses keys.
 
     Attributes:
-        kind: which pattern.
-        first: sinks of an A-shape, lines of a vertical-slash; tokens.
-        rest: its window, its slashes' tokens, or the tokens of chosen blocks.
+        kind: the kind of pattern.
+        first: tokens of the sink (A-shape) or of the vertical lines (vertical-slash).
+        rest: tokens of the window (A-shape), of the slashes (vertical-slash) or of the chosen blocks (block-sparse).
     """
 
     kind: Kind
@@ -56,7 +56,7 @@ class Pattern:
 
 
 def candidates(budget: int) -> list[Pattern]:
-    """What the search tries, patterns of so many tokens at most."""
+    """The patterns that the search tries, each with at most `budget` tokens."""
     found = []
     for share in _BUDGETS:
         tokens = int(budget * share)
@@ -72,9 +72,9 @@ def candidates(budget: int) -> list[Pattern]:
 def keys_of(chunk: Chunk, patterns: Sequence[Pattern], matches: int = 0) -> list[Lines | Blocks]:
     """The keys of all rows and heads under the heads' patterns.
 
-    matches: blocks of keys that a block of queries has besides where its pattern is not of blocks: those that it
-    matches best. What some tokens in the middle of a chunk look for by its content, such as a sentence that is nearly
-    theirs, the chunk's last queries do not show.
+    matches: key blocks that a query block gets in addition, if its pattern is not block-sparse: those that it matches
+    best. Tokens in the middle of a chunk may need keys of similar content, such as a nearly equal sentence, that the
+    chunk's last queries do not attend to.
     """
     by_line = {head for head, pattern in enumerate(patterns) if pattern.kind == "vertical_slash"}
     keys = [patterns[view.head].keys(view) for view in views(chunk, by_line)]
@@ -83,12 +83,12 @@ def keys_of(chunk: Chunk, patterns: Sequence[Pattern], matches: int = 0) -> list
 
 @dataclass(frozen=True)
 class Tried:
-    """A pattern as the search saw it on one head.
+    """A pattern's result on one head.
 
     Attributes:
         pattern: how the head chose keys.
-        error: of its output, squared, relative to the mean of its layer's heads.
-        tokens: that a block of queries attended to, the mean over blocks.
+        error: squared error of its output, relative to the mean square of its layer's heads.
+        tokens: tokens that a query block attended to, the mean over blocks.
     """
 
     pattern: Pattern
@@ -97,32 +97,33 @@ class Tried:
 
 
 def tried_patterns(chunk: Chunk, exact: torch.Tensor, budget: int) -> list[list[Tried]]:
-    """What each head's patterns cost, and how far each is off: those that some price prefers, by rising tokens.
+    """Cost and error of each head's patterns: those that are best at some price, by rising tokens.
 
-    Errors are squared, and relative to the mean of the heads, so that a head that says little may be off by more.
+    Errors are squared, and relative to the mean over heads, so that a head with small outputs may have a larger error
+    relative to its own.
 
     Args:
-        chunk: behind the whole prompt.
-        exact: [batch, heads, n, v_dim], its full attention.
-        budget: tokens that a block of queries attends to at most.
+        chunk: the prompt's last tokens.
+        exact: [batch, heads, n, v_dim], the chunk's dense attention.
+        budget: the most tokens that a query block attends to.
     """
     n = min(TRIED_QUERIES, chunk.n // QUERY_BLOCK * QUERY_BLOCK or chunk.n)
     tried = chunk.last(n)
-    wanted = exact[:, :, -n:].float()
-    # Heads that all say nothing are off by nothing.
-    mean = (wanted.square().sum() / wanted.shape[1]).clamp(min=torch.finfo(torch.float32).tiny)
-    by_row, heads = views(tried), wanted.shape[1]
+    expected = exact[:, :, -n:].float()
+    # If all outputs are zero, the errors are zero too: the smallest positive mean avoids 0 / 0.
+    mean = (expected.square().sum() / expected.shape[1]).clamp(min=torch.finfo(torch.float32).tiny)
+    by_row, heads = views(tried), expected.shape[1]
     found: list[list[Tried]] = [[] for _ in range(heads)]
     for pattern in candidates(budget):
         out, _, attended = tried.attention([pattern.keys(view) for view in by_row])
-        errors = ((out.float() - wanted).square().sum(dim=(0, 2, 3)) / mean).tolist()
+        errors = ((out.float() - expected).square().sum(dim=(0, 2, 3)) / mean).tolist()
         for head, error, tokens in zip(range(heads), errors, attended.mean(axis=0).tolist(), strict=True):
             found[head].append(Tried(pattern, error, tokens))
     return [worth_their_tokens(each) for each in found]
 
 
 def worth_their_tokens(tried: Sequence[Tried]) -> list[Tried]:
-    """Those that some price prefers, by rising tokens: the lower convex hull of errors over tokens."""
+    """The results that are best at some price, by rising tokens: the lower convex hull of error over tokens."""
     kept: list[Tried] = []
     for each in sorted(tried, key=lambda each: (each.tokens, each.error)):
         if kept and not each.error < kept[-1].error:
@@ -134,34 +135,34 @@ def worth_their_tokens(tried: Sequence[Tried]) -> list[Tried]:
 
 
 def _gain(few: Tried, many: Tried) -> float:
-    """What a token more saves of the error."""
+    """The error that one more token saves."""
     return (few.error - many.error) / (many.tokens - few.tokens)
 
 
 def preferred(tried: Sequence[Tried], price: float) -> Pattern:
-    """The pattern of a head whose error and tokens weigh least together.
+    """The pattern of a head with the least sum of error and priced tokens.
 
-    A price that is the same in all layers takes tokens from where they save little to where they save much: the least
-    error of the model's layers together that so many tokens can have.
+    With one price for all layers, tokens move from heads where they save little error to heads where they save much.
+    The model's layers together then have the least error for their total of tokens.
 
     Args:
         tried: by rising tokens.
-        price: the error that 1,024 tokens fewer may cost.
+        price: the error that saving 1,024 tokens may cost.
     """
     return min(tried, key=lambda each: each.error + price * each.tokens / 1024).pattern
 
 
 def matches_at(matches: int, length: int) -> int:
-    """How many blocks are matched in a context of `length`: none up to 16,384 tokens.
+    """How many blocks are matched in a context of `length` tokens: none up to 16,384 tokens.
 
-    There the search for them takes much of what a sparse prefill gains.
+    Below that, the search for them takes much of the time that sparse prefill saves.
     """
     return matches if length > _PRICED_LENGTH else 0
 
 
 def price_at(price: float, length: int) -> float:
-    """What 1,024 tokens weigh in a context of `length`: beyond 16,384 tokens less, by the square of the length.
+    """The price of 1,024 tokens in a context of `length` tokens: beyond 16,384 it falls with the square of the length.
 
-    There a token is a smaller share of what full attention takes, and what queries leave out adds up over more of them.
+    There a token is a smaller share of dense attention's cost, and the errors of omitted keys add up over more queries.
     """
     return price * min(1.0, (_PRICED_LENGTH / length) ** 2)

@@ -1,4 +1,4 @@
-"""Settings of sparse prefill, which operators that prefill in chunks have beside their own."""
+"""Settings of sparse prefill, which operators with chunked prefill have besides their own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hetero_kv.settings.description import setting_names
 from hetero_kv.settings.setting import Settings, setting
 
-#: What prompts may attend to, under the title by which it is listed.
+#: The kinds of prefill attention and their descriptions, under the title of their list.
 PREFILLS: Mapping[str, Mapping[str, str]] = {
     "Attention of prompts (prefill)": {
         "dense": "to everything before",
@@ -68,10 +68,10 @@ class PrefillSettings(Settings):
 
     @property
     def prefills_sparsely(self) -> bool:
-        """Whether queries of prompts leave keys out."""
+        """Whether a prompt's queries skip keys."""
         return self.prefill != "dense"
 
     @property
     def idle_prefill_settings(self) -> frozenset[str]:
-        """Those of these settings that decide nothing of what is stored."""
+        """The settings of this class that do not affect what is stored."""
         return frozenset() if self.prefills_sparsely else setting_names(PrefillSettings)
