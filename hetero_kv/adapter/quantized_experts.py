@@ -123,8 +123,8 @@ class QuantizedExperts(QuantizedModule):
 
     def load_experts(
         self, leaf: str, outputs: slice, blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...]
-    ) -> None:
-        """Take some or all outputs of a projection from a GGUF file.
+    ) -> str | None:
+        """Take some or all outputs of a projection from a GGUF file; what they are kept as where there are no kernels.
 
         Args:
             leaf: the projection's parameter.
@@ -138,16 +138,16 @@ class QuantizedExperts(QuantizedModule):
         wanted = self.kept_as(kind.name, shape[2])
         if wanted is not None and wanted == kind.name:
             self._keep(leaf, outputs, ExpertWeights.of_blocks(blocks, wanted, shape[2]))
-            return
-        self.warn_of_missing_kernels(kind.name, wanted, shape[2])
+            return None
         unpacked = np.require(gguf.dequantize(blocks, kind), requirements=["W"])
         numbers = torch.from_numpy(unpacked).reshape(shape)
         if wanted is not None:
             self._keep(leaf, outputs, ExpertWeights.of_numbers(numbers, wanted))
-            return
+            return self.kept_otherwise(kind.name, wanted, shape[2])
         if getattr(self.wrapped, leaf).is_meta:
             self._give(leaf, torch.empty(getattr(self.wrapped, leaf).shape, dtype=self.number_type()))
         self._by_output(getattr(self.wrapped, leaf).data)[:, outputs] = numbers.to(self.number_type())
+        return self.kept_otherwise(kind.name, wanted, shape[2])
 
     def computed(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """Hidden states x [tokens, hidden], the experts of each [tokens, k], and what they count [tokens, k]."""

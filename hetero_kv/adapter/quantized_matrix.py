@@ -103,8 +103,8 @@ class QuantizedMatrix(QuantizedModule):
             self.wrapped.weight if quantised is None else ReadOnlyNumbers.of(quantised.unpacked(self.dtype), self.path)
         )
 
-    def load_blocks(self, blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> None:
-        """Take the weights from a GGUF file.
+    def load_blocks(self, blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> str | None:
+        """Take the weights from a GGUF file; what they are kept as where there are no kernels for their type.
 
         Args:
             blocks: [rows, bytes of a row] uint8, the file's blocks.
@@ -116,12 +116,12 @@ class QuantizedMatrix(QuantizedModule):
         wanted = self.kept_as(kind.name, shape[1])
         if wanted is not None and wanted == kind.name:
             self.keep(QuantisedWeight.of_blocks(blocks, wanted, shape[1]))
-            return
+            return None
         # Numbers of a file are a view of it, and it is mapped and may go: a copy of these.
         unpacked = np.require(gguf.dequantize(blocks, kind), requirements=["W"])
         numbers = torch.from_numpy(unpacked).reshape(shape)
-        self.warn_of_missing_kernels(kind.name, wanted, shape[1])
         self._take_numbers(numbers, wanted)
+        return self.kept_otherwise(kind.name, wanted, shape[1])
 
     def load_numbers(self, numbers: torch.Tensor, dtype: torch.dtype) -> None:
         """Take the weights from a file that holds numbers.

@@ -166,8 +166,6 @@ class QuantizedModule(Operator):
                 "are no kernels for quantised weights; set weights to auto, or device to cpu"
             )
 
-    def warn_of_missing_kernels(self, stored: str, kept: str | None, columns: int) -> None:
-        """Say that a file's type `stored` becomes `kept`, where nobody asked for that."""
-        if stored_name(stored, columns) is not None and self.waits_for_blocks():
-            kept = kept or "numbers"
-            _logger.warning("%s: there are no kernels for %s; its weights are kept as %s", self.path, stored, kept)
+    def kept_otherwise(self, stored: str, kept: str | None, columns: int) -> str | None:
+        """What a file's type `stored` becomes for want of kernels; None where the settings ask for that."""
+        return (kept or "numbers") if stored_name(stored, columns) is not None and self.waits_for_blocks() else None

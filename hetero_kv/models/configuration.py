@@ -14,15 +14,11 @@ from transformers import AutoConfig
 
 from hetero_kv.models.boundary import refusals
 from hetero_kv.models.config_contract import require_possible_config
-from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.file import GGUFFile
-from hetero_kv.models.gguf.reading import one_reading
+from hetero_kv.models.gguf.settings import adapt, configuration_of
 from hetero_kv.models.locating import Location, locate
 from hetero_kv.models.named import DEFAULT_MODEL
-from hetero_kv.models.progress import ProgressReport, reporting
-
-# Tensors and metadata of a rotary embedding that transformers does not read from a GGUF file.
-ROPE_TENSORS = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+from hetero_kv.models.progress import ProgressReport
 
 
 def model_config(
@@ -52,7 +48,7 @@ def config_and_header(
 ) -> tuple[Any, GGUFFile | None]:
     """What `model_config` gives, and the header of the GGUF file that the weights are in; None where there is none."""
     location = locate(name_or_path, gguf_path, progress)
-    with reading(location, progress) as gguf, refusing(location):
+    with reading(location) as gguf, refusing(location):
         return config_of(location, gguf, trust_remote_code), gguf
 
 
@@ -72,28 +68,14 @@ def config_of(location: Location, gguf: GGUFFile | None, trust_remote_code: bool
     """
     if location.pretrained is not None:
         require_possible_config(location.pretrained, local_files_only=location.offline)
+    if gguf is not None:
+        gguf.require_known_tensors()
+        if location.pretrained is None:
+            return configuration_of(gguf)
     config = AutoConfig.from_pretrained(**origin_of(location), trust_remote_code=trust_remote_code)
-    if gguf is None:
-        return config
-    gguf.require_known_tensors()
-    if location.pretrained is None:
-        gguf.require_configuration()
-        _refuse_unread_rope(gguf, config)
-    # The file decides, because a converter may leave out an output matrix that equals the embedding, or write both.
-    config.tie_word_embeddings = "output.weight" not in gguf.tensor_names
+    if gguf is not None:
+        adapt(config, gguf)
     return config
-
-
-def _refuse_unread_rope(gguf: GGUFFile, config: Any) -> None:
-    scaling = gguf.get(f"{gguf.architecture}.rope.scaling.type", "none")
-    unread = sorted(ROPE_TENSORS & gguf.tensor_names) + ([f"rope.scaling.type {scaling}"] if scaling != "none" else [])
-    rope = getattr(config, "rope_parameters", None) or {}
-    if unread and rope.get("rope_type", "default") == "default":
-        raise ModelError(
-            f"{str(gguf.path)!r} scales its rotary embedding ({', '.join(unread)}), which transformers does not read "
-            "from a GGUF file, so that long texts would go wrong; give the model's directory or hub id in Hugging Face "
-            "format as the model and this file as gguf_path"
-        )
 
 
 def refusing(location: Location) -> AbstractContextManager[None]:
@@ -102,18 +84,15 @@ def refusing(location: Location) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def reading(location: Location, progress: ProgressReport | None) -> Iterator[GGUFFile | None]:
-    """The GGUF file of `location` while transformers reads it, or None; transformers keeps quiet meanwhile."""
+def reading(location: Location) -> Iterator[GGUFFile | None]:
+    """The GGUF file of `location`, or None; transformers keeps quiet meanwhile."""
     with ExitStack() as stack:
         fetching_from_hub = location.pretrained is not None and not Path(location.pretrained).expanduser().is_dir()
         stack.enter_context(nullcontext() if fetching_from_hub else _quiet())
         if location.gguf is None:
             yield None
             return
-        file = GGUFFile.read(location.gguf)
-        report = stack.enter_context(reporting(location.name, progress))
-        stack.enter_context(one_reading(file, report))
-        yield file
+        yield GGUFFile.read(location.gguf)
 
 
 @contextmanager

@@ -95,7 +95,7 @@ def load_model(
         ModelError: the model cannot be found, fetched or loaded as asked.
     """
     asked = (name_or_path, gguf_path, dtype, device, trust_remote_code, progress)
-    return _opened(*asked, without_weights=False).load()
+    return _opened(*asked, numbers_wait=False).load()
 
 
 def open_model(
@@ -121,7 +121,7 @@ def open_model(
         ModelError: the model cannot be found, fetched or built as asked.
     """
     asked = (name_or_path, gguf_path, dtype, device, trust_remote_code, progress)
-    return _opened(*asked, without_weights=True, weights_device=weights_device)
+    return _opened(*asked, numbers_wait=True, weights_device=weights_device)
 
 
 def _opened(
@@ -131,7 +131,7 @@ def _opened(
     device: str,
     trust_remote_code: bool,
     progress: ProgressReport | None,
-    without_weights: bool,
+    numbers_wait: bool,
     weights_device: str = GPU,
 ) -> OpenedModel:
     on_device = resolve_device(device)
@@ -139,25 +139,24 @@ def _opened(
     location = locate(name_or_path, gguf_path, progress)
     weights: WeightMap | None = None
     numbers: TensorFiles | None = None
-    with reading(location, progress) as gguf, refusing(location):
+    with reading(location) as gguf, refusing(location):
         config = config_of(location, gguf, trust_remote_code)
         if gguf is not None and location.pretrained is None:
             tokenizer: Any = tokenizer_of(gguf)
         else:
             tokenizer = AutoTokenizer.from_pretrained(**origin_of(location), trust_remote_code=trust_remote_code)
-        if without_weights and gguf is not None:
+        if gguf is not None:
             model = _weightless(config, number_type, trust_remote_code)
             weights = WeightMap.of(model, gguf)
-        elif without_weights and location.pretrained is not None:
-            model = _weightless(config, number_type, trust_remote_code)
-            numbers = TensorFiles.of(model, location.pretrained, location.offline)
-        if weights is None and numbers is None:
-            model = _model(location, gguf, config, number_type, trust_remote_code)
-            model = placed(model, on_device, weights_device)
-            if not without_weights and gguf is not None and WeightMap.of(model, gguf) is not None:
+            if not numbers_wait:
                 # Rules that would keep these weights packed come too late, and say so.
                 model.hetero_kv_unpacked = gguf.path
-        _complete_generation_config(model, tokenizer, location, gguf, own=gguf is None and numbers is None)
+        elif numbers_wait:
+            model = _weightless(config, number_type, trust_remote_code)
+            numbers = TensorFiles.of(model, str(location.pretrained), location.offline)
+        if weights is None and numbers is None:
+            model = placed(_model(location, config, number_type, trust_remote_code), on_device, weights_device)
+        _complete_generation_config(model, tokenizer, location, gguf, own=weights is None and numbers is None)
         model = model.eval()
         embeddings = model.get_input_embeddings().num_embeddings
         if len(tokenizer) > embeddings:
@@ -190,24 +189,21 @@ def _weightless(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any
     return model
 
 
-def _model(location: Location, gguf: GGUFFile | None, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    if gguf is None:
-        origin = origin_of(location)
-        folder = Path(str(location.pretrained)).expanduser()
-        if folder.is_dir():
-            require_weights(folder, config, trust_remote_code)
-    else:
-        origin = {"pretrained_model_name_or_path": str(gguf.path.parent), "gguf_file": gguf.path.name}
-        if hasattr(transformers, "GgufConfig"):
-            # Newer versions may leave weights packed and take a kernel from the hub: code nobody has asked for.
-            origin["quantization_config"] = transformers.GgufConfig(dequantize=True)
+def _model(location: Location, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:
+    folder = Path(str(location.pretrained)).expanduser()
+    if folder.is_dir():
+        require_weights(folder, config, trust_remote_code)
     model, loading = AutoModelForCausalLM.from_pretrained(
-        **origin, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        **origin_of(location),
+        config=config,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
     )
     if loading["missing_keys"]:
         missing = sorted(loading["missing_keys"])
         raise ModelError(
-            f"{str(location.gguf or location.pretrained)!r} has no weights for {len(missing)} parameters of "
+            f"{location.pretrained!r} has no weights for {len(missing)} parameters of "
             f"{type(model).__name__} ({', '.join(missing[:3])}, …); give weights that belong to the configuration"
         )
     return model

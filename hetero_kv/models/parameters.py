@@ -18,6 +18,25 @@ def set_parameter(module: Any, leaf: str, parameter: nn.Parameter) -> None:
     module._parameters[leaf] = parameter
 
 
+def set_tensor(module: Any, leaf: str, tensor: torch.Tensor) -> None:
+    """Exchange a parameter or a buffer of a module, or of the one that it stands for."""
+    while leaf not in module._parameters and leaf not in module._buffers:
+        module = module.wrapped
+    if leaf in module._parameters:
+        module._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[leaf] = tensor
+
+
+def kept_type(model: Any, path: str, dtype: torch.dtype) -> torch.dtype:
+    """The type of a parameter in a model of `dtype`: some stay in single precision, as transformers loads them."""
+    always = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    beside_halves = getattr(model, "_keep_in_fp32_modules", None) or ()
+    names = (*always, *(beside_halves if dtype is torch.float16 else ()))
+    parts = path.split(".")
+    return torch.float32 if any(name in parts for name in names) else dtype
+
+
 def tied_parameters(model: Any) -> dict[str, str]:
     """Parameters that are another one by the configuration: path -> the path of the one that a file holds."""
     first: dict[int, str] = {}

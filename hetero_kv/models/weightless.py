@@ -15,8 +15,6 @@ from hetero_kv.models.boundary import refusals
 from hetero_kv.models.config_contract import require_possible_config
 from hetero_kv.models.configuration import config_and_header
 from hetero_kv.models.errors import ModelError
-from hetero_kv.models.gguf.file import GGUFFile
-from hetero_kv.models.gguf.reading import one_reading
 from hetero_kv.models.gguf.weights import WeightMap
 from hetero_kv.models.named import DEFAULT_MODEL
 
@@ -27,7 +25,7 @@ class WeightlessModel:
 
     Attributes:
         stored: parameter -> the quantised type, by GGML's name, that its file holds; None where a CPU loads all weights
-            as numbers (a model in Hugging Face format, a GGUF file that transformers alone puts together).
+            as numbers (a model in Hugging Face format).
     """
 
     model: Any
@@ -62,13 +60,8 @@ def weightless_model(
     with refusals(name, f"cannot be built from its {type(config).__name__}"):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        return WeightlessModel(model.eval(), name, _stored_types(model, file) if file is not None else None)
-
-
-def _stored_types(model: Any, file: GGUFFile) -> Mapping[str, str] | None:
-    with one_reading(file, lambda *progress: None):
-        weights = WeightMap.of(model, file)
-    return weights.stored_types(file) if weights is not None else None
+        stored = WeightMap.of(model, file).stored_types(file) if file is not None else None
+        return WeightlessModel(model.eval(), name, stored)
 
 
 def _config_in(path: Path) -> Any:

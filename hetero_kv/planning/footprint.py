@@ -273,17 +273,20 @@ def _layers(injection: Planned, config: Any) -> Iterator[LayerFootprint]:
             yield WindowFootprint(shape, sliding_window=window, is_untouched=True)
 
 
+def _most(config: Any, name: str) -> int:
+    """A setting; the largest where each layer has its own (Gemma 3n, Hunyuan); 0 where there is none."""
+    value = getattr(config, name, None) or 0
+    return int(max(value) if isinstance(value, list | tuple) else value)
+
+
 def _chunk_activations(config: Any, shape: KVShape, element: int) -> int:
     """Bytes per token of a chunk at the peak of a layer, an estimate: attention or MLP, whichever takes more."""
     heads, hidden = config.num_attention_heads, config.hidden_size
     # The normed input, queries before and after rotation, keys and values repeated for the group, the output, and the
     # float32 partial results that are merged.
     attention = (2 * hidden + heads * (3 * shape.k_dim + 2 * shape.v_dim)) * element + 3 * 4 * heads * shape.v_dim
-    width = getattr(config, "intermediate_size", None) or 4 * hidden
-    if isinstance(width, list | tuple):
-        # Of each layer its own (Gemma 3n).
-        width = max(width)
-    active = getattr(config, "num_experts_per_tok", None)
+    width = _most(config, "intermediate_size") or 4 * hidden
+    active = _most(config, "num_experts_per_tok")
     if active:
-        width = max(width, active * (getattr(config, "moe_intermediate_size", None) or width))
+        width = max(width, active * (_most(config, "moe_intermediate_size") or width))
     return max(attention, (2 * hidden + 3 * width) * element) + 2 * 4 * hidden

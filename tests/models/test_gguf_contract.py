@@ -10,7 +10,6 @@ import gguf
 import numpy as np
 import pytest
 from campaigns.gguf_layout import ARRAY, STRING, Layout, Tensor, array, scalar
-from transformers.integrations import ggml
 
 from hetero_kv.models import ModelError, load_model, model_config, open_model
 from hetero_kv.models.gguf.file import GGUFFile
@@ -106,7 +105,7 @@ CASES = {
     "empty": (of_tensor(0, dims=[0, 260]), "is 260 by 0; dimensions are from 1"),
     "huge": (of_tensor(0, dims=[1 << 33, 1 << 33]), "dimensions are from 1 to 16,777,216"),
     "odd rows": (of_tensor(0, dims=[33, 260], kind=8), "its rows are no whole blocks of 32 Q8_0 weights"),
-    "unknown type": (of_tensor(0, kind=99), "is of type 99, which the gguf package does not know"),
+    "no type": (of_tensor(0, kind=128), "is of type 128, which there is not"),
     "integers": (of_tensor(0, kind=26), "is of type I32, in which there are no weights"),
     "misaligned": (of_tensor(1, offset=7), "begins at byte 7 of the data, where"),
     "overlap": (overlap, r"begins at byte [\d,]+ of the data, where [\d,]+ follows from those before it"),
@@ -251,14 +250,24 @@ def test_a_file_without_tokens_is_refused(layout, tmp_path):
         load_model(tmp_path / "wordless.gguf", device="cpu")
 
 
-def test_what_a_vocabulary_does_not_need_is_not_taken_apart_number_by_number(layout, tmp_path, monkeypatch):
-    put("tokenizer.ggml.precompiled_charsmap", array(0, [1] * (1 << 20)))(layout)
-    layout.write(tmp_path / "long.gguf")
-    parsed = []
-    parse = ggml._gguf_parse_value
-    monkeypatch.setattr(
-        "transformers.modeling_gguf_pytorch_utils._gguf_parse_value",
-        lambda *value: (parsed.append(1), parse(*value))[1],
-    )
-    model_config(tmp_path / "long.gguf")
-    assert 0 < len(parsed) < 10_000
+def test_a_type_that_this_version_cannot_read_is_said_to_be_one(layout, tmp_path):
+    layout.tensors[0].kind = 42
+    layout.write(tmp_path / "new.gguf")
+    with pytest.raises(
+        ModelError, match=r"new\.gguf': tensor '.+' is of type 42, which this version cannot read; give"
+    ):
+        GGUFFile.read(tmp_path / "new.gguf")
+
+
+@pytest.mark.parametrize("none", [scalar(U32, (1 << 32) - 1), scalar(5, -1)])
+def test_a_special_token_of_the_id_minus_one_is_none(layout, tmp_path, none):
+    put("tokenizer.ggml.padding_token_id", none)(layout)
+    layout.write(tmp_path / "unpadded.gguf")
+    assert GGUFFile.read(tmp_path / "unpadded.gguf").token_id("padding") is None
+    assert model_config(tmp_path / "unpadded.gguf").pad_token_id is None
+
+
+def test_a_threshold_of_minus_infinity_is_sound(layout, tmp_path):
+    put("qwen2.activation_sparsity_scale", array(F32, [1.6, -math.inf]))(layout)
+    layout.write(tmp_path / "sparse.gguf")
+    assert GGUFFile.read(tmp_path / "sparse.gguf").get("qwen2.activation_sparsity_scale")[1] == -math.inf

@@ -55,14 +55,8 @@ OPEN_RANGES = {
     "attention.layer_norm_epsilon": (0.0, 1.0),
     "rope.freq_base": (0.0, 1e12),
 }
-#: Without one of each transformers would take what another model has.
-REQUIRED = (
-    ("context_length",),
-    ("block_count",),
-    ("embedding_length",),
-    ("attention.head_count",),
-    ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"),
-)
+#: What may be infinite: where Gemma 3n keeps all activations, their least is minus infinity.
+MAY_BE_INFINITE = (".activation_sparsity_scale",)
 #: What stands for no token: -1, as a file stores it without a sign and with one.
 NO_TOKEN = ((1 << 32) - 1, -1)
 TOKEN_ARRAYS = {"tokens": {STRING}, "merges": {STRING}, "scores": FLOATS, "token_type": INTEGERS}
@@ -78,7 +72,8 @@ def check_metadata(metadata: Mapping[str, MetadataValue]) -> None:
         for suffix, (least, most) in OPEN_RANGES.items():
             _check_between(metadata, f"{architecture}.{suffix}", least, most)
         _check_finite(metadata, f"{architecture}.")
-    _check_whole(metadata, "split.count", Whole(0, 1 << 16), None)
+    for key in ("split.count", "split.no"):
+        _check_whole(metadata, key, Whole(0, 1 << 16), None)
     _text(metadata, "tokenizer.chat_template")
     _text(metadata, "tokenizer.ggml.model")
     _check_vocabulary(metadata)
@@ -153,15 +148,6 @@ def check_places(tensors: Iterable[TensorEntry], each: int) -> int:
     return end
 
 
-def missing(metadata: Mapping[str, MetadataValue], architecture: str) -> list[str]:
-    """What a model's configuration cannot do without and the metadata do not have."""
-    return [
-        f"{architecture}.{either[0]}"
-        for either in REQUIRED
-        if not any(f"{architecture}.{suffix}" in metadata for suffix in either)
-    ]
-
-
 def unknown(names: Iterable[str]) -> list[str]:
     """The tensors that no model has, as far as the gguf package knows."""
     return sorted(name for name in names if not KNOWN_TENSOR.fullmatch(name))
@@ -201,7 +187,7 @@ def _check_between(metadata: Mapping[str, MetadataValue], key: str, least: float
 
 def _check_finite(metadata: Mapping[str, MetadataValue], prefix: str) -> None:
     for key, entry in metadata.items():
-        if key.startswith(prefix) and entry.types[-1] in FLOATS:
+        if key.startswith(prefix) and not key.endswith(MAY_BE_INFINITE) and entry.types[-1] in FLOATS:
             values = entry.value if entry.types[0] == ARRAY else (entry.value,)
             if not all(map(math.isfinite, values)):
                 raise UnsoundError(f"{key} is {_shown(entry)}; it is finite")

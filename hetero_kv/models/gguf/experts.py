@@ -79,8 +79,8 @@ def _half(module: Any, part: str) -> slice:
 
 def load_expert_tensor(
     model: nn.Module, place: ExpertPlace, info: TensorInfo, data: np.ndarray, dtype: torch.dtype
-) -> None:
-    """Put a tensor of experts into its place, blocks where the module takes them.
+) -> str | None:
+    """Put a tensor of experts into its place, blocks where the module takes them; what these are kept as otherwise.
 
     Raises ModelError for another shape than there is room for.
     """
@@ -90,8 +90,8 @@ def load_expert_tensor(
         experts, rows, columns = module.shapes[place.leaf]
         require_shape(info, (experts, len(range(rows)[place.outputs]), columns), info.shape)
         blocks = np.ascontiguousarray(data.reshape(*info.shape[:2], -1)).view(np.uint8)
-        take(place.leaf, place.outputs, blocks, info.quantization, info.shape)
-        return
+        kept: str | None = take(place.leaf, place.outputs, blocks, info.quantization, info.shape)
+        return kept
     parameter = getattr(module, place.leaf)
     if parameter.is_meta:
         parameter = nn.Parameter(torch.empty(parameter.shape, dtype=dtype), requires_grad=False)
@@ -101,6 +101,7 @@ def load_expert_tensor(
     room = by_output[:, place.outputs]
     require_shape(info, tuple(room.shape), info.shape)
     room.copy_(torch.from_numpy(np.array(gguf.dequantize(data, info.quantization))))
+    return None
 
 
 def require_shape(info: TensorInfo, expected: tuple[int, ...], given: tuple[int, ...]) -> None:

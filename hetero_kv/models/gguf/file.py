@@ -15,15 +15,23 @@ from gguf import GGMLQuantizationType
 
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.contract import (
+    NO_TOKEN,
     alignment,
     check_blocks,
     check_metadata,
     check_places,
-    missing,
     size_in_file,
     unknown,
 )
-from hetero_kv.models.gguf.header import ARRAY, HEADER_BYTES, STRING, HeaderCursor, MetadataValue, UnsoundError
+from hetero_kv.models.gguf.header import (
+    ARRAY,
+    HEADER_BYTES,
+    STRING,
+    HeaderCursor,
+    MetadataValue,
+    UnknownTypeError,
+    UnsoundError,
+)
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -77,6 +85,10 @@ class GGUFFile:
                 return _header(path, content + rest, state)
         except OSError as error:
             raise ModelError(f"{str(path)!r} cannot be read: {error.strerror}; check its permissions") from error
+        except UnknownTypeError as error:
+            raise ModelError(
+                f"{str(path)!r}: {error}; give a file in another quantisation, or install a newer version of gguf"
+            ) from error
         except _DAMAGE as error:
             what = error if isinstance(error, UnsoundError) else "it ends, or has no text, where it should not"
             raise ModelError(
@@ -105,20 +117,17 @@ class GGUFFile:
             return [text.decode() for text in entry.value]
         return entry.value
 
+    def token_id(self, name: str) -> int | None:
+        """The id of a special token (`eos`, `padding`), or None where the file has none."""
+        value = self.get(f"tokenizer.ggml.{name}_token_id")
+        return None if value is None or value in NO_TOKEN else int(value)
+
     def require_known_tensors(self) -> None:
         """Raise ModelError where a tensor has a name that no model's has, so that it would be left out."""
         if names := unknown(self.tensor_names):
             raise ModelError(
                 f"{str(self.path)!r} has tensors that belong to no model ({len(names)}: {', '.join(names[:3])}); "
                 "download the file again, or convert it again"
-            )
-
-    def require_configuration(self) -> None:
-        """Raise ModelError where the metadata do not say what a model's configuration cannot do without."""
-        if absent := missing(self.metadata, self.architecture):
-            raise ModelError(
-                f"{str(self.path)!r} has no {' and no '.join(absent)} in its metadata; convert it again, or give the "
-                "directory or hub id of the configuration as the model and this file as gguf_path"
             )
 
     def open(self) -> BinaryIO:
@@ -155,15 +164,16 @@ def _header(path: Path, content: bytes, state: tuple[int, int]) -> GGUFFile:
         raise ModelError(f"{str(path)!r} is GGUF version {version}; versions 2 and 3 are supported: convert it again")
     tensor_count, entry_count = cursor.counts()
     metadata = cursor.metadata(entry_count)
-    if "general.architecture" not in metadata:
-        raise ModelError(f"{str(path)!r} has no general.architecture in its metadata; convert it again")
     check_metadata(metadata)
-    parts = metadata.get("split.count")
+    parts, number = metadata.get("split.count"), metadata.get("split.no")
     if parts is not None and parts.value > 1:
+        which = "one" if number is None else f"part {number.value + 1}"
         raise ModelError(
-            f"{str(path)!r} is one of {parts.value} parts of a split model; "
+            f"{str(path)!r} is {which} of the {parts.value} parts of a split model; "
             "merge them into one file first (llama.cpp: llama-gguf-split --merge)"
         )
+    if "general.architecture" not in metadata:
+        raise ModelError(f"{str(path)!r} has no general.architecture in its metadata; convert it again")
     entries = cursor.tensors(tensor_count)
     each = alignment(metadata)
     check_blocks(metadata, entries)

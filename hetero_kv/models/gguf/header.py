@@ -31,11 +31,17 @@ LONGEST_KEY = 256
 #: Of a tensor's name, by the specification.
 LONGEST_NAME = 64
 MOST_DIMENSIONS = 4
+#: GGML's tensor types are numbered through; there are some 40.
+LARGEST_TYPE = 127
 _LENGTH = struct.Struct("<Q")
 
 
 class UnsoundError(ValueError):
     """What a file says of itself and cannot be; the message is the part of a sentence behind the file's name."""
+
+
+class UnknownTypeError(UnsoundError):
+    """A tensor of a type that this version cannot read, in a file that may be sound."""
 
 
 @dataclass(frozen=True)
@@ -175,5 +181,7 @@ class HeaderCursor:
         try:
             quantization = GGMLQuantizationType(kind)
         except ValueError as error:
-            raise UnsoundError(f"tensor {name!r} is of type {kind}, which the gguf package does not know") from error
+            if kind > LARGEST_TYPE:
+                raise UnsoundError(f"tensor {name!r} is of type {kind}, which there is not") from error
+            raise UnknownTypeError(f"tensor {name!r} is of type {kind}, which this version cannot read") from error
         return TensorEntry(name, fastest_first[::-1], quantization, offset)

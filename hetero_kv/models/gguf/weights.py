@@ -1,81 +1,121 @@
 """The tensors of a GGUF file, put into a model that stands there without its weights.
 
-Names and conversions are transformers' own (`modeling_gguf_pytorch_utils`), but for a mixture's experts
-(`models/gguf/experts.py`). A module that has a method `load_blocks` or `load_experts` takes the file's quantised blocks
-as they are, where the conversion of its weight does no more than reorder rows; everything else is unpacked to a
-parameter. Where transformers merges or splits other tensors, the model is not put together here.
+Where each belongs, and what undoes the converter's change, the architecture's table says; a mixture's experts lie where
+`models/gguf/experts.py` finds them. A module that has a method `load_blocks` or `load_experts` takes the file's
+quantised blocks as they are, where the change does no more than reorder rows; everything else is unpacked to numbers.
+Every tensor has its place, and every parameter and persistent buffer its tensor, or the file is refused.
 """
 
 from __future__ import annotations
 
-import math
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
 from torch import nn
-from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 
-from hetero_kv.models.gguf.experts import (
-    ExpertPlace,
-    expert_places,
-    load_expert_tensor,
-    require_shape,
-)
+from hetero_kv.models.errors import ModelError
+from hetero_kv.models.gguf.architectures import architecture_of
+from hetero_kv.models.gguf.architectures.changes import Change
+from hetero_kv.models.gguf.architectures.declaration import Architecture, Place, Places
+from hetero_kv.models.gguf.architectures.rotation import ROTATION_TENSORS
+from hetero_kv.models.gguf.contract import BLOCK
+from hetero_kv.models.gguf.experts import ExpertPlace, expert_places, load_expert_tensor, require_shape
 from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
 from hetero_kv.models.gguf.reading import tensor_data
-from hetero_kv.models.parameters import require_all_loaded, set_parameter, tie, tied_parameters
+from hetero_kv.models.parameters import kept_type, set_tensor, tie, tied_parameters
+from hetero_kv.models.placing import decoder_layers
 from hetero_kv.models.progress import ProgressReport
 
+_logger = logging.getLogger(__name__)
+_ROW = "{row}"
 
+
+@dataclass(frozen=True)
+class Target:
+    """What a tensor is in a model: the parameter or buffer, or one for each row where `path` has `{row}`."""
+
+    path: str
+    change: Change | None
+
+    def paths(self, info: TensorInfo) -> list[str]:
+        """All of them."""
+        return [self.path.replace(_ROW, str(row)) for row in range(info.shape[0])] if _ROW in self.path else [self.path]
+
+
+@dataclass(frozen=True)
 class WeightMap:
-    """Which parameter of a model each tensor of a GGUF file is, and what is done to it on the way.
+    """Which parameter or buffer of a model each tensor of a GGUF file is, and what is done to it on the way.
 
     Attributes:
-        targets: GGUF's name -> the parameter's.
+        config: the model's text configuration.
+        targets: GGUF's name -> what it is.
         experts: GGUF's name -> the place of a tensor of experts in a parameter.
     """
 
-    def __init__(self, processor: Any, targets: dict[str, str], experts: dict[str, ExpertPlace]) -> None:
-        self.processor, self.targets, self.experts = processor, targets, experts
+    config: Any
+    targets: dict[str, Target]
+    experts: dict[str, ExpertPlace]
 
     @classmethod
-    def of(cls, model: Any, file: GGUFFile) -> WeightMap | None:
-        """For a model as transformers builds it; None where tensors do not become parameters one by one."""
-        try:
-            processors, plain = transformers_gguf.TENSOR_PROCESSORS, transformers_gguf.TensorProcessor
-            names = transformers_gguf.get_gguf_hf_weights_map
-        except AttributeError:
-            return None
-        processor = processors.get(file.architecture, plain)(config=model.config.get_text_config().to_dict())
-        try:
-            targets = names(model, processor)
-        except NotImplementedError:
-            # A model that GGUF has under another's name, as Mixtral under Llama's.
-            targets = names(model, processor, model_type=file.architecture)
+    def of(cls, model: Any, file: GGUFFile) -> WeightMap:
+        """For a model as transformers builds it.
+
+        Raises ModelError where a tensor has no place in the model, or the model has room that no tensor fills.
+        """
+        config = model.config.get_text_config()
         experts = expert_places(model, file)
-        single = [info for info in file.tensors if info.name not in experts]
-        if any(processor.process(_numbered(info), info.name).name != info.name for info in single):
-            return None
-        # Of a parameter that is no module's `weight` the file's tensor is called so all the same.
-        found = {info.name: targets.get(info.name) or targets.get(info.name.removesuffix(".weight")) for info in single}
-        mapped = {name: target for name, target in found.items() if target is not None}
-        if len(set(mapped.values())) < len(mapped) or not set(mapped.values()) <= model.state_dict().keys():
-            return None
-        return cls(processor, mapped, experts)
+        room = set(model.state_dict(keep_vars=True))
+        known = _Paths(model, architecture_of(file), room)
+        targets: dict[str, Target] = {}
+        homeless = []
+        for info in file.tensors:
+            if info.name in ROTATION_TENSORS or info.name in experts or known.is_behind(info.name):
+                continue
+            target = known.target(info)
+            if target is None:
+                homeless.append(info.name)
+            else:
+                targets[info.name] = target
+        if homeless:
+            raise ModelError(
+                f"{str(file.path)!r} has {len(homeless)} tensors that this version has no place for in "
+                f"{type(model).__name__} ({', '.join(homeless[:3])}); give the model in Hugging Face format, without "
+                "this file, or weights that belong to the configuration"
+            )
+        weights = cls(config, targets, experts)
+        weights._require_all_filled(model, file, room)
+        return weights
+
+    def _require_all_filled(self, model: Any, file: GGUFFile, room: set[str]) -> None:
+        known = [(info, self.targets[info.name]) for info in file.tensors if info.name in self.targets]
+        filled = [path for info, target in known for path in target.paths(info)]
+        parts: dict[str, list[str]] = {}
+        for place in self.experts.values():
+            parts.setdefault(place.parameter, []).append(place.part)
+        # Gate and up of experts are one parameter, and either may be missing.
+        filled += [path for path, found in parts.items() if sorted(found) in ([""], ["gate", "up"])]
+        twice = {path for path in filled if filled.count(path) > 1} if len(set(filled)) < len(filled) else set()
+        if twice:
+            raise ModelError(f"{str(file.path)!r} has two tensors for {min(twice)}; download the file again")
+        left = sorted(room - set(filled) - tied_parameters(model).keys())
+        if left:
+            raise ModelError(
+                f"{str(file.path)!r} has no weights for {len(left)} parameters of {type(model).__name__} "
+                f"({', '.join(left[:3])}, …); give weights that belong to the configuration"
+            )
 
     def row_order(self, info: TensorInfo) -> np.ndarray | None:
-        """The order in which the tensor's rows are a parameter's; None where the conversion does something else."""
-        rows, numbered = info.shape[0], _numbered(info)
-        converted = self.processor.process(numbered, info.name).weights
-        # Rows begin with odd numbers: one that was added to has an even one.
-        if converted.shape != numbered.shape or (converted[:, 1] - converted[:, 0] != 1).any():
-            return None
-        if (converted[:, 0] % 2 != 1).any():
-            return None
-        order = converted[:, 0] // 2
-        return order.astype(np.int64) if (np.sort(order) == np.arange(rows)).all() else None
+        """The tensor's row for each row of the parameter; None where the change does something else."""
+        change = self.targets[info.name].change
+        if change is None:
+            return np.arange(info.shape[0])
+        return None if change.rows is None else change.rows(info.shape[0], self.config)
 
     def stored_types(self, file: GGUFFile) -> dict[str, str]:
         """Parameter -> GGML's name of the type that a module may take its blocks in.
@@ -88,20 +128,64 @@ class WeightMap:
             if (place := self.experts.get(info.name)) is not None and len(info.shape) == 3
         }
         return experts | {
-            self.targets[info.name]: info.quantization.name
+            self.targets[info.name].path: info.quantization.name
             for info in file.tensors
             if info.name in self.targets and len(info.shape) == 2 and self.row_order(info) is not None
         }
 
     def numbers(self, info: TensorInfo, data: np.ndarray) -> np.ndarray:
         """The tensor as the parameter's numbers."""
-        return self.processor.process(gguf.dequantize(data, info.quantization), info.name).weights
+        numbers = gguf.dequantize(data, info.quantization)
+        change = self.targets[info.name].change
+        if change is None:
+            return numbers
+        return change.numbers(numbers) if change.numbers is not None else numbers[self.row_order(info)]
 
 
-def _numbered(info: TensorInfo) -> np.ndarray:
-    """A tensor's likeness, two columns wide, its numbers counted through."""
-    shape = info.shape if len(info.shape) == 1 else (*info.shape[:-1], 2)
-    return np.arange(1, 1 + math.prod(shape), dtype=np.float64).reshape(shape)
+class _Paths:
+    """The paths of an architecture's table in a model; `room` is all that the model has."""
+
+    def __init__(self, model: Any, architecture: Architecture, room: set[str]) -> None:
+        layers = decoder_layers(model)
+        path = next((path for path, module in model.named_modules() if module is layers), None)
+        if path is None:
+            raise ModelError(f"{type(model).__name__} has no list of its layers; give the model in Hugging Face format")
+        self.architecture, self.room = architecture, room
+        self.layers, self.base, self.count = path, path.rpartition(".")[0], len(layers or ())
+
+    def is_behind(self, name: str) -> bool:
+        """Whether a tensor is of a block behind the model's layers, which predicts further tokens."""
+        match = BLOCK.match(name)
+        return match is not None and int(match[1]) >= self.count and self.architecture.predicts
+
+    def target(self, info: TensorInfo) -> Target | None:
+        """What a tensor is, or None."""
+        match = BLOCK.match(info.name)
+        if match is None:
+            return self._found(self.architecture.model, info.name, self.base, info)
+        prefix = f"{self.layers}.{int(match[1])}"
+        return self._found(self.architecture.layer, info.name[match.end() :], prefix, info)
+
+    def _found(self, places: Places, name: str, prefix: str, info: TensorInfo) -> Target | None:
+        for place, suffix in _matching(places, name):
+            path = place.path[1:] if place.path.startswith("/") else f"{prefix}.{place.path}"
+            target = Target(path + suffix, place.change)
+            if all(each in self.room for each in target.paths(info)):
+                return target
+        return None
+
+
+def _matching(places: Places, name: str) -> Iterator[tuple[Place, str]]:
+    """The places of a tensor, and what of its name is not in the table: `.weight` or `.bias`."""
+    stem, dot, suffix = name.rpartition(".")
+    found: list[tuple[Any, str]] = []
+    if name in places:
+        found.append((places[name], ""))
+    if suffix in ("weight", "bias") and stem in places:
+        found.append((places[stem], dot + suffix))
+    for place, rest in found:
+        for each in place if isinstance(place, tuple) else (place,):
+            yield (each if isinstance(each, Place) else Place(each)), rest
 
 
 def load_weights(model: Any, file: GGUFFile, weights: WeightMap, dtype: torch.dtype, report: ProgressReport) -> None:
@@ -111,41 +195,53 @@ def load_weights(model: Any, file: GGUFFile, weights: WeightMap, dtype: torch.dt
         dtype: of parameters that are numbers.
         report: called with "reading weights", the bytes done and the bytes in all.
 
-    Raises ModelError where parameters are left without weights, or a tensor has another shape than its parameter.
+    Raises ModelError where a tensor has another shape than its parameter.
     """
     tied = tied_parameters(model)
     done, total = 0, sum(info.nbytes for info in file.tensors)
+    converted: Counter[tuple[str, str]] = Counter()
     for info, data in tensor_data(file):
+        kept = None
         if info.name in weights.experts:
-            load_expert_tensor(model, weights.experts[info.name], info, data, dtype)
+            kept = load_expert_tensor(model, weights.experts[info.name], info, data, dtype)
         elif info.name in weights.targets:
-            _load(model, weights, info, data, dtype)
+            kept = _load(model, weights, info, data, dtype)
+        if kept is not None:
+            converted[info.quantization.name, kept] += 1
         done += info.nbytes
         report("reading weights", done, total)
     for place, source in tied.items():
         tie(model, place, source)
-    require_all_loaded(model, file.path)
+    if converted:
+        said = (f"{count} of {stored} as {kept}" for (stored, kept), count in sorted(converted.items()))
+        _logger.warning("%s: there are no kernels for the types of some tensors: %s", file.path, ", ".join(said))
 
 
-def _load(model: nn.Module, weights: WeightMap, info: TensorInfo, data: np.ndarray, dtype: torch.dtype) -> None:
-    path, _, leaf = weights.targets[info.name].rpartition(".")
-    module = model.get_submodule(path)
+def _load(model: nn.Module, weights: WeightMap, info: TensorInfo, data: np.ndarray, dtype: torch.dtype) -> str | None:
+    target = weights.targets[info.name]
+    paths = target.paths(info)
+    module, leaf = _owner(model, paths[0])
     load_blocks = getattr(module, "load_blocks", None)
-    expected = _shape(module, leaf)
-    if load_blocks is not None and leaf == "weight" and len(info.shape) == 2:
+    if load_blocks is not None and leaf == "weight" and len(info.shape) == 2 and _ROW not in target.path:
         order = weights.row_order(info)
         if order is not None:
-            require_shape(info, expected, info.shape)
+            require_shape(info, _shape(module, leaf), info.shape)
             rows = data.reshape(info.shape[0], -1)
-            identity = (order == np.arange(len(order))).all()
-            blocks = rows if identity else rows[order]
-            load_blocks(np.ascontiguousarray(blocks).view(np.uint8), info.quantization, info.shape)
-            return
+            blocks = rows if (order == np.arange(len(order))).all() else rows[order]
+            kept: str | None = load_blocks(np.ascontiguousarray(blocks).view(np.uint8), info.quantization, info.shape)
+            return kept
     numbers = weights.numbers(info, data)
-    require_shape(info, expected, numbers.shape)
-    # A copy: the file is mapped and may go.
-    tensor = torch.from_numpy(np.array(numbers)).to(dtype)
-    set_parameter(module, leaf, nn.Parameter(tensor, requires_grad=False))
+    for path, part in zip(paths, numbers if _ROW in target.path else (numbers,), strict=True):
+        module, leaf = _owner(model, path)
+        require_shape(info, _shape(module, leaf), part.shape)
+        # A copy: the numbers may be a view of the file's bytes.
+        set_tensor(module, leaf, torch.from_numpy(np.array(part)).to(kept_type(model, path, dtype)))
+    return None
+
+
+def _owner(model: nn.Module, path: str) -> tuple[Any, str]:
+    parent, _, leaf = path.rpartition(".")
+    return model.get_submodule(parent), leaf
 
 
 def _shape(module: Any, leaf: str) -> tuple[int, ...]:

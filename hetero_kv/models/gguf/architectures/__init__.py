@@ -1,0 +1,27 @@
+"""A table for each architecture of GGUF files: what its metadata and tensors are in a transformers model.
+
+Nothing is loaded by another's table: a file whose architecture has none is refused. A new one is one more
+`Architecture` in the `TABLES` of a module of this package.
+"""
+
+from __future__ import annotations
+
+from hetero_kv.models.errors import ModelError
+from hetero_kv.models.gguf.architectures import gemma, hybrid, llama, mixtures, older, qwen
+from hetero_kv.models.gguf.architectures.declaration import Architecture
+from hetero_kv.models.gguf.file import GGUFFile
+
+ARCHITECTURES: dict[str, Architecture] = {
+    table.name: table for module in (llama, qwen, gemma, older, hybrid, mixtures) for table in module.TABLES
+}
+
+
+def architecture_of(file: GGUFFile) -> Architecture:
+    """The table of the file's architecture. Raises ModelError where there is none."""
+    table = ARCHITECTURES.get(file.architecture)
+    if table is None:
+        raise ModelError(
+            f"{str(file.path)!r} is of the GGUF architecture {file.architecture!r}, which is not supported yet; give "
+            "the model in Hugging Face format, without this file"
+        )
+    return table

@@ -1,0 +1,94 @@
+"""Models with layers that do not attend: LFM2's short convolutions, Mamba.
+
+Facts: `conversion/lfm2.py` and `mamba.py` of https://github.com/ggml-org/llama.cpp.
+"""
+
+from __future__ import annotations
+
+from hetero_kv.models.gguf.architectures.changes import CONVOLUTION, LOGARITHM
+from hetero_kv.models.gguf.architectures.common import MODEL, SIZES
+from hetero_kv.models.gguf.architectures.declaration import Architecture, Place, Said, Settings
+from hetero_kv.models.gguf.architectures.rotation import put_rotation
+
+_RMS = "attention.layer_norm_rms_epsilon"
+
+
+def _lfm2(said: Said, settings: Settings) -> None:
+    groups = said.get("attention.head_count_kv", ())
+    layers = settings["num_hidden_layers"]
+    per_layer = tuple(groups) if isinstance(groups, tuple | list) else (groups,) * layers
+    attending = {count for count in per_layer if count}
+    if len(attending) != 1:
+        raise said.refused("attention.head_count_kv", "is not one number for all layers that attend")
+    settings.put("num_key_value_heads", attending.pop(), "attention.head_count_kv")
+    kinds = ["full_attention" if count else "conv" for count in per_layer]
+    settings.put("layer_types", kinds, "attention.head_count_kv")
+    settings.copy("conv_L_cache", "shortconv.l_cache")
+    settings.put("conv_bias", said.has_tensor("shortconv.conv.bias"))
+    settings.put("block_auto_adjust_ff_dim", False)
+    said.only("attention.sliding_window", 0, "is a window that the model does not have")
+    put_rotation(said, settings)
+
+
+def _mamba(said: Said, settings: Settings) -> None:
+    said.only("ssm.dt_b_c_rms", False, "is of FalconMamba, which this version does not compute")
+    settings.copy("conv_kernel", "ssm.conv_kernel")
+    settings.copy("state_size", "ssm.state_size")
+    settings.copy("time_step_rank", "ssm.time_step_rank")
+    inner = said.require("ssm.inner_size", "intermediate_size")
+    if inner % settings["hidden_size"]:
+        raise said.refused("ssm.inner_size", "is no multiple of the model's width")
+    settings.put("expand", inner // settings["hidden_size"], "ssm.inner_size")
+    settings.put("use_conv_bias", said.has_tensor("ssm_conv1d.bias"))
+    settings.put("use_bias", said.has_tensor("ssm_in.bias"))
+
+
+LFM2 = Architecture(
+    "lfm2",
+    ("lfm2",),
+    {**SIZES, _RMS: "norm_eps"},
+    {"token_embd": "embed_tokens", "token_embd_norm": "embedding_norm", "output": MODEL["output"]},
+    {
+        "attn_norm": "operator_norm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm",
+        "shortconv.conv.weight": Place("conv.conv.weight", CONVOLUTION),
+        "shortconv.conv.bias": "conv.conv.bias",
+        "shortconv.in_proj": "conv.in_proj",
+        "shortconv.out_proj": "conv.out_proj",
+        "ffn_norm": "ffn_norm",
+        "ffn_gate": "feed_forward.w1",
+        "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2",
+    },
+    _lfm2,
+)
+MAMBA = Architecture(
+    "mamba",
+    ("mamba",),
+    {"block_count": "num_hidden_layers", "embedding_length": "hidden_size", _RMS: "layer_norm_epsilon"},
+    {"token_embd": "embeddings", "output_norm": "norm_f", "output": "/lm_head"},
+    {
+        "attn_norm": "norm",
+        "ssm_in": "mixer.in_proj",
+        "ssm_conv1d.weight": Place("mixer.conv1d.weight", CONVOLUTION),
+        "ssm_conv1d.bias": "mixer.conv1d.bias",
+        "ssm_x": "mixer.x_proj",
+        "ssm_dt": "mixer.dt_proj",
+        "ssm_a": Place("mixer.A_log", LOGARITHM),
+        "ssm_d": "mixer.D",
+        "ssm_out": "mixer.out_proj",
+    },
+    _mamba,
+    without_effect={
+        "context_length": "the model is of no length; llama.cpp gives all of them the same",
+        "feed_forward_length": "there is no such part",
+        "attention.head_count": "there are no heads",
+    },
+)
+
+TABLES = (LFM2, MAMBA)

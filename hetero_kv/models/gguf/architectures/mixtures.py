@@ -1,0 +1,160 @@
+"""Mixtures of experts with tables of their own: gpt-oss, MiniMax-M2, GLM 4.5, dots.llm1, EXAONE MoE.
+
+Facts: their files in `conversion/` and `src/models/` of https://github.com/ggml-org/llama.cpp.
+"""
+
+from __future__ import annotations
+
+from hetero_kv.models.gguf.architectures.common import (
+    ATTENTION,
+    GATED,
+    MODEL,
+    NORMED_HEADS,
+    RMS_NORM,
+    ROUTER,
+    SIZES,
+    put_experts,
+    put_heads,
+    put_usual,
+)
+from hetero_kv.models.gguf.architectures.declaration import Architecture, Places, Said, Settings
+from hetero_kv.models.gguf.architectures.rotation import put_rotation
+from hetero_kv.models.gguf.architectures.windows import put_windows
+
+SIGMOID = 2
+WIDTH = "expert_feed_forward_length"
+
+
+def _gpt_oss(said: Said, settings: Settings) -> None:
+    put_heads(said, settings)
+    put_experts(said, settings, "num_local_experts", width=None)
+    settings.copy("intermediate_size", WIDTH)
+    put_windows(said, settings, usual=2)
+    put_rotation(said, settings)
+    said.only("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], "is not that of the other layers")
+    if settings["rope_parameters"]["rope_type"] == "yarn":
+        # In no file: the original's correction is not rounded to whole dimensions.
+        settings["rope_parameters"]["truncate"] = False
+
+
+def _minimax_m2(said: Said, settings: Settings) -> None:
+    put_heads(said, settings)
+    put_rotation(said, settings, partial=True)
+    put_experts(said, settings, "num_local_experts", width=None)
+    settings.copy("intermediate_size", WIDTH)
+    said.only("expert_gating_func", SIGMOID, "is another choice of experts than the model's sigmoid")
+
+
+def _routing(said: Said, settings: Settings, shared: str) -> None:
+    """Settings that GLM, dots and EXAONE have in common."""
+    said.only("expert_gating_func", SIGMOID, "is another choice of experts than the model's sigmoid")
+    settings.copy(shared, "expert_shared_count")
+    settings.put("first_k_dense_replace", said.one("leading_dense_block_count", 0), "leading_dense_block_count")
+    settings.put("routed_scaling_factor", said.one("expert_weights_scale", 0.0) or 1.0, "expert_weights_scale")
+    settings.put("norm_topk_prob", said.one("expert_weights_norm", False), "expert_weights_norm")
+    settings.put("n_group", 1)
+    settings.put("topk_group", 1)
+
+
+def _without_prediction(said: Said, settings: Settings) -> None:
+    """Blocks that predict further tokens lie behind those that compute, and the model has none of them."""
+    predicting = said.one("nextn_predict_layers", 0)
+    settings.put("num_hidden_layers", settings["num_hidden_layers"] - predicting, "block_count")
+
+
+def _glm4_moe(said: Said, settings: Settings) -> None:
+    _without_prediction(said, settings)
+    put_heads(said, settings)
+    put_rotation(said, settings, partial=True)
+    put_experts(said, settings, "n_routed_experts")
+    _routing(said, settings, "n_shared_experts")
+    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
+    settings.put("use_qk_norm", said.has_tensor("attn_q_norm.weight"))
+
+
+def _dots1(said: Said, settings: Settings) -> None:
+    put_usual(said, settings)
+    put_experts(said, settings, "n_routed_experts")
+    _routing(said, settings, "n_shared_experts")
+    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
+    settings.put("sliding_window", None)
+    settings.put("layer_types", ["full_attention"] * settings["num_hidden_layers"])
+
+
+def _exaone_moe(said: Said, settings: Settings) -> None:
+    _without_prediction(said, settings)
+    put_heads(said, settings)
+    put_experts(said, settings, "num_experts")
+    _routing(said, settings, "num_shared_experts")
+    dense = settings.values.pop("first_k_dense_replace")
+    settings.said.pop("first_k_dense_replace", None)
+    layers = settings["num_hidden_layers"]
+    kinds = ["dense" if layer < dense else "sparse" for layer in range(layers)]
+    settings.put("mlp_layer_types", kinds, "leading_dense_block_count")
+    shared = settings["num_shared_experts"] * settings["moe_intermediate_size"]
+    said.only("expert_shared_feed_forward_length", shared, f"is not the {shared} of so many shared experts")
+    put_windows(said, settings, usual=4)
+    put_rotation(said, settings)
+    said.only("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], "is not that of the other layers")
+
+
+_KEYS = {**SIZES, **RMS_NORM}
+_SAME_WIDTH = {"feed_forward_length": f"{WIDTH} is the width, and there are no layers without experts"}
+_SHARED: Places = {
+    **ROUTER,
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+}
+
+GPT_OSS = Architecture(
+    "gpt-oss",
+    ("gpt_oss",),
+    {name: setting for name, setting in _KEYS.items() if name != "feed_forward_length"},
+    MODEL,
+    {
+        **{name: place for name, place in ATTENTION.items() if name != "ffn_norm"},
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_sinks.weight": "self_attn.sinks",
+        "ffn_gate_inp": "mlp.router",
+    },
+    _gpt_oss,
+    without_effect=_SAME_WIDTH,
+)
+MINIMAX_M2 = Architecture(
+    "minimax-m2",
+    ("minimax_m2",),
+    {name: setting for name, setting in _KEYS.items() if name != "feed_forward_length"},
+    MODEL,
+    {**ATTENTION, **NORMED_HEADS, **ROUTER, "exp_probs_b.bias": "mlp.e_score_correction_bias"},
+    _minimax_m2,
+    without_effect=_SAME_WIDTH,
+)
+GLM4_MOE = Architecture(
+    "glm4moe",
+    ("glm4_moe",),
+    _KEYS,
+    MODEL,
+    {
+        **{name: place for name, place in ATTENTION.items() if name != "ffn_norm"},
+        **NORMED_HEADS,
+        **GATED,
+        **_SHARED,
+        "post_attention_norm": "post_attention_layernorm",
+    },
+    _glm4_moe,
+    predicts=True,
+)
+DOTS1 = Architecture("dots1", ("dots1",), _KEYS, MODEL, {**ATTENTION, **NORMED_HEADS, **GATED, **_SHARED}, _dots1)
+EXAONE_MOE = Architecture(
+    "exaone-moe",
+    ("exaone_moe",),
+    _KEYS,
+    MODEL,
+    {**ATTENTION, **NORMED_HEADS, **GATED, **_SHARED},
+    _exaone_moe,
+    predicts=True,
+)
+
+TABLES = (GPT_OSS, MINIMAX_M2, GLM4_MOE, DOTS1, EXAONE_MOE)

@@ -1,0 +1,86 @@
+"""Qwen 2 and 3, and their mixtures of experts. Facts: `conversion/qwen.py` of https://github.com/ggml-org/llama.cpp."""
+
+from __future__ import annotations
+
+from hetero_kv.models.gguf.architectures.changes import ONE_ROW
+from hetero_kv.models.gguf.architectures.common import (
+    ATTENTION,
+    GATED,
+    MODEL,
+    NORMED_HEADS,
+    RMS_NORM,
+    ROUTER,
+    SIZES,
+    put_experts,
+    put_heads,
+    put_usual,
+)
+from hetero_kv.models.gguf.architectures.declaration import Architecture, Place, Places, Said, Settings
+from hetero_kv.models.gguf.architectures.rotation import put_rotation
+
+
+def _qwen2(said: Said, settings: Settings) -> None:
+    put_heads(said, settings, head_dim=False)
+    put_rotation(said, settings)
+    settings.put("use_sliding_window", False)
+
+
+def _qwen3(said: Said, settings: Settings) -> None:
+    put_usual(said, settings)
+    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
+    settings.put("use_sliding_window", False)
+
+
+def _mixture(said: Said, settings: Settings) -> None:
+    put_experts(said, settings, "num_experts")
+    settings.put("decoder_sparse_step", 1)
+    settings.put("mlp_only_layers", [])
+    settings.put("use_sliding_window", False)
+
+
+def _qwen2_moe(said: Said, settings: Settings) -> None:
+    put_heads(said, settings, head_dim=False)
+    put_rotation(said, settings)
+    _mixture(said, settings)
+    settings.copy("shared_expert_intermediate_size", "expert_shared_feed_forward_length")
+    # In llama.cpp chosen experts' weights are not made to sum to one.
+    settings.put("norm_topk_prob", False)
+
+
+def _qwen3_moe(said: Said, settings: Settings) -> None:
+    put_usual(said, settings)
+    _mixture(said, settings)
+    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
+    settings.put("norm_topk_prob", True)
+
+
+_KEYS = {**SIZES, **RMS_NORM}
+_SHARED: Places = {
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": Place("mlp.shared_expert_gate", ONE_ROW),
+}
+
+TABLES = (
+    Architecture("qwen2", ("qwen2",), _KEYS, MODEL, {**ATTENTION, **GATED}, _qwen2),
+    Architecture("qwen3", ("qwen3",), _KEYS, MODEL, {**ATTENTION, **NORMED_HEADS, **GATED}, _qwen3),
+    Architecture(
+        "qwen2moe",
+        ("qwen2_moe",),
+        _KEYS,
+        MODEL,
+        {**ATTENTION, **ROUTER, **_SHARED},
+        _qwen2_moe,
+        optional=frozenset({"feed_forward_length"}),
+    ),
+    Architecture(
+        "qwen3moe",
+        ("qwen3_moe",),
+        _KEYS,
+        MODEL,
+        {**ATTENTION, **NORMED_HEADS, **ROUTER},
+        _qwen3_moe,
+        optional=frozenset({"feed_forward_length"}),
+    ),
+)

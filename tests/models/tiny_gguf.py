@@ -1,0 +1,79 @@
+"""Headers of tiny GGUF files in memory, and files of tiny models as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType
+from tiny_qwen2 import CHAT_TEMPLATE, END_OF_TEXT, SPECIAL_TOKENS, TOKENS
+
+from hetero_kv.models.gguf.file import GGUFFile, TensorInfo
+from hetero_kv.models.gguf.header import ARRAY, BOOL, STRING, MetadataValue
+
+U32, F32 = 4, 6
+SIZES = {
+    "block_count": 2,
+    "context_length": 512,
+    "embedding_length": 64,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.layer_norm_rms_epsilon": 1e-6,
+}
+
+
+def value(given):
+    """A Python value as a metadata entry."""
+    if isinstance(given, list | tuple):
+        element = value(given[0])
+        return MetadataValue((ARRAY, *element.types), tuple(given))
+    if isinstance(given, str):
+        return MetadataValue((STRING,), given.encode())
+    kind = BOOL if isinstance(given, bool) else U32 if isinstance(given, int) else F32
+    return MetadataValue((kind,), float(np.float32(given)) if kind == F32 else given)
+
+
+def header(architecture, metadata=None, tensors=None):
+    """A file that is not there: its metadata behind the architecture's name, and tensors by name with their shapes."""
+    entries = {"general.architecture": value(architecture)}
+    for name, given in (SIZES | (metadata or {})).items():
+        if given is not None:
+            entries[f"{architecture}.{name}"] = value(given)
+    shapes = {"token_embd.weight": (97, 64)} | (tensors or {})
+    infos = tuple(TensorInfo(name, shape, GGMLQuantizationType.F32, 0, 4) for name, shape in shapes.items())
+    return GGUFFile(Path("/nowhere/tiny.gguf"), entries, infos, (0, 0))
+
+
+def write(path, architecture, metadata, tensors, kind=None):
+    """Write a file with the tiny vocabulary; matrices in blocks of `kind`, where it is given."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, given in metadata.items():
+        key = f"{architecture}.{name}"
+        if isinstance(given, list):
+            writer.add_array(key, given)
+        elif isinstance(given, bool):
+            writer.add_bool(key, given)
+        elif isinstance(given, str):
+            writer.add_string(key, given)
+        else:
+            (writer.add_uint32 if isinstance(given, int) else writer.add_float32)(key, given)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3 if token in SPECIAL_TOKENS else 1 for token in TOKENS])
+    writer.add_token_merges(["h e"])
+    writer.add_eos_token_id(END_OF_TEXT)
+    writer.add_chat_template(CHAT_TEMPLATE)
+    for name, numbers in tensors.items():
+        array = np.ascontiguousarray(numbers, np.float32)
+        if kind is not None and array.ndim > 1:
+            writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
