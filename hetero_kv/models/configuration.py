@@ -68,10 +68,8 @@ def config_of(location: Location, gguf: GGUFFile | None, trust_remote_code: bool
     """
     if location.pretrained is not None:
         require_possible_config(location.pretrained, local_files_only=location.offline)
-    if gguf is not None:
-        gguf.require_known_tensors()
-        if location.pretrained is None:
-            return configuration_of(gguf)
+    if gguf is not None and location.pretrained is None:
+        return configuration_of(gguf)
     config = AutoConfig.from_pretrained(**origin_of(location), trust_remote_code=trust_remote_code)
     if gguf is not None:
         adapt(config, gguf)

@@ -153,7 +153,7 @@ def test_what_a_configuration_cannot_do_without_is_said_unless_there_is_one(layo
 def test_a_tensor_that_no_model_has_is_refused(layout, tmp_path):
     layout.tensors[-1].name = "outptu.weight"
     layout.write(tmp_path / "odd.gguf")
-    with pytest.raises(ModelError, match=r"tensors that belong to no model \(1: outptu\.weight\)"):
+    with pytest.raises(ModelError, match=r"has 1 tensors that this version has no place for in \w+ \(outptu\.weight\)"):
         open_model(tmp_path / "odd.gguf")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -277,6 +279,12 @@ def test_a_configuration_that_says_something_else_is_refused(changes, message):
 def test_a_configuration_of_another_model_is_refused():
     with pytest.raises(ModelError, match="has weights of gemma2 and the configuration is of qwen2; give"):
         adapt(given_beside(), header("gemma2"))
+
+
+def test_the_documentation_lists_the_architectures_that_have_a_table():
+    text = (Path(__file__).parents[2] / "docs" / "gguf_files.md").read_text()
+    listed = text[text.index("These have one:") :].split("\n\n")[0]
+    assert re.findall(r"`([\w-]+)`", listed) == sorted(ARCHITECTURES)
 
 
 WINDOWED = {

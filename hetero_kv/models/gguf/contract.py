@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from gguf import GGML_QUANT_SIZES, TENSOR_NAMES
+from gguf import GGML_QUANT_SIZES
 
 from hetero_kv.models.gguf.header import ARRAY, FLOATS, INTEGERS, STRING, MetadataValue, TensorEntry, UnsoundError
 
@@ -19,8 +19,6 @@ LARGEST_ALIGNMENT = 1 << 16
 #: More than any text model has in a row, a head, or a vocabulary.
 LARGEST_DIMENSION = 1 << 24
 NO_WEIGHTS = frozenset({"F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K"})
-_PLACES = sorted(re.sub(r"\\{\w+\\}", r"\\d+", re.escape(name)) for name in set(TENSOR_NAMES.values()))
-KNOWN_TENSOR = re.compile(rf"(?:{'|'.join(_PLACES)})(?:\.weight|\.bias|\.scale|\.input_scale)?")
 BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 
 
@@ -146,11 +144,6 @@ def check_places(tensors: Iterable[TensorEntry], each: int) -> int:
             )
         end = place + size_in_file(tensor)
     return end
-
-
-def unknown(names: Iterable[str]) -> list[str]:
-    """The tensors that no model has, as far as the gguf package knows."""
-    return sorted(name for name in names if not KNOWN_TENSOR.fullmatch(name))
 
 
 def _text(metadata: Mapping[str, MetadataValue], key: str) -> str | None:

@@ -21,7 +21,6 @@ from hetero_kv.models.gguf.contract import (
     check_metadata,
     check_places,
     size_in_file,
-    unknown,
 )
 from hetero_kv.models.gguf.header import (
     ARRAY,
@@ -121,14 +120,6 @@ class GGUFFile:
         """The id of a special token (`eos`, `padding`), or None where the file has none."""
         value = self.get(f"tokenizer.ggml.{name}_token_id")
         return None if value is None or value in NO_TOKEN else int(value)
-
-    def require_known_tensors(self) -> None:
-        """Raise ModelError where a tensor has a name that no model's has, so that it would be left out."""
-        if names := unknown(self.tensor_names):
-            raise ModelError(
-                f"{str(self.path)!r} has tensors that belong to no model ({len(names)}: {', '.join(names[:3])}); "
-                "download the file again, or convert it again"
-            )
 
     def open(self) -> BinaryIO:
         """The file, to read tensors from.

@@ -34,8 +34,8 @@ def _halves_of(heads: str) -> Change:
     return Change(rows=rows)
 
 
-def _bloom_rows(count: int, config: Any) -> np.ndarray:
-    return np.arange(count).reshape(3, config.n_head, -1).swapaxes(0, 1).reshape(-1)
+def _by_head_rows(count: int, config: Any) -> np.ndarray:
+    return np.arange(count).reshape(3, config.num_attention_heads, -1).swapaxes(0, 1).reshape(-1)
 
 
 def _falcon_rows(count: int, config: Any) -> np.ndarray:
@@ -58,7 +58,7 @@ def falcon_kv_heads(config: Any) -> int:
 #: Queries and keys of the Llama family, whose rotated pairs lie side by side in a file.
 QUERY_ROWS, KEY_ROWS = _halves_of("num_attention_heads"), _halves_of("num_key_value_heads")
 #: Queries, keys and values in one: by head in the parameter, one behind the other in a file.
-BLOOM_QKV, FALCON_QKV = Change(rows=_bloom_rows), Change(rows=_falcon_rows)
+QKV_BY_HEAD, FALCON_QKV = Change(rows=_by_head_rows), Change(rows=_falcon_rows)
 #: Norms whose weight is added to one.
 NORM_PLUS_ONE = Change(numbers=lambda numbers: numbers - 1)
 TRANSPOSED = Change(numbers=lambda numbers: numbers.T)

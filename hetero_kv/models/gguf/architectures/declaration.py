@@ -166,6 +166,10 @@ def same(value: Any, other: Any) -> bool:
     """Whether two settings are equal; numbers to the precision of a file's."""
     if isinstance(value, tuple | list) and isinstance(other, tuple | list):
         return len(value) == len(other) and all(map(same, value, other))
+    if isinstance(value, tuple | list) or isinstance(other, tuple | list):
+        # One for each layer, and one for all of them.
+        many, one = (value, other) if isinstance(value, tuple | list) else (other, value)
+        return bool(many) and all(same(each, one) for each in many)
     if isinstance(value, bool) or isinstance(other, bool) or isinstance(value, str) or isinstance(other, str):
         return bool(value == other)
     if isinstance(value, int | float) and isinstance(other, int | float):

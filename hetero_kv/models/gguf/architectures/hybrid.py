@@ -6,7 +6,7 @@ Facts: `conversion/lfm2.py` and `mamba.py` of https://github.com/ggml-org/llama.
 from __future__ import annotations
 
 from hetero_kv.models.gguf.architectures.changes import CONVOLUTION, LOGARITHM
-from hetero_kv.models.gguf.architectures.common import MODEL, SIZES
+from hetero_kv.models.gguf.architectures.common import MODEL, SIGMOID, SIZES, put_experts
 from hetero_kv.models.gguf.architectures.declaration import Architecture, Place, Said, Settings
 from hetero_kv.models.gguf.architectures.rotation import put_rotation
 
@@ -28,6 +28,16 @@ def _lfm2(said: Said, settings: Settings) -> None:
     settings.put("block_auto_adjust_ff_dim", False)
     said.only("attention.sliding_window", 0, "is a window that the model does not have")
     put_rotation(said, settings)
+
+
+def _lfm2_moe(said: Said, settings: Settings) -> None:
+    _lfm2(said, settings)
+    put_experts(said, settings, "num_experts")
+    settings.put("num_dense_layers", said.one("leading_dense_block_count", 0), "leading_dense_block_count")
+    said.only("expert_gating_func", SIGMOID, "is another choice of experts than the model's sigmoid")
+    settings.put("use_expert_bias", said.has_tensor("exp_probs_b.bias"))
+    settings.put("norm_topk_prob", True)
+    settings.put("routed_scaling_factor", 1.0)
 
 
 def _mamba(said: Said, settings: Settings) -> None:
@@ -67,6 +77,18 @@ LFM2 = Architecture(
     },
     _lfm2,
 )
+LFM2_MOE = Architecture(
+    "lfm2moe",
+    ("lfm2_moe",),
+    LFM2.keys,
+    LFM2.model,
+    {
+        **LFM2.layer,
+        "ffn_gate_inp": "feed_forward.gate",
+        "exp_probs_b.bias": "feed_forward.expert_bias",
+    },
+    _lfm2_moe,
+)
 MAMBA = Architecture(
     "mamba",
     ("mamba",),
@@ -91,4 +113,4 @@ MAMBA = Architecture(
     },
 )
 
-TABLES = (LFM2, MAMBA)
+TABLES = (LFM2, LFM2_MOE, MAMBA)

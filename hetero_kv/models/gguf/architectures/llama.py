@@ -64,7 +64,7 @@ def _arcee(said: Said, settings: Settings) -> None:
 def _granite(said: Said, settings: Settings) -> None:
     put_heads(said, settings, head_dim=False)
     put_rotation(said, settings)
-    put_biases(said, settings)
+    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
     # With False llama.cpp rotates nothing.
     said.only("rope.scaling.finetuned", True, "means positions that are not rotated")
     settings.put("attention_multiplier", said.one("attention.scale", 0.0) or 0.0, "attention.scale")
@@ -74,6 +74,16 @@ def _granite(said: Said, settings: Settings) -> None:
     settings.put("embedding_multiplier", said.one("embedding_scale", 0.0) or 1.0, "embedding_scale")
     settings.put("residual_multiplier", said.one("residual_scale", 0.0) or 1.0, "residual_scale")
     settings.put("logits_scaling", said.one("logit_scale", 0.0) or 1.0, "logit_scale")
+
+
+def _granite_dense(said: Said, settings: Settings) -> None:
+    _granite(said, settings)
+    settings.put("mlp_bias", said.has_tensor("ffn_down.bias"))
+
+
+def _granite_mixture(said: Said, settings: Settings) -> None:
+    _granite(said, settings)
+    put_experts(said, settings, "num_local_experts", width=None)
 
 
 def _mistral3(said: Said, settings: Settings) -> None:
@@ -113,7 +123,15 @@ SMOLLM3 = Architecture("smollm3", ("smollm3",), _KEYS, MODEL, {**REORDERED, **GA
 ARCEE = Architecture(
     "arcee", ("arcee",), _KEYS, MODEL, {**REORDERED, "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}, _arcee
 )
-GRANITE = Architecture("granite", ("granite",), _KEYS, MODEL, {**REORDERED, **GATED}, _granite)
+GRANITE = Architecture("granite", ("granite",), _KEYS, MODEL, {**REORDERED, **GATED}, _granite_dense)
+GRANITE_MOE = Architecture(
+    "granitemoe",
+    ("granitemoe",),
+    _KEYS,
+    MODEL,
+    {**REORDERED, "ffn_gate_inp": "block_sparse_moe.router"},
+    _granite_mixture,
+)
 OLMO = Architecture("olmo", ("olmo",), SIZES, MODEL, {**REORDERED, **GATED}, _olmo)
 
-TABLES = (LLAMA, MISTRAL3, SMOLLM3, ARCEE, GRANITE, OLMO)
+TABLES = (LLAMA, MISTRAL3, SMOLLM3, ARCEE, GRANITE, GRANITE_MOE, OLMO)

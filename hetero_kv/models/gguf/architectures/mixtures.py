@@ -1,10 +1,11 @@
-"""Mixtures of experts with tables of their own: gpt-oss, MiniMax-M2, GLM 4.5, dots.llm1, EXAONE MoE.
+"""Mixtures of experts: gpt-oss, MiniMax-M2, GLM 4.5, dots.llm1, EXAONE MoE, OLMoE, ERNIE 4.5, Hunyuan.
 
 Facts: their files in `conversion/` and `src/models/` of https://github.com/ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
 
+from hetero_kv.models.gguf.architectures.changes import ONE_ROW
 from hetero_kv.models.gguf.architectures.common import (
     ATTENTION,
     GATED,
@@ -12,16 +13,16 @@ from hetero_kv.models.gguf.architectures.common import (
     NORMED_HEADS,
     RMS_NORM,
     ROUTER,
+    SIGMOID,
     SIZES,
     put_experts,
     put_heads,
     put_usual,
 )
-from hetero_kv.models.gguf.architectures.declaration import Architecture, Places, Said, Settings
+from hetero_kv.models.gguf.architectures.declaration import Architecture, Place, Places, Said, Settings
 from hetero_kv.models.gguf.architectures.rotation import put_rotation
 from hetero_kv.models.gguf.architectures.windows import put_windows
 
-SIGMOID = 2
 WIDTH = "expert_feed_forward_length"
 
 
@@ -98,6 +99,38 @@ def _exaone_moe(said: Said, settings: Settings) -> None:
     said.only("rope.freq_base_swa", settings["rope_parameters"]["rope_theta"], "is not that of the other layers")
 
 
+def _olmoe(said: Said, settings: Settings) -> None:
+    put_heads(said, settings, head_dim=False)
+    put_rotation(said, settings)
+    put_experts(said, settings, "num_experts", width=None)
+    # In llama.cpp chosen experts' weights are not made to sum to one.
+    settings.put("norm_topk_prob", False)
+    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
+    settings.put("clip_qkv", said.one("attention.clamp_kqv", 0.0) or None, "attention.clamp_kqv")
+
+
+def _ernie_moe(said: Said, settings: Settings) -> None:
+    put_usual(said, settings)
+    settings.copy("moe_num_experts", "expert_count")
+    settings.copy("moe_k", "expert_used_count")
+    settings.copy("moe_intermediate_size", WIDTH)
+    settings.copy("moe_num_shared_experts", "expert_shared_count")
+    settings.copy("moe_layer_interval", "interleave_moe_layer_step")
+    settings.put("moe_layer_start_index", said.one("leading_dense_block_count", 0), "leading_dense_block_count")
+    settings.put("moe_layer_end_index", settings["num_hidden_layers"] - 1)
+    settings.put("use_bias", said.has_tensor("attn_q.bias"))
+
+
+def _hunyuan_moe(said: Said, settings: Settings) -> None:
+    put_usual(said, settings)
+    settings.copy("num_experts", "expert_count")
+    settings.copy("moe_topk", "expert_used_count")
+    for width in (WIDTH, "expert_shared_feed_forward_length"):
+        said.only(width, settings["intermediate_size"], "is not feed_forward_length, and the model has one width")
+    said.only("expert_shared_count", 1, "is not the one shared expert of the model")
+    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
+
+
 _KEYS = {**SIZES, **RMS_NORM}
 _SAME_WIDTH = {"feed_forward_length": f"{WIDTH} is the width, and there are no layers without experts"}
 _SHARED: Places = {
@@ -157,4 +190,36 @@ EXAONE_MOE = Architecture(
     predicts=True,
 )
 
-TABLES = (GPT_OSS, MINIMAX_M2, GLM4_MOE, DOTS1, EXAONE_MOE)
+OLMOE = Architecture("olmoe", ("olmoe",), _KEYS, MODEL, {**ATTENTION, **NORMED_HEADS, **ROUTER}, _olmoe)
+ERNIE_MOE = Architecture(
+    "ernie4_5-moe",
+    ("ernie4_5_moe",),
+    _KEYS,
+    MODEL,
+    {
+        **ATTENTION,
+        **GATED,
+        **_SHARED,
+        "exp_probs_b.bias": Place("mlp.gate.moe_statics.e_score_correction_bias", ONE_ROW),
+    },
+    _ernie_moe,
+    without_effect={"expert_shared_feed_forward_length": "shared experts are as wide as the others, for each of them"},
+)
+HUNYUAN_MOE = Architecture(
+    "hunyuan-moe",
+    ("hunyuan_v1_moe",),
+    _KEYS,
+    MODEL,
+    {
+        **ATTENTION,
+        "attn_q_norm": "self_attn.query_layernorm",
+        "attn_k_norm": "self_attn.key_layernorm",
+        "ffn_gate_inp": "mlp.gate.wg",
+        "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
+        "ffn_up_shexp": "mlp.shared_mlp.up_proj",
+        "ffn_down_shexp": "mlp.shared_mlp.down_proj",
+    },
+    _hunyuan_moe,
+)
+
+TABLES = (GPT_OSS, MINIMAX_M2, GLM4_MOE, DOTS1, EXAONE_MOE, OLMOE, ERNIE_MOE, HUNYUAN_MOE)

@@ -1,11 +1,11 @@
-"""Models of the first years: Bloom, Falcon, GPT-2, Nemotron, Phi-3, StableLM, StarCoder 2.
+"""Models of the first years: Bloom, Falcon, GPT-2, GPT-NeoX, Nemotron, Phi 2 and 3, StableLM, StarCoder 2.
 
 Facts: their files in `conversion/` and `src/models/` of https://github.com/ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
 
-from hetero_kv.models.gguf.architectures.changes import BLOOM_QKV, FALCON_QKV, NORM_PLUS_ONE, TRANSPOSED
+from hetero_kv.models.gguf.architectures.changes import FALCON_QKV, NORM_PLUS_ONE, QKV_BY_HEAD, TRANSPOSED
 from hetero_kv.models.gguf.architectures.common import ATTENTION, GATED, MODEL, RMS_NORM, SIZES, put_heads
 from hetero_kv.models.gguf.architectures.declaration import Architecture, Place, Places, Said, Settings
 from hetero_kv.models.gguf.architectures.rotation import put_rotation
@@ -61,6 +61,19 @@ def _phi3(said: Said, settings: Settings) -> None:
     settings.put("sliding_window", said.one(WINDOW, 0) or None, WINDOW)
 
 
+def _phi2(said: Said, settings: Settings) -> None:
+    put_heads(said, settings, head_dim=False)
+    put_rotation(said, settings, partial=True)
+    settings.put("qk_layernorm", False)
+
+
+def _gpt_neox(said: Said, settings: Settings) -> None:
+    put_rotation(said, settings, partial=True)
+    said.only("attention.head_count_kv", settings["num_attention_heads"], "is not the number of heads")
+    settings.copy("use_parallel_residual", "use_parallel_residual")
+    settings.put("attention_bias", said.has_tensor("attn_qkv.bias"))
+
+
 def _stablelm(said: Said, settings: Settings) -> None:
     put_heads(said, settings, head_dim=False)
     put_rotation(said, settings, partial=True)
@@ -104,7 +117,7 @@ BLOOM = Architecture(
     },
     {
         **_FALCON,
-        "attn_qkv": Place("self_attention.query_key_value", BLOOM_QKV),
+        "attn_qkv": Place("self_attention.query_key_value", QKV_BY_HEAD),
         "attn_norm": "input_layernorm",
         "ffn_norm": "post_attention_layernorm",
     },
@@ -165,6 +178,34 @@ NEMOTRON = Architecture(
     },
     _nemotron,
 )
+PHI2 = Architecture(
+    "phi2",
+    ("phi",),
+    {**SIZES, _EPSILON: "layer_norm_eps"},
+    {**MODEL, "output_norm": "final_layernorm"},
+    {
+        **ATTENTION,
+        "attn_output": "self_attn.dense",
+        "ffn_up": "mlp.fc1",
+        "ffn_down": "mlp.fc2",
+    },
+    _phi2,
+)
+GPT_NEOX = Architecture(
+    "gptneox",
+    ("gpt_neox",),
+    {**SIZES, _EPSILON: "layer_norm_eps"},
+    {"token_embd": "embed_in", "output_norm": "final_layer_norm", "output": "/lm_head"},
+    {
+        "attn_norm": "input_layernorm",
+        "attn_qkv": Place("attention.query_key_value", QKV_BY_HEAD),
+        "attn_output": "attention.dense",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_up": "mlp.dense_h_to_4h",
+        "ffn_down": "mlp.dense_4h_to_h",
+    },
+    _gpt_neox,
+)
 PHI3 = Architecture(
     "phi3",
     ("phi3",),
@@ -200,4 +241,4 @@ STARCODER2 = Architecture(
     _starcoder2,
 )
 
-TABLES = (BLOOM, FALCON, GPT2, NEMOTRON, PHI3, STABLELM, STARCODER2)
+TABLES = (BLOOM, FALCON, GPT2, GPT_NEOX, NEMOTRON, PHI2, PHI3, STABLELM, STARCODER2)
