@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -23,6 +24,7 @@ from transformers import (
 
 from hetero_kv import HeteroCache, inject, load_model, open_model
 from hetero_kv.models import ModelError
+from hetero_kv.models.gguf.architectures import changes
 from hetero_kv.models.gguf.settings import configuration_of
 from hetero_kv.models.gguf.weights import WeightMap
 
@@ -81,6 +83,58 @@ def test_a_tensor_that_is_missing_is_named(llama, llama_file, number):
     del tensors[number]
     with pytest.raises(ModelError, match=r"has no weights for 1 parameters of LlamaForCausalLM \(\w+"):
         WeightMap.of(llama, replace(llama_file, tensors=tuple(tensors)))
+
+
+def by_pairs(rows, heads):
+    """Llama's: of each head both halves of a pair side by side."""
+    return rows.reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
+
+
+def by_kind(rows, heads, kinds):
+    """Bloom's and Falcon's: by head, what is of one kind behind each other, in a file all of a kind."""
+    rows = rows.reshape(heads, sum(kinds), -1)
+    ends = np.cumsum(kinds)
+    parts = (rows[:, end - count : end].reshape(-1) for end, count in zip(ends, kinds, strict=True))
+    return np.concatenate(list(parts))
+
+
+def by_place(rows, heads):
+    """A delta net's: the first value head of every key head, then the second."""
+    return rows.reshape(heads, 2, -1).swapaxes(0, 1).reshape(-1)
+
+
+def sizes(**given):
+    return SimpleNamespace(new_decoder_architecture=True, multi_query=False, **given)
+
+
+@given(groups=st.integers(1, 4), per_group=st.integers(1, 3), dim=st.integers(1, 4).map(lambda half: 2 * half))
+def test_the_order_of_rows_is_what_the_converter_changed(groups, per_group, dim):
+    heads = groups * per_group
+    config = sizes(
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        num_kv_heads=groups,
+        linear_num_key_heads=groups,
+        linear_num_value_heads=2 * groups,
+        linear_key_head_dim=dim,
+    )
+    queries, keys = np.arange(heads * dim), np.arange(groups * dim)
+    merged, falcon = np.arange(3 * heads * dim), np.arange((heads + 2 * groups) * dim)
+    values, net = np.arange(2 * groups * dim), np.arange(4 * groups * dim)
+    behind = np.concatenate([net[: 2 * groups * dim], by_place(net[2 * groups * dim :], groups)])
+    for change, written in (
+        (changes.QUERY_ROWS, by_pairs(queries, heads)),
+        (changes.KEY_ROWS, by_pairs(keys, groups)),
+        (changes.QKV_BY_HEAD, by_kind(merged, heads, (1, 1, 1))),
+        (changes.FALCON_QKV, by_kind(falcon, groups, (per_group, 1, 1))),
+        (changes.VALUE_HEADS, by_place(values, groups)),
+        (changes.VALUE_HEADS_BEHIND, behind),
+    ):
+        assert change.keeps_blocks
+        np.testing.assert_array_equal(change.undone(written, config), np.arange(len(written)))
+    columns = by_place(values, groups)[None]
+    assert not changes.VALUE_HEAD_COLUMNS.keeps_blocks
+    np.testing.assert_array_equal(changes.VALUE_HEAD_COLUMNS.undone(columns, config)[0], values)
 
 
 EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "rope.dimension_count": 16}

@@ -115,7 +115,7 @@ class WeightMap:
         change = self.targets[info.name].change
         if change is None:
             return np.arange(info.shape[0])
-        return None if change.rows is None else change.rows(info.shape[0], self.config)
+        return change.rows(info.shape[0], self.config) if change.keeps_blocks and change.rows is not None else None
 
     def stored_types(self, file: GGUFFile) -> dict[str, str]:
         """Parameter -> GGML's name of the type that a module may take its blocks in.
@@ -137,9 +137,7 @@ class WeightMap:
         """The tensor as the parameter's numbers."""
         numbers = gguf.dequantize(data, info.quantization)
         change = self.targets[info.name].change
-        if change is None:
-            return numbers
-        return change.numbers(numbers) if change.numbers is not None else numbers[self.row_order(info)]
+        return numbers if change is None else change.undone(numbers, self.config)
 
 
 class _Paths:

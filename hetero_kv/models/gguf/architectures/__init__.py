@@ -7,12 +7,14 @@ Nothing is loaded by another's table: a file whose architecture has none is refu
 from __future__ import annotations
 
 from hetero_kv.models.errors import ModelError
-from hetero_kv.models.gguf.architectures import dense, gemma, hybrid, llama, mixtures, older, qwen
+from hetero_kv.models.gguf.architectures import delta_net, dense, gemma, hybrid, llama, mixtures, older, qwen
 from hetero_kv.models.gguf.architectures.declaration import Architecture
 from hetero_kv.models.gguf.file import GGUFFile
 
 ARCHITECTURES: dict[str, Architecture] = {
-    table.name: table for module in (llama, qwen, gemma, dense, older, hybrid, mixtures) for table in module.TABLES
+    table.name: table
+    for module in (llama, qwen, delta_net, gemma, dense, older, hybrid, mixtures)
+    for table in module.TABLES
 }
 
 

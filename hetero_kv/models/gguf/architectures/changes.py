@@ -15,15 +15,30 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Change:
-    """One change, undone: `rows` or `numbers`.
+    """One change, undone: `rows` first, then `columns`, then `numbers`.
 
     Attributes:
         rows: of (count of rows, text configuration); the file's row for each row of the parameter, [rows] int64.
+        columns: likewise, of columns.
         numbers: of the file's numbers; the parameter's.
     """
 
     rows: Callable[[int, Any], np.ndarray] | None = None
+    columns: Callable[[int, Any], np.ndarray] | None = None
     numbers: Callable[[np.ndarray], np.ndarray] | None = None
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether quantised blocks stay as they are."""
+        return self.columns is None and self.numbers is None
+
+    def undone(self, numbers: np.ndarray, config: Any) -> np.ndarray:
+        """A tensor's numbers as the parameter's; `config` is the model's text configuration."""
+        if self.rows is not None:
+            numbers = numbers[self.rows(len(numbers), config)]
+        if self.columns is not None:
+            numbers = numbers[:, self.columns(numbers.shape[1], config)]
+        return numbers if self.numbers is None else self.numbers(numbers)
 
 
 def _halves_of(heads: str) -> Change:
@@ -68,3 +83,21 @@ CONVOLUTION = Change(numbers=lambda numbers: numbers[:, None])
 ONE_ROW = Change(numbers=lambda numbers: numbers.reshape(1, -1))
 #: Mamba's A, of which the parameter is the logarithm.
 LOGARITHM = Change(numbers=lambda numbers: np.log(-numbers))
+
+
+def _value_heads(count: int, config: Any) -> np.ndarray:
+    # A file has the first value head of every key head, then the second of each; the parameter has them by key head.
+    heads = config.linear_num_key_heads
+    return np.arange(count).reshape(config.linear_num_value_heads // heads, heads, -1).swapaxes(0, 1).reshape(-1)
+
+
+def _values_behind(count: int, config: Any) -> np.ndarray:
+    before = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    return np.concatenate([np.arange(before), before + _value_heads(count - before, config)])
+
+
+#: Heads of a gated delta net's values: of the rows, behind queries and keys, of the columns.
+VALUE_HEADS, VALUE_HEADS_BEHIND = Change(rows=_value_heads), Change(rows=_values_behind)
+VALUE_HEAD_COLUMNS = Change(columns=_value_heads)
+VALUE_HEADS_CONVOLUTION = Change(rows=_values_behind, numbers=CONVOLUTION.numbers)
+VALUE_HEADS_LOGARITHM = Change(rows=_value_heads, numbers=LOGARITHM.numbers)

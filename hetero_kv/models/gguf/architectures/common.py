@@ -66,6 +66,12 @@ def put_heads_as_rotated(said: Said, settings: Settings) -> None:
         settings.put("head_dim", said.one("rope.dimension_count"), "rope.dimension_count")
 
 
+def put_layers_that_compute(said: Said, settings: Settings) -> None:
+    """Leave blocks that predict further tokens out: they lie behind those that compute, and the model has none."""
+    predicting = said.one("nextn_predict_layers", 0)
+    settings.put("num_hidden_layers", settings["num_hidden_layers"] - predicting, "block_count")
+
+
 def put_experts(said: Said, settings: Settings, count: str, *, width: str | None = "moe_intermediate_size") -> None:
     """Put how many experts there are, by the model's own name of the setting, how many are chosen, and their width."""
     settings.copy(count, "expert_count")

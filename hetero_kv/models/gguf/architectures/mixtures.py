@@ -17,6 +17,7 @@ from hetero_kv.models.gguf.architectures.common import (
     SIZES,
     put_experts,
     put_heads,
+    put_layers_that_compute,
     put_usual,
 )
 from hetero_kv.models.gguf.architectures.declaration import Architecture, Place, Places, Said, Settings
@@ -57,14 +58,8 @@ def _routing(said: Said, settings: Settings, shared: str) -> None:
     settings.put("topk_group", 1)
 
 
-def _without_prediction(said: Said, settings: Settings) -> None:
-    """Blocks that predict further tokens lie behind those that compute, and the model has none of them."""
-    predicting = said.one("nextn_predict_layers", 0)
-    settings.put("num_hidden_layers", settings["num_hidden_layers"] - predicting, "block_count")
-
-
 def _glm4_moe(said: Said, settings: Settings) -> None:
-    _without_prediction(said, settings)
+    put_layers_that_compute(said, settings)
     put_heads(said, settings)
     put_rotation(said, settings, partial=True)
     put_experts(said, settings, "n_routed_experts")
@@ -83,7 +78,7 @@ def _dots1(said: Said, settings: Settings) -> None:
 
 
 def _exaone_moe(said: Said, settings: Settings) -> None:
-    _without_prediction(said, settings)
+    put_layers_that_compute(said, settings)
     put_heads(said, settings)
     put_experts(said, settings, "num_experts")
     _routing(said, settings, "num_shared_experts")

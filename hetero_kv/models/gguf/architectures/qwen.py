@@ -55,7 +55,7 @@ def _qwen3_moe(said: Said, settings: Settings) -> None:
 
 
 _KEYS = {**SIZES, **RMS_NORM}
-_SHARED: Places = {
+SHARED_EXPERT: Places = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
@@ -70,7 +70,7 @@ TABLES = (
         ("qwen2_moe",),
         _KEYS,
         MODEL,
-        {**ATTENTION, **ROUTER, **_SHARED},
+        {**ATTENTION, **ROUTER, **SHARED_EXPERT},
         _qwen2_moe,
         optional=frozenset({"feed_forward_length"}),
     ),

@@ -21,14 +21,17 @@ _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_att
 _NO_ROOM = "which transformers has no room for"
 
 
-def put_rotation(said: Said, settings: Settings, *, partial: bool = False, yarn: tuple[str, ...] = ()) -> None:
+def put_rotation(
+    said: Said, settings: Settings, *, partial: bool = False, yarn: tuple[str, ...] = (), axes: bool = False
+) -> None:
     """Put `rope_parameters`; `head_dim` is there, or heads and width.
 
     Args:
         partial: whether the model can rotate a part of each head.
         yarn: further keys of YaRN that the architecture reads, behind `rope.scaling.`.
+        axes: whether positions have several axes, which are the same for text.
     """
-    parameters, spoken = rotation(said, head_dim_of(settings), partial=partial, yarn=yarn)
+    parameters, spoken = rotation(said, head_dim_of(settings), partial=partial, yarn=yarn, axes=axes)
     settings.values["rope_parameters"] = parameters
     settings.said["rope_parameters"] = (said.key("rope.*"), {name: parameters[name] for name in spoken})
 
@@ -40,7 +43,7 @@ def head_dim_of(settings: Settings) -> int:
 
 
 def rotation(
-    said: Said, head_dim: int, *, partial: bool = False, yarn: tuple[str, ...] = ()
+    said: Said, head_dim: int, *, partial: bool = False, yarn: tuple[str, ...] = (), axes: bool = False
 ) -> tuple[dict[str, Any], set[str]]:
     """Transformers' parameters of the rotation, and which of them the file says.
 
@@ -55,7 +58,7 @@ def rotation(
         parameters["partial_rotary_factor"] = _share(rotated, head_dim)
         if said.has("rope.dimension_count"):
             spoken.add("partial_rotary_factor")
-    _refuse_other_scalings(said, yarn)
+    _refuse_other_scalings(said, yarn, axes)
     kind, scaling = _scaling(said, parameters["rope_theta"], rotated)
     attention = said.one(f"{SCALING}attn_factor", 1.0)
     if kind == "yarn":
@@ -82,13 +85,13 @@ def _share(rotated: int, head_dim: int) -> float:
     return share if int(head_dim * share) == rotated else math.nextafter(share, 1)
 
 
-def _refuse_other_scalings(said: Said, yarn: tuple[str, ...]) -> None:
+def _refuse_other_scalings(said: Said, yarn: tuple[str, ...], axes: bool) -> None:
     said.get(f"{SCALING}finetuned")
     for key, allowed in (("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0), ("alpha", 0.0)):
         if key not in yarn:
             said.only(SCALING + key, allowed, f"is a scaling {_NO_ROOM}")
     sections = said.get("rope.dimension_sections")
-    if sections is not None and any(sections):
+    if sections is not None and any(sections) and not axes:
         raise said.refused("rope.dimension_sections", "divides a head among kinds of position, and this model does not")
 
 

@@ -1,0 +1,98 @@
+"""Qwen 3.5: layers with a gated delta net among those that attend.
+
+Facts: `conversion/qwen.py` and `src/models/qwen35.cpp` of https://github.com/ggml-org/llama.cpp.
+"""
+
+from __future__ import annotations
+
+from hetero_kv.models.gguf.architectures.changes import (
+    NORM_PLUS_ONE,
+    VALUE_HEAD_COLUMNS,
+    VALUE_HEADS,
+    VALUE_HEADS_BEHIND,
+    VALUE_HEADS_CONVOLUTION,
+    VALUE_HEADS_LOGARITHM,
+)
+from hetero_kv.models.gguf.architectures.common import (
+    ATTENTION,
+    GATED,
+    MODEL,
+    RMS_NORM,
+    ROUTER,
+    SIZES,
+    put_experts,
+    put_heads,
+    put_layers_that_compute,
+)
+from hetero_kv.models.gguf.architectures.declaration import Architecture, Place, Places, Said, Settings
+from hetero_kv.models.gguf.architectures.qwen import SHARED_EXPERT
+from hetero_kv.models.gguf.architectures.rotation import put_rotation
+
+RECURRENT, INTERVAL = "attention.recurrent_layers", "full_attention_interval"
+
+
+def _qwen35(said: Said, settings: Settings) -> None:
+    put_layers_that_compute(said, settings)
+    put_heads(said, settings)
+    put_rotation(said, settings, partial=True, axes=True)
+    layers = settings["num_hidden_layers"]
+    interval = said.one(INTERVAL, 4)
+    recurrent = said.get(RECURRENT, tuple((layer + 1) % interval != 0 for layer in range(layers)))[:layers]
+    if len(recurrent) != layers:
+        raise said.refused(RECURRENT, f"is not one for each of {layers} layers")
+    kinds = ["linear_attention" if each else "full_attention" for each in recurrent]
+    settings.put("layer_types", kinds, RECURRENT)
+    settings.copy("linear_conv_kernel_dim", "ssm.conv_kernel")
+    settings.copy("linear_key_head_dim", "ssm.state_size")
+    settings.copy("linear_num_key_heads", "ssm.group_count")
+    settings.copy("linear_num_value_heads", "ssm.time_step_rank")
+    heads = settings["linear_num_value_heads"]
+    inner = said.one("ssm.inner_size", heads * settings["linear_key_head_dim"])
+    if inner % heads or heads % settings["linear_num_key_heads"]:
+        raise said.refused("ssm.inner_size", f"is not divided by {heads} heads of values")
+    settings.put("linear_value_head_dim", inner // heads, "ssm.inner_size")
+    settings.put("attention_bias", said.has_tensor("attn_q.bias"))
+
+
+def _qwen35_moe(said: Said, settings: Settings) -> None:
+    _qwen35(said, settings)
+    put_experts(said, settings, "num_experts")
+    settings.copy("shared_expert_intermediate_size", "expert_shared_feed_forward_length")
+
+
+def _norm(path: str) -> Place:
+    return Place(path, NORM_PLUS_ONE)
+
+
+_KEYS = {**SIZES, **RMS_NORM}
+_MODEL: Places = {**MODEL, "output_norm": _norm("norm")}
+_LAYER: Places = {
+    **{name: place for name, place in ATTENTION.items() if not name.endswith("norm")},
+    "attn_norm": _norm("input_layernorm"),
+    "attn_q_norm": _norm("self_attn.q_norm"),
+    "attn_k_norm": _norm("self_attn.k_norm"),
+    "post_attention_norm": _norm("post_attention_layernorm"),
+    "attn_qkv": Place("linear_attn.in_proj_qkv", VALUE_HEADS_BEHIND),
+    "attn_gate": Place("linear_attn.in_proj_z", VALUE_HEADS),
+    "ssm_alpha": Place("linear_attn.in_proj_a", VALUE_HEADS),
+    "ssm_beta": Place("linear_attn.in_proj_b", VALUE_HEADS),
+    "ssm_a": Place("linear_attn.A_log", VALUE_HEADS_LOGARITHM),
+    "ssm_dt.bias": Place("linear_attn.dt_bias", VALUE_HEADS),
+    "ssm_conv1d.weight": Place("linear_attn.conv1d.weight", VALUE_HEADS_CONVOLUTION),
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": Place("linear_attn.out_proj", VALUE_HEAD_COLUMNS),
+}
+
+TABLES = (
+    Architecture("qwen35", ("qwen3_5_text",), _KEYS, _MODEL, {**_LAYER, **GATED}, _qwen35, predicts=True),
+    Architecture(
+        "qwen35moe",
+        ("qwen3_5_moe_text",),
+        _KEYS,
+        _MODEL,
+        {**_LAYER, **ROUTER, **SHARED_EXPERT},
+        _qwen35_moe,
+        optional=frozenset({"feed_forward_length"}),
+        predicts=True,
+    ),
+)
