@@ -237,6 +237,22 @@ def test_biases_are_where_a_file_has_them():
     assert (plain.attention_bias, plain.mlp_bias) == (False, False)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "key"),
+    [("gptneox", "attention.head_count"), ("qwen35", "ssm.group_count"), ("qwen35", "ssm.time_step_rank")],
+)
+def test_a_size_of_nothing_is_refused(architecture, key):
+    metadata = {f"ssm.{name}": 4 for name in ("conv_kernel", "state_size", "group_count", "time_step_rank")}
+    epsilon = {"attention.layer_norm_epsilon": 1e-5} if architecture == "gptneox" else metadata
+    with pytest.raises(ModelError, match=rf"says 0 where a model has some \(.*{key}"):
+        configuration_of(header(architecture, epsilon | {"attention.head_count_kv": 4, key: 0}))
+
+
+def test_a_window_that_a_llamas_file_says_is_mistrals():
+    config = configuration_of(header("llama", {"attention.sliding_window": 8}))
+    assert (config.model_type, config.sliding_window) == ("mistral", 8)
+
+
 def test_starcoder_2_rotates_by_the_files_base():
     metadata = {"rope.freq_base": 1e6, "attention.layer_norm_epsilon": 1e-5, "attention.layer_norm_rms_epsilon": None}
     assert configuration_of(header("starcoder2", metadata)).rope_parameters["rope_theta"] == 1e6

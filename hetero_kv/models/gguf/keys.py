@@ -13,7 +13,7 @@ from hetero_kv.models.gguf.file import GGUFFile
 WITHOUT_EFFECT = {
     r"general\.(architecture|alignment)": "read with the header",
     r"general\.(name|basename|finetune|author|version|organization|description|quantized_by|size_label|tags|languages"
-    r"|url|doi|uuid|repo_url|datasets)": "describe the model",
+    r"|url|doi|uuid|repo_url|datasets|parameter_count)": "describe the model",
     r"general\.(license|source|base_model|dataset)(\..+)?": "say where the model comes from",
     r"general\.(file_type|quantization_version)": "each tensor has its own type",
     r"general\.tensor_extra\..+": "say how precisely another program computes",

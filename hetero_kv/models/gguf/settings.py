@@ -35,7 +35,14 @@ def settings_of(file: GGUFFile, given: Any | None = None) -> Settings:
         if suffix in architecture.optional and not said.has(suffix):
             continue
         settings.copy(name, suffix)
-    architecture.settings(said, settings)
+    try:
+        architecture.settings(said, settings)
+    except ArithmeticError as error:
+        zeros = [key for key in sorted(said.used) if file.get(key) == 0]
+        raise ModelError(
+            f"{str(file.path)!r} says 0 where a model has some ({', '.join(zeros)}); download the file again, or "
+            "convert it again"
+        ) from error
     for suffix, allowed in NOT_CAUSAL.items():
         said.only(suffix, allowed, "is of a model that generates no text")
     rows = _rows(file)

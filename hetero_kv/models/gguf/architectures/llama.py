@@ -20,6 +20,7 @@ from hetero_kv.models.gguf.architectures.common import (
 )
 from hetero_kv.models.gguf.architectures.declaration import Architecture, Place, Places, Said, Settings
 from hetero_kv.models.gguf.architectures.rotation import put_rotation
+from hetero_kv.models.gguf.architectures.windows import WINDOW
 
 REORDERED: Places = {
     **ATTENTION,
@@ -37,12 +38,17 @@ def put_biases(said: Said, settings: Settings) -> None:
 def _llama(said: Said, settings: Settings) -> None:
     put_heads_as_rotated(said, settings)
     put_rotation(said, settings)
+    window = said.one(WINDOW, 0)
     if said.one("expert_count", 0):
         settings.values["model_type"] = "mixtral"
         put_experts(said, settings, "num_local_experts", width=None)
     else:
-        put_biases(said, settings)
         said.only("expert_used_count", 0, "chooses among experts, of which there are none")
+        settings.values["model_type"] = "mistral" if window else "llama"
+        put_biases(said, settings)
+    if window:
+        # No converter writes it, and llama.cpp computes without; the model has it.
+        settings.put("sliding_window", window, WINDOW)
 
 
 def _smollm3(said: Said, settings: Settings) -> None:
@@ -115,8 +121,16 @@ def _olmo(said: Said, settings: Settings) -> None:
 
 _KEYS = {**SIZES, **RMS_NORM}
 
+_LAYOUT = {"tensor_data_layout": "says by whom the rows were reordered, which all of them are"}
+
 LLAMA = Architecture(
-    "llama", ("llama", "mixtral", "mistral", "ministral"), _KEYS, MODEL, {**REORDERED, **GATED, **ROUTER}, _llama
+    "llama",
+    ("llama", "mixtral", "mistral", "ministral"),
+    _KEYS,
+    MODEL,
+    {**REORDERED, **GATED, **ROUTER},
+    _llama,
+    without_effect=_LAYOUT,
 )
 MISTRAL3 = Architecture("mistral3", ("ministral3", "mistral"), _KEYS, MODEL, {**REORDERED, **GATED}, _mistral3)
 SMOLLM3 = Architecture("smollm3", ("smollm3",), _KEYS, MODEL, {**REORDERED, **GATED}, _smollm3)
