@@ -15,7 +15,6 @@ from gguf import GGMLQuantizationType
 
 from hetero_kv.models.errors import ModelError
 from hetero_kv.models.gguf.contract import (
-    NO_TOKEN,
     alignment,
     check_blocks,
     check_metadata,
@@ -115,11 +114,6 @@ class GGUFFile:
         if entry.types == (ARRAY, STRING):
             return [text.decode() for text in entry.value]
         return entry.value
-
-    def token_id(self, name: str) -> int | None:
-        """The id of a special token (`eos`, `padding`), or None where the file has none."""
-        value = self.get(f"tokenizer.ggml.{name}_token_id")
-        return None if value is None or value in NO_TOKEN else int(value)
 
     def open(self) -> BinaryIO:
         """The file, to read tensors from.

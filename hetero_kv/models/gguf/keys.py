@@ -21,11 +21,7 @@ WITHOUT_EFFECT = {
     r"(quantize\.)?imatrix\..+": "say how the file was quantised",
     r"mradermacher\..+": "say who quantised the file, and when",
     r"split\.(no|count|tensors\.count)": "read with the header: the file is whole",
-    r"tokenizer\.chat_template(s|\..+)?": "read by the tokenizer",
-    r"tokenizer\.ggml\.(model|pre|tokens|token_type|token_type_count|scores|merges|precompiled_charsmap"
-    r"|remove_extra_whitespaces|add_bos_token|add_eos_token|add_sep_token|add_space_prefix|suppress_tokens"
-    r"|normalizer\..+|\w+_token_id)": "read by the tokenizer",
-    r"tokenizer\.huggingface\.json": "the same vocabulary once more, in another form",
+    r"tokenizer\..+": "what the tokenizer does not use is refused there (models/gguf/tokenizer_keys.py)",
 }
 _KNOWN = re.compile("|".join(f"(?:{pattern})" for pattern in WITHOUT_EFFECT))
 MODEL = "model"

@@ -12,8 +12,12 @@ from hetero_kv.models.gguf.architectures.declaration import Said, Settings, same
 from hetero_kv.models.gguf.architectures.rotation import same_rotation
 from hetero_kv.models.gguf.file import GGUFFile
 from hetero_kv.models.gguf.keys import require_all_used
+from hetero_kv.models.gguf.vocabulary import token_id
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+VOCABULARY = "tokenizer.ggml.tokens"
+#: Setting -> key behind `tokenizer.ggml.`.
+TOKENS = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
 #: Classifiers, encoders and the like are no language models.
 NOT_CAUSAL = {"attention.causal": True, "pooling_type": 0}
 
@@ -56,8 +60,8 @@ def settings_of(file: GGUFFile, given: Any | None = None) -> Settings:
 def configuration_of(file: GGUFFile) -> Any:
     """The configuration of the model whose file says it all. Raises ModelError as `settings_of` does."""
     values = {name: value for name, value in settings_of(file).values.items() if value is not None or name in _NONE}
-    for name in ("bos", "eos", "padding"):
-        values[f"{name.removesuffix('ding')}_token_id"] = file.token_id(name)
+    for name, key in TOKENS.items():
+        values[name] = token_id(file, key) if VOCABULARY in file.metadata else None
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
