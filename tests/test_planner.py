@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -12,6 +13,7 @@ from tiny_models import ARCHITECTURES, tiny_model
 from transformers import AutoConfig
 
 from hetero_kv.adapter.kv_shape import KVShape
+from hetero_kv.planning.footprint import _most
 from hetero_kv.planning.plan import (
     Footprint,
     Plan,
@@ -114,3 +116,10 @@ def test_layers_of_different_shapes_are_told_apart():
     model = without_weights(AutoConfig.for_model("gemma4_text"))
     shapes = {layer.shape for layer in Footprint.of(inject(model, "ktransformers")).layers}
     assert len(shapes) == 2
+
+
+def test_of_a_setting_that_each_layer_has_for_itself_the_largest_counts():
+    def most(value):
+        return _most(SimpleNamespace(num_experts_per_tok=value), "num_experts_per_tok")
+
+    assert (most(2), most([2, 8, 4]), most(None)) == (2, 8, 0)
