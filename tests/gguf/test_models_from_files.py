@@ -1,0 +1,133 @@
+"""A model loaded from a GGUF file alone computes what the model computes that the file was written from."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from hetero_kv.models.gguf.architectures import ARCHITECTURES
+
+from hetero_kv import HeteroCache, inject, load_model, open_model
+from hetero_kv.models import ModelError
+from hetero_kv.rules.matching import InjectionError
+from tests.gguf.conversion import write
+from tests.gguf.layouts import LAYOUTS
+from tests.gguf.variants import VARIANTS, tiny_model, vocabulary_of
+
+Q8_0 = GGMLQuantizationType.Q8_0
+PROMPT, WHOLE = 40, 56
+#: Of the logits' standard deviation.
+TOLERANCE = 1e-3
+#: Packed weights are multiplied with activations of 8 bits; what a file loses costs a whole deviation and more.
+PACKED_TOLERANCE = 0.25
+COVERING = {"max_seq_len": 128, "kv_type": "FP32"}
+#: The rules of `dense` are for modules of other names, or there is no attention.
+WITHOUT_RULES = {"falcon", "bloom", "mamba"}
+#: One of each way in which layers differ; the others are slow.
+QUICK = ("llama: biases", "qwen3moe", "gemma3", "gpt-oss", "lfm2")
+UNDER_RULES = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    for name in VARIANTS
+    if name.partition(":")[0] not in WITHOUT_RULES
+]
+IDS = torch.randint(5, 250, (1, WHOLE), generator=torch.Generator().manual_seed(0))
+
+
+def loaded(path):
+    return load_model(path, dtype="float32", device="cpu").model
+
+
+def off(found, expected):
+    """The largest error of each token, in deviations of all expected logits."""
+    return (found - expected).abs().amax(-1)[0] / expected.std()
+
+
+def in_turns(model, cache=None):
+    """Logits of a prompt, a second turn, and three single tokens."""
+    steps = (0, PROMPT, WHOLE - 3, WHOLE - 2, WHOLE - 1, WHOLE)
+    found = []
+    for start, end in pairwise(steps):
+        answer = model(IDS[:, start:end], past_key_values=cache, use_cache=True)
+        # Of a model that keeps no keys, a state.
+        cache = cache if cache is not None else getattr(answer, "past_key_values", None)
+        found.append(answer.logits)
+    return torch.cat(found, dim=1)
+
+
+def answers(model):
+    """Greedy and drawn tokens behind the prompt."""
+    torch.manual_seed(3)
+    usual = {"max_new_tokens": 6, "min_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    found = [
+        model.generate(IDS[:, :PROMPT], do_sample=drawn, temperature=1.5 if drawn else None, **usual)
+        for drawn in (False, True)
+    ]
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_of_a_prompt_and_a_second_turn_are_the_originals(written, name):
+    file = written(name)
+    model = loaded(file.path)
+    assert off(model(IDS).logits, file.original(IDS).logits).max() < TOLERANCE
+    if name != "mamba":
+        assert off(in_turns(model), in_turns(file.original)).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if ":" not in name])
+def test_greedy_and_drawn_tokens_are_the_originals(written, name):
+    file = written(name)
+    assert torch.equal(answers(loaded(file.path)), answers(file.original))
+
+
+@pytest.mark.parametrize("name", UNDER_RULES)
+def test_under_rules_that_keep_everything_the_logits_are_the_originals(written, name):
+    file = written(name)
+    opened = open_model(file.path, dtype="float32", device="cpu")
+    inject(opened.model, "dense", command_line=COVERING)
+    model = opened.load().model
+    assert off(in_turns(model, HeteroCache(model)), file.original(IDS).logits).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("bloom", marks=pytest.mark.slow), "gpt2", "qwen2moe"])
+def test_matrices_in_blocks_are_the_originals(written, name):
+    file = written(name, Q8_0)
+    assert off(loaded(file.path)(IDS).logits, file.original(IDS).logits).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", UNDER_RULES)
+def test_packed_weights_compute_what_the_original_does(written, name):
+    file = written(name, Q8_0)
+    opened = open_model(file.path, dtype="float32", device="cpu")
+    inject(opened.model, "dense", command_line=COVERING)
+    model = opened.load().model
+    # A token whose experts are chosen by a hair may have others.
+    assert off(in_turns(model, HeteroCache(model)), file.original(IDS).logits).median() < PACKED_TOLERANCE
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_RULES))
+def test_rules_that_find_no_attention_are_refused_by_name(written, name):
+    opened = open_model(written(name).path, dtype="float32", device="cpu")
+    with pytest.raises(InjectionError, match="matches no module"):
+        inject(opened.model, "dense", command_line=COVERING)
+
+
+def test_an_architecture_without_a_table_is_refused_by_name(written, tmp_path):
+    layouts = {layout.architecture for layout in LAYOUTS.values()}
+    assert {name.partition(":")[0] for name in VARIANTS} == set(ARCHITECTURES) & layouts
+    model = written("qwen2").original
+    path = write(tmp_path / "unknown.gguf", model, vocabulary_of("qwen2"))
+    path.write_bytes(path.read_bytes().replace(b"qwen2", b"qwen9"))
+    with pytest.raises(ModelError, match=r"unknown\.gguf.*'qwen9', which is not supported"):
+        load_model(path)
+
+
+def test_every_architecture_with_a_table_has_a_variant():
+    assert set(ARCHITECTURES) <= {name.partition(":")[0] for name in VARIANTS}
+
+
+def test_a_variant_is_always_the_same_model():
+    one, other = (tiny_model("llama: biases").state_dict() for _ in range(2))
+    assert all(torch.equal(one[name], other[name]) for name in one)
