@@ -50,6 +50,12 @@ def gate_and_up(tensor: np.ndarray, config: Any) -> dict[str, np.ndarray]:
     return {"ffn_gate_exps.weight": gate, "ffn_up_exps.weight": up}
 
 
+def shared_gate_and_up(tensor: np.ndarray, config: Any) -> dict[str, np.ndarray]:
+    """The expert that all tokens have: gate rows and then up rows."""
+    gate, up = np.split(tensor, 2)
+    return {"ffn_gate_shexp.weight": gate, "ffn_up_shexp.weight": up}
+
+
 def alternating_gate_and_up(tensor: np.ndarray, config: Any) -> dict[str, np.ndarray]:
     """Experts [experts, columns, a gate row and an up row in turn] of gpt-oss, or their biases."""
     kind = "bias" if tensor.ndim == 2 else "weight"
@@ -63,8 +69,8 @@ def columns_first(tensor: np.ndarray, config: Any) -> np.ndarray:
 
 
 def queries_before_keys(tensor: np.ndarray, config: Any) -> np.ndarray:
-    """Of Bloom, [head, (query, key, value), ...] -> [(query, key, value), head, ...]."""
-    parts = tensor.reshape(config.n_head, 3, -1, *tensor.shape[1:])
+    """Of Bloom and GPT-NeoX, [head, (query, key, value), ...] -> [(query, key, value), head, ...]."""
+    parts = tensor.reshape(config.num_attention_heads, 3, -1, *tensor.shape[1:])
     return parts.swapaxes(0, 1).reshape(tensor.shape)
 
 

@@ -186,6 +186,21 @@ GPT_LAYER: dict[str, Place] = {
 }  # fmt: skip
 
 
+GRANITE: dict[str, Value] = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+COHERE: dict[str, Value] = {
+    **SIZES,
+    **BASE,
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "logit_scale": "logit_scale",
+    "rope.scaling.type": always("none"),
+}
+
+
 def llama_like(name: str, **more: Any) -> Layout:
     """An architecture with the keys and the permuted rows of Llama."""
     layer = {**USUAL_LAYER, **PERMUTED, **more.pop("layer", {})}
@@ -208,6 +223,40 @@ def _windowed(config: Any) -> list[bool] | None:
     return [kind == "sliding_attention" for kind in config.layer_types] if config.sliding_window else None
 
 
+LFM2: dict[str, Value] = {
+    **SIZES,
+    **ROTATION,
+    **VOCABULARY,
+    "attention.layer_norm_rms_epsilon": "norm_eps",
+    "attention.head_count_kv": _head_counts,
+    "shortconv.l_cache": "conv_L_cache",
+}
+LFM2_LAYER: dict[str, Place] = {
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "conv.conv": ("shortconv.conv", changes.squeezed),
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.out_proj": "shortconv.out_proj",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
+}
+LFM2_MODEL: dict[str, Place] = {
+    "model.embed_tokens": "token_embd",
+    "model.embedding_norm": "token_embd_norm",
+    "lm_head": "output",
+}
+HUNYUAN_NORMS: dict[str, Place] = {
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
+}
+
 #: transformers' model type -> layout.
 LAYOUTS: dict[str, Layout] = {
     "llama": llama_like("llama", pre="llama-bpe"),
@@ -223,14 +272,17 @@ LAYOUTS: dict[str, Layout] = {
         },
     ),
     "arcee": llama_like("arcee", pre="llama-bpe"),
-    "granite": llama_like(
-        "granite",
+    "granite": llama_like("granite", pre="refact", keys=GRANITE),
+    "granitemoeshared": llama_like(
+        "granitemoe",
         pre="refact",
-        keys={
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
+        keys={**GRANITE, **EXPERTS, "expert_shared_feed_forward_length": "shared_intermediate_size"},
+        layer={
+            "block_sparse_moe.router": "ffn_gate_inp",
+            "block_sparse_moe.experts.gate_up_proj": ("", changes.gate_and_up),
+            "block_sparse_moe.experts.down_proj": "ffn_down_exps.weight",
+            "shared_mlp.input_linear.weight": ("", changes.shared_gate_and_up),
+            "shared_mlp.output_linear": "ffn_down_shexp",
         },
     ),
     "qwen2": Layout("qwen2", USUAL, USUAL_LAYER, MODEL),
@@ -348,34 +400,7 @@ LAYOUTS: dict[str, Layout] = {
         pre="gpt-4o",
     ),
     "lfm2": Layout(
-        "lfm2",
-        {
-            **SIZES,
-            **ROTATION,
-            **VOCABULARY,
-            "feed_forward_length": _adjusted_width,
-            "attention.layer_norm_rms_epsilon": "norm_eps",
-            "attention.head_count_kv": _head_counts,
-            "shortconv.l_cache": "conv_L_cache",
-        },
-        {
-            "operator_norm": "attn_norm",
-            "ffn_norm": "ffn_norm",
-            "conv.conv": ("shortconv.conv", changes.squeezed),
-            "conv.in_proj": "shortconv.in_proj",
-            "conv.out_proj": "shortconv.out_proj",
-            "self_attn.q_proj": "attn_q",
-            "self_attn.k_proj": "attn_k",
-            "self_attn.v_proj": "attn_v",
-            "self_attn.out_proj": "attn_output",
-            "self_attn.q_layernorm": "attn_q_norm",
-            "self_attn.k_layernorm": "attn_k_norm",
-            "feed_forward.w1": "ffn_gate",
-            "feed_forward.w2": "ffn_down",
-            "feed_forward.w3": "ffn_up",
-        },
-        {"model.embed_tokens": "token_embd", "model.embedding_norm": "token_embd_norm", "lm_head": "output"},
-        pre="lfm2",
+        "lfm2", {**LFM2, "feed_forward_length": _adjusted_width}, LFM2_LAYER, LFM2_MODEL, pre="lfm2"
     ),
     "falcon": Layout(
         "falcon",
@@ -585,18 +610,138 @@ LAYOUTS: dict[str, Layout] = {
         MODEL,
         pre="exaone-moe",
     ),
-    "cohere": Layout(
-        "command-r",
-        {
-            **SIZES,
-            **BASE,
-            "attention.layer_norm_epsilon": "layer_norm_eps",
-            "logit_scale": "logit_scale",
-            "rope.scaling.type": always("none"),
-        },
-        {**USUAL_LAYER, **HEAD_NORMS},
+    "cohere": Layout("command-r", COHERE, {**USUAL_LAYER, **HEAD_NORMS}, MODEL, pre="command-r"),
+    "cohere2": Layout(
+        "cohere2",
+        {**COHERE, **HEAD, **VOCABULARY, **ROTATED, "attention.sliding_window": "sliding_window"},
+        USUAL_LAYER,
         MODEL,
         pre="command-r",
+    ),
+    "olmo3": Layout(
+        "olmo2",
+        {
+            **USUAL,
+            "rope.freq_base_swa": lambda config: rotation_of(config, "sliding_attention")["rope_theta"],
+            "attention.sliding_window": "sliding_window",
+            "attention.sliding_window_pattern": _windowed,
+        },
+        {**ATTENTION, **HEAD_NORMS, **GATED, **AFTER_NORMS},
+        MODEL,
+        pre="dbrx",
+    ),
+    "olmoe": Layout(
+        "olmoe", {**USUAL, **EXPERTS}, {**NORMS, **ATTENTION, **HEAD_NORMS, **MIXED}, MODEL, pre="olmo"
+    ),
+    "glm4": Layout(
+        "glm4",
+        {**USUAL, **ROTATED},
+        {
+            **NORMS,
+            **ATTENTION,
+            "mlp.gate_up_proj": "ffn_up",
+            "mlp.down_proj": "ffn_down",
+            "post_self_attn_layernorm": "post_attention_norm",
+            "post_mlp_layernorm": "post_ffw_norm",
+        },
+        MODEL,
+        pre="glm4",
+    ),
+    "hunyuan_v1_dense": Layout("hunyuan-dense", USUAL, {**USUAL_LAYER, **HUNYUAN_NORMS}, MODEL, pre="hunyuan-dense"),
+    "hunyuan_v1_moe": Layout(
+        "hunyuan-moe",
+        {
+            **USUAL,
+            "expert_count": "num_experts",
+            "expert_used_count": lambda config: config.moe_topk[0],
+            "expert_feed_forward_length": "intermediate_size",
+            "expert_shared_count": always(1),
+            "expert_shared_feed_forward_length": "intermediate_size",
+        },
+        {
+            **NORMS,
+            **ATTENTION,
+            **HUNYUAN_NORMS,
+            **MIXED,
+            "mlp.gate.wg": "ffn_gate_inp",
+            "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
+            "mlp.shared_mlp.up_proj": "ffn_up_shexp",
+            "mlp.shared_mlp.down_proj": "ffn_down_shexp",
+        },
+        MODEL,
+        pre="hunyuan",
+    ),
+    "gpt_neox": Layout(
+        "gptneox",
+        {
+            **{key: value for key, value in SIZES.items() if key != "attention.head_count_kv"},
+            **ROTATED,
+            "use_parallel_residual": "use_parallel_residual",
+            "attention.layer_norm_epsilon": "layer_norm_eps",
+        },
+        {
+            **NORMS,
+            "mlp.dense_h_to_4h": "ffn_up",
+            "mlp.dense_4h_to_h": "ffn_down",
+            "attention.dense": "attn_output",
+            "attention.query_key_value": ("attn_qkv", changes.queries_before_keys),
+        },
+        {"gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm", "lm_head": "output"},
+        "gpt_neox.layers",
+        pre="olmo",
+    ),
+    "phi": Layout(
+        "phi2",
+        {
+            **SIZES,
+            **ROTATED,
+            "feed_forward_length": lambda config: 4 * config.hidden_size,
+            "attention.head_count_kv": "num_attention_heads",
+            "attention.layer_norm_epsilon": "layer_norm_eps",
+        },
+        {**NORMS, **ATTENTION, "self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"},
+        {**MODEL, "model.final_layernorm": "output_norm"},
+        pre="phi-2",
+    ),
+    "lfm2_moe": Layout(
+        "lfm2moe",
+        {
+            **LFM2,
+            **EXPERTS,
+            **EXPERT_WIDTH,
+            "leading_dense_block_count": "num_dense_layers",
+            "expert_gating_func": always(2),
+        },
+        {
+            **LFM2_LAYER,
+            "feed_forward.gate": "ffn_gate_inp",
+            "feed_forward.experts.gate_up_proj": ("", changes.gate_and_up),
+            "feed_forward.experts.down_proj": "ffn_down_exps.weight",
+            "feed_forward.expert_bias": "exp_probs_b.bias",
+        },
+        LFM2_MODEL,
+        pre="lfm2",
+    ),
+    "ernie4_5_moe": Layout(
+        "ernie4_5-moe",
+        {
+            **USUAL,
+            **EXPERT_WIDTH,
+            "expert_count": "moe_num_experts",
+            "expert_used_count": "moe_k",
+            "interleave_moe_layer_step": "moe_layer_interval",
+            "leading_dense_block_count": "moe_layer_start_index",
+            "expert_shared_count": "moe_num_shared_experts",
+            "expert_shared_feed_forward_length": lambda config: config.intermediate_size // config.num_key_value_heads,
+        },
+        {
+            **USUAL_LAYER,
+            **MIXED,
+            **SHARED,
+            "mlp.gate.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
+        },
+        MODEL,
+        pieces=True,
     ),
     "dots1": Layout(
         "dots1", {**USUAL, **ROUTED}, {**USUAL_LAYER, **HEAD_NORMS, **MIXED, **SHARED}, MODEL

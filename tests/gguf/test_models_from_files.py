@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -35,7 +36,9 @@ UNDER_RULES = [
 IDS = torch.randint(5, 250, (1, WHOLE), generator=torch.Generator().manual_seed(0))
 
 
+@cache
 def loaded(path):
+    """The model of a file, which no test changes."""
     return load_model(path, dtype="float32", device="cpu").model
 
 

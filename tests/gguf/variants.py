@@ -82,6 +82,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
     ),
     "olmo": ("olmo", {"clip_qkv": 1.5}),
+    "granitemoe": (
+        "granitemoeshared",
+        {
+            **_LOCAL_EXPERTS,
+            "shared_intermediate_size": 32,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+        },
+    ),
     "qwen2": ("qwen2", _rotation(theta=1e6)),
     "qwen2moe": ("qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 64, "norm_topk_prob": False}),
     "qwen3": ("qwen3", {**_DIM, **_rotation(theta=1e6)}),
@@ -143,6 +154,56 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron": ("nemotron", {"partial_rotary_factor": 0.5, "norm_eps": 1e-3}),
     "minimax-m2": ("minimax_m2", {**_DIM, **_LOCAL_EXPERTS, "rotary_dim": 16}),
     "mamba": ("mamba", {"state_size": 8, "use_mambapy": False, **_TIED}),
+    "olmo2": ("olmo2", {}),
+    "olmo2: OLMo 3": (
+        "olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": WINDOW,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e5},
+            },
+        },
+    ),
+    "command-r": ("cohere", {**_TIED, "logit_scale": 0.3}),
+    "cohere2": (
+        "cohere2",
+        {**_TIED, "logit_scale": 0.3, "num_hidden_layers": 4, "sliding_window": WINDOW, "head_dim": 16},
+    ),
+    "glm4": ("glm4", {**_DIM, "partial_rotary_factor": 0.5, "attention_bias": True}),
+    "seed_oss": ("seed_oss", {**_DIM, "attention_bias": True}),
+    "exaone4": ("exaone4", {**_DIM, "num_hidden_layers": 4, "sliding_window": WINDOW, "sliding_window_pattern": 4}),
+    "ernie4_5": ("ernie4_5", {**_DIM, **_rotation(theta=1e5)}),
+    "hunyuan-dense": ("hunyuan_v1_dense", _DIM),
+    "gptneox": ("gpt_neox", _rotation(partial_rotary_factor=0.25)),
+    "phi2": ("phi", {"partial_rotary_factor": 0.5, "num_key_value_heads": 4, "intermediate_size": 256}),
+    "lfm2moe": (
+        "lfm2_moe",
+        {
+            **_EXPERTS,
+            **_TIED,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "conv_L_cache": 3,
+        },
+    ),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "ernie4_5-moe": (
+        "ernie4_5_moe",
+        {
+            "intermediate_size": 64,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": 32,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 2,
+        },
+    ),
+    "hunyuan-moe": (
+        "hunyuan_v1_moe", {"head_dim": 16, "num_experts": 4, "moe_topk": [2] * 3, "num_shared_expert": 1}
+    ),
     "dots1": ("dots1", {**_DIM, **_ROUTED, "sliding_window": None}),
     "glm4moe": (
         "glm4_moe", {**_DIM, **_ROUTED, "partial_rotary_factor": 0.5, "use_qk_norm": True, "attention_bias": True}
@@ -163,6 +224,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 #: Settings that these have by other names.
 _NOT_THEIRS = {
+    "gpt_neox": ("num_key_value_heads",),
     "falcon": ("num_key_value_heads", "intermediate_size"),
     "bloom": tuple(_BASE.keys() - {"hidden_size"}),
     "gpt2": tuple(_BASE),
