@@ -192,6 +192,11 @@ GRANITE: dict[str, Value] = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+GRANITE_EXPERTS: dict[str, Place] = {
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "block_sparse_moe.experts.gate_up_proj": ("", changes.gate_and_up),
+    "block_sparse_moe.experts.down_proj": "ffn_down_exps.weight",
+}
 COHERE: dict[str, Value] = {
     **SIZES,
     **BASE,
@@ -273,14 +278,13 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "arcee": llama_like("arcee", pre="llama-bpe"),
     "granite": llama_like("granite", pre="refact", keys=GRANITE),
+    "granitemoe": llama_like("granitemoe", pre="refact", keys={**GRANITE, **EXPERTS}, layer=GRANITE_EXPERTS),
     "granitemoeshared": llama_like(
         "granitemoe",
         pre="refact",
         keys={**GRANITE, **EXPERTS, "expert_shared_feed_forward_length": "shared_intermediate_size"},
         layer={
-            "block_sparse_moe.router": "ffn_gate_inp",
-            "block_sparse_moe.experts.gate_up_proj": ("", changes.gate_and_up),
-            "block_sparse_moe.experts.down_proj": "ffn_down_exps.weight",
+            **GRANITE_EXPERTS,
             "shared_mlp.input_linear.weight": ("", changes.shared_gate_and_up),
             "shared_mlp.output_linear": "ffn_down_shexp",
         },

@@ -83,10 +83,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo": ("olmo", {"clip_qkv": 1.5}),
     "granitemoe": (
-        "granitemoeshared",
+        "granitemoe",
         {
             **_LOCAL_EXPERTS,
-            "shared_intermediate_size": 32,
             "attention_multiplier": 0.2,
             "residual_multiplier": 0.5,
             "embedding_multiplier": 3.0,
