@@ -31,27 +31,39 @@ NEUTRAL: tuple[Any, ...] = (0, 0.0, False, "none", "", [])
 OF_THE_LAYOUT = ("attention.head_count", "attention.head_count_kv")
 #: Where 0 is no cap and no clamp.
 NONE_WHERE_ZERO = ("attn_logit_softcapping", "final_logit_softcapping", "attention.clamp_kqv")
-#: What stands for a key that is not there: architecture, key -> value of the setting.
-DEFAULTS: dict[tuple[str, str], Any] = {
-    ("gemma2", "attn_logit_softcapping"): 50.0,
-    ("gemma2", "final_logit_softcapping"): 30.0,
-    ("gemma3", "final_logit_softcapping"): None,
-    ("granite", "attention.scale"): 0.25,
-    ("granite", "embedding_scale"): 1.0,
-    ("granite", "residual_scale"): 1.0,
-    ("granite", "logit_scale"): 1.0,
-    ("olmo", "attention.clamp_kqv"): None,
-    ("dots1", "expert_weights_scale"): 1.0,
-    ("dots1", "expert_weights_norm"): False,
-    ("glm4moe", "expert_weights_scale"): 1.0,
-    ("glm4moe", "expert_weights_norm"): False,
-    ("exaone-moe", "expert_weights_scale"): 1.0,
-    ("exaone-moe", "expert_weights_norm"): False,
+_GRANITE = {
+    "attention.scale": ("attention_multiplier", 0.25),
+    "embedding_scale": ("embedding_multiplier", 1.0),
+    "residual_scale": ("residual_multiplier", 1.0),
+    "logit_scale": ("logits_scaling", 1.0),
+}
+_ROUTED = {"expert_weights_scale": ("routed_scaling_factor", 1.0), "expert_weights_norm": ("norm_topk_prob", False)}
+_FULL = ("layer_types", "full_attention")
+#: What stands for a key that is not there: architecture -> key -> (setting, its value; of each layer the same).
+DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
+    "gemma2": {
+        "attn_logit_softcapping": ("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": ("final_logit_softcapping", 30.0),
+        "attention.sliding_window": ("sliding_window", 4096),
+    },
+    "gemma3": {
+        "final_logit_softcapping": ("final_logit_softcapping", None),
+        "attention.sliding_window": _FULL,
+    },
+    "exaone4": {"attention.sliding_window": ("sliding_window", None), "attention.sliding_window_pattern": _FULL},
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE,
+    "olmo": {"attention.clamp_kqv": ("clip_qkv", None)},
+    "dots1": _ROUTED,
+    "glm4moe": _ROUTED,
+    "exaone-moe": _ROUTED,
 }
 _ROTATION = re.compile(
     r"rope\.(freq_base|freq_base_swa|dimension_count|scale_linear"
     r"|scaling\.(type|factor|original_context_length|yarn_beta_fast|yarn_beta_slow|yarn_attn_factor))"
 )
+#: Of Mistral 3.
+_BY_POSITION = ("rope.scaling.yarn_log_multiplier", "attention.temperature_scale")
 
 
 @dataclass(frozen=True)
@@ -105,15 +117,17 @@ class Base:
         """The logits that the changed file stands for, where they are those of a model with other settings."""
         setting = layout_of(self.original.config).keys.get(suffix)
         settings = self.original.config.to_dict()
-        if _ROTATION.fullmatch(suffix):
+        if _ROTATION.fullmatch(suffix) or (suffix in _BY_POSITION and self.architecture == "mistral3"):
             settings["rope_parameters"] = self._rotation({**self.said, f"{self.architecture}.{suffix}": value})
             if settings["rope_parameters"] is None:
                 return None
-        elif isinstance(setting, str) and suffix not in OF_THE_LAYOUT:
-            if value is None and (self.architecture, suffix) not in DEFAULTS:
+        elif value is None:
+            if suffix not in DEFAULTS.get(self.architecture, {}):
                 return None
-            off = value == 0 and suffix in NONE_WHERE_ZERO
-            settings[setting] = DEFAULTS[self.architecture, suffix] if value is None else None if off else value
+            name, default = DEFAULTS[self.architecture][suffix]
+            settings[name] = [default] * len(settings[name]) if isinstance(settings[name], list) else default
+        elif isinstance(setting, str) and suffix not in OF_THE_LAYOUT:
+            settings[setting] = None if value == 0 and suffix in NONE_WHERE_ZERO else value
         else:
             return None
         try:
@@ -134,7 +148,7 @@ class Base:
         rotated = said.get("rope.dimension_count", dim)
         if rotated != dim and "partial_rotary_factor" not in old:
             return None
-        new = {name: value for name, value in old.items() if name in ("mscale", "truncate") or name.endswith("_beta")}
+        new = {"truncate": old["truncate"]} if "truncate" in old else {}
         new |= {"rope_theta": said.get("rope.freq_base", 1e4)}
         new |= {"partial_rotary_factor": rotated / dim} if "partial_rotary_factor" in old else {}
         factor = said.get("rope.scaling.factor", said.get("rope.scale_linear", 0)) or 1
@@ -145,8 +159,11 @@ class Base:
                 "attention_factor": said.get("rope.scaling.yarn_attn_factor"),
                 "beta_fast": said.get("rope.scaling.yarn_beta_fast"),
                 "beta_slow": said.get("rope.scaling.yarn_beta_slow"),
-                "mscale_all_dim": old.get("mscale_all_dim"),
             }
+            if "llama_4_scaling_beta" in old:
+                more["llama_4_scaling_beta"] = said.get("attention.temperature_scale", 0.0)
+                if multiplier := said.get("rope.scaling.yarn_log_multiplier"):
+                    more |= {"mscale": 1.0, "mscale_all_dim": multiplier}
             new |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
             new |= {name: value for name, value in more.items() if value is not None}
         elif kind == "linear" and factor != 1:

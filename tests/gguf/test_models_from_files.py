@@ -14,7 +14,6 @@ from hetero_kv import HeteroCache, inject, load_model, open_model
 from hetero_kv.models import ModelError
 from hetero_kv.rules.matching import InjectionError
 from tests.gguf.conversion import write
-from tests.gguf.layouts import LAYOUTS
 from tests.gguf.variants import VARIANTS, tiny_model, vocabulary_of
 
 Q8_0 = GGMLQuantizationType.Q8_0
@@ -26,6 +25,8 @@ PACKED_TOLERANCE = 0.25
 COVERING = {"max_seq_len": 128, "kv_type": "FP32"}
 #: The rules of `dense` are for modules of other names, or there is no attention.
 WITHOUT_RULES = {"falcon", "bloom", "mamba"}
+#: Whose files this package does not write yet: heads of the state are reordered.
+WITHOUT_LAYOUT = {"qwen35", "qwen35moe", "qwen3next"}
 #: One of each way in which layers differ; the others are slow.
 QUICK = ("llama: biases", "qwen3moe", "gemma3", "gpt-oss", "lfm2")
 UNDER_RULES = [
@@ -118,8 +119,6 @@ def test_rules_that_find_no_attention_are_refused_by_name(written, name):
 
 
 def test_an_architecture_without_a_table_is_refused_by_name(written, tmp_path):
-    layouts = {layout.architecture for layout in LAYOUTS.values()}
-    assert {name.partition(":")[0] for name in VARIANTS} == set(ARCHITECTURES) & layouts
     model = written("qwen2").original
     path = write(tmp_path / "unknown.gguf", model, vocabulary_of("qwen2"))
     path.write_bytes(path.read_bytes().replace(b"qwen2", b"qwen9"))
@@ -128,7 +127,7 @@ def test_an_architecture_without_a_table_is_refused_by_name(written, tmp_path):
 
 
 def test_every_architecture_with_a_table_has_a_variant():
-    assert set(ARCHITECTURES) <= {name.partition(":")[0] for name in VARIANTS}
+    assert set(ARCHITECTURES) - WITHOUT_LAYOUT <= {name.partition(":")[0] for name in VARIANTS}
 
 
 def test_a_variant_is_always_the_same_model():
