@@ -51,6 +51,7 @@ DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
         "attention.sliding_window": _FULL,
     },
     "exaone4": {"attention.sliding_window": ("sliding_window", None), "attention.sliding_window_pattern": _FULL},
+    "command-r": {"logit_scale": ("logit_scale", 1.0)},
     "granite": _GRANITE,
     "granitemoe": _GRANITE,
     "olmo": {"attention.clamp_kqv": ("clip_qkv", None)},
@@ -101,7 +102,10 @@ class Base:
             return None if same else "is gone, and the logits are others"
         if same:
             known = self.said.get(key)
-            neutral = value in NEUTRAL or (value == 1 and suffix.endswith(("factor", "scale")))
+            neutral = value in NEUTRAL or (value == 1 and suffix.endswith(("factor", "scale", "causal")))
+            # The text is longer than either, and what scales attention is another key.
+            short = suffix == "rope.scaling.original_context_length" and isinstance(value, int)
+            neutral |= short and value < IDS.shape[1]
             return None if neutral or value == known else "is passed over"
         known = suffix in layout_of(self.original.config).keys or suffix.startswith("rope.")
         return None if known else "changes the logits, and is no key of such a model"
@@ -126,7 +130,7 @@ class Base:
                 return None
             name, default = DEFAULTS[self.architecture][suffix]
             settings[name] = [default] * len(settings[name]) if isinstance(settings[name], list) else default
-        elif isinstance(setting, str) and suffix not in OF_THE_LAYOUT:
+        elif isinstance(setting, str) and suffix not in OF_THE_LAYOUT and not isinstance(value, list):
             settings[setting] = None if value == 0 and suffix in NONE_WHERE_ZERO else value
         else:
             return None
@@ -154,7 +158,7 @@ class Base:
         factor = said.get("rope.scaling.factor", said.get("rope.scale_linear", 0)) or 1
         kind = said.get("rope.scaling.type", "linear")
         if kind == "yarn":
-            length = said.get("rope.scaling.original_context_length", config.max_position_embeddings)
+            length = said.get("rope.scaling.original_context_length") or config.max_position_embeddings
             more = {
                 "attention_factor": said.get("rope.scaling.yarn_attn_factor"),
                 "beta_fast": said.get("rope.scaling.yarn_beta_fast"),
