@@ -50,7 +50,6 @@ DEFAULTS: dict[str, dict[str, tuple[str, Any]]] = {
         "final_logit_softcapping": ("final_logit_softcapping", None),
         "attention.sliding_window": _FULL,
     },
-    "exaone4": {"attention.sliding_window": ("sliding_window", None), "attention.sliding_window_pattern": _FULL},
     "command-r": {"logit_scale": ("logit_scale", 1.0)},
     "granite": _GRANITE,
     "granitemoe": _GRANITE,
@@ -125,6 +124,9 @@ class Base:
             settings["rope_parameters"] = self._rotation({**self.said, f"{self.architecture}.{suffix}": value})
             if settings["rope_parameters"] is None:
                 return None
+        elif value is None and self.architecture == "exaone4" and suffix.startswith("attention.sliding_window"):
+            # A model without windows, as the small one is.
+            settings |= {"sliding_window": None, "layer_types": ["full_attention"] * len(settings["layer_types"])}
         elif value is None:
             if suffix not in DEFAULTS.get(self.architecture, {}):
                 return None
