@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from hetero_kv.models.gguf.architectures import ARCHITECTURES
-from hetero_kv.models.gguf.keys import WITHOUT_EFFECT
 from transformers import AutoModelForCausalLM
 
+from hetero_kv.models.gguf.architectures import ARCHITECTURES
+from hetero_kv.models.gguf.keys import WITHOUT_EFFECT
 from tests.gguf.conversion import layout_of, metadata
 
 IDS = torch.randint(5, 250, (1, 40), generator=torch.Generator().manual_seed(0))

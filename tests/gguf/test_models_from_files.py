@@ -8,10 +8,10 @@ from itertools import pairwise
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from hetero_kv.models.gguf.architectures import ARCHITECTURES
 
 from hetero_kv import HeteroCache, inject, load_model, open_model
 from hetero_kv.models import ModelError
+from hetero_kv.models.gguf.architectures import ARCHITECTURES
 from hetero_kv.rules.matching import InjectionError
 from tests.gguf.conversion import write
 from tests.gguf.variants import VARIANTS, tiny_model, vocabulary_of
