@@ -46,6 +46,7 @@ lint: $(TESTED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python .ci/commit_subjects.py
 
 format: $(TESTED)
 	$(BIN)/ruff check --fix .
