@@ -109,15 +109,14 @@ _NO_INFLUENCE = frozenset(
 )
 
 
-# What a decoder layer hands on beside that, with a meaning of its own.
+# Keyword arguments of a decoder layer that the engine itself reads.
 _OF_LAYERS = frozenset({"attention_mask", "hidden_states", *CACHE_NAMES})
 
 
 def changes_attention(kwargs: Mapping[str, Any]) -> bool:
-    """Whether a decoder layer's keyword arguments have one beside these that attention might compute by.
+    """Whether a decoder layer's keyword arguments include one that may change what attention computes.
 
-    What takes the place of its attention function's caller leaves such arguments to it, which refuses what is not
-    known.
+    A fused layer leaves such a call to the wrapped module, whose attention function refuses arguments it does not know.
     """
     return any(
         value is False if name == "is_causal" else value is not None and value is not False

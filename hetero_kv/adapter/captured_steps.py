@@ -1,10 +1,12 @@
-"""Decoded tokens on a GPU by CUDA graphs: what lies between two attentions is captured once and launched as a whole.
+"""CUDA graphs for decoded tokens: the model's code between two attention calls is captured once and then replayed.
 
-A model's kernels have constant shapes and addresses from token to token, but for its attention's. So a token's forward
-is recorded with every attention left out: as many segments as it has attentions, and one more. Later tokens launch the
-segments, and between them layers do with the token's queries, keys and values what they always do. The model's own code
-runs while it is recorded, and not again: what it would do anew for every token beside launching kernels is refused.
-What waits for the device is found before, in a token that runs as it is, since a capture that fails harms torch.
+Only attention changes its shapes and addresses from token to token. A forward with L attention calls is therefore
+captured as L + 1 segments with the attention left out. A later token replays the segments; between two of them the
+layer's operator attends with the token's queries, keys and values as usual.
+
+The model's Python code does not run during a replay. A model whose code does more per token than launch kernels is
+refused. An eager token runs first and shows whether the code waits for the device, because a capture that fails leaves
+torch in a bad state.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.errors import is_out_of_memory
 
-# Tokens that run as they are first: what is made or tried once is none to be captured, nor does it count in the last of
-# them, in which is looked for what cannot be.
+# Eager tokens before a capture. The first pays for one-time allocations and trials; the last one is checked for code
+# that cannot be captured.
 _WARM_UP = 2
-# Kinds of call (rows, arguments) that are kept captured.
+# Captured kinds of call (rows, arguments) that are kept.
 _KEPT = 4
 
 _Key = tuple[Any, ...]

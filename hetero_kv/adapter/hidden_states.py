@@ -64,8 +64,10 @@ def tables_stay_on_gpu(model: nn.Module) -> bool:
 
 @contextmanager
 def head_wants(model: nn.Module, call: ModelCall) -> Iterator[None]:
-    """Within this context a model's head is called, with as many last tokens as `call` says: nobody sees the others'
-    last hidden states, unless there is something foreign behind the layers."""
+    """Within this context the last layer computes only the tokens whose logits `call` keeps (`logits_to_keep`).
+
+    All tokens are computed where a hook could see the hidden states of the others.
+    """
     wanted = call.arguments.get("logits_to_keep", 0)
     is_number = isinstance(wanted, int) and not (wanted and call.shape[1] > 1 and is_heard(model, ChunkedDecoderLayer))
     token = chunking.WANTED.set(wanted if is_number else 0)

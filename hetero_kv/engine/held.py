@@ -1,4 +1,4 @@
-"""What a context that is gone on from has already, and where: it is planned for what comes beside."""
+"""The part of a sequence that is stored already when memory is planned, as for a context that is loaded from a file."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from typing import NamedTuple
 
 
 class Held(NamedTuple):
-    """What is there of a cache's sequences before memory is planned for them.
+    """The stored beginning of a cache's sequences.
 
     Attributes:
-        tokens: stored of each sequence, the fewest.
-        mapped: bytes of blocks that lie in files as they are in memory: their pages are read as they are needed, and
-            may be dropped again.
+        tokens: stored tokens of the shortest sequence.
+        mapped: bytes of blocks that are mapped from files. The system reads their pages on use and may drop them again.
     """
 
     tokens: int = 0
     mapped: int = 0
 
     def first(self, tokens: int) -> Held:
-        """What of it the first `tokens` of each sequence have."""
+        """The part that belongs to the first `tokens` of each sequence."""
         return Held(tokens, self.mapped * tokens // self.tokens) if tokens < self.tokens else self
 
 

@@ -1,4 +1,4 @@
-"""What layers are told of a device behind all layers: read once per forward, before its tokens are stored."""
+"""Reads of device numbers that are deferred to the end of a forward: one wait per device, before tokens are stored."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gpu_ops.host_copies import on_host
 
 
 class Watched(NamedTuple):
-    """A number that a layer has left behind.
+    """A device number that a layer needs on the host.
 
     Attributes:
-        number: float32 without dimensions, on any device.
-        told: is called with the number; raises an error for one that the tokens are refused for.
+        number: float32 scalar tensor, on any device.
+        told: receives the number; raises an error if the forward's tokens must be refused.
     """
 
     number: torch.Tensor
@@ -23,11 +23,11 @@ class Watched(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """What a layer has on its way to DRAM.
+    """A tensor that a layer copies to DRAM.
 
     Attributes:
-        tensor: on any device, and not written to in this forward.
-        arrived: is called with it on the CPU, where no number that is watched is refused.
+        tensor: on any device; nothing writes to it during this forward.
+        arrived: receives the copy on the CPU, after every number has been accepted.
     """
 
     tensor: torch.Tensor
@@ -35,9 +35,9 @@ class Arriving(NamedTuple):
 
 
 def tell_all(watched: Sequence[Watched], arriving: Sequence[Arriving] = ()) -> None:
-    """Look at all numbers, and hand on what arrives, with one wait for each device.
+    """Pass all numbers and tensors to their layers, with one wait per device.
 
-    Raises what the first of them to complain raises.
+    Raises the first error that a layer raises.
     """
     devices = [each.number.device for each in watched] + [each.tensor.device for each in arriving]
     for device in dict.fromkeys(devices):
