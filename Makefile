@@ -14,7 +14,7 @@ TIMES  ?= 100
 # For the newest versions of everything, with PYTHON.
 NEWEST := .venv-newest/$(notdir $(PYTHON))
 
-.PHONY: chat test test-newest test-cuda test-slow campaign mutations lint format docs bench gpu-check gpu-bench clean
+.PHONY: chat test test-newest test-cuda test-slow campaign mutations lint format docs bench bench-report gpu-check gpu-bench clean
 
 chat: $(READY)  ## install, fetch the default model, open the chat in long-context mode
 	$(BIN)/python local_chat.py --mode long_context --config $(CONFIG) $(ARGS)
@@ -57,6 +57,11 @@ docs: $(READY)  ## docs/configuration.md, from the settings' dataclasses
 
 bench: $(READY)  ## speed, each as a ratio against a peer in the same run
 	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-report: $(READY)  ## the tables of the documents, from benchmarks/results/, and the plots of these tables
+	$(BIN)/python -m benchmarks.report
+	$(BIN)/python -m benchmarks.results_plots docs/results.md
+	$(BIN)/python -m benchmarks.peers --recorded --plot docs/peers.png
 
 gpu-check: $(READY)  ## whether everything computes and fits on this machine's GPU; a few minutes, no network
 	$(BIN)/python -m benchmarks.gpu_check $(ARGS)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.peers [--model NAME] [--lengths 512,2048,8192] [--repeats 5] [--llama_python PYTHON]
                                [--transformers] [--threads N] [--plot FILE.png] [--json FILE]
+    python -m benchmarks.peers --recorded --plot docs/peers.png
 
 llama.cpp runs the same GGUF file with flash attention, in a process of its own under the Python given (or this one),
 which needs `llama-cpp-python`; without it only this project is measured. At each length every engine prefills the same
@@ -28,7 +29,9 @@ from rich.table import Table
 from transformers import DynamicCache
 
 from benchmarks import GIVEN_ENVIRONMENT
+from benchmarks.figures import Label, label_lines, new_figure, save
 from benchmarks.goals import verdicts_table
+from benchmarks.report import CURRENT, load
 from benchmarks.timing import interleaved_medians, seconds
 from hetero_kv import HeteroCache, inject, open_model
 from hetero_kv.models import DEFAULT_MODEL, load_model
@@ -217,33 +220,39 @@ def show(measured: Sequence[Measured]) -> None:
     Console().print(table, goals)
 
 
-def plot(measured: Sequence[Measured], path: str) -> None:
-    """Milliseconds per token against the length of the context."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    names = dict.fromkeys(each.engine for each in measured)
-    for name in names:
-        of_engine = [each for each in measured if each.engine == name]
-        label = {"dense": "hetero-kv, everything", "sparse": f"hetero-kv, {BUDGET:,} tokens"}.get(name, name)
-        axes.plot([e.length for e in of_engine], [e.decode * 1e3 for e in of_engine], marker="o", label=label)
+def plot(measured: Sequence[Measured], path: Path) -> None:
+    """Milliseconds per token against the length of the context, a labelled line for each engine."""
+    figure, axes = new_figure()
+    labels = []
+    for number, name in enumerate(dict.fromkeys(each.engine for each in measured)):
+        of_engine = [(each.length, each.decode * 1e3) for each in measured if each.engine == name]
+        axes.plot(*zip(*of_engine, strict=True), marker="o", color=f"C{number}")
+        called = {"dense": "hetero-kv, all tokens", "sparse": f"hetero-kv, {BUDGET:,} tokens"}.get(name, name)
+        labels.append(Label(called, *of_engine[-1], f"C{number}"))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     lengths = sorted({each.length for each in measured})
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 3)
+    axes.minorticks_off()
     times = [each.decode * 1e3 for each in measured]
     marks = [mark for mark in _MARKS if min(times) / 1.5 <= mark <= max(times) * 1.5]
     axes.set_yticks(marks, [f"{mark:,}" for mark in marks])
-    axes.yaxis.set_minor_locator(ticker.NullLocator())
-    axes.set_xlabel("tokens of context")
-    axes.set_ylabel("ms per decoded token")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    axes.set_xlabel("context, tokens")
+    axes.set_ylabel("time per decoded token, ms")
+    axes.set_title("Decode time by context (lower is better)", fontsize=10)
+    label_lines(figure, axes, labels)
+    save(figure, axes, path)
+
+
+def recorded() -> list[Measured]:
+    """The current decode times of the record `peers`, one per engine and length."""
+    found = []
+    for entry in load("peers").measurements:
+        if entry.status == CURRENT and entry.columns[0] == "tokens":
+            for tokens, engine, decode, _, prefill, *_ in entry.rows:
+                found.append(Measured(engine, int(tokens.replace(",", "")), float(decode) / 1e3, float(prefill)))
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -256,9 +265,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own = sys.executable if importlib.util.find_spec("llama_cpp") else None
     parser.add_argument("--llama_python", default=own, help="a Python that has llama-cpp-python; none: left out")
     parser.add_argument("--transformers", action="store_true", help="the untouched model too")
-    parser.add_argument("--plot", default=None)
+    parser.add_argument("--plot", type=Path, default=None)
+    parser.add_argument("--recorded", action="store_true", help="measure nothing: show and plot the record `peers`")
     parser.add_argument("--json", default=None)
     given = parser.parse_args(arguments)
+    if given.recorded:
+        finish(recorded(), given)
+        return
     lengths = [int(length) for length in given.lengths.split(",")]
     set_threads(given.threads)
     engines: dict[str, Any] = {name: Ours(given.model, name, max(lengths) + 512) for name in _OURS}
@@ -266,7 +279,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         engines[LLAMA] = LlamaCpp(given.llama_python, given.model, given.threads)
     if given.transformers:
         engines[TRANSFORMERS] = Untouched(given.model)
-    measured = measure(engines, lengths, given.repeats, source_tokens(given.model, max(lengths)))
+    finish(measure(engines, lengths, given.repeats, source_tokens(given.model, max(lengths))), given)
+
+
+def finish(measured: Sequence[Measured], given: argparse.Namespace) -> None:
+    """Print what was measured, and write the files that the flags name."""
     show(measured)
     if given.plot:
         plot(measured, given.plot)

@@ -3,7 +3,7 @@
     python -m benchmarks.results_plots docs/results.md
 
 Draws every picture `results-PART-LENGTH.png` that the page shows, beside it: of fidelity the divergence against the
-bytes read, both logarithmic, of scored tasks the score against the budget, a line for each recipe.
+bytes read, both logarithmic, of scored tasks the score against the budget, a labelled line for each recipe.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.figures import label_decades, new_figure, save
+from benchmarks.figures import Label, label_decades, label_lines, new_figure, save
 from hetero_kv.errors import HeteroKVError
 
 FIDELITY = "fidelity"
@@ -90,29 +90,40 @@ def plot(table: Table, path: Path) -> None:
     """Divergence against bytes, or score against budget; what recipes do as shipped is a star."""
     figure, axis = new_figure()
     fidelity = table.part == FIDELITY
+    labels = []
     for number, recipe in enumerate(dict.fromkeys(point.recipe for point in table.points)):
         own = [point for point in table.points if point.recipe == recipe]
         line = sorted(_place(point, fidelity) for point in own if point.share is not None)
         style = {"color": f"C{number % 10}", "marker": "osD^v<>PX*"[number % 10]}
         if line:
-            axis.plot(*zip(*line, strict=True), label=recipe, linestyle="--" if number > 9 else "-", **style)
+            axis.plot(*zip(*line, strict=True), linestyle="--" if number > 9 else "-", **style)
+            labels.append(Label(recipe, *line[-1], style["color"]))
         for point in own:
             if fidelity and point.share is None:
-                star = style | {"marker": "*", "markersize": 15, "linestyle": "none"}
-                axis.plot(*_place(point, fidelity), label=f"{recipe}, as shipped", **star)
+                axis.plot(*_place(point, fidelity), **style | {"marker": "*", "markersize": 15, "linestyle": "none"})
+                labels.append(Label(f"{recipe}, as shipped", *_place(point, fidelity), style["color"]))
     axis.set_xscale("log", base=10 if fidelity else 2)
+    axis.margins(x=0.12)
     if fidelity:
         axis.set_yscale("log")
-        axis.set_xlabel("KB that the attention of a layer reads per token")
+        axis.set_xlabel("KB that a decoded token's attention reads in a layer")
         axis.set_ylabel("divergence from full attention, nats")
         label_decades(axis.xaxis, lambda value: f"{value:g}")
+        label_decades(axis.yaxis, lambda value: f"{value:g}")
+        title = "Nearer to full attention: lower. Fewer bytes: further left"
     else:
-        axis.axhline(table.full, color="0.4", linestyle="--", label=_FULL)
-        axis.xaxis.set_major_formatter(lambda value, _: f"1/{round(1 / value)}")
-        axis.set_xlabel("share of the prompt's tokens that is attended to")
-        axis.set_ylabel("score")
-        axis.set_ylim(0, 1.02)
-    axis.set_title(f"{table.part}, {table.length:,} tokens, {table.samples} samples", fontsize=10)
+        axis.set_xticks(shares := sorted({point.share for point in table.points if point.share}))
+        axis.plot([shares[0], shares[-1]], [table.full] * 2, color="0.4", linestyle="--")
+        axis.set_xticklabels(f"1/{round(1 / share)}" for share in shares)
+        axis.minorticks_off()
+        axis.set_xlabel("attended tokens, as a share of the prompt's tokens")
+        axis.set_ylabel("score, share of right answers")
+        axis.set_ylim(-0.06, 1.02)
+        axis.set_xlim(right=shares[-1] * 1.45)
+        labels.insert(0, Label(_FULL, shares[-1], table.full, "0.4"))
+        title = "Right answers by budget"
+    axis.set_title(f"{title} ({table.part}, {table.length:,} tokens, {table.samples} samples)", fontsize=10)
+    label_lines(figure, axis, labels)
     save(figure, axis, path)
 
 
