@@ -1,6 +1,6 @@
 """Prompts of five kinds and one length for the fidelity task, a file each: essays, code, licences, JSON and dialogue.
 
-    python -m benchmarks.fidelity_texts --haystack essays.json --out DIRECTORY [--length 4096] [--samples 20] [--seed 0]
+    python -m benchmarks.fidelity_texts --haystack $ESSAYS --out DIRECTORY [--length 4096] [--samples 20] [--seed 0]
 
 Essays are passages of the haystack; code is modules of Python's standard library; licences are those of the installed
 packages; JSON is the metadata of these packages; a dialogue asks for functions of the standard library, one after the

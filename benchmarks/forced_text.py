@@ -1,6 +1,6 @@
 """What a recipe makes of a text's own tokens: how far from full attention it is, how well it foretells, how surely.
 
-    python -m benchmarks.forced_text --haystack essays.json [--model NAME] [--length 4096] [--fed 96] [--samples 8]
+    python -m benchmarks.forced_text --haystack $ESSAYS [--model NAME] [--length 4096] [--fed 96] [--samples 8]
                                      [--recipes adaptive,quest,...] [--fractions 16] [--shipped adaptive] [--threads N]
 
 Perplexity alone does not tell closeness: an answer may be far from full attention's and foretell a text no worse, for

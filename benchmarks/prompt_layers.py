@@ -1,6 +1,6 @@
 """Prefill of real text by the layers' own steps, and by the short way through them, in turns in one run.
 
-    python -m benchmarks.prompt_layers --haystack essays.json [--model NAME] [--recipe adaptive]
+    python -m benchmarks.prompt_layers --haystack $ESSAYS [--model NAME] [--recipe adaptive]
                                        [--lengths 64,256,1024,4096,16384] [--repeats 5] [--threads N]
 
 The short way (`hetero_kv/adapter/prompt_layer.py`) is what prompts take where a layer has Llama's form. Weights are

@@ -1,6 +1,6 @@
 """The samples behind the page of results: every recipe at equal budgets of attended tokens, and full attention.
 
-    python -m benchmarks.results PART --haystack essays.json --out DIRECTORY [--length 4096] [--samples 20]
+    python -m benchmarks.results PART --haystack $ESSAYS --out DIRECTORY [--length 4096] [--samples 20]
                                  [--recipes adaptive,quest,...] [--fractions 32,16,8] [--shipped adaptive] [--threads N]
                                  [--tasks ruler/vt,...]
 

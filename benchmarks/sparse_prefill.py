@@ -1,6 +1,6 @@
 """Prefill of real text, sparse and dense, in turns in one run; and the most that a sparse one can gain.
 
-    python -m benchmarks.sparse_prefill --haystack essays.json [--model NAME] [--lengths 16384,32768]
+    python -m benchmarks.sparse_prefill --haystack $ESSAYS [--model NAME] [--lengths 16384,32768]
                                         [--recipes minference,flexprefill] [--layers N] [--repeats 3] [--threads N]
 
 Keys are those that blocks of 64 queries attend to, of all before or among them. The share is that of attention in the

@@ -1,6 +1,6 @@
 """RULER's scores under sparse prefills, against the share of keys that prompts attended to.
 
-    python -m benchmarks.sparse_scores --haystack essays.json --out DIRECTORY [--lengths 8192] [--samples 2]
+    python -m benchmarks.sparse_scores --haystack $ESSAYS --out DIRECTORY [--lengths 8192] [--samples 2]
                                        [--configs dense,minference,...] [--tasks ruler/niah_*] [--plot FILE]
                                        [--threads N]
 
