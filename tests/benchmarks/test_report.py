@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.report import CURRENT, PAGES, RECORDS, filled, load, main, rendered
+from benchmarks.report import CURRENT, PAGES, RECORDS, ROOT, filled, load, main, rendered
 from hetero_kv.errors import HeteroKVError
 
 MEASUREMENT = {
@@ -46,6 +48,15 @@ def test_every_record_can_be_shown(name):
     current = [measurement.status == CURRENT for measurement in record.measurements]
     assert current[0] or not any(current)
     assert current == sorted(current, reverse=True)
+
+
+def test_every_command_of_a_record_runs_a_module_or_a_file_of_the_tree():
+    commands = "\n".join(m.command or "" for path in RECORDS.glob("*.json") for m in load(path.stem).measurements)
+    modules = set(re.findall(r"python -m ([\w.]+)", commands))
+    files = set(re.findall(r"python ([\w/]+\.py)", commands))
+    assert modules >= {"benchmarks.peers", "benchmarks.results"}
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+    assert [name for name in files if not (ROOT / name).exists()] == []
 
 
 def test_a_section_has_goal_command_commit_table_and_verdict_and_no_superseded_figure(tmp_path):
