@@ -20,11 +20,10 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results_plots import caption
 from hetero_kv.errors import HeteroKVError
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +34,11 @@ CURRENT, SUPERSEDED = "current", "superseded"
 # A number, with a unit or an interval behind it; or nothing.
 _NUMBER = re.compile(r"([-+\u2212]?[\d.,]+( ?\S{1,8})?( \(.*\))?)?")
 _MARKED = re.compile(r"(<!-- record: ([\w-]+) -->\n).*?(<!-- end of record -->)", re.DOTALL)
+
+
+def caption(part: str, length: int, samples: int) -> str:
+    """The comment before a table, by which `benchmarks.results_plots` finds it."""
+    return f"<!-- {part}, {length:,} tokens, {samples} samples -->"
 
 
 @dataclass(frozen=True)
@@ -123,12 +127,19 @@ def _measurement(entry: Measurement) -> str:
     return "\n\n".join(parts)
 
 
+def plotted_tables(page: str, folder: Path = RECORDS) -> str:
+    """The tables of the page's records that plots are drawn from, with all rows and columns."""
+    records = [load(name, folder) for _, name, _ in _MARKED.findall(page)]
+    entries = [entry for record in records for entry in record.measurements if entry.of and entry.status == CURRENT]
+    return "\n\n".join(_table(replace(entry, shown=None, pivot=None)) for entry in entries)
+
+
 def _table(entry: Measurement) -> str:
     head, *rows = _pivoted(entry, *entry.pivot) if entry.pivot else _selected(entry)
     aligned = "|".join("---:" if _is_numeric(column) else "---" for column in zip(*rows, strict=True))
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
     lines.insert(1, f"|{aligned}|")
-    return "\n".join([caption(*entry.of), *lines] if entry.of else lines)
+    return "\n".join([caption(*entry.of), *lines] if entry.of and not entry.pivot else lines)
 
 
 def _selected(entry: Measurement) -> list[list[str]]:

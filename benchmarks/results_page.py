@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import fmean
 
 from benchmarks.budgeted_recipes import SHIPPED
+from benchmarks.report import caption
 from benchmarks.results import CELLS
-from benchmarks.results_plots import caption
 from hetero_kv.evals.bootstrap import mean_interval
 from hetero_kv.evals.config_spec import BASELINE
 from hetero_kv.evals.outcome import Result

@@ -1,4 +1,4 @@
-"""Plots of the page of results, drawn from its own tables, so that both say the same whatever machines rows are of.
+"""Plots of the page of results, drawn from its tables and its records, so that page and plots say the same.
 
     python -m benchmarks.results_plots docs/results.md
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.figures import Label, label_decades, label_lines, new_figure, save
+from benchmarks.report import plotted_tables
 from hetero_kv.errors import HeteroKVError
 
 FIDELITY = "fidelity"
@@ -23,11 +24,6 @@ _TABLE = re.compile(r"<!-- (\w+), ([\d,]+) tokens, (\d+) samples -->\n((?:\|.*\n
 _PICTURE = re.compile(r"\((results-(\w+)-(\d+)\.png)\)")
 # What a column's head begins with whose values are drawn; bytes are the last column.
 _VALUES = ("KL", "score")
-
-
-def caption(part: str, length: int, samples: int) -> str:
-    """The comment before a table, which says of what it is."""
-    return f"<!-- {part}, {length:,} tokens, {samples} samples -->"
 
 
 @dataclass(frozen=True)
@@ -136,7 +132,7 @@ def _place(point: Point, fidelity: bool) -> tuple[float, float]:
 def pictures_of(page: Path) -> Sequence[Path]:
     """Draw what the page shows; what was drawn. Raises HeteroKVError where it shows a picture of no table."""
     text = page.read_text()
-    tables, drawn = tables_of(text), []
+    tables, drawn = tables_of(plotted_tables(text)) | tables_of(text), []
     for name, part, length in dict.fromkeys(_PICTURE.findall(text)):
         table = tables.get((part, int(length)))
         if table is None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.results_plots import Point, caption, pictures_of, tables_of
+from benchmarks.report import caption, filled, plotted_tables
+from benchmarks.results_plots import Point, pictures_of, tables_of
 from hetero_kv.errors import HeteroKVError
 
 FIDELITY = """
@@ -65,3 +67,16 @@ def test_the_page_of_results_has_a_table_for_every_picture_that_it_shows(tmp_pat
     copy = tmp_path / page.name
     copy.write_text(page.read_text())
     assert {"results-fidelity-4096.png", "results-pairs-4096.png"} <= {path.name for path in pictures_of(copy)}
+
+
+def test_a_picture_is_drawn_from_all_rows_of_a_record_that_the_page_shows_in_part(tmp_path):
+    columns = ["recipe", "tokens", "score", "KB read"]
+    entry = {"columns": columns, "rows": [["full attention", "all", "0.85", ""], ["quest", "1/32", "0.75", "195"]]}
+    entry |= {"status": "current", "command": None, "machine": "one", "commit": None, "date": None}
+    entry |= {"of": ["needle", 4096, 7], "pivot": ["recipe", "tokens", "score"]}
+    record = {"question": "Found?", "goal": None, "setup": "Seven.", "measurements": [entry]}
+    (tmp_path / "found.json").write_text(json.dumps(record))
+    page = "<!-- record: found -->\n<!-- end of record -->\n"
+    assert tables_of(filled(page, tmp_path)) == {}
+    table = tables_of(plotted_tables(page, tmp_path))["needle", 4096]
+    assert table.points == (Point("quest", 1 / 32, 0.75, 195),)
