@@ -150,9 +150,19 @@ class Operator(nn.Module):
         if is_theirs and not any(name in own for own in (values, self._modules, self._buffers)):
             wrapped = values["wrapped"]
             if not hasattr(type(self), name) and hasattr(wrapped, name):
-                setattr(wrapped, name, value)
+                self._set_wrapped(wrapped, name, value)
                 return
         super().__setattr__(name, value)
+
+    def _set_wrapped(self, wrapped: nn.Module, name: str, value: Any) -> None:
+        try:
+            setattr(wrapped, name, value)
+        except TypeError as error:
+            # torch.func.functional_call exchanges parameters so, for tensors.
+            raise HeteroKVError(
+                f"{self.path}.{name} is a {type(value).__name__}, which cannot take the place of what is there ({error}); "
+                "assign a torch.nn.Parameter, or call hetero_kv.eject(model) before torch.func.functional_call"
+            ) from error
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -237,6 +237,11 @@ class Injection:
         self.preparation.compile_for_first_cache()
         layers = list(DynamicCache(config=bridge.text_config(self.model)).layers)
         for operator in self.attention_operators():
+            if operator.layer_idx >= len(layers):
+                raise InjectionError(
+                    f"the model's config has {len(layers)} layers (num_hidden_layers), and {operator.path} is layer "
+                    f"{operator.layer_idx}: layers were taken out since inject; call hetero_kv.eject(model) before that"
+                )
             layers[operator.layer_idx] = operator.new_cache_layer()
         return layers
 
