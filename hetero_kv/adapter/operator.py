@@ -160,8 +160,8 @@ class Operator(nn.Module):
         except TypeError as error:
             # torch.func.functional_call exchanges parameters so, for tensors.
             raise HeteroKVError(
-                f"{self.path}.{name} is a {type(value).__name__}, which cannot take the place of what is there ({error}); "
-                "assign a torch.nn.Parameter, or call hetero_kv.eject(model) before torch.func.functional_call"
+                f"{self.path}.{name} is a {type(value).__name__}, which cannot replace what is there ({error}); assign "
+                "a torch.nn.Parameter, or call hetero_kv.eject(model) before torch.func.functional_call"
             ) from error
 
     def __getattr__(self, name: str) -> Any:
