@@ -1,4 +1,4 @@
-"""Which blocks of a layout are free and who holds the others; the blocks' contents lie in pools, one per layer."""
+"""Reference counts of a layout's blocks. The blocks' contents are in pools, one per layer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class BlockAllocator:
     """Reference counts of `num_blocks` blocks of `block_size` tokens, the same in every pool of one layout.
 
-    A block is held by block tables, and by as many as its count says. Not for several threads at once.
+    A block's count is the number of block tables that reference it. Not safe for several threads at once.
 
     Attributes:
         num_blocks: 0 until `provide`.
-        lengths: [num_blocks] int32, tokens written in each block: what kernels go by.
-        pools: the blocks' contents, a pool per layer of the layout, by layer index.
-        is_shared: whether sequences ever held a block together.
+        lengths: [num_blocks] int32, the tokens written in each block; kernels read it.
+        pools: the blocks' contents, one pool per layer of the layout, by layer index.
+        is_shared: whether sequences have ever shared a block.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -39,40 +39,40 @@ class BlockAllocator:
         self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
 
     def provide(self, num_blocks: int) -> None:
-        """Have `num_blocks` blocks, none of them held; once, before the first is allocated."""
+        """Make `num_blocks` unreferenced blocks available; called once, before the first allocation."""
         self.num_blocks = num_blocks
         self.lengths = np.zeros(num_blocks, dtype=np.int32)
         self._references = np.zeros(num_blocks, dtype=np.int32)
 
     @property
     def touched_blocks(self) -> int:
-        """Blocks that were ever allocated: the operating system has given memory for them."""
+        """Number of blocks that were ever allocated, and thus are backed by memory."""
         return self._untouched
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that can still be allocated."""
+        """Number of blocks that can still be allocated."""
         self._reclaim()
         return len(self._freed) + self.num_blocks - self._untouched
 
     def references(self, block: int) -> int:
-        """How many sequences hold this block."""
+        """Number of sequences that reference this block."""
         self._reclaim()
         return int(self._references[block])
 
     def copies_to_own(self, ids: np.ndarray) -> int:
-        """Blocks to allocate before each of `ids` can be written to alone, as BlockTable.own does.
+        """Number of blocks to allocate before each of `ids` is writable by one sequence alone (see `BlockTable.own`).
 
-        An id may stand several times, once for every sequence that wants its own: the last holder needs no copy.
+        An id occurs once for every sequence that needs a private block. A block's last owner needs no copy.
         """
         self._reclaim()
-        blocks, wanted = np.unique(ids, return_counts=True)
-        return int(wanted.sum() - (self._references[blocks] == wanted).sum())
+        blocks, counts = np.unique(ids, return_counts=True)
+        return int(counts.sum() - (self._references[blocks] == counts).sum())
 
     def allocate(self, count: int) -> np.ndarray:
-        """Ids of `count` empty blocks, [count] int32, each held once.
+        """Allocate `count` empty blocks and return their ids, [count] int32; each has one reference.
 
-        Raises MemoryError when fewer are left; nothing is allocated then.
+        Raises MemoryError if fewer are free; nothing is allocated then.
         """
         if count > self.free_blocks:
             raise MemoryError(f"the block pool has {self.free_blocks} free blocks of {self.num_blocks}, {count} wanted")
@@ -85,34 +85,34 @@ class BlockAllocator:
         return ids
 
     def retain(self, ids: np.ndarray) -> None:
-        """Let one more sequence hold these blocks."""
+        """Add one reference to each of these blocks."""
         self.is_shared = True
         self._references[ids] += 1
 
     def release(self, ids: np.ndarray) -> None:
-        """Let go of these blocks; those that nobody holds any more are free again."""
+        """Remove one reference from each of these blocks; blocks without references are free again."""
         self._references[ids] -= 1
         self._freed.extend(int(block) for block in ids[::-1] if self._references[block] == 0)
 
     def abandon(self, ids: np.ndarray) -> None:
-        """Let go of these blocks before anything is next counted or allocated.
+        """Release these blocks at the next count or allocation.
 
-        For a sequence that is garbage-collected, which may happen in the middle of a `release`.
+        For garbage-collected sequences: collection may happen in the middle of a `release`.
         """
         self._abandoned.append(ids)
 
     def copy(self, source: int, target: int) -> None:
-        """Let block `target` have the contents of block `source`, in every pool."""
+        """Copy the contents of block `source` to block `target`, in every pool."""
         for pool in self.pools.values():
             pool.copy(source, target)
         self.lengths[target] = self.lengths[source]
 
     def know(self, table: BlockTable) -> None:
-        """Count the blocks of this table in `recount`."""
+        """Register this table, so that `recount` counts its blocks."""
         self._tables.add(table)
 
     def recount(self) -> None:
-        """Count anew who holds what, from the tables themselves: after a failure in the middle of a change."""
+        """Recompute all reference counts from the registered tables, after a failure in the middle of a change."""
         self._abandoned.clear()
         references = np.zeros(self.num_blocks, dtype=np.int32)
         for table in self._tables:

@@ -1,4 +1,4 @@
-"""The block table of one sequence in one layout: which blocks hold its tokens, in order, in every layer."""
+"""The block table of one sequence in one layout: the ids of its blocks, in order, the same in every layer."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from hetero_kv.store.allocator import BlockAllocator
 class BlockTable:
     """A sequence as a list of blocks; all but the last are full.
 
-    Blocks may be shared with other sequences (`fork`); a shared block is copied before it is written to. A table that
-    is dropped lets go of its blocks.
+    Sequences may share blocks (`fork`); a shared block is copied before it is written to. A dropped table releases its
+    blocks.
 
-    Whatever is raised in the middle of a change, Ctrl-C included: blocks are held by the tables that say so, and by
-    nobody else.
+    After an exception in the middle of a change, Ctrl-C included, reference counts agree with the tables.
 
     Attributes:
-        length: tokens that there are blocks for.
+        length: tokens that the blocks have space for.
     """
 
-    #: What `__del__` finds in a table that could not be made.
+    #: `__del__` reads it in a table whose construction failed.
     length = 0
 
     def __init__(self, allocator: BlockAllocator, capacity: int) -> None:
@@ -37,7 +36,7 @@ class BlockTable:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in use, the partial one included."""
+        """Number of blocks in use, the partial one included."""
         return -(-self.length // self.allocator.block_size)
 
     @property
@@ -46,66 +45,66 @@ class BlockTable:
         return self._ids[: self.num_blocks]
 
     def reserve(self, length: int) -> None:
-        """Have blocks for `length` tokens, of which the present ones are some, and the last present block for itself.
+        """Have blocks for `length` tokens in total, and make the last present block writable by this sequence alone.
 
-        Raises MemoryError when too few blocks are free; the table is as it was then.
+        Raises MemoryError if too few blocks are free; the table is unchanged then.
         """
         allocator, block_size = self.allocator, self.allocator.block_size
-        held, needed = self.num_blocks, -(-length // block_size)
+        present, needed = self.num_blocks, -(-length // block_size)
         if length == self.length:
             return
         is_open = allocator.is_shared and self.length % block_size
-        wanted = needed - held + (allocator.copies_to_own(self.ids[held - 1 :]) if is_open else 0)
-        if wanted > allocator.free_blocks:
+        missing = needed - present + (allocator.copies_to_own(self.ids[present - 1 :]) if is_open else 0)
+        if missing > allocator.free_blocks:
             raise MemoryError(
-                f"the block pool has {allocator.free_blocks} free blocks of {allocator.num_blocks}, {wanted} wanted"
+                f"the block pool has {allocator.free_blocks} free blocks of {allocator.num_blocks}, {missing} wanted"
             )
         if is_open:
-            self.own(held - 1, held)
+            self.own(present - 1, present)
         if needed > len(self._ids):
             self._ids = np.concatenate([self._ids, np.empty(needed - len(self._ids), dtype=np.int32)])
         first = self.length // block_size
-        if needed > held:
+        if needed > present:
             with self._counted():
-                self._ids[held:needed] = allocator.allocate(needed - held)
+                self._ids[present:needed] = allocator.allocate(needed - present)
                 self.length = length
         self.length = length
         allocator.lengths[self._ids[first : needed - 1]] = block_size
         allocator.lengths[self._ids[needed - 1]] = length - (needed - 1) * block_size
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens from position `length` on."""
+        """Remove the tokens from position `length` on."""
         block_size = self.allocator.block_size
-        kept, held = -(-length // block_size), self.num_blocks
-        released = self._ids[kept:held].copy()
+        kept, present = -(-length // block_size), self.num_blocks
+        released = self._ids[kept:present].copy()
         with self._counted():
             self.length = length
             self.allocator.release(released)
-        # A block that others still hold in full is copied when something is appended.
+        # A block that other sequences reference stays full; the next append copies it.
         if length % block_size and self.allocator.references(int(self._ids[kept - 1])) == 1:
             self.allocator.lengths[self._ids[kept - 1]] = length % block_size
 
     def adopt(self, ids: np.ndarray, length: int) -> None:
-        """Hold these blocks, of `length` tokens; the allocator counts them when it counts anew (`recount`)."""
+        """Make these blocks, of `length` tokens, this table's own. Call `BlockAllocator.recount` afterwards."""
         self._ids, self.length = ids.astype(np.int32), length
 
     def fork(self) -> BlockTable:
-        """A second sequence with the same tokens, sharing the blocks."""
-        twin = BlockTable(self.allocator, 0)
-        twin._ids = self._ids.copy()
+        """Returns a second sequence with the same tokens, which shares the blocks."""
+        forked = BlockTable(self.allocator, 0)
+        forked._ids = self._ids.copy()
         with self._counted():
-            twin.length = self.length
-            self.allocator.retain(twin.ids)
-        return twin
+            forked.length = self.length
+            self.allocator.retain(forked.ids)
+        return forked
 
     def free(self) -> None:
-        """Let go of every block."""
+        """Release every block."""
         self.truncate(0)
 
     def own(self, first: int, stop: int) -> None:
-        """Replace those of the blocks [first, stop) that others hold too by copies: they are about to be written to.
+        """Replace shared blocks among [first, stop) by copies, because they are about to be written to.
 
-        Raises MemoryError when too few are free (`BlockAllocator.copies_to_own`); the blocks before are copied then.
+        Raises MemoryError if too few are free (see `BlockAllocator.copies_to_own`); earlier blocks are copied then.
         """
         allocator = self.allocator
         for index in range(first, stop):
@@ -120,7 +119,8 @@ class BlockTable:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """Within this context tables and the allocator's counts change; where it fails, the tables are right."""
+        """A context in which tables and reference counts change; on failure the counts are recomputed from the
+        tables."""
         try:
             yield
         except BaseException:

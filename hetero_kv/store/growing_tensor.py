@@ -1,4 +1,4 @@
-"""A tensor that grows along one dimension at its end and may shrink at both, without being copied each time."""
+"""A tensor that grows at its end along one dimension, and may shrink at both, without a copy at each change."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ _Extent = tuple[torch.Tensor | None, int, int]
 
 @dataclass(eq=False)
 class Checkpoint:
-    """Where entries lie: a buffer, None before there was any, and [start, end) in it.
+    """Where entries are stored: a buffer (None if there are none yet) and [start, end) in it.
 
-    One attribute, so that an interrupt finds it as it was or as it will be.
+    The extent is one attribute, so that an interrupt never leaves it half changed.
     """
 
     extent: _Extent
 
 
 class GrowingTensor:
-    """Entries along `dim`, in a buffer with room for some more.
+    """Entries along `dim`, in a buffer with spare capacity.
 
-    Entries are only ever written behind those that are held, so that a checkpoint stays valid for as long as nothing
-    is cut off before it. Where the entries move to a larger buffer, checkpoints move with them: the smaller one is
-    freed at once, whoever may yet want to come back.
+    Entries are only written behind the present ones, so a checkpoint stays valid until entries before it are removed.
+    When the entries move to a larger buffer, checkpoints are updated and the smaller buffer is freed at once.
 
     Args:
         dim: the dimension that grows.
-        slack: entries that a new buffer has room for beyond what it must hold.
+        slack: spare entries of a new buffer.
     """
 
     def __init__(self, dim: int, slack: int) -> None:
@@ -40,10 +39,10 @@ class GrowingTensor:
         self.slack = slack
         self._buffer: torch.Tensor | None = None
         self._start = self._end = 0
-        # A buffer that two tensors hold is written to by neither.
+        # A buffer that two tensors share is written to by neither.
         self._is_shared = False
         self._checkpoints: weakref.WeakSet[Checkpoint] = weakref.WeakSet()
-        # Where the entries lie that have left a GPU, and which.
+        # The page-locked copy of parked entries, and the GPU that they came from.
         self._parked: tuple[PageLocked, torch.device] | None = None
 
     def __len__(self) -> int:
@@ -51,17 +50,17 @@ class GrowingTensor:
 
     @property
     def entries(self) -> torch.Tensor:
-        """The entries, a view. There must have been some."""
+        """A view of the entries. There must have been some."""
         assert self._buffer is not None
         return self._buffer.narrow(self.dim, self._start, len(self))
 
     @property
     def extent(self) -> _Extent:
-        """The buffer, None before there was any, and where in it the entries begin and end."""
+        """The buffer (None if there are no entries yet), and where in it the entries begin and end."""
         return self._buffer, self._start, self._end
 
     def append(self, new: torch.Tensor) -> None:
-        """Add the entries of `new`, which agrees with the others in all dimensions but `dim`."""
+        """Append the entries of `new`, which has the shape of the others in all dimensions but `dim`."""
         count = new.shape[self.dim]
         self.reserve(new, count)
         assert self._buffer is not None
@@ -69,63 +68,64 @@ class GrowingTensor:
         self._end += count
 
     def room(self, like: torch.Tensor, count: int) -> torch.Tensor:
-        """Add `count` entries that agree with `like` in all dimensions but `dim`: a view, for the caller to write."""
+        """Append `count` entries of the shape of `like` in all dimensions but `dim`; returns a view for the caller to
+        write."""
         self.reserve(like, count)
         assert self._buffer is not None
         self._end += count
         return self._buffer.narrow(self.dim, self._end - count, count)
 
     def reserve(self, like: torch.Tensor, count: int) -> None:
-        """Make room for `count` more entries, which agree with `like` in all dimensions but `dim`."""
+        """Ensure capacity for `count` more entries, which have the shape of `like` in all dimensions but `dim`."""
         if self._buffer is None or self._is_shared or self._end + count > self._buffer.shape[self.dim]:
             self._move(like, room=count + self.slack)
 
     def replace(self, new: torch.Tensor) -> None:
-        """Hold the entries of `new` and no others, in a buffer of their own."""
+        """Replace all entries by those of `new`, in a new buffer."""
         self._buffer, self._start, self._end = None, 0, 0
         self.append(new)
 
     def drop_first(self, count: int) -> None:
-        """Forget the first `count` entries."""
+        """Remove the first `count` entries."""
         self._start += count
 
     def truncate(self, length: int) -> None:
-        """Forget all but the first `length` entries."""
+        """Remove all but the first `length` entries."""
         self._end = self._start + length
 
     def select(self, index: torch.Tensor) -> None:
-        """Let entry i of dimension 0 be what entry `index[i]` was."""
+        """Reorder dimension 0: entry i becomes the former entry `index[i]`."""
         if self._buffer is not None:
             self.replace(self.entries.index_select(0, index.to(self._buffer.device)))
 
     def fork(self) -> GrowingTensor:
-        """A second tensor with the same entries; the first of the two that grows moves out of the common buffer."""
+        """Returns a second tensor with the same entries. The one that grows first moves out of the shared buffer."""
         self._is_shared = self._buffer is not None
-        twin = copy.copy(self)
-        twin._checkpoints = weakref.WeakSet()
-        return twin
+        forked = copy.copy(self)
+        forked._checkpoints = weakref.WeakSet()
+        return forked
 
     def checkpoint(self) -> Checkpoint:
-        """What `restore` needs to come back to the present entries."""
+        """Returns the state that `restore` takes to return to the present entries."""
         made = Checkpoint(self.extent)
         self._checkpoints.add(made)
         return made
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Come back to the entries at `checkpoint`."""
-        # A fork may hold a buffer that this one has moved out of.
+        """Return to the entries at `checkpoint`."""
+        # A fork may use a buffer that this tensor has moved out of.
         self._is_shared = self._is_shared or checkpoint.extent[0] is not self._buffer
         self._buffer, self._start, self._end = checkpoint.extent
         if self._parked is not None and self._buffer is self._parked[0].tensor:
-            # The host waits: its copy goes.
+            # The entries were parked on the host; they return to the GPU.
             self._resettle(self._buffer.to(self._parked[1]))
             self._parked = None
 
     def park(self) -> None:
-        """Take the entries off a GPU, to page-locked DRAM, where they wait for `restore`; until then nobody reads them.
+        """Move the entries from a GPU to page-locked DRAM until `restore`; until then nothing reads them.
 
-        For entries that others have taken the place of, and that a checkpoint may come back to. Those that a fork holds
-        too stay, and so do those on a CPU.
+        For entries that a checkpoint may restore after others have replaced them. Entries shared with a fork stay on
+        the GPU. Does nothing for entries on a CPU.
         """
         if self._buffer is None or not self._buffer.is_cuda or self._is_shared or not self._checkpoints:
             return
@@ -141,7 +141,7 @@ class GrowingTensor:
         return 0 if self._buffer is None else self._buffer.numel() * self._buffer.element_size()
 
     def _move(self, like: torch.Tensor, room: int) -> None:
-        """Move into a new buffer with `room` for more; shape, dtype and device are those of `like` at first."""
+        """Move to a new buffer with `room` spare entries; the first one takes shape, dtype and device from `like`."""
         source = like if self._buffer is None else self._buffer
         shape = list(source.shape)
         shape[self.dim] = len(self) + room
@@ -152,13 +152,13 @@ class GrowingTensor:
         self._buffer, self._start, self._end, self._is_shared = buffer, 0, len(self), False
 
     def _resettle(self, buffer: torch.Tensor) -> None:
-        """Have the entries, which `buffer` holds and nothing else, there."""
+        """Use `buffer`, which contains exactly the entries, from now on."""
         self._have_checkpoints_follow(buffer)
         self._buffer, self._start, self._end = buffer, 0, len(self)
 
     def _have_checkpoints_follow(self, buffer: torch.Tensor) -> None:
-        """Let those whose entries have all moved to the beginning of `buffer` be found there."""
+        """Point checkpoints whose entries have all moved to the beginning of `buffer` there."""
         for each in self._checkpoints:
-            held, start, end = each.extent
-            if held is self._buffer and self._start <= start and end <= self._end:
+            before, start, end = each.extent
+            if before is self._buffer and self._start <= start and end <= self._end:
                 each.extent = buffer, start - self._start, end - self._start

@@ -1,4 +1,4 @@
-"""Coarse copies of keys, by which blocks are looked at: how they differ from their block's mean, in four bits."""
+"""Coarse copies of keys, by which blocks are scored: differences to the block's mean key in four bits a number."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _ZERO, _LARGEST = 8, 15
 
 
 def has_key_codes(block_size: int) -> bool:
-    """Whether there are copies of blocks of so many tokens: they come in tiles."""
+    """Whether blocks of `block_size` tokens have coarse copies: only whole tiles do."""
     return block_size % TOKENS == 0
 
 
 def encode(differences: torch.Tensor) -> torch.Tensor:
-    """[blocks, kv_heads, block_size, k_dim] float32 as `cpu_ops.code_masses` reads it.
+    """Encode key differences [blocks, kv_heads, block_size, k_dim] float32 in the format of `cpu_ops.code_masses`.
 
-    A token's scale is its number of the largest magnitude by -8, as in GGML's Q4_0, so that this one is met exactly.
+    A token's scale is its number of largest magnitude divided by -8, as in GGML's Q4_0, so that this number is exact.
 
     Returns [blocks, kv_heads, 1, bytes_of_block] uint8.
     """

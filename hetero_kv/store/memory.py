@@ -1,4 +1,4 @@
-"""Memory of whole pages, which the operating system gives as it is written, and which files can be laid into."""
+"""Page-aligned memory that the operating system backs as it is written, and that files can be mapped into."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 
-# As mmap(2) has it, on Linux and macOS; Python's module does not say it.
+# The value of mmap(2) on Linux and macOS, which Python's mmap module does not export.
 _MAP_FIXED = 0x10
 _FAILED = ctypes.c_void_p(-1).value
-# Below this huge pages are of no use.
+# Below this size huge pages do not pay.
 _LARGE = 1 << 22
 
 
 def untouched(size: int) -> np.ndarray:
-    """`size` bytes, page-aligned, [size] uint8: backed by memory as they are written, by huge pages where there are.
+    """Reserve `size` bytes, page-aligned, [size] uint8; backed by memory as they are written, in huge pages if
+    possible.
 
-    Raises MemoryError where there is no room to reserve.
+    Raises MemoryError if the reservation fails.
     """
     try:
         pages = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -32,17 +33,18 @@ def untouched(size: int) -> np.ndarray:
 
 
 def lay(target: np.ndarray, descriptor: int, offset: int) -> tuple[int, int]:
-    """Let bytes of `untouched` memory be those of a file: whole pages are mapped, and read when they are touched.
+    """Map a file into bytes of `untouched` memory: whole pages are mapped, and read when they are touched.
 
-    What is written to them later is this process's own. The file must keep its length.
+    Later writes stay private to this process. The file must keep its length.
 
     Args:
         target: [bytes] uint8, a part of such memory.
-        offset: of the first of them in the file; nothing is mapped unless it lies in a page as `target` does.
+        offset: file offset of the first byte; nothing is mapped unless it has the alignment of `target` within a page.
 
-    Returns how many bytes at the beginning and at the end are yet to be read: all of them where nothing is mapped.
+    Returns how many bytes at the beginning and at the end the caller still has to read: all of them if nothing is
+    mapped.
 
-    Raises OSError where the system refuses.
+    Raises OSError if the system refuses.
     """
     address, size = target.ctypes.data, len(target)
     before, mapped = whole_pages(address, size, offset)
@@ -59,9 +61,9 @@ def lay(target: np.ndarray, descriptor: int, offset: int) -> tuple[int, int]:
 
 
 def whole_pages(address: int, size: int, offset: int) -> tuple[int, int]:
-    """What of `size` bytes at an address can be pages of a file, in which they begin at `offset`.
+    """Which of `size` bytes at an address can be mapped pages of a file, whose data begins at `offset`.
 
-    Returns how many bytes come before the first such page, and how many the pages have: 0 where there are none.
+    Returns the bytes before the first such page, and the bytes of the pages, 0 if there are none.
     """
     before = -address % mmap.PAGESIZE
     pages = (size - before) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -69,9 +71,9 @@ def whole_pages(address: int, size: int, offset: int) -> tuple[int, int]:
 
 
 def will_need(address: int, size: int) -> None:
-    """Have the system read those pages of files that `size` bytes at an address lie in, and do not wait for it."""
+    """Have the system read the file pages that `size` bytes at an address overlap; does not wait."""
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
-    # Advice: what the system makes of it changes no byte.
+    # Advice only: it changes no byte, so its result is ignored.
     _madvise()(start, address + size - start, mmap.MADV_WILLNEED)
 
 

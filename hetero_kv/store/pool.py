@@ -15,24 +15,24 @@ from hetero_kv.store.memory import untouched
 from hetero_kv.store.read_ahead import ReadAhead
 from hetero_kv.store.storage import FP16, FP32, StorageType
 
-#: Arrays of a pool that tokens are written to, and those that are made of a block when its contents are final.
+#: Arrays of a pool that tokens are written to, and arrays that are computed from a block when its contents are final.
 WRITTEN = ("keys", "values", "key_offsets")
 DERIVED = (
     "representatives", "value_means", "key_codes", "accumulated", "group_representatives", "group_value_means",
 )  # fmt: skip
-#: Of these, what blocks are chosen and estimated by, of all of them at every token.
+#: The derived arrays by which blocks are chosen and estimated: all blocks' are read at every token.
 SCORED = tuple(name for name in DERIVED if name != "accumulated")
-# Blocks converted at once: bounds the temporary copy.
+# Blocks converted per copy; this bounds the temporary memory.
 _BLOCKS_AT_ONCE = 64
 
 
 class Beside(NamedTuple):
-    """An array that a method keeps of blocks beside the tokens, made when a block's contents are final.
+    """An array that a method keeps per block beside keys and values, computed when the block's contents are final.
 
     Attributes:
-        shape: of a block and kv head, all dimensions but the last.
-        dim: numbers of the last one.
-        storage: their format.
+        shape: all dimensions but the last, per block and kv head.
+        dim: size of the last dimension.
+        storage: number format.
     """
 
     shape: tuple[int, ...]
@@ -41,43 +41,42 @@ class Beside(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a block and kv head."""
+        """Bytes per block and kv head."""
         return math.prod(self.shape) * self.storage.bytes_per_vector(self.dim)
 
 
 class BlockPool:
-    """Fixed number of blocks of `block_size` tokens, each holding all kv heads of one layer.
+    """A fixed number of blocks of `block_size` tokens of one layer; a block stores all kv heads.
 
-    One large allocation per array that the operating system backs with memory only as blocks are written,
-    so capacity costs nothing until it is used. Which block holds what is the block tables' to know.
-
+    Each array is one large allocation. The operating system backs it with memory as blocks are written, so unused
+    capacity costs nothing. Block tables know which sequence a block belongs to.
     Args:
         storage: number format of keys, and of values where `value_storage` is None.
-        offset_keys: whether keys are stored as they differ from `key_offsets`.
-        representative_storage: of representatives and mean values; None for that which `storage` has for them.
-        beside: what else a method keeps of blocks, by names of its own.
+        offset_keys: whether keys are stored as differences to `key_offsets`.
+        representative_storage: format of representatives and mean values; None for `storage.for_representatives`.
+        beside: further arrays per block, by name.
 
     Attributes:
         keys: [num_blocks, kv_heads, block_size, key_storage.elements(k_dim)] in the storage type's dtype, on the CPU.
         values: [num_blocks, kv_heads, block_size, value_storage.elements(v_dim)], likewise.
         representatives: [num_blocks, kv_heads, representative_num, representative_storage.elements(k_dim)].
         key_array, value_array, representative_array: the kernels' views of the same memory.
-        value_means: [num_blocks, kv_heads, 1, representative_storage.elements(v_dim)]; None where nobody asked for
-            them.
-        key_codes: [num_blocks, kv_heads, 1, bytes_of_block] uint8, how keys differ from their block's mean
-            (`store.key_codes`); None where nobody asked for them.
-        group_representatives, group_value_means: of groups of consecutive blocks of a sequence, as of blocks, where the
-            last block of each group lies; None where nobody asked for them.
+        value_means: [num_blocks, kv_heads, 1, representative_storage.elements(v_dim)]; None unless `value_means` is
+            set.
+        key_codes: [num_blocks, kv_heads, 1, bytes_of_block] uint8, coarse copies of the keys' differences to their
+            block's mean (`store.key_codes`); None unless `key_codes` is set.
+        group_representatives, group_value_means: the same for groups of consecutive blocks of a sequence, stored at the
+            last block of each group; None unless `grouped` is set.
         value_mean_array, key_code_array, group_array, group_value_array: the kernels' views.
-        key_offsets: [num_blocks, kv_heads, 1, k_dim] float16, what was taken off the keys of a block before they were
-            stored: the mean of those of a block that is written as a whole, of the block before it where it fills
-            token by token; None where keys are stored as they are.
+        key_offsets: [num_blocks, kv_heads, 1, k_dim] float16, subtracted from a block's keys before they are stored. It
+            is the mean of the block's keys if the block is written as a whole, and that of the previous block if it
+            fills token by token. None unless `offset_keys` is set.
         offset_array: the kernels' view, [num_blocks, kv_heads, k_dim] uint16.
         accumulated: [num_blocks, kv_heads, block_size] float32, the attention that each key had received from the
-            queries that an operator watched when its block got its representatives; None where no operator does.
-        read_ahead: of blocks that lie in a file; None where none do.
+            operator's observed queries when its block was finalized; None if no operator observes queries.
+        read_ahead: reads blocks that are mapped from a file; None if there are none.
         beside, beside_arrays: [num_blocks, kv_heads, *shape, storage.elements(dim)] of every `Beside`, by name, and the
-            kernels' views.
+            kernels' views of these.
     """
 
     def __init__(
@@ -143,33 +142,34 @@ class BlockPool:
 
     @property
     def bytes_per_block(self) -> int:
-        """DRAM that one block takes: keys, values, representatives, and what else is kept of it."""
+        """DRAM that one block takes in all arrays: keys, values, representatives and whatever else is stored per
+        block."""
         return sum(array[0].numel() * array.element_size() for array in self.arrays.values())
 
     @property
     def arrays(self) -> dict[str, torch.Tensor]:
-        """Everything that is kept of blocks, by the attribute's name, or its own: [num_blocks, ...] each."""
+        """All arrays of the pool, [num_blocks, ...] each, by attribute name or by the name in `beside`."""
         kept = {name: getattr(self, name) for name in (*WRITTEN, *DERIVED)}
         return {name: array for name, array in kept.items() if array is not None} | self.beside
 
     def lies_in_file(self, start: int, stop: int) -> None:
-        """Pages of blocks [start, stop) are mapped from a file."""
+        """Record that the pages of blocks [start, stop) are mapped from a file."""
         if self.read_ahead is None:
             read = [array for name in WRITTEN if (array := self.arrays.get(name)) is not None and array[0].numel()]
             self.read_ahead = ReadAhead(read, self.num_blocks)
         self.read_ahead.add(start, stop)
 
     def reads_ahead(self) -> bool:
-        """Whether there may be blocks in a file that are not in memory; to be asked once a step."""
+        """Whether blocks of a file may be outside memory. Call it once a step."""
         return self.read_ahead is not None and self.read_ahead.is_worth_it()
 
     def copy(self, source: int, target: int) -> None:
-        """Let block `target` have the contents of block `source`."""
+        """Copy the contents of block `source` to block `target`."""
         for array in self.arrays.values():
             array[target].copy_(array[source])
 
     def write(self, ids: np.ndarray, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store tokens of a sequence from position `start` on, in its blocks `ids` [blocks] int32.
+        """Store a sequence's tokens from position `start` on, in its blocks `ids` [blocks] int32.
 
         Args:
             keys: [kv_heads, tokens, k_dim], any float dtype, on any device.
@@ -187,14 +187,14 @@ class BlockPool:
                 written += count
 
     def decoded_keys(self, ids: torch.Tensor) -> torch.Tensor:
-        """The keys of blocks, as they were before they were stored: [blocks, kv_heads, block_size, k_dim] of a float
+        """Returns the keys of blocks as they were before storage, [blocks, kv_heads, block_size, k_dim] of a float
         dtype."""
         return self.decoded({name: self.arrays[name][ids] for name in ("keys", "key_offsets") if name in self.arrays})
 
     def _write_in_block(
         self, ids: np.ndarray, index: int, offset: int, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Store tokens [kv_heads, tokens, dim] in block `ids[index]`, from its token `offset` on."""
+        """Store tokens [kv_heads, tokens, dim] in block `ids[index]`, from the block's token `offset` on."""
         block, stop = int(ids[index]), offset + keys.shape[1]
         if self.key_offsets is not None:
             if offset == 0:
@@ -205,18 +205,19 @@ class BlockPool:
         self.value_storage.write(self.values[block, :, offset:stop], values)
 
     def represent(self, ids: torch.Tensor, vectors: torch.Tensor) -> None:
-        """Let `vectors` [blocks, kv_heads, representative_num, k_dim] stand for the full blocks `ids` [blocks] int64.
+        """Make `vectors` [blocks, kv_heads, representative_num, k_dim] the representatives of full blocks.
 
-        And compute what else is kept of them. The first vector must be the mean of a block's keys where there are
-        `key_codes`.
+        Also computes the other derived arrays. With `key_codes`, the first vector must be the mean of the block's keys.
+
+        ids: [blocks] int64.
         """
-        wanted: tuple[str, ...] = () if self.key_codes is None else ("keys", "key_offsets")
-        wanted += () if self.value_means is None else ("values",)
-        stored = {name: array[ids] for name, array in self.arrays.items() if name in wanted}
+        sources: tuple[str, ...] = () if self.key_codes is None else ("keys", "key_offsets")
+        sources += () if self.value_means is None else ("values",)
+        stored = {name: array[ids] for name, array in self.arrays.items() if name in sources}
         self.put(ids, self.derived_of(stored, vectors))
 
     def encoded(self, keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Whole blocks [..., kv_heads, block_size, dim], on any device, as they are stored: by the arrays' names."""
+        """Returns whole blocks [..., kv_heads, block_size, dim], on any device, in their stored form, by array name."""
         made = {}
         if self.key_offsets is not None:
             made["key_offsets"] = offsets = _offset(keys)
@@ -224,12 +225,12 @@ class BlockPool:
         return {**made, "keys": self.key_storage.encode(keys), "values": self.value_storage.encode(values)}
 
     def decoded(self, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The keys of blocks that `encoded` made, as they come back from where they are stored."""
+        """Returns the keys of blocks that `encoded` made, decoded."""
         keys = self.key_storage.decode(stored["keys"])
         return keys if self.key_offsets is None else keys.float() + stored["key_offsets"].float()
 
     def derived_of(self, stored: Mapping[str, torch.Tensor], vectors: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What is kept of such blocks [blocks, ...] beside, by name, with the `vectors` that are to stand for them."""
+        """Returns the derived arrays [blocks, ...] of stored blocks, by name; `vectors` are their representatives."""
         made = {"representatives": self._represented(vectors)}
         if self.value_means is not None:
             means = self.value_storage.decode(stored["values"]).float().mean(dim=-2, keepdim=True)
@@ -240,14 +241,15 @@ class BlockPool:
         return made
 
     def put(self, ids: torch.Tensor, arrays: Mapping[str, torch.Tensor]) -> None:
-        """Let blocks `ids` [blocks] int64 have what `encoded` and `derived_of` made: [blocks, ...] each, on the CPU."""
+        """Set blocks `ids` [blocks] int64 to what `encoded` and `derived_of` made: [blocks, ...] each, on the CPU."""
         for name, contents in arrays.items():
             getattr(self, name)[ids] = contents
 
     def represent_groups(self, ids: torch.Tensor, combined: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Compute what stands for groups of blocks `ids` [groups, blocks] int64 from what stands for each block.
+        """Compute the representatives and mean values of groups of blocks from those of their blocks.
 
-        combined: [groups, blocks, kv_heads, representative_num, k_dim] to the same without blocks.
+        ids: [groups, blocks] int64. combined: reduces [groups, blocks, kv_heads, representative_num, k_dim] over the
+            blocks.
         """
         assert self.group_representatives is not None
         last, kind = ids[:, -1], self.representative_storage
@@ -258,14 +260,14 @@ class BlockPool:
             self.group_value_means[last] = self._represented(kind.decode(self.value_means[ids]).float().mean(dim=1))
 
     def _represented(self, vectors: torch.Tensor) -> torch.Tensor:
-        # A number beyond the type's range, of keys in a wider one, is still the largest there is.
+        # Keys may be of a wider type: numbers beyond this type's range become its largest.
         largest = self.representative_storage.largest
         return self.representative_storage.encode(vectors if largest is None else vectors.clamp(-largest, largest))
 
     def read(self, ids: np.ndarray, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the positions [start, stop) of a sequence in blocks `ids`, as the storages decode them.
+        """Returns keys and values of a sequence's positions [start, stop), decoded; `ids` are the sequence's blocks.
 
-        Returns [kv_heads, stop - start, dim] each.
+        Shapes: [kv_heads, stop - start, dim] each.
         """
         first, last, part = self._place(start, stop)
         index = torch.from_numpy(ids[first:last].astype(np.int64))
@@ -273,7 +275,7 @@ class BlockPool:
         return self.read_keys(ids, start, stop), values
 
     def read_keys(self, ids: np.ndarray, start: int, stop: int) -> torch.Tensor:
-        """As `read`, the keys alone."""
+        """Returns the keys of a sequence's positions [start, stop), as `read` does."""
         first, last, part = self._place(start, stop)
         index = torch.from_numpy(ids[first:last].astype(np.int64))
         keys = self.key_storage.decode(self.keys[index].transpose(0, 1).flatten(1, 2)[:, part])
@@ -283,7 +285,8 @@ class BlockPool:
         return keys.float() + offsets[:, part]
 
     def _place(self, start: int, stop: int) -> tuple[int, int, slice]:
-        """The blocks [first, last) of a sequence that hold the positions [start, stop), and where these are in them."""
+        """Returns the sequence's blocks [first, last) that cover the positions [start, stop), and the slice within
+        them."""
         first = start // self.block_size
         skipped = start - first * self.block_size
         return first, -(-stop // self.block_size), slice(skipped, skipped + stop - start)
@@ -297,7 +300,7 @@ class BlockPool:
                 target[:, start:stop].copy_(source)
 
     def _write_full_blocks(self, ids: np.ndarray, keys: torch.Tensor, values: torch.Tensor) -> int:
-        """Fill whole blocks, `_BLOCKS_AT_ONCE` at most; returns the tokens written."""
+        """Fill whole blocks, at most `_BLOCKS_AT_ONCE`. Returns the number of tokens written."""
         count = min(keys.shape[1] // self.block_size, _BLOCKS_AT_ONCE)
         ids = ids[:count]
         keys, values = (
@@ -318,18 +321,20 @@ class BlockPool:
 
 
 def _offset(keys: torch.Tensor) -> torch.Tensor:
-    """The mean of keys [..., tokens, dim] as it is stored: [..., 1, dim] float16. Any number is right, if it is one."""
+    """The mean of keys [..., tokens, dim] in its stored form, [..., 1, dim] float16. Clamped: any finite offset is
+    exact."""
     limit = torch.finfo(torch.float16).max
     return keys.float().mean(dim=-2, keepdim=True).clamp(-limit, limit).half()
 
 
 def _untouched(shape: tuple[int, ...], dim: int, storage: StorageType) -> tuple[torch.Tensor, np.ndarray]:
-    """Room for `shape` vectors of `dim` numbers, that the operating system gives as it is written; page-aligned.
+    """Allocate `shape` vectors of `dim` numbers; the operating system backs them with memory as they are written.
 
-    Whole pages of its own: a GPU reads it after they have been page-locked, and no page can be locked twice.
+    The memory consists of whole pages that nothing else uses: a GPU reads it after it has been page-locked, and no page
+    can be locked twice.
     """
     memory = untouched(math.prod(shape) * storage.bytes_per_vector(dim))
     as_tensor = torch.from_numpy(memory).view(storage.dtype).reshape(*shape, storage.elements(dim))
-    # Not -1, which is ambiguous for vectors of no numbers: a pool may hold values alone.
+    # Not -1, which is ambiguous for vectors without numbers: a pool may store values alone.
     as_array = memory.view(storage.kernel_dtype)
     return as_tensor, as_array.reshape(*shape, storage.bytes_per_vector(dim) // as_array.itemsize)

@@ -1,4 +1,4 @@
-"""Blocks that lie in a file, read by the system before they are attended to, all at once and meanwhile."""
+"""Reads blocks of a file ahead of attention, all at once and in the background."""
 
 from __future__ import annotations
 
@@ -10,39 +10,38 @@ import torch
 
 from hetero_kv.store.memory import will_need
 
-# Steps without a wait behind which everything is taken to be in memory.
+# After so many steps without a major page fault all blocks count as in memory.
 _QUIET_LOOKS = 16
 
 
 class ReadAhead:
-    """Asks for blocks of a pool of which pages are mapped from a file: a page that is touched before it is there is
-    waited for, one after the other.
+    """Requests blocks of a pool whose pages are mapped from a file, because page faults would read them one by one.
 
-    Where this process has not had to wait for any page for a while, all that it uses is in memory, and nobody is asked.
-    Where memory is short the system lets go of pages that it can read anew; then there are waits again.
+    Once this process has had no major page fault for `_QUIET_LOOKS` steps, everything it uses is in memory and requests
+    stop. If memory gets short, the system drops such pages; page faults, and then requests, start again.
 
     Args:
-        arrays: of the pool, that attention reads block by block: [num_blocks, ...] each, contiguous.
-        num_blocks: of the pool.
+        arrays: the pool's arrays that attention reads block by block, [num_blocks, ...] each, contiguous.
+        num_blocks: number of blocks of the pool.
 
     Attributes:
-        following: of the pool that is read next, if one is.
+        following: the `ReadAhead` of the pool that is read next, or None.
     """
 
     def __init__(self, arrays: Sequence[torch.Tensor], num_blocks: int) -> None:
         self._arrays = [(array.data_ptr(), array[0].numel() * array.element_size()) for array in arrays]
         self._in_file = np.zeros(num_blocks, bool)
-        # In the file, and not asked for since the last wait.
+        # In the file, and not requested since the last page fault.
         self._unasked = np.zeros(num_blocks, bool)
         self._waits, self._looks = -1, 0
         self.following: ReadAhead | None = None
 
     def add(self, start: int, stop: int) -> None:
-        """Blocks [start, stop) lie in a file."""
+        """Record that blocks [start, stop) are in a file."""
         self._in_file[start:stop] = self._unasked[start:stop] = True
 
     def is_worth_it(self) -> bool:
-        """Whether there may be blocks that are not in memory; to be asked once a step."""
+        """Whether blocks may be outside memory. Call it once a step."""
         waits = resource.getrusage(resource.RUSAGE_SELF).ru_majflt
         if waits != self._waits:
             self._waits, self._looks = waits, 0
@@ -51,18 +50,18 @@ class ReadAhead:
         return self._looks <= _QUIET_LOOKS
 
     def ask(self, ids: np.ndarray) -> None:
-        """Have blocks `ids`, of any shape, read, each once; returns at once."""
-        wanted = np.unique(ids)
-        wanted = wanted[self._unasked[wanted]]
-        if not wanted.size:
+        """Request each of the blocks `ids`, of any shape, once; returns without waiting."""
+        missing = np.unique(ids)
+        missing = missing[self._unasked[missing]]
+        if not missing.size:
             return
-        self._unasked[wanted] = False
-        for run in np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1):
+        self._unasked[missing] = False
+        for run in np.split(missing, np.flatnonzero(np.diff(missing) != 1) + 1):
             for address, size in self._arrays:
                 will_need(address + int(run[0]) * size, len(run) * size)
 
     def ask_all(self) -> None:
-        """Have all blocks read, and those of the pool that is read next: they come while these are attended to."""
+        """Request all blocks, and those of the following pool: these are read while this pool is attended to."""
         for pool in (self, self.following):
             if pool is not None and pool.is_worth_it():
                 pool.ask(np.flatnonzero(pool._in_file))

@@ -1,7 +1,7 @@
-"""Storage types: how keys and values lie in DRAM.
+"""Storage types: the number formats of keys and values in DRAM.
 
-A new storage type is one file here, imported below, and the function of the same name in `cpu_ops.storage` that reads
-it inside a kernel.
+A new storage type is one file here, imported below, and the function of the same name in `cpu_ops.storage`, which
+reads it in a kernel.
 """
 
 from hetero_kv.store.storage.ggml import Q4_0, Q8_0

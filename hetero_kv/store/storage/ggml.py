@@ -1,7 +1,7 @@
 """GGML's quantised formats: groups of 32 numbers that share a scale in half precision.
 
-The bytes are those of GGUF files (https://github.com/ggml-org/ggml, docs/gguf.md): a group is the scale, then the
-numbers as integers, as GGML itself would write them. Groups run along a vector, so that a token is encoded as it is
+The bytes are those of GGUF files (https://github.com/ggml-org/ggml, docs/gguf.md): a group is a scale followed by the
+numbers as integers, exactly as GGML writes them. A group is part of one vector, so tokens are encoded as they are
 written.
 """
 
@@ -25,10 +25,10 @@ _SCALE_BYTES = 2
 
 @dataclass(frozen=True)
 class QuantisedType(StorageType):
-    """A storage type of groups; stored elements are bytes.
+    """A storage type of groups of 32 numbers; stored elements are bytes.
 
     Attributes:
-        group_bytes: of one group, its scale included.
+        group_bytes: bytes of one group, scale included.
     """
 
     group_bytes: int = 0
@@ -43,22 +43,22 @@ class QuantisedType(StorageType):
 
     @property
     def is_plain(self) -> bool:
-        """Stored elements are bytes of groups."""
+        """False: stored elements are bytes of groups."""
         return False
 
     @property
     def for_representatives(self) -> StorageType:
-        """Half precision: what decides which blocks are read should not be the coarsest part of the method."""
+        """FP16, because the choice of blocks should not be the coarsest part of the method."""
         return FP16
 
     @property
     def block_multiple(self) -> int:
-        """Makes every head's part of a block, which is read by itself, begin on a cache line of 64 bytes, where the
-        dimension of heads is a multiple of 64; on half of one where it is 32, or 96."""
+        """16 tokens, so that every head's part of a block, which is read separately, begins on a cache line of 64 bytes
+        if the head dimension is a multiple of 64, and on half a line if it is 32 or 96."""
         return _BLOCK_MULTIPLE
 
     def takes(self, dim: int) -> bool:
-        """See StorageType: whole groups."""
+        """Whether `dim` is a multiple of the group size."""
         return dim % GROUP == 0
 
     def elements(self, dim: int) -> int:
@@ -73,13 +73,13 @@ class QuantisedType(StorageType):
         import torch
 
         if not vectors.shape[-1]:
-            # A pool may hold values alone.
+            # A pool may store values alone.
             return vectors.to(self.dtype)
         scales, integers = self.quantise(vectors.float().unflatten(-1, (vectors.shape[-1] // GROUP, GROUP)))
         return torch.cat([scales.view(torch.uint8), integers], dim=-1).flatten(-2)
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """See StorageType: float32."""
+        """Returns float32; see StorageType."""
         import torch
 
         groups = stored.unflatten(-1, (stored.shape[-1] // self.group_bytes, self.group_bytes))
@@ -87,14 +87,14 @@ class QuantisedType(StorageType):
         return self.dequantise(scales.float(), groups[..., _SCALE_BYTES:]).flatten(-2)
 
     def write(self, target: torch.Tensor, vectors: torch.Tensor) -> None:
-        # As in StorageType: never from another device right into a pool.
+        # As in StorageType, never directly from another device into a pool.
         target.copy_(self.encode(vectors).to(target.device))
 
 
 def _scaled(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """groups / scales as GGML divides, by the scales before they are rounded; 0 where a scale is 0."""
+    """groups / scales as GGML divides: by the unrounded scales, and 0 where a scale is 0."""
     inverse = 1.0 / scales
-    # Also for scales whose inverse is beyond float32: they are stored as 0.
+    # This includes scales whose inverse exceeds float32; they are stored as 0.
     return groups * inverse.masked_fill_(inverse.isinf(), 0.0)
 
 
@@ -106,7 +106,7 @@ class Q8(QuantisedType):
 
         scales = groups.abs().amax(dim=-1, keepdim=True) / 127
         scaled = _scaled(groups, scales)
-        # Halves away from zero, as C's roundf does.
+        # Rounds halves away from zero, as C's roundf does.
         size = scaled.abs()
         whole = size.floor()
         rounded = (whole + (size.sub_(whole) * 2).floor_()).copysign_(scaled)
@@ -128,7 +128,7 @@ class Q4(QuantisedType):
     def quantise(self, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
-        # The number of largest size becomes -8, which has no positive counterpart.
+        # The number of largest magnitude becomes -8, which has no positive counterpart.
         largest = groups.gather(-1, groups.abs().argmax(dim=-1, keepdim=True))
         scales = largest / -8
         nibbles = (_scaled(groups, scales) + 8.5).clamp_(0, 15).to(torch.uint8)
@@ -141,7 +141,7 @@ class Q4(QuantisedType):
         return scales * (nibbles.to(torch.int8) - 8)
 
 
-# The largest numbers are those of their representatives, which are stored in half precision.
+# `largest` is that of the representatives, which are stored in half precision.
 Q8_0 = register(
     Q8(
         "Q8_0", "q8_0", "uint8", 1, "8 bits and a scale for every 32 elements: 1.06 bytes per element",

@@ -1,4 +1,4 @@
-"""Storage types that hold every number by itself."""
+"""Storage types that store each number separately."""
 
 from hetero_kv.store.storage.registry import StorageType, register
 

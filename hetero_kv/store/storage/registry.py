@@ -1,4 +1,4 @@
-"""What a storage type is, and which there are."""
+"""The base class of storage types, and their registry."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StorageType:
-    """One number format of the block pool: vectors as arrays whose elements torch has a dtype for.
+    """One number format of the block pool; stored vectors are arrays of a torch dtype.
 
     Attributes:
-        name: as written in YAML (`kv_type`).
+        name: its name in YAML (`kv_type`).
         kernel: its name in `cpu_ops.storage`.
         element: name of the torch dtype of one stored element.
-        element_bytes: of one stored element.
+        element_bytes: bytes of one stored element.
         meaning: one line for `--help` and the documentation.
-        largest: the largest number it can hold; None where that is beyond any key or value.
+        largest: the largest number that it represents; None if no key or value exceeds it.
     """
 
     name: str
@@ -36,12 +36,12 @@ class StorageType:
     @property
     def dtype(self) -> torch.dtype:
         """The torch dtype of one stored element."""
-        # `--help` lists the storage types, and torch takes a second to import.
+        # Imported here because `--help` lists the storage types, and importing torch takes a second.
         return getattr(importlib.import_module("torch"), self.element)
 
     @property
     def kernel_dtype(self) -> np.dtype:
-        """The numpy dtype by which kernels know it."""
+        """The numpy dtype that kernels use."""
         return importlib.import_module("cpu_ops.storage").STORAGE_TYPES[self.kernel].dtype
 
     @property
@@ -51,29 +51,29 @@ class StorageType:
 
     @property
     def for_representatives(self) -> StorageType:
-        """The type in which representatives of such keys are stored."""
+        """The storage type for representatives of keys of this type."""
         return self
 
     def takes(self, dim: int) -> bool:
-        """Whether vectors of dimension `dim` can be stored so."""
+        """Whether vectors of dimension `dim` can be stored."""
         return True
 
     @property
     def is_coarse(self) -> bool:
-        """Whether a number that all keys of a channel share costs the rest of them precision that matters."""
+        """Whether a component that all keys of a channel share costs the remainder noticeable precision."""
         return False
 
     @property
     def block_multiple(self) -> int:
-        """What `block_size` must be a multiple of."""
+        """`block_size` must be a multiple of this."""
         return 1
 
     def elements(self, dim: int) -> int:
-        """Stored elements of a vector of `dim` numbers. Raises HeteroKVError for one that it cannot store."""
+        """Stored elements of a vector of `dim` numbers. Raises HeteroKVError for unsupported dimensions."""
         return dim
 
     def bytes_per_vector(self, dim: int) -> int:
-        """Bytes that one stored vector of `dim` numbers takes. Raises HeteroKVError for one that it cannot store."""
+        """Bytes of a stored vector of `dim` numbers. Raises HeteroKVError for unsupported dimensions."""
         return self.elements(dim) * self.element_bytes
 
     def encode(self, vectors: torch.Tensor) -> torch.Tensor:
@@ -81,15 +81,15 @@ class StorageType:
         return vectors.to(self.dtype)
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """[..., elements(dim)] of `dtype` -> [..., dim] of a float dtype that holds them all exactly."""
+        """[..., elements(dim)] of `dtype` -> [..., dim] of a float dtype that represents all of them exactly."""
         return stored
 
     def write(self, target: torch.Tensor, vectors: torch.Tensor) -> None:
         """Store vectors [..., dim] of any float dtype, from any device, in `target` [..., elements(dim)]."""
         if vectors.device != target.device:
-            # Through memory of its own: CUDA refuses to copy into a range that is page-locked in part, as a pool is.
+            # Through separate memory: CUDA refuses copies into a partly page-locked range, and a pool can be one.
             vectors = vectors.to(target.dtype).to(target.device)
-        # Where both are in DRAM torch converts while it copies, without a converted copy in between.
+        # If both are in DRAM, torch converts during the copy, without a converted temporary.
         target.copy_(vectors)
 
 
@@ -97,7 +97,7 @@ _REGISTRY: dict[str, StorageType] = {}
 
 
 def register(storage: StorageType) -> StorageType:
-    """Make a storage type known under its name."""
+    """Register a storage type under its name."""
     _REGISTRY[storage.name] = storage
     return storage
 
@@ -108,7 +108,7 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> StorageType:
-    """The storage type called `name`. Raises HeteroKVError for an unknown one."""
+    """Returns the storage type called `name`. Raises HeteroKVError for an unknown one."""
     if name not in _REGISTRY:
         raise HeteroKVError(f"kv_type {name!r} is not a storage type; known: {', '.join(_REGISTRY)}")
     return _REGISTRY[name]
