@@ -1,4 +1,4 @@
-"""Token retrieval: everything kept in DRAM blocks, single tokens of the Context attended to, beside sink and window."""
+"""Token retrieval: KV is in DRAM blocks; decode attends to sink, window and single tokens of the Context."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from hetero_kv.store.pool import BlockPool
 
 
 class TokenRetrievalAttention(ExactPrefill):
-    """Prefills exactly, unless told to pass sparsely over prompts; decodes over Initial, Local and the Context's tokens
-    that a chooser takes, by each kv head.
+    """Decodes over Initial, Local and the Context tokens that a chooser takes per kv head.
 
-    With a budget that covers the Context the result is full attention, to the storage type's precision.
+    Prefill is exact unless a sparse prefill is set. With a budget that covers the Context the result is full attention,
+    to the storage type's precision.
     """
 
     meaning = "keeps everything in DRAM blocks, attends to single tokens that the query retrieves"
@@ -66,7 +66,8 @@ class TokenRetrievalAttention(ExactPrefill):
         self.prompt_attention = PromptAttention(self, settings)
         if settings.prefills_sparsely:
             self.prefills_exactly = self.continues_exactly = False
-        #: What was chosen for this layer before it is called, and what it lets the next choose.
+        #: The look-ahead that chooses for this layer, and the one that chooses for the next layer from this one's
+        #: input.
         self.ahead: LookAhead | None = None
         self.following: LookAhead | None = None
 
@@ -75,7 +76,7 @@ class TokenRetrievalAttention(ExactPrefill):
         """See Operator: the settings of the chooser that `kwargs` names."""
         name = str(kwargs.get("chooser", TokenSettings.chooser)).casefold()
         known = {known.casefold(): known for known in choosers.names()}
-        # What is no chooser's name is refused as a setting, with its place.
+        # Other names are refused later, as a setting's value, with the place in the file.
         return choosers.get(known[name]).settings if name in known else TokenSettings
 
     def new_cache_layer(self) -> TokenRetrievalLayer:
@@ -103,20 +104,21 @@ class TokenRetrievalAttention(ExactPrefill):
         layer.state = replace(layer.state, observation=None)
         layer.close(step, *on_host(observation.q.float()))
 
-    # -- looking ahead
+    # -- look-ahead
 
     @classmethod
     def configure_together(cls, operators: Sequence[AttentionOperator]) -> None:
         link(operators, cls)
 
     def arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """See AttentionOperator: lets the next layer choose from what this one is given."""
+        """Choose the next layer's tokens from this layer's arguments; see AttentionOperator."""
         if self.following is not None:
             self.following.choose(args, kwargs)
         return kwargs
 
     def chooses_in(self, step: Step) -> bool:
-        """Whether a step of one token per row has anything to choose, as far as can be told before it is stored."""
+        """Whether a step of one token per row has Context tokens to choose from, as known before the token is
+        stored."""
         layer = step.cohort.layers[self.layer_idx]
         if not step.is_decode or not step.keeps or layer.pool is None or self.chooser is None:
             return False
@@ -125,9 +127,10 @@ class TokenRetrievalAttention(ExactPrefill):
         return tokens > 0 and not self.chooser.covers(tokens)
 
     def chosen_for(self, step: Step, call: bridge.AttentionCall) -> Choice:
-        """What the chooser takes for a step that is to come, whose queries are guessed; asks for it where it lies.
+        """The chooser's choice for a coming step whose queries are guessed; finalizes the blocks that the step
+        completes.
 
-        Closes what closes with the step.
+        Blocks of the choice that are in a file are requested from the system.
         """
         layer: TokenRetrievalLayer = step.cohort.layers[self.layer_idx]
         blocks = step.blocks(layer.layout)
@@ -135,12 +138,12 @@ class TokenRetrievalAttention(ExactPrefill):
             layer.close(step)
         return self._fetched(self._asked(layer, blocks, call))
 
-    def _fetched(self, asked: Asked) -> Choice:
+    def _fetched(self, query: Asked) -> Choice:
         assert self.chooser is not None
-        choice, pool = self.chooser.choose(asked), asked.pool
+        choice, pool = self.chooser.choose(query), query.pool
         if pool.read_ahead is not None and pool.reads_ahead():
-            rows = np.arange(len(asked.table))[:, None, None]
-            pool.read_ahead.ask(asked.context[rows, choice.positions // pool.block_size])
+            rows = np.arange(len(query.table))[:, None, None]
+            pool.read_ahead.ask(query.context[rows, choice.positions // pool.block_size])
         return choice
 
     # -- decode
@@ -162,7 +165,7 @@ class TokenRetrievalAttention(ExactPrefill):
     def _asked(
         self, layer: TokenRetrievalLayer, blocks: StepBlocks, call: bridge.AttentionCall, q: np.ndarray | None = None
     ) -> Asked:
-        """A step whose queries are `q`, where they have come to the CPU already, else those of the call."""
+        """A decode query with `q`, if the queries are already on the CPU, else with those of the call."""
         pool, table = layer.pool, blocks.table
         assert pool is not None
         queries = kernel_array(call.q, torch.float32) if q is None else q
@@ -176,31 +179,32 @@ class TokenRetrievalAttention(ExactPrefill):
     def _attended(
         self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks, call: bridge.AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Attention of a token, which is stored: out [batch, heads, 1, v_dim], lse [batch, heads, 1], mass likewise.
+        """Attention of a decoded token, which is stored first.
 
-        mass: the lse of the tokens that were attended to, each counted once.
+        Returns out [batch, heads, 1, v_dim], lse [batch, heads, 1] and mass, shaped like lse: the log-sum-exp of the
+        attended tokens, each counted once.
         """
         layer.store_token(step, call.k, call.v)
-        ahead, asked = self._taken_ahead(layer, step, blocks), self._asked(layer, blocks, call)
-        chooses = self._chooses(asked)
-        out, lse = _of_heads(call, *asked.attend_blocks(asked.elsewhere if chooses else asked.table))
+        ahead, query = self._taken_ahead(layer, step, blocks), self._asked(layer, blocks, call)
+        chooses = self._chooses(query)
+        out, lse = _of_heads(call, *query.attend_blocks(query.elsewhere if chooses else query.table))
         if not chooses:
-            layer.count(step.length, asked.end - asked.first, asked.tokens, 0.0)
+            layer.count(step.length, query.end - query.first, query.tokens, 0.0)
             return out, lse, lse
-        answer = self._answer(layer, step, asked._replace(beside=lse.view(asked.q.shape[:3]), ahead=ahead))
+        answer = self._answer(layer, step, query._replace(beside=lse.view(query.q.shape[:3]), ahead=ahead))
         chosen_out, chosen_lse, chosen_mass = _of_heads(call, answer.out, answer.lse, answer.mass)
         return *merge_attention(out, lse, chosen_out, chosen_lse), torch.logaddexp(lse, chosen_mass)
 
     def _attended_beside_window(
         self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks, call: bridge.AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `_attended`, where the attention sink and the recent window lie on a device; `mass` is on the CPU, and NaN
-        where nobody asks for it.
+        """As `_attended`, with attention sink and recent window on a device.
 
-        One copy down, for which the host waits, and one back, as `WindowedDecode` has it.
+        `mass` is on the CPU, and NaN where neither recall nor the chooser needs it. The host waits for one copy from
+        the device and makes one copy back, as in `WindowedDecode`.
         """
-        wants_window = self.engine.measure_recall or (self.chooser is not None and self.chooser.reads_beside)
-        passage = layer.passage(call, blocks.closed * layer.layout.block_size, wants_window)
+        needs_window = self.engine.measure_recall or (self.chooser is not None and self.chooser.reads_beside)
+        passage = layer.passage(call, blocks.closed * layer.layout.block_size, needs_window)
         staging = layer.staging
         assert staging is not None
         *sent, in_window = passage.arrived()
@@ -208,46 +212,46 @@ class TokenRetrievalAttention(ExactPrefill):
         beside = torch.full(staging.back[1].shape, torch.nan) if in_window is None else torch.from_numpy(in_window)
         layer.store_token(step, k, v)
         if self.following is not None:
-            # What the next layer guesses from was sent before.
+            # The next layer's guessed queries were sent earlier on the same stream, so they have arrived too.
             self.following.arrived(step)
-        ahead, asked = self._taken_ahead(layer, step, blocks), self._asked(layer, blocks, call, q.numpy())
-        if self._chooses(asked):
-            answer = self._answer(layer, step, asked._replace(beside=beside, ahead=ahead))
+        ahead, query = self._taken_ahead(layer, step, blocks), self._asked(layer, blocks, call, q.numpy())
+        if self._chooses(query):
+            answer = self._answer(layer, step, query._replace(beside=beside, ahead=ahead))
             chosen_out, chosen_lse, chosen_mass = answer.out, answer.lse, answer.mass
         else:
-            layer.count(step.length, asked.end - asked.first, asked.tokens, 0.0)
-            if not asked.tokens:
+            layer.count(step.length, query.end - query.first, query.tokens, 0.0)
+            if not query.tokens:
                 return *passage.alone(), beside
-            chosen_out, chosen_lse = asked.attend_blocks(asked.context)
+            chosen_out, chosen_lse = query.attend_blocks(query.context)
             chosen_mass = chosen_lse
-        for room, part in zip(staging.back, (chosen_out, chosen_lse), strict=True):
-            room[...] = part.numpy().reshape(room.shape)
+        for target, part in zip(staging.back, (chosen_out, chosen_lse), strict=True):
+            target[...] = part.numpy().reshape(target.shape)
         return *passage.merged(), torch.logaddexp(beside, chosen_mass)
 
-    def _chooses(self, asked: Asked) -> bool:
-        return self.chooser is not None and asked.tokens > 0 and not self.chooser.covers(asked.tokens)
+    def _chooses(self, query: Asked) -> bool:
+        return self.chooser is not None and query.tokens > 0 and not self.chooser.covers(query.tokens)
 
     def _taken_ahead(self, layer: TokenRetrievalLayer, step: Step, blocks: StepBlocks) -> Choice | None:
-        """What was chosen before the layer was called; what closes with the step is closed then."""
+        """The choice made before the layer was called, or None; finalizes the blocks that the step completes if so."""
         ahead = None if self.ahead is None else self.ahead.taken(step)
         if ahead is None and blocks.newly_closed[0] != blocks.newly_closed[1]:
             layer.close(step)
         return ahead
 
-    def _answer(self, layer: TokenRetrievalLayer, step: Step, asked: Asked) -> Answer:
-        """The chooser's, counted."""
+    def _answer(self, layer: TokenRetrievalLayer, step: Step, query: Asked) -> Answer:
+        """The chooser's answer; counts its tokens and bytes."""
         chooser = self.chooser
         assert chooser is not None
-        if asked.ahead is None and chooser.looks_ahead:
-            asked = asked._replace(ahead=self._fetched(asked))
-        answer = chooser.attend(asked)
-        layer.count(step.length, asked.end - asked.first, answer.tokens, answer.read)
+        if query.ahead is None and chooser.looks_ahead:
+            query = query._replace(ahead=self._fetched(query))
+        answer = chooser.attend(query)
+        layer.count(step.length, query.end - query.first, answer.tokens, answer.read)
         if answer.share is not None:
             layer.state = replace(layer.state, share=layer.state.share.plus(answer.share))
         return answer
 
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
-        """Compile what decoding and short turns need, or load it from Numba's cache, before a token waits for it."""
+        """Compile the kernels of decode and short turns, or load them from Numba's cache, before a token needs them."""
         settings, shape = self.settings, KVShape(kv_heads, k_dim, v_dim)
         dims = kv_heads, settings.block_size, k_dim, v_dim
         pool = BlockPool(
@@ -261,13 +265,13 @@ class TokenRetrievalAttention(ExactPrefill):
             key_offsets=pool.offset_array,
         )  # fmt: skip
         known = NOTHING_KNOWN if self.chooser is None else self.chooser.close(pool, table, 1, 2, NOTHING_KNOWN)
-        asked = Asked(q, pool, table, 1, 2, lengths, 1.0, softcap, _NO_LSE, known, self.threads)
-        _, lse = asked.attend_blocks(asked.elsewhere)
+        query = Asked(q, pool, table, 1, 2, lengths, 1.0, softcap, _NO_LSE, known, self.threads)
+        _, lse = query.attend_blocks(query.elsewhere)
         if self.chooser is not None:
-            self.chooser.attend(asked._replace(beside=lse))
+            self.chooser.attend(query._replace(beside=lse))
         self.prompt_attention.compile(self._own_config.dtype, k_dim, v_dim, softcap)
 
-    # -- what others ask
+    # -- description
 
     @classmethod
     def registries(cls) -> Mapping[str, Mapping[str, str]]:
@@ -275,7 +279,7 @@ class TokenRetrievalAttention(ExactPrefill):
         return {"Ways to choose tokens of TokenRetrievalAttention (chooser)": known, **PREFILLS}
 
     def stored_by(self) -> dict[str, Any]:
-        """See AttentionOperator: what decides nothing of what is kept of blocks may change."""
+        """Settings that determine what is stored per block; see AttentionOperator."""
         idle = self.settings.idle_prefill_settings | (frozenset() if self.chooser is None else self.chooser.choosing)
         kept = {name: value for name, value in self.settings_in_layer().items() if name not in idle}
         return kept | {"is_chosen": self.chooser is not None}
@@ -293,12 +297,12 @@ class TokenRetrievalAttention(ExactPrefill):
         return length - tokens + self.chooser.attended_tokens(tokens)
 
 
-#: Of nothing yet.
+#: The log-sum-exp where none is known yet.
 _NO_LSE = torch.empty(0)
 
 
 def _of_heads(call: bridge.AttentionCall, *parts: torch.Tensor) -> list[torch.Tensor]:
-    """An output [rows, kv_heads, group, v_dim] and tensors without its last dimension, as `call` has its heads."""
+    """Reshape out [rows, kv_heads, group, v_dim] and tensors without its last dimension to the heads of `call`."""
     heads = call.q.shape[:3]
     shapes = [(*heads, parts[0].shape[3]), *[heads] * (len(parts) - 1)]
     return [part.reshape(shape).to(call.q.device) for part, shape in zip(parts, shapes, strict=True)]

@@ -1,4 +1,4 @@
-"""The cache of a layer whose tokens are retrieved one by one: blocks as in retrieval, and what a chooser keeps."""
+"""The cache layer of token retrieval: blocks as in retrieval, and the arrays of a chooser."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from hetero_kv.store.pool import Beside
 
 @dataclass(frozen=True)
 class TokenLayout(RetrievalLayout):
-    """Initial | Context | Local, in tables of this family's own: what its choosers learn, blocks are derived by.
+    """Initial | Context | Local. Block tables are separate per family, because choosers derive block arrays
+    differently.
 
     Attributes:
-        segment_tokens: what is derived of so many tokens at once ends with them; layers with other segments have tables
-            of their own, for what one of them derives anew the other need not. 0: of each block by itself.
+        segment_tokens: the chooser derives block arrays for segments of this many tokens, which end at segment ends; 0
+            if it derives each block separately. Layers with different segments have separate block tables, because one
+            may rederive blocks that the other keeps.
     """
 
     segment_tokens: int = 0
@@ -35,14 +37,14 @@ class TokenLayout(RetrievalLayout):
 
 @dataclass(frozen=True)
 class TokenState(RetrievalState):
-    """What is remembered beside the tokens.
+    """The state of a layer apart from its tokens.
 
     Attributes:
-        known: what the chooser has learned of the sequences.
-        learned: blocks that it was learned from, so many from the beginning on; without one of them it is void.
-        asked_at: tokens that there were when the queries came that it was learned by, and without the last of which it
-            is void too; 0 where it was learned by none.
-        tokens: tokens of the Context that a kv head attended to, a step's each.
+        known: what the chooser has learned about the sequences.
+        learned: number of first blocks that it was learned from; without any of them it is void.
+        asked_at: length of the sequence at the queries that it was learned from; it is void if the last of these is
+            removed. 0 if it was learned from keys alone.
+        tokens: Context tokens that a kv head attended to, per step.
     """
 
     known: Known = field(default_factory=dict)
@@ -51,14 +53,14 @@ class TokenState(RetrievalState):
     tokens: Tally = NO_NUMBERS
 
     def selected(self, rows: list[int]) -> TokenState:
-        """The state when row i is what row `rows[i]` was."""
+        """The state whose row i is the former row `rows[i]`."""
         chosen = super().selected(rows)
         assert isinstance(chosen, TokenState)
         return replace(chosen, known={name: tensor[rows] for name, tensor in self.known.items()})
 
 
 class TokenRetrievalLayer(RetrievalLayer):
-    """Keys and values in a pool, and beside them what `chooser` keeps; None where everything is attended to."""
+    """Keys and values in a pool, with the arrays of `chooser`; None where all tokens are attended to."""
 
     layout: TokenLayout
     state: TokenState
@@ -80,7 +82,7 @@ class TokenRetrievalLayer(RetrievalLayer):
         return {} if self.chooser is None else self.chooser.arrays(KVShape(kv_heads, k_dim, v_dim))
 
     def close(self, step: Step, queries: torch.Tensor | None = None) -> None:
-        """Derive what the chooser keeps of the blocks that enter the Context; `queries` as `Chooser.learned` has it."""
+        """Derive the chooser's arrays of the blocks that enter the Context; `queries` as in `Chooser.learned`."""
         blocks, pool, sink = step.blocks(self.layout), self.pool, self.layout.sink_blocks
         first, end = max(blocks.newly_closed[0], sink), blocks.newly_closed[1]
         if self.chooser is None or first >= end:
@@ -95,16 +97,16 @@ class TokenRetrievalLayer(RetrievalLayer):
             self.state = replace(self.state, known=known, learned=end, asked_at=asked_at)
 
     def count(self, length: int, context: int, tokens: float, beside: float) -> None:
-        """Count a step's reading of a sequence of `length` tokens, whose Context has so many blocks.
+        """Count what a step reads of a sequence of `length` tokens, whose Context has `context` blocks.
 
-        tokens: of the Context, that a kv head attended to. beside: bytes that were read to choose them.
+        tokens: Context tokens that a kv head attended to. beside: bytes read to choose them.
         """
         if self.reading is None:
             assert self.pool is not None
             self.reading = Reading.of(self.pool, self.window)
         reading = self.reading
         around = reading.of_step(length, context, Taken(0))
-        # Of tokens that lie apart the mean of the block is read with each that has another block.
+        # The offset of a block is read again for each scattered token of another block.
         offsets = min(tokens, float(context)) * reading.offset
         self.read = self.read.plus(around + tokens * reading.token + offsets + beside)
         if self.chooser is not None:
@@ -137,7 +139,7 @@ class TokenRetrievalLayer(RetrievalLayer):
         self._forget()
 
     def _forget(self) -> None:
-        """Learn anew, and derive anew what is kept of all blocks."""
+        """Void what was learned, and with it the derived arrays of all blocks."""
         if self.state.known:
             self.cohort.closed[self.layout] = 0
             self.state = replace(self.state, known=NOTHING_KNOWN, learned=0, asked_at=0)
@@ -154,11 +156,11 @@ class TokenRetrievalLayer(RetrievalLayer):
         super().restore(part, place)
         rows, kv_heads, _, k_dim = place.keys.shape
         shape, known = KVShape(kv_heads, k_dim, place.values.shape[-1]), {}
-        wanted = {} if self.chooser is None else self.chooser.known_shapes(shape)
-        # Not what is closed: a sequence that was cropped keeps what was learned of blocks that are in its window now.
+        shapes = {} if self.chooser is None else self.chooser.known_shapes(shape)
+        # Not limited to finalized blocks: a cropped sequence keeps what it learned from blocks now in its window.
         learned = part.integer("learned", 0, self.cohort.length // self.layout.block_size)
         if learned:
-            for name, (of_row, dtype) in wanted.items():
+            for name, (of_row, dtype) in shapes.items():
                 known[name] = part.tensor(f"known_{name}", (rows, *of_row), dtype, torch.device("cpu"))
         old = {each.name: getattr(self.state, each.name) for each in fields(RetrievalState)}
         asked_at = part.optional_integer("asked_at", 0, self.cohort.length) or 0

@@ -1,9 +1,8 @@
-"""A layer's tokens chosen while the layer before it computes, from that one's input (InfiniGen, section 4.2).
+"""Chooses a layer's tokens while the layer before computes, from that layer's input (InfiniGen, section 4.2).
 
-The inputs of layers that follow each other are alike, so that a layer's projections of the one before say nearly what
-it will ask for. These are the inputs of decoder layers, which only add to them: each normalises them for its attention
-by weights of its own, and the layer before by others. Where blocks lie in a file, those of the chosen tokens are read
-by the system meanwhile.
+The inputs of consecutive layers are similar, so a layer's query projection of the previous layer's input predicts its
+queries. The prediction starts from the decoder layer's input, before normalisation, because each layer normalises with
+its own weights. Blocks of the chosen tokens that are in a file are read in the meantime.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class LookAhead:
-    """What is chosen for `operator` before it is called.
+    """Chooses the tokens of `operator` before it is called.
 
-    On a GPU the guessed queries are sent to the CPU, which chooses when those of the layer before have come, behind
-    them: there is nothing more to wait for.
+    On a GPU the guessed queries are copied to the CPU ahead of the queries of the layer before. The CPU chooses when
+    the latter have arrived, so it waits for nothing more.
     """
 
     def __init__(self, operator: TokenRetrievalAttention, before: TokenRetrievalAttention) -> None:
@@ -40,7 +39,7 @@ class LookAhead:
         self._chosen: WeakKeyDictionary[Step, Choice] = WeakKeyDictionary()
 
     def choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Choose from the arguments that the attention module before was called with, where there is a choice."""
+        """Choose from the arguments of the previous attention module, for steps that have a choice."""
         operator = self._operator
         steps = [step for step in bridge.cache_in(args, kwargs, operator.path).steps if operator.chooses_in(step)]
         if not steps or not self._computes_where(args, kwargs) or self._is_heard():
@@ -48,7 +47,7 @@ class LookAhead:
         call = call_of(operator.path, operator.wrapped, *self._as_its_own(args, kwargs))
         for step in steps:
             of_rows = call.of_rows(step.rows)
-            # Into page-locked memory, which torch takes for copies that do not block.
+            # Asynchronous copies to "cpu" go to page-locked memory.
             self._sent[step] = replace(of_rows, q=of_rows.q.to("cpu", torch.float32, non_blocking=True))
             if not call.q.is_cuda:
                 self.arrived(step)
@@ -61,40 +60,40 @@ class LookAhead:
         )
 
     def _computes_where(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the weights are where the arguments are; streamed ones come with their own layer."""
-        given = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        """Whether the weights are on the arguments' device; streamed weights arrive with their own layer."""
+        argument = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         own = (each for each in (self._operator.wrapped, self._operator.input_norm) if each is not None)
-        return given.device.type == "cpu" or all(
-            parameter.device == given.device for module in own for parameter in module.parameters()
+        return argument.device.type == "cpu" or all(
+            parameter.device == argument.device for module in own for parameter in module.parameters()
         )
 
     def _as_its_own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, their hidden states those that the layer before was given, by the operator's own layer's norm.
+        """The arguments with the previous layer's input, normalised by this operator's layer, as hidden states.
 
-        They stay as they are where that is not known.
+        Returns them unchanged if norm or input are unknown.
         """
-        norm, given = self._operator.input_norm, self._before.layer_input
-        if norm is None or given is None:
+        norm, previous = self._operator.input_norm, self._before.layer_input
+        if norm is None or previous is None:
             return args, kwargs
         if "hidden_states" in kwargs:
-            return args, {**kwargs, "hidden_states": norm(given)}
-        return (norm(given), *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": norm(previous)}
+        return (norm(previous), *args[1:]), kwargs
 
     def arrived(self, step: Step) -> None:
-        """The CPU has the queries of a step that were sent, or of later work of the device's: choose, if they were."""
+        """Choose for a step if its queries were sent; called when they, or later work of the device, are on the CPU."""
         call = self._sent.pop(step, None)
         if call is not None:
             self._chosen[step] = self._operator.chosen_for(step, call)
 
     def taken(self, step: Step) -> Choice | None:
-        """What was chosen for a step, once; None where nothing was."""
+        """Returns a step's choice and forgets it; None if there was none."""
         return self._chosen.pop(step, None)
 
 
 def link(operators: Sequence[AttentionOperator], kind: type[TokenRetrievalAttention]) -> None:
-    """Let every operator of a `kind` whose chooser looks ahead do so from the one of that kind before it.
+    """Let each operator of a `kind` whose chooser looks ahead use the previous operator of that kind.
 
-    None does from the model's first layer, whose input is unlike those behind it.
+    No operator uses the model's first layer, whose input differs from those of the others.
     """
     of_kind = sorted((each for each in operators if isinstance(each, kind)), key=lambda each: each.layer_idx)
     for before, operator in pairwise(of_kind):

@@ -1,4 +1,4 @@
-"""What layers of token retrieval count."""
+"""The statistics of token retrieval."""
 
 from hetero_kv.engine.statistics import Statistic, register
 

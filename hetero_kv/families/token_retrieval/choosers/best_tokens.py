@@ -1,4 +1,4 @@
-"""Choosers that score every token of the Context coarsely, and attend to as many of the best as a budget says."""
+"""Choosers that score every Context token approximately and attend to the best ones, within a budget."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ B = TypeVar("B", bound=BudgetedSettings)
 
 
 class Coarse(NamedTuple):
-    """Coarse scores of a step.
+    """Approximate scores of a step.
 
     Attributes:
-        scores: of the Context's tokens, [rows, kv_heads, group, tokens] float32, as they go into a softmax.
-        beside: log-sum-exp of those of all other tokens, [rows, kv_heads, group].
-        read: bytes of a row that were read for them.
+        scores: of the Context's tokens, [rows, kv_heads, group, tokens] float32, scaled and capped for the softmax.
+        beside: log-sum-exp of the scores of all other tokens, [rows, kv_heads, group].
+        read: bytes read to compute them, per row.
     """
 
     scores: torch.Tensor
@@ -30,33 +30,33 @@ class Coarse(NamedTuple):
 
 
 class BestTokens(Chooser[B], Generic[B]):
-    """Each kv head takes the tokens that have most of the softmax over coarse scores, mean over its query heads."""
+    """Each kv head takes the tokens with the largest softmax of approximate scores, averaged over its query heads."""
 
     choosing = frozenset(("token_budget",))
 
     @abstractmethod
-    def coarse(self, asked: Asked) -> Coarse:
-        """Coarse scores of the Context's tokens."""
+    def coarse(self, query: Asked) -> Coarse:
+        """Returns approximate scores of the Context's tokens."""
 
-    def attend(self, asked: Asked) -> Answer:
-        coarse, count = self.coarse(asked), self.settings.budget(asked.tokens)
+    def attend(self, query: Asked) -> Answer:
+        coarse, count = self.coarse(query), self.settings.budget(query.tokens)
         total = torch.logaddexp(torch.logsumexp(coarse.scores, dim=3), coarse.beside)
         shares = torch.exp(coarse.scores - total[..., None])
         rows, kv_heads, _, tokens = shares.shape
         ranked = shares.mean(dim=2).view(rows * kv_heads, tokens).numpy()
         positions, counts = top_k_blocks(ranked, np.full(rows * kv_heads, tokens, np.int32), count)
         places = positions.reshape(rows, kv_heads, count)
-        attended = asked.attend(places, counts.reshape(rows, kv_heads))
+        attended = query.attend(places, counts.reshape(rows, kv_heads))
         answer = Answer(*attended, count, coarse.read)
         index = torch.from_numpy(places).long()[:, :, None].expand(-1, -1, shares.shape[2], -1)
-        return self.completed(asked, coarse, shares.gather(3, index).sum(dim=3), attended, answer)
+        return self.completed(query, coarse, shares.gather(3, index).sum(dim=3), attended, answer)
 
     def completed(
-        self, asked: Asked, coarse: Coarse, chosen: torch.Tensor, attended: Attended, answer: Answer
+        self, query: Asked, coarse: Coarse, chosen: torch.Tensor, attended: Attended, answer: Answer
     ) -> Answer:
-        """The answer with what stands for the tokens that were not chosen; nothing does.
+        """Returns the answer with an estimate for the tokens that were not chosen. The default adds none.
 
-        chosen: the share of the softmax over coarse scores that the chosen tokens have, [rows, kv_heads, group].
+        chosen: the chosen tokens' share of the softmax over approximate scores, [rows, kv_heads, group].
         """
         return answer
 

@@ -1,4 +1,4 @@
-"""What a way to choose tokens answers, and what it is asked."""
+"""The interface of choosers: the decode query that they receive, and the attention that they return."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hetero_kv.store.storage import StorageType
 
 S = TypeVar("S", bound=TokenSettings)
 
-#: What a chooser has learned of a cohort's sequences: [rows, ...] on the CPU each; replaced, never changed.
+#: What a chooser has learned about the sequences of a batch: [rows, ...] tensors on the CPU; replaced, never modified.
 Known = Mapping[str, torch.Tensor]
 NOTHING_KNOWN: Known = {}
-#: Times the tokens that something was learned of, which a prompt has at least behind which it is learned anew.
+#: A prompt of at least this many times the learned tokens makes the chooser learn again.
 LEARNED_ANEW = 4
 
 
 class Attended(NamedTuple):
-    """Attention to lists of tokens.
+    """Attention to lists of tokens, one list per kv head or query head.
 
     Attributes:
         out: [rows, kv_heads, group, v_dim] float32.
-        lse: [rows, kv_heads, group], of the weights.
-        mass: likewise, where every token counts once.
+        lse: [rows, kv_heads, group], log-sum-exp of the weighted scores.
+        mass: [rows, kv_heads, group], log-sum-exp with every token counted once.
     """
 
     out: torch.Tensor
@@ -40,16 +40,16 @@ class Attended(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a step attends to of the Context.
+    """A chooser's attention to the Context in one step.
 
     Attributes:
         out: [rows, kv_heads, group, v_dim] float32, estimates included.
-        lse: [rows, kv_heads, group] float32, by which it is merged with what is attended to elsewhere.
-        mass: likewise, of the tokens that were attended to, each counted once.
-        tokens: so many, of a kv head on average.
-        read: bytes of a row that were read beside their keys and values.
-        share: of the attention mass that they are estimated to have with what is attended to elsewhere; None where that
-            is not estimated.
+        lse: [rows, kv_heads, group] float32, by which `out` is merged with the attention to other tokens.
+        mass: [rows, kv_heads, group], log-sum-exp of the attended tokens, each counted once.
+        tokens: attended tokens per kv head, on average.
+        read: bytes read per row, apart from the attended keys and values.
+        share: estimated share of the attention mass in the attended tokens and those outside the Context; None if it is
+            not estimated.
     """
 
     out: torch.Tensor
@@ -61,12 +61,12 @@ class Answer(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Tokens that are chosen of the Context.
+    """Chosen tokens of the Context.
 
     Attributes:
-        positions: [rows, kv_heads, n] int32, the first `counts` of each.
+        positions: [rows, kv_heads, n] int32, of which the first `counts` are valid.
         counts: [rows, kv_heads] int32.
-        read: bytes of a row that were read to choose them.
+        read: bytes read to choose them, per row.
     """
 
     positions: np.ndarray
@@ -75,16 +75,16 @@ class Choice(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A decoded token of every row.
+    """The query of a decoded token in every row, and what is needed to answer it.
 
     Attributes:
         q: [rows, kv_heads, group, k_dim] float32.
-        table: [rows, blocks] int32, the ids of all blocks of each row, [first, end) of them the Context.
+        table: [rows, blocks] int32, block ids of each row; blocks [first, end) are the Context.
         lengths: [num_blocks] int32, tokens in each block.
-        scale, softcap: of the scores; softcap 0 for none.
-        beside: log-sum-exp of the scores of all other tokens, [rows, kv_heads, group] float32.
-        known: what was learned when blocks were closed.
-        ahead: what was chosen before the query was known, by a chooser that looks ahead.
+        scale, softcap: scaling and capping of scores; softcap 0 for none.
+        beside: log-sum-exp of the scores of all tokens outside the Context, [rows, kv_heads, group] float32.
+        known: what the chooser learned when blocks were finalized.
+        ahead: the choice made before the query was known, if the chooser looks ahead.
     """
 
     q: np.ndarray
@@ -107,21 +107,21 @@ class Asked(NamedTuple):
 
     @property
     def elsewhere(self) -> np.ndarray:
-        """Those of the others."""
+        """The ids of the other blocks, [rows, blocks] int32."""
         return np.concatenate([self.table[:, : self.first], self.table[:, self.end :]], axis=1)
 
     @property
     def tokens(self) -> int:
-        """Tokens of the Context."""
+        """Number of tokens of the Context."""
         return (self.end - self.first) * self.pool.block_size
 
     def capped(self, scores: torch.Tensor) -> torch.Tensor:
-        """Inner products as they go into the softmax."""
+        """Scale and cap inner products for the softmax."""
         scores = scores * self.scale
         return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
 
     def attend_blocks(self, ids: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention to all tokens of the blocks `ids` [rows, blocks]: out as `Attended` has it, and lse."""
+        """Attention to all tokens of the blocks `ids` [rows, blocks]: out and lse, as in `Attended`."""
         lists = np.ascontiguousarray(ids[:, None])
         counts = np.full(lists.shape[:2], lists.shape[2], np.int32)
         pool = self.pool
@@ -132,40 +132,41 @@ class Asked(NamedTuple):
         return torch.from_numpy(out), torch.from_numpy(lse)
 
     def attend(self, positions: np.ndarray, counts: np.ndarray, log_weights: torch.Tensor | None = None) -> Attended:
-        """Attention to the Context's tokens at `positions` [rows, lists, n] int32, `counts` [rows, lists] of each list.
+        """Attention to the Context's tokens at `positions` [rows, lists, n] int32, the first `counts` [rows, lists] of
+        each.
 
-        lists: those of the kv heads, or of the query heads, in order. log_weights: [rows, lists, n], the logarithm of
-        how many times a token counts.
+        There is one list per kv head or one per query head, in order. log_weights: [rows, lists, n], the logarithm of
+        each token's weight.
         """
         rows, kv_heads, group, k_dim = self.q.shape
         lists = rows, positions.shape[1], kv_heads * group // positions.shape[1]
         pool, table = self.pool, self.context
-        given = table, positions, counts
-        products = token_scores(self.q.reshape(*lists, k_dim), pool.key_array, *given, pool.offset_array, self.threads)
+        chosen = table, positions, counts
+        products = token_scores(self.q.reshape(*lists, k_dim), pool.key_array, *chosen, pool.offset_array, self.threads)
         scores = self.capped(torch.from_numpy(products))
-        # tanh has made finite numbers of what stands behind the lists' ends.
+        # tanh has made the padding behind the lists' ends finite.
         beyond = torch.arange(positions.shape[2]) >= torch.from_numpy(counts)[:, :, None, None]
         scores.masked_fill_(beyond, -torch.inf)
         weighted = scores if log_weights is None else scores + log_weights[:, :, None]
         mass, lse = (torch.logsumexp(each, dim=3) for each in (scores, weighted))
         weights = torch.exp(weighted - lse.masked_fill(torch.isneginf(lse), 0)[..., None])
-        out = token_values(weights.contiguous().numpy(), pool.value_array, *given, self.threads)
+        out = token_values(weights.contiguous().numpy(), pool.value_array, *chosen, self.threads)
         heads = rows, kv_heads, group
         return Attended(torch.from_numpy(out).view(*heads, -1), lse.view(heads), mass.view(heads))
 
 
 class Chooser(ABC, Generic[S]):
-    """How a decoded token chooses among the tokens of the Context, and what is kept of blocks for that.
+    """Chooses among the Context's tokens at decode, and defines the arrays kept per block for that.
 
-    An instance belongs to one layer of a model and holds nothing of any sequence: that is in the pool's arrays
-    (`arrays`) and in what was learned (`Known`), which the layer hands it.
+    An instance belongs to one layer of a model and has no state of any sequence. That is in the pool's arrays
+    (`arrays`) and in `Known`, which the layer passes in.
     """
 
-    #: Whether `close` learns something of the sequence, by which it derives what is kept of blocks.
+    #: Whether `close` learns something about the sequence and derives block arrays from it.
     learns: ClassVar[bool] = False
-    #: Whether it chooses from a query that the layer before guesses (`choose`); `attend` is told its choice.
+    #: Whether it chooses from a guessed query (`choose`) before `attend`, which receives the choice as `Asked.ahead`.
     looks_ahead: ClassVar[bool] = False
-    #: Whether `attend` reads `Asked.beside`; else that is NaN on a GPU, which attends to the window in the meantime.
+    #: Whether `attend` reads `Asked.beside`. If not, it is NaN on a GPU, which attends to the window at the same time.
     reads_beside: ClassVar[bool] = True
 
     def __init__(self, settings: S, layer_idx: int) -> None:
@@ -173,84 +174,86 @@ class Chooser(ABC, Generic[S]):
         self.layer_idx = layer_idx
 
     def require_suitable(self, path: str, shape: KVShape) -> None:
-        """Raise HeteroKVError, naming `path`, for keys of a shape that it does not take."""
+        """Raise HeteroKVError, naming `path`, for keys of an unsupported shape."""
 
     @abstractmethod
     def arrays(self, shape: KVShape) -> Mapping[str, Beside]:
-        """What it keeps of every block and kv head."""
+        """The arrays that it keeps per block and kv head, by name."""
 
     @abstractmethod
     def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
-        """Derive what is kept of the blocks [first, end) of every row, which are full and enter the Context.
+        """Derive the arrays of blocks [first, end) of every row, which are full and enter the Context.
 
-        tables: [rows, blocks] int32, ids of the blocks of each row. Returns what is known then.
+        tables: [rows, blocks] int32, block ids of each row. Returns what is known afterwards.
         """
 
     @property
     def segment_tokens(self) -> int:
-        """Tokens of which `close` derives together what is kept of blocks; 0: each block is derived by itself."""
+        """Number of tokens that `close` processes together; 0 if it derives each block separately."""
         return 0
 
     @property
     def observed_queries(self) -> int:
-        """Last queries of a prompt that `learned` sees; 0 where there is none."""
+        """Number of last queries of a prompt that `learned` receives; 0 for none."""
         return 0
 
     def learned(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, queries: torch.Tensor) -> Known:
-        """What is known before `close` is told of the same blocks for the first time, behind a prompt.
+        """What is known after a prompt, before `close` is first called with the same blocks.
 
-        queries: its last, [rows, heads, n, k_dim] float32.
+        queries: the prompt's last ones, [rows, heads, n, k_dim] float32.
         """
         return NOTHING_KNOWN
 
-    def choose(self, asked: Asked) -> Choice:
-        """Tokens for a query that may be a guess, while the newest token's key may not be stored yet."""
+    def choose(self, query: Asked) -> Choice:
+        """Choose tokens for a query that may be a guess; the newest token's key may not be stored yet."""
         raise NotImplementedError("a chooser that looks ahead chooses")
 
     @abstractmethod
-    def attend(self, asked: Asked) -> Answer:
-        """Attention of one query per head to the Context, which has blocks."""
+    def attend(self, query: Asked) -> Answer:
+        """Attention of one query per head to the Context, which is not empty."""
 
     @abstractmethod
     def attended_tokens(self, tokens: int) -> float:
-        """Tokens that a kv head attends to of a Context of so many, as expected where a step decides."""
+        """Tokens that a kv head attends to in a Context of `tokens` tokens; the expected number if each step
+        decides."""
 
     def covers(self, tokens: int) -> bool:
-        """Whether a Context of so many tokens is attended to in full, without a choice."""
+        """Whether a Context of `tokens` tokens is attended to in full, without a choice."""
         return False
 
-    #: Settings that decide nothing of what is stored.
+    #: Settings that do not affect what is stored.
     choosing: ClassVar[frozenset[str]] = frozenset()
 
     def known_shapes(self, shape: KVShape) -> Mapping[str, tuple[tuple[int | None, ...], torch.dtype]]:
-        """What `Known` holds of a row once something is known: name -> (shape, None for any extent, dtype)."""
+        """The entries of `Known` per row: name -> (shape, None for any extent; dtype)."""
         return {}
 
     def is_outgrown(self, learned: int, tokens: int) -> bool:
-        """Whether what was learned of so many tokens is to be learned anew of all, where a prompt brings `tokens`."""
+        """Whether a prompt that brings the sequence to `tokens` tokens replaces what `learned` tokens have taught."""
         return tokens >= LEARNED_ANEW * learned
 
     def kept_until(self, known: Known, learned: int, full: int, context_end: int) -> int:
-        """Up to which block what is kept of blocks holds, where those behind the first `full` are gone.
+        """The number of first blocks whose derived arrays stay valid when all but the first `full` blocks are removed.
 
-        known: was learned from the first `learned` blocks. context_end: where the Context ends now, `full` at most.
-        0: nothing holds, and nothing is known.
+        known: was learned from the first `learned` blocks. context_end: the block at which the Context now ends, at
+            most
+        `full`. Returns 0 if nothing stays valid, `known` included.
         """
         return full if full >= learned else 0
 
 
 def every_index(rows: int, kv_heads: int, count: int) -> np.ndarray:
-    """0 to count - 1 for each row and kv head, [rows, kv_heads, count] int32, each written out as kernels take them."""
+    """0 .. count - 1 for each row and kv head, [rows, kv_heads, count] int32, contiguous for kernels."""
     return np.broadcast_to(np.arange(count, dtype=np.int32), (rows, kv_heads, count)).copy()
 
 
 def encoded(storage: StorageType, vectors: torch.Tensor) -> torch.Tensor:
-    """As `storage` keeps them; numbers beyond its range are its largest."""
+    """Encode vectors in `storage`; numbers beyond its range become its largest."""
     return storage.encode(vectors if storage.largest is None else vectors.clamp(-storage.largest, storage.largest))
 
 
 def merged(first: Any, second: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two disjoint sets of keys, (out, lse) of each: see `gpu_ops.merge.merge_attention`."""
+    """Merge attention over two disjoint sets of keys, (out, lse) each; see `gpu_ops.merge.merge_attention`."""
     from gpu_ops.merge import merge_attention_in_torch
 
     return merge_attention_in_torch(*first, *second)

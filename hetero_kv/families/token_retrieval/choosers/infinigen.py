@@ -1,4 +1,4 @@
-"""InfiniGen (Lee et al. 2024, arXiv:2406.19707): a layer's tokens are chosen from the input of the layer before."""
+"""InfiniGen (Lee et al. 2024, arXiv:2406.19707): chooses a layer's tokens from the input of the layer before."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from hetero_kv.store.pool import Beside, BlockPool
 
 @dataclass(frozen=True)
 class InfiniGenSettings(BudgetedSettings):
-    """InfiniGen: the input of the layer before tells which tokens are fetched, by a part of queries and keys."""
+    """InfiniGen: chooses tokens from the previous layer's input, with a part of the query and key components."""
 
     chooser: str = chooser_setting("infinigen")
     alpha: float = setting(4.0, "tokens are wanted whose guessed score is at most so much below the highest", minimum=0)
@@ -62,7 +62,8 @@ class InfiniGenSettings(BudgetedSettings):
     settings=InfiniGenSettings,
 )
 class InfiniGen(Chooser[InfiniGenSettings]):
-    """Section 4. Skewing and components are made when keys first enter the Context, and anew behind longer prompts."""
+    """Section 4. Skewing and components are computed when keys first enter the Context, and again after longer
+    prompts."""
 
     learns = looks_ahead = True
     reads_beside = False
@@ -85,7 +86,7 @@ class InfiniGen(Chooser[InfiniGenSettings]):
 
     def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
         if not known:
-            # Of a Context that grows while answering no prompt's queries are left: its keys stand for them.
+            # A Context that grows during an answer has no prompt's queries: its keys replace them.
             keys = torch.stack([pool.decoded_keys(torch.from_numpy(ids[first:end].astype(np.int64))) for ids in tables])
             known = self._skewed(pool, tables, first, end, keys.float().transpose(1, 2).flatten(2, 3))
         storage = self.settings.key_storage.for_representatives
@@ -100,45 +101,46 @@ class InfiniGen(Chooser[InfiniGenSettings]):
             sizes = (of_row @ skewing).abs().mean(dim=1)
             for _, keys in keys_in_parts(pool, table, first, end):
                 sizes = sizes + (keys @ skewing).abs().mean(dim=2).sum(dim=0) / (end - first)
-            # In the order of the components, so that equal keys have equal bases.
+            # In component order, so that equal keys have equal bases.
             best = sizes.topk(self._components(skewing.shape[2]), dim=1).indices.sort(dim=1).values
             bases.append(skewing.gather(2, best[:, None].expand(-1, skewing.shape[1], -1)))
         return {"basis": torch.stack(bases)}
 
-    def choose(self, asked: Asked) -> Choice:
-        basis = asked.known["basis"]
-        partial = torch.from_numpy(asked.q) @ basis
-        scores, read = scores_by_components(asked, "partial_keys", partial)
-        around, read_around = self._scores_around(asked, partial @ basis.transpose(2, 3))
+    def choose(self, query: Asked) -> Choice:
+        basis = query.known["basis"]
+        partial = torch.from_numpy(query.q) @ basis
+        scores, read = scores_by_components(query, "partial_keys", partial)
+        around, read_around = self._scores_around(query, partial @ basis.transpose(2, 3))
         every = torch.cat([scores, around], dim=3)
-        # A kv head's tokens are those that any of its query heads wants, and those come first that one has most of its
-        # attention on: a head that looks everywhere alike has many that are nearly its highest, and needs none of them.
+        # A kv head takes the union of its query heads' tokens, ranked by the largest attention share of any of them: a
+        # head with flat attention has many tokens near its maximum, and needs none of them.
         ranked = (scores - every.logsumexp(dim=3, keepdim=True)).amax(dim=2)
         near = (scores - every.amax(dim=3, keepdim=True)).amax(dim=2) >= -self.settings.alpha
-        budget = self.settings.budget(asked.tokens)
-        # All heads of a layer fetch as many: the mean of what each wants.
-        wanted = near.sum(dim=2).float().mean(dim=1).round().int()
-        each = wanted.clamp(min(1, budget), budget).tolist()
+        budget = self.settings.budget(query.tokens)
+        # All kv heads of a layer fetch the same number of tokens: the mean of their near-maximum counts.
+        average = near.sum(dim=2).float().mean(dim=1).round().int()
+        each = average.clamp(min(1, budget), budget).tolist()
         positions = np.zeros((*ranked.shape[:2], max(each)), np.int32)
         for row, count in enumerate(each):
-            all_tokens = np.full(ranked.shape[1], asked.tokens, np.int32)
+            all_tokens = np.full(ranked.shape[1], query.tokens, np.int32)
             positions[row, :, :count] = top_k_blocks(ranked[row].numpy(), all_tokens, count)[0]
         counts = np.repeat(np.array(each, np.int32)[:, None], ranked.shape[1], axis=1)
         return Choice(positions, counts, read + read_around)
 
-    def _scores_around(self, asked: Asked, q: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Scores of the tokens around the Context but the newest, [rows, kv_heads, group, tokens], and bytes read."""
-        ids, (rows, kv_heads) = asked.elsewhere, q.shape[:2]
-        tokens = int(asked.lengths[ids[0]].sum()) - 1
+    def _scores_around(self, query: Asked, q: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """Scores of the tokens outside the Context except the newest, [rows, kv_heads, group, tokens], and bytes
+        read."""
+        ids, (rows, kv_heads) = query.elsewhere, q.shape[:2]
+        tokens = int(query.lengths[ids[0]].sum()) - 1
         positions = every_index(rows, kv_heads, tokens)
-        counts, pool = np.full((rows, kv_heads), tokens, np.int32), asked.pool
-        given = np.ascontiguousarray(ids), positions, counts
-        products = token_scores(q.contiguous().numpy(), pool.key_array, *given, pool.offset_array, asked.threads)
-        return asked.capped(torch.from_numpy(products)), tokens * pool.keys[0].nbytes / pool.block_size
+        counts, pool = np.full((rows, kv_heads), tokens, np.int32), query.pool
+        lists = np.ascontiguousarray(ids), positions, counts
+        products = token_scores(q.contiguous().numpy(), pool.key_array, *lists, pool.offset_array, query.threads)
+        return query.capped(torch.from_numpy(products)), tokens * pool.keys[0].nbytes / pool.block_size
 
-    def attend(self, asked: Asked) -> Answer:
-        choice = self.choose(asked) if asked.ahead is None else asked.ahead
-        attended = asked.attend(choice.positions, choice.counts)
+    def attend(self, query: Asked) -> Answer:
+        choice = self.choose(query) if query.ahead is None else query.ahead
+        attended = query.attend(choice.positions, choice.counts)
         return Answer(*attended, float(choice.counts.mean()), choice.read)
 
     def attended_tokens(self, tokens: int) -> float:
@@ -149,9 +151,9 @@ class InfiniGen(Chooser[InfiniGenSettings]):
 
 
 def skewing_of(queries: torch.Tensor) -> torch.Tensor:
-    """The right singular vectors of queries [kv_heads, n, dim], a vector a column, [kv_heads, dim, dim] float32.
+    """The right singular vectors of queries [kv_heads, n, dim], one per column, [kv_heads, dim, dim] float32.
 
-    Queries and keys turned by it have the products that they had, most of them from few components (section 4.3).
+    Rotating queries and keys by it preserves their products and concentrates them in few components (section 4.3).
     """
     by_head = queries.double()
     return torch.linalg.eigh(by_head.transpose(1, 2) @ by_head).eigenvectors.flip(2).float()

@@ -1,4 +1,4 @@
-"""Keys in a basis of some directions, which lie with the blocks component by component, and scores by them."""
+"""Key components in a reduced basis, stored per block component by component, and scores from them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from hetero_kv.families.token_retrieval.choosers.chooser import Asked, encoded, 
 from hetero_kv.store.pool import BlockPool
 from hetero_kv.store.storage import StorageType
 
-# Blocks whose keys are looked at at once: bounds their float32 copy.
+# Blocks decoded at once; this bounds the temporary float32 copy of their keys.
 _AT_ONCE = 64
 
 
 def keys_in_parts(
     pool: BlockPool, table: np.ndarray, first: int, end: int, at_once: int = _AT_ONCE
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Ids of a row's blocks [first, end) and their keys, [blocks, kv_heads, block_size, k_dim] float32, in parts."""
+    """Yields ids of a row's blocks [first, end) and their keys [blocks, kv_heads, block_size, k_dim] float32, in
+    parts."""
     for start in range(first, end, at_once):
         ids = torch.from_numpy(table[start : min(start + at_once, end)].astype(np.int64))
         yield ids, pool.decoded_keys(ids).float()
@@ -28,19 +29,19 @@ def keys_in_parts(
 def keep_components(
     pool: BlockPool, name: str, storage: StorageType, tables: np.ndarray, first: int, end: int, bases: torch.Tensor
 ) -> None:
-    """Write the keys of the blocks [first, end) of every row in `bases` [rows, kv_heads, k_dim, n] beside them."""
+    """Store the components of keys in `bases` [rows, kv_heads, k_dim, n], for blocks [first, end) of every row."""
     for table, basis in zip(tables, bases, strict=True):
         for ids, keys in keys_in_parts(pool, table, first, end):
             pool.beside[name][ids] = encoded(storage, (keys @ basis).transpose(2, 3).contiguous())
 
 
-def scores_by_components(asked: Asked, name: str, q: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Scores of the Context's tokens for q [rows, kv_heads, group, n] in the basis that their components are in.
+def scores_by_components(query: Asked, name: str, q: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Scores of the Context's tokens for q [rows, kv_heads, group, n], in the basis of the stored components.
 
-    Returns [rows, kv_heads, group, tokens] as they go into a softmax, and the bytes of a row that were read.
+    Returns [rows, kv_heads, group, tokens], scaled and capped for the softmax, and the bytes read per row.
     """
     rows, kv_heads, _, n = q.shape
-    columns = asked.pool.beside_arrays[name]
+    columns = query.pool.beside_arrays[name]
     every = every_index(rows, kv_heads, n)
-    products = component_scores(q.contiguous().numpy(), every, columns, asked.context, asked.threads)
-    return asked.capped(torch.from_numpy(products)), asked.tokens * kv_heads * n * columns.itemsize
+    products = component_scores(q.contiguous().numpy(), every, columns, query.context, query.threads)
+    return query.capped(torch.from_numpy(products)), query.tokens * kv_heads * n * columns.itemsize

@@ -1,4 +1,4 @@
-"""Loki (Singhania et al. 2024, arXiv:2406.02542): a few principal components of the keys score them all."""
+"""Loki (Singhania et al. 2024, arXiv:2406.02542): scores all keys by a few principal components."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hetero_kv.store.pool import Beside, BlockPool
 
 @dataclass(frozen=True)
 class LokiSettings(BudgetedSettings):
-    """Loki: keys are scored by their first principal components."""
+    """Loki: scores keys by their first principal components."""
 
     chooser: str = chooser_setting("loki")
     token_budget: int | float = setting(
@@ -53,7 +53,7 @@ class LokiSettings(BudgetedSettings):
 
 @register("loki", meaning="scores keys by their first principal components (Loki)", settings=LokiSettings)
 class Loki(BestTokens[LokiSettings]):
-    """Algorithm 1. The components are those of the first keys of the Context, and found anew behind longer prompts."""
+    """Algorithm 1. The components are those of the Context's first keys, recomputed after longer prompts."""
 
     learns = True
     reads_beside = False
@@ -73,10 +73,10 @@ class Loki(BestTokens[LokiSettings]):
         keep_components(pool, "key_components", storage, tables, first, end, known["basis"])
         return known
 
-    def coarse(self, asked: Asked) -> Coarse:
-        q = torch.from_numpy(asked.q) @ asked.known["basis"]
-        scores, read = scores_by_components(asked, "key_components", q)
-        # Scores from some components differ from the true ones by what all keys have in common, and are compared among
+    def coarse(self, query: Asked) -> Coarse:
+        q = torch.from_numpy(query.q) @ query.known["basis"]
+        scores, read = scores_by_components(query, "key_components", q)
+        # Scores from a part of the components lack what all keys have in common. They are comparable only among
         # themselves.
         return Coarse(scores, torch.full(q.shape[:3], -torch.inf), read)
 
@@ -85,9 +85,9 @@ class Loki(BestTokens[LokiSettings]):
 
 
 def principal_components(parts: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Directions of the most variance, in descending order, of keys [blocks, kv_heads, n, dim] that come in parts.
+    """Directions of largest variance, in descending order, of keys [blocks, kv_heads, n, dim] that come in parts.
 
-    Returns [kv_heads, dim, dim] float32, a direction a column.
+    Returns [kv_heads, dim, dim] float32, one direction per column.
     """
     count, total, products = 0, torch.zeros(()), torch.zeros(())
     for _, keys in parts:

@@ -1,4 +1,4 @@
-"""MagicPIG (Chen et al. 2024, arXiv:2410.16179): tokens are sampled by hash collisions, weighted by their chance."""
+"""MagicPIG (Chen et al. 2024, arXiv:2410.16179): samples tokens by hash collisions, with importance weights."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from hetero_kv.settings.setting import setting
 from hetero_kv.store.pool import Beside, BlockPool
 from hetero_kv.store.storage import FP32, StorageType
 
-#: Codes of up to 16 bits.
+#: Hash codes of up to 16 bits.
 CODES = StorageType("codes", "float16", "int16", 2, "hash codes: 2 bytes each")
-#: Tables in which a query and a key must agree.
+#: Number of tables in which a query and a key must agree.
 LEAST_COLLISIONS = 2
-# Distance from the centre, relative to its size, up to which a key is the centre but for rounding.
+# A key whose distance from the centre, relative to the centre's norm, is at most this equals it up to rounding.
 _AT_CENTRE = 1e-5
-# Blocks that are hashed at once: bounds the float32 products of their keys.
+# Blocks hashed at once; this bounds the temporary float32 products of their keys.
 _AT_ONCE = 16
 
 
 @dataclass(frozen=True)
 class MagicPIGSettings(TokenSettings):
-    """MagicPIG: tokens are sampled by locality-sensitive hashing, and weighted by their chance."""
+    """MagicPIG: samples tokens by locality-sensitive hashing, weighted by the inverse of their probability."""
 
     chooser: str = chooser_setting("magicpig")
     hash_bits: int = setting(10, "bits of a hash table's codes (K)", minimum=1, maximum=16)
@@ -48,9 +48,9 @@ class MagicPIGSettings(TokenSettings):
     settings=MagicPIGSettings,
 )
 class MagicPIG(Chooser[MagicPIGSettings]):
-    """Section 4. Each query head samples for itself.
+    """Section 4. Each query head samples separately.
 
-    Keys are centred by the mean of the Context's first, and by that of all behind longer prompts.
+    Keys are centred by the mean of the Context's first keys, or by the mean of all keys after a longer prompt.
     """
 
     learns = True
@@ -79,62 +79,63 @@ class MagicPIG(Chooser[MagicPIGSettings]):
         return known
 
     def codes(self, vectors: torch.Tensor) -> torch.Tensor:
-        """The code of vectors [..., dim] in every table: [..., tables] int16, of which the bits count."""
+        """Hash codes of vectors [..., dim], one per table: [..., tables] int16, used as bit patterns."""
         bits, dim = self.settings.hash_bits, vectors.shape[-1]
         if dim not in self._planes:
-            # Of one seed every layer has planes of its own, so that what one misses another does not.
+            # Each layer draws different planes from the seed, so that layers miss different tokens.
             generator = torch.Generator().manual_seed(hash((self.settings.seed, self.layer_idx)) % 2**63)
             self._planes[dim] = torch.randn(dim, self.settings.hash_tables * bits, generator=generator)
         sides = (vectors @ self._planes[dim] > 0).unflatten(-1, (self.settings.hash_tables, bits))
         return (sides * 2 ** torch.arange(bits)).sum(dim=-1).to(torch.int32).to(torch.int16)
 
-    def attend(self, asked: Asked) -> Answer:
-        q = torch.from_numpy(asked.q)
+    def attend(self, query: Asked) -> Answer:
+        q = torch.from_numpy(query.q)
         rows, kv_heads, group = q.shape[:3]
-        codes, table = asked.pool.beside_arrays["key_codes_by_table"].view(np.uint16), asked.context
-        wanted = self.codes(q).numpy().view(np.uint16)
-        hits = collisions(wanted, codes, table, LEAST_COLLISIONS, asked.threads).reshape(rows, kv_heads * group, -1)
+        codes, table = query.pool.beside_arrays["key_codes_by_table"].view(np.uint16), query.context
+        hashed = self.codes(q).numpy().view(np.uint16)
+        hits = collisions(hashed, codes, table, LEAST_COLLISIONS, query.threads).reshape(rows, kv_heads * group, -1)
         counts = hits.sum(axis=2, dtype=np.int32)
         positions = np.zeros((*counts.shape, max(1, int(counts.max(initial=0)))), np.int32)
         for row, head in np.ndindex(*counts.shape):
             positions[row, head, : counts[row, head]] = np.flatnonzero(hits[row, head])
-        log_weights = -torch.log(self._chances(asked, q, positions, counts))
-        attended = asked.attend(positions, counts, log_weights)
+        log_weights = -torch.log(self._chances(query, q, positions, counts))
+        attended = query.attend(positions, counts, log_weights)
         tokens = float(counts.mean())
-        read = asked.tokens * kv_heads * self.settings.hash_tables * codes.itemsize
-        # A token that several query heads of a kv head have sampled is read for each.
+        read = query.tokens * kv_heads * self.settings.hash_tables * codes.itemsize
+        # A token sampled by several query heads of a kv head is read once for each.
         repeated = float(counts.sum() / rows - tokens * kv_heads)
-        key_and_value = (asked.pool.keys[0].nbytes + asked.pool.values[0].nbytes) // (kv_heads * asked.pool.block_size)
+        key_and_value = (query.pool.keys[0].nbytes + query.pool.values[0].nbytes) // (kv_heads * query.pool.block_size)
         return Answer(*attended, tokens, read + repeated * key_and_value)
 
-    def _chances(self, asked: Asked, q: torch.Tensor, positions: np.ndarray, counts: np.ndarray) -> torch.Tensor:
-        """The chance that each of these tokens had of being sampled by its query head, [rows, heads, n]."""
+    def _chances(self, query: Asked, q: torch.Tensor, positions: np.ndarray, counts: np.ndarray) -> torch.Tensor:
+        """The probability with which each token's query head samples it, [rows, heads, n]."""
         rows, kv_heads, group, k_dim = q.shape
-        pool, table, heads = asked.pool, asked.context, kv_heads * group
+        pool, table, heads = query.pool, query.context, kv_heads * group
         by_head = q.reshape(rows, heads, 1, k_dim)
         products = torch.from_numpy(
-            token_scores(by_head.numpy(), pool.key_array, table, positions, counts, pool.offset_array, asked.threads)
+            token_scores(by_head.numpy(), pool.key_array, table, positions, counts, pool.offset_array, query.threads)
         ).squeeze(2)
-        off = (q * asked.known["centre"][:, :, None]).sum(dim=3).view(rows, heads, 1)
+        off = (q * query.known["centre"][:, :, None]).sum(dim=3).view(rows, heads, 1)
         at = torch.from_numpy(positions).long()
         ids = torch.from_numpy(table).long().gather(1, at.div(pool.block_size, rounding_mode="floor").flatten(1))
         of_head = torch.arange(heads).div(group, rounding_mode="floor")[None, :, None]
         norms = pool.beside["centred_norms"][ids.view_as(at), of_head, at % pool.block_size]
         cosine = (products - off) / (by_head.norm(dim=3) * norms).clamp_min(torch.finfo(torch.float32).tiny)
-        # A key that is the centre but for rounding lies at no angle, and has a query's code as often as at a right one.
-        sizes = asked.known["centre"].norm(dim=2).repeat_interleave(group, dim=1)[..., None]
+        # A key equal to the centre up to rounding has no direction; its codes collide as at a right angle.
+        sizes = query.known["centre"].norm(dim=2).repeat_interleave(group, dim=1)[..., None]
         cosine = cosine.masked_fill(norms <= _AT_CENTRE * sizes, 0)
         return sampling_chance(cosine, self.settings.hash_bits, self.settings.hash_tables)
 
     def attended_tokens(self, tokens: int) -> float:
-        # Of keys at right angles to the query, which most are nearly.
+        # Computed for keys at right angles to the query, which most keys nearly are.
         return tokens * float(sampling_chance(torch.zeros(()), self.settings.hash_bits, self.settings.hash_tables))
 
 
 def sampling_chance(cosine: torch.Tensor, bits: int, tables: int) -> torch.Tensor:
-    """The chance of `LEAST_COLLISIONS` of `tables` codes of `bits` being equal, of vectors of this cosine (section 4).
+    """The probability that at least `LEAST_COLLISIONS` of `tables` codes of `bits` bits agree, at this cosine (section
+    4).
 
-    At least the smallest float32, so that it can be divided by.
+    Clamped to the smallest normal float32, because the weights divide by it.
     """
     side = 1 - torch.acos(cosine.double().clamp(-1, 1)) / math.pi
     collides = side**bits

@@ -1,4 +1,4 @@
-"""Which ways to choose tokens there are."""
+"""The registry of choosers."""
 
 from hetero_kv.families.token_retrieval.choosers.chooser import Chooser
 from hetero_kv.families.token_retrieval.choosers.settings import TokenSettings

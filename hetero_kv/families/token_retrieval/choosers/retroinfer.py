@@ -1,4 +1,4 @@
-"""RetroInfer (Chen et al. 2025, arXiv:2505.02922): clusters of keys, the best read whole, the next estimated."""
+"""RetroInfer (Chen et al. 2025, arXiv:2505.02922): clusters keys, reads the best clusters and estimates the next."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from hetero_kv.settings.setting import SettingError, setting
 from hetero_kv.store.pool import Beside, BlockPool
 from hetero_kv.store.storage import FP32, StorageType
 
-#: Numbers of clusters.
+#: Cluster indices.
 _NUMBERS = StorageType("numbers", "float32", "int32", 4, "whole numbers: 4 bytes each")
-# As the paper has it.
+# The paper's value.
 _ITERATIONS = 10
 
 
 @dataclass(frozen=True)
 class RetroInferSettings(TokenSettings):
-    """RetroInfer: clusters of keys, of which the best are attended to token by token, and the next by their means."""
+    """RetroInfer: attends to the tokens of the best key clusters, and to the next clusters by their means."""
 
     chooser: str = chooser_setting("retroinfer")
     cluster_tokens: int = setting(
@@ -72,7 +72,7 @@ class RetroInferSettings(TokenSettings):
     settings=RetroInferSettings,
 )
 class RetroInfer(Chooser[RetroInferSettings]):
-    """Section 4. The clusters of a segment lie with its blocks, as many with each; they are numbered through all."""
+    """Section 4. A segment's clusters are stored evenly with its blocks, and numbered through the sequence."""
 
     learns = True
     choosing = frozenset(("exact_clusters", "estimated_clusters"))
@@ -94,11 +94,11 @@ class RetroInfer(Chooser[RetroInferSettings]):
         return {"segment_ends": ((None,), torch.int64)}
 
     def is_outgrown(self, learned: int, tokens: int) -> bool:
-        # Whatever comes has clusters of its own.
+        # New tokens form new clusters; earlier ones stay.
         return False
 
     def kept_until(self, known: Known, learned: int, full: int, context_end: int) -> int:
-        # A cluster has tokens of all blocks of its segment, and all that it has are in the Context.
+        # A cluster has tokens from all blocks of its segment, so only whole segments within the Context stay valid.
         return max((end for end in known["segment_ends"][0].tolist() if 0 < end <= context_end), default=0)
 
     def close(self, pool: BlockPool, tables: np.ndarray, first: int, end: int, known: Known) -> Known:
@@ -111,7 +111,7 @@ class RetroInfer(Chooser[RetroInferSettings]):
         return {"segment_ends": torch.tensor([before + ends] * len(tables))}
 
     def _cluster(self, pool: BlockPool, ids: np.ndarray, start: int) -> None:
-        """Cluster the tokens of the blocks `ids` of a row, the first of which is block `start` of the sequence."""
+        """Cluster the tokens of a row's blocks `ids`; the first is block `start` of the sequence."""
         index, each = torch.from_numpy(ids.astype(np.int64)), self._of_block
         keys = pool.decoded_keys(index).float().transpose(0, 1).flatten(1, 2)
         values = pool.value_storage.decode(pool.values[index]).float().transpose(0, 1).flatten(1, 2)
@@ -130,49 +130,52 @@ class RetroInfer(Chooser[RetroInferSettings]):
         numbered = (nearest + start * each).to(torch.int32)
         pool.beside["clusters"][index] = numbered.unflatten(1, (len(ids), -1)).transpose(0, 1)
 
-    def attend(self, asked: Asked) -> Answer:
-        rows, kv_heads, _, k_dim = asked.q.shape
-        sizes = _of_context(asked, "cluster_sizes").flatten(2)
+    def attend(self, query: Asked) -> Answer:
+        rows, kv_heads, _, k_dim = query.q.shape
+        sizes = _of_context(query, "cluster_sizes").flatten(2)
         every = every_index(rows, kv_heads, k_dim)
-        columns = asked.pool.beside_arrays["cluster_keys"]
-        products = component_scores(asked.q, every, columns, asked.context, asked.threads)
-        # With the weight of all its tokens; none for a cluster that has none.
-        scores = asked.capped(torch.from_numpy(products)) + sizes.log()[:, :, None]
+        columns = query.pool.beside_arrays["cluster_keys"]
+        products = component_scores(query.q, every, columns, query.context, query.threads)
+        # Weighted by the cluster's size; empty clusters get weight 0.
+        scores = query.capped(torch.from_numpy(products)) + sizes.log()[:, :, None]
         best = scores.softmax(dim=3).mean(dim=2).argsort(dim=2, descending=True, stable=True)
         total = best.shape[2]
         exact = part_of(self.settings.exact_clusters, total)
         estimated = best[:, :, exact : exact + self._estimated(total, exact)]
-        attended, tokens = self._attend_exactly(asked, best[:, :, :exact], total)
-        out, lse = self._attend_to_means(asked, scores, sizes, estimated)
-        share = torch.sigmoid(torch.logaddexp(attended.mass, asked.beside) - lse)
-        of_cluster, of_token = k_dim * columns.itemsize + sizes.itemsize, asked.pool.beside["clusters"].itemsize
-        read = total * of_cluster + asked.tokens * of_token + estimated.shape[2] * out.shape[3] * out.itemsize
+        attended, tokens = self._attend_exactly(query, best[:, :, :exact], total)
+        out, lse = self._attend_to_means(query, scores, sizes, estimated)
+        share = torch.sigmoid(torch.logaddexp(attended.mass, query.beside) - lse)
+        of_cluster, of_token = k_dim * columns.itemsize + sizes.itemsize, query.pool.beside["clusters"].itemsize
+        read = total * of_cluster + query.tokens * of_token + estimated.shape[2] * out.shape[3] * out.itemsize
         both = merged((attended.out, attended.lse), (out, lse))
         return Answer(*both, attended.mass, tokens, kv_heads * read, float(share.mean()))
 
-    def _attend_exactly(self, asked: Asked, chosen: torch.Tensor, total: int) -> tuple[Attended, float]:
-        """Attention to the tokens of the `chosen` [rows, kv_heads, n] of `total` clusters, and how many of a head."""
-        numbers = _of_context(asked, "clusters").flatten(2).long() - asked.first * self._of_block
+    def _attend_exactly(self, query: Asked, chosen: torch.Tensor, total: int) -> tuple[Attended, float]:
+        """Attention to the tokens of `chosen` [rows, kv_heads, n] among `total` clusters, and their mean number per
+        head."""
+        numbers = _of_context(query, "clusters").flatten(2).long() - query.first * self._of_block
         is_chosen = torch.zeros(*chosen.shape[:2], total, dtype=torch.bool).scatter_(2, chosen, True)
         is_read = is_chosen.gather(2, numbers).numpy()
         counts = is_read.sum(axis=2, dtype=np.int32)
         positions = np.zeros((*counts.shape, max(1, int(counts.max()))), np.int32)
         for row, head in np.ndindex(*counts.shape):
             positions[row, head, : counts[row, head]] = np.flatnonzero(is_read[row, head])
-        return asked.attend(positions, counts), float(counts.mean())
+        return query.attend(positions, counts), float(counts.mean())
 
     def _attend_to_means(
-        self, asked: Asked, scores: torch.Tensor, sizes: torch.Tensor, chosen: torch.Tensor
+        self, query: Asked, scores: torch.Tensor, sizes: torch.Tensor, chosen: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention to the `chosen` [rows, kv_heads, n] clusters as if all tokens of one had its mean key and value.
+        """Attention to the `chosen` [rows, kv_heads, n] clusters, as if all tokens of a cluster had its mean key and
+        value.
 
-        scores: [rows, kv_heads, group, clusters], with the weight of all their tokens. Returns out [rows, kv_heads,
-        group, v_dim] and lse.
+        scores: [rows, kv_heads, group, clusters], weighted by cluster size. Returns out [rows, kv_heads, group, v_dim]
+            and
+        lse.
         """
-        each, context = self._of_block, torch.from_numpy(asked.context.astype(np.int64))
+        each, context = self._of_block, torch.from_numpy(query.context.astype(np.int64))
         ids = context.gather(1, chosen.div(each, rounding_mode="floor").flatten(1)).view_as(chosen)
         heads = torch.arange(chosen.shape[1])[None, :, None]
-        sums = asked.pool.beside["cluster_values"][ids, heads, chosen % each]
+        sums = query.pool.beside["cluster_values"][ids, heads, chosen % each]
         taken = scores.gather(3, chosen[:, :, None].expand(-1, -1, scores.shape[2], -1))
         lse = torch.logsumexp(taken, dim=3)
         weights = torch.exp(taken - lse.masked_fill(torch.isneginf(lse), 0)[..., None])
@@ -191,15 +194,15 @@ class RetroInfer(Chooser[RetroInferSettings]):
         return self.settings.block_size // self.settings.cluster_tokens
 
     def _estimated(self, total: int, exact: int) -> int:
-        wanted = self.settings.estimated_clusters
-        return min(part_of(wanted, total) if wanted else 0, total - exact)
+        estimated = self.settings.estimated_clusters
+        return min(part_of(estimated, total) if estimated else 0, total - exact)
 
 
 def spherical_clusters(keys: torch.Tensor, count: int) -> torch.Tensor:
-    """Which of `count` clusters each of keys [heads, n, dim] belongs to, by direction (spherical k-means): [heads, n].
+    """Assign keys [heads, n, dim] to `count` clusters by direction (spherical k-means): cluster indices [heads, n].
 
-    Directions are those from the mean of the keys, which have much in common. Clusters begin with keys at equal steps.
-    The first of those that are equally near is taken; one may be left empty.
+    Directions are relative to the mean key, because keys share a large common part. Initial centres are keys at equal
+    steps. Ties go to the first centre; clusters may be empty.
     """
     directions = torch.nn.functional.normalize(keys - keys.mean(dim=1, keepdim=True), dim=2)
     centres = directions[:, (2 * torch.arange(count) + 1) * keys.shape[1] // (2 * count)]
@@ -211,17 +214,17 @@ def spherical_clusters(keys: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _nearest(directions: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-    # Head by head: a segment's inner products are many. NumPy looks through a row in a fifth of torch's time.
+    # Per head, because a segment has many inner products. NumPy's argmax over rows takes a fifth of torch's time.
     pairs = zip(directions, centres, strict=True)
     return torch.stack([torch.from_numpy((of_head @ to.T).numpy().argmax(axis=1)) for of_head, to in pairs])
 
 
 def _sums(vectors: torch.Tensor, which: torch.Tensor, count: int) -> torch.Tensor:
-    """Sums of vectors [heads, n, dim] over those of each of `count` groups: [heads, count, dim]."""
+    """Sums of vectors [heads, n, dim] per group, for `count` groups: [heads, count, dim]."""
     sums = vectors.new_zeros(len(vectors), count, vectors.shape[2])
     return sums.scatter_add_(1, which[..., None].expand_as(vectors), vectors)
 
 
-def _of_context(asked: Asked, name: str) -> torch.Tensor:
-    """What is kept of the Context's blocks under a name: [rows, kv_heads, blocks, ...]."""
-    return asked.pool.beside[name][torch.from_numpy(asked.context.astype(np.int64))].transpose(1, 2)
+def _of_context(query: Asked, name: str) -> torch.Tensor:
+    """An array of the Context's blocks, by name: [rows, kv_heads, blocks, ...]."""
+    return query.pool.beside[name][torch.from_numpy(query.context.astype(np.int64))].transpose(1, 2)

@@ -1,4 +1,4 @@
-"""The settings that every way to choose tokens has; each one's own dataclass inherits one of these."""
+"""Settings that all choosers have; each chooser's dataclass inherits from one of these."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _storage_types() -> Iterable[str]:
 
 
 def chooser_setting(name: str) -> Any:
-    """The field `chooser` of the settings of the chooser called `name`."""
+    """The field `chooser` in the settings of the chooser called `name`."""
     return setting(name, "how a step chooses among the Context's tokens", choices=_choosers, names_method="{}")
 
 
 @dataclass(frozen=True)
 class TokenSettings(PagedSettings, PrefillSettings):
-    """Initial | Context | Local, of which the Context's tokens are retrieved one by one, by each kv head."""
+    """Initial | Context | Local; each kv head retrieves single tokens of the Context."""
 
     chooser: str = chooser_setting("sparq")
     block_size: int = setting(128, "tokens of a block, the unit in which they are stored", unit="tokens", minimum=1)
@@ -60,7 +60,7 @@ class TokenSettings(PagedSettings, PrefillSettings):
 
 @dataclass(frozen=True)
 class BudgetedSettings(TokenSettings):
-    """As many tokens as a budget says."""
+    """Settings of choosers that take a fixed budget of tokens."""
 
     token_budget: int | float = setting(
         1024,
@@ -70,9 +70,9 @@ class BudgetedSettings(TokenSettings):
     )
 
     def budget(self, tokens: int) -> int:
-        """How many of the Context's tokens are attended to."""
-        asked = math.ceil(self.token_budget * tokens) if isinstance(self.token_budget, float) else self.token_budget
-        return min(asked, tokens)
+        """Number of Context tokens that are attended to, of `tokens`."""
+        budget = math.ceil(self.token_budget * tokens) if isinstance(self.token_budget, float) else self.token_budget
+        return min(budget, tokens)
 
     def validate(self) -> None:
         """Check settings against each other. Raises SettingError."""
@@ -81,11 +81,11 @@ class BudgetedSettings(TokenSettings):
 
 
 def require_share(name: str, value: float, units: str) -> None:
-    """Raise SettingError for a number that is neither whole nor a share."""
+    """Raise SettingError for a number that is neither whole nor a share in (0, 1]."""
     if isinstance(value, float) and not 0 < value <= 1:
         raise SettingError(name, value, f"as a share it must be above 0 and at most 1.0; {units} are a whole number")
 
 
 def part_of(value: float, whole: int) -> int:
-    """So many of `whole`, as a number or a share says, one at least."""
+    """The number of `whole` that a count or share means, at least one."""
     return max(1, min(whole, math.ceil(value * whole) if isinstance(value, float) else int(value)))

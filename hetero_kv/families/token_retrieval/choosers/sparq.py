@@ -1,4 +1,4 @@
-"""SparQ (Ribar et al. 2023, arXiv:2312.04985): a query's largest components tell which keys are worth reading whole."""
+"""SparQ (Ribar et al. 2023, arXiv:2312.04985): a query's largest components choose the keys to read whole."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from hetero_kv.settings.setting import setting
 from hetero_kv.store.pool import Beside, BlockPool
 from hetero_kv.store.storage import FP32
 
-# Blocks that are turned at once: bounds the float32 copy of their keys.
+# Blocks transposed at once; this bounds the temporary float32 copy of their keys.
 _AT_ONCE = 64
 
 
 @dataclass(frozen=True)
 class SparQSettings(BudgetedSettings):
-    """SparQ: the query's largest components score all keys; the mean value stands for what is not read."""
+    """SparQ: the query's largest components score all keys; the mean value replaces the values that are not read."""
 
     chooser: str = chooser_setting("sparq")
     query_components: int | float = setting(
@@ -54,7 +54,7 @@ class SparQSettings(BudgetedSettings):
     settings=SparQSettings,
 )
 class SparQ(BestTokens[SparQSettings]):
-    """Algorithm 1. Keys lie a second time in the pool, component by component."""
+    """Algorithm 1. The pool stores keys a second time, component by component."""
 
     choosing = BestTokens.choosing | {"query_components", "mean_value"}
 
@@ -73,37 +73,37 @@ class SparQ(BestTokens[SparQSettings]):
                 pool.beside["value_means"][ids] = pool.value_storage.decode(pool.values[ids]).float().mean(dim=2)
         return known
 
-    def coarse(self, asked: Asked) -> Coarse:
-        q, columns = torch.from_numpy(asked.q), asked.pool.beside_arrays["key_columns"]
+    def coarse(self, query: Asked) -> Coarse:
+        q, columns = torch.from_numpy(query.q), query.pool.beside_arrays["key_columns"]
         r = part_of(self.settings.query_components, q.shape[3])
-        # One choice of components for the query heads of a kv head, which read the same keys.
+        # The query heads of a kv head use the same components, because they read the same keys.
         chosen = q.abs().sum(dim=2).topk(r, dim=2).indices.sort(dim=2).values
         index = chosen[:, :, None].expand(-1, -1, q.shape[2], -1)
         kept = q.gather(3, index)
-        # The temperature: as much as the components are of the query's L1 norm.
+        # The softmax temperature accounts for the components' share of the query's L1 norm.
         tiny = torch.finfo(torch.float32).tiny
         norms = kept.abs().sum(dim=3, keepdim=True) / q.abs().sum(dim=3, keepdim=True).clamp_min(tiny)
         kept = kept / norms.clamp_min(tiny).sqrt()
-        table, given = asked.context, chosen.int().contiguous().numpy()
-        products = component_scores(kept.contiguous().numpy(), given, columns, table, asked.threads)
+        table, components = query.context, chosen.int().contiguous().numpy()
+        products = component_scores(kept.contiguous().numpy(), components, columns, table, query.threads)
         masked = torch.zeros_like(q).scatter_(3, index, kept)
-        _, beside = asked._replace(q=masked.numpy()).attend_blocks(asked.elsewhere)
-        # Of the others, components are read out of whole keys.
-        whole = asked.elsewhere.shape[1] * asked.pool.keys[0].nbytes
-        read = asked.tokens * q.shape[1] * r * columns.itemsize + whole
-        return Coarse(asked.capped(torch.from_numpy(products)), beside, read)
+        _, beside = query._replace(q=masked.numpy()).attend_blocks(query.elsewhere)
+        # For tokens outside the Context whole keys are read.
+        whole = query.elsewhere.shape[1] * query.pool.keys[0].nbytes
+        read = query.tokens * q.shape[1] * r * columns.itemsize + whole
+        return Coarse(query.capped(torch.from_numpy(products)), beside, read)
 
     def completed(
-        self, asked: Asked, coarse: Coarse, chosen: torch.Tensor, attended: Attended, answer: Answer
+        self, query: Asked, coarse: Coarse, chosen: torch.Tensor, attended: Attended, answer: Answer
     ) -> Answer:
         total = torch.logaddexp(torch.logsumexp(coarse.scores, dim=3), coarse.beside)
         share = (chosen + torch.exp(coarse.beside - total)).clamp(max=1.0)
         answer = answer._replace(share=float(share.mean()))
         if not self.settings.mean_value:
             return answer
-        means = asked.pool.beside["value_means"]
-        value = torch.stack([means[torch.from_numpy(ids.astype(np.int64))].mean(dim=0) for ids in asked.context])
-        # What has a share of s makes all of s + (1 - s): the rest stands in that proportion to what was attended to.
-        rest = torch.logaddexp(attended.lse, asked.beside) + torch.log1p(-share) - torch.log(share)
+        means = query.pool.beside["value_means"]
+        value = torch.stack([means[torch.from_numpy(ids.astype(np.int64))].mean(dim=0) for ids in query.context])
+        # If the attended tokens have share s, the rest has (1 - s) / s times their mass.
+        rest = torch.logaddexp(attended.lse, query.beside) + torch.log1p(-share) - torch.log(share)
         out, lse = merged((attended.out, attended.lse), (value[:, :, None].expand_as(attended.out), rest))
-        return answer._replace(out=out, lse=lse, read=answer.read + (asked.end - asked.first) * means[0].nbytes)
+        return answer._replace(out=out, lse=lse, read=answer.read + (query.end - query.first) * means[0].nbytes)
