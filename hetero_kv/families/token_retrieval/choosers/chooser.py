@@ -236,8 +236,7 @@ class Chooser(ABC, Generic[S]):
         """The number of first blocks whose derived arrays stay valid when all but the first `full` blocks are removed.
 
         known: was learned from the first `learned` blocks. context_end: the block at which the Context now ends, at
-            most
-        `full`. Returns 0 if nothing stays valid, `known` included.
+        most `full`. Returns 0 if nothing stays valid, `known` included.
         """
         return full if full >= learned else 0
 
