@@ -59,8 +59,8 @@ LASTING = (
     Mutation(
         "a checkpoint follows entries that were dropped on the way",
         "hetero_kv/store/growing_tensor.py",
-        "held is self._buffer and self._start <= start and end <= self._end",
-        "held is self._buffer",
+        "before is self._buffer and self._start <= start and end <= self._end",
+        "before is self._buffer",
         ("tests/store/test_growing_tensor.py",),
     ),
     Mutation(
