@@ -1,4 +1,4 @@
-"""ShadowKV (arXiv:2410.21465): low-rank keys where the model computes, values in DRAM, chunks of both retrieved."""
+"""ShadowKV (arXiv:2410.21465): low-rank keys on the compute device, values in DRAM, chunks of both retrieved."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _NONE_CHOSEN = np.empty((0, 0, 0), np.int64)
 
 
 class ShadowKVAttention(NotedRotations):
-    """Prefills exactly, chunk by chunk; decodes over outlier chunks, the chunks chosen by landmarks, and Recent.
+    """Prefills exactly, in chunks; decodes over outlier chunks, the chunks that landmarks choose, and Recent.
 
     With full rank and a budget that covers the sequence the result is full attention, to the value type's precision.
     """
@@ -68,13 +68,13 @@ class ShadowKVAttention(NotedRotations):
 
     @classmethod
     def operator_for(cls, module: nn.Module) -> type[Operator]:
-        """A layer with a sliding window of the model's own keeps that."""
+        """Returns the sliding-window operator for layers whose model has a sliding window."""
         if hasattr(module, "config") and hasattr(module, "layer_idx") and bridge.layer_window(module) is not None:
             return SlidingWindowAttention
         return cls
 
     def _key_channels(self) -> int:
-        """Channels of the keys of all kv heads. Raises HeteroKVError where they are fewer than the rank."""
+        """Number of key channels of all kv heads. Raises HeteroKVError if they are fewer than the rank."""
         shape = KVShape.of_attention(self.wrapped, self._own_config)
         channels, rank = shape.kv_heads * shape.k_dim, self.settings.rank
         if rank != "auto" and rank > channels:
@@ -90,7 +90,7 @@ class ShadowKVAttention(NotedRotations):
     # -- rotation
 
     def _record(self, step: Step, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Note the rotation of the new tokens, in one table with the other layers that are given the same."""
+        """Record the rotation of the new tokens, in one table shared with other layers of the same rotation."""
         layers = step.cohort.layers
         layer: LowRankLayer = layers[self.layer_idx]
         start = layer.get_seq_length()
@@ -115,7 +115,7 @@ class ShadowKVAttention(NotedRotations):
                 "cannot be undone; prefill the prompt under ShadowKVAttention's own rules"
             )
         if self.rotation is None:
-            # One token is looked at.
+            # Probe one token: all rows of `hidden` are the same memory.
             hidden = recorded.keys.new_empty(1, 1, self._own_config.hidden_size).expand(1, recorded.length, -1)
             probed = {"hidden_states": hidden, "position_embeddings": recorded.rotation, "attention_mask": None}
             self.rotation = rotation_of(self.path, self.wrapped, (), probed, self.rotation_use)
@@ -161,9 +161,9 @@ class ShadowKVAttention(NotedRotations):
     def _decoded_by_kernels(
         self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Attention of a step, out [batch, heads, 1, v_dim] and lse, where `cpu_decode` serves.
+        """Attention of a step where `cpu_decode` serves.
 
-        And how many of the chosen chunks were in no slot, of all rows and heads.
+        Returns out [batch, heads, 1, v_dim], lse, and how many chosen chunks were in no slot, over all rows and heads.
         """
         q, missed = cpu_decode.queries(call), 0
         if layer.context.outliers is not None:
@@ -177,13 +177,14 @@ class ShadowKVAttention(NotedRotations):
     def _decoded_without_waits(
         self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """As `_decoded_by_kernels`, where `device_decode` serves; what was missing is counted there, and not told."""
-        wanted = self._chosen_in_torch(layer, call)
+        """As `_decoded_by_kernels`, where `device_decode` serves. Misses are counted on the device; returns 0 for
+        them."""
+        chosen = self._chosen_in_torch(layer, call)
         with joined_on_error(call.k.device):
-            holding = device_decode.Holding(layer, step, wanted)
+            update = device_decode.Holding(layer, step, chosen)
             out, lse = _folded_attention(call, layer.recent_keys.entries, layer.recent_values.entries)
-            residents = holding.finished()
-        layer.count_choices(wanted.numel(), wanted.numel())
+            residents = update.finished()
+        layer.count_choices(chosen.numel(), chosen.numel())
         if residents.tokens:
             out, lse = merge_attention(out, lse, *_folded_attention(call, residents.keys, residents.values))
         return *_unfolded(call, out, lse), 0
@@ -196,16 +197,16 @@ class ShadowKVAttention(NotedRotations):
         out, lse = _attention(call, layer.recent_keys.entries, layer.recent_values.entries)
         if layer.context.outliers is not None:
             residents = layer.context.outliers.residents
-            (wanted,) = on_host(self._chosen_in_torch(layer, call))
-            hits = residents.hold(wanted, layer.rebuilt, layer.fetched, layer.chunks)
-            layer.count_choices(wanted.numel(), hits)
-            missed = wanted.numel() - hits
+            (chosen,) = on_host(self._chosen_in_torch(layer, call))
+            hits = residents.hold(chosen, layer.rebuilt, layer.fetched, layer.chunks)
+            layer.count_choices(chosen.numel(), hits)
+            missed = chosen.numel() - hits
             if residents.keys.shape[2]:
                 out, lse = merge_attention(out, lse, *_attention(call, residents.keys, residents.values))
         return out, lse, missed
 
     def chosen(self, layer: LowRankLayer, call: bridge.AttentionCall) -> torch.Tensor:
-        """The chunks of the Context that this step attends to beside the outliers: [batch, kv_heads, n] int64."""
+        """Chunks of the Context that this step attends to apart from the outliers, [batch, kv_heads, n] int64."""
         assert layer.context.outliers is not None
         count = self._count(layer, layer.context.outliers.ids)
         if count and cpu_decode.serves(layer, call):
@@ -221,7 +222,7 @@ class ShadowKVAttention(NotedRotations):
         return chosen_chunks(call.q, layer.landmarks.entries, outliers, count, call.scale, call.softcap)
 
     def _count(self, layer: LowRankLayer, outliers: torch.Tensor) -> int:
-        """Chunks to choose beside the outliers [batch, kv_heads, n]."""
+        """Number of chunks to choose apart from the outliers [batch, kv_heads, n]."""
         chunks = layer.chunks
         return min(chunk_budget(layer.cohort.prompt_length, chunks, self.settings), chunks - outliers.shape[2])
 
@@ -233,7 +234,7 @@ class ShadowKVAttention(NotedRotations):
         self.prompt_attention.compile(self._own_config.dtype, k_dim, v_dim, softcap)
 
     def _measure_recall(self, layer: LowRankLayer, call: bridge.AttentionCall, lse: torch.Tensor) -> None:
-        """Note the share of the full attention mass that was attended to, by the keys that the factors give back."""
+        """Record the attended share of the full attention mass, with keys as the factors reconstruct them."""
         full = lse
         if layer.context.length:
             keys, values = (
@@ -243,7 +244,7 @@ class ShadowKVAttention(NotedRotations):
             full = _attention(call, keys, values)[1]
         layer.count(layer.counted.with_recall(float(torch.exp(lse.float() - full.float()).mean())))
 
-    # -- what others ask
+    # -- description
 
     @classmethod
     def registries(cls) -> Mapping[str, Mapping[str, str]]:
@@ -257,21 +258,22 @@ class ShadowKVAttention(NotedRotations):
         return LowRankFootprint.of(shape, self.settings)
 
     def attended_tokens(self, length: int) -> float:
-        """See AttentionOperator; what is generated comes on top."""
+        """Attended tokens without generated ones; see AttentionOperator."""
         return attended_tokens(length, self._sized)
 
 
 def _attention(
     call: bridge.AttentionCall, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one query per head to keys and values [batch, kv_heads, tokens, dim]: out as q is, and its lse."""
+    """Attention of one query per head to keys and values [batch, kv_heads, tokens, dim]: out, shaped like q, and
+    lse."""
     return _unfolded(call, *_folded_attention(call, keys, values))
 
 
 def _folded_attention(
     call: bridge.AttentionCall, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_attention`, with heads [batch, kv_heads, group], as they lie: what is merged need not be copied before."""
+    """As `_attention`, with heads [batch, kv_heads, group] in their memory order, so that merging needs no copy."""
     batch, heads, _, k_dim = call.q.shape
     kv_heads = keys.shape[1]
     folded = call.q.reshape(batch, kv_heads, heads // kv_heads, k_dim)
@@ -279,6 +281,6 @@ def _folded_attention(
 
 
 def _unfolded(call: bridge.AttentionCall, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `_folded_attention` gives, as `_attention` gives it."""
+    """Reshape the results of `_folded_attention` to those of `_attention`."""
     batch, heads = call.q.shape[:2]
     return out.reshape(batch, heads, 1, -1), lse.reshape(batch, heads, 1)

@@ -1,6 +1,6 @@
-"""The part of a ShadowKV layer that a prompt enters: low-rank keys where the model computes, values in DRAM.
+"""How a ShadowKV layer stores prompts: low-rank keys on the compute device, values in DRAM.
 
-Later prompts attend to the Context piece by piece: keys as the factors give them back, values out of DRAM.
+Later prompts attend to the Context in pieces: keys are reconstructed from factors, values are read from DRAM.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import LowRankStatistics
 from hetero_kv.store.growing_tensor import GrowingTensor
 
-# Tokens of the Context that are rebuilt at once.
+# Context tokens reconstructed at once.
 _READ_AT_ONCE = 8192
 
 
 @dataclass(frozen=True)
 class Context:
-    """What the Context has beside factors, landmarks and values; replaced, so that a checkpoint is a reference.
+    """The Context's state apart from factors, landmarks and values. It is replaced, so a checkpoint is a reference.
 
     Attributes:
-        length: tokens, whole chunks.
+        length: number of tokens, a multiple of the chunk size.
         outliers: None before the first chunk.
-        statistics: what was counted.
+        statistics: the counts.
     """
 
     length: int = 0
@@ -48,11 +48,11 @@ class Context:
 
 
 class ContextLayer(PromptLayer):
-    """What a ShadowKV layer does with prompts, and how its Context is read.
+    """Stores prompts in a ShadowKV layer and reads its Context.
 
     Attributes:
-        context: of its sequences; see also `factors`, the keys, and `landmarks`, [batch, kv_heads, chunks, k_dim].
-        recent_keys, recent_values: what is behind it, [batch, kv_heads, tokens, dim].
+        context: the Context's state; see also `factors`, its keys, and `landmarks`, [batch, kv_heads, chunks, k_dim].
+        recent_keys, recent_values: the tokens after the Context, [batch, kv_heads, tokens, dim].
     """
 
     layout: ContextLayout
@@ -67,33 +67,33 @@ class ContextLayer(PromptLayer):
     @property
     @abstractmethod
     def counted(self) -> LowRankStatistics:
-        """What was counted."""
+        """The counts."""
 
     @abstractmethod
     def count(self, statistics: LowRankStatistics) -> None:
-        """Note what was counted."""
+        """Set the counts."""
 
     @property
     def chunks(self) -> int:
-        """Chunks of the Context."""
+        """Number of chunks of the Context."""
         return self.context.length // self.chunk_size
 
     def have_pool(self, values: torch.Tensor) -> None:
-        """Have a pool for values like these, [batch, kv_heads, tokens, v_dim]."""
+        """Create the pool, unless it exists, for values like these, [batch, kv_heads, tokens, v_dim]."""
         if self.pool is None:
             kv_heads, v_dim = values.shape[1], values.shape[-1]
-            # Its vectors of keys have no numbers: keys are elsewhere.
+            # Key vectors have dimension 0, because keys are stored elsewhere.
             self.pool = self.cohort.store.pool(self.layer_idx, self.layout, kv_heads, 0, v_dim, self.value_storage)
 
     def values_are_mapped(self) -> bool:
-        """Whether kernels of the compute device can read the stored values where they lie; sees to it if they may."""
+        """Whether kernels of the compute device can read the stored values in DRAM; maps new ones if possible."""
         mapped: MappedMemory | None = self.cohort.store.mapped.get(self.layer_idx)
         return mapped is not None and mapped.reach(self.bytes_touched)
 
     # -- storing tokens
 
     def _store_prompt(self, step: Step, buffer: PrefillBuffer, end: int) -> None:
-        """Let the Context reach to the local chunks; factor the keys where no factors serve them."""
+        """Extend the Context up to the local chunks; factor the keys if no factors represent them."""
         start, first = self.context.length, buffer.first
         if end > start:
             new_keys, new_values = (part[:, :, start - first : end - first] for part in (buffer.keys, buffer.values))
@@ -104,15 +104,15 @@ class ContextLayer(PromptLayer):
             self._take_in(step, new_keys, new_values)
             if new_values.is_cuda:
                 self._write_from_gpu(step, buffer)
-            # A prompt's values at once, not when the first token waits for them.
+            # Map a prompt's values now, so that the first token does not wait for it.
             self.values_are_mapped()
         self.recent_keys.replace(buffer.keys[:, :, end - first : buffer.length - first])
         self.recent_values.replace(buffer.values[:, :, end - first : buffer.length - first])
 
     def _is_outside(self, step: Step, buffer: PrefillBuffer, keys: torch.Tensor) -> bool:
-        """Whether new keys [batch, kv_heads, tokens, k_dim] of a later turn are to be factored with those before.
+        """Whether a later turn's new keys [batch, kv_heads, tokens, k_dim] are factored together with the earlier ones.
 
-        From a GPU that is known when their values are in the pool, for which this waits.
+        On a GPU this waits until the values are in the pool, because the energies are known then.
         """
         most = self.settings.refactor_above
         if most >= 1:
@@ -127,9 +127,9 @@ class ContextLayer(PromptLayer):
         return float((energies[0] / energies[1]).max()) > most
 
     def _factor(self, buffer: PrefillBuffer, start: int, end: int) -> None:
-        """Find a basis for the keys up to `end`, and the coefficients of those before `start`, the Context's.
+        """Compute a basis for the keys up to `end`, and coefficients of the keys before `start`, the Context's.
 
-        Of a sequence that goes on, what is factored is what the old factors give back, and the new keys.
+        In a continued sequence the input is the keys that the old factors reconstruct, and the new keys.
         """
         first = buffer.first
         new = first, buffer.keys[:, :, : end - first]
@@ -138,7 +138,7 @@ class ContextLayer(PromptLayer):
             factors.append(keys)
         if start > first:
             factors.append(buffer.keys[:, :, : start - first])
-        # What missed chunks were made of is told by the rank that they had.
+        # Bytes of missed chunks depend on the rank that they were read with, so count them before the rank changes.
         statistics = self.counted if self.factors.finds_rank else self.context.statistics
         before, self.factors = self.factors, factors
         before.park()
@@ -147,13 +147,13 @@ class ContextLayer(PromptLayer):
             self.context.outliers.residents.empty()
 
     def _put(self, step: Step, values: torch.Tensor, start: int) -> None:
-        """Have values [batch, kv_heads, tokens, v_dim] on the CPU in the pool, the first at position `start`."""
+        """Write values [batch, kv_heads, tokens, v_dim] on the CPU to the pool, the first at position `start`."""
         assert self.pool is not None
         for ids, row in zip(step.blocks(self.layout).table, values, strict=True):
             self.pool.write(ids, start, row[..., :0], row)
 
     def _begun_writing(self, step: Step, buffer: PrefillBuffer) -> PromptWriting:
-        """See PromptLayer: the values of the chunks that enter the Context."""
+        """Start writing the values of the chunks that enter the Context; see PromptLayer."""
         self.have_pool(buffer.values)
         assert self.pool is not None
         blocks, write_out = step.blocks(self.layout), self.cohort.store.write_out(buffer.values.device)
@@ -163,9 +163,9 @@ class ContextLayer(PromptLayer):
         return PromptWriting(self.pool, buffer, blocks.table, write_out, part=part, with_keys=False, sums_of=sums_of)
 
     def _take_in(self, step: Step, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Add whole chunks behind the Context, exact keys [batch, kv_heads, tokens, k_dim] and values.
+        """Append whole chunks to the Context: exact keys [batch, kv_heads, tokens, k_dim] and values.
 
-        The values are in the pool, or on their way there.
+        The values are in the pool, or being written to it.
         """
         statistics = self.context.statistics.with_energy(*self.factors.append(keys))
         key_chunks, value_chunks = (part.unflatten(2, (-1, self.chunk_size)) for part in (keys, values))
@@ -175,10 +175,11 @@ class ContextLayer(PromptLayer):
         self.context = replace(self.context, length=length, outliers=outliers, statistics=statistics)
 
     def _new_outliers(self, step: Step, key_chunks: torch.Tensor, value_chunks: torch.Tensor) -> Outliers:
-        """The outliers among the Context's chunks and those behind it, [batch, kv_heads, new, chunk_size, dim].
+        """The outliers among the Context's chunks and new chunks, [batch, kv_heads, new, chunk_size, dim].
 
-        They are those before, with what is in their slots, where no new chunk is among them. On a GPU that is told
-        behind all layers: until then a prompt has them anew, whose chunks go, and a token those before.
+        If no new chunk is an outlier, they are the previous ones, with the contents of their slots. A GPU reports this
+        after all layers. Until then a prompt uses newly chosen outliers, because it does not use slots, and a token the
+        previous ones.
         """
         before = self.context.outliers
         choice = OutlierChoice(before, key_chunks, value_chunks, self.chunks, self.settings.outlier_chunks)
@@ -195,12 +196,12 @@ class ContextLayer(PromptLayer):
         return choice.outliers()
 
     def _change_outliers(self, choice: OutlierChoice, is_another: float) -> None:
-        """Go on with the outliers that were chosen, if a new chunk is among them."""
+        """Switch to the newly chosen outliers, if a new chunk is among them."""
         if is_another:
             self.context = replace(self.context, outliers=choice.outliers())
 
     def _keep_outliers(self, outliers: Outliers | None, is_another: float) -> None:
-        """Go on with the outliers of before, unless a new chunk is among them."""
+        """Return to the previous outliers, unless a new chunk is among the new ones."""
         if not is_another:
             self.context = replace(self.context, outliers=outliers)
 
@@ -208,11 +209,11 @@ class ContextLayer(PromptLayer):
 
     @property
     def stored_apart(self) -> int:
-        """See PromptLayer: the Context; Recent is where the model computes."""
+        """The Context's tokens; Recent is on the compute device. See PromptLayer."""
         return self.context.length
 
     def _loaded_buffer(self, keys: torch.Tensor, values: torch.Tensor) -> PrefillBuffer:
-        """See PromptLayer; Recent is in the buffer."""
+        """See PromptLayer; also copies Recent into the buffer."""
         buffer = super()._loaded_buffer(keys, values)
         if keys.is_cuda and buffer.past > buffer.first:
             recent = slice(0, buffer.past - buffer.first)
@@ -221,12 +222,12 @@ class ContextLayer(PromptLayer):
         return buffer
 
     def pieces(self, start: int, like: torch.Tensor) -> Pieces:
-        """See PromptLayer; keys are as the factors give them back, but for outliers."""
+        """See PromptLayer; keys other than outliers' are reconstructed from factors."""
         for first, _, values in super().pieces(start, like):
             yield first, self._keys_between(first, first + values.shape[2]), values
 
     def load(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See BufferedLayer; the Context's keys are as the factors give them back, but for outliers."""
+        """See BufferedLayer; the Context's keys other than outliers' are reconstructed from factors."""
         end = self.context.length
         for part in self._parts(end):
             keys[:, :, part], values[:, :, part] = self._between(part.start, part.stop)
@@ -241,11 +242,11 @@ class ContextLayer(PromptLayer):
         return keys, on_device(values.to(keys.dtype), keys.device)
 
     def _keys_between(self, start: int, stop: int) -> torch.Tensor:
-        """As `_between`, the keys alone."""
+        """The keys of `_between`."""
         assert self.context.outliers is not None
         first, count = start // self.chunk_size, (stop - start) // self.chunk_size
         keys = self.factors.keys_between(start, stop).unflatten(2, (count, self.chunk_size))
-        # Outliers elsewhere go to one more chunk, which is cut off again.
+        # Outliers outside the range are scattered into one extra chunk, which is cut off.
         keys = torch.nn.functional.pad(keys, (0, 0, 0, 0, 0, 1))
         at = self.context.outliers.ids - first
         at = at.masked_fill((at < 0) | (at >= count), count)
@@ -254,10 +255,10 @@ class ContextLayer(PromptLayer):
         return keys[:, :, :-1].flatten(2, 3)
 
     def _parts(self, stop: int) -> Iterator[slice]:
-        """The positions before `stop`, where a chunk begins, a part at a time."""
+        """Slices of the positions before `stop`, which is a chunk's beginning."""
         step = max(1, _READ_AT_ONCE // self.chunk_size) * self.chunk_size
         return (slice(start, min(start + step, stop)) for start in range(0, stop, step))
 
     def _keys_before(self, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """First position and keys of parts of the Context before `stop`."""
+        """First positions and keys of consecutive parts of the Context before `stop`."""
         return ((part.start, self._keys_between(part.start, part.stop)) for part in self._parts(stop))

@@ -1,4 +1,4 @@
-"""Decoding on the CPU: kernels over the arrays of a layer's tensors, in the place of many small calls of torch."""
+"""Decode on the CPU: kernels over the arrays of a layer's tensors replace many small torch calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "b
 
 
 def serves(layer: LowRankLayer, call: AttentionCall) -> bool:
-    """Whether the kernels take this layer's tensors: in DRAM, and of one type of number."""
+    """Whether the kernels support this layer's tensors: in DRAM, and all of one dtype."""
     rotary = layer.factors.rotary
     if call.k.device.type != "cpu" or call.k.dtype not in _KINDS or rotary is None:
         return False
@@ -28,21 +28,21 @@ def serves(layer: LowRankLayer, call: AttentionCall) -> bool:
 
 
 def arrays_of(*tensors: torch.Tensor) -> Sequence[np.ndarray]:
-    """The memory of contiguous tensors, of one type of number, as kernels know it."""
+    """Array views of contiguous tensors of one dtype, with the dtypes that kernels use."""
     if tensors[0].dtype is torch.bfloat16:
         return [tensor.view(torch.uint16).numpy().view(BFLOAT16) for tensor in tensors]
     return list(map(torch.Tensor.numpy, tensors))
 
 
 def queries(call: AttentionCall) -> np.ndarray:
-    """The one query position of a call: [batch, kv_heads, group, k_dim] float32."""
+    """The single query position of a call, [batch, kv_heads, group, k_dim] float32."""
     batch, heads, _, k_dim = call.q.shape
     kv_heads = call.k.shape[1]
     return call.q.reshape(batch, kv_heads, heads // kv_heads, k_dim).to(torch.float32).contiguous().numpy()
 
 
 def chosen(layer: LowRankLayer, call: AttentionCall, q: np.ndarray, count: int, threads: int) -> np.ndarray:
-    """`count` chunks by their landmarks, beside the outliers: [batch, kv_heads, count] int64."""
+    """The `count` best chunks by landmarks, outliers excluded: [batch, kv_heads, count] int64."""
     outliers = layer.context.outliers
     assert outliers is not None
     (landmarks,), ids = arrays_of(_buffer(layer.landmarks)[0]), outliers.ids.numpy()
@@ -51,7 +51,7 @@ def chosen(layer: LowRankLayer, call: AttentionCall, q: np.ndarray, count: int, 
 
 
 def held(layer: LowRankLayer, step: Step, chunks: np.ndarray, threads: int) -> int:
-    """Let the slots hold chosen chunks [batch, kv_heads, n] int64; how many were there, over all heads."""
+    """Load chosen chunks [batch, kv_heads, n] int64 into the slots; returns how many were there, over all heads."""
     outliers, pool, rotary, basis = layer.context.outliers, layer.pool, layer.factors.rotary, layer.factors.basis
     assert outliers is not None
     assert pool is not None
@@ -78,7 +78,7 @@ def attention(
     buffer, start, stop = _buffer(layer.recent_keys)
     keys, values = arrays_of(buffer, _buffer(layer.recent_values)[0])
     recent = TokenRange(keys, values, start, stop - start)
-    # Without a Context no token of another range.
+    # Without a Context the resident range is empty.
     resident = recent._replace(length=0)
     if layer.context.outliers is not None:
         residents = layer.context.outliers.residents
@@ -90,14 +90,14 @@ def attention(
 
 
 def _buffer(growing: GrowingTensor) -> tuple[torch.Tensor, int, int]:
-    """The memory that entries lie in, which is contiguous where they need not be, and where they begin and end."""
+    """The buffer of entries, which is contiguous even if the entries are not, and their first and end index."""
     buffer, start, stop = growing.extent
     assert buffer is not None
     return buffer, start, stop
 
 
 def compile_kernels(dtype: torch.dtype, storage: str, group: int, k_dim: int, v_dim: int) -> None:
-    """Compile the kernels for a model that computes with `dtype` and values of a storage type."""
+    """Compile the kernels for a model's compute dtype and a storage type of values."""
     if dtype in _KINDS:
         landmark_choice.compile_for(group, k_dim, _KINDS[dtype])
         chunk_slots.compile_for(k_dim, _KINDS[dtype], storage)

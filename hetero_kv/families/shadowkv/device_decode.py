@@ -1,7 +1,7 @@
-"""Decoding on a GPU: what is chosen, held and missing stays there, and the host waits for nothing (section 4.2).
+"""Decode on a GPU: chosen, resident and missing chunks are determined there; the host never waits (section 4.2).
 
-Lists of missing chunks have the size of what is chosen. Their values come over the bus, read by a kernel where they lie
-in page-locked DRAM, on a stream of its own, beside the attention to Recent and the rebuilding of their keys.
+Lists of missing chunks have the length of the choice, so no size is read back. A kernel reads the missing values from
+page-locked DRAM over the bus, on a side stream, while attention to Recent and key reconstruction run.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from hetero_kv.families.shadowkv.resident_chunks import ResidentChunks
 
 
 def serves(layer: LowRankLayer, keys: torch.Tensor) -> bool:
-    """Whether the kernels can hold chunks for this layer: on a GPU that Triton knows, with values that are mapped."""
+    """Whether the kernels can load chunks for this layer: a GPU that Triton supports, and mapped values."""
     return runs_triton(keys) and layer.values_are_mapped()
 
 
 class Holding:
-    """Has the slots hold chosen chunks: values are asked for when it is made, keys when it is `finished`.
+    """Loads chosen chunks into the slots: starts to fetch values when constructed, rebuilds keys in `finished`.
 
-    Within `joined_on_error`: what a stream of its own reads is held by this object, and by the step.
+    Use it within `joined_on_error`. This object and the step keep alive what the side stream reads.
 
     Args:
-        wanted: the chosen chunks, [batch, kv_heads, n] int64, without repetition in a head.
+        chosen: the chunks to load, [batch, kv_heads, n] int64, distinct within a head.
     """
 
-    def __init__(self, layer: LowRankLayer, step: Step, wanted: torch.Tensor) -> None:
+    def __init__(self, layer: LowRankLayer, step: Step, chosen: torch.Tensor) -> None:
         assert layer.context.outliers is not None
         self._layer, self._residents = layer, layer.context.outliers.residents
-        device, count = wanted.device, wanted.shape[2]
+        device, count = chosen.device, chosen.shape[2]
         residents = self._residents
         residents.provide(count, device)
         if not count:
             return
-        missed = layer.missed.row(wanted.shape[0] * wanted.shape[1], device)
-        residents.ids, self._misses, self._into = placed(residents.ids, wanted, missed)
+        missed = layer.missed.row(chosen.shape[0] * chosen.shape[1], device)
+        residents.ids, self._misses, self._into = placed(residents.ids, chosen, missed)
         table = step.table_on(device, layer.layout)
         raw = None if layer.value_storage.is_plain else _raw_values(layer, self._misses)
         with beside(device):
             _fetch_values(layer, residents, table, self._misses, self._into, raw)
 
     def finished(self) -> ResidentChunks:
-        """The chunks that are held, for what is queued from now on."""
+        """Returns the resident chunks, valid for work queued from now on."""
         residents, factors = self._residents, self._layer.factors
         if residents.ids.shape[2]:
             assert factors.basis is not None
             assert factors.rotary is not None
             rotary = factors.rotary
-            given = factors.coefficients.entries, factors.basis, rotary.cos, rotary.sin, rotary.rotation.layout
-            rebuild_into(*given, self._misses, self._into, residents.key_slots)
+            key_inputs = factors.coefficients.entries, factors.basis, rotary.cos, rotary.sin, rotary.rotation.layout
+            rebuild_into(*key_inputs, self._misses, self._into, residents.key_slots)
             joined(residents.value_slots)
         return residents
 
 
 def _raw_values(layer: LowRankLayer, misses: torch.Tensor) -> torch.Tensor:
-    """Room for missing chunks as they are stored, one behind the other."""
+    """A buffer for missing chunks in their storage format, one after the other."""
     assert layer.pool is not None
     stored = layer.pool.values
     return torch.empty(*misses.shape, *stored.shape[2:], dtype=stored.dtype, device=misses.device)
@@ -70,7 +70,7 @@ def _fetch_values(
     layer: LowRankLayer, residents: ResidentChunks, table: torch.Tensor, misses: torch.Tensor, into: torch.Tensor,
     raw: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Have missing values read from DRAM into their slots, through `raw` where they are quantised there."""
+    """Read missing values from DRAM into their slots, through `raw` if they are quantised."""
     assert layer.pool is not None
     stored, slots = layer.pool.values, residents.value_slots
     if raw is None:
@@ -79,7 +79,7 @@ def _fetch_values(
     raw.record_stream(torch.cuda.current_stream(raw.device))
     fetch(stored, table, misses, into, raw)
     is_new = torch.zeros_like(misses, dtype=torch.bool)
-    # What is no miss falls behind the slots, and is cut off.
+    # Entries that are no misses go to one extra slot, which is cut off.
     is_new = torch.nn.functional.pad(is_new, (0, 1)).scatter_(2, into.masked_fill(into < 0, misses.shape[2]), True)
     decoded = layer.value_storage.decode(raw).to(slots.dtype)
     slots.copy_(torch.where(is_new[..., :-1, None, None], decoded, slots))

@@ -1,4 +1,4 @@
-"""What a ShadowKV layer takes (ShadowKV, arXiv:2410.21465, section 3.2 and figure 2)."""
+"""The memory of a ShadowKV layer (ShadowKV, arXiv:2410.21465, section 3.2 and figure 2)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ LOW_RANK = register(Term("low_rank", "low-rank keys, landmarks and exact chunks"
 
 @dataclass(frozen=True, kw_only=True)
 class LowRankFootprint(LayerFootprint):
-    """Keys where the model computes, values in DRAM blocks of one chunk.
+    """Keys on the compute device, values in DRAM blocks of one chunk.
 
     Attributes:
-        settings: the operator's, sized. Where the rank is found when the keys are there, theirs is the most that it may
-            come to, and what is told of it a bound.
-        is_bound: whether it is.
+        settings: the operator's, sized. If the rank is found from the keys, theirs is the largest possible rank, and
+            the footprint is an upper bound.
+        is_bound: whether it is an upper bound.
     """
 
     settings: ShadowKVSettings
@@ -33,7 +33,7 @@ class LowRankFootprint(LayerFootprint):
 
     @classmethod
     def of(cls, shape: KVShape, settings: ShadowKVSettings) -> LowRankFootprint:
-        """Of a layer whose keys and values have that shape."""
+        """The footprint of a layer with keys and values of that shape."""
         kind = settings.value_storage
         stored = BytesPerToken(values=shape.kv_heads * kind.bytes_per_vector(shape.v_dim))
         channels = shape.kv_heads * shape.k_dim
@@ -53,10 +53,10 @@ class LowRankFootprint(LayerFootprint):
     def shares(self, demand: Demand) -> Iterator[Share]:
         yield from self.block_shares(self.context(demand.tokens), demand)
         yield Share(LOW_RANK, demand.sequences * demand.element * self.numbers(demand.tokens))
-        # One table of rotations serves all layers and rows.
+        # All layers and rows share one table of rotations.
         yield Share(LOW_RANK, demand.caches * demand.element * self.rotary(demand.tokens), common=True)
         if demand.forward_tokens < demand.tokens:
-            # Until the last stride of a prompt has come, all of it is kept as it is.
+            # All of a prompt is buffered exactly until its last stride has arrived.
             yield Share(LOW_RANK, demand.batch * self.kv_bytes(demand.tokens, demand))
 
         yield Share(FOLLOWING, demand.batch * self.factoring(demand.tokens), common=True)
@@ -67,25 +67,25 @@ class LowRankFootprint(LayerFootprint):
             yield write_out_share(self.stored, self.shape.kv_heads * self.shape.v_dim, demand)
 
     def factoring(self, tokens: int) -> int:
-        """Bytes that a layer's factors and landmarks take while they are made, beside themselves; at most."""
+        """Peak temporary bytes while a layer's factors and landmarks are computed; an upper bound."""
         channels = self.shape.kv_heads * self.shape.k_dim
-        # Float32 tiles and what is computed of them, then the Gram matrix with its decomposition in float64.
+        # Float32 tiles and intermediate results, then the Gram matrix with its decomposition in float64.
         tokens_of_tile = min(tokens, landmarks.TILE * self.settings.landmark_chunk_size)
         tiles = 5 * 4 * channels * max(tokens_of_tile, min(tokens, key_factors.TILE))
         return max(tiles, 5 * 8 * channels * channels + 4 * 4 * channels * min(tokens, key_factors.TILE))
 
     def context(self, tokens: int) -> int:
-        """Tokens of a prompt that have factors, and values in DRAM."""
+        """Number of prompt tokens with low-rank keys, and values in DRAM."""
         return first_context_end(tokens, self.settings)
 
     def numbers(self, tokens: int) -> int:
-        """Numbers where the model computes, of one sequence, when a prompt of `tokens` has been answered to.
+        """Numbers on the compute device, per sequence, after a prompt of `tokens` and its answer.
 
-        Factors, landmarks, outliers, slots of chosen chunks, and what is exact. The paper's S·r + r·M + S·M/C +
-        2(K + O)·C·M of S tokens, M numbers of a token's keys, chunks of C tokens, K
-        chosen and O outlier chunks; beside them the newest tokens, and the room that buffers have for more. As printed
-        (section 7.2) the term of chosen and outlier chunks lacks its M, and so do the 7.08 that follow: with it, keys
-        and values of 128K tokens are 6.26 times that (M = 1024, C = 8, K = 256, O = 48, r = 160).
+        They are factors, landmarks, outliers, slots of chosen chunks, exact newest tokens and spare capacity of
+        buffers. The paper gives S·r + r·M + S·M/C + 2(K + O)·C·M for S tokens, M numbers of a token's keys, chunks of C
+        tokens, K chosen and O outlier chunks. As printed (section 7.2) the last term lacks its M, and so does the
+        derived factor 7.08: with it, keys and values of 128K tokens are 6.26 times that (M = 1024, C = 8, K = 256, O =
+        48, r = 160).
         """
         settings, context, rank = self.settings, self.context(tokens), self.settings.most_rank
         keys, values = self.shape.kv_heads * self.shape.k_dim, self.shape.kv_heads * self.shape.v_dim
@@ -98,10 +98,10 @@ class LowRankFootprint(LayerFootprint):
         chosen = min(chunk_budget(tokens, chunks, settings), chunks - outliers)
         factors = (context + slack) * rank + rank * keys
         landmarks = (chunks + slack // chunk_size) * keys
-        # One more slot takes what a head has rebuilt for nothing.
+        # One extra slot takes surplus reconstructed chunks.
         resident = (outliers + chosen + 1) * chunk_size * (keys + values)
         return exact + factors + landmarks + resident
 
     def rotary(self, tokens: int) -> int:
-        """Numbers of the rotary table, which layers share; of heads that are rotated whole."""
+        """Numbers of the rotary table that layers share, for heads that are rotated in full."""
         return (tokens + rotary_table.SLACK) * self.shape.k_dim

@@ -14,22 +14,22 @@ from hetero_kv.adapter.rotary_table import RotaryTable
 from hetero_kv.families.shadowkv import factors
 from hetero_kv.store.growing_tensor import GrowingTensor
 
-# Tokens whose float32 keys are held at once while they are factored.
+# Tokens per tile of float32 keys during factorisation.
 TILE = 1024
 
 
 class KeyFactors:
-    """Keys as coefficients in one basis for all kv heads, before rotation; they are rotated as they are read.
+    """Keys as coefficients in one basis for all kv heads, before rotation; they are rotated when they are read.
 
     Args:
-        rank: of the basis, where `energy` is None.
-        energy: share of the keys' energy that the basis is to hold, with as few vectors as that takes.
-        slack: tokens that the coefficients' buffer grows by beyond what it must hold.
+        rank: of the basis; unused if `energy` is set.
+        energy: share of the keys' energy that the basis must contain, with as few vectors as possible; None for `rank`.
+        slack: spare tokens of the coefficients' buffer whenever it grows.
 
     Attributes:
         basis: [batch, kv_heads, rank, k_dim], the leading right singular vectors; None before the first keys.
         coefficients: [batch, tokens, rank].
-        rotary: the rotation of every position; the operator sets it before tokens come.
+        rotary: the rotation of every position; the operator sets it before tokens arrive.
     """
 
     def __init__(self, rank: int, slack: int, energy: float | None = None) -> None:
@@ -40,17 +40,17 @@ class KeyFactors:
 
     @property
     def rank(self) -> int | None:
-        """The basis's; None before the first keys."""
+        """The rank of the basis; None before the first keys."""
         return None if self.basis is None else self.basis.shape[2]
 
     def __len__(self) -> int:
         return len(self.coefficients)
 
     def factored(self, parts: Iterable[tuple[int, torch.Tensor]], tokens: int, like: torch.Tensor) -> KeyFactors:
-        """Factors with the best basis for the keys of `tokens` tokens, with room for their coefficients, and none yet.
+        """Returns factors with the best basis for the keys of `tokens` tokens, with capacity for their coefficients.
 
         Args:
-            parts: first position and keys [batch, kv_heads, any, k_dim] of each part of them.
+            parts: first position and keys [batch, kv_heads, any, k_dim] of each part.
             like: any keys, for shapes and dtype.
         """
         gram = factors.gram_matrix(tile for start, keys in parts for tile in self._plain_tiles(keys, start))
@@ -59,16 +59,16 @@ class KeyFactors:
         else:
             basis = factors.basis_holding(gram, self._energy)
         by_head = basis.unflatten(2, (like.shape[1], like.shape[3]))
-        twin = copy.copy(self)
-        twin.basis = by_head.transpose(1, 2).to(like.dtype).contiguous()
-        twin.coefficients = GrowingTensor(1, self.coefficients.slack)
-        twin.coefficients.reserve(like.new_empty(like.shape[0], 0, basis.shape[1]), tokens)
-        return twin
+        result = copy.copy(self)
+        result.basis = by_head.transpose(1, 2).to(like.dtype).contiguous()
+        result.coefficients = GrowingTensor(1, self.coefficients.slack)
+        result.coefficients.reserve(like.new_empty(like.shape[0], 0, basis.shape[1]), tokens)
+        return result
 
     def append(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the coefficients of the next keys [batch, kv_heads, tokens, k_dim].
+        """Append the coefficients of the next keys [batch, kv_heads, tokens, k_dim].
 
-        Returns their energy outside of the subspace, and in all: [batch] float64.
+        Returns the keys' energy outside the subspace, and their total energy: [batch] float64 each.
         """
         start, flat = len(self), self._flat_basis
         self.coefficients.reserve(keys.new_empty(keys.shape[0], 0, flat.shape[1]), keys.shape[2])
@@ -82,13 +82,13 @@ class KeyFactors:
 
     @property
     def finds_rank(self) -> bool:
-        """Whether the rank is found in the keys, so that another basis may have another."""
+        """Whether the rank is found from the keys, so that a new basis may have another rank."""
         return self._energy is not None
 
     def energies(self, keys: torch.Tensor, start: int) -> torch.Tensor:
-        """The energy outside of the subspace, and in all, of keys from position `start` on: [2, batch] float64.
+        """The energy outside the subspace, and in total, of keys from position `start` on: [2, batch] float64.
 
-        keys: [batch, kv_heads, tokens, k_dim], which are not added.
+        keys: [batch, kv_heads, tokens, k_dim]; they are not appended.
         """
         flat = self._flat_basis
         outside = energy = torch.zeros(len(keys), dtype=torch.float64, device=keys.device)
@@ -105,7 +105,7 @@ class KeyFactors:
         return rebuilt_range(self.coefficients.entries, self.basis, *angles, start, stop)
 
     def keys_of(self, chunks: torch.Tensor, chunk_size: int) -> torch.Tensor:
-        """Each head's keys of its chunks [batch, kv_heads, n], rotated: [batch, kv_heads, n, chunk_size, k_dim]."""
+        """Rotated keys of each head's chunks [batch, kv_heads, n]: [batch, kv_heads, n, chunk_size, k_dim]."""
         assert self.basis is not None
         assert self.rotary is not None
         angles = self.rotary.cos, self.rotary.sin, self.rotary.rotation.layout
@@ -118,7 +118,7 @@ class KeyFactors:
         return self.basis.transpose(1, 2).flatten(2).float()
 
     def _plain_tiles(self, keys: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
-        """Keys before rotation, all heads together: [batch, tokens, kv_heads * k_dim] float32, tile by tile."""
+        """Yields keys before rotation, heads concatenated, [batch, tokens, kv_heads * k_dim] float32, tile by tile."""
         assert self.rotary is not None
         for offset in range(0, keys.shape[2], TILE):
             tile = keys[:, :, offset : offset + TILE]
@@ -130,30 +130,30 @@ class KeyFactors:
             yield plain.flatten(2)
 
     def select(self, index: torch.Tensor) -> None:
-        """Let row i be what row `index[i]` was."""
+        """Reorder rows: row i becomes the former row `index[i]`."""
         self.coefficients.select(index)
         self.basis = None if self.basis is None else self.basis[index.to(self.basis.device)]
 
     def checkpoint(self) -> tuple[Any, ...]:
-        """What `restore` needs to come back to the present state."""
+        """Returns the state that `restore` takes to return to the present."""
         return self.basis, self.rotary, self.coefficients, self.coefficients.checkpoint()
 
     def restore(self, checkpoint: tuple[Any, ...]) -> None:
-        """Come back to the state at `checkpoint`."""
-        self.basis, self.rotary, self.coefficients, held = checkpoint
-        self.coefficients.restore(held)
+        """Return to the state at `checkpoint`."""
+        self.basis, self.rotary, self.coefficients, checkpointed = checkpoint
+        self.coefficients.restore(checkpointed)
 
     def park(self) -> None:
-        """Take the coefficients off a GPU: others stand for the keys now, and who goes back gets them back."""
+        """Move the coefficients off a GPU, because newer factors replace them; `restore` brings them back."""
         self.coefficients.park()
 
     def fork(self, memo: dict[int, Any]) -> KeyFactors:
-        """A second one with the same keys; `memo` as for copy.deepcopy."""
-        twin = copy.copy(self)
-        twin.coefficients, twin.rotary = self.coefficients.fork(), copy.deepcopy(self.rotary, memo)
-        return twin
+        """Returns a second instance with the same keys; `memo` as for copy.deepcopy."""
+        forked = copy.copy(self)
+        forked.coefficients, forked.rotary = self.coefficients.fork(), copy.deepcopy(self.rotary, memo)
+        return forked
 
     @property
     def nbytes(self) -> int:
-        """Memory of basis and coefficients, bytes; not of the rotary table, which layers share."""
+        """Memory of basis and coefficients, bytes, without the rotary table, which layers share."""
         return self.coefficients.nbytes + (0 if self.basis is None else self.basis.numel() * self.basis.element_size())

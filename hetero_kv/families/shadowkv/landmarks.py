@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-# Chunks whose float32 keys are held at once.
+# Chunks per tile of float32 keys.
 TILE = 1024
-# Of two vectors together, by which a product is divided: those without a length have a similarity of 0.
+# Lower bound of the product of two norms, a divisor: vectors of length 0 have similarity 0.
 _LEAST_NORM = 1e-16
 
 
@@ -16,7 +16,7 @@ def landmarks(chunks: torch.Tensor) -> torch.Tensor:
 
 
 def least_cosines(chunks: torch.Tensor) -> torch.Tensor:
-    """How badly a landmark can stand for a key of its chunk: the least cosine similarity between the two.
+    """The least cosine similarity between a chunk's landmark and its keys: how badly the landmark represents them.
 
     Args:
         chunks: [batch, kv_heads, chunks, chunk_size, dim], keys after rotary embedding.
@@ -28,7 +28,7 @@ def least_cosines(chunks: torch.Tensor) -> torch.Tensor:
 
 
 def _least_cosines(keys: torch.Tensor) -> torch.Tensor:
-    # torch's own takes twice as many launches, of which a decoded token is to have few.
+    # torch's own function takes twice as many launches, and a decoded token should need few.
     mean = keys.mean(dim=-2, keepdim=True)
     norms = torch.linalg.vector_norm(keys, dim=-1) * torch.linalg.vector_norm(mean, dim=-1)
     return ((keys * mean).sum(dim=-1) / norms.clamp(min=_LEAST_NORM)).amin(dim=-1)
@@ -42,15 +42,15 @@ def chosen_chunks(
     scale: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """The chunks that a kv head attends to: those whose landmarks take most of the softmax of one of its queries.
+    """The chunks that a kv head attends to: those with the largest landmark attention of any of its queries.
 
-    softmax(q·landmarks) over the chunks that are no outliers, summed over query positions, maximum over the group's
-    heads, the `count` best (algorithm 2).
+    Attention is softmax(q·landmarks) over the chunks that are no outliers, summed over query positions, maximum over
+    the group's heads; the `count` best chunks are taken (algorithm 2).
 
     Args:
         q: [batch, kv_heads * group, tokens, dim].
         landmark: [batch, kv_heads, chunks, dim].
-        outliers: [batch, kv_heads, n] int64, chunks that are attended to anyway; disjoint from what is chosen.
+        outliers: [batch, kv_heads, n] int64, chunks that are attended to anyway and are never chosen.
         count: chunks to choose, at most chunks - n.
         scale: factor of the scores.
         softcap: c > 0 turns a score s into c·tanh(s/c).
@@ -59,9 +59,9 @@ def chosen_chunks(
     """
     batch, heads, tokens, dim = q.shape
     kv_heads = landmark.shape[1]
-    # The group's queries are just more queries of the kv head.
-    # Scaled before the product, which is beyond half precision for keys that attention itself takes.
-    # Rounded once: the factor is one of float32.
+    # The group's queries are more queries of the same kv head.
+    # Queries are scaled before the product, which could exceed half precision.
+    # The factor is a float32, so they are rounded once.
     folded = (q.to(landmark.dtype) * scale).reshape(batch, kv_heads, heads // kv_heads * tokens, dim)
     scores = (folded @ landmark.transpose(2, 3)).float()
     if softcap:
@@ -69,6 +69,6 @@ def chosen_chunks(
     left_out = outliers[:, :, None].expand(-1, -1, scores.shape[2], -1)
     scores.scatter_(3, left_out, float("-inf"))
     shares = scores.softmax(dim=-1).unflatten(2, (heads // kv_heads, tokens)).sum(dim=3).amax(dim=2)
-    # A share may underflow to 0, an outlier must not be chosen for that.
+    # A share may underflow to 0; outliers must rank below it.
     shares.scatter_(2, outliers, -1.0)
     return shares.topk(count, dim=2, sorted=False).indices

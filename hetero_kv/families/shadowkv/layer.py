@@ -1,4 +1,4 @@
-"""The cache of a ShadowKV layer: low-rank keys and landmarks where the model computes, values in DRAM."""
+"""The cache layer of ShadowKV: low-rank keys and landmarks on the compute device, values in DRAM."""
 
 from __future__ import annotations
 
@@ -29,22 +29,23 @@ from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 from hetero_kv.families.shadowkv.statistics import KEY_RANK, LowRankStatistics
 from hetero_kv.store.growing_tensor import GrowingTensor
 
-# Tokens that the buffers of generated tokens grow by.
+# Spare tokens of the buffers of generated tokens.
 SLACK = 256
 
 
 class LowRankLayer(ContextLayer):
     """A sequence is Context | Recent.
 
-    The Context is whole chunks: their keys as low-rank factors, a landmark per chunk and kv head, their values in
-    blocks of one chunk in DRAM; the outlier chunks are kept whole besides. Recent is exact: at least `local_chunks`
-    whole chunks, and everything generated since the last prompt, unless `project_generated`. There is no Context before
-    it would hold `rank` tokens: factors of fewer are larger than the keys. Where the rank is found by
-    `energy`, that is the most which it may come to.
+    The Context consists of whole chunks: keys as low-rank factors, one landmark per chunk and kv head, values in DRAM
+    blocks of one chunk. Outlier chunks are also kept exactly. Recent is exact: at least `local_chunks` whole chunks,
+    and everything generated since the last prompt, unless `project_generated`. There is no Context of fewer than `rank`
+    tokens, whose factors would be larger than the keys. If the rank is found by `energy`, the largest possible rank
+    counts.
 
     Args:
-        settings: of the operator, sized.
-        energy: share of the keys' energy that their factors hold, where that says the rank; None for the settings'.
+        settings: the operator's, sized.
+        energy: share of the keys' energy that the factors must contain, which determines the rank; None for the
+            settings' rank.
     """
 
     def __init__(self, settings: ShadowKVSettings, energy: float | None = None) -> None:
@@ -67,12 +68,12 @@ class LowRankLayer(ContextLayer):
         self.is_initialized = False
 
     def reset(self) -> None:
-        """Forget what is beside the blocks."""
+        """Forget all state outside the blocks."""
         self._forget()
 
     @property
     def counted(self) -> LowRankStatistics:
-        """What was counted, on a GPU too, for which this waits."""
+        """The counts, including those on a GPU, for which this waits."""
         by_step = self.missed.taken(len(self.cohort.sequences))
         if by_step:
             beyond = sum(bytes_of_missed(self, missed, rows) for missed, rows in by_step)
@@ -81,24 +82,24 @@ class LowRankLayer(ContextLayer):
         return self.context.statistics
 
     def count_choices(self, choices: int, hits: int) -> None:
-        """Note a step's choices; those that `missed` is yet to tell count as hits until then."""
+        """Count a step's choices; misses that `missed` has not reported yet count as hits until then."""
         self.count(self.context.statistics.with_choices(hits, choices))
 
     def count(self, statistics: LowRankStatistics) -> None:
-        """Note what was counted."""
+        """Set the counts."""
         self.context = Context(self.context.length, self.context.outliers, statistics)
 
     @property
     def stored_length(self) -> int:
-        """Tokens of each sequence that this layer holds."""
+        """Number of tokens of each sequence in this layer."""
         return self.context.length + len(self.recent_keys)
 
     def select(self, rows: Rows[int]) -> None:
-        """See FamilyLayer: blocks are shared, factors are copied."""
-        index, held = torch.tensor(rows), self.recent_keys.extent[0]
-        if held is not None:
-            # Once for all parts: a copy that the host does not wait for.
-            index = on_device(index, held.device)
+        """See FamilyLayer; blocks are shared, factors are copied."""
+        index, buffer = torch.tensor(rows), self.recent_keys.extent[0]
+        if buffer is not None:
+            # One copy for all parts, for which the host does not wait.
+            index = on_device(index, buffer.device)
         if len(self.recent_keys):
             self.missed.select(len(self.recent_keys.entries), len(rows))
         for part in (self.factors, self.landmarks, self.recent_keys, self.recent_values):
@@ -110,7 +111,7 @@ class LowRankLayer(ContextLayer):
     def crop(self, length: int) -> None:
         """See FamilyLayer.
 
-        Where that cuts into the Context, the tokens that are Recent then have the keys that the factors give back.
+        If this cuts into the Context, tokens that become Recent get the keys that the factors reconstruct.
         """
         end = self.context.length
         if length < end:
@@ -133,7 +134,7 @@ class LowRankLayer(ContextLayer):
     def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
         self.have_pool(values)
         assert self.pool is not None
-        # In the store, so that forks share it: memory is page-locked once.
+        # In the store, which forks share, because memory can be page-locked only once.
         if self.layer_idx not in self.cohort.store.mapped and runs_triton(values):
             self.cohort.store.mapped[self.layer_idx] = MappedMemory(self.pool.values, values.device)
         self._watch(step, values)
@@ -147,10 +148,10 @@ class LowRankLayer(ContextLayer):
         self.recent_values.append(values)
 
     def project(self, step: Step) -> None:
-        """Have the chunks that a token has made one too many of the local ones enter the Context.
+        """Move chunks beyond the local ones, after a decoded token, from Recent to the Context.
 
-        Behind the token's attention, which has them exact: their values leave a GPU while other layers compute, and are
-        in the pool when a later token asks for them.
+        Runs after the token's attention, which uses them exactly. Their values leave a GPU while other layers compute,
+        and are in the pool before a later token reads them.
         """
         start = self.context.length
         count = step.blocks(self.layout).length - start
@@ -166,7 +167,7 @@ class LowRankLayer(ContextLayer):
         self.recent_values.drop_first(count)
 
     def _watch(self, step: Step, values: torch.Tensor) -> None:
-        """See to it that no value is stored that its type would turn into infinity."""
+        """Ensure that no value is stored that its storage type would turn into infinity."""
         if values.device.type == "cpu" and not step.is_decode:
             self._require_finite(None, values)
         elif self.value_storage.largest is not None:
@@ -174,17 +175,17 @@ class LowRankLayer(ContextLayer):
             if values.device.type == "cpu":
                 self.require_storable(float(largest))
             else:
-                # Looked at when the tokens have passed all layers: until then nothing of them counts as stored.
+                # Checked after all layers; the tokens count as stored only then.
                 step.watched.append(Watched(largest, self.require_storable))
 
     # -- reading tokens
 
     def rebuilt(self, chunks: torch.Tensor) -> torch.Tensor:
-        """Keys of chunks [batch, kv_heads, n] from the factors: [batch, kv_heads, n, chunk_size, k_dim]."""
+        """Keys of chunks [batch, kv_heads, n], reconstructed from factors: [batch, kv_heads, n, chunk_size, k_dim]."""
         return self.factors.keys_of(chunks, self.chunk_size)
 
     def fetched(self, chunks: torch.Tensor) -> torch.Tensor:
-        """Values of chunks [batch, kv_heads, n] on the CPU, from DRAM to where the keys are, in their dtype.
+        """Values of chunks [batch, kv_heads, n] on the CPU, copied from DRAM to the keys' device, in the keys' dtype.
 
         Returns [batch, kv_heads, n, chunk_size, v_dim].
         """
@@ -195,35 +196,35 @@ class LowRankLayer(ContextLayer):
         kv_heads = chunks.shape[1]
         where = (blocks * kv_heads + torch.arange(kv_heads)[:, None]).flatten()
         stored, target = self.pool.values, self.landmarks.entries
-        # Decoded where it is needed: of a quantised type there is less to copy.
+        # Decoded on the target device, because a quantised type has fewer bytes to copy.
         values = self.value_storage.decode(gathered_rows(stored.flatten(0, 1), where, target, self.values_are_mapped()))
         return values.to(target.dtype).unflatten(0, chunks.shape)
 
-    # -- going back, and going several ways
+    # -- checkpoints and forks
 
     def snapshot(self) -> tuple[Any, ...]:
         growing = self.landmarks, self.recent_keys, self.recent_values
-        held = [part.checkpoint() for part in growing]
-        return self.context, self.read, self.missed.checkpoint(), self.factors.checkpoint(), held
+        checkpoints = [part.checkpoint() for part in growing]
+        return self.context, self.read, self.missed.checkpoint(), self.factors.checkpoint(), checkpoints
 
     def rollback(self, snapshot: tuple[Any, ...]) -> None:
-        self.context, self.read, missed, factors, held = snapshot
+        self.context, self.read, missed, factors, checkpoints = snapshot
         self.missed.restore(missed)
         self.factors.restore(factors)
-        for part, state in zip((self.landmarks, self.recent_keys, self.recent_values), held, strict=True):
+        for part, state in zip((self.landmarks, self.recent_keys, self.recent_values), checkpoints, strict=True):
             part.restore(state)
         if self.context.outliers is not None:
-            # Later steps have put other chunks into the slots.
+            # Later steps have filled the slots with other chunks.
             self.context.outliers.residents.empty()
 
     def fork(self, memo: dict[int, Any]) -> LowRankLayer:
-        """See FamilyLayer; factors and landmarks are shared too, until one of the two grows."""
-        twin = copy.copy(self)
-        twin.factors, twin.landmarks = self.factors.fork(memo), self.landmarks.fork()
-        twin.recent_keys, twin.recent_values = self.recent_keys.fork(), self.recent_values.fork()
-        twin.missed = self.missed.fork()
-        twin.context = replace(self.context, outliers=copy.deepcopy(self.context.outliers, memo))
-        return twin
+        """See FamilyLayer; factors and landmarks are shared until one of the two grows."""
+        forked = copy.copy(self)
+        forked.factors, forked.landmarks = self.factors.fork(memo), self.landmarks.fork()
+        forked.recent_keys, forked.recent_values = self.recent_keys.fork(), self.recent_values.fork()
+        forked.missed = self.missed.fork()
+        forked.context = replace(self.context, outliers=copy.deepcopy(self.context.outliers, memo))
+        return forked
 
     def saved(self) -> SavedPart:
         return saving.saved(self)
@@ -233,14 +234,14 @@ class LowRankLayer(ContextLayer):
 
     @property
     def device_bytes(self) -> int:
-        """Memory where the model computes, bytes, without the rotary table that layers share."""
+        """Memory on the compute device, bytes, without the rotary table that layers share."""
         residents = self.context.outliers.residents.nbytes if self.context.outliers is not None else 0
         growing = self.landmarks, self.recent_keys, self.recent_values
         return self.factors.nbytes + sum(part.nbytes for part in growing) + residents + self.missed.nbytes
 
     @property
     def tables_shared_with_others(self) -> tuple[Any, ...]:
-        """See FamilyLayer: the rotation of every position."""
+        """The rotation of every position; see FamilyLayer."""
         return () if self.factors.rotary is None else (self.factors.rotary,)
 
     @property

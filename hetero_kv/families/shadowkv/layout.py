@@ -11,10 +11,10 @@ from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 
 @dataclass(frozen=True)
 class ContextLayout(Layout):
-    """A block per chunk of the Context; Recent is elsewhere.
+    """One block per chunk of the Context; Recent is not in blocks.
 
     Attributes:
-        settings: of the operator.
+        settings: the operator's.
     """
 
     settings: ShadowKVSettings
@@ -27,7 +27,7 @@ class ContextLayout(Layout):
             end = context_end(length, self.settings)
         else:
             end = before
-        # A step back may have left fewer local chunks.
+        # A rollback may have left fewer local chunks.
         return max(before, end)
 
     def cropped(self, before: int, length: int) -> int:

@@ -1,4 +1,4 @@
-"""How many chosen chunks were in no slot, counted where the model computes until somebody asks."""
+"""Counts chosen chunks that were in no slot, on the compute device, until the counts are read."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ import torch
 from gpu_ops.host_copies import on_host
 from hetero_kv.store.growing_tensor import GrowingTensor
 
-# Steps that the log grows by.
+# Spare steps of the log whenever it grows.
 _SLACK = 256
-#: Steps that are not told from one turn to the next: 16 KB a head.
+#: Most steps that stay unread from one turn to the next: 16 KB per head.
 MOST_UNTOLD = 4096
 
 
 class MissedChunks:
-    """A row for each step, of each sequence's heads. A step's row is written behind those of the steps before, so that
-    going back is forgetting the last rows."""
+    """A log with one row per step and one column per head of each sequence. Rows are appended, so that a rollback
+    removes the last rows."""
 
     def __init__(self) -> None:
         self._forget()
 
     def _forget(self) -> None:
         self._steps = GrowingTensor(0, _SLACK)
-        # Of how many sequences the first steps were, for each number that there was before the present one.
+        # For each earlier number of sequences: the step at which it ended, and the number.
         self._rows_before: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return len(self._steps)
 
     def row(self, heads: int, device: torch.device) -> torch.Tensor:
-        """The next step's, to be written by whoever finds out: [heads] int32."""
+        """Returns the next step's row, [heads] int32, for the caller to fill."""
         return self._steps.room(torch.empty(0, heads, dtype=torch.int32, device=device), 1)[0]
 
     def taken(self, rows: int) -> list[tuple[int, int]]:
-        """What each step has missed, of all heads, and of how many sequences; it is forgotten here.
+        """Returns each step's misses, over all heads, with its number of sequences; clears the log.
 
-        Waits for the device where there are any.
+        Waits for the device if the log is not empty.
 
         Args:
-            rows: sequences now.
+            rows: the present number of sequences.
         """
         if not len(self._steps):
             return []
@@ -54,7 +54,7 @@ class MissedChunks:
         return of_rows
 
     def select(self, before: int, rows: int) -> None:
-        """Go on with so many sequences, of `before`."""
+        """Continue with `rows` sequences, where there were `before`."""
         if len(self._steps):
             total = self._steps.entries.sum(dim=1, keepdim=True, dtype=torch.int32)
             heads = self._steps.entries.shape[1] // before
@@ -62,19 +62,19 @@ class MissedChunks:
             self._rows_before = (*self._rows_before, (len(self._steps), before))
 
     def checkpoint(self) -> tuple[Any, ...]:
-        """What `restore` needs to come back to the present steps."""
+        """Returns the state that `restore` takes to return to the present steps."""
         return self._steps, self._steps.checkpoint(), self._rows_before
 
     def restore(self, checkpoint: tuple[Any, ...]) -> None:
-        """Come back to the steps at `checkpoint`."""
-        self._steps, held, self._rows_before = checkpoint
-        self._steps.restore(held)
+        """Return to the steps at `checkpoint`."""
+        self._steps, checkpointed, self._rows_before = checkpoint
+        self._steps.restore(checkpointed)
 
     def fork(self) -> MissedChunks:
-        """A second log with the same steps."""
-        twin = MissedChunks()
-        twin._steps, twin._rows_before = self._steps.fork(), self._rows_before
-        return twin
+        """Returns a second log with the same steps."""
+        forked = MissedChunks()
+        forked._steps, forked._rows_before = self._steps.fork(), self._rows_before
+        return forked
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The chunks that their landmark stands for worst, chosen anew as a sequence grows."""
+"""Outlier chunks, which their landmarks represent worst, updated as a sequence grows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Outliers:
     Attributes:
         ids: [batch, kv_heads, n] int64.
         cosines: [batch, kv_heads, n] float32, their least cosine similarities.
-        residents: holds their keys and values, and has slots for other chunks.
+        residents: their keys and values, and slots for other chunks.
     """
 
     ids: torch.Tensor
@@ -25,7 +25,7 @@ class Outliers:
     residents: ResidentChunks
 
     def before(self, chunk: int) -> Outliers:
-        """Those before `chunk`: every head the same number, where one has more left those with the least cosines."""
+        """The outliers before `chunk`. All heads keep the same number; heads with more keep those of least cosine."""
         stays = self.ids < chunk
         count = int(stays.sum(dim=2).min()) if stays.numel() else 0
         kept = self.cosines.masked_fill(~stays, float("inf")).argsort(dim=2)[:, :, :count]
@@ -33,21 +33,20 @@ class Outliers:
         return Outliers(self.ids.gather(2, kept), self.cosines.gather(2, kept), ResidentChunks(keys, values))
 
     def selected(self, index: torch.Tensor) -> Outliers:
-        """With row i what row `index[i]` was."""
+        """The outliers whose row i is the former row `index[i]`."""
         index = index.to(self.ids.device)
         keys, values = self.residents.outlier_keys[index], self.residents.outlier_values[index]
         return Outliers(self.ids[index], self.cosines[index], ResidentChunks(keys, values))
 
 
 class OutlierChoice:
-    """The `count` chunks with the least cosines of all so far, each kv head its own (ShadowKV, algorithm 1).
+    """Chooses each kv head's `count` chunks of least cosine (ShadowKV, algorithm 1).
 
-    Of the chunks before `first` only the outliers among them can be outliers still, so that nothing else of them is
-    needed.
+    Of the chunks before `first` only their outliers can still be outliers, so nothing else of them is needed.
 
     Args:
-        before: the outliers of the chunks before `first`; None when there are none.
-        key_chunks, value_chunks: the chunks from `first` on, exact: [batch, kv_heads, new, chunk_size, dim].
+        before: the outliers among the chunks before `first`; None if there are none.
+        key_chunks, value_chunks: the exact chunks from `first` on, [batch, kv_heads, new, chunk_size, dim].
         count: outliers to keep; fewer while there are fewer chunks.
     """
 
@@ -60,7 +59,7 @@ class OutlierChoice:
 
     @property
     def is_another(self) -> torch.Tensor | None:
-        """Whether a new chunk is among them, a bool on their device; None where one must be."""
+        """Whether a new chunk is an outlier, a bool tensor on their device; None if one must be."""
         if self._before is None or self._count != self._known:
             return None
         if not self._known:
@@ -68,7 +67,7 @@ class OutlierChoice:
         return (self._cosines < self._before.cosines.amax(dim=2, keepdim=True)).any()
 
     def outliers(self) -> Outliers:
-        """They, with exact keys and values of their own, and no slots."""
+        """Returns the chosen outliers, with copies of their exact keys and values, and without slots."""
         cosines, (batch, kv_heads, new) = self._cosines, self._cosines.shape
         ids = torch.arange(self._first, self._first + new, device=cosines.device).expand(batch, kv_heads, new)
         if self._before is not None:
@@ -79,13 +78,13 @@ class OutlierChoice:
             keys, values = (_chunks(part, picked) for part in self._chunks)
         else:
             residents = self._before.residents
-            held = residents.outlier_keys, residents.outlier_values
-            keys, values = (_taken(old, new, picked) for old, new in zip(held, self._chunks, strict=True))
+            present = residents.outlier_keys, residents.outlier_values
+            keys, values = (_taken(old, new, picked) for old, new in zip(present, self._chunks, strict=True))
         return Outliers(ids.gather(2, picked), cosines.gather(2, picked), ResidentChunks(keys, values))
 
 
 def _taken(old: torch.Tensor, new: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
-    """Chunks by their index in `old` and then `new`, without joining the two."""
+    """Chunks by their index in `old` followed by `new`, without concatenating the two."""
     known = old.shape[2]
     if known == 0:
         return _chunks(new, picked)
@@ -94,5 +93,5 @@ def _taken(old: torch.Tensor, new: torch.Tensor, picked: torch.Tensor) -> torch.
 
 
 def _chunks(chunks: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Of [batch, kv_heads, chunks, chunk_size, dim] those at `ids` [batch, kv_heads, n]."""
+    """The chunks at `ids` [batch, kv_heads, n] of [batch, kv_heads, chunks, chunk_size, dim]."""
     return chunks.gather(2, ids[..., None, None].expand(-1, -1, -1, *chunks.shape[3:]))

@@ -1,4 +1,4 @@
-"""How a ShadowKV layer divides a sequence, and how much of it a step attends to."""
+"""How a ShadowKV layer partitions a sequence, and how much of it a step attends to."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from hetero_kv.families.shadowkv.settings import ShadowKVSettings
 
 
 def context_end(length: int, settings: ShadowKVSettings) -> int:
-    """Where the Context of a sequence of `length` tokens ends: whole chunks, all but the last `local_chunks`."""
+    """Where the Context of a sequence of `length` tokens ends: after all whole chunks but the last `local_chunks`."""
     chunk_size = settings.landmark_chunk_size
     return max(0, length // chunk_size - settings.local_chunks) * chunk_size
 
 
 def first_context_end(length: int, settings: ShadowKVSettings) -> int:
-    """Where the Context of a first prompt of `length` tokens ends: factors of fewer take more than keys."""
+    """Where the Context of a first prompt of `length` tokens ends; 0 if its factors would be larger than the keys."""
     end = context_end(length, settings)
     return 0 if end < settings.most_rank else end
 
 
 def chunk_budget(prompt_length: int, chunks: int, settings: ShadowKVSettings) -> int:
-    """Chunks to choose at each step of an answer, of `chunks`; a share is one of the sequence as the prompt left it."""
+    """Chunks to choose per step, out of `chunks`; a share refers to the sequence at the prompt's end."""
     budget = settings.sparse_budget
     if isinstance(budget, str) or (isinstance(budget, float) and budget == 1.0):
         return chunks
@@ -29,7 +29,7 @@ def chunk_budget(prompt_length: int, chunks: int, settings: ShadowKVSettings) ->
 
 
 def attended_tokens(prompt_length: int, settings: ShadowKVSettings) -> int:
-    """Tokens that a step attends to behind a prompt of that length; what is generated comes on top."""
+    """Tokens that a step attends to after a prompt of `prompt_length` tokens, without generated ones."""
     context, chunk = first_context_end(prompt_length, settings), settings.landmark_chunk_size
     chunks = context // chunk
     outliers = min(settings.outlier_chunks, chunks)

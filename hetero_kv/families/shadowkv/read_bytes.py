@@ -1,4 +1,4 @@
-"""How many bytes a ShadowKV step reads."""
+"""The bytes that a ShadowKV step reads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 
 def read_bytes(layer: LowRankLayer, missed: int) -> float:
-    """Bytes of a row that the last step has read: what it attended to, landmarks, and what missing chunks are made of.
+    """Bytes per row that the last step has read: attended tokens, landmarks, and the sources of missing chunks.
 
-    Those are the coefficients of their keys, a head's each, their stored values, and the basis once.
+    The sources are the keys' coefficients, once per head, the stored values, and the basis once.
 
     Args:
-        missed: chosen chunks that were in no slot, of all rows and heads.
+        missed: chosen chunks that were in no slot, over all rows and heads.
     """
     keys, values = layer.recent_keys.entries, layer.recent_values.entries
     rows, kv_heads, tokens, k_dim = keys.shape
@@ -27,10 +27,10 @@ def read_bytes(layer: LowRankLayer, missed: int) -> float:
 
 
 def bytes_of_missed(layer: LowRankLayer, missed: int, rows: int) -> float:
-    """Bytes of a row that the missing chunks of a step are made of.
+    """Bytes per row that are read to load a step's missing chunks.
 
     Args:
-        missed: of all the step's rows.
+        missed: their number, over all rows of the step.
     """
     if not missed:
         return 0.0

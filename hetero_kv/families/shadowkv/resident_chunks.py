@@ -1,4 +1,4 @@
-"""The chunks that a decode step attends to, where the model computes; those chosen again stay from step to step."""
+"""The chunks that a decode step attends to, on the compute device; chunks chosen again stay from step to step."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _CPU = torch.device("cpu")
 
 
 class ResidentChunks:
-    """Outlier chunks, which stay, and slots for chosen chunks, each kv head its own.
+    """Outlier chunks, which stay, and slots for chosen chunks, separately per kv head.
 
     Args:
         outlier_keys: [batch, kv_heads, outliers, chunk_size, k_dim].
         outlier_values: [batch, kv_heads, outliers, chunk_size, v_dim].
 
     Attributes:
-        ids: [batch, kv_heads, slots] int64, the chunk in each slot; -1 for none. On the CPU, or where the model
-            computes, as those who choose have asked for.
+        ids: [batch, kv_heads, slots] int64, the chunk in each slot; -1 for none. On the CPU or the compute device, as
+            set by `provide`.
     """
 
     ids: torch.Tensor
@@ -38,23 +38,24 @@ class ResidentChunks:
 
     @classmethod
     def restored(cls, outliers: int, ids: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> ResidentChunks:
-        """With these slots, from `all_keys` and `all_values`, of whose chunks the first `outliers` are outliers."""
+        """Returns resident chunks from `all_keys` and `all_values`; the first `outliers` chunks of these are
+        outliers."""
         residents = cls.__new__(cls)
         residents._outliers, residents.ids, residents._keys, residents._values = outliers, ids, keys, values
         return residents
 
     @property
     def all_keys(self) -> torch.Tensor:
-        """[batch, kv_heads, outliers + slots + 1, chunk_size, k_dim]: the last chunk is nobody's."""
+        """[batch, kv_heads, outliers + slots + 1, chunk_size, k_dim]; the last chunk is a scratch chunk."""
         return self._keys
 
     @property
     def all_values(self) -> torch.Tensor:
-        """[batch, kv_heads, outliers + slots + 1, chunk_size, v_dim], likewise."""
+        """[batch, kv_heads, outliers + slots + 1, chunk_size, v_dim]; the last chunk is a scratch chunk."""
         return self._values
 
     def empty(self) -> None:
-        """Forget what is in the slots."""
+        """Mark all slots as empty."""
         self.ids.fill_(_EMPTY)
 
     @property
@@ -79,12 +80,12 @@ class ResidentChunks:
 
     @property
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of outliers, slots and a last chunk that is none: [batch, kv_heads, n, chunk_size, dim]."""
+        """Keys and values of outliers, slots and a last scratch chunk: [batch, kv_heads, n, chunk_size, dim]."""
         return self._keys, self._values
 
     @property
     def tokens(self) -> int:
-        """Tokens of outliers and slots."""
+        """Number of tokens of outliers and slots."""
         return (self._keys.shape[2] - 1) * self._keys.shape[3]
 
     @property
@@ -98,7 +99,7 @@ class ResidentChunks:
         return self._values[:, :, self._outliers : -1]
 
     def provide(self, slots: int, device: torch.device = _CPU) -> None:
-        """Have that many slots, which are empty where there were others, and `ids` on `device`."""
+        """Have `slots` slots, emptied if their number changes, and `ids` on `device`."""
         if slots != self.ids.shape[2]:
             self._set_slots(slots, self.outlier_keys, self.outlier_values, device)
         elif self.ids.device != device:
@@ -109,27 +110,27 @@ class ResidentChunks:
         """Memory of outliers and slots, bytes."""
         return sum(t.numel() * t.element_size() for t in (self._keys, self._values))
 
-    def hold(self, wanted: torch.Tensor, rebuild: Supply, fetch: Supply, chunks: int) -> int:
-        """Let the slots hold the chosen chunks: those that they hold already stay, the others are rebuilt and fetched.
+    def hold(self, chosen: torch.Tensor, rebuild: Supply, fetch: Supply, chunks: int) -> int:
+        """Load the chosen chunks into the slots: those that are there stay, the others are rebuilt and fetched.
 
         Args:
-            wanted: the chosen chunks, [batch, kv_heads, n] int64 on the CPU, without repetition in a head.
-            rebuild: keys on the compute device, for chunks on that device; on CUDA it runs beside `fetch`.
-            fetch: values on the compute device, for chunks on the CPU.
-            chunks: ids are below this.
+            chosen: the chunks to load, [batch, kv_heads, n] int64 on the CPU, distinct within a head.
+            rebuild: returns keys on the compute device, for chunks on that device; on CUDA it runs parallel to `fetch`.
+            fetch: returns values on the compute device, for chunks on the CPU.
+            chunks: upper bound of ids, exclusive.
 
-        Returns how many of the chosen were there, over all heads.
+        Returns how many of the chosen chunks were there, over all heads.
         """
         device = self._keys.device
-        self.provide(wanted.shape[2])
-        is_hit = _members(self.ids, chunks).gather(2, wanted)
+        self.provide(chosen.shape[2])
+        is_hit = _members(self.ids, chunks).gather(2, chosen)
         missing = (~is_hit).sum(dim=2)
         most = int(missing.max()) if missing.numel() else 0
         if most:
-            kept = (self.ids != _EMPTY) & _members(wanted, chunks).gather(2, self.ids.clamp(min=0))
-            # A head that misses fewer than `most` rebuilds some for nothing, into a slot that nobody reads.
+            kept = (self.ids != _EMPTY) & _members(chosen, chunks).gather(2, self.ids.clamp(min=0))
+            # A head that misses fewer than `most` rebuilds surplus chunks into the scratch chunk.
             surplus = torch.arange(most) >= missing[..., None]
-            misses = wanted.gather(2, is_hit.byte().argsort(dim=2, stable=True)[..., :most])
+            misses = chosen.gather(2, is_hit.byte().argsort(dim=2, stable=True)[..., :most])
             slots = kept.byte().argsort(dim=2, stable=True)[..., :most].masked_fill(surplus, self.ids.shape[2])
             lacking, at = on_device(misses, device), on_device(slots + self._outliers, device)
             with joined_on_error(device):
@@ -144,13 +145,13 @@ class ResidentChunks:
     def _set_slots(
         self, slots: int, outlier_keys: torch.Tensor, outlier_values: torch.Tensor, device: torch.device = _CPU
     ) -> None:
-        """New buffers: outliers, empty slots, and one more that surplus work goes into."""
+        """Allocate buffers: outliers, empty slots, and a scratch chunk for surplus work."""
         ids = torch.full((*outlier_keys.shape[:2], slots), _EMPTY, device=device)
         keys, values = (
             torch.cat([part, part.new_zeros(*part.shape[:2], slots + 1, *part.shape[3:])], dim=2)
             for part in (outlier_keys, outlier_values)
         )
-        # All at once: an interrupt in between would leave ids of slots that are not there.
+        # Assigned together: an interrupt in between would leave ids of slots that do not exist.
         self.ids, self._keys, self._values = ids, keys, values
 
 
@@ -159,6 +160,6 @@ def _put(target: torch.Tensor, at: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def _members(ids: torch.Tensor, chunks: int) -> torch.Tensor:
-    """[batch, kv_heads, chunks] bool: which chunks are among `ids` [batch, kv_heads, n], of which -1 is none."""
+    """[batch, kv_heads, chunks] bool: which chunks are among `ids` [batch, kv_heads, n]; -1 stands for none."""
     mask = torch.zeros(*ids.shape[:2], chunks + 1, dtype=torch.bool)
     return mask.scatter_(2, ids.masked_fill(ids == _EMPTY, chunks), True)[..., :-1]

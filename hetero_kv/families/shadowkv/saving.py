@@ -1,4 +1,4 @@
-"""What a ShadowKV layer writes down of itself beside its blocks of values, and how it comes back."""
+"""How a ShadowKV layer saves and restores its state apart from the blocks of values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CPU = torch.device("cpu")
 
 
 def saved(layer: LowRankLayer) -> SavedPart:
-    """See FamilyLayer."""
+    """Returns the layer's saved part; see FamilyLayer."""
     counted, context, factors = layer.counted, layer.context, layer.factors
     part = SavedPart(
         numbers={
@@ -46,7 +46,7 @@ def saved(layer: LowRankLayer) -> SavedPart:
 
 
 def restore(layer: LowRankLayer, part: SavedPart, place: Place) -> tuple[int, Outliers | None, LowRankStatistics]:
-    """See FamilyLayer. Returns the Context's tokens, its outliers, and what was counted."""
+    """Restore a layer; see FamilyLayer. Returns the Context's length, its outliers, and the counts."""
     length, chunk_size = layer.cohort.length, layer.chunk_size
     end = part.integer("context", 0, length // chunk_size * chunk_size)
     if end % chunk_size or end != layer.cohort.sequences[0].tables[layer.layout].length:
@@ -87,10 +87,10 @@ def _restored_outliers(part: SavedPart, place: Place, chunks: int, chunk_size: i
     slots = part.tensor("slots", (rows, kv_heads, None), torch.int64, _CPU)
     if slots.numel() and (int(slots.min()) < -1 or int(slots.max()) >= chunks):
         raise part.wrong("slots hold chunks that are not there")
-    # Outliers, slots, and one more that surplus work goes into.
-    held = ids.shape[2] + slots.shape[2] + 1
-    keys = part.tensor("resident_keys", (rows, kv_heads, held, chunk_size, dim), place.keys.dtype, place.keys.device)
-    shape = rows, kv_heads, held, chunk_size, place.values.shape[3]
+    # Outliers, slots, and a scratch chunk.
+    total = ids.shape[2] + slots.shape[2] + 1
+    keys = part.tensor("resident_keys", (rows, kv_heads, total, chunk_size, dim), place.keys.dtype, place.keys.device)
+    shape = rows, kv_heads, total, chunk_size, place.values.shape[3]
     values = part.tensor("resident_values", shape, place.values.dtype, place.values.device)
     return Outliers(ids, cosines, ResidentChunks.restored(ids.shape[2], slots, keys, values))
 

@@ -12,9 +12,9 @@ from hetero_kv.settings.setting import SettingError, setting
 if TYPE_CHECKING:
     from hetero_kv.store.storage import StorageType
 
-#: The paper's rank, and the channels of the keys of its models.
+#: The paper's rank, and the number of key channels of its models.
 _RANK, _CHANNELS = 160, 1024
-# Share of the keys' energy that `rank: auto` holds where there are fewer channels.
+# Share of the keys' energy that `rank: auto` preserves with fewer channels.
 _ENERGY = 0.99
 
 
@@ -26,7 +26,7 @@ def _storage_types() -> Iterable[str]:
 
 @dataclass(frozen=True)
 class ShadowKVSettings(PrefillSettings):
-    """ShadowKV: low-rank keys where the model computes, values in DRAM, of which chunks are retrieved."""
+    """ShadowKV: low-rank keys on the compute device, values in DRAM, of which chunks are retrieved."""
 
     rank: int | Literal["auto"] = setting(
         "auto",
@@ -64,30 +64,30 @@ class ShadowKVSettings(PrefillSettings):
 
     @property
     def value_storage(self) -> StorageType:
-        """How values are stored in DRAM."""
+        """The storage type of values in DRAM."""
         from hetero_kv.store import storage
 
         return storage.get(getattr(self, self.storage_setting))
 
     @property
     def storage_setting(self) -> str:
-        """The setting that says how values are stored."""
+        """The name of the setting that determines the storage type of values."""
         return "kv_type" if self.value_type == "kv_type" else "value_type"
 
     @property
     def most_rank(self) -> int:
-        """The rank, or of `sized` settings the most that it may come to."""
+        """The rank; in `sized` settings the largest possible rank."""
         assert self.rank != "auto"
         return self.rank
 
     def sized(self, channels: int) -> ShadowKVSettings:
-        """These for keys of so many channels (kv heads times head dim): `auto` is the most that it may come to."""
+        """These settings for keys of `channels` channels (kv heads times head dim): `auto` becomes the largest rank."""
         if self.rank != "auto":
             return self
         return replace(self, rank=_RANK if channels >= _CHANNELS else channels)
 
     def energy(self, channels: int) -> float | None:
-        """The share of the keys' energy that the rank is found by, when the keys are there; None where it is given."""
+        """The share of the keys' energy that determines the rank, once there are keys; None if the rank is fixed."""
         return _ENERGY if self.rank == "auto" and channels < _CHANNELS else None
 
     def validate(self) -> None:

@@ -1,4 +1,4 @@
-"""What a ShadowKV layer counts."""
+"""The statistics of a ShadowKV layer."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ KEY_ENERGY_OUTSIDE = register(
 
 @dataclass(frozen=True)
 class LowRankStatistics:
-    """Counts since the cache was new or reset.
+    """Counts since the cache was created or reset.
 
     Attributes:
-        hits, choices: chunks that were resident when they were chosen, and chunks chosen, over all kv heads and steps.
-        outside, energy: squared norm of the keys that entered the Context since the keys were last factored, the part
-            of it outside of the subspace and all of it, [batch] float64; None before.
-        factored: how often the keys were factored.
-        recall: the measured shares of the full attention mass that the attended tokens covered, a step's each.
+        hits, choices: chunks that were resident when chosen, and chunks chosen, over all kv heads and steps.
+        outside, energy: squared norms of the keys that entered the Context since the last factorisation, the part
+            outside the subspace and the total, [batch] float64; None before.
+        factored: number of factorisations.
+        recall: measured shares of the full attention mass in the attended tokens, one per step.
     """
 
     hits: int = 0
@@ -46,18 +46,18 @@ class LowRankStatistics:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the chosen chunks that were resident from the step before; None before the first choice."""
+        """Share of the chosen chunks that were resident from the previous step; None before the first choice."""
         return self.hits / self.choices if self.choices else None
 
     @property
     def energy_outside(self) -> float | None:
-        """Share of the keys' energy outside of the subspace, of tokens that entered since the keys were factored."""
+        """Share of the keys' energy outside the subspace, for tokens that entered since the last factorisation."""
         if self.outside is None or self.energy is None:
             return None
         return float(self.outside.sum() / self.energy.sum())
 
     def by_name(self) -> dict[str, float | int | None]:
-        """What they come to, under the names of the statistics."""
+        """The values of the statistics, by name."""
         return {
             BLOCK_RECALL.name: self.recall.mean,
             CHUNK_HIT_RATE.name: self.hit_rate,
@@ -65,31 +65,31 @@ class LowRankStatistics:
         }
 
     def with_factors(self) -> LowRankStatistics:
-        """These, when the keys have been factored anew."""
+        """The counts after another factorisation."""
         return replace(self, factored=self.factored + 1, outside=None, energy=None)
 
     def with_energy(self, outside: torch.Tensor, energy: torch.Tensor) -> LowRankStatistics:
-        """These and the energy of more keys."""
+        """The counts with the energy of more keys added."""
         if self.outside is not None and self.energy is not None:
             outside, energy = self.outside + outside, self.energy + energy
         return replace(self, outside=outside, energy=energy)
 
     def with_choices(self, hits: int, choices: int) -> LowRankStatistics:
-        """These and a step's choices."""
-        # Not `replace`, which looks at every field: this is called for every layer of every token.
+        """The counts with a step's choices added."""
+        # Not `replace`, which visits every field: this runs for every layer of every token.
         rest = self.outside, self.energy, self.factored, self.recall
         return LowRankStatistics(self.hits + hits, self.choices + choices, *rest)
 
     def without_hits(self, missed: int) -> LowRankStatistics:
-        """These, when so many of the chunks that count as hits were none."""
+        """The counts, with `missed` of the hits turned into misses."""
         return replace(self, hits=self.hits - missed)
 
     def with_recall(self, covered: float) -> LowRankStatistics:
-        """These and a step's share of attention mass."""
+        """The counts with a step's share of attention mass added."""
         return replace(self, recall=self.recall.plus(covered))
 
     def selected(self, rows: torch.Tensor) -> LowRankStatistics:
-        """These, with row i what row `rows[i]` was."""
+        """The counts whose row i is the former row `rows[i]`."""
         if self.outside is None or self.energy is None:
             return self
         rows = rows.to(self.energy.device)
