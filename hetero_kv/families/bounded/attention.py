@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 class BoundedAttention(AttentionOperator):
-    """Attends to all cached entries and to the new tokens; then the policy drops what is beyond the budget.
+    """Attends to all cached entries and the new tokens; then the policy evicts what exceeds the budget.
 
     With a budget that covers the sequence the result is full attention, up to rounding.
     """
@@ -60,7 +60,7 @@ class BoundedAttention(AttentionOperator):
             )
         self.policy = registered.implementation(settings, self.layer_idx, self._own_config.num_hidden_layers)
         self.rotation: Rotation | None = None
-        # Strides attend to all that is kept.
+        # Sparse prefill needs the whole prompt; strides attend to all cached entries.
         self.prompt_attention = PromptAttention(self, settings) if isinstance(settings, WholePromptSettings) else None
         if self.policy.reindexed:
             require_constant_rotation(path, wrapped, f"{_NAME} with policy {settings.policy}")
@@ -70,12 +70,12 @@ class BoundedAttention(AttentionOperator):
         """See Operator: the settings of the policy that `kwargs` names."""
         name = kwargs.get("policy", BoundedSettings.policy)
         known = {known.casefold(): known for known in eviction.names()}
-        # What is no policy's name is refused as a setting, with its place.
+        # Other names are refused later, as a setting's value, with the place in the file.
         return eviction.get(known[str(name).casefold()]).settings if str(name).casefold() in known else BoundedSettings
 
     @classmethod
     def operator_for(cls, module: nn.Module) -> type[Operator]:
-        """A layer with a sliding window of the model's own keeps that."""
+        """Returns the sliding-window operator for layers whose model has a sliding window."""
         if hasattr(module, "config") and hasattr(module, "layer_idx") and bridge.layer_window(module) is not None:
             return SlidingWindowAttention
         return cls
@@ -86,7 +86,7 @@ class BoundedAttention(AttentionOperator):
     # -- positions within the cache
 
     def arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Under a policy that re-indexes positions the wrapped module rotates nothing."""
+        """Pass identity rotations to the wrapped module if the policy re-indexes positions; see AttentionOperator."""
         if self.policy.reindexed:
             use = (
                 f"{_NAME} with policy {self.settings.policy} would re-index positions; take a policy that keeps "
@@ -105,14 +105,14 @@ class BoundedAttention(AttentionOperator):
         if not self.policy.reindexed:
             return kwargs
         cos, _ = kwargs["position_embeddings"]
-        # Not those that are kept: what is made while a graph is captured has numbers when that has run.
+        # Not the cached ones: tensors created during a graph's capture have values only after the graph has run.
         identity = _identity.__wrapped__(cos.shape, cos.dtype, cos.device)
         return {**kwargs, "position_embeddings": identity}
 
     def _record(self, cache: HeteroCache, step: Step, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Note the rotation of the positions that entries may get within the cache, in one table with other layers.
+        """Record the rotations of the positions that entries may get in the cache, in one table shared between layers.
 
-        A token's position within the cache is never beyond that in its sequence, so that what is received suffices.
+        A token's position in the cache never exceeds that in its sequence, so the received rotations suffice.
         """
         layers = step.cohort.layers
         layer: BoundedLayer = layers[self.layer_idx]
@@ -123,7 +123,7 @@ class BoundedAttention(AttentionOperator):
             same = (table for table in others if table is not None and table.rotation == rotation)
             layer.rotary = next((table for table in same if table.is_source(cos)), None) or RotaryTable(rotation)
         most = self.policy.most_entries
-        # Any layer's catalyst may stand behind the entries.
+        # The catalyst of any layer may follow the entries.
         known = len(layer.rotary)
         is_full = most is not None and known >= most and known >= most + _longest_catalyst(cache)
         if not is_full and not layer.rotary.record(cos, sin, layer.get_seq_length()):
@@ -168,7 +168,7 @@ class BoundedAttention(AttentionOperator):
         finally:
             layer.leave_prefill()
 
-    # -- what others ask
+    # -- description
 
     @classmethod
     def registries(cls) -> Mapping[str, Mapping[str, str]]:
@@ -180,7 +180,7 @@ class BoundedAttention(AttentionOperator):
         configure_policies(operators)
 
     def stored_by(self) -> dict[str, Any]:
-        """See AttentionOperator: settings of a sparse prefill count where there is one."""
+        """Settings that determine what is stored; sparse prefill settings only if it is used. See AttentionOperator."""
         settings = self.settings
         idle = settings.idle_prefill_settings if isinstance(settings, WholePromptSettings) else frozenset()
         return {name: value for name, value in self.settings_in_layer().items() if name not in idle}
@@ -199,19 +199,19 @@ class BoundedAttention(AttentionOperator):
             rotary.compile_kernels()
 
     def attended_tokens(self, length: int) -> float:
-        """See AttentionOperator; a layer may hold less, as with a distilled pot."""
+        """See AttentionOperator; a layer may have fewer entries, as InfiniPot has after distillation."""
         return min(length, self.policy.budget_for(length))
 
 
 @functools.lru_cache(maxsize=16)
 def _identity(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of no rotation, which take no memory."""
+    """cos and sin of the identity rotation, expanded from scalars."""
     one, zero = torch.ones((), dtype=dtype, device=device), torch.zeros((), dtype=dtype, device=device)
     return one.expand(shape), zero.expand(shape)
 
 
 def _longest_catalyst(cache: HeteroCache) -> int:
-    """Tokens of the longest text that a policy runs behind the entries; 0 without any."""
+    """Length of the longest catalyst text that a policy runs behind the entries, in tokens; 0 without any."""
     texts = {layer.policy.catalyst_text() for layer in cache.strided_layers if isinstance(layer, BoundedLayer)}
     return max((len(cache.tokenized(text)) for text in texts if text is not None), default=0)
 
@@ -219,7 +219,7 @@ def _longest_catalyst(cache: HeteroCache) -> int:
 def _attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cached: int, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of new tokens to keys [batch, kv_heads, cached + new, dim], the new ones last: out and lse as q is."""
+    """Attention of new tokens to keys [batch, kv_heads, cached + new, dim], the new ones last: out and lse, as q is."""
     batch, heads, new, k_dim = q.shape
     if new > 1:
         past, own = slice(0, cached), slice(cached, cached + new)
@@ -232,9 +232,9 @@ def _attention(
 
 
 def configure_policies(operators: Iterable[Operator]) -> None:
-    """Tell every policy its layer's rank among the layers of the same settings; warn of positions that are too far.
+    """Set each policy's rank among the layers of the same settings; warn of positions that exceed the model's training.
 
-    Raises HeteroKVError for layers of which some need whole prompts and others prompts in strides.
+    Raises HeteroKVError if some layers need whole prompts and others prompts in strides.
     """
     bounded = [operator for operator in operators if isinstance(operator, BoundedAttention)]
     _require_composable(bounded)
@@ -248,7 +248,7 @@ def configure_policies(operators: Iterable[Operator]) -> None:
 
 
 def _warn_of_far_positions(operator: BoundedAttention) -> None:
-    """Log, once, where entries may get positions beyond those that the model was trained for."""
+    """Log once if entries may get positions beyond those that the model was trained for."""
     most, settings = operator.policy.most_entries, operator.settings
     trained = getattr(operator._own_config, "max_position_embeddings", None)
     if operator.policy.reindexed and most is not None and trained and most > trained:

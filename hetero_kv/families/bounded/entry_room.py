@@ -1,4 +1,4 @@
-"""Memory of a bounded layer's entries, with room behind them for the tokens that come next."""
+"""Memory of a bounded layer's entries, with spare capacity for the next tokens."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from cpu_ops.cached_entries import append_token, gather_entries, gather_numbers
 from cpu_ops.threads import at_most
 from gpu_ops import cached_entries
 
-#: Entries that there is room for behind those that stay: tokens that are decoded until all are moved again.
+#: Spare entries after an eviction: the number of decoded tokens until all entries are moved again.
 SLACK = 32
 
-# numpy has no bfloat16; kernels that copy need none.
+# numpy has no bfloat16; copying kernels use the bits.
 _OF_16_BITS = (torch.bfloat16, torch.float16)
 
 
 class EntryRoom:
-    """Keys, values and positions in order, written to from left to right, and never twice.
+    """Keys, values and positions in order; written from left to right, and never overwritten.
 
-    So what refers to its beginning (a checkpoint, a fork) stays as it is. Of several that would go on from the same
-    place the first has the room, and the others move.
+    So whatever refers to its beginning (a checkpoint, a fork) stays valid. If several users append at the same place,
+    the first writes here, and the others move.
 
     Attributes:
         keys, values: [batch, kv_heads, capacity, dim], contiguous.
         positions: [batch, kv_heads, capacity] int64, contiguous.
-        rotated_keys: the keys rotated to their positions within the cache, where a policy re-indexes these and they
-            have been attended to.
-        taken: entries that were written.
-        arrays: keys, values and positions as kernels take them, 16-bit numbers as their bits; None where kernels do
-            not reach.
+        rotated_keys: keys rotated to their positions in the cache; None if the policy does not re-index positions, or
+            before they are attended to.
+        taken: number of entries written.
+        arrays: keys, values and positions as kernel arrays, with 16-bit numbers as their bits; None if kernels cannot
+            access them.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor, taken: int) -> None:
@@ -43,7 +43,7 @@ class EntryRoom:
 
     @classmethod
     def empty(cls, like: EntryRoom, capacity: int, taken: int) -> EntryRoom:
-        """Room for `capacity` entries of the kind that `like` has, the first `taken` of them yet to be written."""
+        """Capacity for `capacity` entries of the shape of `like`'s; the first `taken` of them are to be written."""
         batch, kv_heads, _, k_dim = like.keys.shape
         return cls(
             like.keys.new_empty(batch, kv_heads, capacity, k_dim),
@@ -53,36 +53,36 @@ class EntryRoom:
         )
 
     def moved(self, cached: int, tokens: int) -> EntryRoom:
-        """A copy of the first `cached` entries, with room for `tokens` behind them."""
-        twin = EntryRoom.empty(self, cached + tokens, cached)
-        for new, old in ((twin.keys, self.keys), (twin.values, self.values), (twin.positions, self.positions)):
+        """A copy of the first `cached` entries, with capacity for `tokens` more."""
+        copied = EntryRoom.empty(self, cached + tokens, cached)
+        for new, old in ((copied.keys, self.keys), (copied.values, self.values), (copied.positions, self.positions)):
             new[:, :, :cached] = old[:, :, :cached]
-        return twin
+        return copied
 
     def gathered(
         self, index: torch.Tensor, scores: Sequence[torch.Tensor] = ()
     ) -> tuple[EntryRoom, list[torch.Tensor]]:
-        """A copy of the entries at `index` [batch or 1, kv_heads or 1, count] int64, with SLACK behind them.
+        """A copy of the entries at `index` [batch or 1, kv_heads or 1, count] int64, with SLACK spare entries.
 
-        And of each of the `scores` [batch, kv_heads, cached or fewer] theirs, 0 for entries behind those.
+        Also returns their numbers in each of `scores` [batch, kv_heads, cached or fewer], 0 for entries beyond these.
         """
         count = index.shape[2]
-        twin = EntryRoom.empty(self, count + SLACK, count)
+        target = EntryRoom.empty(self, count + SLACK, count)
         if self.arrays is None:
-            return twin, cached_entries.keep(self._parts, scores, index, twin._parts)
-        assert twin.arrays is not None
+            return target, cached_entries.keep(self._parts, scores, index, target._parts)
+        assert target.arrays is not None
         where = index.numpy()
-        gather_entries(self.arrays, where, twin.arrays, kernel_threads())
+        gather_entries(self.arrays, where, target.arrays, kernel_threads())
         behind = (self.taken - each.shape[2] for each in scores)
         padded = (torch.nn.functional.pad(s, (0, new)) if new > 0 else s for s, new in zip(scores, behind, strict=True))
-        return twin, [torch.from_numpy(gather_numbers(each.numpy(), where)) for each in padded]
+        return target, [torch.from_numpy(gather_numbers(each.numpy(), where)) for each in padded]
 
     def is_free_behind(self, cached: int, tokens: int) -> bool:
-        """Whether the first `cached` entries are all that lies here, and `tokens` more have room behind them."""
+        """Whether the first `cached` entries are all that is written, and `tokens` more fit."""
         return cached == self.taken <= self.positions.shape[2] - tokens
 
     def append(self, keys: torch.Tensor, values: torch.Tensor, position: int) -> None:
-        """Write tokens [batch, kv_heads, n, dim] behind the others, the first of them at `position` of its sequence."""
+        """Append tokens [batch, kv_heads, n, dim]; the first has `position` in its sequence."""
         new = keys.shape[2]
         if new == 1 and self.arrays is not None:
             append_token(_bits(keys), _bits(values), *self.arrays, self.taken, position)
@@ -100,13 +100,13 @@ class EntryRoom:
 
     @property
     def nbytes(self) -> int:
-        """Memory, bytes, with what is not taken yet."""
+        """Memory, bytes, spare capacity included."""
         parts = [self.keys, self.values, self.positions, *([] if self.rotated_keys is None else [self.rotated_keys])]
         return sum(part.numel() * part.element_size() for part in parts)
 
 
 def kernel_threads() -> int:
-    """As many threads as torch uses, of those that kernels have."""
+    """The number of torch's threads, at most that of the kernels."""
     return at_most(torch.get_num_threads())
 
 

@@ -1,4 +1,4 @@
-"""What a bounded layer takes: the entries that its policy keeps, whatever the sequence's length."""
+"""The memory of a bounded layer: its policy's entries, whatever the sequence's length."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENTRIES = register(Term("entries", "entries that eviction policies keep"))
 
 @dataclass(frozen=True, kw_only=True)
 class BoundedFootprint(LayerFootprint):
-    """Entries where the model computes; `policy` says how many."""
+    """Entries on the compute device; `policy` determines their number."""
 
     policy: EvictionPolicy
 
@@ -35,11 +35,11 @@ class BoundedFootprint(LayerFootprint):
         return tokens if stride is None else min(tokens, stride)
 
     def entries(self, tokens: int) -> int:
-        """Entries that there are at most, with those that undoing the present turn would come back to."""
+        """Largest number of entries, including those to which a rollback of the present turn returns."""
         kept = min(tokens, self.policy.budget_for(tokens))
         # Full prefill has its prompt in one layer at a time, unless all layers wait for each other.
         new = self.forward_tokens(tokens) if self.policy.strided or self.policy.evicts_after_all_layers else 0
-        # Placed keys, while tokens are decoded and the budget is not full: half of what keys and values take.
+        # Rotated keys, during decode before the budget is full: half the size of keys and values.
         rotated = kept // 2 if self.policy.reindexed else 0
         return 2 * kept + max(new, 2 * SLACK + rotated)
 

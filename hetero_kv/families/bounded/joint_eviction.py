@@ -1,4 +1,4 @@
-"""What bounded layers do when a part of a forward has passed through all of them: score, allocate, ask, drop."""
+"""Eviction after a part of a forward has passed all bounded layers: score, allocate, run a catalyst, evict."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from hetero_kv.adapter.strides import StridedForward
     from hetero_kv.families.bounded.layer import BoundedLayer
 
-# Tokens whose logits are computed at once: a vocabulary is large.
+# Tokens whose logits are computed at once, because a vocabulary is large.
 _LOGITS_AT_ONCE = 256
 
 
 def evict_jointly(layers: Sequence[BoundedLayer], strided: StridedForward) -> None:
-    """Let the policies drop entries that had to wait for the last layer."""
+    """Evict entries of the layers whose policies wait for the last layer."""
     late = [layer for layer in layers if layer.policy.evicts_after_all_layers]
     if not late:
         return
@@ -45,7 +45,7 @@ def evict_jointly(layers: Sequence[BoundedLayer], strided: StridedForward) -> No
 
 
 def _by_policy(layers: Sequence[BoundedLayer]) -> list[tuple[EvictionPolicy, list[BoundedLayer]]]:
-    """Layers of the same policy with the same settings, together."""
+    """Groups layers of the same policy with the same settings."""
     groups: dict[Any, list[BoundedLayer]] = {}
     for layer in layers:
         groups.setdefault(layer.policy.settings, []).append(layer)
@@ -53,7 +53,7 @@ def _by_policy(layers: Sequence[BoundedLayer]) -> list[tuple[EvictionPolicy, lis
 
 
 def _score_tokens(strided: StridedForward, policy: EvictionPolicy, layers: Sequence[BoundedLayer]) -> None:
-    """Give the newest tokens the scores that the policy makes of their logits, a tile of tokens at a time."""
+    """Score the newest tokens by the policy's function of their logits, one tile of tokens at a time."""
     tokens = strided.token_ids
     if tokens is None:
         raise HeteroKVError(

@@ -1,4 +1,4 @@
-"""The cache of a bounded layer: entries of which a policy keeps a fixed number, whatever the sequence's length."""
+"""The cache layer of bounded attention: a policy keeps a fixed number of entries, whatever the sequence's length."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ CACHED_ENTRIES = register(
 
 
 class BoundedLayer(FamilyLayer):
-    """At most `budget` entries per kv head after every forward, of a sequence that may go on for ever.
+    """At most `budget` entries per kv head after every forward, for sequences of any length.
 
-    Entries are replaced and never changed, so that a checkpoint or a fork is a reference to them.
+    Entries are replaced and never changed, so a checkpoint or a fork is a reference to them.
 
     Args:
         policy: decides which entries stay.
 
     Attributes:
         entries: None before the first token.
-        length: tokens of the sequence so far, dropped ones included.
-        budget: entries that stay; None before the first token.
-        coming: tokens of the step under way that have not come yet.
-        rotary: the rotation of positions 0 to the most entries that there were; None where positions are kept.
+        length: tokens of the sequence so far, evicted ones included.
+        budget: number of entries that stay; None before the first token.
+        coming: tokens of the present step that have not arrived yet.
+        rotary: the rotations of all positions in the cache; None if the policy does not re-index positions.
     """
 
     is_strided = True
@@ -66,14 +66,14 @@ class BoundedLayer(FamilyLayer):
         self.read = NO_NUMBERS
         self.is_initialized = False
 
-    # -- what transformers asks of a cache layer
+    # -- transformers' interface of a cache layer
 
     def get_seq_length(self) -> int:
-        """Tokens of the sequence so far, dropped ones included: the position of the next token."""
+        """Tokens of the sequence so far, evicted ones included: the position of the next token."""
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(kv_length, kv_offset) of the mask that `query_length` new tokens would need."""
+        """(kv_length, kv_offset) of the mask for `query_length` new tokens."""
         return self.length + query_length, 0
 
     def reset(self) -> None:
@@ -88,21 +88,21 @@ class BoundedLayer(FamilyLayer):
 
     @property
     def num_entries(self) -> int:
-        """Entries per kv head."""
+        """Number of entries per kv head."""
         return 0 if self.entries is None else self.entries.num_entries
 
     @property
     def dram_bytes(self) -> int:
-        """Memory of entries that are computed with on the CPU, bytes."""
+        """Memory of entries on the CPU, bytes."""
         return self.entries.nbytes if self.entries is not None and self.entries.keys.device.type == "cpu" else 0
 
     @property
     def device_bytes(self) -> int:
-        """Memory of entries that are elsewhere, bytes."""
+        """Memory of entries on other devices, bytes."""
         return 0 if self.entries is None else self.entries.nbytes - self.dram_bytes
 
     def begin_turn(self, tokens: int) -> None:
-        """`tokens` new tokens are about to come, in one stride or several."""
+        """Prepare for `tokens` new tokens, which arrive in one stride or several."""
         if tokens > 1 or self.budget is None:
             self.prompt_length = self.length + tokens
             self.budget = self.policy.budget_for(self.prompt_length)
@@ -111,7 +111,7 @@ class BoundedLayer(FamilyLayer):
 
     @property
     def stride(self) -> int | None:
-        """Tokens that may pass through all layers next; None without strides."""
+        """Number of tokens that may pass all layers next; None without strides."""
         assert self.budget is not None
         return self.policy.stride(self.num_entries, self.budget)
 
@@ -123,15 +123,15 @@ class BoundedLayer(FamilyLayer):
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether a prompt is being prefilled in this layer."""
+        """Whether this layer is prefilling a prompt."""
         return self._step_tokens > 0
 
     def begin_prefill(self, step: Step) -> None:
-        """The tokens of `step` are about to arrive (`extend`)."""
+        """Prepare for the tokens of `step`, which then arrive (`extend`)."""
         self.coming = self._step_tokens = step.tokens
 
     def end_prefill(self, step: Step) -> None:
-        """Drop entries, where that need not wait for the other layers."""
+        """Evict entries, unless the policy waits for the other layers."""
         if not self.policy.evicts_after_all_layers and not self._probed:
             self.evict_if_due(step.tokens)
 
@@ -141,18 +141,18 @@ class BoundedLayer(FamilyLayer):
             self._release_rotated_keys()
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add tokens behind the entries.
+        """Append tokens to the entries.
 
         Args:
             keys: [batch, kv_heads, tokens, k_dim], before rotation where the policy re-indexes positions.
             values: [batch, kv_heads, tokens, v_dim].
 
-        Returns keys, rotated, and values of all entries, as views: [batch, kv_heads, cached, dim].
+        Returns rotated keys and values of all entries, as views: [batch, kv_heads, cached, dim].
         """
         entries = no_entries(keys, values) if self.entries is None else self.entries
         new = keys.shape[2]
         cached = entries.num_entries
-        # Of a prompt all tokens to come, of what is decoded one at a time some more.
+        # Capacity for all coming tokens of a prompt, or for SLACK more tokens of decode.
         roomy = entries.with_room(new, max(self.coming - new, SLACK if self.coming == 1 else 0))
         if roomy is not entries:
             self._release_rotated_keys()
@@ -162,7 +162,7 @@ class BoundedLayer(FamilyLayer):
         return self._rotated_keys(grown, cached), grown.values
 
     def _rotated_keys(self, entries: Entries, cached: int) -> torch.Tensor:
-        """The keys as they are attended to, of which those before `cached` may have been before: a view."""
+        """A view of the keys as attention reads them. Those before `cached` may be rotated already."""
         room = entries.room
         if self.rotary is None:
             return entries.keys
@@ -178,8 +178,8 @@ class BoundedLayer(FamilyLayer):
 
     @property
     def key_array(self) -> np.ndarray | None:
-        """[batch, kv_heads, capacity, k_dim], the beginning of which are the keys that `extend` gave; None where they
-        are not float32, or not on the CPU."""
+        """[batch, kv_heads, capacity, k_dim], beginning with the keys that `extend` returned; None if they are not
+        float32, or not on the CPU."""
         room = self.entries.room if self.entries is not None else None
         if room is None or room.arrays is None or room.keys.dtype != torch.float32:
             return None
@@ -188,15 +188,15 @@ class BoundedLayer(FamilyLayer):
         return None if room.rotated_keys is None else room.rotated_keys.numpy()
 
     def _release_rotated_keys(self) -> None:
-        """Give back the memory of the rotated keys, which all layers would have at once, in what undoing comes back to
-        too. Tokens that are decoded while the budget is not full find them again."""
+        """Free the rotated keys, which all layers would have at once, also in checkpoints. Decode before the budget is
+        full keeps them from token to token."""
         if self.entries is not None:
             self.entries.room.rotated_keys = None
 
     def rotated(self, vectors: torch.Tensor, start: int) -> torch.Tensor:
-        """Queries or keys [batch, heads, n, k_dim] as they are at the cache positions from `start` on, in their dtype.
+        """Queries or keys [batch, heads, n, k_dim], rotated to the cache positions from `start` on, in their dtype.
 
-        They are those that the attention received where the policy keeps positions.
+        Returned unchanged if the policy keeps positions.
         """
         if self.rotary is None:
             return vectors
@@ -209,7 +209,7 @@ class BoundedLayer(FamilyLayer):
         return rotated
 
     def observe(self, attended: Attended) -> None:
-        """Let the policy see what the tokens added last attended to."""
+        """Pass what the newest tokens attended to to the policy."""
         assert self.entries is not None
         if self._probed:
             assert self._without_catalyst is not None
@@ -221,20 +221,20 @@ class BoundedLayer(FamilyLayer):
 
     @property
     def is_due(self) -> bool:
-        """Whether entries are to be dropped now."""
+        """Whether entries must be evicted now."""
         return (
             self.entries is not None and self.budget is not None and self.policy.is_due(self.num_entries, self.budget)
         )
 
     def score_tokens(self, scores: torch.Tensor) -> None:
-        """Note a score of the newest tokens, [batch, tokens], as "token", for all kv heads."""
+        """Record a score of the newest tokens, [batch, tokens], as "token", for all kv heads."""
         assert self.entries is not None
-        noted = self.entries.score("token").clone()
-        noted[..., noted.shape[2] - scores.shape[1] :] = scores[:, None]
-        self.entries = self.entries.scored(token=noted)
+        recorded = self.entries.score("token").clone()
+        recorded[..., recorded.shape[2] - scores.shape[1] :] = scores[:, None]
+        self.entries = self.entries.scored(token=recorded)
 
     def evict_if_due(self, tokens: int) -> None:
-        """Drop entries if that is due, when `tokens` new ones have passed."""
+        """Evict entries if that is due, after `tokens` new ones."""
         if self.entries is None:
             return
         if tokens > 1:
@@ -251,7 +251,7 @@ class BoundedLayer(FamilyLayer):
 
     @contextmanager
     def probing(self) -> Iterator[None]:
-        """Within this context tokens attend and are shown to `observe_catalyst`, and are gone when it ends."""
+        """A context in which tokens attend and are passed to `observe_catalyst`; they are removed when it ends."""
         assert self.entries is not None
         length, self._without_catalyst, self._probed = self.length, self.entries, True
         try:
@@ -260,7 +260,7 @@ class BoundedLayer(FamilyLayer):
             self._probed = False
             self.entries, self.length, self._without_catalyst = self._without_catalyst, length, None
 
-    # -- going back, and going two ways
+    # -- checkpoints and forks
 
     def snapshot(self) -> tuple[Any, ...]:
         return self.entries, self.length, self.prompt_length, self.budget, self.read
@@ -270,10 +270,10 @@ class BoundedLayer(FamilyLayer):
         self._probed, self._without_catalyst = False, None
 
     def fork(self, memo: dict[int, Any]) -> BoundedLayer:
-        """See FamilyLayer; the entries are both layers' until one of them drops some."""
-        twin = copy.copy(self)
-        twin.rotary = copy.deepcopy(self.rotary, memo)
-        return twin
+        """See FamilyLayer; both layers share the entries until one of them evicts."""
+        forked = copy.copy(self)
+        forked.rotary = copy.deepcopy(self.rotary, memo)
+        return forked
 
     def saved(self) -> SavedPart:
         return saving.saved(self)
@@ -283,7 +283,7 @@ class BoundedLayer(FamilyLayer):
 
     @property
     def tables_shared_with_others(self) -> tuple[Any, ...]:
-        """See FamilyLayer: the rotation of every position."""
+        """The rotation of every position; see FamilyLayer."""
         return () if self.rotary is None else (self.rotary,)
 
     @property

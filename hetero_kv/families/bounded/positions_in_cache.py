@@ -1,4 +1,4 @@
-"""Vectors rotated to positions within a cache, by the table of a model's rotations."""
+"""Rotates vectors to positions in a cache, by the table of a model's rotations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetero_kv.families.bounded.entry_room import kernel_threads
 def rotate_arrays(
     table: RotaryTable, vectors: np.ndarray, rotated: torch.Tensor, entries: tuple[int, int], start: int
 ) -> None:
-    """Write the vectors at `entries` [first, end) to `rotated`, as they are at the cache positions from `start` on.
+    """Write the vectors at `entries` [first, end) to `rotated`, rotated to the cache positions from `start` on.
 
     Both are [batch, heads, capacity, k_dim] float32 on the CPU.
     """
@@ -25,6 +25,6 @@ def rotate_arrays(
 
 
 def rotate_tensors(table: RotaryTable, vectors: torch.Tensor, start: int, rotated: torch.Tensor) -> None:
-    """Write vectors [batch, heads, n, k_dim] to `rotated`, as they are at the cache positions from `start` on."""
+    """Write vectors [batch, heads, n, k_dim] to `rotated`, rotated to the cache positions from `start` on."""
     positions = slice(start, start + vectors.shape[2])
     rotate_into(vectors, table.cos[positions], table.sin[positions], table.rotation.layout, rotated)

@@ -1,4 +1,4 @@
-"""What a bounded layer writes down of itself, and how it comes back."""
+"""How a bounded layer saves and restores its state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CPU = torch.device("cpu")
 
 
 def saved(layer: BoundedLayer) -> SavedPart:
-    """See FamilyLayer."""
+    """Returns the layer's saved part; see FamilyLayer."""
     part = SavedPart(
         numbers={
             "seen": layer.length,
@@ -55,7 +55,7 @@ def _numbers_of(policy: EvictionPolicy, name: str, value: object) -> dict[str, i
 
 
 def restore(layer: BoundedLayer, part: SavedPart, place: Place) -> None:
-    """See FamilyLayer."""
+    """Restore a layer; see FamilyLayer."""
     length = part.integer("seen", layer.cohort.length, layer.cohort.length)
     layer.length, layer.read = length, part.tally("read")
     layer.prompt_length = part.integer("prompt_length", 0, length)

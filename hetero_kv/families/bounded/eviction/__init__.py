@@ -1,4 +1,4 @@
-"""Bounded-memory policies, one file each; every module of this package is imported, so that a new file is enough."""
+"""Eviction policies, one file each. All modules of this package are imported, so adding a file registers it."""
 
 import importlib
 import pkgutil

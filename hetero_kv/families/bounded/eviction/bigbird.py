@@ -40,7 +40,7 @@ class BigBirdSettings(StridedSettings):
     settings=BigBirdSettings,
 )
 class BigBird(EvictionPolicy[BigBirdSettings]):
-    """Every block draws a number once; the highest stay, the last of them in part where the budget wants it."""
+    """Each block draws a number once; the highest stay, the last of them in part if the budget requires it."""
 
     strided = True
 

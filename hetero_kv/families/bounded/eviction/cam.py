@@ -1,4 +1,4 @@
-"""CaM (Zhang et al., ICML 2024): heavy hitters, with the values of what is evicted merged into the newest tokens."""
+"""CaM (Zhang et al., ICML 2024): heavy hitters; values of evicted entries are merged into the newest entries."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class CaMSettings(WholePromptSettings):
 )
 class CaM(EvictionPolicy[CaMSettings]):
     """Ranks entries by the attention received from all queries so far, as H2O does; merges by the mean attention of
-    the queries that saw an entry, all heads of the group alike.
+    the queries that saw an entry, equally for all heads of the group.
 
-    An evicted value is added to each of the r newest, divided by r, with the probability that its mean attention has
-    to that of these: what they add to a later output is then, in the mean, what it would have added itself.
+    An evicted value is added to each of the r newest, divided by r. The probability is the ratio of its mean attention
+    to theirs, so the expected effect on a later output is the evicted entry's own.
 
-    An r-th of a few values is less than half precision tells of an entry, where r is large. There they are divided
-    among every n-th of the newest. Each moves back by a place with every token, so that they take turns.
+    With a large r, an r-th of a few values is below the resolution of half precision. They are then divided among every
+    n-th of the newest. Each moves back by one place per token, so all take their turn.
     """
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
@@ -55,24 +55,24 @@ class CaM(EvictionPolicy[CaMSettings]):
         draws = uniform(entries.positions.gather(-1, gone), self.settings.seed, self.layer_idx)
         joins = draws < odds
         kept = entries.kept(index)
-        # Asking a GPU would wait for it; nothing is added where none joins.
+        # Checking on a GPU would wait for it; without any merge the sums below add nothing.
         if joins.device.type == "cpu" and not joins.any():
             return kept
         evicted = entries.values.gather(2, gone[..., None].expand(*gone.shape, entries.values.shape[3]))
         weights = joins.float()
-        # Of several a product with a matrix, whose order of addition is the same every time.
+        # Several are added by a matrix product, whose order of addition is deterministic.
         total = weights[..., None] * evicted if gone.shape[2] == 1 else weights[..., None, :] @ evicted.float()
         every = -(-recent // (gone.shape[2] * most_that_show(kept.values.dtype)))
         merged = kept.values[:, :, -recent::every]
-        # In memory that was just taken for them; added in float32, whatever they are.
+        # In place, because `kept` is new memory; added in float32 whatever the dtype.
         merged.add_(total / merged.shape[2])
         return kept
 
 
 def most_that_show(dtype: torch.dtype) -> int:
-    """Entries of type `dtype` among which a value like their own may be divided so that each tells its part.
+    """Number of entries of type `dtype` among which a value of their size may be divided without losing the parts.
 
-    Four times the type's epsilon of it, so that rounding takes or gives an eighth of a part at most. A part of half an
-    epsilon would be lost.
+    A part is four times the type's epsilon, so rounding changes it by at most an eighth. A part of half an epsilon
+    would be lost.
     """
     return int(1 / (4 * torch.finfo(dtype).eps))

@@ -1,4 +1,4 @@
-"""Cascading KV cache (Willette et al. 2024, arXiv:2406.17808): sub-caches that keep ever fewer of ever older tokens."""
+"""Cascading KV cache (Willette et al. 2024, arXiv:2406.17808): sub-caches that keep older tokens ever more sparsely."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CascadeSettings(StridedSettings):
 
 @dataclass(frozen=True)
 class _Seen:
-    """Tokens of the sequence that the layer has seen, the same in all rows."""
+    """Number of the sequence's tokens that the layer has seen, equal in all rows."""
 
     tokens: int = 0
 
@@ -51,7 +51,7 @@ class _Seen:
     settings=CascadeSettings,
 )
 class Cascade(EvictionPolicy[CascadeSettings]):
-    """What contests a place is ranked by the moving average of its attention, the highest of the group's (section 3.1).
+    """Ranks competing entries by the moving average of their attention, maximum over the group's heads (section 3.1).
 
     The tokens in the cache span (window / sub_caches) · (2^sub_caches - 1) of the sequence (equation 4), where the
     window is the budget without the sinks.

@@ -1,4 +1,4 @@
-"""D2O (Wan et al. 2024, arXiv:2406.13035): heavy hitters, with what is evicted merged into what is like it."""
+"""D2O (Wan et al. 2024, arXiv:2406.13035): heavy hitters; evicted entries are merged into similar kept ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class D2OSettings(WholePromptSettings):
 class D2O(EvictionPolicy[D2OSettings]):
     """Ranks entries by the attention received from all queries so far, the mean over the group's heads (eq. 6).
 
-    Every kv head has a threshold of its own. A prompt begins it anew (eq. 10, t = 0): so does each later one.
+    Each kv head has its own threshold. Every prompt, later ones too, resets it (eq. 10, t = 0).
     """
 
     allocates = True
@@ -62,10 +62,10 @@ class D2O(EvictionPolicy[D2OSettings]):
         return entries.accumulated(received=attended.column_sums().mean(dim=2))
 
     def allocate(self, layers: Sequence[Entries], budgets: Sequence[int]) -> Sequence[int]:
-        """Dynamic allocation (eq. 4 and 5): less for layers whose column sums vary more, the same total.
+        """Dynamic allocation (eq. 4 and 5): fewer entries for layers whose column sums vary more, the same total.
 
-        The variance is the mean over kv heads, and over the sequences of a batch, which have their layers in common. A
-        layer never gets more than it holds, as long as another can use it.
+        The variance is averaged over kv heads and over the sequences of a batch, which share their layers. A layer gets
+        at most what it has, as long as another can use the rest.
         """
         if self.settings.allocation == "uniform":
             return budgets
@@ -83,7 +83,7 @@ class D2O(EvictionPolicy[D2OSettings]):
         return entries.carrying(threshold=None)
 
     def evict(self, entries: Entries, budget: int) -> Entries:
-        """See EvictionPolicy; eq. 8 to 12."""
+        """Evict and merge by eq. 8 to 12; see EvictionPolicy."""
         sinks = self.settings.sinks
         recent = max(1, round((budget - sinks) * self.settings.recent_ratio))
         index = best(entries.score("received"), budget, first=sinks, last=recent)

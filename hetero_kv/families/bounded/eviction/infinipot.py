@@ -40,7 +40,7 @@ class InfiniPotSettings(BoundedSettings):
 
     @property
     def least(self) -> int:
-        """See BoundedSettings: something stays, and there is room for more."""
+        """At least one entry stays, and one more fits; see BoundedSettings."""
         return 2
 
     def validate(self) -> None:
@@ -62,7 +62,7 @@ class InfiniPotSettings(BoundedSettings):
 
     @property
     def catalyst_text(self) -> str:
-        """The catalyst with the question in its place."""
+        """The catalyst with the question inserted."""
         catalyst = QUESTION_AWARE if self.question and self.catalyst == GENERAL else self.catalyst
         return catalyst.replace("{question}", self.question)
 
@@ -75,9 +75,10 @@ class InfiniPotSettings(BoundedSettings):
 class InfiniPot(EvictionPolicy[InfiniPotSettings]):
     """Continual context distillation (section 3.2): tokens fill the pot; when it is full a share of it stays.
 
-    Of these the `nuc_ratio` with the highest cross-entropy stay first, the others by the attention of the catalyst's
-    tokens, summed over them and averaged over the group (appendix B). The most novel tokens are the same for all heads,
-    as the paper has it, although heads keep different entries: every head keeps the most novel of all before.
+    Of these, the `nuc_ratio` with the highest cross-entropy are taken first, the others by the attention of the
+    catalyst's tokens, summed over them and averaged over the group (appendix B). The most novel tokens are the same for
+    all heads, as
+    in the paper, although heads keep different entries: every head always keeps the most novel tokens.
 
     Positions are 0, 1, … within the cache (CR-RoPE, section 3.5).
     """
@@ -87,7 +88,7 @@ class InfiniPot(EvictionPolicy[InfiniPotSettings]):
     needs_logits = True
 
     def stride(self, cached: int, budget: int) -> int:
-        """See EvictionPolicy: the room in the pot."""
+        """The remaining capacity of the pot; see EvictionPolicy."""
         return budget - cached
 
     @property
@@ -95,24 +96,25 @@ class InfiniPot(EvictionPolicy[InfiniPotSettings]):
         return None if isinstance(self.settings.budget, float) else self.settings.budget
 
     def is_due(self, cached: int, budget: int) -> bool:
-        """See EvictionPolicy: when the pot is full, before it overflows."""
+        """Whether the pot is full, before it overflows; see EvictionPolicy."""
         return cached >= budget
 
     def token_scores(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Novelty under compression, eq. 3 over what the layers cached when the token came: cross-entropy in nats."""
+        """Novelty under compression (eq. 3), from what the layers had cached when the token came: cross-entropy in
+        nats."""
         return cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
 
     def catalyst_text(self) -> str:
         return self.settings.catalyst_text
 
     def observe_catalyst(self, entries: Entries, attended: Attended) -> Entries:
-        """Representative score, eq. 2."""
+        """Accumulate the representative score, eq. 2."""
         received = attended.column_sums()[..., : entries.num_entries].mean(dim=2)
         begins = attended.keys.shape[2] - attended.tokens == entries.num_entries
         return entries.scored(representative=received if begins else entries.score("representative") + received)
 
     def evict(self, entries: Entries, budget: int) -> Entries:
-        """See EvictionPolicy; section 3.3.3."""
+        """Distil the pot (section 3.3.3); see EvictionPolicy."""
         stay = min(budget - 1, max(1, int(budget * self.settings.kept_ratio)))
         novel = best(entries.score("token"), round(stay * self.settings.nuc_ratio))
         importance = entries.score("representative").scatter(-1, novel, float("inf"))

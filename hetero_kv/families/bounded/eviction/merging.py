@@ -1,4 +1,4 @@
-"""Evicted entries merged into kept ones by the similarity of their keys (D2O, arXiv:2406.13035, section 4.2.2)."""
+"""Merges evicted entries into kept ones by key similarity (D2O, arXiv:2406.13035, section 4.2.2)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from gpu_ops import merged_entries
 from hetero_kv.families.bounded.entries import Entries
 
-# Pairs of an evicted and a kept entry, over all heads, that are computed with at once.
+# Pairs of an evicted and a kept entry, over all heads, per tile.
 _PAIRS_AT_ONCE = 1 << 24
 
 
 def nearest(evicted: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kept key that is most like each evicted one, by cosine (eq. 9).
+    """The kept key that is most similar to each evicted one, by cosine (eq. 9).
 
     Args:
         evicted: [batch, kv_heads, count, k_dim].
         kept: [batch, kv_heads, cached, k_dim].
 
-    Returns (similarities [batch, kv_heads, count] float32, indices among the kept, the same shape, int64).
+    Returns (similarities [batch, kv_heads, count] float32, indices among the kept keys, of the same shape, int64).
     """
     if evicted.shape[2] == 1:
         best = merged_entries.similarities(evicted, kept).max(dim=-1)
@@ -38,14 +38,15 @@ def nearest(evicted: torch.Tensor, kept: torch.Tensor) -> tuple[torch.Tensor, to
 def merged(
     kept: Entries, evicted: Entries, similarities: torch.Tensor, matches: torch.Tensor, joins: torch.Tensor
 ) -> Entries:
-    """`kept` with the evicted entries that join it, keys and values alike (eq. 11 and 12).
+    """Returns `kept` with the joining evicted entries merged in, keys and values alike (eq. 11 and 12).
 
-    The kept entry has the weight e = exp(1), as like itself as can be, each that joins it exp(similarity), and the sum
-    is divided by that of the weights. (Eq. 12 as printed gives each that joins the sum of all, with which the weights
-    would add up to more than 1.) Entries that none joins are as they were, to the bit.
+    The kept entry has weight e = exp(1), the weight of similarity 1, each joining one exp(similarity). The sum is
+    divided by the sum of these weights. (Eq. 12 as printed gives each joining entry the sum of all, so that weights
+    would sum to more than 1.) Entries that nothing joins stay bit-identical.
 
     Args:
-        kept: in memory that nobody else refers to, such as `Entries.kept` takes: one that joins is written there.
+        kept: in memory without other references, such as the result of `Entries.kept`; a single merge writes to it.
+        similarities, matches: results of `nearest`, [batch, kv_heads, count].
         similarities, matches: what `nearest` found, [batch, kv_heads, count].
         joins: [batch, kv_heads, count] bool.
     """
@@ -57,7 +58,7 @@ def merged(
     total = torch.zeros(shape, dtype=torch.float32, device=weights.device)
     keys, values = (torch.zeros(part.shape, dtype=torch.float32, device=part.device) for part in _parts(kept))
     for tile in _tiles(evicted.keys, kept.num_entries):
-        # A product with a matrix and no scattered addition, whose order and so rounding is left open on a GPU.
+        # A matrix product instead of a scattered addition, whose order, and thus rounding, is undefined on a GPU.
         spread = weights.new_zeros(*matches[:, :, tile].shape, kept.num_entries)
         spread.scatter_(-1, matches[:, :, tile, None], weights[:, :, tile, None])
         total += spread.sum(dim=2)

@@ -1,24 +1,26 @@
-"""What an eviction policy is.
+"""The interface of eviction policies.
 
 A policy is one file in this package: a dataclass of settings, and a class with the decorator `register`. The operator
-stores tokens, computes attention and positions, and cuts prompts; the policy is asked at these points:
+stores tokens, computes attention and positions, and splits prompts. It calls the policy at these points:
 
-0. When a prompt comes behind cached entries: `begin_turn`.
-1. After the attention of every chunk, or of one decoded token: `observe` gets the entries, the new ones last, and what
-   the chunk's queries attended to. It returns the entries with new scores (`Entries.scored`) or memories (`carrying`).
-2. With `needs_logits`, once the chunk has passed through all layers: `token_scores` turns logits into one number per
-   new token, which the entries then have as their score "token".
-3. With a `catalyst_text`, when entries are to be dropped: its tokens run through the model behind the entries, every
-   layer's `observe_catalyst` sees what they attended to, and nothing else remains of them.
-4. With `allocates`, when a whole prompt has passed through all layers: `allocate` sees all layers and says how many
-   entries each may keep.
-5. When a prompt (of one chunk or more, or a stride of it) has passed through the layer: `end_of_prompt`.
-6. When `is_due` (there are more entries than the budget): `evict` returns those that stay (`Entries.kept`), which may
-   be changed: `entries.with_vectors(keys, values)`.
+0. When a prompt follows cached entries: `begin_turn`.
+1. After the attention of every chunk, or of one decoded token: `observe` receives the entries, the new ones last, and
+   what the chunk's queries attended to. It returns the entries with new scores (`Entries.scored`) or state
+   (`carrying`).
+2. With `needs_logits`, once the chunk has passed all layers: `token_scores` turns logits into one number per new token,
+   which becomes the entries' score "token".
+3. With a `catalyst_text`, when entries must be evicted: its tokens run through the model after the entries. Every
+   layer's `observe_catalyst` receives what they attended to; then they are removed.
+4. With `allocates`, when a whole prompt has passed all layers: `allocate` receives the entries of all layers and
+returns
+   how many each may keep.
+5. When a prompt (of one chunk or more, or a stride of it) has passed the layer: `end_of_prompt`.
+6. When `is_due` (there are more entries than the budget): `evict` returns those that stay (`Entries.kept`), and may
+   change them: `entries.with_vectors(keys, values)`.
 
-Strided prefill cuts a prompt into strides that each pass through 1-6 in all layers; full prefill takes the whole prompt
-as one. A policy has no state of its own: what it remembers is in the entries, so that undoing a turn, forks and beams
-are right without its help.
+Strided prefill splits a prompt into strides that each pass through 1-6 in all layers; full prefill treats the whole
+prompt as one. A policy has no state: what it remembers is in the entries, so rollbacks, forks and beams are correct
+without its help.
 
     @dataclass(frozen=True)
     class NewestSettings(StridedSettings):
@@ -57,14 +59,14 @@ class Attended:
     """What a chunk's queries attended to in one layer.
 
     Attributes:
-        q: [batch, kv_heads * group, n, k_dim], as the attention took them.
+        q: [batch, kv_heads * group, n, k_dim], as attention used them.
         lse: [batch, kv_heads * group, n] float32, the log-sum-exp of each query's scores, a learned sink included.
-        keys: [batch, kv_heads, length, k_dim], as the attention took them; the last n are the queries' own tokens.
-        scale, softcap: of the scores.
-        key_array: [batch, kv_heads, capacity, k_dim] float32, of which `keys` are the beginning; None where kernels do
-            not reach them.
-        question: how many of the prompt's last tokens ask what comes before; None where nobody says.
-        is_decoded: whether the query is of a token that was decoded, and not of a prompt or a part of one.
+        keys: [batch, kv_heads, length, k_dim], as attention used them; the last n are the queries' own tokens.
+        scale, softcap: scaling and capping of the scores.
+        key_array: [batch, kv_heads, capacity, k_dim] float32, which begins with `keys`; None if kernels cannot access
+            them.
+        question: number of the prompt's last tokens that are its question; None if unknown.
+        is_decoded: whether the query belongs to a decoded token, rather than to a prompt.
     """
 
     q: torch.Tensor
@@ -78,7 +80,7 @@ class Attended:
 
     @property
     def tokens(self) -> int:
-        """Queries of the chunk, n."""
+        """Number of queries of the chunk, n."""
         return self.q.shape[2]
 
     def column_sums(
@@ -88,13 +90,13 @@ class Attended:
         squared: bool = False,
         group_max: bool = False,
     ) -> torch.Tensor:
-        """The attention that every key received from the chunk, per query head; computed when it is asked for.
+        """The attention that every key received from the chunk, per query head; computed at each call.
 
         Args:
-            last: only of the chunk's last so many queries.
+            last: use only this many of the chunk's last queries; None for all.
             weights: [queries], a factor for each query; None for 1.
-            squared: of squared probabilities.
-            group_max: of the highest among a group's heads, for each query.
+            squared: sum squared probabilities.
+            group_max: take the maximum over a group's heads, for each query.
 
         Returns [batch, kv_heads, group or 1 with group_max, length] float32.
         """
@@ -118,7 +120,7 @@ class Attended:
         )
 
     def _received(self, array: np.ndarray) -> torch.Tensor:
-        """`column_sums` of one query, by a kernel."""
+        """`column_sums` of one query, computed by a kernel."""
         batch, heads, _, dim = self.q.shape
         kv_heads, length = self.keys.shape[1], self.keys.shape[2]
         q, lse = self.q.numpy(), self.lse.numpy()
@@ -128,25 +130,25 @@ class Attended:
 
 
 class EvictionPolicy(ABC, Generic[S]):
-    """Decides which entries of a layer stay. See the module's docstring for when it is asked what.
+    """Decides which entries of a layer stay. The module's docstring tells when each method is called.
 
     Args:
-        settings: the policy's own.
+        settings: the policy's settings.
         layer_idx: the layer that it serves.
-        num_layers: of the model.
+        num_layers: number of the model's layers.
 
     Attributes:
-        rank, ranks: the layer's rank among the layers of the same settings, and how many these are; where nobody says
-            so, the model's. A model may have other operators in some layers.
+        rank, ranks: the layer's rank among the layers of the same settings, and their number; the layer's index and the
+            model's number of layers until `configure_policies` sets them.
     """
 
-    #: Whether prompts are cut into strides; else a prompt is prefilled with full attention and compressed then.
+    #: Whether prompts are split into strides; if not, a prompt is prefilled with full attention and then compressed.
     strided: bool = False
-    #: Whether keys are kept before rotation, and rotated to positions 0, 1, … within the cache when attended to.
+    #: Whether keys are kept before rotation, and rotated to positions 0, 1, … in the cache for attention.
     reindexed: bool = False
-    #: Whether `token_scores` is to be asked.
+    #: Whether to call `token_scores`.
     needs_logits: bool = False
-    #: Whether `allocate` is to be asked.
+    #: Whether to call `allocate`.
     allocates: bool = False
 
     def __init__(self, settings: S, layer_idx: int, num_layers: int) -> None:
@@ -158,14 +160,15 @@ class EvictionPolicy(ABC, Generic[S]):
     # -- sizes
 
     def budget_for(self, prompt_length: int) -> int:
-        """Entries that this layer keeps when its sequence was `prompt_length` tokens long at the last prompt's end."""
+        """Number of entries that this layer keeps, if its sequence had `prompt_length` tokens at the last prompt's
+        end."""
         budget = self.settings.budget
         if isinstance(budget, float):
             return max(self.settings.least, math.ceil(budget * prompt_length))
         return budget
 
     def stride(self, cached: int, budget: int) -> int | None:
-        """Tokens that may pass through all layers next, when there are `cached` entries; None without strides."""
+        """Number of tokens that may pass all layers next, after `cached` entries; None without strides."""
         if not self.strided:
             return None
         assert isinstance(self.settings, StridedSettings)
@@ -173,7 +176,7 @@ class EvictionPolicy(ABC, Generic[S]):
 
     @property
     def most_entries(self) -> int | None:
-        """Entries that are there at most while a stride is attended to; None where it depends on the prompt."""
+        """Largest number of entries while a stride is attended to; None if it depends on the prompt."""
         budget = self.settings.budget
         if isinstance(budget, float) or not self.strided:
             return None
@@ -181,69 +184,71 @@ class EvictionPolicy(ABC, Generic[S]):
         return budget + self.settings.stride
 
     def is_due(self, cached: int, budget: int) -> bool:
-        """Whether entries are to be dropped now."""
+        """Whether entries must be evicted now."""
         return cached > budget
 
-    # -- what it sees
+    # -- inputs
 
     def begin_turn(self, entries: Entries) -> Entries:
-        """The entries when a prompt behind them is about to come, before its first stride."""
+        """Returns the entries before the first stride of a prompt that follows them."""
         return entries
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
-        """The entries with what `attended` says of them. `entries` and `attended.keys` are in the same order."""
+        """Returns the entries updated by `attended`. `entries` and `attended.keys` are in the same order."""
         return entries
 
     def token_scores(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """One number per token.
+        """Returns one number per token.
 
         Args:
-            logits: [batch, n, vocab] float32, from which each token was predicted (those of the token before it).
+            logits: [batch, n, vocab] float32, from which each token was predicted (those of the previous token).
             tokens: [batch, n] int64.
 
-        Returns [batch, n] float32. The first token of a sequence, which nothing predicts, gets infinity unasked.
+        Returns [batch, n] float32. The caller gives a sequence's first token, which nothing predicts, infinity.
         """
         raise NotImplementedError(f"{type(self).__name__} has needs_logits and no token_scores")
 
     def catalyst_text(self) -> str | None:
-        """The prompt that is run behind the entries before some are dropped; None for no catalyst."""
+        """The text that runs after the entries before an eviction; None for no catalyst."""
         return None
 
     def observe_catalyst(self, entries: Entries, attended: Attended) -> Entries:
-        """The entries with what the catalyst says of them.
+        """Returns the entries updated by what the catalyst attended to.
 
-        `attended.keys` are the entries' and behind them the catalyst's so far; asked once per chunk of the catalyst.
+        `attended.keys` are those of the entries, then of the catalyst's tokens so far. Called once per chunk of the
+        catalyst.
         """
         return entries
 
-    # -- what it decides
+    # -- decisions
 
     def allocate(self, layers: Sequence[Entries], budgets: Sequence[int]) -> Sequence[int]:
-        """How many entries each layer keeps until the next prompt, from those of all layers and their `budget_for`.
+        """Number of entries that each layer keeps until the next prompt, from all layers' entries and their
+        `budget_for`.
 
-        Asked of one policy for all layers of its settings.
+        Called on one policy for all layers of its settings.
         """
         return budgets
 
     def end_of_prompt(self, entries: Entries) -> Entries:
-        """The entries when more than one token has passed through the layer, before any are dropped."""
+        """Returns the entries after more than one token has passed the layer, before any eviction."""
         return entries
 
     @abstractmethod
     def evict(self, entries: Entries, budget: int) -> Entries:
-        """The entries that stay, at most `budget`, in order. Asked when `is_due`."""
+        """Returns the entries that stay, at most `budget`, in order. Called when `is_due`."""
 
-    # -- in a file
+    # -- saved contexts
 
     def saved_memory(self, name: str, value: Any) -> dict[str, int] | None:
-        """What `entries.carried` has under `name`, no tensor, as whole numbers; None where it cannot be said so."""
+        """The object `value` of `entries.carried`, which is no tensor, as whole numbers; None if that is impossible."""
         return None
 
     def restored_memory(self, name: str, numbers: Mapping[str, int]) -> Any:
-        """What `saved_memory` told, from a file that anybody may have written; None where it cannot have told that."""
+        """The object that `saved_memory` encoded, from an untrusted file; None if the numbers are invalid."""
         return None
 
     @property
     def evicts_after_all_layers(self) -> bool:
-        """Whether it must wait until a chunk has passed through all layers before entries are dropped."""
+        """Whether eviction waits until a chunk has passed all layers."""
         return self.needs_logits or self.allocates or self.catalyst_text() is not None

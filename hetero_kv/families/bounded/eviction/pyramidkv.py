@@ -1,4 +1,4 @@
-"""PyramidKV (Cai et al. 2024, arXiv:2406.02069): SnapKV's vote, with budgets that fall from layer to layer."""
+"""PyramidKV (Cai et al. 2024, arXiv:2406.02069): SnapKV's vote, with budgets that decrease from layer to layer."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class PyramidKVSettings(SnapKVSettings):
     settings=PyramidKVSettings,
 )
 class PyramidKV(WindowVote[PyramidKVSettings]):
-    """Budgets fall linearly from the bottom layer to the top, and are `budget` in the mean (section 3.2), over the
-    layers that have this policy.
+    """Budgets decrease linearly from the bottom layer to the top, with mean `budget` (section 3.2), over the layers
+    that have this policy.
 
-    As the authors' code does it: a prompt that has less than what the bottom layer would keep gets `budget` everywhere.
+    As in the authors' code, a prompt shorter than what the bottom layer would keep gets `budget` in every layer.
     """
 
     def budget_for(self, prompt_length: int) -> int:
@@ -37,7 +37,7 @@ class PyramidKV(WindowVote[PyramidKVSettings]):
         mean = budget - window
         if self.ranks == 1 or prompt_length <= max(budget, 2 * mean - 1):
             return budget
-        # How far the bottom layer is above the mean; the top one is as far below.
+        # The bottom layer's distance above the mean; the top layer is as far below.
         steepness = min(mean - mean / self.settings.beta, prompt_length - window - mean)
-        # Layers that mirror each other round alike, to numbers that add up to twice the mean.
+        # Mirrored layers round alike, so their budgets sum to twice the mean.
         return budget + round(steepness * (self.ranks - 1 - 2 * self.rank) / (self.ranks - 1))

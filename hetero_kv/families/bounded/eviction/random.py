@@ -27,7 +27,7 @@ class RandomSettings(StridedSettings):
 
 @register("random", meaning="a uniformly random choice per kv head: the control", settings=RandomSettings)
 class RandomChoice(EvictionPolicy[RandomSettings]):
-    """Every token draws a number when it comes, the same however the prompt is cut; the highest stay."""
+    """Each token draws a number on arrival, independent of how the prompt is split; the highest stay."""
 
     def __init__(self, settings: RandomSettings, layer_idx: int, num_layers: int) -> None:
         super().__init__(settings, layer_idx, num_layers)

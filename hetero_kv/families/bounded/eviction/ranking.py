@@ -1,4 +1,4 @@
-"""Picking entries by their scores."""
+"""Selects entries by their scores."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from gpu_ops.cached_entries import protected
 
 
 def best(scores: torch.Tensor, count: int, *, first: int = 0, last: int = 0) -> torch.Tensor:
-    """Indices of the `count` highest scores along the last dimension, ascending; of equal scores the earlier wins.
+    """Indices of the `count` highest scores along the last dimension, ascending; among equal scores the earlier wins.
 
     Args:
-        scores: [..., cached], floating point where entries are `protected`.
-        first, last: entries at either end that count as infinitely high.
+        scores: [..., cached], floating point if entries are protected.
+        first, last: numbers of entries at either end that count as infinitely high.
 
     Returns [..., count] int64.
     """
-    # One step of decoding: the last of the lowest goes, so that the earlier of equals stays.
+    # A decode step drops one entry: the last of the lowest, so that the earlier of equals stays.
     is_step, has_kernel = scores.shape[-1] - count == 1, scores.device.type == "cpu" and scores.dim() == 3
     if is_step and not has_kernel:
         return cached_entries.all_but_lowest(scores, first, last)
@@ -31,18 +31,18 @@ def best(scores: torch.Tensor, count: int, *, first: int = 0, last: int = 0) -> 
 
 
 def others(index: torch.Tensor, cached: int) -> torch.Tensor:
-    """The indices 0 to `cached` that are not in `index` [batch, kv_heads, count], ascending."""
+    """The indices below `cached` that are not in `index` [batch, kv_heads, count], ascending."""
     batch, kv_heads, count = index.shape
     if cached - count == 1:
-        # One step of decoding: what all indices add up to, without these.
+        # A decode step: the sum of all indices minus the sum of these.
         return cached * (cached - 1) // 2 - index.sum(dim=-1, keepdim=True)
-    # Sorted and not picked by a mask, of which a GPU would have to tell the host how many it picks.
+    # Sorting, because selecting by a mask would have a GPU report the count to the host.
     gone = torch.ones(batch, kv_heads, cached, dtype=torch.uint8, device=index.device).scatter(-1, index, 0)
     return gone.argsort(dim=-1, descending=True, stable=True)[..., : cached - count]
 
 
 def seen_by(like: torch.Tensor, tokens: int, group: int = 1) -> torch.Tensor:
-    """How many queries of the newest `tokens` see each entry, `group` of each one: [batch, kv_heads, cached] float32.
+    """How many queries of the newest `tokens` see each entry, times `group`: [batch, kv_heads, cached] float32.
 
     like: a score of all entries.
     """

@@ -1,4 +1,4 @@
-"""Which eviction policies there are."""
+"""The registry of eviction policies."""
 
 from hetero_kv.families.bounded.eviction.policy import EvictionPolicy
 from hetero_kv.families.bounded.eviction.settings import BoundedSettings

@@ -1,4 +1,4 @@
-"""RoCo (Ren & Zhu 2024, arXiv:2402.06262): mean attention, and no eviction of what is attended to unevenly."""
+"""RoCo (Ren & Zhu 2024, arXiv:2402.06262): mean attention; unevenly attended entries are never evicted."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class RoCoSettings(WholePromptSettings):
 
 @register("roco", meaning="the highest mean attention, and what is attended to most unevenly", settings=RoCoSettings)
 class RoCo(EvictionPolicy[RoCoSettings]):
-    """Ranks entries by the mean attention of the queries that saw them; the highest standard deviations are out of its
-    scope. The heads of a group are so many more queries."""
+    """Ranks entries by the mean attention of the queries that saw them; those of highest standard deviation are
+    protected. The heads of a group count as additional queries."""
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
         sums, squares = attended.column_sums(), attended.column_sums(squared=True)

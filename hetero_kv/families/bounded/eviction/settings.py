@@ -1,4 +1,4 @@
-"""The settings that every eviction policy has; each policy's own dataclass inherits one of these."""
+"""Settings that all eviction policies have; each policy's dataclass inherits from one of these."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _policies() -> Iterable[str]:
 
 
 def policy_setting(name: str) -> Any:
-    """The field `policy` of the settings of the policy called `name`."""
+    """The field `policy` in the settings of the policy called `name`."""
     return setting(name, "which entries stay", choices=_policies, names_method="policy {}")
 
 
@@ -35,7 +35,7 @@ class BoundedSettings(Settings):
 
     @property
     def least(self) -> int:
-        """The smallest budget that the policy can work with, entries."""
+        """The smallest budget that the policy supports, in entries."""
         return 1
 
     def validate(self) -> None:
@@ -58,7 +58,7 @@ class BoundedSettings(Settings):
 
 @dataclass(frozen=True)
 class StridedSettings(BoundedSettings):
-    """A fixed number of entries, and a prompt that comes in strides through all layers."""
+    """A fixed number of entries; prompts pass all layers in strides."""
 
     stride: int = setting(
         1024, "tokens of a prompt that pass through all layers before entries are dropped", unit="tokens", minimum=1
@@ -67,4 +67,4 @@ class StridedSettings(BoundedSettings):
 
 @dataclass(frozen=True)
 class WholePromptSettings(BoundedSettings, PrefillSettings):
-    """A fixed number of entries, and a prompt that passes as a whole, sparsely where that is asked for."""
+    """A fixed number of entries; prompts pass each layer as a whole, with optional sparse prefill."""

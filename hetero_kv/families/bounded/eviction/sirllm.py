@@ -1,4 +1,4 @@
-"""SirLLM (Yao et al. 2024, arXiv:2405.12528): what the model did not expect, by the entropy of each token."""
+"""SirLLM (Yao et al. 2024, arXiv:2405.12528): keeps the tokens that the model expected least, by their entropy."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class SirLLMSettings(StridedSettings):
     settings=SirLLMSettings,
 )
 class SirLLM(EvictionPolicy[SirLLMSettings]):
-    """Ranks tokens by their entropy -log P(token | those before), for all heads and layers alike (section 3).
+    """Ranks tokens by their entropy -log P(token | previous tokens), equally for all heads and layers (section 3).
 
-    At every turn's beginning the entropy of the cached tokens is multiplied by the decay ratio, so that memory fades.
+    At the beginning of each turn the entropy of cached tokens is multiplied by the decay ratio, so that memory fades.
     """
 
     strided = True
@@ -49,16 +49,16 @@ class SirLLM(EvictionPolicy[SirLLMSettings]):
 
     def begin_turn(self, entries: Entries) -> Entries:
         faded = entries.score("token") * self.settings.decay_ratio
-        # The first token's entropy is infinite, and times 0 not a number.
+        # The first token's entropy is infinite; multiplied by 0 it is NaN.
         return entries.scored(token=faded.nan_to_num(nan=0.0, posinf=math.inf))
 
     def token_scores(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """See EvictionPolicy: nats."""
+        """Entropy in nats; see EvictionPolicy."""
         return cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
 
     def evict(self, entries: Entries, budget: int) -> Entries:
         sinks = self.settings.sinks
         recent = min(round(budget * self.settings.recent_ratio), budget - sinks)
-        # One set for all heads: the entropy is the token's.
+        # One set for all heads, because the entropy belongs to the token.
         entropy = entries.score("token")[:, :1]
         return entries.kept(best(entropy, budget, first=sinks, last=recent))

@@ -1,4 +1,4 @@
-"""SnapKV (Li et al. 2024, arXiv:2404.14469): what the end of the prompt votes for."""
+"""SnapKV (Li et al. 2024, arXiv:2404.14469): the prompt's last queries vote for entries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SnapKVSettings(WholePromptSettings):
     kernel: int = setting(5, "average pooling of the votes along entries, odd; 1: none", unit="entries", minimum=1)
 
     def observed(self, question: int | None) -> int:
-        """Last queries of a prompt that vote; `question` as in `Attended`."""
+        """Number of a prompt's last queries that vote; `question` as in `Attended`."""
         if self.observation != "question":
             return self.observation
         return self.window if question is None else min(question, LONGEST_QUESTION)
@@ -55,11 +55,12 @@ V = TypeVar("V", bound=SnapKVSettings)
 
 
 class WindowVote(EvictionPolicy[V]):
-    """Votes of an observation window: attention of the prompt's last queries, pooled along entries, mean over the
-    group (section 4).
+    """Votes of an observation window: the attention of the prompt's last queries, pooled along entries, averaged over
+    the group (section 4).
 
-    While answering, an entry has the vote of the prompt; a generated one has the attention that it received while it
-    was among the newest `window`, which are kept: as many queries have voted on it by then.
+    During an answer an entry keeps its vote from the prompt. A generated entry has the attention that it received while
+    it
+    was among the newest `window`, which are kept: an equal number of queries has voted on each.
     """
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:
@@ -74,9 +75,9 @@ class WindowVote(EvictionPolicy[V]):
         return entries.scored(vote=votes)
 
     def prompt_votes(self, entries: Entries) -> torch.Tensor:
-        """The votes of the queries that were just observed, pooled where entries may go: [batch, kv_heads, cached].
+        """The votes of the observed queries, pooled among evictable entries: [batch, kv_heads, cached].
 
-        Those of these queries' own tokens are as received.
+        Votes for these queries' own tokens are not pooled.
         """
         observation: Observation = entries.carried["window"]
         assert observation.q is not None

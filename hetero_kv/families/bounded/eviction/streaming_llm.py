@@ -32,7 +32,7 @@ class StreamingLLMSettings(StridedSettings):
     settings=StreamingLLMSettings,
 )
 class StreamingLLM(EvictionPolicy[StreamingLLMSettings]):
-    """Keeps the first `sinks` and the newest entries; positions are those inside of the cache (section 3.2)."""
+    """Keeps the first `sinks` and the newest entries; positions are those within the cache (section 3.2)."""
 
     strided = True
     reindexed = True
@@ -45,7 +45,7 @@ class StreamingLLM(EvictionPolicy[StreamingLLMSettings]):
 
 @functools.lru_cache(maxsize=16)
 def _sinks_and_newest(sinks: int, budget: int, cached: int, device: torch.device) -> torch.Tensor:
-    """Their indices [1, 1, budget]: the same for all layers, and for every token while decoding."""
+    """Indices [1, 1, budget] of sinks and newest entries: the same for all layers, and for every decoded token."""
     first = torch.arange(sinks, device=device)
     newest = torch.arange(cached - (budget - sinks), cached, device=device)
     return torch.cat([first, newest])[None, None]

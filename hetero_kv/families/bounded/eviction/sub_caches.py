@@ -1,13 +1,13 @@
-"""Which tokens a cascade of sub-caches holds after a stride (Cascading KV cache, arXiv:2406.17808, algorithm 2).
+"""Which tokens a cascade of sub-caches keeps after a stride (Cascading KV cache, arXiv:2406.17808, algorithm 2).
 
-The newest sub-cache accepts every token. Whatever a full sub-cache accepts pushes its oldest entry out, and that is
-offered to the next, which accepts every second of its offers: sub-cache i accepts at the tokens whose number is a
-multiple of 2^i. An offer that is not accepted contests the place of that sub-cache's newest entry, and the loser is
-dropped. While the cascade has room, every sub-cache accepts and nothing is dropped.
+The newest sub-cache accepts every token. A full sub-cache that accepts an entry offers its oldest entry to the next
+sub-cache, which accepts every second offer: sub-cache i accepts at tokens whose number is a multiple of 2^i. A refused
+offer competes with that sub-cache's newest entry, and the loser is dropped. While the cascade has capacity, every
+sub-cache accepts and nothing is dropped.
 
-So a sub-cache's entries are older than all of the one before it, in order of arrival, and when tokens are offered
-depends on their number alone. A cascade is therefore a list in the order of positions, cut at fixed indices, and a
-stride passes through a sub-cache as a whole: its circular buffer is a slice that moves on by what it accepted.
+So all entries of a sub-cache are older than those of the one before it, and the times of offers depend only on token
+numbers. A cascade is therefore a list in the order of positions, cut at fixed indices. A stride passes a sub-cache as a
+whole: its circular buffer is a slice that advances by the number of accepted entries.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import torch
 
 
 def sub_cache_sizes(window: int, count: int) -> tuple[int, ...]:
-    """Entries of `count` sub-caches that share `window`, the newest first; the newest have what cannot be shared."""
+    """Sizes of `count` sub-caches that share `window`, the newest first; the newest take the remainder."""
     size, rest = divmod(window, count)
     return tuple(size + (index < rest) for index in range(count))
 
 
 def survivors(scores: torch.Tensor, sizes: Sequence[int], sinks: int, first: int) -> torch.Tensor:
-    """What a full cascade and the tokens behind it come to, when these enter it one after the other.
+    """The entries that remain of a full cascade and the tokens behind it, after these enter it one by one.
 
     Args:
-        scores: [..., sinks + sum(sizes) + incoming], of the entries in the order of their positions; of two that
-            contest a place the later wins with the strictly higher score.
-        sizes: entries of each sub-cache, the newest first.
-        sinks: entries in front of the cascade.
-        first: number of the first incoming token, where the first token behind the sinks has number 0.
+        scores: [..., sinks + sum(sizes) + incoming], of the entries in the order of their positions; the later of two
+            competing entries wins only with a strictly higher score.
+        sizes: number of entries of each sub-cache, the newest first.
+        sinks: number of entries in front of the cascade.
+        first: number of the first incoming token; the first token behind the sinks has number 0.
 
-    Returns [..., sinks + sum(sizes)] int64, ascending indices of those that stay.
+    Returns [..., sinks + sum(sizes)] int64, ascending indices of the entries that stay.
     """
     cached = scores.shape[-1]
     start = sinks + sum(sizes)
@@ -47,7 +47,7 @@ def survivors(scores: torch.Tensor, sizes: Sequence[int], sinks: int, first: int
     for level, size in enumerate(sizes[1:], 1):
         own = indices[..., start - size : start]
         start -= size
-        # Offers are numbered; the even ones are accepted, and each odd one contests the one before it.
+        # Offers are numbered: even ones are accepted, and each odd one competes with the one before it.
         period = 2 ** (level - 1)
         begin, end = -(-first // period), -(-(first + incoming) // period)
         if begin % 2:
@@ -61,7 +61,7 @@ def survivors(scores: torch.Tensor, sizes: Sequence[int], sinks: int, first: int
 
 
 def _winners(indices: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Of each pair of successive `indices` [..., n] the one with the higher score; what has no partner wins."""
+    """The higher-scored of each pair of consecutive `indices` [..., n]; an index without a partner wins."""
     earlier, later = indices[..., ::2], indices[..., 1::2]
     pairs = later.shape[-1]
     earlier, alone = earlier[..., :pairs], earlier[..., pairs:]
@@ -70,8 +70,8 @@ def _winners(indices: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 
 def _all_but_one(scores: torch.Tensor, sizes: Sequence[int], sinks: int, first: int) -> torch.Tensor:
-    """`survivors` of one incoming token: the sub-caches that accept each pass one entry on, and the last is dropped or
-    contests the place of the next sub-cache's newest."""
+    """`survivors` of one incoming token: each accepting sub-cache passes one entry on, and the last one is dropped or
+    competes with the newest of the next sub-cache."""
     accepting = (first & -first).bit_length()
     dropped: torch.Tensor | int = sinks
     if accepting < len(sizes):

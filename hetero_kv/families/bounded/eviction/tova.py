@@ -1,4 +1,4 @@
-"""TOVA (Oren et al. 2024, arXiv:2401.06104): what the last query attends to least is dropped."""
+"""TOVA (Oren et al. 2024, arXiv:2401.06104): drops what the last query attends to least."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TovaSettings(StridedSettings):
 
 @register("tova", meaning="what the last query attends to most, one set for all heads", settings=TovaSettings)
 class Tova(EvictionPolicy[TovaSettings]):
-    """Ranks entries by the attention of the newest query, mean over all heads of the layer (section 4)."""
+    """Ranks entries by the attention of the newest query, averaged over all heads of the layer (section 4)."""
 
     strided = True
 
@@ -30,5 +30,5 @@ class Tova(EvictionPolicy[TovaSettings]):
 
     def evict(self, entries: Entries, budget: int) -> Entries:
         index = best(entries.score("last")[:, :1], budget)
-        # The next query ranks all of them anew.
+        # The next query ranks all entries again.
         return entries.without_score("last").kept(index)
