@@ -178,7 +178,7 @@ class ContextLayer(PromptLayer):
         """The outliers among the Context's chunks and new chunks, [batch, kv_heads, new, chunk_size, dim].
 
         If no new chunk is an outlier, they are the previous ones, with the contents of their slots. A GPU reports this
-        after all layers. Until then a prompt, whose exact chunks are freed, uses newly chosen outliers; a token uses the
+        after all layers. Until then a prompt, whose exact chunks are freed, uses newly chosen outliers, and a token the
         previous ones.
         """
         before = self.context.outliers
