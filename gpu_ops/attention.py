@@ -1,7 +1,7 @@
-"""Dense attention that also returns the log-sum-exp, on any device, from the best kernel that can.
+"""Dense attention with its log-sum-exp, on any device, from the best kernel available.
 
-`tiled_attention` is plain torch and defines the result. On a CPU torch's flash kernel computes it, and prompts in
-bfloat16, where the CPU multiplies that, `cpu_ops.prompt_attention`; on a GPU the kernel that
+`tiled_attention` is plain torch and defines the result. A CPU uses torch's flash kernel, or
+`cpu_ops.prompt_attention` for bfloat16 prompts if the CPU multiplies bfloat16. A GPU uses the kernel that
 `gpu_ops.attention_backend` chooses.
 """
 
@@ -18,9 +18,9 @@ from gpu_ops.flash import flash_attention
 from gpu_ops.merge import apply_sink, merge_attention
 from gpu_ops.tiled_attention import QUERY_TILE, tiled_attention
 
-# Queries from which on a kernel that lays out all keys anew is worth it.
+# Least number of queries for a kernel that copies all keys to a new layout.
 _LEAST_QUERIES = 32
-# Looked up once: a decoded token calls it in every layer.
+# Looked up once, because every decoded token calls it in every layer.
 _CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
@@ -33,7 +33,7 @@ def attention_with_lse(
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `tiled_attention`, from a flash kernel where one applies."""
+    """As `tiled_attention`, by a flash kernel where one applies."""
     if q.is_cuda:
         return _on_gpu(q, k, v, scale, softcap, mask, causal)
     if softcap or q.device.type != "cpu":
@@ -81,11 +81,11 @@ def chunk_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact causal attention of a chunk: to its past without a mask, to itself with one, merged by log-sum-exp.
 
-    Triton's kernel does it in one pass, the sink included.
+    Triton's kernel computes both in one pass, including the sink.
 
     Args:
         q: [batch, kv_heads * group, n, k_dim].
-        past_k, past_v: [batch, kv_heads, past, dim], the keys and values before the chunk; past may be 0.
+        past_k, past_v: [batch, kv_heads, past, dim], keys and values before the chunk; past may be 0.
         k, v: [batch, kv_heads, n, dim], the chunk's own.
         scale, softcap: as in `tiled_attention`.
         sink: [kv_heads * group], scores of learned sinks (`gpu_ops.merge.apply_sink`).
@@ -102,7 +102,7 @@ def chunk_attention(
     out, lse = attention_with_lse(q, _repeated(k, group), _repeated(v, group), scale, softcap, causal=True)
     if past == 0:
         return _with_sink(out, lse, sink)
-    # Without a mask the group's queries are just more queries of the kv head: the past is not repeated.
+    # Without a mask the group's queries are more queries of the same kv head, so the past is not repeated.
     folded = q.reshape(batch, kv_heads, group * n, q.shape[-1])
     past_out, past_lse = attention_with_lse(folded, past_k, past_v, scale, softcap)
     out, lse = merge_attention(out, lse, past_out.reshape(batch, heads, n, -1), past_lse.reshape(batch, heads, n))
@@ -156,7 +156,7 @@ def sliding_window_attention(
 def _masked_by_tiles(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int, scale: float, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sliding_window_attention` without sinks, a tile of queries at a time, each with a mask."""
+    """`sliding_window_attention` without sinks, in tiles of queries, each with a mask."""
     n, m, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     tile = max(QUERY_TILE, min(window, 1024))
     outs, lses = [], []
@@ -174,13 +174,13 @@ def _masked_by_tiles(
 
 
 def compile_for_prompts(dtype: torch.dtype, device: torch.device, k_dim: int, v_dim: int, softcapped: bool) -> None:
-    """Compile what `chunk_attention` needs of a model on a CPU, before the first prompt waits for it."""
+    """Compile the CPU kernels that `chunk_attention` needs for a model, before the first prompt needs them."""
     if dtype is torch.bfloat16 and device.type == "cpu" and attends_in_bfloat16(k_dim, v_dim):
         prompt_attention.compile_for(k_dim, v_dim, softcapped)
 
 
 def _is_natively_bfloat16(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the CPU's kernel for prompts takes these queries and values."""
+    """Whether the CPU's prompt kernel supports these queries and values."""
     return (
         q.dtype is torch.bfloat16
         and q.device.type == "cpu"
@@ -193,7 +193,7 @@ def _natively(
     q: torch.Tensor, past_k: torch.Tensor, past_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
     softcap: float | None, window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """`chunk_attention` by the CPU's kernel, of the last `window` keys where that is given."""
+    """`chunk_attention` by the CPU's kernel, limited to the last `window` keys if that is set."""
     threads = at_most(torch.get_num_threads())
     queries, past_keys, past_values, keys, values = (
         each.detach().view(torch.uint16).numpy() for each in (q, past_k, past_v, k, v)
@@ -203,7 +203,7 @@ def _natively(
 
 
 def _repeated(t: torch.Tensor, group: int) -> torch.Tensor:
-    """[batch, kv_heads, n, dim] -> [batch, kv_heads * group, n, dim], every kv head `group` times."""
+    """[batch, kv_heads, n, dim] -> [batch, kv_heads * group, n, dim], each kv head `group` times."""
     return t if group == 1 else t.repeat_interleave(group, dim=1)
 
 
@@ -212,9 +212,9 @@ def _with_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor | None) 
 
 
 def _of_one_dim(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values with zero channels up to one head dim: scores and outputs stay the same.
+    """Pad queries, keys and values with zero channels to one head dim; scores and outputs do not change.
 
-    Flash kernels want equal dims, on CUDA multiples of 8.
+    Flash kernels require equal dims, on CUDA multiples of 8.
     """
     dim = -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
     if q.shape[-1] == v.shape[-1] == dim:

@@ -1,4 +1,4 @@
-"""Which kernel computes dense attention on a GPU: torch's, the package flash-attn's, Triton's, or torch by tiles."""
+"""Chooses the kernel for dense attention on a GPU: torch's, the package flash-attn's, Triton's, or torch in tiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from gpu_ops import window_step
 from gpu_ops.kernel_choice import runs_triton
 
-#: What can be asked for, with what it means.
+#: The values of the setting, with their descriptions.
 BACKENDS = {
     "auto": "torch's flash kernel where it computes what is asked, else flash-attn, else Triton, else torch by tiles; "
     "Triton for decoded tokens beside blocks in DRAM",
@@ -36,13 +36,13 @@ class AttentionKernel(Enum):
 
 
 class AttentionBackend:
-    """Which kernels are to compute attention on a GPU, and which have.
+    """The attention kernels that a user allows on a GPU, and those used so far.
 
     Args:
         asked: one of `BACKENDS`.
 
     Attributes:
-        used: kernels that have been chosen so far.
+        used: kernels chosen so far.
     """
 
     def __init__(self, asked: str = "auto") -> None:
@@ -56,7 +56,7 @@ _present: ContextVar[AttentionBackend] = ContextVar("attention_backend")
 
 @contextmanager
 def attending_by(backend: AttentionBackend) -> Iterator[None]:
-    """Within this context attention on a GPU is computed as `backend` says."""
+    """A context in which `backend` determines the attention kernels on a GPU."""
     token = _present.set(backend)
     try:
         yield
@@ -64,20 +64,20 @@ def attending_by(backend: AttentionBackend) -> Iterator[None]:
         _present.reset(token)
 
 
-def missing(asked: str) -> str | None:
-    """What a backend lacks here, and how to get it; None where it can be asked for."""
-    if asked == "flash_attn" and not has_flash_attn():
+def missing(backend: str) -> str | None:
+    """What a backend lacks here, and how to get it; None if it is available."""
+    if backend == "flash_attn" and not has_flash_attn():
         return (
             "the package flash-attn (2.6 or later) is not installed, or was built for another torch: pip install "
             "--no-build-isolation 'hetero-kv[flash-attn]', or set it to auto"
         )
-    if asked == "triton" and importlib.util.find_spec("triton") is None:
+    if backend == "triton" and importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install 'hetero-kv[gpu]', or set it to auto"
     return None
 
 
 def kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_plain: bool) -> AttentionKernel:
-    """The kernel for tensors [..., dim] on CUDA; `is_plain`: without soft-capping, and no window that hides a key."""
+    """The kernel for tensors [..., dim] on CUDA; `is_plain`: no soft-capping, and no window that hides a key."""
     backend = _present.get(_DEFAULT)
     kernel = _kernel_for(backend.asked, q, k, v, is_plain)
     backend.used.add(kernel)
@@ -85,7 +85,7 @@ def kernel_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_plain: bool
 
 
 def takes_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether `gpu_ops.window_step` has a decoded token's query, key and value [batch, heads, 1, dim]."""
+    """Whether `gpu_ops.window_step` supports a decoded token's query, key and value [batch, heads, 1, dim]."""
     backend = _present.get(_DEFAULT)
     if backend.asked not in ("auto", "triton") or not window_step.serves(q, k, v):
         return False
@@ -93,31 +93,31 @@ def takes_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return True
 
 
-def _kernel_for(asked: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_plain: bool) -> AttentionKernel:
+def _kernel_for(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_plain: bool) -> AttentionKernel:
     dim = max(q.shape[-1], v.shape[-1])
     is_alike = q.dtype == k.dtype == v.dtype and dim <= _LARGEST_HEAD
     is_half = is_alike and q.dtype in _HALVES and torch.cuda.get_device_capability(q.device) >= (8, 0)
-    if asked == "flash_attn" and is_half and has_flash_attn():
+    if backend == "flash_attn" and is_half and has_flash_attn():
         return AttentionKernel.FLASH_ATTN
-    if asked != "triton" and is_half and is_plain:
+    if backend != "triton" and is_half and is_plain:
         return AttentionKernel.ATEN
-    if asked == "auto" and is_half and has_flash_attn():
+    if backend == "auto" and is_half and has_flash_attn():
         return AttentionKernel.FLASH_ATTN
-    if asked != "torch" and is_alike and q.dtype in (torch.float32, *_HALVES) and runs_triton(q):
+    if backend != "torch" and is_alike and q.dtype in (torch.float32, *_HALVES) and runs_triton(q):
         return AttentionKernel.TRITON
     return AttentionKernel.ATEN if is_half and is_plain else AttentionKernel.TILES
 
 
 @functools.cache
 def has_flash_attn() -> bool:
-    """Whether the package flash-attn is installed, in a version that knows soft-capping (2.6)."""
+    """Whether the package flash-attn is installed, in a version with soft-capping (2.6)."""
     if importlib.util.find_spec("flash_attn") is None:
         return False
     import inspect
 
     try:
         from flash_attn import flash_attn_func
-    # It is compiled against one version of torch, and of no other can it be loaded.
+    # It is compiled against one version of torch and cannot be loaded with another.
     except (ImportError, OSError):
         return False
     return "softcap" in inspect.signature(flash_attn_func).parameters

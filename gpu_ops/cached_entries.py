@@ -1,7 +1,7 @@
-"""Entries of a bounded cache on a GPU: a token's are written, the lowest is found, and the others are gathered.
+"""Entries of a bounded cache on a GPU: append a token's entry, find the lowest score, gather the other entries.
 
-Each is one launch of a Triton kernel where Triton runs, and some torch operators where it does not: of a token's small
-kernels the launches are what it waits for.
+Each operation is one launch of a Triton kernel where Triton runs, and several torch operators otherwise. The small
+kernels of a decoded token cost mostly their launches.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def append_token_in_torch(
     key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor,
     taken: int, position: int,
 ) -> None:  # fmt: skip
-    """Write a token behind the entries that are `taken`.
+    """Write a token's entry behind the first `taken` entries.
 
     Args:
         key, value: [batch, kv_heads, 1, dim].
         keys, values, positions: as in `Parts`.
-        position: of the token in its sequence.
+        position: position of the token in its sequence.
     """
     behind = slice(taken, taken + 1)
     keys[:, :, behind], values[:, :, behind] = key, value
@@ -54,11 +54,11 @@ def all_but_lowest(scores: torch.Tensor, first: int = 0, last: int = 0) -> torch
 
 
 def all_but_lowest_in_torch(scores: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Indices of all entries but the one with the lowest score, ascending; of equal ones the last is left out.
+    """Indices of all entries but the one with the lowest score, ascending; among equal scores the last is left out.
 
     Args:
-        scores: [..., cached] of any type, floating point where entries are protected.
-        first, last: entries at either end that count as infinitely high.
+        scores: [..., cached] of any dtype, floating point if entries are protected.
+        first, last: numbers of entries at either end that count as infinitely high.
 
     Returns [..., cached - 1] int64.
     """
@@ -71,7 +71,7 @@ def all_but_lowest_in_torch(scores: torch.Tensor, first: int, last: int) -> torc
 
 
 def protected(scores: torch.Tensor, *, first: int = 0, last: int = 0) -> torch.Tensor:
-    """`scores` [..., cached] with the first and the last entries at infinity, so that they are kept."""
+    """`scores` [..., cached] with the first and last entries set to infinity, so that they are kept."""
     scores = scores.clone()
     scores[..., :first] = float("inf")
     scores[..., scores.shape[-1] - last :] = float("inf")
@@ -95,20 +95,20 @@ def keep_in_torch(parts: Parts, scores: Sequence[torch.Tensor], index: torch.Ten
 
     Args:
         parts: the entries.
-        scores: [batch, kv_heads, cached or fewer] of any type each; entries behind have 0.
+        scores: [batch, kv_heads, cached or fewer] of any dtype each; entries beyond have score 0.
         index: [batch or 1, kv_heads or 1, count] int64.
-        kept: room for `count` entries at least; what lies behind these stays as it is.
+        kept: capacity for at least `count` entries; memory behind these is not changed.
 
-    Returns of each of the `scores` those of the entries at `index`, [batch, kv_heads, count].
+    Returns each of the `scores` at `index`, [batch, kv_heads, count].
     """
     batch, kv_heads, capacity = parts[2].shape
     count = index.shape[2]
     index = index.expand(batch, kv_heads, count)
-    # Once for keys and values.
+    # Computed once for keys and values.
     first = torch.arange(0, batch * kv_heads * capacity, capacity, device=index.device)
     rows = (index + first.view(batch, kv_heads, 1)).flatten()
     for stored, part in zip(parts[:2], kept[:2], strict=True):
-        # Ten times as fast as gather, which looks up every number of a vector by itself.
+        # Ten times as fast as gather, which looks up every number of a vector separately.
         found = stored.view(-1, stored.shape[3]).index_select(0, rows)
         part[:, :, :count] = found.view(batch, kv_heads, count, -1)
     kept[2][:, :, :count] = parts[2].gather(2, index)
@@ -116,6 +116,6 @@ def keep_in_torch(parts: Parts, scores: Sequence[torch.Tensor], index: torch.Ten
 
 
 def _gathered(scores: torch.Tensor, index: torch.Tensor, capacity: int) -> torch.Tensor:
-    """Of [batch, kv_heads, cached or fewer] those at `index` [batch or 1, kv_heads or 1, count]; 0 for those behind."""
+    """The scores [batch, kv_heads, cached or fewer] at `index` [batch or 1, kv_heads or 1, count]; 0 beyond them."""
     padded = torch.nn.functional.pad(scores, (0, capacity - scores.shape[2]))
     return padded.gather(2, index.expand(*scores.shape[:2], -1))

@@ -1,4 +1,4 @@
-"""Work on a CUDA device that is captured once and launched again as a whole, in segments with other work between."""
+"""Captures CUDA work as graphs, in segments with uncaptured work between them, and launches them again."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from gpu_ops.side_stream import stream_for
 
 
 class Segments:
-    """CUDA graphs, to be launched in the order in which they were captured.
+    """CUDA graphs, launched in the order in which they were captured.
 
-    A launch reads and writes the addresses that were captured. What is allocated meanwhile is the graphs' own memory,
-    which lives as long as this object; nothing that is captured runs.
+    A launch reads and writes the captured addresses. Allocations during the capture come from the graphs' own memory,
+    which lives as long as this object. Captured work does not run during the capture.
 
     Args:
         device: a CUDA device, with its index.
@@ -33,18 +33,19 @@ class Segments:
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Within this context work is captured, the first segment.
+        """A context in which work is captured, beginning with the first segment.
 
-        Raises RuntimeError for what cannot be, and torch.OutOfMemoryError where the graphs' memory finds no room.
+        Raises RuntimeError for work that cannot be captured, and torch.OutOfMemoryError if the graphs' memory does not
+        fit.
         """
         side, self._present = self._stream, torch.cuda.current_stream(self._device)
         torch.cuda.synchronize(self._device)
         collects = gc.isenabled()
         try:
-            # Memory that the collector lets go of may be page-locked, which is no work to be captured.
+            # The garbage collector may free page-locked memory, which cannot be captured.
             gc.disable()
             with torch.cuda.device(self._device), torch.cuda.stream(side):
-                # What torch keeps of memory that others let go of is of no use to graphs, and not given back meanwhile.
+                # torch's cached free memory is unusable for graphs, and is not released during a capture.
                 torch.cuda.empty_cache()
                 try:
                     self._begin()
@@ -59,21 +60,21 @@ class Segments:
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """Within this context nothing is captured, on the stream that was the present one; the next segment begins
-        behind it."""
+        """A context in which nothing is captured and work runs on the stream that was current before; the next segment
+        begins afterwards."""
         self._graphs[-1].capture_end()
         with torch.cuda.stream(self._present):
             yield
         self._begin()
 
     def _begin(self) -> None:
-        # Whoever cleans up is to know of it, wherever an interrupt comes.
+        # Appended first, so that the cleanup finds it wherever an interrupt occurs.
         self._graphs.append(torch.cuda.CUDAGraph())
-        # Other threads may go on with what is none of this.
+        # Other threads may continue with unrelated work.
         self._graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def _abandon(self) -> None:
-        """Whatever failed: the stream is to be one again that runs what it is given."""
+        """After a failure, return the stream to a state in which it runs work."""
         for graph in self._graphs[-1:]:
             try:
                 graph.capture_end()
@@ -81,19 +82,19 @@ class Segments:
                 _forget_capture(self._device, self._pool)
 
     def launch(self, index: int) -> None:
-        """Run a segment, on the present stream."""
+        """Launch a segment on the current stream."""
         self._graphs[index].replay()
 
     def launched(self) -> None:
-        """All have been launched: the graphs' memory, when it is let go, is not used again before they are done."""
+        """Declare all segments launched: the graphs' memory, once freed, is not reused before they are done."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
 
 def _forget_capture(device: torch.device, pool: tuple[int, int]) -> None:
-    """Have torch know that a capture is over which CUDA has ended by itself; nothing where it knows.
+    """Tell torch that CUDA has ended a capture by itself; does nothing if torch knows.
 
-    torch does not: its allocator would give back nothing that several streams used, nor its cache where memory runs
-    out, and its generator would draw no number outside a capture.
+    Otherwise torch's allocator would not free memory that several streams used, nor its cache when memory runs out, and
+    its generator would draw no number outside a capture.
     """
     try:
         torch._C._cuda_endAllocateToPool(device.index, pool)
@@ -101,5 +102,5 @@ def _forget_capture(device: torch.device, pool: tuple[int, int]) -> None:
         return
     torch._C._cuda_releasePool(device.index, pool)
     generator = torch.cuda.default_generators[device.index]
-    # Its twin has the same seed and has drawn as much, and is part of no capture.
+    # The clone has the same seed and offset, and is part of no capture.
     generator.graphsafe_set_state(generator.clone_state())

@@ -1,4 +1,4 @@
-"""Attention of a chunk of a prompt to chosen keys, from torch's tensors, and what keys are chosen by."""
+"""Attention of a prompt chunk to chosen keys, and the scores that keys are chosen by, for torch tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def chosen_attention(
     q: torch.Tensor, past_k: torch.Tensor, past_v: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: np.ndarray,
     starts: np.ndarray, scale: float, softcap: float | None = None, sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Causal attention of a chunk to the tokens in `runs`, on the CPU: in bfloat16 where that CPU multiplies it.
+    """Causal attention of a chunk to the tokens in `runs`, on the CPU; in bfloat16 if the CPU multiplies it.
 
     Args:
         q: [batch, heads, n, k_dim].
@@ -37,7 +37,7 @@ def chosen_attention(
 
 
 def compile_for_chosen(dtype: torch.dtype, k_dim: int, v_dim: int, softcapped: bool) -> None:
-    """Compile what `chosen_attention` needs of a model, before the first prompt waits for it."""
+    """Compile the kernels that `chosen_attention` needs for a model, before the first prompt needs them."""
     in_bits = dtype is torch.bfloat16 and runs_in_bfloat16(k_dim, v_dim)
     run_attention.compile_for(in_bits, k_dim, v_dim, softcapped)
     in_bits = dtype is torch.bfloat16 and runs_in_bfloat16(k_dim, k_dim)
@@ -50,10 +50,10 @@ def compile_for_chosen(dtype: torch.dtype, k_dim: int, v_dim: int, softcapped: b
 def attention_by_line(
     q: torch.Tensor, past_k: torch.Tensor, k: torch.Tensor, scale: float, softcap: float | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Attention that tokens, and distances, receive from the last queries of heads, summed over these.
+    """The attention that tokens, and distances, receive from the last queries of heads, summed over these queries.
 
     Args:
-        q: [heads, queries, k_dim], the last ones of the chunk, of heads that share keys.
+        q: [heads, queries, k_dim], the last queries of the chunk, of heads that share keys.
         past_k, k: [past, k_dim] and [n, k_dim].
 
     Returns two [heads, past + n] float32: by token, and by the distance of the key from the query.
@@ -67,18 +67,18 @@ def best_matched_blocks(
     q: torch.Tensor, past_k: torch.Tensor, k: torch.Tensor, runs: np.ndarray, starts: np.ndarray, count: int,
     scale: float, softcap: float | None,
 ) -> np.ndarray:  # fmt: skip
-    """Blocks of keys that each block of queries matches best, by what `runs` do not name of them.
+    """The blocks of keys that each block of queries matches best, apart from what `runs` already contain.
 
-    Every sixteenth query is asked; a block's match is the most that it has of the attention of any of them.
+    Every sixteenth query is scored. A block's match is its largest share of the attention of any of these queries.
 
     Args:
-        q: [heads, n, k_dim], all of the chunk, of heads that share keys.
+        q: [heads, n, k_dim], all queries of the chunk, of heads that share keys.
         past_k, k: [past, k_dim] and [n, k_dim].
-        runs, starts: what the heads' blocks of queries attend to, as for `cpu_ops.run_attention.attend_runs`.
-        count: how many blocks at most.
+        runs, starts: what the heads' blocks of queries attend to already, as for `cpu_ops.run_attention.attend_runs`.
+        count: largest number of blocks.
         scale, softcap: as for `attention.chunk_attention`.
 
-    Returns [heads, query blocks, count] int32, ascending, -1 before them for none.
+    Returns [heads, query blocks, count] int32, ascending, with -1 in front if there are fewer.
     """
     in_bits = q.dtype is torch.bfloat16 and runs_in_bfloat16(q.shape[2], q.shape[2])
     queries, past_keys, keys = _numbers(in_bits, q, past_k, k)
@@ -88,14 +88,14 @@ def best_matched_blocks(
 
 
 def _numbers(in_bits: bool, *tensors: torch.Tensor) -> list[np.ndarray]:
-    """Tensors as kernels take them: bits of bfloat16, or float32."""
+    """Tensors as kernel arrays: bits of bfloat16, or float32."""
     return [(each.detach().view(torch.uint16) if in_bits else each.detach().float()).numpy() for each in tensors]
 
 
 def block_means(past: torch.Tensor, new: torch.Tensor, block: int) -> torch.Tensor:
-    """Means of blocks of tokens of [..., past, dim] and [..., n, dim], the last perhaps shorter: [..., blocks, dim].
+    """Means of blocks of tokens of [..., past, dim] and [..., n, dim] concatenated: [..., blocks, dim] float32.
 
-    Of up to two leading dimensions, on the CPU; float32, of numbers as they are in bfloat16, and else in float32.
+    The last block may be shorter. On the CPU, for up to two leading dimensions; from bfloat16 or else float32 numbers.
     """
     in_bits = new.dtype is torch.bfloat16
     leading = (None,) * (4 - new.dim())

@@ -1,4 +1,4 @@
-"""A long tensor in DRAM that passes a GPU a chunk at a time, copied ahead of the work on it and behind."""
+"""A long tensor in DRAM that is processed on a GPU in chunks, with copies in both directions overlapping the work."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _SLOTS = 2
 
 
 class ChunkStream:
-    """States [batch, tokens, width] in page-locked DRAM, and the room on a GPU that chunks of them pass through.
+    """States [batch, tokens, width] in page-locked DRAM, and the GPU buffers for chunks of them.
 
-    Copies inwards and outwards have a stream each, so that both run beside the work on another chunk.
+    Copies to and from the GPU have one stream each, so both overlap the work on another chunk.
 
     Args:
-        batch, tokens, width, dtype: of the states.
-        chunk: most tokens of a chunk.
+        batch, tokens, width, dtype: shape and dtype of the states.
+        chunk: largest number of tokens of a chunk.
         device: the GPU.
 
     Attributes:
-        states: [batch, tokens, width] on the CPU; only after `finish` for others to read.
+        states: [batch, tokens, width] on the CPU; others may read it only after `finish`.
     """
 
     def __init__(
         self, batch: int, tokens: int, width: int, dtype: torch.dtype, chunk: int, device: torch.device
     ) -> None:
         self.device = device
-        # Tokens outermost: a chunk is one piece of memory, whatever the batch.
+        # Tokens are the outermost dimension, so a chunk is contiguous for any batch.
         self._locked = PageLocked((tokens, batch, width), dtype, device)
         self._host = self._locked.tensor
         self.states = self._host.transpose(0, 1)
@@ -42,23 +42,23 @@ class ChunkStream:
         self._inwards, self._outwards = (stream_for(purpose, device) for purpose in ("inwards", "outwards"))
         self._ready, self._used, self._left = ([torch.cuda.Event() for _ in range(_SLOTS)] for _ in range(3))
         self._written = 0
-        # Their room is made on the present stream.
+        # The buffers are allocated on the current stream.
         self._inwards.wait_stream(torch.cuda.current_stream(device))
         self._outwards.wait_stream(torch.cuda.current_stream(device))
 
     @staticmethod
     def device_bytes(batch: int, width: int, element: int, chunk: int) -> int:
-        """What such a stream takes on the GPU, bytes; `element` is of one number."""
+        """GPU memory of such a stream, bytes; `element` is the size of one number."""
         return 2 * _SLOTS * chunk * batch * width * element
 
     def read(
         self, chunks: Sequence[slice], beside: Callable[[slice], Any] = lambda chunk: None
     ) -> Iterator[tuple[torch.Tensor, Any]]:
-        """Each chunk [batch, tokens, width] on the GPU, good until the next one is asked for, the next on its way.
+        """Yields each chunk [batch, tokens, width] on the GPU, valid until the next one, which is copied meanwhile.
 
         Args:
-            chunks: of tokens.
-            beside: what else is copied for a chunk; called on the stream of the copies. Comes along with the chunk.
+            chunks: slices of tokens.
+            beside: copies further data for a chunk, on the stream of the copies; its result is yielded with the chunk.
         """
         current = torch.cuda.current_stream(self.device)
         coming = [self._fetch(0, chunks[0], beside)]
@@ -80,7 +80,7 @@ class ChunkStream:
         return along
 
     def write(self, chunk: slice, result: torch.Tensor) -> None:
-        """Have `result` [batch, tokens, width], on the GPU, copied over a chunk of the states."""
+        """Copy `result` [batch, tokens, width], on the GPU, over a chunk of the states."""
         slot, self._written = self._written % _SLOTS, self._written + 1
         current = torch.cuda.current_stream(self.device)
         current.wait_event(self._left[slot])

@@ -1,4 +1,4 @@
-"""How much attention each key receives from the queries of a chunk, per query head, from log-sum-exp."""
+"""The attention that each key receives from the queries of a chunk, per query head, from the log-sum-exp."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 from gpu_ops.kernel_choice import runs_triton
 
-# Scores that are held at once: a tile of queries times a tile of keys, per head. A CPU has them in its caches. On a
-# GPU, where a launch is as dear as many scores, the tile grows with the chunk, as the chunk's activations do.
+# Scores per tile: a tile of queries times a tile of keys, per head. On a CPU they fit into its caches. On a GPU, where
+# a launch costs as much as many scores, the tile grows with the chunk, as the chunk's activations do.
 _QUERIES = 128
 _KEYS = 512
 _QUERIES_ON_GPU = 1024
 _KEYS_PER_QUERY_ON_GPU = 256
-# What Triton's kernel takes.
+# Dtypes that Triton's kernel supports.
 _TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LARGEST_HEAD = 256
 
@@ -28,25 +28,25 @@ def column_sums(
     group_max: bool = False,
     past: int | None = None,
 ) -> torch.Tensor:
-    """The column sums of a chunk's rows of the attention matrix, of which only a tile at a time is computed.
+    """The column sums of a chunk's rows of the attention matrix, computed in tiles.
 
-    On CUDA one launch of a Triton kernel, where Triton runs and the head dim is at most 256.
+    On CUDA this is one launch of a Triton kernel, if Triton runs and the head dim is at most 256.
 
-    A row's log-sum-exp is final once its query has seen all its keys, so that sums over the chunks of a prompt add up
-    to the exact sums over the whole matrix.
+    A row's log-sum-exp is final once its query has seen all its keys. So sums over the chunks of a prompt add up to the
+    exact sums over the whole matrix.
 
     Args:
-        q: [batch, kv_heads * group, n, k_dim], queries of the last n of the keys' places; those before the keys
-            see none.
+        q: [batch, kv_heads * group, n, k_dim], queries at the last n positions of the keys; queries before the first
+            key see none.
         lse: [batch, kv_heads * group, n] float32, of each query over all keys that it sees.
         keys: [batch, kv_heads, length, k_dim]; query i sees the first past + i + 1 of them.
         scale: factor of the scores.
         softcap: c > 0 turns a score s into c·tanh(s/c).
-        weights: [n], a factor of each query's row; None for 1.
-        squared: sum the squares of the probabilities.
-        group_max: sum, of each query, the highest among the heads of a group.
-        past: keys before the first query's place, negative where the first of the keys follows that; None for
-            length - n. With it the keys may be any part of those that the queries' `lse` is over.
+        weights: [n], a factor for each query's row; None for 1.
+        squared: sum squared probabilities.
+        group_max: sum, for each query, the maximum over the heads of a group.
+        past: number of keys before the first query's position, negative if the first key follows it; None for length -
+            n. With it the keys may be any part of those that `lse` covers.
 
     Returns [batch, kv_heads, group or 1 with group_max, length] float32.
     """
@@ -70,7 +70,7 @@ def column_sums_in_torch(
     group_max: bool,
     past: int,
 ) -> torch.Tensor:
-    """As `column_sums`, which it defines, on any device."""
+    """The definition of `column_sums`, on any device."""
     batch, heads, n, k_dim = q.shape
     kv_heads, length = keys.shape[1], keys.shape[2]
     group = heads // kv_heads
@@ -88,7 +88,7 @@ def column_sums_in_torch(
             scores = _scores(folded, keys[:, :, columns].flatten(0, 1).float(), normaliser, softcap)
             by_row = scores.view(batch, kv_heads, group, count, -1)
             if group_max:
-                # Before the exponential, which keeps the order: of a group one is computed.
+                # Before the exponential, which is monotonic: only one per group is computed.
                 by_row = by_row.amax(dim=2, keepdim=True)
             probabilities = by_row.exp_()
             if columns.stop > past + rows.start + 1:
@@ -102,11 +102,12 @@ def column_sums_in_torch(
 
 
 def working_bytes(n: int, length: int, batch: int, heads: int, kv_heads: int, k_dim: int) -> int:
-    """What `column_sums` of `n` queries over `length` keys takes on a GPU beside what it is given, bytes; at most."""
+    """Upper bound of the GPU memory of `column_sums` of `n` queries over `length` keys, without its arguments,
+    bytes."""
     height, width = _tile(n, torch.device("cuda"))
     width = min(width, length)
-    # Scores, beside which those of the tile before are still there, and the mask over them; keys and queries as
-    # float32; the sums of all keys and of a tile.
+    # Scores, while those of the previous tile still exist, and the mask over them; keys and queries as float32; the
+    # sums of all keys and of a tile.
     tiles = 1 if height >= n and width >= length else 2
     scores = height * width * (4 * heads * tiles + 2)
     vectors = 4 * k_dim * (kv_heads * width + 2 * heads * height)
@@ -114,7 +115,7 @@ def working_bytes(n: int, length: int, batch: int, heads: int, kv_heads: int, k_
 
 
 def _tile(n: int, device: torch.device) -> tuple[int, int]:
-    """Queries and keys of a tile, of `n` queries. Few have few scores: a decoded token's are one tile."""
+    """Queries and keys of a tile, for `n` queries. Few queries have few scores: a decoded token's are one tile."""
     if device.type == "cpu":
         return _QUERIES, max(_KEYS, _QUERIES * _KEYS // n)
     height = min(n, _QUERIES_ON_GPU)
@@ -122,7 +123,7 @@ def _tile(n: int, device: torch.device) -> tuple[int, int]:
 
 
 def _scores(q: torch.Tensor, keys: torch.Tensor, lse: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Scores less `lse` [heads, n, 1], of queries [heads, n, dim], scaled already, and keys [heads, m, dim]."""
+    """Scores minus `lse` [heads, n, 1], of scaled queries [heads, n, dim] and keys [heads, m, dim]."""
     if not softcap:
         return torch.baddbmm(lse, q, keys.transpose(1, 2), beta=-1)
     return (softcap * torch.tanh(torch.bmm(q, keys.transpose(1, 2)) / softcap)).sub_(lse)

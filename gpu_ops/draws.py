@@ -1,6 +1,6 @@
-"""Numbers drawn by position, kv head and layer: the same whatever came before, and however a prompt is cut.
+"""Pseudo-random numbers by position, kv head and layer, independent of history and of how a prompt is split.
 
-On a GPU one launch of a Triton kernel where Triton runs; the torch functions define the results.
+On a GPU each call is one launch of a Triton kernel where Triton runs; the torch functions define the results.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ import torch
 
 from gpu_ops.kernel_choice import runs_triton
 
-# As many bits as float32 holds exactly.
+# The number of bits that float32 represents exactly.
 _BITS = 24
 _LAYER, _SEED = 104_729, 15_485_863
-# SplitMix64's finaliser: int64 wraps around.
+# SplitMix64's finaliser; int64 wraps around.
 _SHIFTS, _LAST_SHIFT = (30, 27), 31
 
 FACTORS = 1_000_003, 7_919, -4658895280553007687, -7723592293110705685
-"""Of positions, of heads, and of the two rounds of mixing."""
+"""Factors of positions, of heads, and of the two rounds of mixing."""
 
 
 def drawn(positions: torch.Tensor, seed: int, layer_idx: int) -> torch.Tensor:
-    """Numbers that look uniform: positions [batch, kv_heads, count] int64 -> the same shape, int64."""
+    """Uniformly distributed integers: positions [batch, kv_heads, count] int64 -> the same shape, int64."""
     constant = layer_idx * _LAYER + seed * _SEED
     return _by_kernel(positions, constant, 0) if _is_served(positions) else mixed_in_torch(positions, constant)
 
 
 def uniform(positions: torch.Tensor, seed: int, layer_idx: int) -> torch.Tensor:
-    """Numbers of 0 up to and without 1: positions [batch, kv_heads, count] int64 -> the same shape, float32."""
+    """Numbers in [0, 1): positions [batch, kv_heads, count] int64 -> the same shape, float32."""
     constant = layer_idx * _LAYER + seed * _SEED
     if _is_served(positions):
         return _by_kernel(positions, constant, _BITS)
@@ -34,7 +34,7 @@ def uniform(positions: torch.Tensor, seed: int, layer_idx: int) -> torch.Tensor:
 
 
 def mixed_in_torch(positions: torch.Tensor, constant: int) -> torch.Tensor:
-    """`drawn` of a seed and a layer that come to `constant`."""
+    """`drawn`, with seed and layer combined in `constant`."""
     heads = torch.arange(positions.shape[1], device=positions.device)[:, None]
     of_position, of_head, *rounds = FACTORS
     mixed = positions * of_position + heads * of_head + constant
@@ -44,7 +44,7 @@ def mixed_in_torch(positions: torch.Tensor, constant: int) -> torch.Tensor:
 
 
 def share_in_torch(mixed: torch.Tensor) -> torch.Tensor:
-    """`uniform` of what is `mixed`, float32."""
+    """`uniform` from `mixed` integers, float32."""
     return (mixed & ((1 << _BITS) - 1)).float() / (1 << _BITS)
 
 

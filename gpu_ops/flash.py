@@ -19,18 +19,18 @@ def flash_attention(
     window: int | None = None,
     sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of queries to keys before them, in two places, on CUDA.
+    """Causal attention of queries to earlier keys in two tensors, on CUDA.
 
     Args:
-        q: [batch, kv_heads * group, n, k_dim], of the positions past, ..., past + n - 1.
-        past_k, past_v: [batch, kv_heads, past, dim], of the positions before; past may be 0.
-        k, v: [batch, kv_heads, own, dim], of the positions from past on; own is n, or 0.
+        q: [batch, kv_heads * group, n, k_dim], at positions past, ..., past + n - 1.
+        past_k, past_v: [batch, kv_heads, past, dim], at the positions before; past may be 0.
+        k, v: [batch, kv_heads, own, dim], at positions from past on; own is n, or 0.
         scale, softcap: as in `tiled_attention`.
-        window: keys that a query sees, itself included; None for all before it.
+        window: number of keys that a query sees, itself included; None for all earlier keys.
         sink: [kv_heads * group], scores of learned sinks (`gpu_ops.merge.apply_sink`).
 
-    Returns (out [batch, kv_heads * group, n, v_dim] in q's dtype, lse [batch, kv_heads * group, n] float32, the sink's
-    share in it); 0 and -inf of a query that sees nothing.
+    Returns (out [batch, kv_heads * group, n, v_dim] in q's dtype, lse [batch, kv_heads * group, n] float32, which
+    includes the sink); 0 and -inf for a query that sees nothing.
     """
     from gpu_ops.triton_kernels import flash
 
@@ -49,7 +49,7 @@ def flash_attention_in_torch(
     window: int | None = None,
     sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `flash_attention`, which it defines, on any device; every query sees a key."""
+    """The definition of `flash_attention`, on any device, for queries that each see a key."""
     group = q.shape[1] // k.shape[1]
     keys, values = (torch.cat(parts, dim=2).repeat_interleave(group, dim=1) for parts in ((past_k, k), (past_v, v)))
     position = torch.arange(past_k.shape[2], past_k.shape[2] + q.shape[2], device=q.device)[:, None]

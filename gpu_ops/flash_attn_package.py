@@ -1,4 +1,4 @@
-"""The package flash-attn (FlashAttention-2, https://github.com/Dao-AILab/flash-attention), where it is installed."""
+"""The package flash-attn (FlashAttention-2, https://github.com/Dao-AILab/flash-attention), if it is installed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def attention(
     window: int | None = None,
     causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention by `flash_attn_func`, in half precision, of one head dim up to 256, on Ampere or later.
+    """Attention by `flash_attn_func`, for half precision, one head dim up to 256, on Ampere or later.
 
     Args:
         q: [batch, kv_heads * group, n, dim], with `causal` the last n of the keys' m positions.
         k, v: [batch, kv_heads, m, dim].
-        window: keys that a query sees, itself included; None for all before it.
+        window: number of keys that a query sees, itself included; None for all earlier keys.
 
     Returns (out [batch, kv_heads * group, n, dim], lse [batch, kv_heads * group, n] float32).
     """

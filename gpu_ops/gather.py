@@ -1,4 +1,4 @@
-"""Rows of a tensor in DRAM, on the device that computes with them."""
+"""Rows of a tensor in DRAM, copied to the device that computes with them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def gathered_rows(
     Args:
         stored: [rows, ...], contiguous, on the CPU.
         where: [n] int64, on the CPU.
-        like: a tensor on the device that the rows are wanted on.
-        is_mapped: whether `stored` is page-locked, at least where the rows are, so that a kernel can read them.
+        like: a tensor on the target device.
+        is_mapped: whether `stored` is page-locked, at least at these rows, so that a kernel can read them.
 
-    Returns [n, ...] in the dtype of `stored`; on CUDA it may still be on its way, as far as the stream is concerned.
+    Returns [n, ...] in the dtype of `stored`. On CUDA the copy may be in progress on the current stream.
     """
     if not (is_mapped and runs_triton(like)):
         return gathered_rows_by_copy(stored, where, like)
@@ -32,8 +32,8 @@ def gathered_rows(
 
 
 def gathered_rows_by_copy(stored: torch.Tensor, where: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """As `gathered_rows`, from any memory: gathered by the CPU, then copied. It defines the result."""
-    # Pageable memory cannot be copied to a GPU beside other work.
+    """The definition of `gathered_rows`, from any memory: the CPU gathers, then copies."""
+    # Copies of pageable memory to a GPU cannot overlap other work.
     picked = torch.empty(len(where), *stored.shape[1:], dtype=stored.dtype, pin_memory=like.is_cuda)
     torch.index_select(stored, 0, where, out=picked)
     return picked.to(like.device, non_blocking=True)

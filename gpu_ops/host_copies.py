@@ -1,4 +1,4 @@
-"""Small copies between the CPU and a device, through page-locked memory, so that the host waits when it has to."""
+"""Small copies between CPU and device through page-locked memory, so that the host waits only when it must."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import torch
 
 
 def on_host(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tensors of one device on the CPU: all copies are queued, then the host waits once."""
+    """Copy tensors of one device to the CPU: all copies are queued, then the host waits once."""
     device = tensors[0].device
     if device.type != "cuda":
         return tuple(tensor.cpu() for tensor in tensors)
-    # Into page-locked memory, which torch takes for copies that do not block.
+    # Asynchronous copies to "cpu" go to page-locked memory.
     copies = tuple(tensor.to("cpu", non_blocking=True) for tensor in tensors)
     torch.cuda.current_stream(device).synchronize()
     return copies
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the CPU on `device`; on CUDA it may still be on its way, as far as the stream is concerned."""
+    """Copy a CPU tensor to `device`; on CUDA the copy may be in progress on the current stream."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,4 +1,4 @@
-"""Work on a CUDA device that has the host wait, or that goes over the bus: noticed as it runs, by who asked for it."""
+"""Detects CUDA work that makes the host wait or uses the bus, with the line of code that caused it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: What torch says of an operation that waits, where it is asked to warn of them.
+#: Beginning of torch's warnings of synchronizing operations.
 _WAITS = "called a synchronizing CUDA operation"
-# Said of the asking itself, once.
+# torch's one-time warning about the debug mode itself.
 _OF_ASKING = "Synchronization debug mode is a prototype"
-#: Modules whose lines ask for nothing of their own.
+#: Modules whose frames are skipped when the causing line is determined.
 PASSED_THROUGH = ("torch", "warnings", __name__)
-# torch warns the whole process, or nobody.
+# torch's debug mode applies to the whole process.
 _one_at_a_time = threading.RLock()
 
 
 class HostTraffic(TorchDispatchMode):
-    """What `noticed` finds.
+    """The result of `noticed`.
 
     Attributes:
-        first: the first wait or copy, and the line that asked for it; None where there was none.
+        first: the first wait or copy, and the line that caused it; None if there was none.
     """
 
     supports_higher_order_operators = True
@@ -42,7 +42,7 @@ class HostTraffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        # Of those that wait for nothing torch does not warn.
+        # torch does not warn of asynchronous copies.
         if _crosses(function, args, out):
             self._note("copies from or to the device")
         elif kwargs and kwargs.get("pin_memory"):
@@ -50,7 +50,7 @@ class HostTraffic(TorchDispatchMode):
         return out
 
     def show(self, message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
-        """As `warnings.showwarning`; what torch says of waits is noted instead, where it is of this thread."""
+        """Replaces `warnings.showwarning`; records torch's warnings of waits in this thread instead of showing them."""
         if not str(message).startswith(_WAITS):
             self._showwarning(message, category, filename, lineno, file, line)
         elif threading.get_ident() == self._thread:
@@ -62,7 +62,7 @@ class HostTraffic(TorchDispatchMode):
 
     @contextmanager
     def unnoticed(self) -> Iterator[None]:
-        """Within this context work may wait and copy."""
+        """A context in which waits and copies are not recorded."""
         before, self._is_noticing = self._is_noticing, False
         try:
             yield
@@ -72,9 +72,9 @@ class HostTraffic(TorchDispatchMode):
 
 @contextmanager
 def noticed() -> Iterator[HostTraffic]:
-    """Within this context a CUDA device's work runs as ever, and the first wait or copy over the bus is noticed.
+    """A context in which CUDA work runs as usual, and the first wait or copy over the bus is recorded.
 
-    Waits for a whole device, or for an event, are not: nobody tells of them.
+    Waits for a whole device, or for an event, are not recorded, because torch does not report them.
     """
     with _one_at_a_time, warnings.catch_warnings():
         traffic, before = HostTraffic(), torch.cuda.get_sync_debug_mode()
@@ -90,14 +90,14 @@ def noticed() -> Iterator[HostTraffic]:
 
 
 def _crosses(function: Any, args: Any, out: Any) -> bool:
-    """Whether an operator has copied between the host's memory and a device's."""
+    """Whether an operator has copied between host and device memory."""
     if function is torch.ops.aten.copy_.default:
         return args[0].device.type != args[1].device.type
     return function is torch.ops.aten._to_copy.default and args[0].device.type != out.device.type
 
 
 def _asking_line() -> str:
-    """file:line of the innermost frame that is not torch's."""
+    """file:line of the innermost frame outside torch."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(PASSED_THROUGH):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Whether a Triton kernel runs in the place of the torch passes that define it."""
+"""Whether a Triton kernel replaces the torch operators that define its result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def runs_triton(tensor: torch.Tensor) -> bool:
-    """Whether work on `tensor` is a Triton kernel's: it is on a CUDA device, and Triton is installed and runs there."""
+    """Whether Triton kernels process `tensor`: it is on a CUDA device, and Triton is installed and runs there."""
     return tensor.is_cuda and _runs_on(tensor.device)
 
 
@@ -24,9 +24,9 @@ def _runs_on(device: torch.device) -> bool:
     try:
         with torch.cuda.device(device):
             merge_attention(*parts, *parts)
-    # Whatever Triton lacks (a C compiler, a driver that it knows), torch does the same work.
+    # Whatever Triton lacks (a C compiler, a supported driver), torch does the same work.
     except Exception as error:
-        # What is missing for the moment says nothing of Triton.
+        # A temporary lack of memory says nothing about Triton.
         if isinstance(error, MemoryError) or "out of memory" in str(error):
             raise
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Modules whose weights lie in DRAM, on a GPU one after the other: while one computes, the next one's are copied."""
+"""Streams modules' weights from DRAM to a GPU: while one module computes, the next one's weights are copied."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gpu_ops.page_locked import PageLocked
 from gpu_ops.side_stream import stream_for
 
 _SLOTS = 2
-# Where a tensor may begin within a module's memory, bytes.
+# Alignment of tensors within a module's memory, bytes.
 _ALIGNMENT = 256
 
 
 class _Place:
-    """Where a parameter or buffer stands in its module, and the two tensors that take turns there."""
+    """Where a parameter or buffer is registered in its module, and the two tensors that alternate there."""
 
     def __init__(self, owner: dict[str, Any], name: str, on_host: torch.Tensor, on_device: torch.Tensor) -> None:
         self._owner, self._name = owner, name
@@ -29,9 +29,9 @@ class _Place:
 
 
 class _StreamedForward:
-    """A module's forward, during which its weights are on the GPU: it stands in the place of the module's own.
+    """Replaces a module's forward, and keeps its weights on the GPU while it runs.
 
-    Hooks would not do: torch runs none of them where what ends a forward is Ctrl-C.
+    Hooks do not suffice: torch runs none of them if Ctrl-C ends a forward.
     """
 
     def __init__(self, stream: LayerStream, number: int, forward: Callable[..., Any]) -> None:
@@ -44,25 +44,25 @@ class _StreamedForward:
             out = self._forward(*args, **kwargs)
             self._stream.leave(self._number)
         except BaseException:
-            # Again where leaving itself was interrupted: the second time changes nothing.
+            # Repeated in case leaving itself was interrupted; a second call changes nothing.
             self._stream.leave(self._number)
             raise
         return out
 
 
 class LayerStream:
-    """The weights of modules that compute one after the other, over and over, in page-locked DRAM.
+    """The weights, in page-locked DRAM, of modules that compute one after the other, repeatedly.
 
-    Each module's are one piece of memory; the GPU has room for two such pieces. A module's weights are on the GPU while
-    its forward runs, and in DRAM otherwise, however the forward ends.
+    Each module's weights are one piece of memory; the GPU has two slots for such pieces. A module's weights are on the
+    GPU while its forward runs, and in DRAM otherwise, however the forward ends.
 
-    Whatever is raised while it is made, the modules compute as they did before.
+    If construction fails, the modules compute as before.
 
     Args:
-        modules: in their order, weights on the CPU.
+        modules: in execution order, with weights on the CPU.
         device: the GPU.
-        laid_out: called with each module when its tensors have been exchanged for ones in page-locked memory, so that
-            whoever else holds the former ones lets go of them before the next module's are copied.
+        laid_out: called with each module after its tensors have been replaced by page-locked ones, so that other
+            references to the former tensors are dropped before the next module is copied.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class LayerStream:
         self._slots = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(_SLOTS)]
         self._inwards.wait_stream(torch.cuda.current_stream(device))
         for slot in self._slots:
-            # A copy ahead may be under way when this object goes.
+            # A copy may be in progress when this object is freed.
             slot.record_stream(self._inwards)
         self._ready, self._used = ([torch.cuda.Event() for _ in range(_SLOTS)] for _ in range(2))
         self._locked: list[PageLocked] = []
         self._places: list[list[_Place]] = []
-        #: Which module's weights each slot holds, or will when what is queued is done.
+        #: The module whose weights each slot contains once queued copies are done; None if unknown.
         self._held: list[int | None] = [None] * _SLOTS
         for number, module in enumerate(modules):
             self._lay_out(number, module)
@@ -88,16 +88,16 @@ class LayerStream:
 
     @staticmethod
     def streams(module: nn.Module) -> bool:
-        """Whether a module's weights come and go with its forward."""
+        """Whether a module's weights are streamed by its forward."""
         return isinstance(module.__dict__.get("forward"), _StreamedForward)
 
     @staticmethod
     def device_bytes(sizes: Sequence[int]) -> int:
-        """What the stream of modules of these sizes takes on the GPU, bytes."""
+        """GPU memory of a stream of modules of these sizes, bytes."""
         return _SLOTS * max(sizes)
 
     def _stand_in(self, modules: Sequence[nn.Module]) -> None:
-        """Put a streamed forward in the place of every module's, or of none's."""
+        """Replace the forward of every module by a streamed one, or of none if that fails."""
         before = [module.__dict__.get("forward") for module in modules]
         try:
             for number, module in enumerate(modules):
@@ -111,7 +111,7 @@ class LayerStream:
             raise
 
     def _lay_out(self, number: int, module: nn.Module) -> None:
-        """Let a module's tensors lie in one page-locked piece, and find their places in a slot."""
+        """Move a module's tensors to one page-locked piece, and determine their places in a slot."""
         locked, slot = PageLocked((_size(module),), torch.uint8, self._device), self._slots[number % _SLOTS]
         made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         places, start = [], 0
@@ -130,7 +130,7 @@ class LayerStream:
         self._places.append(places)
 
     def enter(self, number: int) -> None:
-        """Put the weights of module `number` on the GPU, and send for the next one's."""
+        """Put the weights of module `number` on the GPU, and start to copy the next one's."""
         slot, after = number % _SLOTS, (number + 1) % len(self._places)
         self._fetch(number)
         torch.cuda.current_stream(self._device).wait_event(self._ready[slot])
@@ -140,7 +140,7 @@ class LayerStream:
             self._fetch(after)
 
     def leave(self, number: int) -> None:
-        """Put the weights of module `number` in DRAM, from now on."""
+        """Point module `number` at its weights in DRAM again."""
         slot, after = number % _SLOTS, (number + 1) % len(self._places)
         for place in self._places[number]:
             place.put(on_device=False)
@@ -152,7 +152,7 @@ class LayerStream:
         slot = number % _SLOTS
         if self._held[slot] == number:
             return
-        # Until the copy is known to be on its way: an interrupted one leaves neither module's weights there.
+        # None until the copy is queued: an interrupted copy leaves neither module's weights.
         self._held[slot] = None
         self._inwards.wait_event(self._used[slot])
         with torch.cuda.stream(self._inwards):
@@ -163,7 +163,7 @@ class LayerStream:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Every parameter and buffer, as often as it stands somewhere."""
+    """Yields every parameter and buffer with its registration, once per registration."""
     for part in module.modules():
         for owner in (part._parameters, part._buffers):
             for name, tensor in owner.items():
@@ -172,7 +172,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, torch.Ten
 
 
 def _size(module: nn.Module) -> int:
-    """Bytes of a module's tensors, one behind the other."""
+    """Total size of a module's aligned tensors, bytes."""
     return sum({id(tensor): _aligned(tensor.nbytes) for _, _, tensor in _tensors(module)}.values())
 
 
@@ -181,5 +181,5 @@ def _aligned(size: int) -> int:
 
 
 def _view(piece: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the shape and dtype of `like` within a piece of memory, from byte `start` on."""
+    """A view with the shape and dtype of `like` of a piece of memory, from byte `start` on."""
     return piece[start : start + like.nbytes].view(like.dtype).view(like.shape)

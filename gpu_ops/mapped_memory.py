@@ -1,4 +1,4 @@
-"""DRAM that a GPU reads where it lies."""
+"""DRAM that a GPU reads directly over the bus."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from gpu_ops.registered_addresses import are_the_hosts
 
-# Memory is page-locked in steps of so many bytes: each call costs milliseconds.
+# Page-locking granularity in bytes, because each call costs milliseconds.
 _STEP = 16 << 20
 # cudaHostRegisterPortable | cudaHostRegisterMapped
 _FLAGS = 3
@@ -20,8 +20,8 @@ _FLAGS = 3
 class MappedMemory:
     """A tensor in DRAM whose first bytes are page-locked and mapped for CUDA, as far as they are in use.
 
-    A pool has room for more than will ever be written, and page-locking backs all that it covers with memory; so it
-    follows what is written. What was locked is released with this object, which keeps the tensor.
+    A pool reserves more than is ever written, and page-locking backs all that it covers with memory, so it follows what
+    is written. The pages are unlocked when this object, which keeps the tensor alive, is freed.
 
     Args:
         tensor: contiguous, on the CPU.
@@ -35,21 +35,21 @@ class MappedMemory:
         self._end = tensor.data_ptr() + tensor.numel() * tensor.element_size()
         self._locked = self._begin
         self._failed = False
-        # Where locked ranges begin; of the last one it may not be known whether it is.
+        # Beginnings of locked ranges; after an interrupt the last one may not be locked.
         self._ranges: list[int] = []
-        # When the process ends, CUDA lets go of everything by itself.
+        # At exit CUDA releases everything itself.
         weakref.finalize(self, _unlock, self._ranges, device).atexit = False
 
     def reach(self, size: int) -> bool:
-        """Page-lock at least the first `size` bytes of the tensor; returns whether they are.
+        """Page-lock at least the first `size` bytes of the tensor; returns whether they are locked.
 
-        Warns once, and returns False from then on, where CUDA refuses (a limit on locked memory, say), and where a GPU
-        would not find a second range behind the first.
+        Warns once, and then always returns False, if CUDA refuses (a limit on locked memory, for example), or if the
+        GPU would not find a second range behind the first.
         """
-        wanted = min(self.tensor.data_ptr() + size, self._end)
-        if self._failed or wanted <= self._locked:
+        end = min(self.tensor.data_ptr() + size, self._end)
+        if self._failed or end <= self._locked:
             return not self._failed
-        stop = max(wanted, min(self._locked + _STEP, self._end))
+        stop = max(end, min(self._locked + _STEP, self._end))
         stop = -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._locked > self._begin and not are_the_hosts(self._device):
             self._failed = True
@@ -65,12 +65,12 @@ class MappedMemory:
         return True
 
     def _lock(self, stop: int) -> int:
-        """Page-lock what lies before the address `stop`; returns CUDA's error, 0 for none."""
+        """Page-lock the memory up to the address `stop`; returns CUDA's error, 0 for none."""
         if self._ranges[-1:] == [self._locked]:
-            # Somebody has interrupted the call that was to lock it, before or after it did.
+            # An interrupt came during the call that was to lock this range, before or after it did.
             _unlock_range(self._locked, self._device)
         else:
-            # Before it is locked: Ctrl-C is raised when the call has returned, and the range has to be known then.
+            # Recorded before locking, because Ctrl-C is raised right after the call returns.
             self._ranges.append(self._locked)
         error = int(torch.cuda.cudart().cudaHostRegister(self._locked, stop - self._locked, _FLAGS))
         if error:
@@ -88,7 +88,7 @@ class MappedMemory:
 
 
 def _take_pending_error(device: torch.device) -> None:
-    # CUDA keeps an error and gives it to whatever is launched next on that device.
+    # CUDA reports a pending error to the next launch on that device.
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)
 
@@ -100,7 +100,7 @@ def _unlock_range(start: int, device: torch.device) -> None:
 
 def _unlock(ranges: list[int], device: torch.device) -> None:
     if ranges and device.type == "cuda":
-        # A kernel that reads this memory is known to nobody else.
+        # A kernel may still read this memory.
         torch.cuda.synchronize(device)
     for start in ranges:
         _unlock_range(start, device)

@@ -1,6 +1,6 @@
-"""One evicted entry of each head, as a decoded token leaves it, merged into the kept one whose key is most like its.
+"""Merges one evicted entry per head, after a decoded token, into the kept entry with the most similar key.
 
-On a GPU two launches of Triton kernels where Triton runs (D2O, arXiv:2406.13035, section 4.2.2).
+On a GPU these are two launches of Triton kernels where Triton runs (D2O, arXiv:2406.13035, section 4.2.2).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gpu_ops.kernel_choice import runs_triton
 
 
 def similarities(evicted: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """As `similarities_in_torch`, which defines the result, of one evicted entry of each head."""
+    """As `similarities_in_torch`, which defines the result, for one evicted entry per head."""
     if not _are_served(evicted, kept):
         return similarities_in_torch(evicted, kept)
     from gpu_ops.triton_kernels import merged_entries
@@ -25,12 +25,12 @@ def similarities(evicted: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 def similarities_in_torch(
     evicted: torch.Tensor, kept: torch.Tensor, kept_lengths: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The cosines of evicted keys with kept ones (eq. 9).
+    """The cosine similarities of evicted keys with kept ones (eq. 9).
 
     Args:
         evicted: [batch, kv_heads, count, k_dim].
         kept: [batch, kv_heads, cached, k_dim].
-        kept_lengths: their `lengths`, where these are known.
+        kept_lengths: `lengths` of the kept keys; computed if None.
 
     Returns [batch, kv_heads, count, cached] float32.
     """
@@ -44,27 +44,27 @@ def merge_one(
     similarities: torch.Tensor, matches: torch.Tensor, joins: torch.Tensor,
 ) -> None:  # fmt: skip
     """As `merge_one_in_torch`, which defines the result."""
-    given = keys, values, evicted_keys, evicted_values
-    if not _are_served(*given):
-        merge_one_in_torch(*given, similarities, matches, joins)
+    vectors = keys, values, evicted_keys, evicted_values
+    if not _are_served(*vectors):
+        merge_one_in_torch(*vectors, similarities, matches, joins)
         return
     from gpu_ops.triton_kernels import merged_entries
 
     with torch.cuda.device(keys.device):
-        merged_entries.merge_one(*given, similarities, matches, joins)
+        merged_entries.merge_one(*vectors, similarities, matches, joins)
 
 
 def merge_one_in_torch(
     keys: torch.Tensor, values: torch.Tensor, evicted_keys: torch.Tensor, evicted_values: torch.Tensor,
     similarities: torch.Tensor, matches: torch.Tensor, joins: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Write to `keys` and `values` what an evicted entry that joins makes of the kept one that it matches.
+    """Write the merge of each joining evicted entry with the kept entry that it matches to `keys` and `values`.
 
     Args:
-        keys, values: [batch, kv_heads, cached, dim], of the kept.
+        keys, values: [batch, kv_heads, cached, dim], of the kept entries.
         evicted_keys, evicted_values: [batch, kv_heads, 1, dim].
         similarities: [batch, kv_heads, 1] float32.
-        matches: [batch, kv_heads, 1] int64, indices among the kept.
+        matches: [batch, kv_heads, 1] int64, indices of kept entries.
         joins: [batch, kv_heads, 1] bool.
     """
     weight = weights(similarities, joins)[..., None]
@@ -74,21 +74,21 @@ def merge_one_in_torch(
 
 
 def weights(similarities: torch.Tensor, joins: torch.Tensor) -> torch.Tensor:
-    """What an evicted entry weighs where it joins, exp(similarity), beside the e = exp(1) of the kept one; else 0."""
+    """The weight of an evicted entry: exp(similarity) if it joins, relative to e = exp(1) of the kept one; else 0."""
     return similarities.exp().masked_fill(~joins, 0.0)
 
 
 def blended(old: torch.Tensor, joined: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """`old`, with the weighted sum `joined` of those that join it, whose weights add up to `total`, in its dtype.
+    """Blend `old` with `joined`, the weighted sum of the joining vectors, whose weights sum to `total`, in old's dtype.
 
-    What none joins is as it was, to the bit.
+    Vectors that nothing joins stay bit-identical.
     """
     blended = (math.e * old.float() + joined) / (math.e + total)
     return torch.where(total > 0, blended.to(old.dtype), old)
 
 
 def lengths(keys: torch.Tensor) -> torch.Tensor:
-    """Of vectors [..., dim] float32: [..., 1], above 0."""
+    """Norms of vectors [..., dim] float32: [..., 1], above 0."""
     return keys.norm(dim=-1, keepdim=True).clamp(min=1e-12)
 
 

@@ -1,8 +1,8 @@
-"""Weights that stay quantised in a GPU's memory: multiplied with few rows as they are, unpacked for many.
+"""Weights that stay quantised in GPU memory: multiplied directly with few rows, unpacked for many.
 
-They lie as `cpu_ops.weight_formats` says, bytes that a CPU's kernels read too: sixteen rows of four columns are 64
-bytes, so that neighbouring threads read neighbouring words, whatever the format. Each function is one launch of a
-Triton kernel where Triton runs, and does without memory beside its result.
+Their layout is that of `cpu_ops.weight_formats`, which CPU kernels read too: sixteen rows of four columns are 64 bytes,
+so that neighbouring threads read neighbouring words in every format. Each function is one launch of a Triton kernel
+where Triton runs, and needs no memory besides its result.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from cpu_ops.weight_formats import FORMATS, GROUP, TILE, VECTORS, WeightFormat
 from gpu_ops.kernel_choice import runs_triton
 
-# Weights that torch alone unpacks at a time, by way of several tensors of as many numbers.
+# Weights that torch alone unpacks at once; it needs several temporary tensors of this size.
 _UNPACKED_AT_ONCE = 4 << 20
 
 
 def multiply(
     x: torch.Tensor, data: torch.Tensor, name: str, rows: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x @ weight.T + bias for few rows of x, weights and sums in float32; on CUDA, where Triton runs.
+    """x @ weight.T + bias for few rows of x, with weights and sums in float32; on CUDA, where Triton runs.
 
     Args:
         x: [n, columns], n above 0.
@@ -40,19 +40,19 @@ def multiply(
 def multiply_in_torch(
     x: torch.Tensor, data: torch.Tensor, name: str, rows: int, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """As `multiply`, which it defines, on any device."""
+    """The definition of `multiply`, on any device."""
     product = x.float() @ unpacked_in_torch(data, name, rows, x.shape[1]).T
     return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
 def multiply_chosen(x: torch.Tensor, data: torch.Tensor, name: str, rows: int, chosen: torch.Tensor) -> torch.Tensor:
-    """Each row of x with a matrix of its own, which the host need not know; on CUDA, where Triton runs.
+    """Multiply each row of x with its own matrix, whose index the host need not know; on CUDA, where Triton runs.
 
     Args:
         x: [n, columns], n above 0.
         data: packed matrices [rows, columns], [matrices, bytes of one] uint8.
         name: their format, GGML's name.
-        chosen: [n] int64, contiguous: the matrix of each row. One that is not there gives 0.
+        chosen: [n] int64, contiguous: the matrix of each row. An invalid index gives 0.
 
     Returns [n, rows] in x's dtype.
     """
@@ -67,7 +67,7 @@ def multiply_chosen(x: torch.Tensor, data: torch.Tensor, name: str, rows: int, c
 def multiply_chosen_in_torch(
     x: torch.Tensor, data: torch.Tensor, name: str, rows: int, chosen: torch.Tensor
 ) -> torch.Tensor:
-    """As `multiply_chosen`, which it defines, on any device; it unpacks the matrix of every row."""
+    """The definition of `multiply_chosen`, on any device; it unpacks the matrix of every row."""
     is_there = (chosen >= 0) & (chosen < len(data))
     products = [
         multiply_in_torch(row[None], packed, name, rows, None)
@@ -77,11 +77,11 @@ def multiply_chosen_in_torch(
 
 
 def unpack_into(out: torch.Tensor, data: torch.Tensor, name: str, first_tile: int = 0) -> None:
-    """Write rows of a packed matrix, from tile `first_tile` on, as numbers: GGML's, rounded to the dtype of `out`.
+    """Write rows of a packed matrix, from tile `first_tile` on, as GGML's numbers, rounded to the dtype of `out`.
 
     Args:
-        out: [rows, columns], contiguous; of the last tile the rows that are asked for.
-        data, name: as of `multiply`.
+        out: [rows, columns], contiguous; it may end within a tile.
+        data, name: as in `multiply`.
     """
     if runs_triton(out):
         from gpu_ops.triton_kernels import packed_weights
@@ -101,7 +101,7 @@ def rows_of(
 ) -> torch.Tensor:
     """Rows `ids` [n] int64 of a packed matrix [rows, columns], as numbers [n, columns] in `dtype`.
 
-    The host need not know the ids: a row that is not there is NaN.
+    The host need not know the ids. Rows of invalid ids are NaN.
     """
     out = torch.empty(len(ids), columns, dtype=dtype, device=data.device)
     if runs_triton(data) and len(ids):
@@ -110,7 +110,7 @@ def rows_of(
         with torch.cuda.device(data.device):
             packed_weights.rows_of(data, name, rows, ids.contiguous(), out)
         return out
-    # The other fifteen rows of their tiles are unpacked as well.
+    # This also unpacks the other fifteen rows of each tile.
     step = max(1, _UNPACKED_AT_ONCE // (TILE * columns))
     for some, part in zip(ids.split(step), out.split(step), strict=True):
         part.copy_(rows_in_torch(data, name, rows, columns, some))
@@ -118,7 +118,7 @@ def rows_of(
 
 
 def rows_in_torch(data: torch.Tensor, name: str, rows: int, columns: int, ids: torch.Tensor) -> torch.Tensor:
-    """As `rows_of`, which it defines, on any device, in float32."""
+    """The definition of `rows_of`, on any device, in float32."""
     is_there = (ids >= 0) & (ids < rows)
     row = ids.where(is_there, 0)
     tiles = data.view(-1, FORMATS[name].packed_bytes(TILE, columns))[row // TILE]
@@ -128,7 +128,7 @@ def rows_in_torch(data: torch.Tensor, name: str, rows: int, columns: int, ids: t
 
 
 def unpacked_in_torch(data: torch.Tensor, name: str, rows: int, columns: int) -> torch.Tensor:
-    """A packed matrix as GGML's numbers [rows, columns], bit by bit, in float32; on any device."""
+    """A packed matrix as GGML's numbers [rows, columns], bit-identical, in float32; on any device."""
     layout = FORMATS[name]
     records = data.view(-1, columns // layout.columns, layout.record_bytes)
     groups = records[..., layout.head_bytes :].unflatten(-1, (layout.groups, layout.group_bytes))
@@ -144,7 +144,7 @@ def unpacked_in_torch(data: torch.Tensor, name: str, rows: int, columns: int) ->
 
 
 def _codes(layout: WeightFormat, groups: torch.Tensor) -> torch.Tensor:
-    """Codes without their zero, or what they stand for: [tiles, blocks, groups, vectors, TILE, 4] float32."""
+    """Codes minus their zero point, or their table values: [tiles, blocks, groups, vectors, TILE, 4] float32."""
     planes = groups[..., layout.scale_bytes :].unflatten(-1, (-1, TILE, 4))
     low = planes[..., : layout.low_bits, :, :]
     if layout.low_bits == VECTORS:
@@ -158,13 +158,13 @@ def _codes(layout: WeightFormat, groups: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(plane: torch.Tensor, bits: int) -> torch.Tensor:
-    """The vectors of a plane in which several lie one above the other, `bits` bits of each byte for one."""
+    """Separate the vectors that share a plane, `bits` bits of each byte per vector."""
     shares = [plane >> bits * share & (1 << bits) - 1 for share in range(VECTORS // bits)]
     return torch.cat(shares, dim=-3)
 
 
 def _scales(layout: WeightFormat, records: torch.Tensor, groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and minimums (added), of each vector: [tiles, blocks, groups, vectors, TILE, 1] float32."""
+    """Scales and minimums (added) of each vector: [tiles, blocks, groups, vectors, TILE, 1] float32."""
     own = groups[..., : layout.scale_bytes]
     if layout.exponents:
         scales = torch.ldexp(torch.ones_like(own, dtype=torch.float32), own.int() - 128)[..., None, :]
@@ -181,5 +181,5 @@ def _scales(layout: WeightFormat, records: torch.Tensor, groups: torch.Tensor) -
 
 
 def _of_vectors(parts: torch.Tensor) -> torch.Tensor:
-    """[..., parts of a group, TILE] as [..., VECTORS, TILE, 1]."""
+    """Expand [..., parts of a group, TILE] to [..., VECTORS, TILE, 1]."""
     return parts.repeat_interleave(VECTORS // parts.shape[-2], dim=-2)[..., None]

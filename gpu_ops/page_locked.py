@@ -1,4 +1,4 @@
-"""Page-locked DRAM of any size, between which and a GPU copies run beside other work."""
+"""Page-locked DRAM of any size, whose copies from and to a GPU overlap other work."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 
 from gpu_ops.mapped_memory import MappedMemory
 
-#: Up to here torch's own allocator is asked, which rounds sizes up to powers of two and keeps what it has made.
+#: Up to this size torch's allocator is used, which rounds sizes up to powers of two and caches memory.
 _LARGEST_OF_TORCH = 32 << 20
 
 
 class PageLocked:
-    """A tensor in page-locked DRAM, locked for as long as this object lives.
+    """A tensor in page-locked DRAM, locked as long as this object lives.
 
-    Where CUDA refuses to lock so much, the tensor is pageable, with a warning: copies are slower then, and block.
+    If CUDA refuses to lock that much, the tensor is pageable, with a warning: copies are then slower, and block.
 
     Args:
-        shape, dtype: of the tensor.
+        shape, dtype: shape and dtype of the tensor.
         device: the GPU that copies to it and from it.
 
     Attributes:
-        tensor: contiguous, not initialised.
+        tensor: contiguous, uninitialised.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class PageLocked:
 
     @classmethod
     def copy_of(cls, tensor: torch.Tensor, device: torch.device) -> PageLocked:
-        """A tensor of the CPU, copied."""
+        """Returns a page-locked copy of a CPU tensor."""
         made = cls(tensor.shape, tensor.dtype, device)
         made.tensor.copy_(tensor)
         return made

@@ -1,4 +1,4 @@
-"""Memory that is made once and holds other tensors every time."""
+"""Memory that is allocated once and reused for different tensors."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterable
 
 import torch
 
-# Where a tensor begins, for numbers of any kind.
+# Alignment of tensors, sufficient for all dtypes, bytes.
 _ALIGNED = 16
 Kind = tuple[tuple[int, ...], torch.dtype]
 
 
 def bytes_of(kinds: Iterable[Kind]) -> int:
-    """Room that tensors of these shapes and dtypes take side by side, bytes."""
+    """Bytes that tensors of these shapes and dtypes take side by side."""
     return sum(_aligned(math.prod(shape) * dtype.itemsize) for shape, dtype in kinds)
 
 
 def tensors_in(room: torch.Tensor, kinds: Iterable[Kind]) -> list[torch.Tensor]:
-    """Tensors of these shapes and dtypes, side by side in `room`, uint8 of at least their bytes."""
+    """Tensors of these shapes and dtypes, side by side in `room`, uint8 of at least `bytes_of` them."""
     found, start = [], 0
     for shape, dtype in kinds:
         size = math.prod(shape) * dtype.itemsize
@@ -32,13 +32,13 @@ def _aligned(size: int) -> int:
 
 
 class PinnedBytes:
-    """Room in page-locked DRAM that grows as it must."""
+    """A buffer in page-locked DRAM that grows as required."""
 
     def __init__(self) -> None:
         self._bytes: torch.Tensor | None = None
 
     def like(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """Room for tensors of these shapes and dtypes, in the place of what was there."""
+        """Buffers of the shapes and dtypes of `tensors`, which replace earlier ones in the same memory."""
         return self.of([(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
 
     def of(self, kinds: list[Kind]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What lies in DRAM on its way to a GPU, a piece ahead of what is computed with it."""
+"""Copies pieces from DRAM to a GPU, one piece ahead of the computation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SLOTS = 2
 
 
 class Prefetch:
-    """Pieces that are copied over the bus on a stream of their own, between two places in page-locked memory and two on
-    the GPU, which they take in turn.
+    """Pieces copied over the bus on a separate stream, between two slots in page-locked memory and two on the GPU, used
+    alternately.
 
     Args:
-        device: on CUDA.
+        device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,37 +27,38 @@ class Prefetch:
         self._memory = tuple(PinnedBytes() for _ in range(_SLOTS))
         self._sent: list[torch.cuda.Event | None] = [None] * _SLOTS
 
-    def pieces(self, wanted: Sequence[tuple[list[Kind], Fill]]) -> Iterator[list[torch.Tensor]]:
-        """Each of the pieces on the device, in order; a piece is on its way when the one before is given out.
+    def pieces(self, queue: Sequence[tuple[list[Kind], Fill]]) -> Iterator[list[torch.Tensor]]:
+        """Yields each piece on the device, in order; the copy of a piece starts when the piece before is yielded.
 
-        wanted: of each, the shapes and dtypes of its tensors, and what writes them. What is given out may be used until
-        the next is asked for, or the iterator is closed: another piece comes to lie there.
+        queue: for each piece, shapes and dtypes of its tensors, and the function that writes them. The tensors yielded
+        are valid until the next piece is requested or the iterator is closed, because slots are reused.
         """
-        if not wanted:
+        if not queue:
             return
         current = torch.cuda.current_stream(self._device)
-        size = max(bytes_of(kinds) for kinds, _ in wanted)
+        size = max(bytes_of(kinds) for kinds, _ in queue)
         with torch.cuda.stream(self._stream):
-            rooms = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(min(_SLOTS, len(wanted)))]
+            rooms = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(min(_SLOTS, len(queue)))]
         try:
-            ahead = self._send(0, rooms, *wanted[0])
-            for turn in range(len(wanted)):
+            ahead = self._send(0, rooms, *queue[0])
+            for turn in range(len(queue)):
                 (tensors, event), following = ahead, turn + 1
-                if following < len(wanted):
+                if following < len(queue):
                     if following >= _SLOTS:
-                        # What was there before is used by nothing that is still to be queued.
+                        # The slot's former piece is not used by work queued from now on.
                         self._stream.wait_stream(current)
-                    ahead = self._send(following % _SLOTS, rooms, *wanted[following])
+                    ahead = self._send(following % _SLOTS, rooms, *queue[following])
                 current.wait_event(event)
                 yield tensors
         finally:
-            # The rooms are that stream's, which may have them back at once.
+            # The slots' memory belongs to that stream, which may reuse it at once.
             self._stream.wait_stream(current)
 
     def _send(
         self, slot: int, rooms: Sequence[torch.Tensor], kinds: list[Kind], fill: Fill
     ) -> tuple[list[torch.Tensor], torch.cuda.Event]:
-        """Have a piece written and copied: its tensors on the device, and the event that says that they are there."""
+        """Have a piece written and copied. Returns its tensors on the device, and the event that signals their
+        arrival."""
         before = self._sent[slot]
         if before is not None:
             before.synchronize()

@@ -1,4 +1,4 @@
-"""Keys of chosen chunks from their low-rank factors (ShadowKV, arXiv:2410.21465, algorithm 2)."""
+"""Reconstructs keys from low-rank factors (ShadowKV, arXiv:2410.21465, algorithm 2)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def rebuilt_chunks(
     chunks: torch.Tensor,
     chunk_size: int,
 ) -> torch.Tensor:
-    """Each kv head's keys of the chunks that it chose, rotated at their positions.
+    """Each kv head's keys of its chosen chunks, rotated to their positions.
 
     Args:
         coefficients: [batch, tokens, rank], of the keys of all heads before rotation.
         basis: [batch, kv_heads, rank, dim].
-        cos, sin: [positions, pairs], of at least the chunks' positions.
+        cos, sin: [positions, pairs], covering at least the chunks' positions.
         layout: how a head is rotated.
         chunks: [batch, kv_heads, n] int64; chunk i is tokens i·chunk_size to (i + 1)·chunk_size - 1.
 
@@ -45,7 +45,7 @@ def rebuilt_chunks_in_torch(
     chunks: torch.Tensor,
     chunk_size: int,
 ) -> torch.Tensor:
-    """As `rebuilt_chunks`, which it defines, on any device."""
+    """The definition of `rebuilt_chunks`, on any device."""
     batch, _, n = chunks.shape
     positions = (chunks[..., None] * chunk_size + torch.arange(chunk_size, device=chunks.device)).flatten(2)
     row = torch.arange(batch, device=chunks.device)[:, None, None]
@@ -81,16 +81,15 @@ def rebuild_into_in_torch(
     slots: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Write the keys of chunks into slots; arguments as for `rebuilt_chunks`, and these.
+    """Write the keys of chunks into slots; further arguments as for `rebuilt_chunks`.
 
     Args:
-        chunks: as there, but -1 behind the last of a head's.
-        slots: [batch, kv_heads, n] int64, where each of them goes; -1 behind the last too.
-        out: [batch, kv_heads, slots, chunk_size, dim], of which a slot is contiguous and heads lie one behind the other
-            evenly.
+        chunks: as there, with -1 behind the last of each head.
+        slots: [batch, kv_heads, n] int64, the slot of each chunk; -1 behind the last, too.
+        out: [batch, kv_heads, slots, chunk_size, dim], with contiguous slots, and heads at equal distances.
     """
-    given = coefficients, basis, cos, sin, layout, chunks.clamp(min=0), out.shape[3]
-    keys = rebuilt_chunks_in_torch(*given)
+    inputs = coefficients, basis, cos, sin, layout, chunks.clamp(min=0), out.shape[3]
+    keys = rebuilt_chunks_in_torch(*inputs)
     row, head, listed = (chunks >= 0).nonzero(as_tuple=True)
     out[row, head, slots[row, head, listed]] = keys[row, head, listed]
 
@@ -104,7 +103,7 @@ def rebuilt_range(
     start: int,
     stop: int,
 ) -> torch.Tensor:
-    """The keys of all heads at the positions [start, stop), arguments as above.
+    """The keys of all heads at the positions [start, stop); other arguments as above.
 
     Returns [batch, kv_heads, stop - start, dim] in the dtype of `coefficients`.
     """

@@ -1,4 +1,4 @@
-"""Where a GPU finds memory that was page-locked after it had been allocated."""
+"""Addresses at which a GPU finds memory that was page-locked after its allocation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _HOST_POINTERS = 91
 
 @functools.cache
 def are_the_hosts(device: torch.device) -> bool:
-    """Whether the addresses of such memory on `device` are the CPU's (cudaDevAttrCanUseHostPointerForRegisteredMem).
+    """Whether `device` uses the CPU's addresses for such memory (cudaDevAttrCanUseHostPointerForRegisteredMem).
 
-    Then ranges that were locked one by one lie side by side for a kernel too, as they do in DRAM. Elsewhere each range
-    has an address of its own, and nothing is said of where the next one lies.
+    Then ranges locked one by one are adjacent for a kernel, as they are in DRAM. Otherwise each range has a separate
+    address on the device, and nothing is known about where the next one is.
     """
     if device.type != "cuda":
         return True
@@ -30,5 +30,5 @@ def are_the_hosts(device: torch.device) -> bool:
 
 
 def _driver() -> Any:
-    """CUDA's driver, which torch has loaded."""
+    """The CUDA driver library, which torch has loaded."""
     return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")

@@ -10,11 +10,11 @@ from gpu_ops.kernel_choice import runs_triton
 
 
 class RotaryLayout(NamedTuple):
-    """Which channels of a head are rotated together: `pairs` pairs from channel `offset` on.
+    """Which channels of a head are rotated together: `pairs` pairs, from channel `offset` on.
 
     Attributes:
         pairs: rotated pairs; 0 for a head without rotation.
-        offset: the first rotated channel; those before and behind the pairs pass through.
+        offset: the first rotated channel; channels before and behind the pairs pass through.
         interleaved: pair i is (2i, 2i + 1), not (i, i + pairs).
     """
 
@@ -31,11 +31,11 @@ class RotaryLayout(NamedTuple):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout) -> torch.Tensor:
-    """Vectors with their pairs turned: (a, b) becomes (a·cos - b·sin, b·cos + a·sin).
+    """Rotate pairs of channels: (a, b) becomes (a·cos - b·sin, b·cos + a·sin).
 
     Args:
         x: [..., dim].
-        cos, sin: broadcastable to [..., pairs], with the model's attention scaling in them where it has one (YaRN).
+        cos, sin: broadcastable to [..., pairs]; they include the model's attention scaling if it has one (YaRN).
 
     Returns [..., dim] float32.
     """
@@ -45,13 +45,13 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: Rotary
     first, second = layout.channels()
     a, b, cos, sin = out[..., first], out[..., second], cos.float(), sin.float()
     turned = torch.empty_like(out)
-    # Most heads are rotated whole: copies of nothing are asked for all the same.
+    # Most heads are rotated in full; this avoids launches of empty copies.
     end = layout.offset + 2 * layout.pairs
     if layout.offset:
         turned[..., : layout.offset] = out[..., : layout.offset]
     if end < out.shape[-1]:
         turned[..., end:] = out[..., end:]
-    # Straight into their places: keys of a whole cache are turned at every step, and temporaries cost more than sums.
+    # Written in place: keys of a whole cache are rotated at every step, and temporaries cost more than arithmetic.
     torch.mul(a, cos, out=turned[..., first]).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=turned[..., second]).addcmul_(a, sin)
     return turned
@@ -71,7 +71,7 @@ def rotate_into(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: R
 def rotate_into_in_torch(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout, out: torch.Tensor
 ) -> None:
-    """Write vectors with their pairs turned, as `rotate`, in the dtype of `out`.
+    """Write rotated vectors, as from `rotate`, in the dtype of `out`.
 
     Args:
         x, out: [batch, heads, tokens, dim].
@@ -96,12 +96,12 @@ def unrotate_into(
 def unrotate_into_in_torch(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout, out: torch.Tensor
 ) -> None:
-    """Write what `unrotate` gives, in the dtype of `out`; shapes as for `rotate_into_in_torch`."""
+    """Write the result of `unrotate` in the dtype of `out`; shapes as for `rotate_into_in_torch`."""
     out.copy_(unrotate(x, cos, sin, layout))
 
 
 def unrotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, layout: RotaryLayout) -> torch.Tensor:
-    """The inverse of `rotate`, attention scaling and the rounding of `cos` and `sin` included: [..., dim] float32."""
+    """The inverse of `rotate`, including attention scaling and the rounding of `cos` and `sin`: [..., dim] float32."""
     cos, sin = cos.float(), sin.float()
     # The matrix of a pair is [[c, -s], [s, c]]; its determinant is 1 only for exact, unscaled angles.
     determinant = cos * cos + sin * sin

@@ -1,4 +1,4 @@
-"""Work beside other work on a CUDA device."""
+"""A side stream of a CUDA device, whose work runs parallel to the current stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BESIDE = "beside"
 
 
 def stream_for(purpose: str, device: torch.device) -> torch.cuda.Stream:
-    """The stream of a CUDA device on which work of one purpose runs, always the same."""
+    """The stream of a CUDA device for one purpose, always the same."""
     if (device, purpose) not in _streams:
         _streams[device, purpose] = torch.cuda.Stream(device)
     return _streams[device, purpose]
@@ -20,9 +20,9 @@ def stream_for(purpose: str, device: torch.device) -> torch.cuda.Stream:
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[None]:
-    """Work that is queued in this context runs beside what is queued after it; `joined` waits for both.
+    """A context whose work runs parallel to work queued after it, until `joined`.
 
-    On the CPU it is done at once.
+    On the CPU it runs immediately.
     """
     if device.type != "cuda":
         yield
@@ -35,9 +35,9 @@ def beside(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def joined_on_error(device: torch.device) -> Iterator[None]:
-    """Around work that runs `beside` other work until it is `joined`; where that is not reached, it is all the same.
+    """A context around work on the side stream; after an error the current stream waits for it, as `joined` would.
 
-    What it reads and writes may be let go of then, and come to hold something else.
+    Otherwise memory that the side stream uses could be freed and reused.
     """
     try:
         yield
@@ -48,10 +48,10 @@ def joined_on_error(device: torch.device) -> Iterator[None]:
 
 
 def joined(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, made in a `beside` context, for use by what is queued from now on."""
+    """`tensor`, produced in a `beside` context, made safe for work queued from now on."""
     if tensor.device.type == "cuda":
         current = torch.cuda.current_stream(tensor.device)
         current.wait_stream(stream_for(_BESIDE, tensor.device))
-        # The allocator must not hand its memory out again before the present stream has used it.
+        # The allocator must not reuse its memory before the current stream has used it.
         tensor.record_stream(current)
     return tensor

@@ -1,4 +1,4 @@
-"""Numbers that pass from a device to the CPU and back at every step, in memory that is made once."""
+"""Numbers copied between a device and the CPU at every step, in buffers allocated once."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Shape = tuple[int, ...]
 
 
 class Staging:
-    """Tensors of fixed shapes on their way to the CPU, in one copy, and arrays on their way back, in another.
+    """Copies tensors of fixed shapes to the CPU in one copy, and arrays back in another.
 
-    On CUDA both copies are asynchronous and page-locked. Whoever sends anew must have waited for what he sent before
-    (`arrived`): then the device has read what was sent back before, too, as all of it runs on one stream.
+    On CUDA both copies are asynchronous and use page-locked memory. A caller must wait for one `send` (`arrived`)
+    before the next. As everything runs on one stream, the device has then also read what was sent back before.
 
-    What the device finds out only when the CPU has its answer goes down with what is sent next (`follow`).
+    A tensor that the device computes only after the CPU's answer is copied with the next `send` (`follow`).
 
     Args:
-        device: where the tensors are.
-        down: their shapes; up: those of the arrays that come back; following: of what goes down with the next.
+        device: the tensors' device.
+        down: shapes of the tensors; up: shapes of the arrays that return; following: shape of the tensor for `follow`.
 
     Attributes:
         back: float32 arrays of the shapes `up`, to be written before `sent_back`.
@@ -33,7 +33,7 @@ class Staging:
         self.shapes = tuple(down), tuple(up), following
         self.device = device
         is_cuda = device.type == "cuda"
-        # What follows lies before all that may go down with it.
+        # The following tensor's memory precedes all that it may be copied with.
         all_down = (following, *down)
         self._down, self._up = (_numbers(shapes, device) for shapes in (all_down, up))
         self._down_host, self._up_host = (_numbers(shapes, is_pinned=is_cuda) for shapes in (all_down, up))
@@ -43,7 +43,7 @@ class Staging:
         self._arrays = tuple(arrays)
         self.back: tuple[np.ndarray, ...] = tuple(view.numpy() for view in _views(self._up_host, up))
         self._event = torch.cuda.Event() if is_cuda else None
-        #: Where what is to follow is wanted.
+        #: The array that receives the following tensor.
         self._room: np.ndarray | None = None
 
     def fits(self, device: torch.device, down: Sequence[Shape], up: Sequence[Shape], following: Shape = (0,)) -> bool:
@@ -51,22 +51,22 @@ class Staging:
         return self.device == device and self.shapes == (tuple(down), tuple(up), following)
 
     def send(self, *tensors: torch.Tensor) -> None:
-        """Have the tensors, of the first of the shapes `down`, copied to the CPU as float32."""
+        """Start to copy tensors, of the first of the shapes `down`, to the CPU as float32."""
         for part, tensor in zip(self._parts, tensors, strict=False):
             part.copy_(tensor)
         self._copy_down(sum(tensor.numel() for tensor in tensors))
 
     @property
     def rooms(self) -> tuple[torch.Tensor, ...]:
-        """Contiguous float32 tensors of the shapes `down`, for a kernel that writes what is sent by `send_written`."""
+        """Contiguous float32 tensors of the shapes `down`, which a kernel writes for `send_written`."""
         return self._parts
 
     def send_written(self) -> None:
-        """Have all that `rooms` hold copied to the CPU."""
+        """Start to copy the contents of `rooms` to the CPU."""
         self._copy_down(self._down.numel() - self._follows.numel())
 
     def arrived(self) -> tuple[np.ndarray, ...]:
-        """Wait for what was sent: float32 arrays of the shapes `down`, the same memory every time."""
+        """Wait for the last copy. Returns float32 arrays of the shapes `down`, the same memory every time."""
         if self._event is not None:
             self._event.synchronize()
         if self._room is not None:
@@ -76,26 +76,26 @@ class Staging:
 
     @property
     def following(self) -> torch.Tensor:
-        """A contiguous float32 tensor of the shape `following`, for a kernel that writes what is to `follow`."""
+        """A contiguous float32 tensor of the shape `following`, which a kernel may write for `follow`."""
         return self._follows
 
     def follow(self, tensor: torch.Tensor, room: np.ndarray) -> None:
-        """Have a tensor of the shape `following` go down with what is sent next, and into `room` when that has arrived.
+        """Copy a tensor of the shape `following` with the next `send`; once that has arrived, it is written to `room`.
 
-        What was sent before must have arrived.
+        The last copy must have arrived.
         """
         if tensor.data_ptr() != self._follows.data_ptr():
             self._follows.copy_(tensor)
         self._room = room
 
     def settle(self) -> None:
-        """Have what is to follow, if anything is, come by itself, and wait for it."""
+        """Copy a tensor that waits to `follow`, if there is one, now, and wait for it."""
         if self._room is not None:
             self._copy_down(0)
             self.arrived()
 
     def _copy_down(self, size: int) -> None:
-        """Copy what is to follow and the first `size` numbers behind it."""
+        """Copy the following tensor, if there is one, and the first `size` numbers behind it."""
         first, end = 0 if self._room is not None else self._follows.numel(), self._follows.numel() + size
         self._down_host[first:end].copy_(self._down[first:end], non_blocking=self._event is not None)
         if self._event is not None:
@@ -103,11 +103,11 @@ class Staging:
 
     @property
     def returned(self) -> tuple[torch.Tensor, ...]:
-        """What `sent_back` gives, as it was sent last."""
+        """The result of the last `sent_back`."""
         return self._returned
 
     def sent_back(self) -> tuple[torch.Tensor, ...]:
-        """What has been written to `back`, on the device: the same memory every time."""
+        """Copy `back` to the device. Returns tensors in the same memory every time."""
         self._up.copy_(self._up_host, non_blocking=self._event is not None)
         return self._returned
 

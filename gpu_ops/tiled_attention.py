@@ -1,4 +1,4 @@
-"""Dense attention in plain torch, which defines what every kernel for it computes."""
+"""Dense attention in plain torch, the definition of all its kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tiled_attention(
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention in float32, a tile of queries and a tile of keys at a time.
+    """Attention in float32, in tiles of queries and keys.
 
     Args:
         q: [batch, heads, n, k_dim].
@@ -50,7 +50,7 @@ def _tile_of_queries(
     mask: torch.Tensor | None,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`tiled_attention` for the queries at `rows`, over a tile of keys at a time."""
+    """`tiled_attention` for the queries at `rows`, in tiles of keys."""
     scaled = q.float() * scale
     out = torch.zeros(*q.shape[:3], v.shape[-1], device=q.device)
     lse = torch.full(q.shape[:3], float("-inf"), device=q.device)

@@ -1,8 +1,8 @@
-"""A decoded token of a model on a GPU whose blocks lie in DRAM: what the GPU does before the CPU has it, and behind.
+"""A decoded token on a GPU whose blocks are in DRAM: the GPU's work before the copy to the CPU, and after the answer.
 
-Before, in one launch: the token joins the window, what the CPU wants to know of it is written as float32 where one copy
-takes it down, and the window is attended to, in parts. Behind, in another: those parts and what the CPU attended to
-become one attention. Host time is what a token costs there, and launches are what that goes into.
+Before, one launch appends the token to the window, writes float32 inputs of the CPU to one buffer for a single copy,
+and attends to the window, in parts. After, another launch merges these parts with the CPU's attention. A token costs
+mostly host time there, which goes into launches.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import torch
 from gpu_ops.kernel_choice import runs_triton
 from gpu_ops.tiled_attention import tiled_attention
 
-#: Parts of a window, attended to side by side.
+#: Parts of a window, attended to in parallel.
 SPLITS = 16
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LARGEST_HEAD = 256
 
-#: A window's held slots as two runs: first slot and number of one, first slot and number of the other.
+#: A window's occupied slots as two runs: first slot and number of one, first slot and number of the other.
 Runs = tuple[int, int, int, int]
 
 
 def serves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether Triton's kernels take a token's query, key and value [batch, heads, 1, dim]."""
+    """Whether Triton's kernels support a token's query, key and value [batch, heads, 1, dim]."""
     dtype = q.dtype
     is_alike = dtype is k.dtype and dtype is v.dtype and dtype in _DTYPES
     return is_alike and max(q.shape[3], v.shape[3]) <= _LARGEST_HEAD and runs_triton(q)
@@ -61,25 +61,25 @@ def take_token_in_torch(
     sent: tuple[torch.Tensor, ...],
     splits: int = SPLITS,
 ) -> torch.Tensor:
-    """Let a token join a window, say it to the CPU, and attend to the window.
+    """Append a token to a window, write the CPU's inputs, and attend to the window.
 
     Args:
         q: [batch, kv_heads * group, 1, k_dim].
-        k, v: [batch, kv_heads, 1, dim], the token's.
-        keys, values: [batch, kv_heads, capacity, dim], the window's, contiguous; `slot` becomes the token's.
-        runs: the slots that are attended to, `slot` among them.
+        k, v: [batch, kv_heads, 1, dim], the token's key and value.
+        keys, values: [batch, kv_heads, capacity, dim], the window's, contiguous; the token is written to `slot`.
+        runs: the slots that are attended to, including `slot`.
         scale, softcap: as in `gpu_ops.tiled_attention`.
-        sent: query, key and value are written there, in their shapes, and the log-sum-exp of each part,
-            [batch, kv_heads, splits, group], -inf of one that has no key; float32, contiguous.
-        splits: parts that the runs are divided into, one behind the other.
+        sent: receives query, key and value, in their shapes, and the log-sum-exp of each part,
+            [batch, kv_heads, splits, group], -inf for a part without keys; float32, contiguous.
+        splits: number of consecutive parts that the runs are divided into.
 
     Returns the attention of each part, [batch, kv_heads, splits, group, v_dim] float32.
     """
     batch, heads, _, k_dim = q.shape
     kv_heads, (first, first_count, second, second_count) = k.shape[1], runs
     keys[:, :, slot], values[:, :, slot] = k.squeeze(2), v.squeeze(2)
-    for room, part in zip(sent, (q, k, v), strict=False):
-        room.copy_(part)
+    for target, part in zip(sent, (q, k, v), strict=False):
+        target.copy_(part)
     slots = [*range(first, first + first_count), *range(second, second + second_count)]
     folded = q.reshape(batch, kv_heads, heads // kv_heads, k_dim)
     out = q.new_zeros((batch, kv_heads, splits, folded.shape[2], v.shape[3]), dtype=torch.float32)
@@ -115,12 +115,13 @@ def join_parts_in_torch(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Attention to a window's parts, of which one at least has a key, and to blocks elsewhere, exactly merged.
+    """Merge the attention to a window's parts, of which at least one has a key, with attention to blocks elsewhere,
+    exactly.
 
     Args:
-        parts, lse_of_parts: of `take_token_in_torch`.
-        other: [batch, kv_heads * group, 1, v_dim] float32, attention elsewhere; other_lse: as many logarithms.
-        out: like `other`, in the model's dtype, and `lse`, float32 of the shape of `other_lse`: the result.
+        parts, lse_of_parts: from `take_token_in_torch`.
+        other: [batch, kv_heads * group, 1, v_dim] float32, attention elsewhere; other_lse: its log-sum-exp.
+        out: receives the result, like `other`, in the model's dtype; lse: its log-sum-exp, float32, like `other_lse`.
     """
     batch, kv_heads, _, group, dim = parts.shape
     logarithms = torch.cat([lse_of_parts, other_lse.view(batch, kv_heads, 1, group)], dim=2)

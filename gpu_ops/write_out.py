@@ -1,4 +1,4 @@
-"""What a GPU has made on its way to DRAM, beside what it computes."""
+"""Copies results of a GPU to DRAM while it computes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 
 from gpu_ops.pinned_bytes import PinnedBytes
 
-#: Takes tensors on the CPU, which are overwritten once it has returned.
+#: Receives tensors on the CPU, which are overwritten once it has returned.
 Arrived = Callable[[Sequence[torch.Tensor]], None]
 
 
 class _Piece:
-    """Page-locked memory, and what is on its way there."""
+    """Page-locked memory, and the copy in progress to it."""
 
     def __init__(self) -> None:
         self._memory = PinnedBytes()
         self._event = torch.cuda.Event()
         self._arrived: Arrived | None = None
-        # Those on the device too, until they have been copied.
+        # Also keeps the tensors on the device alive until they have been copied.
         self._tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = ((), ())
 
     def send(self, tensors: Sequence[torch.Tensor], arrived: Arrived, stream: torch.cuda.Stream) -> None:
@@ -30,7 +30,7 @@ class _Piece:
         self._event.record(stream)
 
     def end(self, is_wanted: bool = True) -> None:
-        """Wait for it, and hand it on if it `is_wanted`."""
+        """Wait for the copy, and pass it on if it `is_wanted`."""
         arrived, self._arrived = self._arrived, None
         if arrived is None:
             return
@@ -41,13 +41,13 @@ class _Piece:
 
 
 class WriteOut:
-    """Pieces that are copied on a stream of their own, while the device goes on with the present one.
+    """Pieces copied on a separate stream, while the device continues on the current one.
 
-    Two are under way at most: who sends a third waits for the first, and for nothing that was queued behind that.
-    Whatever is sent is handed on, in order, before `finish` returns.
+    At most two copies are in progress: a third `send` waits for the first copy, and for nothing queued after that. All
+    pieces are passed on, in order, before `finish` returns.
 
     Args:
-        device: on CUDA.
+        device: a CUDA device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,10 +56,10 @@ class WriteOut:
         self._next, self._other = _Piece(), _Piece()
 
     def send(self, tensors: Sequence[torch.Tensor], arrived: Arrived) -> None:
-        """Have tensors of the device, as they are now, copied to the CPU, and `arrived` called with the copies."""
+        """Copy tensors of the device, as they are now, to the CPU, and call `arrived` with the copies."""
         piece = self._next
         piece.end()
-        # Copies even where they are contiguous: what they lie in may be written to at once.
+        # Copies even if they are contiguous, because the originals may be overwritten at once.
         tensors = [tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -67,11 +67,11 @@ class WriteOut:
         self._next, self._other = self._other, piece
 
     def finish(self) -> None:
-        """Wait for all that was sent."""
+        """Wait for all copies."""
         self._next.end()
         self._other.end()
 
     def drop(self) -> None:
-        """Wait for all that was sent, and hand nothing on."""
+        """Wait for all copies, and pass nothing on."""
         self._next.end(is_wanted=False)
         self._other.end(is_wanted=False)

@@ -1,6 +1,6 @@
-"""Entries of a bounded cache written, chosen, gathered: a launch each; `gpu_ops.cached_entries` defines the results.
+"""Entries of a bounded cache: append, select and gather, one launch each; `gpu_ops.cached_entries` defines the results.
 
-They copy numbers and compute none, so that vectors are taken as integers of their size: half of the kernels to compile.
+Kernels only copy numbers, so vectors are viewed as integers of the same size, which halves the kernels to compile.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SCORES = 1024
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 MOST_SCORES = 3
-"""Lists of scores that one launch gathers."""
+"""Number of score lists that one launch gathers."""
 
 
 @triton.jit(do_not_specialize=["taken", "position"])
@@ -46,7 +46,7 @@ def _all_but_lowest(
     for start in range(0, cached, BLOCK):
         entry = start + lane
         score = tl.load(own + entry, mask=entry < cached, other=HIGHEST)
-        # What is no number is as low as any.
+        # NaN counts as the lowest.
         score = tl.where(score == score, score, -HIGHEST)
         score = tl.where((entry < first) | (entry >= cached - last), HIGHEST, score)
         is_lower = (entry < cached) & (score <= lowest)
@@ -59,7 +59,7 @@ def _all_but_lowest(
 
 @triton.jit
 def _gather_scores(scores, known, row_stride, head_stride, each, heads, source, is_entry, out, place):
-    """Scores of the entries `source`, of which those behind the `known` ones have 0, to `place` of `out`."""
+    """Write the scores of the entries `source` to `place` in `out`; entries beyond the `known` ones have 0."""
     own = scores + each // heads * row_stride + each % heads * head_stride
     tl.store(out + place, tl.load(own + source, mask=is_entry & (source < known), other=0), mask=is_entry)
 
@@ -124,13 +124,13 @@ def keep(
     index: torch.Tensor,
     kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> list[torch.Tensor]:
-    """As `gpu_ops.cached_entries.keep_in_torch`, of `MOST_SCORES` lists of scores at most."""
+    """As `gpu_ops.cached_entries.keep_in_torch`, for at most `MOST_SCORES` lists of scores."""
     batch, heads, capacity, k_dim = parts[0].shape
     count = index.shape[2]
     index = _dense(index.expand(batch, heads, count))
     scores = [_dense(each) for each in scores]
     gathered = [torch.empty(batch, heads, count, dtype=each.dtype, device=each.device) for each in scores]
-    # What there is none of is not looked at.
+    # The kernel does not read unused lists.
     unused = [parts[2]] * (MOST_SCORES - len(scores))
     described = [number for each in (*scores, *unused) for number in (each.shape[2], *each.stride()[:2])]
     keys, values, kept_keys, kept_values = (_integers(part) for part in (*parts[:2], *kept[:2]))
@@ -150,7 +150,7 @@ def _widths(k_dim: int, values: torch.Tensor) -> dict[str, int]:
 
 
 def _dense(numbers: torch.Tensor) -> torch.Tensor:
-    """With numbers of the last dimension side by side."""
+    """A tensor with a contiguous last dimension."""
     return numbers if numbers.stride(-1) == 1 else numbers.contiguous()
 
 

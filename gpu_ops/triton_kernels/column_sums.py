@@ -18,7 +18,7 @@ def _column_sums(
     WIDENED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys against all queries that see them, of `HEADS` heads of a group: of each query the largest."""
+    """A tile of keys against all queries that see them; over `HEADS` heads of a group, each query's maximum counts."""
     first = tl.program_id(0) * BLOCK_KEYS
     key = first + tl.arange(0, BLOCK_KEYS)
     is_key, channel = key < length, tl.arange(0, BLOCK_DIM)
@@ -34,7 +34,7 @@ def _column_sums(
     if WIDENED:
         tile = tile.to(tl.float32)
     total = tl.zeros([BLOCK_KEYS], tl.float32)
-    # The first query that sees any of the keys.
+    # Start at the first query that sees any of the keys.
     for start in range(tl.maximum(first - past, 0) // BLOCK_QUERIES * BLOCK_QUERIES, n, BLOCK_QUERIES):
         query = start + tl.arange(0, BLOCK_QUERIES)
         is_query, at = query < n, query.to(tl.int64)

@@ -1,4 +1,4 @@
-"""Numbers drawn by position in one pass; `gpu_ops.draws.mixed_in_torch` and `share_in_torch` define the results."""
+"""Draws by position in one pass; `gpu_ops.draws.mixed_in_torch` and `share_in_torch` define the results."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def _draw(
 
 
 def draw(positions: torch.Tensor, constant: int, factors: tuple[int, int, int, int], bits: int) -> torch.Tensor:
-    """`gpu_ops.draws.mixed_in_torch`, or the share that so many of its `bits` are, where there are any.
+    """`gpu_ops.draws.mixed_in_torch`, or `share_in_torch` of its low `bits` if `bits` is not 0.
 
     Args:
-        constant: what is added to all positions.
-        factors: of positions, of heads, and of the first and the second round of mixing.
+        constant: added to all positions.
+        factors: of positions, of heads, and of the first and second round of mixing.
     """
     batch, heads, count = positions.shape
     out = torch.empty(positions.shape, dtype=torch.float32 if bits else torch.int64, device=positions.device)

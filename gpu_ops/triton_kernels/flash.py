@@ -1,9 +1,9 @@
 """Attention of a prompt in one pass: causal, windowed, soft-capped, with learned sinks, in any float dtype.
 
-Scores are never stored: a program holds a tile of queries and goes over the keys that they see, with a running maximum
-and sum of exponentials (FlashAttention-2, arXiv:2307.08691, algorithm 1). Keys may lie in two places, those before the
-queries and the queries' own, so that nothing has to be put together. `gpu_ops.flash.flash_attention_in_torch` defines
-the result.
+Scores are never stored: a program loads a tile of queries and iterates over the keys that they see, with a running
+maximum and sum of exponentials (FlashAttention-2, arXiv:2307.08691, algorithm 1). Keys come from two tensors, those
+before the queries and the queries' own, so that nothing is concatenated. `gpu_ops.flash.flash_attention_in_torch`
+defines the result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _flash(
     PRECISION: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    # The last queries see most keys: they come first.
+    # The last queries see most keys, so they start first.
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_QUERIES
     row, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     kv_head = head // group
@@ -72,7 +72,7 @@ def _flash(
             seen = seen & (position[:, None] - place[None, :] < window)
         scores = tl.where(seen, scores * LOG2_E, float("-inf"))
         highest = tl.maximum(largest, tl.max(scores, 1))
-        # A query that has seen nothing yet: exp2(-inf - 0), not of NaN.
+        # For a query that has seen nothing yet this is exp2(-inf - 0), not exp2(nan).
         base = tl.where(highest == float("-inf"), 0.0, highest)
         shrunk, part = tl.exp2(largest - base), tl.exp2(scores - base[:, None])
         weight = weight * shrunk + tl.sum(part, 1)
@@ -137,10 +137,10 @@ def flash_attention(
 
 
 def _tile(n: int, width: int, has_tensor_cores: bool) -> tuple[int, int]:
-    """Queries and keys of a tile, of `n` queries, vectors of `width` bytes.
+    """Queries and keys per tile, for `n` queries and vectors of `width` bytes.
 
-    What is held of both, with the values and the next tiles on their way, fits into the shared memory of GPUs that have
-    least of it: 64 KB, 99 KB from Ampere on.
+    Both tiles, the values and the prefetched next tiles fit into the smallest shared memory of supported GPUs: 64 KB,
+    and 99 KB from Ampere on.
     """
     query_bytes, key_bytes, most = (32 << 10, 16 << 10, 128) if has_tensor_cores else (16 << 10, 16 << 10, 32)
     queries = max(16, min(most, query_bytes // width, triton.next_power_of_2(n)))

@@ -1,7 +1,7 @@
-"""Rows of DRAM read by a kernel where they lie; `gpu_ops.gather.gathered_rows_by_copy` defines the result.
+"""Rows in DRAM read directly by a kernel; `gpu_ops.gather.gathered_rows_by_copy` defines the result.
 
-A page-locked tensor has an address that the GPU reads over the bus. A kernel that reads through it fetches scattered
-rows without the CPU touching them, and without a buffer in between.
+A page-locked tensor has an address that the GPU reads over the bus. Through it a kernel fetches scattered rows without
+the CPU, and without an intermediate buffer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def _gather(stored, where, out, width, BLOCK: tl.constexpr):
 
 
 def gathered_rows(stored: torch.Tensor, where: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the rows `where` [n] int64, on `out`'s device, of `stored` [rows, ...] into `out` [n, ...].
+    """Write the rows `where` [n] int64, on `out`'s device, of `stored` [rows, ...] to `out` [n, ...].
 
     Both are contiguous and of one dtype; `stored` is on the device too, or page-locked in DRAM.
     """
     width = out[0].numel() if len(out) else 0
     if width:
-        # As integers, which every number of their size copies as: half of the kernels to compile.
+        # Viewed as integers of the same size, which halves the kernels to compile.
         kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[out.element_size()]
         _gather[(len(out), triton.cdiv(width, _BLOCK))](stored.view(kind), where, out.view(kind), width, BLOCK=_BLOCK)

@@ -1,4 +1,4 @@
-"""Merging of two partial attentions in one pass; `gpu_ops.merge.merge_attention_in_torch` defines the result."""
+"""Merges two partial attentions in one pass; `gpu_ops.merge.merge_attention_in_torch` defines the result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _merge(
     part_a = tl.load(lse_a + i * la0 + j * la1 + k * la2, mask=is_row, other=float("-inf")).to(tl.float32)
     part_b = tl.load(lse_b + i * lb0 + j * lb1 + k * lb2, mask=is_row, other=float("-inf")).to(tl.float32)
     largest = tl.maximum(part_a, part_b)
-    # Where both sets are empty every weight is 0, not exp(nan).
+    # If both sets are empty every weight is 0, not exp(nan).
     base = tl.where(largest == float("-inf"), 0.0, largest)
     weight_a, weight_b = tl.exp(part_a - base), tl.exp(part_b - base)
     total = weight_a + weight_b

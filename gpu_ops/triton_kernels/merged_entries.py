@@ -1,4 +1,4 @@
-"""One evicted entry per head merged into the kept one most like it; `gpu_ops.merged_entries` defines the results."""
+"""Merges one evicted entry per head into the most similar kept one; `gpu_ops.merged_entries` defines the results."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def _blend(
     old, new, at, weight, heads, old_row, old_head, old_entry, new_row, new_head, own,
     DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Half a merge, of keys or of values: `weight` of the vector `new` goes to the one `at` in `old`."""
+    """Blend the vector `new`, with `weight`, into the one `at` in `old`: half a merge, of keys or of values."""
     channel = tl.arange(0, BLOCK)
     to = old + own // heads * old_row + own % heads * old_head + at * old_entry + channel
     is_channel = channel < DIM
     before = tl.load(to, mask=is_channel, other=0.0).to(tl.float32)
     joins = tl.load(new + own // heads * new_row + own % heads * new_head + channel, mask=is_channel, other=0.0)
     blended = (2.718281828459045 * before + weight * joins.to(tl.float32)) / (2.718281828459045 + weight)
-    # What nothing joins stays as it was, to the bit.
+    # Vectors that nothing joins stay bit-identical.
     tl.store(to, tl.where(weight > 0, blended, before).to(old.dtype.element_ty), mask=is_channel)
 
 

@@ -1,8 +1,9 @@
-"""Quantised weights as a CPU's tiles have them (`cpu_ops.weight_formats`), multiplied or unpacked where a GPU has them.
+"""Quantised weights in CPU tiles (`cpu_ops.weight_formats`), multiplied or unpacked on a GPU.
 
-A tile's 16 rows lie side by side: a vector of 64 bytes is a word for each row, its four columns, so that the words of
-some vectors are one stretch of memory. A unit is such a vector: column 4·unit + byte of a tile is a byte of it.
-`gpu_ops.packed_weights.unpacked_in_torch` defines the numbers; a product's are multiplied and added in float32.
+A tile's 16 rows are interleaved: a vector of 64 bytes has one word per row, with four columns of that row, so
+consecutive vectors' words are contiguous. A unit is such a vector: byte b of its words is column 4·unit + b of the
+tile. `gpu_ops.packed_weights.unpacked_in_torch` defines the numbers; products are multiplied and accumulated in
+float32.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import triton.language as tl
 
 from cpu_ops.weight_formats import FORMATS, TILE
 
-#: Units that a program of a product looks at in one step, and one that unpacks has in all.
+#: Units that a program of a product processes per step, and an unpacking program in total.
 _UNITS = 64
-#: Rows of activations that share what a program has unpacked; with that many, half as many units at a time.
+#: Most rows of activations that share a program's unpacked weights; with that many, it processes half as many units.
 _SHARED = 8
 _COLUMNS = 4
 
@@ -29,11 +30,11 @@ def _scales(
     NAME: tl.constexpr, GROUPS: tl.constexpr, SCALES: tl.constexpr, SIGNED_SCALES: tl.constexpr,
     HAS_MINIMUM: tl.constexpr,
 ):  # fmt: skip
-    """Scales and minimums (added) of units, at the beginning of their block and of their group: [.., units, lanes]."""
+    """Scales and minimums (added) of units, from pointers to their block and their group: [.., units, lanes]."""
     minimum = 0.0
     if NAME == "MXFP4":
         exponent = tl.load(group + lane, mask=is_there, other=0).to(tl.int32)
-        # 2^(exponent - 128); the two least are subnormal.
+        # 2^(exponent - 128); the two smallest are subnormal.
         subnormal = tl.where(exponent == 1, 1 << 22, 1 << 21)
         scale = tl.where(exponent < 2, subnormal, (exponent - 1) << 23).to(tl.float32, bitcast=True)
     else:
@@ -57,14 +58,14 @@ def _code(
     BYTE: tl.constexpr, LOW_BITS: tl.constexpr, HIGH_BITS: tl.constexpr, HAS_TABLE: tl.constexpr,
     TABLE_BELOW: tl.constexpr, TABLE_ABOVE: tl.constexpr,
 ):  # fmt: skip
-    """The codes of one byte of words, or what they stand for: int32."""
+    """The codes of one byte of words, or their table values: int32."""
     code = (low >> (8 * BYTE + low_shift)) & ((1 << LOW_BITS) - 1)
     if LOW_BITS == 8:
         code = (low << (24 - 8 * BYTE)) >> 24  # signed
     if HIGH_BITS > 0:
         code |= ((high >> (8 * BYTE + high_shift)) & ((1 << HIGH_BITS) - 1)) << LOW_BITS
     if HAS_TABLE:
-        # Sixteen signed bytes in two numbers of 64 bits.
+        # The table: sixteen signed bytes in two 64-bit numbers.
         eight = tl.where(code < 8, tl.full([], TABLE_BELOW, tl.int64), tl.full([], TABLE_ABOVE, tl.int64))
         code = ((eight << (56 - 8 * (code & 7)).to(tl.int64)) >> 56).to(tl.int32)
     return code
@@ -72,7 +73,7 @@ def _code(
 
 @triton.jit
 def _number(group, vector, lane, is_there, BYTE: tl.constexpr, NAME: tl.constexpr):
-    """A weight of 16 bits, of a column of sixteen rows: float32."""
+    """A 16-bit weight, for one column of sixteen rows: float32."""
     at = (4 * vector + BYTE) * 16 + lane
     if NAME == "F16":
         number = tl.load(group.to(tl.pointer_type(tl.float16)) + at, mask=is_there, other=0.0).to(tl.float32)
@@ -90,7 +91,7 @@ def _weights(
     TABLE_BELOW: tl.constexpr, TABLE_ABOVE: tl.constexpr, HEAD_BYTES: tl.constexpr, SCALE_BYTES: tl.constexpr,
     GROUP_BYTES: tl.constexpr, RECORD_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """The four columns of units [.., units, 1] of a tile, of the rows `lane` [.., lanes]: each [.., units, lanes]."""
+    """The four columns of units [.., units, 1] of a tile, for the rows `lane` [.., lanes]: each [.., units, lanes]."""
     vector, index = unit % 8, unit // 8
     block = tile + (index // GROUPS) * RECORD_BYTES
     group = block + HEAD_BYTES + (index % GROUPS) * GROUP_BYTES
@@ -104,7 +105,7 @@ def _weights(
             block, group, lane, vector * SCALES // 8, is_there, NAME, GROUPS, SCALES, SIGNED_SCALES, HAS_MINIMUM
         )
         words = (group + SCALE_BYTES).to(tl.pointer_type(tl.int32))
-        # Vectors that share words have their bits one above the other.
+        # Vectors that share words use different bits of each byte.
         low = tl.load(words + 16 * (vector % LOW_BITS) + lane, mask=is_there, other=0)
         low_shift, high, high_shift = LOW_BITS * (vector // LOW_BITS), low, 0
         if HIGH_BITS > 0:
@@ -215,7 +216,7 @@ def _rows_of_packed(
 
 @cache
 def _form(name: str) -> dict[str, Any]:
-    """What kernels are compiled for, of a format."""
+    """The compile-time constants of kernels for a format."""
     layout = FORMATS[name]
     table = bytes(value & 255 for value in layout.table or [0] * 16)
     below, above = (int.from_bytes(half, "little", signed=True) for half in (table[:8], table[8:]))
@@ -233,12 +234,12 @@ def _tile_bytes(name: str, columns: int) -> int:
 
 
 def multiply(x: torch.Tensor, data: torch.Tensor, name: str, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """As `gpu_ops.packed_weights.multiply` into `out`; the last dimension of x and out is contiguous."""
+    """As `gpu_ops.packed_weights.multiply`, into `out`; the last dimension of x and out is contiguous."""
     _multiply(x, data, name, bias, None, out, min(_SHARED, triton.next_power_of_2(len(x))))
 
 
 def multiply_chosen(x: torch.Tensor, data: torch.Tensor, name: str, chosen: torch.Tensor, out: torch.Tensor) -> None:
-    """As `gpu_ops.packed_weights.multiply_chosen` into `out`."""
+    """As `gpu_ops.packed_weights.multiply_chosen`, into `out`."""
     _multiply(x, data, name, None, chosen, out, 1)
 
 
@@ -246,7 +247,7 @@ def _multiply(
     x: torch.Tensor, data: torch.Tensor, name: str, bias: torch.Tensor | None, chosen: torch.Tensor | None,
     out: torch.Tensor, shared: int,
 ) -> None:  # fmt: skip
-    """shared: rows of x that a program multiplies with one tile."""
+    """shared: number of rows of x that a program multiplies with one tile."""
     (count, columns), rows = x.shape, out.shape[1]
     units = min(_UNITS // 2 if shared == _SHARED else _UNITS, triton.next_power_of_2(columns // _COLUMNS))
     experts, expert_bytes = (len(data), data.stride(0)) if chosen is not None else (1, 0)
@@ -262,7 +263,7 @@ def unpack(data: torch.Tensor, name: str, first_tile: int, out: torch.Tensor) ->
     rows, columns = out.shape
     units = min(_UNITS, triton.next_power_of_2(columns // _COLUMNS))
     grid = (triton.cdiv(rows, TILE), triton.cdiv(columns // _COLUMNS, units))
-    # A product and a sum in one rounding would be other numbers than the file's.
+    # Fusing a product and a sum into one rounding would change the file's numbers.
     _unpack_packed[grid](
         data, out, first_tile, rows, columns, _tile_bytes(name, columns), **_form(name), UNITS=units,
         enable_fp_fusion=False,
@@ -270,7 +271,7 @@ def unpack(data: torch.Tensor, name: str, first_tile: int, out: torch.Tensor) ->
 
 
 def rows_of(data: torch.Tensor, name: str, rows: int, ids: torch.Tensor, out: torch.Tensor) -> None:
-    """As `gpu_ops.packed_weights.rows_of` into `out`, which is contiguous as `ids` are."""
+    """As `gpu_ops.packed_weights.rows_of`, into `out`; `ids` and `out` are contiguous."""
     count, columns = out.shape
     units = min(4 * _UNITS, triton.next_power_of_2(columns // _COLUMNS))
     _rows_of_packed[(count, triton.cdiv(columns // _COLUMNS, units))](

@@ -1,4 +1,4 @@
-"""How a GPU multiplies the tiles of two matrices."""
+"""Precision of tile products on a GPU."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import torch
 
 
 def precision_of(tensor: torch.Tensor) -> str:
-    """`input_precision` of a product of numbers like these, by which float32 loses its last bits at most.
+    """The `input_precision` of a product of such numbers at which float32 loses at most its last bits.
 
-    Tensor cores multiply float32 as three products of TF32, from Ampere on. Half precision is multiplied exactly.
+    From Ampere on, tensor cores multiply float32 as three TF32 products. Half precision is multiplied exactly.
     """
     return "tf32x3" if tensor.dtype is torch.float32 and _is_ampere(tensor) else "ieee"
 
 
 def multiplies_halves(tensor: torch.Tensor) -> bool:
-    """Whether these are half-precision numbers, and tensor cores multiply them: Triton uses those from Ampere on."""
+    """Whether these are half-precision numbers, and Triton multiplies them on tensor cores, as it does from Ampere
+    on."""
     return tensor.element_size() == 2 and _is_ampere(tensor)
 
 

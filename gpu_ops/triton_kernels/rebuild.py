@@ -1,4 +1,4 @@
-"""Keys of chosen chunks in one pass: coefficients gathered, multiplied by the basis, rotated, written.
+"""Reconstructs keys of chosen chunks in one pass: gather coefficients, multiply by the basis, rotate, write.
 
 `gpu_ops.rebuild.rebuilt_chunks_in_torch` defines the result.
 """
@@ -47,11 +47,11 @@ def _rebuild(
     is_token = token < count * CHUNK
     first_listed = tl.program_id(1).to(tl.int64) * count
     listed = first_listed + token // CHUNK
-    # Under one mask with the slots: Triton 3.6 does not compile a load whose mask comes from another load.
+    # Loads of chunks and slots share one mask: Triton 3.6 does not compile a load whose mask comes from another load.
     chunk = tl.load(chunks + listed, mask=is_token, other=0)
     slot = (token // CHUNK).to(tl.int64)
     if SLOTTED:
-        # Missing chunks come first: behind the end of their list is nothing to do.
+        # Missing chunks come first; behind the end of their list there is nothing to do.
         if tl.load(chunks + first_listed + tl.program_id(0) * BLOCK_TOKENS // CHUNK) < 0:
             return
         slot = tl.load(slots + listed, mask=is_token, other=-1)
@@ -64,7 +64,7 @@ def _rebuild(
     if PAIRS > 0:
         pair = tl.arange(0, BLOCK_PAIRS)
         is_pair = pair < PAIRS
-        # Both are compile-time numbers: pairs lie side by side, or half of them behind the other half.
+        # Both are compile-time constants: pairs are adjacent, or (i, i + PAIRS).
         first = OFFSET + (2 * pair if INTERLEAVED else pair)
         second = first + (1 if INTERLEAVED else PAIRS)
         a = _columns_of(
@@ -131,7 +131,7 @@ def _launch(
     count = chunks.shape[2]
     if count == 0:
         return
-    # TF32 holds every half-precision number, so that their products are exact.
+    # TF32 represents every half-precision number, so their products are exact.
     is_half = coefficients.element_size() == 2 and basis.element_size() == 2
     grid = (triton.cdiv(count * chunk_size, _TOKENS), batch * kv_heads)
     _rebuild[grid](
@@ -144,5 +144,5 @@ def _launch(
 
 
 def _block(width: int) -> int:
-    """The least width of a matrix product that holds `width`."""
+    """The smallest width of a matrix product that covers `width`."""
     return max(16, triton.next_power_of_2(max(1, width)))

@@ -1,7 +1,7 @@
-"""Which chunks are missing where the model computes, and their values from DRAM, read by a kernel where they lie.
+"""Finds missing chunks on the GPU, and reads their values directly from DRAM.
 
-`gpu_ops.resident_slots.placed_in_torch` and `fetch_in_torch` define the results. What is in DRAM is page-locked, so
-that the GPU has an address for it: no byte of it passes the CPU, and the host need not know which rows are read.
+`gpu_ops.resident_slots.placed_in_torch` and `fetch_in_torch` define the results. The memory in DRAM is page-locked, so
+the GPU has an address for it: no byte passes the CPU, and the host need not know which rows are read.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ import triton
 import triton.language as tl
 
 _BLOCK = 1024
-# Comparisons at once, of chosen chunks with slots.
+# Comparisons of chosen chunks with slots per step.
 _COMPARED = 8192
 
 
 @triton.jit
-def _place(held, wanted, after, misses, into, missed, count, SLOTS: tl.constexpr, TILE: tl.constexpr):
+def _place(resident, chosen, after, misses, into, missed, count, SLOTS: tl.constexpr, TILE: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * count
     place = tl.arange(0, SLOTS)
-    is_wanted = place < count
-    # What is no chunk equals nothing: an empty slot is -1.
-    chunk = tl.load(wanted + first + place, mask=is_wanted, other=-2)
+    is_chosen = place < count
+    # Padding is -2, which equals no chunk and no empty slot (-1).
+    chunk = tl.load(chosen + first + place, mask=is_chosen, other=-2)
     is_hit = tl.zeros([SLOTS], tl.int32)
     for start in range(0, count, TILE):
         slot = start + tl.arange(0, TILE)
-        there = tl.load(held + first + slot, mask=slot < count, other=-1)
+        there = tl.load(resident + first + slot, mask=slot < count, other=-1)
         is_hit = tl.maximum(is_hit, tl.max((chunk[:, None] == there[None, :]).to(tl.int32), axis=1))
-    is_lacking = is_wanted & (is_hit == 0)
+    is_lacking = is_chosen & (is_hit == 0)
     rank = tl.cumsum(is_lacking.to(tl.int32), 0) - 1
 
-    # As many slots are free as chunks are missing: the first of the ones takes the first of the others.
+    # As many slots are free as chunks are missing; the i-th missing chunk takes the i-th free slot.
     free = 0
     for start in range(0, count, TILE):
         slot = start + tl.arange(0, TILE)
-        there = tl.load(held + first + slot, mask=slot < count, other=-1)
+        there = tl.load(resident + first + slot, mask=slot < count, other=-1)
         stays = tl.max((chunk[:, None] == there[None, :]).to(tl.int32), axis=0)
         is_free = (slot < count) & (stays == 0)
         order = free + tl.cumsum(is_free.to(tl.int32), 0) - 1
@@ -44,7 +44,7 @@ def _place(held, wanted, after, misses, into, missed, count, SLOTS: tl.constexpr
         tl.store(misses + first + order, new, mask=is_free)
         tl.store(into + first + order, slot.to(tl.int64), mask=is_free)
         free += tl.sum(is_free.to(tl.int32), 0)
-    rest = is_wanted & (place >= free)
+    rest = is_chosen & (place >= free)
     tl.store(misses + first + place, tl.full([SLOTS], -1, tl.int64), mask=rest)
     tl.store(into + first + place, tl.full([SLOTS], -1, tl.int64), mask=rest)
     tl.store(missed + tl.program_id(0), free)
@@ -55,7 +55,7 @@ def _fetch(stored, table, misses, into, out, count, heads, blocks, width, out_he
     listed = tl.program_id(0).to(tl.int64)
     head = listed // count
     chunk = tl.load(misses + listed)
-    # Of what is no chunk nothing is read: the bus is what this takes its time for.
+    # Nothing is read for padding, because the bus is the bottleneck.
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_number = (column < width) & (chunk >= 0)
     block = tl.load(table + head // heads * blocks + tl.maximum(chunk, 0)).to(tl.int64)
@@ -65,14 +65,14 @@ def _fetch(stored, table, misses, into, out, count, heads, blocks, width, out_he
 
 
 def place(
-    held: torch.Tensor, wanted: torch.Tensor, missed: torch.Tensor
+    resident: torch.Tensor, chosen: torch.Tensor, missed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `gpu_ops.resident_slots.placed_in_torch`, of contiguous tensors."""
-    batch, kv_heads, count = wanted.shape
-    after, misses, into = (torch.empty_like(wanted) for _ in range(3))
+    """As `gpu_ops.resident_slots.placed_in_torch`, for contiguous tensors."""
+    batch, kv_heads, count = chosen.shape
+    after, misses, into = (torch.empty_like(chosen) for _ in range(3))
     slots = max(16, triton.next_power_of_2(count))
     tile = max(2, min(64, _COMPARED // slots))
-    _place[(batch * kv_heads,)](held, wanted, after, misses, into, missed, count, SLOTS=slots, TILE=tile)
+    _place[(batch * kv_heads,)](resident, chosen, after, misses, into, missed, count, SLOTS=slots, TILE=tile)
     return after, misses, into
 
 

@@ -1,4 +1,4 @@
-"""Vectors of a head rotated, or rotated back, in one pass; `gpu_ops.rotary`'s functions in torch define the result."""
+"""Rotates vectors, or rotates them back, in one pass; `gpu_ops.rotary`'s torch functions define the result."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def _rotate(
     row, head = each // heads, each % heads
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     is_token = token < tokens
-    given = x + row * x_row + head * x_head + token[:, None] * x_token
+    source = x + row * x_row + head * x_head + token[:, None] * x_token
     turned = out + row * out_row + head * out_head + token[:, None] * out_token
     if PAIRS > 0:
         pair = tl.arange(0, BLOCK_PAIRS)
         is_number = is_token[:, None] & (pair < PAIRS)[None, :]
-        # Both are compile-time numbers: pairs lie side by side, or half of them behind the other half.
+        # Both are compile-time constants: pairs are adjacent, or (i, i + PAIRS).
         first = OFFSET + (2 * pair if INTERLEAVED else pair)
         second = first + (1 if INTERLEAVED else PAIRS)
-        a = tl.load(given + first[None, :], mask=is_number, other=0.0).to(tl.float32)
-        b = tl.load(given + second[None, :], mask=is_number, other=0.0).to(tl.float32)
+        a = tl.load(source + first[None, :], mask=is_number, other=0.0).to(tl.float32)
+        b = tl.load(source + second[None, :], mask=is_number, other=0.0).to(tl.float32)
         c = tl.load(cos + token[:, None] * cos_token + pair[None, :], mask=is_number, other=0.0).to(tl.float32)
         s = tl.load(sin + token[:, None] * sin_token + pair[None, :], mask=is_number, other=0.0).to(tl.float32)
         if INVERSE:
-            # Where nothing is stored nothing is divided by zero.
+            # Masked lanes must not divide by zero.
             determinant = tl.where(is_number, c * c + s * s, 1.0)
             c, s = c / determinant, -s / determinant
         tl.store(turned + first[None, :], (a * c - b * s).to(out.dtype.element_ty), mask=is_number)
@@ -43,7 +43,7 @@ def _rotate(
         rest = tl.arange(0, BLOCK_REST)
         channel = tl.where(rest < OFFSET, rest, rest + 2 * PAIRS)
         is_rest = is_token[:, None] & (rest < DIM - 2 * PAIRS)[None, :]
-        plain = tl.load(given + channel[None, :], mask=is_rest, other=0.0).to(tl.float32)
+        plain = tl.load(source + channel[None, :], mask=is_rest, other=0.0).to(tl.float32)
         tl.store(turned + channel[None, :], plain.to(out.dtype.element_ty), mask=is_rest)
 
 

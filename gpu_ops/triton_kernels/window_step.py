@@ -1,8 +1,7 @@
-"""A decoded token beside the CPU in two launches; `gpu_ops.window_step` says and defines what they compute.
+"""A decoded token's two launches around the CPU's attention; `gpu_ops.window_step` defines their results.
 
-The window's keys are divided among programs, whose attention is merged behind the CPU's (split-KV, Flash-Decoding): one
-query has not the work for a GPU.
-Scores are never stored, as in `gpu_ops.triton_kernels.flash`.
+The window's keys are divided among programs (split-KV, Flash-Decoding), because one query is too little work for a GPU.
+Their attention is merged after the CPU's. Scores are never stored, as in `gpu_ops.triton_kernels.flash`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton.language as tl
 from gpu_ops.triton_kernels.products import precision_of
 from gpu_ops.triton_kernels.softcap import LOG2_E, softcapped
 
-# Bytes of a tile of keys, of which there are as many of values, and twice all of that while the next ones come.
+# Bytes of a tile of keys; values take as much, and prefetching doubles both.
 _TILE_BYTES = 8 << 10
 
 
@@ -36,7 +35,7 @@ def _take_token(
     new_value = tl.load(v + row * v0 + head * v1 + v_at, mask=is_v, other=0.0)
     keys, values = keys + row * keys0 + head * keys1, values + row * values0 + head * values1
     if split == 0:
-        # Programs that read the slot at the same time take the token's own numbers.
+        # Programs that read the slot concurrently substitute the token's own numbers.
         tl.store(keys + slot.to(tl.int64) * K_DIM + k_at, new_key, mask=is_k)
         tl.store(values + slot.to(tl.int64) * V_DIM + v_at, new_value, mask=is_v)
         tl.store(
@@ -60,7 +59,7 @@ def _take_token(
         if SOFTCAPPED:
             scores = softcapped(scores, softcap)
         scores = tl.where(is_key[None, :], scores * LOG2_E, float("-inf"))
-        # Of a tile there is a key at least.
+        # A tile has at least one key.
         highest = tl.maximum(largest, tl.max(scores, 1))
         shrunk, part = tl.exp2(largest - highest), tl.exp2(scores - highest[:, None])
         weight = weight * shrunk + tl.sum(part, 1)
@@ -92,7 +91,7 @@ def _join_parts(
     is_column = column < DIM
     at = (each * SPLITS + split) * GROUP + member
     logarithms, another = tl.load(lse_of_parts + at), tl.load(other_lse + head)
-    # The window has the token itself: there is a largest one.
+    # The window contains the token itself, so the maximum is finite.
     highest = tl.maximum(tl.max(logarithms, 0), another)
     weights, weight = tl.exp(logarithms - highest), tl.exp(another - highest)
     total = tl.sum(weights, 0) + weight

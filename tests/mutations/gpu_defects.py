@@ -57,8 +57,8 @@ DEFECTS = (
     Mutation(
         "soft-capped attention is torch's flash kernel's",
         "gpu_ops/attention_backend.py",
-        'if asked != "triton" and is_half and is_plain:',
-        'if asked != "triton" and is_half:',
+        'if backend != "triton" and is_half and is_plain:',
+        'if backend != "triton" and is_half:',
         (_KERNELS,),
     ),
     Mutation(
@@ -135,7 +135,7 @@ DEFECTS = (
     Mutation(
         "flash-attn is used nowhere",
         "gpu_ops/attention_backend.py",
-        'if asked == "auto" and is_half and has_flash_attn():',
+        'if backend == "auto" and is_half and has_flash_attn():',
         "if False:",
         (_KERNELS,),
     ),
@@ -247,7 +247,7 @@ DEFECTS = (
         "a capture is not ended where an interrupt comes as it has begun",
         "gpu_ops/captured.py",
         "        self._graphs.append(torch.cuda.CUDAGraph())\n"
-        "        # Other threads may go on with what is none of this.\n"
+        "        # Other threads may continue with unrelated work.\n"
         '        self._graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")\n',
         "        graph = torch.cuda.CUDAGraph()\n"
         '        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")\n'
