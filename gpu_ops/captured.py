@@ -35,8 +35,8 @@ class Segments:
     def captured(self) -> Iterator[None]:
         """A context in which work is captured, beginning with the first segment.
 
-        Raises RuntimeError for work that cannot be captured, and torch.OutOfMemoryError if the graphs' memory does not
-        fit.
+        Raises RuntimeError for work that cannot be captured, and torch.OutOfMemoryError without
+        memory for the graphs.
         """
         side, self._present = self._stream, torch.cuda.current_stream(self._device)
         torch.cuda.synchronize(self._device)
@@ -60,8 +60,7 @@ class Segments:
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """A context in which nothing is captured and work runs on the stream that was current before; the next segment
-        begins afterwards."""
+        """A context of uncaptured work, on the stream that was current before; then the next segment begins."""
         self._graphs[-1].capture_end()
         with torch.cuda.stream(self._present):
             yield

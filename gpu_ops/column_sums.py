@@ -45,8 +45,8 @@ def column_sums(
         weights: [n], a factor for each query's row; None for 1.
         squared: sum squared probabilities.
         group_max: sum, for each query, the maximum over the heads of a group.
-        past: number of keys before the first query's position, negative if the first key follows it; None for length -
-            n. With it the keys may be any part of those that `lse` covers.
+        past: number of keys before the first query's position, negative if the first key follows it; None for
+            length - n. With it the keys may be any part of those that `lse` covers.
 
     Returns [batch, kv_heads, group or 1 with group_max, length] float32.
     """
@@ -102,8 +102,7 @@ def column_sums_in_torch(
 
 
 def working_bytes(n: int, length: int, batch: int, heads: int, kv_heads: int, k_dim: int) -> int:
-    """Upper bound of the GPU memory of `column_sums` of `n` queries over `length` keys, without its arguments,
-    bytes."""
+    """Upper bound of the GPU memory that `column_sums` of `n` queries over `length` keys allocates, bytes."""
     height, width = _tile(n, torch.device("cuda"))
     width = min(width, length)
     # Scores, while those of the previous tile still exist, and the mask over them; keys and queries as float32; the

@@ -14,8 +14,7 @@ _SLOTS = 2
 
 
 class Prefetch:
-    """Pieces copied over the bus on a separate stream, between two slots in page-locked memory and two on the GPU, used
-    alternately.
+    """Copies pieces on a separate stream, through two alternating slots in page-locked memory and two on the GPU.
 
     Args:
         device: a CUDA device.
@@ -57,8 +56,7 @@ class Prefetch:
     def _send(
         self, slot: int, rooms: Sequence[torch.Tensor], kinds: list[Kind], fill: Fill
     ) -> tuple[list[torch.Tensor], torch.cuda.Event]:
-        """Have a piece written and copied. Returns its tensors on the device, and the event that signals their
-        arrival."""
+        """Write and copy a piece. Returns its tensors on the device, and the event that signals their arrival."""
         before = self._sent[slot]
         if before is not None:
             before.synchronize()

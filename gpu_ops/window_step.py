@@ -115,8 +115,7 @@ def join_parts_in_torch(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Merge the attention to a window's parts, of which at least one has a key, with attention to blocks elsewhere,
-    exactly.
+    """Merge, exactly, the attention to a window's parts, at least one of which has a key, with that to other blocks.
 
     Args:
         parts, lse_of_parts: from `take_token_in_torch`.

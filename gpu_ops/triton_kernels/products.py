@@ -14,8 +14,7 @@ def precision_of(tensor: torch.Tensor) -> str:
 
 
 def multiplies_halves(tensor: torch.Tensor) -> bool:
-    """Whether these are half-precision numbers, and Triton multiplies them on tensor cores, as it does from Ampere
-    on."""
+    """Whether these are half-precision numbers that Triton multiplies on tensor cores, as it does from Ampere on."""
     return tensor.element_size() == 2 and _is_ampere(tensor)
 
 

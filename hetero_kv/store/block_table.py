@@ -119,8 +119,7 @@ class BlockTable:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        """A context in which tables and reference counts change; on failure the counts are recomputed from the
-        tables."""
+        """A context of changes to tables and reference counts; on failure the counts are recomputed from the tables."""
         try:
             yield
         except BaseException:

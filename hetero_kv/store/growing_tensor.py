@@ -68,8 +68,7 @@ class GrowingTensor:
         self._end += count
 
     def room(self, like: torch.Tensor, count: int) -> torch.Tensor:
-        """Append `count` entries of the shape of `like` in all dimensions but `dim`; returns a view for the caller to
-        write."""
+        """Append `count` entries, shaped like `like` but for `dim`; returns a view for the caller to write."""
         self.reserve(like, count)
         assert self._buffer is not None
         self._end += count

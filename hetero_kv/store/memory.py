@@ -18,8 +18,7 @@ _LARGE = 1 << 22
 
 
 def untouched(size: int) -> np.ndarray:
-    """Reserve `size` bytes, page-aligned, [size] uint8; backed by memory as they are written, in huge pages if
-    possible.
+    """Reserve `size` bytes, page-aligned, [size] uint8; backed by memory, in huge pages if possible, when written.
 
     Raises MemoryError if the reservation fails.
     """

@@ -61,8 +61,8 @@ class BlockPool:
         values: [num_blocks, kv_heads, block_size, value_storage.elements(v_dim)], likewise.
         representatives: [num_blocks, kv_heads, representative_num, representative_storage.elements(k_dim)].
         key_array, value_array, representative_array: the kernels' views of the same memory.
-        value_means: [num_blocks, kv_heads, 1, representative_storage.elements(v_dim)]; None unless `value_means` is
-            set.
+        value_means: [num_blocks, kv_heads, 1, representative_storage.elements(v_dim)]; None unless
+            `value_means` is set.
         key_codes: [num_blocks, kv_heads, 1, bytes_of_block] uint8, coarse copies of the keys' differences to their
             block's mean (`store.key_codes`); None unless `key_codes` is set.
         group_representatives, group_value_means: the same for groups of consecutive blocks of a sequence, stored at the
@@ -142,8 +142,7 @@ class BlockPool:
 
     @property
     def bytes_per_block(self) -> int:
-        """DRAM that one block takes in all arrays: keys, values, representatives and whatever else is stored per
-        block."""
+        """DRAM that one block takes in all arrays, bytes: keys, values, representatives and other derived arrays."""
         return sum(array[0].numel() * array.element_size() for array in self.arrays.values())
 
     @property
@@ -248,8 +247,8 @@ class BlockPool:
     def represent_groups(self, ids: torch.Tensor, combined: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Compute the representatives and mean values of groups of blocks from those of their blocks.
 
-        ids: [groups, blocks] int64. combined: reduces [groups, blocks, kv_heads, representative_num, k_dim] over the
-            blocks.
+        ids: [groups, blocks] int64.
+        combined: reduces [groups, blocks, kv_heads, representative_num, k_dim] over the blocks.
         """
         assert self.group_representatives is not None
         last, kind = ids[:, -1], self.representative_storage
@@ -285,8 +284,7 @@ class BlockPool:
         return keys.float() + offsets[:, part]
 
     def _place(self, start: int, stop: int) -> tuple[int, int, slice]:
-        """Returns the sequence's blocks [first, last) that cover the positions [start, stop), and the slice within
-        them."""
+        """Returns the sequence's blocks [first, last) that cover positions [start, stop), and the slice in them."""
         first = start // self.block_size
         skipped = start - first * self.block_size
         return first, -(-stop // self.block_size), slice(skipped, skipped + stop - start)
@@ -321,8 +319,7 @@ class BlockPool:
 
 
 def _offset(keys: torch.Tensor) -> torch.Tensor:
-    """The mean of keys [..., tokens, dim] in its stored form, [..., 1, dim] float16. Clamped: any finite offset is
-    exact."""
+    """The mean of keys [..., tokens, dim], stored as [..., 1, dim] float16. Any finite offset would be correct."""
     limit = torch.finfo(torch.float16).max
     return keys.float().mean(dim=-2, keepdim=True).clamp(-limit, limit).half()
 

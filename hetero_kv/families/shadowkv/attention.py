@@ -177,8 +177,7 @@ class ShadowKVAttention(NotedRotations):
     def _decoded_without_waits(
         self, layer: LowRankLayer, step: Step, call: bridge.AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """As `_decoded_by_kernels`, where `device_decode` serves. Misses are counted on the device; returns 0 for
-        them."""
+        """As `_decoded_by_kernels`, where `device_decode` serves. Misses are counted on the device; returns 0."""
         chosen = self._chosen_in_torch(layer, call)
         with joined_on_error(call.k.device):
             update = device_decode.Holding(layer, step, chosen)
@@ -265,8 +264,7 @@ class ShadowKVAttention(NotedRotations):
 def _attention(
     call: bridge.AttentionCall, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one query per head to keys and values [batch, kv_heads, tokens, dim]: out, shaped like q, and
-    lse."""
+    """Attention of one query per head to keys and values [batch, kv_heads, tokens, dim]: out, like q, and lse."""
     return _unfolded(call, *_folded_attention(call, keys, values))
 
 

@@ -39,8 +39,7 @@ class LowRankLayer(ContextLayer):
     The Context consists of whole chunks: keys as low-rank factors, one landmark per chunk and kv head, values in DRAM
     blocks of one chunk. Outlier chunks are also kept exactly. Recent is exact: at least `local_chunks` whole chunks,
     and everything generated since the last prompt, unless `project_generated`. There is no Context of fewer than `rank`
-    tokens, whose factors would be larger than the keys. If the rank is found by `energy`, the largest possible rank
-    counts.
+    tokens, whose factors would be larger than the keys. If `energy` determines the rank, its largest value counts.
 
     Args:
         settings: the operator's, sized.

@@ -38,8 +38,7 @@ class ResidentChunks:
 
     @classmethod
     def restored(cls, outliers: int, ids: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> ResidentChunks:
-        """Returns resident chunks from `all_keys` and `all_values`; the first `outliers` chunks of these are
-        outliers."""
+        """Returns resident chunks from `all_keys` and `all_values`, which begin with `outliers` outlier chunks."""
         residents = cls.__new__(cls)
         residents._outliers, residents.ids, residents._keys, residents._values = outliers, ids, keys, values
         return residents

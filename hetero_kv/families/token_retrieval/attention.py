@@ -117,8 +117,7 @@ class TokenRetrievalAttention(ExactPrefill):
         return kwargs
 
     def chooses_in(self, step: Step) -> bool:
-        """Whether a step of one token per row has Context tokens to choose from, as known before the token is
-        stored."""
+        """Whether a step of one token per row must choose Context tokens, as known before the token is stored."""
         layer = step.cohort.layers[self.layer_idx]
         if not step.is_decode or not step.keeps or layer.pool is None or self.chooser is None:
             return False
@@ -127,8 +126,7 @@ class TokenRetrievalAttention(ExactPrefill):
         return tokens > 0 and not self.chooser.covers(tokens)
 
     def chosen_for(self, step: Step, call: bridge.AttentionCall) -> Choice:
-        """The chooser's choice for a coming step whose queries are guessed; finalizes the blocks that the step
-        completes.
+        """The chooser's choice for a coming step with guessed queries; finalizes the blocks that the step completes.
 
         Blocks of the choice that are in a file are requested from the system.
         """

@@ -23,8 +23,7 @@ from hetero_kv.store.pool import Beside
 
 @dataclass(frozen=True)
 class TokenLayout(RetrievalLayout):
-    """Initial | Context | Local. Block tables are separate per family, because choosers derive block arrays
-    differently.
+    """Initial | Context | Local. Its block tables are separate, because choosers derive block arrays.
 
     Attributes:
         segment_tokens: the chooser derives block arrays for segments of this many tokens, which end at segment ends; 0

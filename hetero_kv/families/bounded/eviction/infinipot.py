@@ -100,8 +100,7 @@ class InfiniPot(EvictionPolicy[InfiniPotSettings]):
         return cached >= budget
 
     def token_scores(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Novelty under compression (eq. 3), from what the layers had cached when the token came: cross-entropy in
-        nats."""
+        """Novelty under compression (eq. 3), given what the layers had cached before the token: cross-entropy, nats."""
         return cross_entropy(logits.transpose(1, 2), tokens, reduction="none")
 
     def catalyst_text(self) -> str:

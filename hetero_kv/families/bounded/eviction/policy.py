@@ -160,8 +160,7 @@ class EvictionPolicy(ABC, Generic[S]):
     # -- sizes
 
     def budget_for(self, prompt_length: int) -> int:
-        """Number of entries that this layer keeps, if its sequence had `prompt_length` tokens at the last prompt's
-        end."""
+        """Number of entries that this layer keeps after a prompt that ended at `prompt_length` tokens."""
         budget = self.settings.budget
         if isinstance(budget, float):
             return max(self.settings.least, math.ceil(budget * prompt_length))
@@ -215,8 +214,7 @@ class EvictionPolicy(ABC, Generic[S]):
     def observe_catalyst(self, entries: Entries, attended: Attended) -> Entries:
         """Returns the entries updated by what the catalyst attended to.
 
-        `attended.keys` are those of the entries, then of the catalyst's tokens so far. Called once per chunk of the
-        catalyst.
+        `attended.keys` are those of the entries, then of the catalyst's tokens so far. Called once per catalyst chunk.
         """
         return entries
 

@@ -59,8 +59,7 @@ class WindowVote(EvictionPolicy[V]):
     the group (section 4).
 
     During an answer an entry keeps its vote from the prompt. A generated entry has the attention that it received while
-    it
-    was among the newest `window`, which are kept: an equal number of queries has voted on each.
+    it was among the newest `window`, which are kept: an equal number of queries has voted on each.
     """
 
     def observe(self, entries: Entries, attended: Attended) -> Entries:

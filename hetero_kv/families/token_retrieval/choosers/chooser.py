@@ -132,8 +132,7 @@ class Asked(NamedTuple):
         return torch.from_numpy(out), torch.from_numpy(lse)
 
     def attend(self, positions: np.ndarray, counts: np.ndarray, log_weights: torch.Tensor | None = None) -> Attended:
-        """Attention to the Context's tokens at `positions` [rows, lists, n] int32, the first `counts` [rows, lists] of
-        each.
+        """Attention to the Context's tokens at `positions` [rows, lists, n] int32, `counts` [rows, lists] of each list.
 
         There is one list per kv head or one per query head, in order. log_weights: [rows, lists, n], the logarithm of
         each token's weight.
@@ -214,8 +213,7 @@ class Chooser(ABC, Generic[S]):
 
     @abstractmethod
     def attended_tokens(self, tokens: int) -> float:
-        """Tokens that a kv head attends to in a Context of `tokens` tokens; the expected number if each step
-        decides."""
+        """Tokens that a kv head attends to in a Context of `tokens`; the expected number if each step decides."""
 
     def covers(self, tokens: int) -> bool:
         """Whether a Context of `tokens` tokens is attended to in full, without a choice."""

@@ -62,8 +62,7 @@ class InfiniGenSettings(BudgetedSettings):
     settings=InfiniGenSettings,
 )
 class InfiniGen(Chooser[InfiniGenSettings]):
-    """Section 4. Skewing and components are computed when keys first enter the Context, and again after longer
-    prompts."""
+    """Section 4. Skewing and components are computed from the Context's first keys, and again after longer prompts."""
 
     learns = looks_ahead = True
     reads_beside = False
@@ -128,8 +127,7 @@ class InfiniGen(Chooser[InfiniGenSettings]):
         return Choice(positions, counts, read + read_around)
 
     def _scores_around(self, query: Asked, q: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Scores of the tokens outside the Context except the newest, [rows, kv_heads, group, tokens], and bytes
-        read."""
+        """Scores of all tokens outside the Context but the newest, [rows, kv_heads, group, tokens], and bytes read."""
         ids, (rows, kv_heads) = query.elsewhere, q.shape[:2]
         tokens = int(query.lengths[ids[0]].sum()) - 1
         positions = every_index(rows, kv_heads, tokens)

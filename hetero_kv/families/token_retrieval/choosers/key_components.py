@@ -19,8 +19,7 @@ _AT_ONCE = 64
 def keys_in_parts(
     pool: BlockPool, table: np.ndarray, first: int, end: int, at_once: int = _AT_ONCE
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields ids of a row's blocks [first, end) and their keys [blocks, kv_heads, block_size, k_dim] float32, in
-    parts."""
+    """Yields, in parts, ids of a row's blocks [first, end) and keys [blocks, kv_heads, block_size, k_dim] float32."""
     for start in range(first, end, at_once):
         ids = torch.from_numpy(table[start : min(start + at_once, end)].astype(np.int64))
         yield ids, pool.decoded_keys(ids).float()

@@ -151,8 +151,7 @@ class RetroInfer(Chooser[RetroInferSettings]):
         return Answer(*both, attended.mass, tokens, kv_heads * read, float(share.mean()))
 
     def _attend_exactly(self, query: Asked, chosen: torch.Tensor, total: int) -> tuple[Attended, float]:
-        """Attention to the tokens of `chosen` [rows, kv_heads, n] among `total` clusters, and their mean number per
-        head."""
+        """Attention to the tokens of `chosen` [rows, kv_heads, n] of `total` clusters, and their mean number per head."""
         numbers = _of_context(query, "clusters").flatten(2).long() - query.first * self._of_block
         is_chosen = torch.zeros(*chosen.shape[:2], total, dtype=torch.bool).scatter_(2, chosen, True)
         is_read = is_chosen.gather(2, numbers).numpy()
@@ -165,12 +164,11 @@ class RetroInfer(Chooser[RetroInferSettings]):
     def _attend_to_means(
         self, query: Asked, scores: torch.Tensor, sizes: torch.Tensor, chosen: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention to the `chosen` [rows, kv_heads, n] clusters, as if all tokens of a cluster had its mean key and
-        value.
+        """Attention to the `chosen` [rows, kv_heads, n] clusters, as if their tokens had the mean key and mean value.
 
-        scores: [rows, kv_heads, group, clusters], weighted by cluster size. Returns out [rows, kv_heads, group, v_dim]
-            and
-        lse.
+        scores: [rows, kv_heads, group, clusters], weighted by cluster size.
+
+        Returns out [rows, kv_heads, group, v_dim] and lse.
         """
         each, context = self._of_block, torch.from_numpy(query.context.astype(np.int64))
         ids = context.gather(1, chosen.div(each, rounding_mode="floor").flatten(1)).view_as(chosen)
