@@ -209,7 +209,7 @@ class BoundedLayer(FamilyLayer):
         return rotated
 
     def observe(self, attended: Attended) -> None:
-        """Pass what the newest tokens attended to to the policy."""
+        """Pass to the policy what the newest tokens attended to."""
         assert self.entries is not None
         if self._probed:
             assert self._without_catalyst is not None

@@ -84,8 +84,8 @@ class LowRankFootprint(LayerFootprint):
         They are factors, landmarks, outliers, slots of chosen chunks, exact newest tokens and spare capacity of
         buffers. The paper gives S·r + r·M + S·M/C + 2(K + O)·C·M for S tokens, M numbers of a token's keys, chunks of C
         tokens, K chosen and O outlier chunks. As printed (section 7.2) the last term lacks its M, and so does the
-        derived factor 7.08: with it, keys and values of 128K tokens are 6.26 times that (M = 1024, C = 8, K = 256, O =
-        48, r = 160).
+        derived factor 7.08: with it, keys and values of 128K tokens are 6.26 times that (M = 1024, C = 8, K = 256,
+        O = 48, r = 160).
         """
         settings, context, rank = self.settings, self.context(tokens), self.settings.most_rank
         keys, values = self.shape.kv_heads * self.shape.k_dim, self.shape.kv_heads * self.shape.v_dim

@@ -77,8 +77,7 @@ class InfiniPot(EvictionPolicy[InfiniPotSettings]):
 
     Of these, the `nuc_ratio` with the highest cross-entropy are taken first, the others by the attention of the
     catalyst's tokens, summed over them and averaged over the group (appendix B). The most novel tokens are the same for
-    all heads, as
-    in the paper, although heads keep different entries: every head always keeps the most novel tokens.
+    all heads, as in the paper, although heads keep different entries: every head always keeps the most novel tokens.
 
     Positions are 0, 1, … within the cache (CR-RoPE, section 3.5).
     """

@@ -11,9 +11,8 @@ stores tokens, computes attention and positions, and splits prompts. It calls th
    which becomes the entries' score "token".
 3. With a `catalyst_text`, when entries must be evicted: its tokens run through the model after the entries. Every
    layer's `observe_catalyst` receives what they attended to; then they are removed.
-4. With `allocates`, when a whole prompt has passed all layers: `allocate` receives the entries of all layers and
-returns
-   how many each may keep.
+4. With `allocates`, when a whole prompt has passed all layers: `allocate` receives the entries of all layers
+   and returns how many each may keep.
 5. When a prompt (of one chunk or more, or a stride of it) has passed the layer: `end_of_prompt`.
 6. When `is_due` (there are more entries than the budget): `evict` returns those that stay (`Entries.kept`), and may
    change them: `entries.with_vectors(keys, values)`.
@@ -221,8 +220,7 @@ class EvictionPolicy(ABC, Generic[S]):
     # -- decisions
 
     def allocate(self, layers: Sequence[Entries], budgets: Sequence[int]) -> Sequence[int]:
-        """Number of entries that each layer keeps until the next prompt, from all layers' entries and their
-        `budget_for`.
+        """Number of entries that each layer keeps until the next prompt, from all layers' entries and budgets.
 
         Called on one policy for all layers of its settings.
         """

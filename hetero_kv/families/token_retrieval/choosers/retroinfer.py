@@ -164,7 +164,7 @@ class RetroInfer(Chooser[RetroInferSettings]):
     def _attend_to_means(
         self, query: Asked, scores: torch.Tensor, sizes: torch.Tensor, chosen: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention to the `chosen` [rows, kv_heads, n] clusters, as if their tokens had the mean key and mean value.
+        """Attention to the `chosen` [rows, kv_heads, n] clusters, as if their tokens had mean keys and values.
 
         scores: [rows, kv_heads, group, clusters], weighted by cluster size.
 
