@@ -132,15 +132,15 @@ def _multiply_packed(
     HAS_BIAS: tl.constexpr, HAS_EXPERTS: tl.constexpr, SHARED: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
     tile = data + tl.program_id(0).to(tl.int64) * tile_bytes
-    given = tl.program_id(1) * SHARED + tl.arange(0, SHARED)
-    is_given = given < count
+    input_row = tl.program_id(1) * SHARED + tl.arange(0, SHARED)
+    is_input = input_row < count
     is_expert = True
     if HAS_EXPERTS:
         expert = tl.load(chosen + tl.program_id(1)).to(tl.int64)
         is_expert = (expert >= 0) & (expert < experts)
         tile += tl.where(is_expert, expert, 0) * expert_bytes
     lane = tl.arange(0, 16)
-    x_rows = x + given.to(tl.int64)[:, None, None] * x_row
+    x_rows = x + input_row.to(tl.int64)[:, None, None] * x_row
     total = tl.zeros([SHARED, UNITS, 16], tl.float32)
     for start in range(0, columns // 4, UNITS):
         unit = (start + tl.arange(0, UNITS))[None, :, None]
@@ -150,7 +150,7 @@ def _multiply_packed(
             NAME, LOW_BITS, HIGH_BITS, ZERO, GROUPS, SCALES, SIGNED_SCALES, HAS_MINIMUM,
             HAS_TABLE, TABLE_BELOW, TABLE_ABOVE, HEAD_BYTES, SCALE_BYTES, GROUP_BYTES, RECORD_BYTES,
         )  # fmt: skip
-        numbers, is_number = x_rows + 4 * unit, is_given[:, None, None] & is_unit
+        numbers, is_number = x_rows + 4 * unit, is_input[:, None, None] & is_unit
         total += tl.load(numbers, mask=is_number, other=0.0).to(tl.float32) * a
         total += tl.load(numbers + 1, mask=is_number, other=0.0).to(tl.float32) * b
         total += tl.load(numbers + 2, mask=is_number, other=0.0).to(tl.float32) * c
@@ -159,8 +159,8 @@ def _multiply_packed(
     product = tl.sum(total, axis=1)
     if HAS_BIAS:
         product += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)[None, :]
-    results = out + given.to(tl.int64)[:, None] * out_row + row[None, :]
-    is_result = is_given[:, None] & (row < rows)[None, :]
+    results = out + input_row.to(tl.int64)[:, None] * out_row + row[None, :]
+    is_result = is_input[:, None] & (row < rows)[None, :]
     tl.store(results, product.to(out.dtype.element_ty), mask=is_result)
 
 

@@ -151,7 +151,7 @@ class RetroInfer(Chooser[RetroInferSettings]):
         return Answer(*both, attended.mass, tokens, kv_heads * read, float(share.mean()))
 
     def _attend_exactly(self, query: Asked, chosen: torch.Tensor, total: int) -> tuple[Attended, float]:
-        """Attention to the tokens of `chosen` [rows, kv_heads, n] of `total` clusters, and their mean number per head."""
+        """Attention to the tokens of `chosen` [rows, kv_heads, n] of `total` clusters, and the mean number per head."""
         numbers = _of_context(query, "clusters").flatten(2).long() - query.first * self._of_block
         is_chosen = torch.zeros(*chosen.shape[:2], total, dtype=torch.bool).scatter_(2, chosen, True)
         is_read = is_chosen.gather(2, numbers).numpy()
