@@ -1,4 +1,4 @@
-"""The rows of a batch: cohorts of rows of one length, and the columns that they have come in."""
+"""The rows of a batch, grouped into cohorts of equal length, and the padding mask of their columns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hetero_kv.errors import HeteroKVError
 
 @dataclass(frozen=True)
 class BatchSnapshot:
-    """What `Batch.rollback` comes back to."""
+    """The state of a `Batch` that `Batch.rollback` restores."""
 
     cohorts: tuple[Cohort, ...]
     states: tuple[CohortSnapshot, ...]
@@ -33,11 +33,11 @@ class BatchSnapshot:
 
 @dataclass(frozen=True)
 class Span:
-    """New tokens of a cohort in a call of the model.
+    """New tokens of one cohort in a call of the model.
 
     Attributes:
-        rows: of the batch.
-        columns: of the call's tokens.
+        rows: the cohort's rows in the batch.
+        columns: the columns of the call that hold the new tokens.
     """
 
     cohort: Cohort
@@ -51,31 +51,31 @@ class Span:
 
 
 class Batch:
-    """Sequences that pass through a model together, as cohorts of those of one length.
+    """Sequences that pass through a model together, as cohorts: rows of equal length form one cohort.
 
     Args:
-        maker: makes the layers of a cohort, and plans their memory.
+        maker: makes the layers of a cohort and plans their memory.
         max_seq_len: capacity of each sequence, tokens; None takes the rules' `max_seq_len`.
-        forks: that are to have room to grow to `max_seq_len` too.
-        held: what is there of the sequences already, in a file from which they come.
+        forks: number of forks whose growth to `max_seq_len` is planned too.
+        held: the resident prefix: KV that a file already supplies.
 
     Attributes:
         cohorts: in the order of the rows.
-        columns: so far, and which are padding.
+        columns: the columns so far, and which of them are padding.
 
-    Raises OutOfMemoryError when `max_seq_len` does not fit into memory. It is planned for one sequence, and for a batch
-    when its first tokens come.
+    Raises OutOfMemoryError when `max_seq_len` does not fit into memory. The plan covers one sequence; a larger batch is
+    planned when its first tokens come.
     """
 
     def __init__(self, maker: CacheMaker, max_seq_len: int | None, forks: int, held: Held = NOTHING_HELD) -> None:
         self._maker, self._wanted, self._forks, self._held = maker, max_seq_len, forks, held
-        # Sequences that the capacity is planned for; blocks are had when the first tokens come.
+        # Number of sequences in the plan. Blocks are allocated when the first tokens come.
         self._planned_batch = 1
         self._begin_in(maker.planned_store(max_seq_len, 1, forks, held, None))
 
     def _begin_anew(self) -> None:
         store = self.cohorts[0].store
-        # What forks share was planned for all of them.
+        # With forks, the plan covered all of them together.
         self._begin_in(store.anew() if self._planned_batch else Store(store.capacity, self._forks))
 
     def _begin_in(self, store: Store) -> None:
@@ -87,23 +87,23 @@ class Batch:
         self._present(self.cohorts[0])
 
     def _present(self, cohort: Cohort) -> None:
-        """What follows when this cohort is the first, or passes through the model."""
+        """Called when this cohort becomes the first, or passes through the model."""
 
     # -- rows
 
     @property
     def sequences(self) -> list[Sequence]:
-        """One per row of the batch."""
+        """One sequence per row of the batch."""
         return [sequence for cohort in self.cohorts for sequence in cohort.sequences]
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row."""
+        """The number of tokens of each row."""
         return [sequence.length for sequence in self.sequences]
 
     @property
     def attention_mask(self) -> torch.Tensor:
-        """Which of the columns so far hold a token of each row, [rows, columns] int64: the past of the next mask."""
+        """The padding mask of the past, [rows, columns] int64: 1 where a column holds a token of the row."""
         return self.columns.mask(len(self.sequences))
 
     @property
@@ -113,31 +113,33 @@ class Batch:
 
     @property
     def room(self) -> int | None:
-        """Tokens that can still be added to each sequence; None when no layer keeps every token."""
+        """Tokens that each sequence can still take; None when no layer keeps every token."""
         return room(self.cohorts)
 
     def require_room(self, batch: int, tokens: int) -> None:
-        """Raise unless `tokens` more of `batch` sequences can be added to every layer.
+        """Raise unless every layer can take `tokens` more tokens of `batch` sequences.
 
         Raises:
-            CacheFullError: they do not fit.
-            OutOfMemoryError: they are the first, and memory has no room for that many sequences of `max_seq_len`.
-            HeteroKVError: the cache holds another number of sequences.
+            CacheFullError: the tokens do not fit.
+            OutOfMemoryError: the tokens are the first, and memory cannot hold that many sequences of `max_seq_len`.
+            HeteroKVError: the cache has another number of sequences.
         """
         self._open(batch, tokens)
         require_room([(cohort, tokens) for cohort in self.cohorts])
 
     def _open(self, batch: int, most: int) -> None:
-        """Have `batch` rows: the first ones, for at most `most` tokens, or those that are there."""
-        held = len(self.sequences)
-        if held != batch and held and self.columns.count:
+        """Set the batch to `batch` rows: plan and allocate on the first tokens, `most` at most, or check the present
+        rows.
+        """
+        count = len(self.sequences)
+        if count != batch and count and self.columns.count:
             raise HeteroKVError(
-                f"the cache holds {held} sequences and was given {batch}; use a HeteroCache for "
+                f"the cache holds {count} sequences and was given {batch}; use a HeteroCache for "
                 "each batch, or cache.reset() between them"
             )
-        if held == batch:
+        if count == batch:
             return
-        if held:
+        if count:
             self._begin_anew()
         first = self.cohorts[0]
         crowded = first.store.waits and reserved_beside(first.store) != NOTHING_RESERVED
@@ -145,13 +147,16 @@ class Batch:
             planned = max(batch, self._planned_batch)
             first.store = self._maker.planned_store(self._wanted, planned, self._forks, self._held, first.store)
             self._planned_batch = planned
-        # Before any block is had: a prompt that is too long leaves the cache empty.
+        # Checked before any block is allocated: a prompt that is too long leaves the cache empty.
         require_room([(first, most)])
         first.store.provide(first.layouts, batch)
         first.open(batch)
 
     def begin_restored(self, held: Rows[tuple[int, int]]) -> list[Cohort]:
-        """Have cohorts of so many rows and room for so many tokens each, to be filled from a file.
+        """Make cohorts that a file will fill.
+
+        Args:
+            held: (rows, tokens) of each cohort.
 
         Raises as `require_room`.
         """
@@ -164,10 +169,13 @@ class Batch:
         return cohorts
 
     def spans(self, tokens: Rows[int], width: int) -> list[Span]:
-        """The cohorts and their part of a call of `width` columns, of which the last `tokens` of each row are tokens.
+        """Plan a call: split its rows into cohorts and return the part of the call of each.
 
-        Rows that had equal lengths and get different ones become cohorts of their own. Rows without a token have no
-        span.
+        A cohort whose rows get different numbers of tokens is split. Rows without a new token have no span.
+
+        Args:
+            tokens: number of new tokens of each row, the last ones of the row.
+            width: columns of the call.
 
         Raises as `require_room`.
         """
@@ -182,14 +190,14 @@ class Batch:
                 spans.append(Span(cohort, rows, slice(width - tokens[row], width)))
             row = rows.stop
         anew = set().union(*(span.cohort.expect(span.tokens) for span in spans))
-        # Rows that part keep their blocks, and a rollback comes back to the cohort that they were.
+        # Split rows keep their blocks, and a rollback returns to the cohort before the split.
         for cohort in {*before, *self.cohorts} if anew else ():
             cohort.close_anew(anew)
         require_room([(span.cohort, span.tokens) for span in spans])
         return spans
 
     def _split(self, tokens: Rows[int]) -> None:
-        """Let neighbouring rows of one cohort with equal numbers of new tokens be cohorts."""
+        """Split each cohort into runs of neighbouring rows with equal `tokens`."""
         cohorts, row = [], 0
         for cohort in self.cohorts:
             count = len(cohort.sequences)
@@ -201,24 +209,25 @@ class Batch:
             row += count
         self._have(cohorts)
 
-    # -- going back, and rows that come and go
+    # -- rollback, and changes of rows
 
     def snapshot(self) -> BatchSnapshot:
-        """What `rollback` needs to come back to the present state."""
+        """The present state, for `rollback`."""
         states = tuple(cohort.snapshot() for cohort in self.cohorts)
         return BatchSnapshot(tuple(self.cohorts), states, self.columns)
 
     def rollback(self, snapshot: BatchSnapshot) -> None:
-        """Forget what was stored since `snapshot`, and what its queries looked at. May be called again if it fails."""
+        """Return to `snapshot`: drop newer tokens and the queries' observations. Repeatable after a failure."""
         self.columns = snapshot.columns
         self._have(snapshot.cohorts)
         for cohort, state in zip(snapshot.cohorts, snapshot.states, strict=True):
             cohort.rollback(state)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` columns, a negative number as in transformers; of no rows, nothing.
+        """Drop the last `-tokens_to_remove` columns; the number is negative, as in transformers. An empty batch stays
+        as it is.
 
-        Raises HeteroKVError for a positive number, and when a layer keeps only a window, whose older tokens are gone.
+        Raises HeteroKVError for a positive number, and when a layer keeps only a window, whose older tokens are lost.
         """
         if tokens_to_remove > 0:
             raise HeteroKVError(
@@ -251,7 +260,7 @@ class Batch:
             lengths += [cohort.length - removed[row] for cohort, row in zip(self.cohorts, rows, strict=False)]
             for cohort, length in zip(self.cohorts, lengths, strict=True):
                 cohort.crop_layers(length)
-            # From here on there are blocks that nobody can come back to.
+            # From here on blocks are freed, so that a rollback is no longer possible.
             remedy = let_go
             let_go()
         except BaseException:
@@ -260,7 +269,7 @@ class Batch:
 
     @staticmethod
     def _all_or_nothing(change: Callable[[], None], *batches: Batch) -> None:
-        """Let rows of these batches come and go; where that fails, they are those that there were."""
+        """Change the rows of these batches; restore them all when the change fails."""
         before = [(batch, batch.cohorts, batch.columns) for batch in batches]
 
         def go_back() -> None:
@@ -275,16 +284,16 @@ class Batch:
             raise
 
     def select(self, rows: Rows[int] | torch.Tensor) -> None:
-        """Let row i be what row `rows[i]` was: rows leave, are reordered, or, named twice, go two ways.
+        """Make row i the present row `rows[i]`: drops, reorders or duplicates rows.
 
-        Raises HeteroKVError for a row that is not there, or for none.
+        Raises HeteroKVError for a row that does not exist, or an empty selection.
         """
-        # Of a tensor on a device in one copy, not a number at a time.
+        # A tensor on a device is copied once, not number by number.
         chosen = rows.tolist() if isinstance(rows, torch.Tensor) else [int(row) for row in rows]
-        held = len(self.sequences)
-        if not chosen or not all(0 <= row < held for row in chosen):
-            raise HeteroKVError(f"rows are {chosen}, and the cache holds {held}; give indices from 0 to {held - 1}")
-        if chosen == list(range(held)):
+        count = len(self.sequences)
+        if not chosen or not all(0 <= row < count for row in chosen):
+            raise HeteroKVError(f"rows are {chosen}, and the cache holds {count}; give indices from 0 to {count - 1}")
+        if chosen == list(range(count)):
             return
         homes = [(cohort, row) for cohort in self.cohorts for row in range(len(cohort.sequences))]
         runs = groupby((homes[row] for row in chosen), key=lambda home: id(home[0]))
@@ -300,11 +309,11 @@ class Batch:
         self._all_or_nothing(change, self)
 
     def extend(self, other: Self) -> None:
-        """Let the rows of `other` join behind; `other` is empty then.
+        """Append the rows of `other`, which is empty afterwards.
 
-        Where one has more columns, the other's rows are left-padded (`attention_mask`).
+        The side with fewer columns is left-padded (`attention_mask`).
 
-        Raises HeteroKVError when the other is of another model or rules, or is this one.
+        Raises HeteroKVError when `other` has another model or other rules, or is this batch.
         """
         if other is self or other._maker is not self._maker:
             raise HeteroKVError(

@@ -1,4 +1,4 @@
-"""A cache layer that takes prompts in chunks: its keys and values stay where the model computes until it is done."""
+"""A cache layer with chunked prefill: the prompt's KV stays on the compute device until the whole prompt has passed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hetero_kv.store.storage import StorageType
 
 @dataclass
 class PrefillBuffer:
-    """One layer's keys and values on the compute device, while the layer prefills.
+    """Keys and values of one layer on the compute device during prefill.
 
     Attributes:
         keys: [batch, kv_heads, capacity, k_dim] in the model's dtype.
         values: [batch, kv_heads, capacity, v_dim] in the model's dtype.
         past: tokens that were stored before this prefill.
-        length: tokens of the sequence so far, those of the buffer the last.
-        first: position of the first token in the buffer; those before, up to `past`, are in the pool alone.
+        length: tokens of the sequence so far; the buffer ends with the last of them.
+        first: position of the buffer's first token; earlier tokens, up to `past`, are only in the pool.
     """
 
     keys: torch.Tensor
@@ -36,18 +36,18 @@ class PrefillBuffer:
 
 
 class BufferedLayer(FamilyLayer):
-    """Keeps every token of its sequences, in blocks or elsewhere, and has a buffer of all while a prompt prefills.
+    """Keeps every token of its sequences, in blocks or elsewhere, and buffers all of them during prefill.
 
     Args:
-        storage: number format of the pool.
-        value_storage: that of its values, where it is another than that of its keys.
+        storage: storage type of the pool.
+        value_storage: storage type of the values, if it differs from that of the keys.
 
     Attributes:
-        pool: the layer's blocks; None before it has tokens.
-        prefill_buffer: None but while a prompt prefills.
+        pool: the layer's blocks; None before the first tokens.
+        prefill_buffer: None outside of a prefill.
     """
 
-    #: The settings that the storage types of keys and values come from.
+    #: The settings that choose the storage types of keys and values.
     storage_settings = ("kv_type", "kv_type")
 
     def __init__(self, storage: StorageType, value_storage: StorageType | None = None) -> None:
@@ -58,7 +58,7 @@ class BufferedLayer(FamilyLayer):
         self._prefilling: Step | None = None
 
     def get_seq_length(self) -> int:
-        """Tokens of each sequence, those that are being prefilled included."""
+        """Tokens of each sequence, including those in prefill."""
         return self.cohort.length if self.prefill_buffer is None else self.prefill_buffer.length
 
     def get_max_length(self) -> int:
@@ -66,7 +66,7 @@ class BufferedLayer(FamilyLayer):
         return self.cohort.store.capacity
 
     def _require_finite(self, keys: torch.Tensor | None, values: torch.Tensor) -> None:
-        """Raise HeteroKVError for a number that its storage type would turn into infinity; no keys: None."""
+        """Raise HeteroKVError for a number that overflows its storage type. `keys` is None for a layer without keys."""
         for vectors, storage, setting in zip(
             (keys, values), (self.key_storage, self.value_storage), self.storage_settings, strict=True
         ):
@@ -77,7 +77,7 @@ class BufferedLayer(FamilyLayer):
                     raise _too_large(found, storage, setting)
 
     def _require_within(self, largest: Sequence[float]) -> None:
-        """Raise HeteroKVError where the largest magnitude of a key, or that of a value, is none that is stored."""
+        """Raise HeteroKVError when the largest magnitude of the keys or of the values overflows its storage type."""
         for found, storage, setting in zip(
             largest, (self.key_storage, self.value_storage), self.storage_settings, strict=True
         ):
@@ -85,9 +85,9 @@ class BufferedLayer(FamilyLayer):
                 raise _too_large(found, storage, setting)
 
     def require_storable(self, largest: float) -> None:
-        """Raise HeteroKVError where the largest magnitude that was stored is none that the storage types hold.
+        """Raise HeteroKVError when the largest stored magnitude overflows a storage type.
 
-        Where they are two, it is that of the narrower (`cpu_ops.token_store`).
+        With two storage types, `largest` is that of the narrower one (`cpu_ops.token_store`).
         """
         for storage, setting in zip((self.key_storage, self.value_storage), self.storage_settings, strict=True):
             if storage.largest is not None and largest > storage.largest:
@@ -99,7 +99,7 @@ class BufferedLayer(FamilyLayer):
     def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
         """Store the new tokens of a step: keys [batch, kv_heads, tokens, k_dim], values likewise.
 
-        `buffer` holds the whole sequence when the tokens are a prompt.
+        For a prompt, `buffer` has the whole sequence.
         """
 
     @abstractmethod
@@ -107,11 +107,11 @@ class BufferedLayer(FamilyLayer):
         """Copy all stored tokens into [batch, kv_heads, length, dim] tensors, on any device."""
 
     def begin_prefill(self, step: Step) -> None:
-        """The tokens of `step` are about to arrive in chunks (`extend`)."""
+        """Begin a prefill: the tokens of `step` follow in chunks (`extend`)."""
         self._prefilling = step
 
     def end_prefill(self, step: Step) -> PrefillBuffer | None:
-        """Store what has arrived. Returns the buffer of the whole sequence; None where nothing is stored."""
+        """Store the prefilled tokens. Returns the buffer of the whole sequence; None when nothing is stored."""
         buffer, self.prefill_buffer = self.prefill_buffer, None
         if buffer is None or not step.keeps:
             return None
@@ -124,18 +124,17 @@ class BufferedLayer(FamilyLayer):
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether a prompt is being prefilled in this layer."""
+        """Whether this layer is in a prefill."""
         return self._prefilling is not None
 
     def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add one chunk to the prefill buffer, which is first filled with what was stored before.
+        """Append one chunk to the prefill buffer. The first chunk loads the stored tokens into the buffer.
 
         Args:
             keys: [batch, kv_heads, tokens, k_dim] of the chunk.
             values: [batch, kv_heads, tokens, v_dim].
 
-        Returns the keys and values before this chunk, as far as the buffer has them, as views: [batch, kv_heads, past,
-        dim].
+        Returns the buffered keys and values before this chunk, as views: [batch, kv_heads, past, dim].
         """
         if self.prefill_buffer is None:
             self.prefill_buffer = self._loaded_buffer(keys, values)
@@ -160,13 +159,13 @@ class BufferedLayer(FamilyLayer):
     # -- memory
 
     def block_ids(self, row: int) -> np.ndarray:
-        """Ids of the blocks of a row, [blocks] int32, a view."""
+        """Block ids of a row, [blocks] int32, a view."""
         assert self.layout is not None
         return self.cohort.sequences[row].tables[self.layout].ids
 
     @property
     def bytes_touched(self) -> int:
-        """DRAM of the blocks of this layer that were ever allocated, by whomever, in bytes."""
+        """DRAM of all blocks of this layer that any cache has ever allocated, bytes."""
         if self.pool is None or self.layout is None:
             return 0
         return self.cohort.store.allocators[self.layout].touched_blocks * self.pool.bytes_per_block

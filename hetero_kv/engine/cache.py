@@ -1,4 +1,4 @@
-"""`HeteroCache`: the transformers cache of a model that rules have been injected into."""
+"""`HeteroCache`: the transformers cache of a model with injected rules."""
 
 from __future__ import annotations
 
@@ -30,30 +30,29 @@ from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 class HeteroCache(PassingPrompt, CountedBatch, Cache):
     """The KV cache of a batch of sequences: `model.generate(**inputs, past_key_values=cache)`.
 
-    Rows of equal length go on together, as a cohort; a batch whose rows have several lengths (left-padded prompts) is
-    several cohorts. What a layer of the model holds of a cohort is its operator's; layers that the rules leave as they
-    are have transformers' own cache layer.
+    Rows of equal length form one cohort; a batch of left-padded prompts has several cohorts. The operator of a layer
+    decides what the layer stores; layers without an operator have transformers' own cache layer.
 
     Args:
-        model: a model that `inject` was called on.
+        model: a model after `inject`.
         max_seq_len: capacity of each sequence, tokens; None takes the rules' `max_seq_len`.
         on_progress: called after every prefilled chunk.
-        forks: forks that are to have room to grow to `max_seq_len` too, beside this cache; DRAM is planned for them.
-            Without, a cache and its forks share the room that one sequence has.
-        tokenizer: for eviction policies that run a text of their own; None takes the one of the model's directory.
-        held: what is there of the sequences already, for a cache that `load` fills: memory is planned for the rest.
+        forks: number of forks that can also grow to `max_seq_len`; DRAM is planned for them. With 0, a cache and its
+            forks share the capacity of one sequence.
+        tokenizer: for eviction policies that run a text of their own; None loads that of the model's directory.
+        held: the resident prefix, for a cache that `load` fills: memory is planned for the rest.
 
     Attributes:
         cohorts: in the order of the batch's rows.
-        layers: the first cohort's, or those of the cohort that passes through the model.
-        in_use: the context of the thread that uses this cache; another thread that enters it is refused.
+        layers: those of the cohort that passes through the model, else those of the first cohort.
+        in_use: the context of the thread that uses this cache; any other thread that enters it is refused.
 
     One thread at a time may use a cache, for a whole `generate` or one forward; a second one gets a CacheInUseError.
-    Several caches of one model may be used by several threads, whose forwards then pass one after the other.
+    Several threads may use several caches of one model; their forwards run one after the other.
 
-    Raises HeteroKVError when the model is not injected, or `max_seq_len` does not fit into memory. It is planned for
-    one sequence; a batch of several is planned when its prompt comes, and then refused, or `auto` made shorter, before
-    anything is allocated.
+    Raises HeteroKVError when the model has no injected rules, or `max_seq_len` does not fit into memory. The plan
+    covers one sequence. A larger batch is planned when its prompt comes; it is then refused, or `auto` shortened,
+    before anything is allocated.
     """
 
     def __init__(
@@ -70,15 +69,15 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
         self.in_use = OneThread()
         PassingPrompt.__init__(self, on_progress)
         self._texts = PolicyTexts(tokenizer, getattr(getattr(model, "config", None), "_name_or_path", ""))
-        #: The forward that is cut into parts, if one is (`adapter.strides.StridedForward`).
+        #: The strided forward in progress, if any (`adapter.strides.StridedForward`).
         self.strided: Any = None
-        #: Layers of the model that the tokens have passed through; None before the first ones.
+        #: Number of model layers that the tokens passed through; None before the first tokens.
         self.depth: int | None = None
-        #: The steps of the forward that is under way, one per cohort that takes part.
+        #: The steps of the forward in progress, one per participating cohort.
         self.steps: tuple[Step, ...] = ()
-        #: States of the model (`CacheMaker.state`) under which its prompts were computed.
+        #: States of the model (`CacheMaker.state`) that computed the prompts.
         self.computed_under: tuple[ModelState, ...] = ()
-        #: Files that lie in the pools' memory.
+        #: Files that are mapped into the pools' memory.
         self.mapped_files: tuple[MappedFile, ...] = ()
         CountedBatch.__init__(self, maker, max_seq_len, forks, held)
         Cache.__init__(self, layers=self.layers)
@@ -87,9 +86,9 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
         self.layers = cohort.layers
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the batch so far, its padding included: the tokens of its rows where they have equal lengths.
+        """Columns of the batch so far, padding included; with equal lengths, the tokens of each row.
 
-        While a cohort passes through the model: what its layer holds.
+        While a cohort passes through the model: the length in its layer.
         """
         return Cache.get_seq_length(self, layer_idx) if len(self.steps) == 1 else self.columns.count
 
@@ -99,14 +98,14 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
 
     @property
     def max_cache_len(self) -> int:
-        """`get_max_length` by the name that PEFT asks for."""
+        """`get_max_length`, under the name that PEFT reads."""
         return self.get_max_length()
 
     # -- in a file
 
     @property
     def injection(self) -> Any:
-        """The rules in the model that this is a cache of."""
+        """The rules in the model of this cache."""
         return self._maker
 
     @injection.setter
@@ -114,43 +113,41 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
         self._maker = injection
 
     def save(self, path: str | Path, tokens: Rows[Rows[int]] | torch.Tensor | None = None) -> None:
-        """Write all that this cache holds into a safetensors file, from which `load` goes on in another process.
+        """Save this cache as a safetensors file, which `load` continues in another process.
 
-        The file is there as a whole or not at all, whatever happens on the way; what was there gives way to it.
+        The file is written as a whole or not at all; it replaces an existing one.
 
         Args:
-            tokens: the token ids of every row, [rows, tokens] without padding, at least those that are stored: with
-                them damaged blocks can be computed anew. None where nobody knows them.
+            tokens: token ids of every row, [rows, tokens] without padding, at least the stored ones: they allow damaged
+                blocks to be recomputed. None when they are unknown.
 
-        Raises ContextError where the cache holds no tokens or a layer cannot be saved, and where the file cannot be
-        written.
+        Raises ContextError when the cache has no tokens, a layer cannot be saved, or the file cannot be written.
         """
         with self.alone():
             self._maker.save(path, self, tokens)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module, **settings: Any) -> HeteroCache:
-        """The cache that `save` wrote: what comes next is bit for bit what would have come without the break.
+        """Load a cache that `save` wrote; the continuation is bit-identical to an uninterrupted one.
 
         Args:
-            model: the one of the cache that was saved, with the same rules in it; settings that only choose which
-                blocks are attended to may be others.
-            settings: as for a new cache, `max_seq_len` among them; `repair=False` refuses what is damaged where it
-                could be computed anew from its tokens, and `verify=False` does not look at blocks before they are
-                attended to.
+            model: the model of the saved cache, with the same rules. Settings that only choose the attended blocks may
+                differ.
+            settings: as for a new cache, including `max_seq_len`; `repair=False` refuses damage that recomputing from
+                tokens could repair, and `verify=False` skips the check of blocks before they are attended.
 
         Raises:
-            ContextError: there is no saved context at `path`, or it is of another model, other settings or another
-                version: the message names what differs and what would fit.
-            DamagedContextError: the file is not what was written.
-            CacheFullError, OutOfMemoryError: `max_seq_len`, or memory, has no room for it.
+            ContextError: no saved context is at `path`, or it has another model, settings or version; the message names
+                the difference and what would fit.
+            DamagedContextError: the file's contents differ from what was written.
+            CacheFullError, OutOfMemoryError: `max_seq_len`, or memory, is too small for it.
         """
         return injected(model).load(path, **settings)
 
     def require_unchanged_files(self) -> None:
-        """Raise DamagedContextError where somebody has changed a file that blocks lie in.
+        """Raise DamagedContextError when a file that backs blocks has changed.
 
-        Every forward asks, before it begins and again before its tokens are stored.
+        Every forward checks this at its beginning, and again before it stores its tokens.
         """
         for file in self.mapped_files:
             file.require_unchanged()
@@ -159,9 +156,9 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within this context no other thread uses this cache, and none the blocks that it shares with its forks.
+        """Within this context no other thread uses this cache, or the blocks that it shares with its forks.
 
-        Raises CacheInUseError where another thread uses it.
+        Raises CacheInUseError when another thread uses it.
         """
         with self.in_use, self._maker.one_at_a_time:
             yield
@@ -172,7 +169,7 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
             "cache.save(path) writes it into a file, and HeteroCache.load(path, model) goes on from there"
         )
 
-    # -- what the layers of a model call
+    # -- called by the layers of a model
 
     def _require_step(self) -> None:
         if not self.steps or not self.in_use.is_within:
@@ -199,11 +196,11 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
     def forward(self, spans: Rows[Span], *, is_decode: bool | None = None) -> Iterator[tuple[Step, ...]]:
         """Within this context the tokens of `spans` pass through the model, in one forward.
 
-        Room is reserved in every layer first; when the context ends well the tokens are stored. When it does not, the
-        caller rolls back (`undo_on_error`).
+        Every layer reserves room first; the tokens are stored when the context ends without an error. After an error
+        the caller rolls back (`undo_on_error`).
 
-        Raises CacheFullError when they do not fit, DamagedContextError as `require_unchanged_files`, CacheInUseError
-        where another thread uses the cache, and what layers have watched for.
+        Raises CacheFullError when the tokens do not fit, DamagedContextError as `require_unchanged_files`,
+        CacheInUseError when another thread uses the cache, and the errors of deferred readbacks.
         """
         with self.in_use, self._passing(spans, is_decode) as steps:
             yield steps
@@ -238,23 +235,23 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
             self._present(self.cohorts[0])
 
     def _note_state(self) -> None:
-        """Note under what the tokens of a prompt are computed."""
+        """Record the state of the model that computes the tokens of a prompt."""
         now, before = self._maker.state(), self.computed_under if self.columns.count else ()
         self.computed_under = before if any(now.is_like(each) for each in before) else (*before, now)
 
     @property
     def tokenizer(self) -> Any:
-        """Of policies that run a text; None where none was given or read yet."""
+        """The tokenizer of policies that run a text; None before one is passed or loaded."""
         return self._texts.tokenizer
 
     def tokenized(self, text: str) -> list[int]:
         """As `PolicyTexts.tokens`."""
         return self._texts.tokens(text)
 
-    # -- going back, and going several ways
+    # -- rollback and fork
 
     def rollback(self, snapshot: BatchSnapshot) -> None:
-        """See Batch; the forward that was under way is over."""
+        """See Batch; ends the forward in progress."""
         for step in self.steps:
             step.cohort.step = None
         self.steps, self.strided = (), None
@@ -264,18 +261,17 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
         super().rollback(snapshot)
 
     def fork(self) -> HeteroCache:
-        """A second cache with the same tokens, which goes on by itself: the blocks in DRAM are shared, not copied.
+        """A second cache with the same tokens, independent from now on. It shares the blocks in DRAM without a copy.
 
-        A shared block is copied when one of the two writes to it: the last one, where it is not full, and, where
-        representatives are chosen by attention (DYNAMIC), those that enter the Context. Windows are copied. What was
-        asked in one fork never changes the answers of another. The blocks of a cache that is reset or dropped serve
-        the others.
+        A write to a shared block copies it first: the last block, when it is not full, and blocks that enter the
+        Context when attention chooses their representatives (DYNAMIC). Windows are copied. The queries of one fork
+        never change the answers of another. Blocks of a cache that is reset or deleted stay with the other forks.
 
-        All forks together have room for `max_seq_len` tokens and `forks` times as many; what does not fit is refused
-        with CacheFullError before any layer takes it. After `reset` a cache has a store of its own again, if memory
-        has room for it. Forks may be forked again. `copy.copy` and `copy.deepcopy` fork too.
+        All forks together can hold `1 + forks` times `max_seq_len` tokens; more is refused with CacheFullError before
+        any layer changes. After `reset` a cache has its own store again, if memory allows. Forks can be forked again.
+        `copy.copy` and `copy.deepcopy` fork too.
 
-        Raises HeteroKVError while a prompt is being prefilled.
+        Raises HeteroKVError during a prefill.
         """
         with self.alone():
             return self._fork()
@@ -283,40 +279,41 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
     def _fork(self) -> HeteroCache:
         if self.steps:
             raise HeteroKVError("a prompt is being prefilled into this cache; fork it before or after, not in between")
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        twin.in_use = OneThread()
-        twin.on_progress = twin._question = None
+        clone = object.__new__(type(self))
+        clone.__dict__.update(self.__dict__)
+        clone.in_use = OneThread()
+        clone.on_progress = clone._question = None
         memo: dict[int, Any] = {}
-        twin._have([cohort.fork(memo) for cohort in self.cohorts])
+        clone._have([cohort.fork(memo) for cohort in self.cohorts])
         if not self.sequences:
-            twin.cohorts[0].store = Store(self.cohorts[0].store.capacity, self._forks)
-        # What was planned is theirs together: each plans anew when it leaves the others by `reset`.
-        self._planned_batch = twin._planned_batch = 0
-        return twin
+            clone.cohorts[0].store = Store(self.cohorts[0].store.capacity, self._forks)
+        # Both share the plan. `reset` makes a cache leave the shared store and plan again.
+        self._planned_batch = clone._planned_batch = 0
+        return clone
 
     def __copy__(self) -> HeteroCache:
-        # A copy that shared what is replaced when tokens come would go wrong.
+        # A shallow copy would share state that new tokens replace.
         return self.fork()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HeteroCache:
-        # transformers' own way to go on from one prompt several times; a deep copy of the operators would follow.
-        memo[id(self)] = twin = self.fork()
-        return twin
+        # transformers deep-copies a cache to continue one prompt several times; the default would also copy the
+        # operators.
+        memo[id(self)] = clone = self.fork()
+        return clone
 
     def reset(self) -> None:
-        """Forget every token and give the memory back; blocks that forks hold too stay with them."""
+        """Drop every token and free the memory; blocks shared with forks stay with the forks."""
         with self.alone():
             self._reset()
 
     def _reset(self) -> None:
         self.depth = None
-        held = self.sequences
+        sequences = self.sequences
         self._all_or_nothing(self._begin_anew, self)
-        for sequence in held:
+        for sequence in sequences:
             sequence.free()
         if self.mapped_files:
-            # What lay in files is to lie in memory of its own.
+            # After a reset, blocks are allocated in memory instead of mapped files.
             self.mapped_files, self._held, self._planned_batch = (), NOTHING_HELD, 0
 
     def extend(self, other: Self) -> None:
@@ -345,7 +342,7 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
             super().select(rows)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Let row i continue row `beam_idx[i]` (beam search): blocks are shared, not copied."""
+        """Make row i continue row `beam_idx[i]` (beam search); blocks are shared, not copied."""
         self.select(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -353,11 +350,11 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
         self.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refused: blocks are planned for the rows of the first prompt. Raises HeteroKVError."""
+        """Always raises HeteroKVError: blocks are planned for the rows of the first prompt."""
         raise HeteroKVError("a HeteroCache cannot repeat its sequences; repeat the prompt before generating")
 
     def ran_out_of_memory(self, error: Exception, batch: int, tokens: int) -> OutOfMemoryError:
-        """What to raise when a forward of so many new tokens of `batch` sequences found no memory."""
+        """The error for a forward of `tokens` new tokens of each of `batch` sequences that ran out of memory."""
         return self._maker.ran_out_of_memory(
             error, batch, stored=self.columns.count, tokens=tokens, capacity=self.max_seq_len, held=self.dram_bytes
         )

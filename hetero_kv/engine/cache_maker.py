@@ -1,4 +1,4 @@
-"""What an injected model has for its caches: who makes their layers, plans their memory, saves and loads them."""
+"""The cache factory of an injected model: makes cache layers, plans their memory, saves and loads caches."""
 
 from __future__ import annotations
 
@@ -15,55 +15,63 @@ from hetero_kv.errors import HeteroKVError, OutOfMemoryError
 
 
 class ModelState(Protocol):
-    """What decides what a model computes, at some moment."""
+    """Everything that determines the model's output, at one moment."""
 
     def is_like(self, other: Any) -> bool:
-        """Whether it is the same as at another moment."""
+        """Whether this state equals that of another moment."""
 
 
 class CacheMaker(Protocol):
-    """What `inject` leaves on a model: it knows which layer needs which cache, and what fits into memory."""
+    """What `inject` attaches to a model: it knows the cache of each layer, and how much fits into memory."""
 
     @property
     def one_at_a_time(self) -> AbstractContextManager[Any]:
-        """A context that one thread at a time is in, and others wait for: operators, and blocks that forks share, are
-        the same for all caches of a model."""
+        """A context that admits one thread at a time; other threads wait.
+
+        All caches of a model share its operators, and forks share blocks.
+        """
 
     def max_seq_len(self, wanted: int | None, batch: int, forks: int, held: Held = NOTHING_HELD) -> int:
-        """The capacity in tokens of each of `batch` sequences, and of theirs in every fork; `held` is there already."""
+        """Capacity in tokens of each of `batch` sequences, and of those in each fork; `held` is the resident prefix."""
 
     def planned_store(self, wanted: int | None, batch: int, forks: int, held: Held, own: Store | None) -> Store:
-        """An empty store of such a capacity, in memory that no other cache of this process is to have.
+        """An empty store of that capacity, in memory that no other cache of this process has reserved.
 
-        own: the store that it takes the place of, if it does.
+        Args:
+            own: the store that the new one replaces, if any.
         """
 
     def cache_layers(self) -> list[CacheLayerMixin]:
         """One empty cache layer per layer of the model."""
 
     def state(self) -> ModelState:
-        """The model's weights, adapters and hooks as they are now."""
+        """The model's weights, adapters and hooks at this moment."""
 
     def save(self, path: str | Path, cache: Any, tokens: Any) -> None:
-        """Write what a HeteroCache holds into a file; see `HeteroCache.save`."""
+        """Write the contents of a HeteroCache into a file; see `HeteroCache.save`."""
 
     def load(self, path: str | Path, **settings: Any) -> Any:
-        """A HeteroCache that goes on from such a file; see `HeteroCache.load`."""
+        """Load a HeteroCache from such a file; see `HeteroCache.load`."""
 
     def ran_out_of_memory(
         self, error: Exception, batch: int, *, stored: int, tokens: int, capacity: int | None, held: int
     ) -> OutOfMemoryError:
-        """What to raise when a forward of `tokens` behind `stored` of each of `batch` sequences found no memory.
+        """The error for a forward that ran out of memory.
 
-        `held` bytes of DRAM are taken by what is stored, in blocks for `capacity` tokens.
+        Args:
+            batch: sequences.
+            stored: tokens of each sequence before the forward.
+            tokens: new tokens of each sequence.
+            capacity: tokens that the blocks are planned for.
+            held: bytes of DRAM of the stored tokens.
         """
 
     def stray(self) -> HeteroKVError:
-        """What to raise where a model that these rules are not in, or no longer, gives keys to a cache of theirs."""
+        """The error for a model without these rules, or after their removal, that writes to one of their caches."""
 
 
 def injected(model: nn.Module) -> CacheMaker:
-    """The rules in a model. Raises HeteroKVError where there are none."""
+    """The rules in a model. Raises HeteroKVError when it has none."""
     maker: CacheMaker | None = getattr(model, "hetero_kv_injection", None)
     if maker is None:
         raise HeteroKVError(

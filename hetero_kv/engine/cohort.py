@@ -1,4 +1,4 @@
-"""A cohort: sequences of equal length that go on together, and what every layer of the model holds of them."""
+"""A cohort: sequences of equal length that pass through the model together, with their layers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hetero_kv.engine.step import PromptPart, Step
 from hetero_kv.engine.store import Store
 from hetero_kv.errors import HeteroKVError
 
-#: What layers hand to each other: by a name that a family chooses, arrays by keys of its own, [rows, ...] each.
+#: Arrays that layers pass to each other: name of the family's choice -> key -> array [rows, ...].
 Shared = dict[Any, dict[Any, Any]]
 
 
 @dataclass(frozen=True)
 class CohortSnapshot:
-    """What `Cohort.rollback` comes back to; its size does not grow with the sequences."""
+    """The state that `Cohort.rollback` restores; its size is independent of the sequences' length."""
 
     length: int
     prompt_length: int
@@ -34,18 +34,19 @@ class CohortSnapshot:
 
 
 class Cohort:
-    """Rows of a batch that have the same length. A batch whose rows have several lengths is several cohorts.
+    """Rows of a batch with the same length. A batch with several lengths has several cohorts.
 
     Attributes:
-        layers: what each layer of the model holds: a family's layer, or transformers' own.
-        sequences: a row each; none before the first tokens.
-        store: where their blocks are.
+        layers: one cache layer per layer of the model: a family's layer, or transformers' own.
+        sequences: one per row; empty before the first tokens.
+        store: owns their blocks.
         length: tokens of each sequence.
-        prompt_length: what `length` was when the last prompt ended.
-        closed: by layout, blocks from the beginning on whose contents are final, and what is derived from them made.
-        shared: what layers hand to each other. An array is replaced and never changed.
-        step: the one that is under way.
-        device_tables: by layout, what devices have of the block tables.
+        prompt_length: `length` at the end of the last prompt.
+        closed: by layout, the number of finalized blocks from the beginning: their contents are final, and derived data
+            exists.
+        shared: arrays that layers pass to each other. An array is replaced and never changed.
+        step: the step in progress.
+        device_tables: by layout, the copies of the block tables on devices.
     """
 
     def __init__(self, layers: Rows[CacheLayerMixin], store: Store) -> None:
@@ -66,17 +67,17 @@ class Cohort:
             if isinstance(layer, FamilyLayer):
                 layer.bind(self, index)
                 if layer.layout is not None:
-                    # Equal layouts are one object, whose identity a step goes by.
+                    # Equal layouts become one object: a step looks layouts up by identity.
                     layer.layout = self.layouts.setdefault(layer.layout, layer.layout)
 
     def open(self, rows: int) -> None:
-        """Have `rows` empty sequences; the store has been provided for them."""
+        """Create `rows` empty sequences; the store already has blocks for them."""
         self.sequences = [Sequence({layout: self.store.table(layout) for layout in self.layouts}) for _ in range(rows)]
         self.closed = dict.fromkeys(self.layouts, 0)
 
     @property
     def statistics(self) -> dict[str, list[float | int | None]]:
-        """What the layers have counted, by name, a value for each layer; None where a layer does not know the name."""
+        """The layers' statistics by name, one value per layer; None for a layer without that statistic."""
         said = [layer.statistics if isinstance(layer, FamilyLayer) else {} for layer in self.layers]
         names = dict.fromkeys(name for each in said for name in each)
         return {name: [each.get(name) for each in said] for name in names}
@@ -84,23 +85,23 @@ class Cohort:
     # -- a step
 
     def expect(self, tokens: int) -> set[Layout]:
-        """Tell the layers that `tokens` new ones of each row are about to come; room for them is asked for next.
+        """Announce `tokens` new tokens of each row to the layers; the caller then reserves room for them.
 
-        Returns the layouts whose blocks are all to be closed anew.
+        Returns the layouts whose blocks must all be finalized again.
         """
         return {layer.layout for layer in self.family_layers if layer.expect(tokens) and layer.layout is not None}
 
     def close_anew(self, layouts: Iterable[Layout]) -> None:
-        """Have what is derived from the blocks of these layouts made anew, of all of them, in the next step."""
+        """Make the next step finalize all blocks of these layouts again."""
         self.closed |= dict.fromkeys(layouts, 0)
 
     def begin(self, tokens: int, rows: slice, *, is_decode: bool, part: PromptPart, keeps: bool) -> Step:
-        """Reserve the blocks of a step, in every layer: the caller ends it, or rolls back.
+        """Reserve the blocks of a step, in every layer. The caller ends the step, or rolls back.
 
         Args:
-            rows: where this cohort's stand in the batch.
+            rows: the rows of the batch that are this cohort's.
 
-        Raises MemoryError when too few blocks are free, which `room.require_room` tells before; nothing has changed.
+        Raises MemoryError when too few blocks are free, leaving everything unchanged; `room.require_room` predicts it.
         """
         self.step = step = Step(self, rows, tokens, is_decode=is_decode, part=part, keeps=keeps)
         if keeps:
@@ -108,7 +109,7 @@ class Cohort:
         return step
 
     def end(self, step: Step) -> None:
-        """Let the tokens of a step be the sequences'."""
+        """Make the tokens of a step part of the sequences."""
         if not step.keeps:
             return
         for sequence in self.sequences:
@@ -121,7 +122,7 @@ class Cohort:
                 self.prompt_length = step.length
 
     def _reserve(self, step: Step) -> None:
-        """Have blocks for the tokens of a step, and for itself those that it derives something of its own from."""
+        """Reserve blocks for the tokens of a step; copy the shared blocks that it derives private data from."""
         before = {layout: self.sequences[0].tables[layout].length for layout in self.layouts}
         try:
             for layout in self.layouts:
@@ -141,10 +142,10 @@ class Cohort:
                 self.store.allocators[layout].recount()
             raise
 
-    # -- going back, and going several ways
+    # -- rollback and fork
 
     def crop_layers(self, length: int) -> None:
-        """Let layers forget the tokens from position `length` on; `cut` follows, or `rollback` if this fails."""
+        """Make layers drop the tokens from position `length` on. `cut` follows, or `rollback` after an error."""
         for layer in self.layers:
             if isinstance(layer, FamilyLayer):
                 layer.crop(length)
@@ -152,18 +153,18 @@ class Cohort:
                 layer.crop(length - self.length)
 
     def cut(self, length: int) -> None:
-        """Let go of the blocks of the tokens from position `length` on; may be called again if it is interrupted."""
+        """Free the blocks of the tokens from position `length` on. Repeatable after an interrupt."""
         for sequence in self.sequences:
             sequence.crop(length)
         for layout in self.layouts:
             self.closed[layout] = min(self.closed[layout], length // layout.block_size)
         if length < self.length:
-            # It may speak of tokens that are gone.
+            # It may refer to dropped tokens.
             self.shared = {}
         self.length, self.prompt_length = length, min(self.prompt_length, length)
 
     def require_croppable(self) -> None:
-        """Raise HeteroKVError where a layer cannot forget its newest tokens."""
+        """Raise HeteroKVError when a layer cannot drop its newest tokens."""
         stuck = {
             type(layer).__name__
             for layer in self.layers
@@ -176,7 +177,7 @@ class Cohort:
             )
 
     def snapshot(self) -> CohortSnapshot:
-        """What `rollback` needs to come back to the present state."""
+        """The present state, for `rollback`."""
         stored = {layout: table.length for layout, table in self.sequences[0].tables.items()} if self.sequences else {}
         layers = [
             layer.snapshot() if isinstance(layer, FamilyLayer) else untouched.snapshot(layer) for layer in self.layers
@@ -186,7 +187,7 @@ class Cohort:
         )
 
     def rollback(self, snapshot: CohortSnapshot) -> None:
-        """Forget what was stored since `snapshot`, and what its queries looked at."""
+        """Return to `snapshot`: drop newer tokens and the queries' observations."""
         for sequence in self.sequences:
             for layout, table in sequence.tables.items():
                 table.truncate(snapshot.stored.get(layout, 0))
@@ -203,34 +204,34 @@ class Cohort:
                 untouched.rollback(layer, state)
 
     def fork(self, memo: dict[int, Any]) -> Cohort:
-        """A second cohort with the same tokens, in the same blocks; `memo` as for copy.deepcopy, one for a cache."""
+        """A second cohort with the same tokens, in the same blocks; `memo` as for copy.deepcopy, one per cache."""
         return self._twin([sequence.fork() for sequence in self.sequences], memo)
 
     def taken(self, rows: range) -> Cohort:
-        """A cohort of some of the rows, with the sequences themselves: this one is only to be rolled back to."""
-        twin = self._twin([self.sequences[row] for row in rows], {})
+        """A cohort of some of the rows that takes over their sequences; `self` then serves rollbacks only."""
+        clone = self._twin([self.sequences[row] for row in rows], {})
         if rows != range(len(self.sequences)):
-            twin._select(list(rows))
-        return twin
+            clone._select(list(rows))
+        return clone
 
     def selected(self, rows: Rows[int]) -> Cohort:
-        """A cohort whose row i is what row `rows[i]` was, sharing blocks; this one is not to be used any more."""
-        twin = self._twin([self.sequences[row].fork() for row in rows], {})
-        twin._select(rows)
-        return twin
+        """A cohort whose row i is the present row `rows[i]`, sharing blocks; `self` must not be used afterwards."""
+        clone = self._twin([self.sequences[row].fork() for row in rows], {})
+        clone._select(rows)
+        return clone
 
     def _twin(self, sequences: list[Sequence], memo: dict[int, Any]) -> Cohort:
         layers = [
             layer.fork(memo) if isinstance(layer, FamilyLayer) else untouched.fork(layer, memo) for layer in self.layers
         ]
-        twin = Cohort(layers, self.store)
-        twin.sequences, twin.closed = sequences, dict(self.closed)
-        twin.length, twin.prompt_length = self.length, self.prompt_length
-        twin.shared = _copy(self.shared)
-        return twin
+        clone = Cohort(layers, self.store)
+        clone.sequences, clone.closed = sequences, dict(self.closed)
+        clone.length, clone.prompt_length = self.length, self.prompt_length
+        clone.shared = _copy(self.shared)
+        return clone
 
     def _select(self, rows: Rows[int]) -> None:
-        """Let what is held beside the sequences be that of these rows."""
+        """Select these rows of everything outside the sequences."""
         for layer in self.layers:
             if isinstance(layer, FamilyLayer):
                 layer.select(rows)

@@ -1,4 +1,4 @@
-"""The columns of a batch: which of them hold a token of each row, and which are padding."""
+"""The padding mask of a batch: which columns hold a token of each row."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 @dataclass(frozen=True)
 class Columns:
-    """What has been passed to the model so far, padding included.
+    """The columns passed to the model so far, padding included.
 
     Attributes:
-        count: columns.
-        padding: [rows, count] bool on the CPU, True where a row has a token; None where every row has one everywhere.
+        count: number of columns.
+        padding: [rows, count] bool on the CPU, True where a row has a token; None when no row has padding.
     """
 
     count: int = 0
@@ -22,7 +22,7 @@ class Columns:
 
     @property
     def is_ragged(self) -> bool:
-        """Whether there is padding."""
+        """Whether any row has padding."""
         return self.padding is not None
 
     def mask(self, rows: int) -> torch.Tensor:
@@ -30,14 +30,14 @@ class Columns:
         return self._known(rows).long()
 
     def grown(self, width: int, tokens: Rows[int]) -> Columns:
-        """With `width` more columns, in the last `tokens[i]` of which row i has a token."""
+        """The columns followed by `width` more; row i has a token in the last `tokens[i]` of these."""
         if self.padding is None and all(count == width for count in tokens):
             return Columns(self.count + width)
         new = torch.arange(width) >= width - torch.tensor(list(tokens))[:, None]
         return Columns(self.count + width, torch.cat([self._known(len(tokens)), new], dim=1))
 
     def tokens_after(self, column: int, rows: int) -> list[int]:
-        """Tokens of each row in the columns from `column` on."""
+        """Number of tokens of each row in the columns from `column` on."""
         if self.padding is None:
             return [self.count - column] * rows
         return self.padding[:, column:].sum(dim=1).tolist()
@@ -47,11 +47,11 @@ class Columns:
         return _simplified(count, None if self.padding is None else self.padding[:, :count])
 
     def select(self, rows: Rows[int]) -> Columns:
-        """With row i what row `rows[i]` was."""
+        """The columns with row i replaced by the present row `rows[i]`."""
         return _simplified(self.count, None if self.padding is None else self.padding[list(rows)])
 
     def joined(self, rows: int, other: Columns, other_rows: int) -> Columns:
-        """With the rows of another batch behind; the narrower of the two is padded on the left."""
+        """The columns of both batches, rows of `other` last; the narrower one is left-padded."""
         count = max(self.count, other.count)
         parts = [self._known(rows), other._known(other_rows)]
         padded = [torch.nn.functional.pad(part, (count - part.shape[1], 0)) for part in parts]

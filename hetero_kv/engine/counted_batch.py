@@ -1,4 +1,4 @@
-"""What the layers of a batch hold and have counted, all cohorts together."""
+"""Memory and statistics of a batch, over all its cohorts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hetero_kv.engine.store import Store
 
 
 class CountedBatch(Batch):
-    """A batch that says what it takes; blocks of forks are counted where it says so."""
+    """A batch that reports its memory and statistics; each property says whether it counts the blocks of forks."""
 
     @property
     def _family_layers(self) -> list[FamilyLayer]:
@@ -19,14 +19,14 @@ class CountedBatch(Batch):
 
     @property
     def strided_layers(self) -> list[Any]:
-        """The layers whose forwards are cut into strides, bounded ones: of one cohort after the other."""
+        """The bounded layers, whose forwards run in strides, cohort after cohort."""
         return [layer for layer in self._family_layers if layer.is_strided]
 
     @property
     def statistics(self) -> dict[str, list[float | int | None]]:
-        """What layers have counted, by name, a value for each layer; None where a layer says nothing of that name.
+        """The layers' statistics by name, one value per layer; None for a layer without that statistic.
 
-        The mean over the rows; of rows of several lengths, over those of which a layer says something.
+        A value is the mean over the rows; with several lengths, over the rows that have a value.
         """
         return row_means([(len(cohort.sequences), cohort.statistics) for cohort in self.cohorts])
 
@@ -36,14 +36,14 @@ class CountedBatch(Batch):
 
     @property
     def dram_bytes(self) -> int:
-        """Bytes that the stored tokens take in operator layers, with the blocks of all forks."""
+        """DRAM of the tokens in operator layers, including the blocks of all forks, bytes."""
         return sum(store.dram_bytes for store in self._stores.values()) + sum(
             layer.dram_bytes for layer in self._family_layers
         )
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that the stored tokens take where the model computes, beside `dram_bytes`.
+        """Memory of the tokens on the compute device, beyond `dram_bytes`, bytes.
 
         ShadowKV's factors, landmarks and exact chunks; rotary tables; on a GPU also the entries of bounded layers, and
         the copies of the attention sink and the recent window.
@@ -53,7 +53,7 @@ class CountedBatch(Batch):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the blocks that this cache holds together with its forks."""
+        """Bytes of the blocks that this cache shares with its forks."""
         return sum(
             store.shared_bytes(
                 sequence for cohort in self.cohorts if cohort.store is store for sequence in cohort.sequences

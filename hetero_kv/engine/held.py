@@ -1,4 +1,4 @@
-"""The part of a sequence that is stored already when memory is planned, as for a context that is loaded from a file."""
+"""The resident prefix: tokens that a context has in a file already, so that memory is planned for the rest only."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from typing import NamedTuple
 
 
 class Held(NamedTuple):
-    """The stored beginning of a cache's sequences.
+    """The KV of a cache's sequences that exists before memory is planned.
 
     Attributes:
-        tokens: stored tokens of the shortest sequence.
-        mapped: bytes of blocks that are mapped from files. The system reads their pages on use and may drop them again.
+        tokens: stored tokens of each sequence, the minimum over the sequences.
+        mapped: bytes of blocks that are mapped from files: the system reads their pages on demand, and may drop them
+            again.
     """
 
     tokens: int = 0
     mapped: int = 0
 
     def first(self, tokens: int) -> Held:
-        """The part that belongs to the first `tokens` of each sequence."""
+        """The part of it that belongs to the first `tokens` of each sequence."""
         return Held(tokens, self.mapped * tokens // self.tokens) if tokens < self.tokens else self
 
 

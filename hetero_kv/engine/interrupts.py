@@ -1,4 +1,4 @@
-"""What must not be left half-done."""
+"""Work that must not be left half-done."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 def completed(act: Callable[[], None]) -> None:
-    """Call `act`, which comes to the same end however far it had come before.
+    """Call `act`, which must be repeatable from any intermediate state, until it has run to its end.
 
-    Where Ctrl-C comes in the middle of it, it is called again from its beginning, and the interrupt raised then; where
-    something else is raised, it is called once more.
+    After Ctrl-C in `act`, it is called again from its beginning, and then the interrupt is raised. After any other
+    exception it is called once more.
     """
     try:
         act()
