@@ -68,7 +68,7 @@ class Batch:
     """
 
     def __init__(self, maker: CacheMaker, max_seq_len: int | None, forks: int, held: Held = NOTHING_HELD) -> None:
-        self._maker, self._wanted, self._forks, self._held = maker, max_seq_len, forks, held
+        self._maker, self._max_seq_len, self._forks, self._held = maker, max_seq_len, forks, held
         # Number of sequences in the plan. Blocks are allocated when the first tokens come.
         self._planned_batch = 1
         self._begin_in(maker.planned_store(max_seq_len, 1, forks, held, None))
@@ -128,9 +128,7 @@ class Batch:
         require_room([(cohort, tokens) for cohort in self.cohorts])
 
     def _open(self, batch: int, most: int) -> None:
-        """Set the batch to `batch` rows: plan and allocate on the first tokens, `most` at most, or check the present
-        rows.
-        """
+        """Make room for `batch` rows of at most `most` tokens, or check that `batch` is the present number."""
         count = len(self.sequences)
         if count != batch and count and self.columns.count:
             raise HeteroKVError(
@@ -145,25 +143,25 @@ class Batch:
         crowded = first.store.waits and reserved_beside(first.store) != NOTHING_RESERVED
         if first.layouts and (crowded or batch > self._planned_batch):
             planned = max(batch, self._planned_batch)
-            first.store = self._maker.planned_store(self._wanted, planned, self._forks, self._held, first.store)
+            first.store = self._maker.planned_store(self._max_seq_len, planned, self._forks, self._held, first.store)
             self._planned_batch = planned
         # Checked before any block is allocated: a prompt that is too long leaves the cache empty.
         require_room([(first, most)])
         first.store.provide(first.layouts, batch)
         first.open(batch)
 
-    def begin_restored(self, held: Rows[tuple[int, int]]) -> list[Cohort]:
+    def begin_restored(self, shapes: Rows[tuple[int, int]]) -> list[Cohort]:
         """Make cohorts that a file will fill.
 
         Args:
-            held: (rows, tokens) of each cohort.
+            shapes: (rows, tokens) of each cohort.
 
         Raises as `require_room`.
         """
-        self._open(sum(rows for rows, _ in held), max(tokens for _, tokens in held))
+        self._open(sum(rows for rows, _ in shapes), max(tokens for _, tokens in shapes))
         store = self.cohorts[0].store
-        cohorts = [Cohort(self._maker.cache_layers(), store) for _ in held]
-        for cohort, (rows, _) in zip(cohorts, held, strict=True):
+        cohorts = [Cohort(self._maker.cache_layers(), store) for _ in shapes]
+        for cohort, (rows, _) in zip(cohorts, shapes, strict=True):
             cohort.open(rows)
         self._have(cohorts)
         return cohorts
@@ -224,8 +222,7 @@ class Batch:
             cohort.rollback(state)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last `-tokens_to_remove` columns; the number is negative, as in transformers. An empty batch stays
-        as it is.
+        """Drop the last `-tokens_to_remove` columns, a negative number as in transformers. An empty batch stays empty.
 
         Raises HeteroKVError for a positive number, and when a layer keeps only a window, whose older tokens are lost.
         """

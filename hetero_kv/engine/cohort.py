@@ -205,22 +205,22 @@ class Cohort:
 
     def fork(self, memo: dict[int, Any]) -> Cohort:
         """A second cohort with the same tokens, in the same blocks; `memo` as for copy.deepcopy, one per cache."""
-        return self._twin([sequence.fork() for sequence in self.sequences], memo)
+        return self._clone([sequence.fork() for sequence in self.sequences], memo)
 
     def taken(self, rows: range) -> Cohort:
         """A cohort of some of the rows that takes over their sequences; `self` then serves rollbacks only."""
-        clone = self._twin([self.sequences[row] for row in rows], {})
+        clone = self._clone([self.sequences[row] for row in rows], {})
         if rows != range(len(self.sequences)):
             clone._select(list(rows))
         return clone
 
     def selected(self, rows: Rows[int]) -> Cohort:
         """A cohort whose row i is the present row `rows[i]`, sharing blocks; `self` must not be used afterwards."""
-        clone = self._twin([self.sequences[row].fork() for row in rows], {})
+        clone = self._clone([self.sequences[row].fork() for row in rows], {})
         clone._select(rows)
         return clone
 
-    def _twin(self, sequences: list[Sequence], memo: dict[int, Any]) -> Cohort:
+    def _clone(self, sequences: list[Sequence], memo: dict[int, Any]) -> Cohort:
         layers = [
             layer.fork(memo) if isinstance(layer, FamilyLayer) else untouched.fork(layer, memo) for layer in self.layers
         ]

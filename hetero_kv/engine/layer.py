@@ -1,4 +1,4 @@
-"""What a family's cache layer is: what one layer of the model holds of a cohort's sequences."""
+"""The interface of a family's cache layer: the part of a cohort that one layer of the model stores."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 
 class FamilyLayer(CacheLayerMixin):
-    """One layer's part of a cohort. Its operator stores what the layer's attention receives.
+    """One layer's part of a cohort. The layer's operator stores the keys and values that its attention receives.
 
-    What is in the blocks of its `layout` and how long the sequences are, the cohort knows; the layer holds the rest. By
-    default that is `state`, an object that is replaced and never changed, so that going back is a reference to it; a
-    layer that holds more overrides `snapshot`, `rollback`, `fork` and `select`.
+    The cohort knows the blocks of `layout` and the lengths of the sequences; the layer keeps everything else. By
+    default that is `state`, an object that is replaced and never changed, so that a snapshot is a reference to it. A
+    layer with more overrides `snapshot`, `rollback`, `fork` and `select`.
 
     Attributes:
-        layer_idx: of the model's layer; set when the cache is made.
-        layout: of its tokens in blocks; None for a layer without.
+        layer_idx: index of the model's layer; set when the cache is made.
+        layout: of its tokens in blocks; None for a layer without blocks.
         state: see above.
-        read: bytes that decoded tokens' attention read, each a row's; a layer that counts them holds them in its
+        read: bytes that the attention of decoded tokens read, per row; a layer that counts them includes them in its
             snapshots.
     """
 
     is_sliding = False
-    #: Whether its forwards are cut into strides: it says `stride`, and `after_all_layers` is called.
+    #: Whether its forwards run in strides: it has `stride`, and `after_all_layers` is called.
     is_strided: ClassVar[bool] = False
-    #: Called with the layers of one cohort that have it, and the part of a forward that has passed through all layers.
+    #: Called with the layers of one cohort that share it, and the part of a forward that has passed all layers.
     after_all_layers: ClassVar[Any] = None
 
     layer_idx: int
@@ -51,23 +51,23 @@ class FamilyLayer(CacheLayerMixin):
     _cohort: weakref.ref[Cohort]
 
     def bind(self, cohort: Cohort, layer_idx: int) -> None:
-        """Be layer `layer_idx` of this cohort."""
-        # Weakly: a cache that is dropped gives its memory back at once.
+        """Become layer `layer_idx` of this cohort."""
+        # A weak reference, so that a deleted cache frees its memory at once.
         self._cohort, self.layer_idx = weakref.ref(cohort), layer_idx
 
     @property
     def cohort(self) -> Cohort:
-        """The sequences."""
+        """The cohort that this layer belongs to."""
         cohort = self._cohort()
         assert cohort is not None
         return cohort
 
-    # -- what transformers asks of a cache layer
+    # -- the interface of transformers' cache layers
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hand the new keys and values on to the operator, which stores what its attention receives.
+        """Return the new keys and values to the attention; the operator stores what its attention receives.
 
         Raises HeteroKVError outside of a step, where no operator receives them.
         """
@@ -87,73 +87,73 @@ class FamilyLayer(CacheLayerMixin):
         return self.cohort.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(kv_length, kv_offset) of the mask that `query_length` new tokens would need."""
+        """(kv_length, kv_offset) of a mask for `query_length` new tokens."""
         return self.cohort.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: no bound of its own."""
+        """-1: the layer itself has no bound."""
         return -1
 
     def reset(self) -> None:
-        """Forget every token and give the memory back."""
+        """Drop every token and free the memory."""
         self.state, self.is_initialized = None, False
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """See `select`, which the cache calls with the sequences."""
+        """See `select`; the cache selects the rows of the sequences."""
         self.select(beam_idx.tolist())
 
     # -- a forward in strides (`is_strided`)
 
     def begin_turn(self, tokens: int) -> None:
-        """`tokens` new tokens are about to come, in one stride or several."""
+        """Announce `tokens` new tokens, in one stride or several."""
 
     @property
     def stride(self) -> int | None:
-        """Tokens that may pass through all layers next; None without strides."""
+        """The number of tokens of the next stride, at most; None without strides."""
         return None
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether `after_all_layers` has something to do when a decoded token has passed."""
+        """Whether `after_all_layers` has work after a decoded token."""
         return False
 
     # -- a step
 
     def expect(self, tokens: int) -> bool:
-        """`tokens` new tokens are about to come, in one step or several: whether all blocks are to be closed anew."""
+        """Announce `tokens` new tokens, in one step or several. Returns whether all blocks must be finalized again."""
         return False
 
     def begin_prefill(self, step: Step) -> None:
-        """The tokens of a prompt are about to arrive in chunks."""
+        """Begin a prefill: the tokens of a prompt follow in chunks."""
 
     def end_prefill(self, step: Step) -> Any:
-        """All have arrived: store them. What it returns is the operator's to use."""
+        """Store the prompt, all of which has arrived. Returns a value for the operator."""
 
     def leave_prefill(self) -> None:
-        """The prompt has passed through the layer, or failed to."""
+        """Clean up after a prefill, successful or not."""
 
     @property
     @abstractmethod
     def is_prefilling(self) -> bool:
-        """Whether a prompt is being prefilled in this layer."""
+        """Whether this layer is in a prefill."""
 
-    # -- going back, and going several ways
+    # -- rollback and fork
 
     def crop(self, length: int) -> None:
-        """Forget the tokens from position `length` on; the cohort cuts the sequences themselves.
+        """Drop the tokens from position `length` on; the cohort crops the sequences themselves.
 
-        Raises HeteroKVError where that is impossible; `can_crop` says so before.
+        Raises HeteroKVError where that is impossible; `can_crop` predicts it.
         """
 
     #: Whether `crop` is possible.
     can_crop: bool = True
 
     def snapshot(self) -> Any:
-        """What `rollback` needs to come back to the present state."""
+        """The present state, for `rollback`."""
         return self.state
 
     def rollback(self, snapshot: Any) -> None:
-        """Come back to the state at `snapshot`; the sequences are as they were then."""
+        """Restore the state at `snapshot`; the sequences are already restored."""
         self.state = snapshot
 
     def fork(self, memo: dict[int, Any]) -> FamilyLayer:
@@ -162,17 +162,17 @@ class FamilyLayer(CacheLayerMixin):
 
     @abstractmethod
     def select(self, rows: Sequence[int]) -> None:
-        """Let row i be what row `rows[i]` was: rows leave, are reordered, or go two ways (beam search)."""
+        """Make row i the present row `rows[i]`: drops, reorders or duplicates rows (beam search)."""
 
     def reopen(self) -> None:
-        """Let what queries have chosen of the blocks' contents be chosen anew when the next prompt has passed."""
+        """Make the next prompt repeat the choices that queries made of the blocks' contents."""
 
     # -- in a file
 
     def saved(self) -> SavedPart:
-        """What `restore` needs beside the blocks to go on in another process exactly as this layer would.
+        """The data that `restore` needs beyond the blocks to continue exactly in another process.
 
-        Raises ContextError where the layer's class does not say it.
+        Raises ContextError when the layer's class does not implement it.
         """
         raise ContextError(
             f"layer {self.layer_idx} ({type(self).__name__}) cannot be saved: its class has no `saved` and `restore`; "
@@ -180,35 +180,35 @@ class FamilyLayer(CacheLayerMixin):
         )
 
     def restore(self, part: SavedPart, place: Place) -> None:
-        """Be what `saved` told: this layer is empty, its cohort has the sequences, blocks are filled in later.
+        """Restore an empty layer from `saved`'s data. The cohort has its sequences; the blocks are filled later.
 
-        `part` comes from a file that anybody may have written: what is taken of it is checked.
+        `part` comes from an untrusted file: everything read from it is checked.
 
-        Raises DamagedContextError where it is none that `saved` could have told.
+        Raises DamagedContextError for data that `saved` cannot have written.
         """
         raise ContextError(f"layer {self.layer_idx} ({type(self).__name__}) cannot be restored from a file")
 
     def after_restore(self, part: SavedPart) -> None:
-        """What follows `restore` when the blocks hold what they did."""
+        """Finish `restore` once the blocks are filled."""
 
-    # -- what it takes and has counted
+    # -- memory and statistics
 
     @property
     def dram_bytes(self) -> int:
-        """DRAM beside the blocks, bytes."""
+        """DRAM outside the blocks, bytes."""
         return 0
 
     @property
     def device_bytes(self) -> int:
-        """Memory where the model computes, beside `dram_bytes`."""
+        """Memory on the compute device beyond `dram_bytes`, bytes."""
         return 0
 
     @property
     def tables_shared_with_others(self) -> Sequence[Any]:
-        """Objects with `nbytes` that several layers hold, counted once by the cache."""
+        """Objects with `nbytes` that several layers share; the cache counts each once."""
         return ()
 
     @property
     def statistics(self) -> dict[str, float | int | None]:
-        """What was counted, by name: of a row, the mean over the cohort's."""
+        """Statistics by name; per row, the mean over the cohort's rows."""
         return {}

@@ -1,4 +1,4 @@
-"""Files that lie in the memory of a cache, watched: what others change of them would change what is stored."""
+"""Files mapped into a cache's memory, checked for changes: a change to such a file would change stored KV."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from hetero_kv.engine.errors import DamagedContextError
 
 
 class MappedFile:
-    """A file of a saved context that pools are laid over.
+    """A file of a saved context whose contents back pools in memory.
 
-    Files of contexts are written once, and never changed in place. Where somebody does so all the same, blocks that
-    were not read yet would hold something else; and to read what was cut off ends the process (SIGBUS).
+    Files of contexts are written once and never changed in place. If someone changes one, blocks not yet read get other
+    contents; and a read beyond the end of a truncated file ends the process (SIGBUS).
 
     Args:
         path: as it was opened, for messages.
-        descriptor: of the open file; this one keeps another of its own.
-        status: of the file, from before anything of it was checked.
+        descriptor: of the open file; the instance keeps a duplicate.
+        status: of the file, taken before anything in it was checked.
     """
 
     def __init__(self, path: str, descriptor: int, status: os.stat_result) -> None:
@@ -29,7 +29,7 @@ class MappedFile:
             os.close(self._descriptor)
 
     def require_unchanged(self) -> None:
-        """Raise DamagedContextError where somebody has written to the file, or cut it off, since it was opened."""
+        """Raise DamagedContextError when the file was written to or truncated since it was opened."""
         now = _state(os.fstat(self._descriptor))
         if now == self._known:
             return

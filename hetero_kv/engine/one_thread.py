@@ -1,4 +1,4 @@
-"""A cache is used by one thread at a time: a second one is refused, for both would store tokens between the other's."""
+"""Restricts a cache to one thread at a time: two threads would interleave their tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from hetero_kv.engine.errors import CacheInUseError
 
 
 class OneThread:
-    """A context that one thread at a time may be in, as often as it enters; any other is refused.
+    """A reentrant context for one thread at a time; any other thread is refused.
 
-    Raises CacheInUseError, on entering, while another thread is within.
+    Raises CacheInUseError, on entering, while another thread is inside.
     """
 
     __slots__ = ("_lock", "_thread")
@@ -33,5 +33,5 @@ class OneThread:
 
     @property
     def is_within(self) -> bool:
-        """Whether this thread is the one that was last within, and perhaps still is."""
+        """Whether this thread was the last one inside; it may have left."""
         return self._thread == threading.get_ident()

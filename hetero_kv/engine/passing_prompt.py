@@ -1,4 +1,4 @@
-"""What is said of a prompt while it passes through a model: which part of it, what of it asks, and how far it is."""
+"""Prefill progress: which part of a prompt is passing, which of its tokens are the question, and how many are done."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from hetero_kv.engine.step import PromptPart
 from hetero_kv.errors import HeteroKVError
 
-#: Called while a prompt prefills: (layers done, layers in all, tokens of the layer done, tokens of the prompt).
+#: Called during prefill: (layers done, layers in all, tokens of the layer done, tokens of the prompt).
 Progress = Callable[[int, int, int, int], None]
 
 
 class PassingPrompt:
-    """A cache's part that knows of the prompt under way; between prompts it says nothing.
+    """The part of a cache that tracks the prompt in progress; it is empty between prompts.
 
     Attributes:
-        on_progress: called after every prefilled chunk; None where nobody listens.
+        on_progress: called after every prefilled chunk; may be None.
     """
 
     layers: list[Any]
@@ -28,13 +28,13 @@ class PassingPrompt:
         self._question: int | None = None
 
     def _end_passing(self) -> None:
-        # Of a prompt that passes in strides: tokens before the present one, behind it, and of the prompt.
+        # The stride of a prompt in progress: (start, stop, tokens of the prompt).
         self._stride: tuple[int, int, int] | None = None
         self._transient = False
 
     @property
     def _part(self) -> PromptPart:
-        """Which part of a prompt the next forward is."""
+        """The part of a prompt that the next forward passes."""
         first, last = (
             (True, True) if self._stride is None else (self._stride[0] == 0, self._stride[1] == self._stride[2])
         )
@@ -42,9 +42,10 @@ class PassingPrompt:
 
     @contextmanager
     def asking(self, question: int | None) -> Iterator[None]:
-        """Within this context the last `question` tokens of a prompt ask what comes before, in every row.
+        """Within this context the last `question` tokens of a prompt, in every row, are its question about the rest.
 
-        Operators whose `observation` is `question` watch what these attend to. None where nobody says.
+        Operators whose `observation` is `question` observe the attention of these tokens. None when the question is
+        unknown.
 
         Raises HeteroKVError for less than one token.
         """
@@ -67,7 +68,7 @@ class PassingPrompt:
 
     @contextmanager
     def transient(self) -> Iterator[None]:
-        """Within this context tokens attend, nothing of them is stored in any block, and no progress is told."""
+        """Within this context tokens attend, but no block stores them and no progress is reported."""
         on_progress, self.on_progress = self.on_progress, None
         self._transient = True
         try:
@@ -76,13 +77,13 @@ class PassingPrompt:
             self.on_progress, self._transient = on_progress, False
 
     def report_progress(self, layer_idx: int, done: int, total: int) -> None:
-        """Tell `on_progress` that layer `layer_idx` has prefilled `done` of `total` tokens."""
+        """Report to `on_progress` that layer `layer_idx` has prefilled `done` of `total` tokens."""
         if self.on_progress is None:
             return
         if self._stride is None:
             self.on_progress(layer_idx + (done == total), len(self.layers), done, total)
             return
-        # Strides go through all layers: what is done is a share of the tokens, as if there were one layer.
+        # A stride passes all layers, so that progress is a share of the tokens, as with a single layer.
         start, stop, whole = self._stride
         passed = start + (stop - start) * (layer_idx * total + done) // (len(self.layers) * total)
         self.on_progress(int(passed == whole), 1, passed, whole)

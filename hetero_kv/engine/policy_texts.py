@@ -1,4 +1,4 @@
-"""Token ids of the texts that eviction policies let pass through a model, by that model's tokenizer."""
+"""Token ids of the texts that eviction policies pass through a model, by that model's tokenizer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hetero_kv.errors import HeteroKVError
 
 
 class PolicyTexts:
-    """Each text is encoded once, and the tokenizer read when the first is.
+    """Encodes each text once; the first text loads the tokenizer.
 
     Args:
-        tokenizer: the model's; None reads the one of `model_name`, a directory or a hub id.
+        tokenizer: the model's; None loads that of `model_name`, a directory or a hub id.
     """
 
     def __init__(self, tokenizer: Any, model_name: str) -> None:
@@ -23,7 +23,7 @@ class PolicyTexts:
         if text in self._tokens:
             return self._tokens[text]
         if self.tokenizer is None:
-            # Here, for it takes as long to import as much else of transformers, which flags and their help do without.
+            # Imported here: the import is slow, and the command line's flags and help work without it.
             from transformers import AutoTokenizer
 
             try:

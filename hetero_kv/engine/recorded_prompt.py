@@ -1,4 +1,4 @@
-"""What an operator needs of a prompt's exact prefill to go on from it as if it had been its own."""
+"""The record of an exact prefill, from which an operator continues as if it had prefilled the prompt itself."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 
 class RecordedPrompt(Protocol):
-    """One layer's keys and values of a prompt, and what can be told of its queries.
+    """One layer's keys and values of a prompt, and its last queries.
 
     Attributes:
-        keys: [1, kv_heads, held, k_dim] in the model's dtype, as the attention receives them; `held` is `length`, or
-            in a layer with a sliding window of the model's own at most that window less one: the newest.
-        values: [1, kv_heads, held, v_dim].
+        keys: [1, kv_heads, stored, k_dim] in the model's dtype, as the attention receives them; `stored` is `length`,
+            or in a layer with the model's sliding window at most that window less one: the newest.
+        values: [1, kv_heads, stored, v_dim].
         length: tokens of the prompt.
-        rotation: (cos, sin) of all positions, [1, length, width], as the model gives them to its attention; None where
-            it gives none.
+        rotation: (cos, sin) of all positions, [1, length, width], as the model passes them to its attention; None where
+            it passes none.
     """
 
     @property
@@ -32,7 +32,7 @@ class RecordedPrompt(Protocol):
     def rotation(self) -> tuple[torch.Tensor, torch.Tensor] | None: ...
 
     def show_last_queries(self, observation: Any) -> None:
-        """Let an empty observation window see the last queries, as if the prompt had just been prefilled.
+        """Feed the last queries to an empty observation window, as if the prompt had just been prefilled.
 
-        Raises HeteroKVError when fewer were recorded than it watches.
+        Raises HeteroKVError when the window needs more queries than were recorded.
         """

@@ -1,7 +1,7 @@
-"""Cache layers of modules that are no attention (gated delta nets, Mamba, short convolutions): their state.
+"""Cache layers of recurrent modules (gated delta nets, Mamba, short convolutions): their state.
 
-It does not grow with the sequence, and the modules write to it in place: whoever wants to come back to it, or to go two
-ways, copies it. No earlier token can be found in it.
+The state has a fixed size, and the modules write to it in place. Rollback and fork therefore copy it. It does not
+contain earlier tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SCALARS = ("dtype", "device")
 
 @dataclass(frozen=True)
 class StateShape:
-    """What a layer's state is, for one row: name -> tensor on the meta device, [1, ...]; see `named_states`."""
+    """The state of a layer for one row: name -> tensor on the meta device, [1, ...]; see `named_states`."""
 
     tensors: Mapping[str, torch.Tensor]
 
@@ -34,12 +34,12 @@ class StateShape:
 
 
 def is_state(layer: Any) -> bool:
-    """Whether a cache layer holds a state of fixed size and nothing else."""
+    """Whether a cache layer has only a state of fixed size."""
     return type(layer) is LinearAttentionLayer
 
 
 def named_states(layer: LinearAttentionLayer) -> dict[str, torch.Tensor]:
-    """The tensors that a layer holds, [rows, ...] each: "conv_states.0", "recurrent_states.0", …"""
+    """The tensors of a layer by name, [rows, ...] each: "conv_states.0", "recurrent_states.0", …"""
     return {
         f"{kind}.{index}": tensor
         for kind in _TENSORS
@@ -59,34 +59,34 @@ def snapshot(layer: LinearAttentionLayer) -> dict[str, Any]:
 
 
 def rollback(layer: LinearAttentionLayer, state: Mapping[str, Any]) -> None:
-    """Come back to the state at `snapshot`, which may be asked for again."""
-    twin = copy.copy(layer)
-    twin.__dict__.update(state)
-    layer.__dict__.update(snapshot(twin))
+    """Restore the state at `snapshot`. `state` stays valid for another rollback."""
+    clone = copy.copy(layer)
+    clone.__dict__.update(state)
+    layer.__dict__.update(snapshot(clone))
 
 
 def fork(layer: LinearAttentionLayer) -> LinearAttentionLayer:
     """A second layer with the same state."""
-    twin = copy.copy(layer)
-    twin.__dict__.update(snapshot(layer))
-    return twin
+    clone = copy.copy(layer)
+    clone.__dict__.update(snapshot(layer))
+    return clone
 
 
 def saved(layer: LinearAttentionLayer) -> SavedPart:
-    """What `restore` needs."""
+    """The data that `restore` needs."""
     part = SavedPart()
     part.put(**named_states(layer))
     return part
 
 
 def restore(layer: LinearAttentionLayer, part: SavedPart, place: Place) -> None:
-    """Let an empty layer have the state that `saved` told. Raises DamagedContextError where it can have none such."""
+    """Restore an empty layer's state from `saved`'s data. Raises DamagedContextError for data that does not fit."""
     rows = len(place.keys)
     for name, shape in place.states.items():
         state = part.tensor(name, (rows, *shape.shape[1:]), shape.dtype, place.keys.device)
         kind, number = name.split(".")
         index = int(number)
-        # Files are mapped, and the state is written to in place.
+        # The state is written to in place, so that the mapped file is copied.
         getattr(layer, kind)[index] = state.clone()
         getattr(layer, f"is_{kind}_initialized")[index] = layer.has_previous_state[index] = True
         if kind == "conv_states":

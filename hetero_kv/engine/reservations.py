@@ -1,6 +1,6 @@
-"""DRAM that the caches of this process are to have and have not taken yet.
+"""DRAM that the caches of this process have reserved and not yet allocated.
 
-Pools take memory as they fill, so that what the system says is free does not show what is planned.
+Pools allocate memory as they fill, so that the system's free memory still includes reserved memory.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from hetero_kv.engine.store import Store
 
-#: Held from a plan until its store is registered: two threads must not be promised the same memory.
+#: Locked from a plan until its store is registered: two threads must not reserve the same memory.
 PLANNING = threading.RLock()
 
 _live: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
 class Reserved(NamedTuple):
-    """What other caches are to have.
+    """The reservations of other caches.
 
     Attributes:
-        size: DRAM that is planned for them and not taken, bytes.
-        caches: that it is planned for.
-        waiting: caches with `max_seq_len: auto` that have no tokens yet: each is to get an equal share of the rest.
-        mapped: of `size`, bytes that take addresses already, in pools.
+        size: DRAM that is reserved and not allocated, bytes.
+        caches: number of caches with a reservation.
+        waiting: caches with `max_seq_len: auto` and no tokens yet: each will get an equal share of the rest.
+        mapped: part of `size` whose addresses pools have mapped already, bytes.
     """
 
     size: int = 0
@@ -38,13 +38,13 @@ NOTHING_RESERVED = Reserved()
 
 
 def register(store: Store) -> None:
-    """Count what this store is to have for as long as it is there."""
+    """Count the reservation of this store for its lifetime."""
     with PLANNING:
         _live.add(store)
 
 
 def reserved_beside(own: Store | None) -> Reserved:
-    """What the stores of this process are to have, without `own`."""
+    """The reservations of the stores of this process, without `own`."""
     with PLANNING:
         others = [store for store in _live if store is not own]
     sizes = [(size, store.rows > 0) for store in others if (size := store.outstanding)]

@@ -1,4 +1,4 @@
-"""How many more tokens fit: up to the capacity, and into the blocks that other sequences have left."""
+"""Capacity: how many more tokens fit, by `max_seq_len` and by the blocks that other sequences leave free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero_kv.engine.store import Store
 
 
 def room(cohorts: Rows[Cohort]) -> int | None:
-    """Tokens that can still be added to every row of these cohorts; None where no layer keeps every token."""
+    """Tokens that every row of these cohorts can still take; None when no layer keeps every token."""
     stored = [cohort for cohort in cohorts if cohort.layouts]
     if not stored:
         return None
@@ -23,9 +23,9 @@ def room(cohorts: Rows[Cohort]) -> int | None:
     return most
 
 
-def require_room(wanted: Rows[tuple[Cohort, int]]) -> None:
-    """Raise CacheFullError unless the tokens that each cohort is to have more, in every row, fit all together."""
-    stored = [(cohort, tokens) for cohort, tokens in wanted if cohort.layouts]
+def require_room(requests: Rows[tuple[Cohort, int]]) -> None:
+    """Raise CacheFullError unless the new tokens of every row of each cohort fit together."""
+    stored = [(cohort, tokens) for cohort, tokens in requests if cohort.layouts]
     for cohort, tokens in stored:
         if cohort.length + tokens > cohort.store.capacity:
             raise _beyond_capacity(cohort, tokens, room([cohort]) or 0)
@@ -44,7 +44,7 @@ def _beyond_capacity(cohort: Cohort, tokens: int, left: int) -> CacheFullError:
 
 
 def used_up(store: Store, layout: Layout, tokens: int, left: int) -> CacheFullError:
-    """The error for `tokens` that find no free blocks, where there is room for `left`."""
+    """The error for `tokens` tokens without free blocks, when only `left` fit."""
     allocator = store.allocators[layout]
     return CacheFullError(
         f"the blocks that this cache shares with its forks are used up: {tokens} tokens were to be added and the "
@@ -58,7 +58,7 @@ def _shorter(left: int) -> str:
 
 
 def _sharing(cohorts: Rows[Cohort]) -> list[tuple[Store, Layout, list[Cohort]]]:
-    """The layouts whose blocks may run out before the capacity does, with the cohorts that take from them."""
+    """The layouts whose blocks can run out before the capacity does, with the cohorts that use them."""
     stores = {id(cohort.store): cohort.store for cohort in cohorts if cohort.sequences}
     return [
         (store, layout, [cohort for cohort in cohorts if cohort.store is store])
@@ -69,7 +69,7 @@ def _sharing(cohorts: Rows[Cohort]) -> list[tuple[Store, Layout, list[Cohort]]]:
 
 
 def _needed(layout: Layout, cohorts: Rows[Cohort], tokens: Rows[int]) -> int:
-    """Blocks that so many tokens more in every row of each cohort begin."""
+    """Blocks that the new tokens start, `tokens` in every row of each cohort."""
     return sum(
         len(cohort.sequences)
         * max(0, -(-(cohort.length + more) // layout.block_size) - cohort.sequences[0].tables[layout].num_blocks)
@@ -78,10 +78,10 @@ def _needed(layout: Layout, cohorts: Rows[Cohort], tokens: Rows[int]) -> int:
 
 
 def _spare(store: Store, layout: Layout, cohorts: Rows[Cohort]) -> int:
-    """Blocks that are free for new tokens, when these cohorts have copies of all that they are to write to."""
+    """Blocks that are free for new tokens, after these cohorts have copied the shared blocks that they write to."""
     written = []
     for cohort in cohorts:
-        # A last block that is not full, and open blocks of which each holder derives something of its own.
+        # Written blocks: a partly filled last block, and open blocks whose derived data is private to each sequence.
         first = cohort.sequences[0].tables[layout].length // layout.block_size
         if layout.closes_alone:
             first = min(first, cohort.closed[layout])
@@ -91,7 +91,7 @@ def _spare(store: Store, layout: Layout, cohorts: Rows[Cohort]) -> int:
 
 
 def _fitting(store: Store, layout: Layout, cohorts: Rows[Cohort], most: int) -> int:
-    """Tokens, at most `most`, that every row of these cohorts can have more of."""
+    """Tokens that every row of these cohorts can still take, at most `most`."""
     spare = _spare(store, layout, cohorts)
     if spare < 0:
         return 0

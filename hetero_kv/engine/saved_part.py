@@ -1,4 +1,4 @@
-"""What one layer of a cache writes down beside its blocks, and how it is checked when it comes back from a file."""
+"""The data that one layer of a cache saves beyond its blocks, and the checks when it is read back."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from hetero_kv.engine.errors import DamagedContextError
 from hetero_kv.engine.statistics import Tally
 from hetero_kv.errors import shown
 
-#: More than any count of tokens, bytes or steps.
+#: Larger than any count of tokens, bytes or steps.
 _LARGEST = 2**53
 
 
 class Shareable(Protocol):
-    """What several layers hold together, and is written once."""
+    """An object that several layers share, and that is saved once."""
 
     def saved(self) -> SavedPart: ...
 
 
 @dataclass
 class SavedPart:
-    """Tensors and numbers under names; what is read from a file is asked for with what it must be.
+    """Named tensors and numbers. Each reader states what it expects, and gets it checked.
 
     Attributes:
-        tensors: of any device; a name has no `/`.
-        numbers: what JSON has: numbers, texts, None, and lists of these.
-        shared: what other layers hold too.
-        where: how errors name it.
+        tensors: on any device; a name has no `/`.
+        numbers: JSON values: numbers, texts, None, and lists of these.
+        shared: objects that other layers share.
+        where: the part's name in errors.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -39,31 +39,31 @@ class SavedPart:
     where: str = "a part"
 
     def put(self, **tensors: torch.Tensor | None) -> None:
-        """Note these tensors, but for those that are None."""
+        """Add these tensors, except those that are None."""
         self.tensors |= {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor of this name."""
+        """Whether a tensor of this name exists."""
         return name in self.tensors
 
     def tensor(self, name: str, shape: Sequence[int | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The tensor of this name on `device`, which must be of `shape`, None for any extent, and of `dtype`.
+        """The tensor of this name on `device`; it must have `dtype` and `shape`, in which None stands for any extent.
 
-        Raises DamagedContextError for another, or none.
+        Raises DamagedContextError when it differs or is missing.
         """
         found = self.tensors.get(name)
         if found is None:
             raise self.wrong(f"{name} is missing")
         fits = len(found.shape) == len(shape) and all(
-            wanted is None or wanted == extent for wanted, extent in zip(shape, found.shape, strict=True)
+            expected is None or expected == extent for expected, extent in zip(shape, found.shape, strict=True)
         )
         if not fits or found.dtype != dtype:
-            wanted = ["any" if extent is None else extent for extent in shape]
-            raise self.wrong(f"{name} is {found.dtype} {list(found.shape)}, where {dtype} {wanted} is wanted")
+            expected = ["any" if extent is None else extent for extent in shape]
+            raise self.wrong(f"{name} is {found.dtype} {list(found.shape)}, where {dtype} {expected} is wanted")
         return found.to(device)
 
     def like(self, name: str, other: torch.Tensor, extent: int | None = None) -> torch.Tensor:
-        """As `tensor`, of the dtype, device and shape of `other` but for dimension 2, which is `extent`; None: any."""
+        """As `tensor`, with `other`'s dtype, device and shape, except that dimension 2 is `extent`; None: any."""
         shape: list[int | None] = list(other.shape)
         shape[2] = extent
         return self.tensor(name, shape, other.dtype, other.device)
@@ -83,7 +83,7 @@ class SavedPart:
         return found
 
     def optional_integer(self, name: str, least: int = 0, most: int = _LARGEST) -> int | None:
-        """As `integer`, or None."""
+        """As `integer`, or None where it is absent."""
         return None if self.numbers.get(name) is None else self.integer(name, least, most)
 
     def real(self, name: str) -> float:
@@ -94,7 +94,7 @@ class SavedPart:
         return float(found)
 
     def tally(self, name: str) -> Tally:
-        """The sum and count of this name, written as a list of the two."""
+        """The sum and count of this name, saved as a list of two."""
         found = self.numbers.get(name)
         match found:
             case [float() | int() as total, int() as count] if count >= 0:
@@ -102,18 +102,18 @@ class SavedPart:
         raise self.wrong(f"{name} is {shown(found)}, where a sum and a count are wanted")
 
     def wrong(self, what: str) -> DamagedContextError:
-        """What to raise where it does not hold what it should."""
+        """The error for contents that do not fit."""
         return DamagedContextError(f"{self.where}: {what}; the file is damaged, or was not written by hetero-kv")
 
 
 @dataclass
 class Place:
-    """Where a layer is restored.
+    """The target of a restored layer.
 
     Attributes:
         keys, values: [rows, kv_heads, 0, dim], no tokens, of the model's shape, dtype and device.
-        parts: what layers share, as it was written.
-        states: of a layer with a state and no keys and values: name -> its shape, [1, ...], and dtype.
+        parts: the saved objects that layers share.
+        states: for a layer with a recurrent state: name -> its shape, [1, ...], and dtype.
     """
 
     keys: torch.Tensor
@@ -123,7 +123,7 @@ class Place:
     states: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def shared(self, part: SavedPart, name: str, make: Callable[[SavedPart], Any]) -> Any:
-        """What `part` shares with other layers under this name, made once; None where it had none."""
+        """The object that `part` shares with other layers under this name, made once; None where it has none."""
         index = part.optional_integer(name, 0, len(self.parts) - 1)
         if index is None:
             return None

@@ -1,4 +1,4 @@
-"""A sequence: the tokens of one conversation, and the blocks that hold them in every layer."""
+"""A sequence: the tokens of one conversation, and their block tables."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hetero_kv.store.block_table import BlockTable
 
 @dataclass(frozen=True)
 class Layout:
-    """Which of a sequence's tokens lie in blocks, and how; layers of equal layouts share one block table.
+    """Which tokens of a sequence are stored in blocks, and how; layers of equal layouts share one block table.
 
-    This one has all tokens in blocks. A family with other boundaries subclasses it.
+    This class stores all tokens in blocks. A family with other boundaries subclasses it.
 
     Attributes:
         block_size: tokens per block.
@@ -20,26 +20,27 @@ class Layout:
     block_size: int
 
     def stored(self, before: int, length: int, *, is_prompt: bool, is_last: bool) -> int:
-        """Tokens that are in blocks when the sequence has grown to `length`; `before` are already.
+        """Tokens in blocks once the sequence has grown to `length`.
 
         Args:
+            before: tokens in blocks before.
             is_prompt: whether the new tokens are a prompt, or a part of one.
             is_last: whether they are its last part.
         """
         return length
 
     def cropped(self, before: int, length: int) -> int:
-        """Tokens that are in blocks when the sequence has been cut to `length`; `before` were."""
+        """Tokens in blocks once the sequence is cropped to `length`; `before` were in blocks."""
         return length
 
     def closed(self, length: int) -> int:
-        """Blocks from the sequence's beginning on whose contents are final when it is `length` tokens long.
+        """Number of blocks from the beginning whose contents are final at `length` tokens.
 
-        A family that derives something from whole blocks (representatives) does so when they are closed.
+        A family that derives data from whole blocks (representatives) does so when these are finalized.
         """
         return 0
 
-    #: Whether what is derived from a block that closes is the sequence's own, and not its forks' too.
+    #: Whether the data derived from a finalized block is private to the sequence, not shared with its forks.
     closes_alone = False
 
 
@@ -47,8 +48,8 @@ class Sequence:
     """One row of a batch.
 
     Attributes:
-        length: tokens stored.
-        tables: its blocks, by layout.
+        length: number of stored tokens.
+        tables: its block tables, by layout.
     """
 
     def __init__(self, tables: dict[Layout, BlockTable] | None = None, length: int = 0) -> None:
@@ -60,13 +61,13 @@ class Sequence:
         return Sequence({layout: table.fork() for layout, table in self.tables.items()}, self.length)
 
     def crop(self, length: int) -> None:
-        """Forget the tokens from position `length` on."""
+        """Drop the tokens from position `length` on."""
         for layout, table in self.tables.items():
             table.truncate(layout.cropped(table.length, length))
         self.length = length
 
     def free(self) -> None:
-        """Forget every token and let go of the blocks."""
+        """Drop every token and free the blocks."""
         for table in self.tables.values():
             table.free()
         self.length = 0

@@ -1,4 +1,4 @@
-"""What cache layers count, by name."""
+"""The statistics of cache layers, by name."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 from hetero_kv.errors import HeteroKVError
 
-#: Name -> one value per layer of a model; None for a layer that has nothing to say under that name.
+#: Name -> one value per layer of a model; None for a layer without that statistic.
 LayerStatistics = Mapping[str, Sequence[float | int | None]]
 
 
 class Statistic(NamedTuple):
-    """A number that the cache layers of an operator know about themselves.
+    """A number that the cache layers of an operator report.
 
     Attributes:
         name: in `HeteroCache.statistics` and in JSON.
-        title: as tables are headed.
+        title: heading in tables.
         meaning: one line.
     """
 
@@ -29,7 +29,7 @@ _REGISTRY: dict[str, Statistic] = {}
 
 
 def register(statistic: Statistic) -> Statistic:
-    """Make a statistic known under its name. Raises HeteroKVError for a name that another one has."""
+    """Register a statistic under its name. Raises HeteroKVError for a name that another one has."""
     if (known := _REGISTRY.setdefault(statistic.name, statistic)) != statistic:
         raise HeteroKVError(
             f"the statistic {statistic.name!r} is registered already, as {known.meaning!r}; give "
@@ -39,11 +39,11 @@ def register(statistic: Statistic) -> Statistic:
 
 
 def registered() -> Mapping[str, Statistic]:
-    """What is registered, by name."""
+    """The registered statistics by name."""
     return dict(_REGISTRY)
 
 
-#: What families that retrieve have in common, with the engine's setting `measure_recall`.
+#: Common to retrieval families, with the engine's setting `measure_recall`.
 BLOCK_RECALL = register(
     Statistic(
         "block_recall",
@@ -53,7 +53,7 @@ BLOCK_RECALL = register(
 )
 
 
-#: What families that attend to stored tokens have in common; a layer keeps it as a `Tally`.
+#: Common to families that attend to stored tokens; a layer keeps it as a `Tally`.
 READ_BYTES = register(
     Statistic(
         "read_bytes",
@@ -65,18 +65,18 @@ READ_BYTES = register(
 
 
 class Tally(NamedTuple):
-    """The sum of some numbers, and how many they are."""
+    """The sum of some numbers, and their count."""
 
     total: float = 0.0
     numbers: int = 0
 
     def plus(self, number: float) -> Tally:
-        """With one more."""
+        """The tally with one more number."""
         return Tally(self.total + number, self.numbers + 1)
 
     @property
     def mean(self) -> float | None:
-        """None of no numbers."""
+        """The mean; None without numbers."""
         return self.total / self.numbers if self.numbers else None
 
 
@@ -84,26 +84,26 @@ NO_NUMBERS = Tally()
 
 
 def row_means(counted: Sequence[tuple[int, LayerStatistics]]) -> dict[str, list[float | int | None]]:
-    """The means over rows of what layers have counted, from groups of rows: their number, and their means.
+    """Means over rows of the layers' statistics, from groups of rows: their number, and their means.
 
-    Rows of which a layer says nothing are left out; None where that is all.
+    Rows without a value are left out; None where no row has one.
     """
     if len(counted) == 1:
         return {name: list(layers) for name, layers in counted[0][1].items()}
     names = dict.fromkeys(name for _, statistics in counted for name in statistics)
-    return {name: _row_means([(rows, said[name]) for rows, said in counted if name in said]) for name in names}
+    return {name: _row_means([(rows, values[name]) for rows, values in counted if name in values]) for name in names}
 
 
 def _row_means(groups: Sequence[tuple[int, Sequence[float | int | None]]]) -> list[float | int | None]:
     means: list[float | int | None] = []
     for layer in zip(*(values for _, values in groups), strict=True):
-        said = [(rows, value) for (rows, _), value in zip(groups, layer, strict=True) if value is not None]
-        rows = sum(count for count, _ in said)
-        means.append(sum(count * value for count, value in said) / rows if said else None)
+        known = [(rows, value) for (rows, _), value in zip(groups, layer, strict=True) if value is not None]
+        rows = sum(count for count, _ in known)
+        means.append(sum(count * value for count, value in known) / rows if known else None)
     return means
 
 
 def layer_means(statistics: LayerStatistics) -> dict[str, float]:
-    """Name -> the mean over the layers that have a value; without the names under which none has."""
+    """Name -> the mean over the layers with a value; names without a value are left out."""
     known = {name: [value for value in layers if value is not None] for name, layers in statistics.items()}
     return {name: sum(values) / len(values) for name, values in known.items() if values}

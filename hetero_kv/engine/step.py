@@ -1,4 +1,4 @@
-"""A step: one forward of rows of equal length, described once and read by every layer."""
+"""A step: one forward of rows of equal length, built once and read by every layer."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptPart:
-    """Which part of a prompt a forward is, where a policy has prompts pass in strides.
+    """Which part of a prompt a forward passes, when a policy passes prompts in strides.
 
     Attributes:
-        question: how many of the whole prompt's last tokens ask what comes before; None where nobody says.
+        question: number of last tokens of the whole prompt that are the question; None when unknown.
     """
 
     is_first: bool = True
@@ -31,14 +31,14 @@ class PromptPart:
 
 @dataclass(frozen=True)
 class StepBlocks:
-    """The blocks of one layout in a step, those of the new tokens among them.
+    """The blocks of one layout in a step, including those of the new tokens.
 
     Attributes:
-        table: [rows, blocks] int32, ids.
-        length: tokens in blocks when the step is done.
-        closed: what `layout.closed` says of the sequences when the step is done.
-        newly_closed: blocks [first, end) whose contents become final with this step.
-        lengths: [num_blocks] int32, tokens written in each block of the pools: what kernels go by.
+        table: [rows, blocks] int32, block ids.
+        length: tokens in blocks at the end of the step.
+        closed: `layout.closed` of the sequences at the end of the step.
+        newly_closed: blocks [first, end) that this step finalizes.
+        lengths: [num_blocks] int32, tokens written in each block of the pools; kernels read it.
     """
 
     table: np.ndarray
@@ -52,16 +52,16 @@ class Step:
     """New tokens of a cohort's rows on their way through the layers.
 
     Attributes:
-        cohort: whose rows.
-        rows: where they stand in the batch.
-        past: tokens that each row had before.
+        cohort: the cohort of the rows.
+        rows: the rows of the batch.
+        past: tokens of each row before the step.
         tokens: new tokens of each row.
-        length: tokens of each row when the step is done.
-        is_decode: one token that is generated; else a prompt or a part of one.
+        length: tokens of each row at the end of the step.
+        is_decode: whether the new token is a generated one; else a prompt or a part of one.
         part: which part of a prompt.
-        keeps: whether the tokens are stored; else they attend and are gone (a catalyst).
-        watched: what is looked at before the tokens are stored.
-        arriving: what is in DRAM then.
+        keeps: whether the tokens are stored; else they attend and are dropped (a catalyst).
+        watched: deferred readbacks, checked before the tokens are stored.
+        arriving: copies to DRAM, finished by then.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Step:
         self.keeps = keeps
         self.watched: list[Watched] = []
         self.arriving: list[Arriving] = []
-        #: What `blocks` has made, by the layout's identity: a lookup that costs no hash of a layout's fields.
+        #: The results of `blocks`, by the layout's identity: a lookup without hashing a layout's fields.
         self.made: dict[int, StepBlocks] = {}
         self._tables: dict[int, torch.Tensor] = {}
 
     def blocks(self, layout: Layout) -> StepBlocks:
-        """The blocks of `layout`: made when the first layer asks, the same for all."""
+        """The blocks of `layout`, built for the first layer that needs them and shared by all."""
         found = self.made.get(id(layout))
         if found is not None:
             return found
@@ -96,7 +96,7 @@ class Step:
         return blocks
 
     def table_on(self, device: torch.device, layout: Layout) -> torch.Tensor:
-        """The block table of `layout` on a device, [rows, blocks] int32: looked at once for all layers."""
+        """The block table of `layout` on a device, [rows, blocks] int32; sent once for all layers."""
         found = self._tables.get(id(layout))
         if found is None:
             sent = self.cohort.device_tables.setdefault(layout, DeviceTable())

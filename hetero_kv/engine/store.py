@@ -1,4 +1,4 @@
-"""What the sequences of a cache and of its forks keep in DRAM: a block allocator per layout, a pool per layer."""
+"""The DRAM store of a cache and its forks: a block allocator per layout, a pool per layer."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from hetero_kv.store.storage import StorageType
 
 
 class Store:
-    """Blocks for `rows` sequences of `capacity` tokens each, and for `forks` times as many more.
+    """Blocks for `rows` sequences of `capacity` tokens each, and for the same in each of `forks` forks.
 
-    Nothing is allocated before the first tokens come (`provide`, then a pool as each layer's shapes are known).
+    Nothing is allocated before the first tokens: `provide` allocates blocks, then each layer makes its pool once its
+    shapes are known.
 
     Args:
-        capacity: tokens that a sequence can hold.
-        forks: of the cache, each of which is to have room to grow to `capacity`.
-        planned: DRAM that it takes when it is full, bytes; 0 where nothing was planned.
-        is_auto: whether the capacity is what fits (`max_seq_len: auto`), so that it waits for the first tokens.
+        capacity: tokens that a sequence can store.
+        forks: number of planned forks, each of which can grow to `capacity`.
+        planned: DRAM of the full store, bytes; 0 without a plan.
+        is_auto: whether the capacity is as much as fits (`max_seq_len: auto`), and is decided with the first tokens.
 
     Attributes:
-        capacity, forks, planned, is_auto: as given.
-        rows: sequences that there are blocks for; 0 until `provide`.
+        capacity, forks, planned, is_auto: the arguments.
+        rows: number of sequences with blocks; 0 until `provide`.
         allocators: by layout.
-        mapped: by layer index, what a layer has made of its pool's memory for other devices.
+        mapped: by layer index, the layer's mappings of its pool's memory for other devices.
     """
 
     def __init__(self, capacity: int, forks: int = 0, planned: int = 0, is_auto: bool = False) -> None:
@@ -48,37 +49,37 @@ class Store:
         reservations.register(self)
 
     def anew(self) -> Store:
-        """An empty store for the same."""
+        """An empty store with the same arguments."""
         return Store(self.capacity, self.forks, self.planned, self.is_auto)
 
     @property
     def waits(self) -> bool:
-        """Whether its capacity is to be planned by what is free when the first tokens come."""
+        """Whether its capacity is still to be planned, from the free memory when the first tokens come."""
         return self.is_auto and not self.rows
 
     @property
     def outstanding(self) -> int:
-        """DRAM that is planned for it and that it has not taken yet, bytes."""
+        """DRAM that is planned and not yet allocated, bytes."""
         if not self.rows:
             return 0 if self.is_auto else self.planned
         filled = [each.touched_blocks / each.num_blocks for each in self.allocators.values() if each.num_blocks]
-        # Layers without blocks have all that they ever take when the first tokens have come.
+        # Layers without blocks allocate all their memory with the first tokens.
         return int(self.planned * (1 - max(filled, default=1.0)))
 
     def write_out(self, device: torch.device) -> WriteOut:
-        """What prompts leave a GPU through; one for all layers, of which one at a time has a prompt."""
+        """The stream by which prompts leave a GPU; shared by all layers, one of which has a prompt at a time."""
         if device not in self._write_outs:
             self._write_outs[device] = WriteOut(device)
         return self._write_outs[device]
 
     def prefetch(self, device: torch.device) -> Prefetch:
-        """What stored tokens come back to a GPU through; one for all layers."""
+        """The stream by which stored tokens return to a GPU; shared by all layers."""
         if device not in self._prefetches:
             self._prefetches[device] = Prefetch(device)
         return self._prefetches[device]
 
     def provide(self, layouts: Iterable[Layout], rows: int) -> None:
-        """Have blocks of these layouts for `rows` sequences and their planned forks."""
+        """Allocate blocks of these layouts for `rows` sequences and their planned forks."""
         self.rows = rows
         for layout in layouts:
             allocator = BlockAllocator(layout.block_size)
@@ -108,7 +109,7 @@ class Store:
         representative_storage: StorageType | None = None,
         beside: Mapping[str, Beside] | None = None,
     ) -> BlockPool:
-        """The pool of a layer for blocks of `layout`, made when it is first asked for; see BlockPool for the rest."""
+        """The pool of a layer for blocks of `layout`, made at the first call; see BlockPool for the other arguments."""
         allocator = self.allocators[layout]
         if layer_idx not in allocator.pools:
             allocator.pools[layer_idx] = BlockPool(
@@ -132,7 +133,7 @@ class Store:
 
     @property
     def dram_bytes(self) -> int:
-        """DRAM that the blocks have touched, in every pool, in bytes."""
+        """DRAM that the blocks have touched, over all pools, bytes."""
         return sum(
             allocator.touched_blocks * pool.bytes_per_block
             for allocator in self.allocators.values()
@@ -140,13 +141,13 @@ class Store:
         )
 
     def shared_bytes(self, sequences: Iterable[Sequence]) -> int:
-        """DRAM of the blocks of these sequences that others hold too, in bytes."""
+        """DRAM of the blocks that these sequences share with others, bytes."""
         total = 0
-        held = list(sequences)
+        listed = list(sequences)
         for layout, allocator in self.allocators.items():
-            if not allocator.is_shared or not held:
+            if not allocator.is_shared or not listed:
                 continue
-            ids = np.concatenate([sequence.tables[layout].ids for sequence in held])
+            ids = np.concatenate([sequence.tables[layout].ids for sequence in listed])
             blocks, mine = np.unique(ids, return_counts=True)
             shared = sum(allocator.references(block) > own for block, own in zip(blocks, mine, strict=True))
             total += int(shared) * sum(pool.bytes_per_block for pool in allocator.pools.values())

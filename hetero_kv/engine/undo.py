@@ -1,4 +1,4 @@
-"""Taking a cache back to where it was when something fails."""
+"""Rollback of a cache when something fails."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hetero_kv.engine.interrupts import completed
 
 
 def way_back(cache: Cache) -> Callable[[], None]:
-    """What takes every layer back to where it is now, as often as it is called.
+    """A repeatable function that returns every layer to its present state.
 
-    For a HeteroCache, and for transformers' own dynamic caches.
+    For a HeteroCache, and for transformers' dynamic caches.
     """
     if isinstance(cache, HeteroCache):
         return partial(cache.rollback, cache.snapshot())
@@ -31,7 +31,7 @@ def way_back(cache: Cache) -> Callable[[], None]:
 
 @contextmanager
 def undo_on_error(cache: Cache) -> Iterator[None]:
-    """Within this context an exception, Ctrl-C included, takes every layer back to where it was before (`way_back`)."""
+    """Within this context an exception, Ctrl-C included, rolls every layer back to its state before (`way_back`)."""
     go_back = way_back(cache)
     try:
         yield

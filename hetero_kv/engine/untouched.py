@@ -1,4 +1,4 @@
-"""transformers' own cache layers, of model layers without an operator: going back, going several ways, rows, files."""
+"""transformers' cache layers, for model layers without an operator: rollback, fork, rows, files."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PARTS = ("keys", "values", "is_initialized", "cumulative_length")
 
 
 def snapshot(layer: CacheLayerMixin) -> dict[str, Any]:
-    """What `rollback` needs. Dynamic layers grow by concatenation, so that the old tensors stay valid."""
+    """The state for `rollback`. Dynamic layers grow by concatenation, so that earlier tensors stay valid."""
     if recurrent_state.is_state(layer):
         return recurrent_state.snapshot(layer)
     return {name: layer.__dict__[name] for name in _PARTS if name in layer.__dict__}
 
 
 def rollback(layer: CacheLayerMixin, state: dict[str, Any]) -> None:
-    """Come back to the state at `snapshot`."""
+    """Restore the state at `snapshot`."""
     if recurrent_state.is_state(layer):
         return recurrent_state.rollback(layer, state)
     layer.__dict__.update(state)
@@ -37,26 +37,26 @@ def fork(layer: CacheLayerMixin, memo: dict[int, Any]) -> CacheLayerMixin:
     """A second layer with the same tokens."""
     if recurrent_state.is_state(layer):
         return recurrent_state.fork(layer)
-    # These never write to a tensor that they hold.
+    # These layers replace their tensors and never write to them.
     if type(layer) in _GROWING:
         return copy.copy(layer)
     return copy.deepcopy(layer, memo)
 
 
 def tensors(layer: CacheLayerMixin) -> list[torch.Tensor]:
-    """What the layer holds."""
+    """The tensors of the layer."""
     if recurrent_state.is_state(layer):
         return list(recurrent_state.named_states(layer).values())
     return [tensor for tensor in (layer.keys, layer.values) if tensor is not None]
 
 
 def select(layer: CacheLayerMixin, rows: Sequence[int]) -> None:
-    """Let row i be what row `rows[i]` was."""
+    """Make row i the present row `rows[i]`."""
     layer.reorder_cache(torch.tensor(rows, dtype=torch.int64))
 
 
 def saved(layer: CacheLayerMixin, layer_idx: int) -> SavedPart:
-    """What `restore` needs. Raises ContextError for a layer of another kind than these."""
+    """The data that `restore` needs. Raises ContextError for a layer of an unsupported kind."""
     if recurrent_state.is_state(layer):
         return recurrent_state.saved(layer)
     if type(layer) not in _GROWING:
@@ -71,23 +71,23 @@ def saved(layer: CacheLayerMixin, layer_idx: int) -> SavedPart:
 
 
 def restore(layer: CacheLayerMixin, part: SavedPart, place: Place, length: int) -> None:
-    """Let an empty layer hold what `saved` told of `length` tokens. Raises DamagedContextError where that cannot be."""
+    """Restore an empty layer of `length` tokens from saved data. Raises DamagedContextError when that does not fit."""
     if recurrent_state.is_state(layer):
         return recurrent_state.restore(layer, part, place)
-    held = length
+    stored = length
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length = part.integer("seen", length, length)
-        held = min(length, layer.sliding_window - 1)
+        stored = min(length, layer.sliding_window - 1)
     layer.lazy_initialization(place.keys, place.values)
-    layer.keys, layer.values = part.like("keys", place.keys, held), part.like("values", place.values, held)
+    layer.keys, layer.values = part.like("keys", place.keys, stored), part.like("values", place.values, stored)
 
 
 def forked(cache: C) -> C:
-    """A second cache with the same tokens: a HeteroCache's fork, or one of transformers' own."""
+    """A second cache with the same tokens: a HeteroCache's fork, or a copy of a transformers cache."""
     fork_of = getattr(cache, "fork", None)
     if fork_of is not None:
         return fork_of()
-    twin = copy.copy(cache)
+    clone = copy.copy(cache)
     memo: dict[int, Any] = {}
-    twin.layers = [fork(layer, memo) for layer in cache.layers]
-    return twin
+    clone.layers = [fork(layer, memo) for layer in cache.layers]
+    return clone

@@ -1,4 +1,4 @@
-"""Reads of device numbers that are deferred to the end of a forward: one wait per device, before tokens are stored."""
+"""Deferred readback: GPU numbers that the host reads once per forward, after all layers, before tokens are stored."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gpu_ops.host_copies import on_host
 
 
 class Watched(NamedTuple):
-    """A device number that a layer needs on the host.
+    """A number for the host to check.
 
     Attributes:
-        number: float32 scalar tensor, on any device.
-        told: receives the number; raises an error if the forward's tokens must be refused.
+        number: float32 without dimensions, on any device.
+        told: callback for the number; it raises an error to refuse the tokens.
     """
 
     number: torch.Tensor
@@ -23,11 +23,11 @@ class Watched(NamedTuple):
 
 
 class Arriving(NamedTuple):
-    """A tensor that a layer copies to DRAM.
+    """A tensor to be copied to DRAM.
 
     Attributes:
-        tensor: on any device; nothing writes to it during this forward.
-        arrived: receives the copy on the CPU, after every number has been accepted.
+        tensor: on any device; nothing writes to it in this forward.
+        arrived: callback for the CPU copy, called unless a watched number is refused.
     """
 
     tensor: torch.Tensor
@@ -35,9 +35,9 @@ class Arriving(NamedTuple):
 
 
 def tell_all(watched: Sequence[Watched], arriving: Sequence[Arriving] = ()) -> None:
-    """Pass all numbers and tensors to their layers, with one wait per device.
+    """Read all numbers back, then deliver all copies, with one synchronization per device.
 
-    Raises the first error that a layer raises.
+    Raises the error of the first callback that refuses its number.
     """
     devices = [each.number.device for each in watched] + [each.tensor.device for each in arriving]
     for device in dict.fromkeys(devices):
