@@ -1,4 +1,4 @@
-"""What an attention module would ask its attention function for, found out by calling it."""
+"""Traced QKV: the queries, keys and values that an attention module passes to its attention function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero_kv.errors import UnsupportedModelError
 
 
 class _Heard(Exception):
-    """Leaves the module that has asked."""
+    """Aborts the module at its attention call."""
 
     def __init__(self, call: bridge.AttentionCall) -> None:
         super().__init__()
@@ -27,10 +27,10 @@ class _Listener:
 
 @torch.no_grad()
 def call_of(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bridge.AttentionCall:
-    """The queries, keys and values that an attention module makes of a forward's arguments.
+    """The queries, keys and values that an attention module computes from a forward's arguments.
 
-    Nothing is stored, attended to or projected: the module is left as soon as it asks. Raises UnsupportedModelError,
-    naming `path`, for a module that does not.
+    Nothing is stored, attended or projected: an exception leaves the module at its attention call. Raises
+    UnsupportedModelError, naming `path`, for a module without such a call.
     """
     without_cache = [None if isinstance(value, HeteroCache) else value for value in args]
     others = {name: None if isinstance(value, HeteroCache) else value for name, value in kwargs.items()}

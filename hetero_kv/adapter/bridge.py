@@ -1,8 +1,8 @@
-"""Everything the operators know of transformers' internals.
+"""Everything that the operators know of transformers' internals.
 
 Every transformers attention module ends in the same two calls: `past_key_values.update(k, v, layer_idx)` and
-`ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation)`. An attention operator wraps such a module, gives
-it a config of its own whose implementation is `hetero_kv`, and so receives the queries, keys and values of any model
+`ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation)`. An attention operator wraps such a module and
+gives it a private config whose implementation is `hetero_kv`. It so receives the queries, keys and values of any model
 after projections, norms and rotary embedding.
 """
 
@@ -33,7 +33,7 @@ IMPLEMENTATION = "hetero_kv"
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a model's attention module asks its attention function for.
+    """The arguments of a model's call of its attention function.
 
     Attributes:
         q: [batch, heads, tokens, k_dim].
@@ -54,13 +54,13 @@ class AttentionCall:
     sink: torch.Tensor | None
 
     def of_rows(self, rows: slice) -> AttentionCall:
-        """The same for some rows of the batch."""
+        """The call for some rows of the batch."""
         parts = self.q[rows], self.k[rows], self.v[rows]
         return AttentionCall(*parts, self.scale, self.softcap, self.sliding_window, self.sink)
 
 
 class Serving(Protocol):
-    """Who computes the attention of a wrapped module."""
+    """Computes the attention of a wrapped module."""
 
     def attend(self, cache: Any, call: AttentionCall) -> torch.Tensor:
         """[batch, heads, tokens, v_dim]."""
@@ -68,10 +68,10 @@ class Serving(Protocol):
 
 @dataclass(slots=True)
 class Service:
-    """An attention module's forward that is served by an operator.
+    """One forward of an attention module, and the operator that computes its attention.
 
     Attributes:
-        calls: of the attention function so far.
+        calls: number of calls of the attention function so far.
     """
 
     operator: Serving
@@ -79,13 +79,13 @@ class Service:
     calls: int = 0
 
 
-#: Who serves the attention function at this moment.
+#: The service of the present forward, which the attention function calls.
 SERVING: ContextVar[Service] = ContextVar("hetero_kv_serving")
 
 
 @contextmanager
 def served_by(operator: Serving) -> Iterator[Service]:
-    """Within this context `operator` serves the attention function, whatever module calls it."""
+    """Within this context `operator` computes the attention of any module that calls the attention function."""
     service = Service(operator, None)
     token = SERVING.set(service)
     try:
@@ -94,7 +94,7 @@ def served_by(operator: Serving) -> Iterator[Service]:
         SERVING.reset(token)
 
 
-# Passed along by some models and by `generate`, without influence on what attention computes.
+# Arguments that some models and `generate` pass along, and that do not change what attention computes.
 _NO_INFLUENCE = frozenset(
     {
         "assistant_tokenizer",
@@ -109,14 +109,15 @@ _NO_INFLUENCE = frozenset(
 )
 
 
-# Keyword arguments of a decoder layer that the engine itself reads.
+# Arguments of a decoder layer that have another meaning.
 _OF_LAYERS = frozenset({"attention_mask", "hidden_states", *CACHE_NAMES})
 
 
 def changes_attention(kwargs: Mapping[str, Any]) -> bool:
     """Whether a decoder layer's keyword arguments include one that may change what attention computes.
 
-    A fused layer leaves such a call to the wrapped module, whose attention function refuses arguments it does not know.
+    A fused layer skips the attention function's caller. It leaves such arguments to that caller, which refuses unknown
+    ones.
     """
     return any(
         value is False if name == "is_causal" else value is not None and value is not False
@@ -139,7 +140,7 @@ def _attention_function(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function `hetero_kv`: hands the call to the operator that is serving it."""
+    """The attention function `hetero_kv`: passes the call to the operator of the present forward."""
     name = type(module).__name__
     if attention_mask is not None:
         raise UnsupportedModelError(f"{name}: a custom attention mask was passed; hetero_kv computes causal attention")
@@ -147,14 +148,14 @@ def _attention_function(
         raise UnsupportedModelError(f"{name}: attention dropout {dropout} is for training; call model.eval()")
     if is_causal is False:
         raise UnsupportedModelError(f"{name}: is_causal=False asks for bidirectional attention, which is not supported")
-    for argument, given in kwargs.items():
-        if argument not in _NO_INFLUENCE and given is not None and given is not False:
+    for argument, item in kwargs.items():
+        if argument not in _NO_INFLUENCE and item is not None and item is not False:
             raise UnsupportedModelError(
-                f"{name}: the attention argument {argument}={_brief(given)} is not known to hetero_kv, and no argument "
+                f"{name}: the attention argument {argument}={_brief(item)} is not known to hetero_kv, and no argument "
                 "is ignored; leave this layer out with `class: default`"
             )
     if key.dtype is not query.dtype or value.dtype is not query.dtype:
-        # torch.autocast rounds values, and not what is rotated.
+        # torch.autocast rounds values, but not the rotated queries and keys.
         key, value = key.to(query.dtype), value.to(query.dtype)
     call = AttentionCall(
         query,
@@ -182,7 +183,7 @@ def _mask_function(
     use_vmap: bool = False,
     **_: Any,
 ) -> None:
-    """The mask function `hetero_kv`: no mask is ever built, and what would need one is refused."""
+    """The mask function `hetero_kv`: builds no mask, and refuses calls that need one."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise UnsupportedModelError(
             f"the attention mask hides {int((~attention_mask.bool()).sum())} tokens, and the call has no HeteroCache, "
@@ -196,10 +197,10 @@ def _mask_function(
 
 @cache
 def _register() -> None:
-    """Tell transformers of the implementation.
+    """Register the implementation with transformers.
 
-    Where a model is changed and not before: the modules of transformers that models are made of take seconds to
-    import, and flags and their help, which know the operators too, need none of them.
+    Called when a model is changed, not on import: the transformers modules behind it take seconds to import, and the
+    command line's flags and help, which list the operators, need none of them.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -210,12 +211,12 @@ def _register() -> None:
 def with_implementation(config: Any) -> Any:
     """A shallow copy of a transformers config whose attention implementation is `hetero_kv`.
 
-    Only the copy's holder is affected: modules beside it keep the original.
+    Only the owner of the copy is affected: other modules keep the original.
     """
     _register()
-    twin = copy.copy(config)
-    twin._attn_implementation_internal = IMPLEMENTATION
-    return twin
+    copied = copy.copy(config)
+    copied._attn_implementation_internal = IMPLEMENTATION
+    return copied
 
 
 def text_config(model: Any) -> Any:
@@ -243,7 +244,7 @@ def require_attention_interface(path: str, module: nn.Module) -> None:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module looks like a decoder's attention: it has projections of its own and a cache layer's index."""
+    """Whether a module looks like a decoder's attention: it is no recurrent module and has a cache layer's index."""
     has_index = isinstance(getattr(module, "layer_idx", None), int)
     return has_index and "attention" in type(module).__name__.lower() and not is_recurrent(module)
 
@@ -269,14 +270,14 @@ def layer_window(module: nn.Module) -> int | None:
 
 
 def own_windows(config: Any) -> list[int | None]:
-    """Per layer, the sliding window that transformers' own cache keeps of it; None where it keeps everything."""
+    """Per layer, the sliding window of transformers' own cache; None where it keeps everything."""
     return [getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers]
 
 
 def cache_in(args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> HeteroCache:
-    """The HeteroCache among a forward's arguments, whatever the model calls it.
+    """The HeteroCache among a forward's arguments, under any name.
 
-    Raises HeteroKVError when there is none.
+    Raises HeteroKVError when there is no HeteroCache.
     """
     cache = given_cache(kwargs)
     if isinstance(cache, HeteroCache):
@@ -291,7 +292,7 @@ def cache_in(args: tuple[Any, ...], kwargs: dict[str, Any], path: str) -> Hetero
 
 
 def chunk_mask(module: nn.Module, cache: HeteroCache, hidden_states: torch.Tensor, position_ids: Any) -> Any:
-    """The mask that an untouched attention module needs for one chunk, by the rules of its own implementation.
+    """The mask of one chunk for an attention module without an operator, by its own implementation's rules.
 
     Args:
         module: the attention module, with the model's own config.

@@ -1,4 +1,4 @@
-"""A call of an injected model without a HeteroCache: it gets one of its own, which is what transformers does too."""
+"""A call of an injected model without a HeteroCache: it gets a new one, as transformers creates a cache by default."""
 
 from __future__ import annotations
 
@@ -20,45 +20,47 @@ _NAME = "past_key_values"
 def without_cache(
     model: Any, call: ModelCall, new_cache: Callable[[], HeteroCache], forward: Callable[..., Any]
 ) -> Any:
-    """The output of a call over a new cache; it is in there unless the call, or the config, says use_cache=False.
+    """The output of a call over a new cache.
+
+    The output includes the cache, unless the call or the config sets use_cache=False.
 
     Args:
-        forward: what the call is handed on to.
+        forward: the forward that computes the call.
 
     Raises:
-        HeteroKVError: the call has a cache of transformers' own, or computes with one of another kind.
-        UnsupportedModelError: positions say that several sequences are packed in a row.
+        HeteroKVError: the call has a cache of transformers' own, or computes with a cache of another kind.
+        UnsupportedModelError: positions pack several sequences in a row.
     """
     refuse_other_caches(model, call.arguments)
     _refuse_packed(call)
-    wanted = call.arguments.get("use_cache")
-    if wanted is None:
-        wanted = getattr(model.config, "use_cache", True)
+    returns_cache = call.arguments.get("use_cache")
+    if returns_cache is None:
+        returns_cache = getattr(model.config, "use_cache", True)
     cache = new_cache()
     output = forward(**{**call.arguments, **as_cache(forward, cache), "use_cache": True})
-    return output if wanted else _without(cache, output)
+    return output if returns_cache else _without(cache, output)
 
 
 def refuse_other_caches(model: Any, arguments: dict[str, Any]) -> None:
-    """Raise HeteroKVError for a cache that is no HeteroCache."""
+    """Raise HeteroKVError for a cache that is not a HeteroCache."""
     for name, value in arguments.items():
         if (name in CACHE_NAMES and value is not None and not isinstance(value, HeteroCache)) or (
             isinstance(value, Cache) and not isinstance(value, HeteroCache)
         ):
             raise HeteroKVError(
-                f"{type(model).__name__} was called with {name}, a {type(value).__name__}{_held(value)}, and without a "
+                f"{type(model).__name__} was called with {name}, a {type(value).__name__}{_size(value)}, and without a "
                 f"HeteroCache: pass {_NAME}=HeteroCache(model), or leave it out, or call hetero_kv.eject(model) first. "
                 "Keys and values that were computed elsewhere (PEFT's prefix tuning) cannot go into a HeteroCache"
             )
 
 
-def _held(cache: Any) -> str:
+def _size(cache: Any) -> str:
     tokens = cache.get_seq_length() if isinstance(cache, Cache) else 0
     return f" of {tokens} tokens" if tokens else ""
 
 
 def _refuse_packed(call: ModelCall) -> None:
-    """Raise where transformers would take positions that begin anew for the beginning of another sequence."""
+    """Raise for restarting positions, which transformers takes for packed sequences."""
     positions = call.arguments.get("position_ids")
     if (
         isinstance(positions, torch.Tensor)

@@ -1,12 +1,12 @@
-"""CUDA graphs for decoded tokens: the model's code between two attention calls is captured once and then replayed.
+"""Decode by CUDA graphs: the kernels between two attentions are captured once and launched as one graph.
 
-Only attention changes its shapes and addresses from token to token. A forward with L attention calls is therefore
-captured as L + 1 segments with the attention left out. A later token replays the segments; between two of them the
-layer's operator attends with the token's queries, keys and values as usual.
+From token to token, all kernels but those of attention have constant shapes and addresses. The capture of a forward
+skips every attention; it yields one segment more than there are attentions. Each later token launches the segments in
+turn; between two of them, the cache layers attend with the token's queries, keys and values as without graphs.
 
-The model's Python code does not run during a replay. A model whose code does more per token than launch kernels is
-refused. An eager token runs first and shows whether the code waits for the device, because a capture that fails leaves
-torch in a bad state.
+The model's Python code runs during the capture only. Code that must run for every token, other than kernel launches, is
+therefore refused. Synchronization with the device makes a capture fail, which damages torch's state; an uncaptured
+rehearsal token finds it first.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.errors import is_out_of_memory
 
-# Eager tokens before a capture. The first pays for one-time allocations and trials; the last one is checked for code
-# that cannot be captured.
+# Number of uncaptured tokens before the capture: one-time setup runs in the first, and the last of them rehearses the
+# capture.
 _WARM_UP = 2
-# Captured kinds of call (rows, arguments) that are kept.
+# Number of captures that are kept, by kind of call (rows, arguments).
 _KEPT = 4
 
 _Key = tuple[Any, ...]
 
 
 class _CapturedToken:
-    """A token's forward, captured.
+    """The captured forward of one token.
 
     Args:
-        inputs: the tensors that a call is given, by name: others' numbers are copied into them.
-        output: of the recorded forward.
+        inputs: the input tensors by name; later inputs are copied into them.
+        output: of the captured forward.
     """
 
     def __init__(
@@ -68,18 +68,18 @@ class _CapturedToken:
 
     @property
     def is_current(self) -> bool:
-        """Whether the model's weights lie where they did, and nobody has put anything on its modules."""
+        """Whether the model's weights are at the same addresses, and its modules are unmodified."""
         return self._tree.is_unchanged and self._present_addresses() == self._addresses
 
     def run(self, inputs: dict[str, torch.Tensor], cache: HeteroCache) -> Any:
-        """The forward's output for other inputs, over a cache that a step has begun in."""
+        """The forward's output for other inputs, over a cache with a step in progress."""
         for name, tensor in inputs.items():
             self._inputs[name].copy_(tensor)
         for index, (attention, out) in enumerate(self._attentions):
             self._segments.launch(index)
             out.copy_(attention(cache))
         self._segments.launch(len(self._attentions))
-        # The next token's comes to lie in the same place.
+        # A copy, because the next token overwrites the captured output.
         last = self._output.last_hidden_state.clone()
         self._segments.launched()
         return replace(self._output, last_hidden_state=last, **{_cache_field(self._output): cache})
@@ -92,18 +92,18 @@ class CapturedSteps:
         self._model, self._signature, self._captures = model, Signature(forward), captures
         self._tokens: dict[_Key, _CapturedToken] = {}
         self._seen: dict[_Key, int] = {}
-        # Of calls that cannot be captured: why.
+        # The reason, by kind of call that cannot be captured.
         self._unfit: dict[_Key, str] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward."""
+        """Run the forward, by a capture where possible."""
         cache = given_cache(kwargs)
         if self._captures.is_off or not isinstance(cache, HeteroCache) or not _decodes(cache):
             return self._signature.forward(*args, **kwargs)
         call = self._signature.call(args, kwargs)
-        given = call.given
+        tokens = call.given
         leaves_early = cache.depth is not None and cache.depth < len(cache.layers)
-        if given is None or not given.is_cuda or leaves_early:
+        if tokens is None or not tokens.is_cuda or leaves_early:
             return call.run()
         inputs, fixed = self._arguments(call, cache)
         key = _key(inputs, fixed)
@@ -115,12 +115,12 @@ class CapturedSteps:
         return call.run() if token is None else token.run(inputs, cache)
 
     def _arguments(self, call: ModelCall, cache: HeteroCache) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The tensors of a call, its positions among them, and what else it is given, but for the cache."""
+        """The tensors of a call including its positions, and its other arguments without the cache."""
         assert call.given is not None
-        # Of a decoded token a mask says which rows have one, and that has been seen to.
+        # The mask of a decoded token only tells rows without a token, which are handled before.
         arguments = {name: value for name, value in call.arguments.items() if name != "attention_mask"}
         if arguments.get("position_ids") is None and "position_ids" in call.signature.names:
-            # Numbers that launches are given, so that nothing is copied.
+            # Filled on the device from scalars, so that nothing is copied to it.
             past = [
                 torch.full((len(step.cohort.sequences), 1), step.past, device=call.given.device) for step in cache.steps
             ]
@@ -133,7 +133,7 @@ class CapturedSteps:
     def _rehearsed(
         self, call: ModelCall, key: _Key, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache
     ) -> Any:
-        """A call's output, as it would be captured; what of it cannot be is noted."""
+        """Run a call without a capture, and record whether anything in it prevents a capture."""
         try:
             self._require_capturable(inputs, fixed, cache)
         except NotCapturableError:
@@ -151,7 +151,7 @@ class CapturedSteps:
     def _captured(
         self, key: _Key, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache
     ) -> _CapturedToken | None:
-        """The captured forward of such a call, recorded where there is none; None where it cannot be, or not now."""
+        """The capture for such a call, made where missing; None where it cannot be captured, or not now."""
         token = self._tokens.get(key)
         if token is not None and token.is_current:
             return token
@@ -165,7 +165,7 @@ class CapturedSteps:
             if key in self._unfit:
                 raise NotCapturableError(self._unfit[key])
             self._tokens[key] = self._recorded(inputs, fixed, cache)
-        # What CUDA refuses to capture is a RuntimeError of torch's.
+        # torch reports a refused capture as a RuntimeError.
         except RuntimeError as error:
             if is_out_of_memory(error):
                 self._captures.run_out()
@@ -178,7 +178,7 @@ class CapturedSteps:
         return self._tokens[key]
 
     def _require_capturable(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache) -> None:
-        """Raise NotCapturableError for what is known before anything is recorded."""
+        """Raise NotCapturableError for obstacles that are known before the capture."""
         others = [layer for layer in cache.steps[0].cohort.layers if not isinstance(layer, FamilyLayer)]
         if others:
             raise NotCapturableError(
@@ -200,29 +200,29 @@ class CapturedSteps:
             raise NotCapturableError(f"not all weights lie on {device}")
 
     def _recorded(self, inputs: dict[str, torch.Tensor], fixed: dict[str, Any], cache: HeteroCache) -> _CapturedToken:
-        """Capture a token's forward. Nothing of it runs. Raises RuntimeError for what cannot be captured."""
-        own = {name: tensor.clone() for name, tensor in inputs.items()}
+        """Capture a token's forward without running its kernels. Raises RuntimeError when that is impossible."""
+        inputs_copied = {name: tensor.clone() for name, tensor in inputs.items()}
         segments = Segments(next(iter(inputs.values())).device)
         recording = Recording(segments)
         token = RECORDING.set(recording)
         try:
             with _length_untold(cache), segments.captured():
-                output = self._signature.forward(**own, **fixed, **as_cache(self._signature.forward, cache))
+                output = self._signature.forward(**inputs_copied, **fixed, **as_cache(self._signature.forward, cache))
         finally:
             RECORDING.reset(token)
         if len(recording.attentions) != len(cache.layers):
             raise NotCapturableError(f"{len(cache.layers)} layers attended {len(recording.attentions)} times")
         _require_plain(output)
-        return _CapturedToken(self._model, segments, recording, own, output)
+        return _CapturedToken(self._model, segments, recording, inputs_copied, output)
 
 
 def _decodes(cache: HeteroCache) -> bool:
-    """Whether a step has begun in which every row of the cache gets one decoded token, that is kept."""
+    """Whether a step is in progress in which every row of the cache gets one decoded token, which is stored."""
     return bool(cache.steps) and all(step.is_decode and step.tokens == 1 and step.keeps for step in cache.steps)
 
 
 def _cache_field(output: Any) -> str:
-    """What a model's output calls its cache."""
+    """The name of the cache in a model's output."""
     return next(field.name for field in fields(output) if field.name in CACHE_NAMES)
 
 
@@ -232,7 +232,7 @@ def _key(inputs: dict[str, torch.Tensor], fixed: dict[str, Any]) -> _Key:
 
 
 def _require_plain(output: Any) -> None:
-    """Raise NotCapturableError for an output with other tensors than the last hidden states."""
+    """Raise NotCapturableError for an output with tensors other than the last hidden states."""
     if not isinstance(output, ModelOutput):
         raise NotCapturableError("return_dict=False was asked for")
     others = [name for name in output if name not in ("last_hidden_state", *CACHE_NAMES)]
@@ -242,8 +242,10 @@ def _require_plain(output: Any) -> None:
 
 @contextmanager
 def _length_untold(cache: HeteroCache) -> Iterator[None]:
-    """Within this context a model that asks the cache how long it is, other than for a mask, is refused: the number
-    would be captured, and be another one at the next token."""
+    """Within this context, reading the cache's length is refused, except for a mask.
+
+    The length would be captured, and is wrong at the next token.
+    """
     told = cache.get_query_offset
 
     def refuse(layer_idx: int = 0) -> int:

@@ -1,24 +1,24 @@
-"""Whether decoded tokens are captured on a GPU, as a setting asks and as it turns out."""
+"""Whether decoded tokens are captured as CUDA graphs: the setting, and the outcome so far."""
 
 from __future__ import annotations
 
 from hetero_kv.errors import UnsupportedModelError
 
 _OFF, _ON, _WAITING = "off", "on", "not yet"
-# Times that it is tried to capture where memory runs out; tokens that run as they are behind the first, and how many
-# times as many behind each other.
+# Number of capture attempts when memory runs out; number of uncaptured tokens after the first failed attempt, and the
+# factor by which that number grows with each further one.
 _TRIES, _RESTING, _LONGER = 4, 16, 4
 
 
 class Captures:
-    """Whether a model's tokens are to be captured, and what has come of it.
+    """Whether a model's tokens are to be captured, and the outcome.
 
     Args:
         asked: the setting `cuda_graphs`.
 
     Attributes:
-        state: None before any token could have been captured, then `on`, `off` with the reason, or `not yet`: memory
-            ran out, and it is to be tried again.
+        state: None before the first token that could be captured; then `on`, `off` with the reason, or `not yet`:
+            memory ran out, and another attempt follows.
     """
 
     def __init__(self, asked: str = "auto") -> None:
@@ -28,22 +28,24 @@ class Captures:
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is captured, or cannot be."""
+        """Whether capturing is switched off or impossible."""
         return self.asked == _OFF or (self.state is not None and self.state.startswith(_OFF))
 
     def rests(self) -> bool:
-        """Whether a token is one of those that are not tried to be captured, since memory has run out before them."""
+        """Whether this token must run uncaptured, in the pause after memory ran out; counts the token."""
         is_one = self._resting > 0
         self._resting -= is_one
         return is_one
 
     def succeed(self) -> None:
-        """Note that a token has been captured."""
+        """Record a successful capture."""
         self.state, self._tries = _ON, 0
 
     def run_out(self) -> None:
-        """Note that memory ran out while a token was captured. Raises UnsupportedModelError where it must be captured,
-        and memory has run out whenever it was tried."""
+        """Record that memory ran out during a capture.
+
+        Raises UnsupportedModelError when captures are required and all attempts have run out of memory.
+        """
         self._tries += 1
         full = "the GPU has too little memory left for graphs, tried"
         if self._tries >= _TRIES:
@@ -53,7 +55,7 @@ class Captures:
         self.state = f"{_WAITING}: {full} {self._tries} of {_TRIES} times"
 
     def refuse(self, reason: str) -> None:
-        """Note why tokens are not captured. Raises UnsupportedModelError where they must be."""
+        """Record why tokens are not captured. Raises UnsupportedModelError when captures are required."""
         if self.asked == _ON:
             raise UnsupportedModelError(
                 f"cuda_graphs is on, and a token cannot be captured: {reason}; set cuda_graphs to auto or off"

@@ -1,4 +1,4 @@
-"""Layer-by-layer prefill in chunks: a long prompt costs one layer's KV and one chunk's activations at a time."""
+"""Layer-by-layer prefill in chunks: a long prompt needs one layer's KV and one chunk's activations at a time."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.freed_memory import freed_memory_kept, give_back_freed_memory
 from hetero_kv.settings.engine_settings import EngineSettings
 
-# Of the native way: not tried yet; or there is something foreign in the layer, which is looked for again at prompts.
+# States of the native path: not tried yet; or the layer has foreign parts, which is checked again at each prompt.
 _UNTRIED, _FOREIGN = object(), object()
-# Attributes of an attention module by which it calls its attention function.
+# Attributes of an attention module that it passes to its attention function.
 _CALLED_WITH = "scaling", "sliding_window"
-# Tokens from which on what a layer makes of a prompt is so large that its memory is kept for the next one.
+# From this many tokens on, a layer's temporaries are so large that their memory is kept for the next layer.
 _LONG_PROMPT = 512
-# Of how many last tokens the last layer's output is computed at least: products of fewer are computed by other ways.
+# Minimum number of last tokens that the last layer's output is computed of: smaller products take other kernels.
 _ASKED_TOGETHER = 128
 
 
 class ChunkedDecoderLayer(Operator):
-    """Runs a decoder layer over a prompt chunk by chunk, and its attention's cache through one prefill; a layer that is
-    no attention carries its state from chunk to chunk.
+    """Runs a decoder layer over a prompt chunk by chunk, within one prefill of its attention's cache layer.
+
+    A recurrent layer carries its state from chunk to chunk.
 
     The model's own forward walks from layer to layer with the hidden states of the whole prompt, so that only one
     layer's keys and values are on the compute device at a time (KTransformers' layer-wise chunked prefill). From the
-    second layer on the output is written over the input: one buffer of hidden states serves all layers.
+    second layer on the output overwrites the input: one buffer of hidden states serves all layers.
     """
 
     meaning = "runs a decoder layer over the prompt in chunks of chunk_size, layer by layer"
@@ -45,16 +46,16 @@ class ChunkedDecoderLayer(Operator):
     def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
         super().__init__(path, wrapped, settings, engine)
         self._mixer_path, self.layer_idx = _mixer_of(path, wrapped)
-        # Not as a submodule, which it is already; operators of deeper modules are in their places by now.
+        # Not registered as a submodule: it is one of `wrapped`. Operators of deeper modules are already in place.
         self.__dict__["attention"] = attention = wrapped.get_submodule(self._mixer_path)
         self._is_replaced = isinstance(attention, AttentionOperator)
         if self._is_replaced:
             attention.__dict__["input_norm"] = getattr(wrapped, "input_layernorm", None)
         self.is_recurrent = recurrent.is_recurrent(attention)
-        # Tried before the first token, and the first prompt: weights come after rules.
+        # Both paths are tried before the first token and the first prompt: weights are loaded after rules are injected.
         self._native: Any = _UNTRIED
         self._short: PromptLayer | None = None
-        #: What was there when the short way was tried.
+        #: The modules and settings with which the short path was tried.
         self._tried_with: list[Any] | None = None
 
     @classmethod
@@ -62,13 +63,13 @@ class ChunkedDecoderLayer(Operator):
         _mixer_of(path, module)
 
     def compile_own_kernels(self) -> None:
-        """Find out whether a token can pass natively, and a prompt the short way, which compiles both."""
+        """Try the native path of a token and the short path of a prompt, which compiles both."""
         if self._is_replaced:
             self._native_way()
             self._short_way()
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped layer's output for [batch, tokens, hidden]; a decoded token goes straight through."""
+        """The wrapped layer's output for [batch, tokens, hidden]; a decoded token is not chunked."""
         cache = given_cache(kwargs)
         if type(cache) is not HeteroCache:
             cache = bridge.cache_in(args, kwargs, self.path)
@@ -100,7 +101,7 @@ class ChunkedDecoderLayer(Operator):
         short = self._short_way() if is_plain else None
         is_long = total >= _LONG_PROMPT and is_on_cpu
         is_last = self.layer_idx == len(cache.layers) - 1
-        # Policies of strides may ask for any token's logits.
+        # Strided policies may read the logits of any token.
         wanted = chunking.WANTED.get() if is_last and cache.strided is None else 0
         first_asked = total - max(wanted, _ASKED_TOGETHER) if wanted else 0
         if self.layer_idx == 0:
@@ -127,7 +128,7 @@ class ChunkedDecoderLayer(Operator):
         return (output, *result[1:]) if isinstance(result, tuple) else output
 
     def _native_way(self) -> TokenLayer | None:
-        """The native way of a token, where the layer, as it is now, has one that nobody misses anything of."""
+        """The native path of a token; None where the layer, in its present state, has none that is equivalent."""
         native = self._native
         if native is _UNTRIED or (isinstance(native, TokenLayer) and not native.is_current):
             is_theirs = not is_plain(self.wrapped)
@@ -135,7 +136,7 @@ class ChunkedDecoderLayer(Operator):
         return None if native is _FOREIGN else native
 
     def _short_way(self) -> PromptLayer | None:
-        """The short way of prompts, where the layer, as it is now, has one that nobody misses anything of."""
+        """The short path of prompts; None where the layer, in its present state, has none that is equivalent."""
         if not is_plain_but_for_projections(self.wrapped):
             return None
         attention: Any = self.attention.wrapped
@@ -148,7 +149,7 @@ class ChunkedDecoderLayer(Operator):
         return self._short
 
     def _continuing(self, cache: HeteroCache, chunk: torch.Tensor) -> AbstractContextManager[None]:
-        """Within this context the layer goes on from what it holds, a state too."""
+        """Within this context the layer continues from its cached data, including a recurrent state."""
         if not self.is_recurrent or chunk.shape[1] == 1 or not cache.has_previous_state(self.layer_idx):
             return nullcontext()
         states = cache.layers[self.layer_idx].number_of_states
@@ -159,7 +160,7 @@ class ChunkedDecoderLayer(Operator):
 
 
 def _mixer_of(path: str, decoder_layer: nn.Module) -> tuple[str, int]:
-    """Path within a decoder layer of what mixes its tokens, attention or a module with a state, and its layer index."""
+    """Path within a decoder layer of its token mixer, attention or a recurrent module, and its layer index."""
     found = [
         (name, module.layer_idx)
         for name, module in decoder_layer.named_modules()
@@ -180,7 +181,7 @@ def _named(found: list[tuple[str, int]]) -> str:
 
 
 def _refuse_unsliceable(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedModelError for an argument that may run along the sequence in a way that is not known."""
+    """Raise UnsupportedModelError for an argument with a possible sequence dimension that is not known."""
     for name, value in (*((f"positional argument {i + 1}", a) for i, a in enumerate(args)), *kwargs.items()):
         if isinstance(value, torch.Tensor) and name not in chunking.SEQUENCE_DIM:
             raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""A token-wise module over a prompt in chunks: the final norm, whose temporaries would be as long as the prompt."""
+"""Chunked execution of a token-wise module: the final norm, whose temporaries would be as long as the prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero_kv.errors import UnsupportedModelError
 
 
 class ChunkedModule(Operator):
-    """Runs a module that treats every token alone over chunks of the sequence."""
+    """Runs a token-wise module over chunks of the sequence."""
 
     meaning = "runs a token-wise module (the final norm) over the prompt in chunks of chunk_size"
     prefills_exactly = True

@@ -1,4 +1,4 @@
-"""Cutting what runs along the sequence into chunks, and the buffer of hidden states that layers hand on."""
+"""Chunks of the arguments along the sequence, and the buffer of hidden states that layers pass on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import torch
 
-#: The sequence dimension of what transformers passes to a decoder layer beside the hidden states.
+#: The sequence dimension of the arguments that transformers passes to a decoder layer with the hidden states.
 SEQUENCE_DIM = {"position_ids": -1, "cache_position": -1, "position_embeddings": -2}
 
 
 def sliced(name: str, value: Any, chunk: slice, total: int) -> Any:
-    """The part of a layer's argument that belongs to a chunk of a sequence of `total` tokens."""
+    """The part of a layer's argument for one chunk of a sequence of `total` tokens."""
     if name not in SEQUENCE_DIM or value is None:
         return value
     if isinstance(value, tuple | list):
@@ -23,24 +23,24 @@ def sliced(name: str, value: Any, chunk: slice, total: int) -> Any:
     return value if value.shape[dim] != total else value[(slice(None),) * dim + (chunk,)]
 
 
-#: How many last tokens the head of a model wants of the present forward; 0 for all.
+#: Number of last tokens that the model's head reads of the present forward; 0 for all.
 WANTED: ContextVar[int] = ContextVar("WANTED", default=0)
 
 
 def mark_ours(hidden_states: torch.Tensor) -> None:
-    """Remember that an operator made this buffer, so that the next one may write its output over it."""
+    """Mark this buffer as made by an operator, so that the next operator may overwrite it."""
     hidden_states.hetero_kv_buffer = True  # type: ignore[attr-defined]
 
 
 def claimed(hidden_states: torch.Tensor) -> bool:
-    """Whether this tensor came from `mark_ours`; from now on it is the caller's."""
+    """Whether `mark_ours` marked this tensor; clears the mark, so that the caller owns the buffer."""
     ours = is_ours(hidden_states)
     hidden_states.hetero_kv_buffer = False  # type: ignore[attr-defined]
     return ours
 
 
 def is_ours(hidden_states: torch.Tensor) -> bool:
-    """Whether this very tensor came from `mark_ours`: anyone else's is never written to."""
+    """Whether `mark_ours` marked this very tensor: buffers of others are never overwritten."""
     return getattr(hidden_states, "hetero_kv_buffer", False)
 
 
@@ -49,40 +49,40 @@ class Passage(Protocol):
 
     @abstractmethod
     def chunks(self) -> Iterator[tuple[slice, torch.Tensor, dict[str, Any]]]:
-        """Which tokens, their hidden states [batch, tokens, hidden], and the module's keyword arguments for them."""
+        """Per chunk: its tokens, its hidden states [batch, tokens, hidden], and the module's keyword arguments."""
 
     @abstractmethod
     def place(self, chunk: slice) -> torch.Tensor | None:
-        """Where the module may write by itself what it makes of a chunk, perhaps over the chunk; None: nowhere."""
+        """The buffer in which the module may write its output of a chunk, possibly the chunk itself; or None."""
 
     @abstractmethod
     def put(self, chunk: slice, result: torch.Tensor) -> None:
-        """Keep what the module made of a chunk, [batch, tokens, hidden], unless it lies in its place."""
+        """Keep the module's output of a chunk, [batch, tokens, hidden], unless it is in its place already."""
 
     @abstractmethod
     def output(self) -> torch.Tensor:
-        """What it made of all of them."""
+        """The module's output of all chunks."""
 
 
 class Walk(Protocol):
-    """A prompt's way through all modules, where its hidden states lie elsewhere between them."""
+    """A prompt's way through all modules, with its hidden states stored elsewhere between them."""
 
     @abstractmethod
     def passage(self, hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int) -> Passage:
         """The way through the next module."""
 
 
-#: The walk that the present forward is, if it is one.
+#: The walk of the present forward, if any.
 WALK: ContextVar[Walk | None] = ContextVar("WALK", default=None)
 
 
 def passage(hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int, is_free: bool) -> Passage:
-    """A prompt's way through a module, whose output is written over the hidden states where they may be.
+    """A prompt's way through a module; the output overwrites the hidden states where that is allowed.
 
     Args:
         hidden_states: [batch, tokens, hidden].
-        kwargs: of the module; what runs along the sequence is cut.
-        is_free: whether nobody else reads the hidden states any more.
+        kwargs: of the module; arguments along the sequence are cut into chunks.
+        is_free: whether no one else reads the hidden states any more.
     """
     walk = WALK.get()
     if walk is not None:
@@ -91,12 +91,12 @@ def passage(hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int
 
 
 def cut(total: int, chunk_size: int) -> list[slice]:
-    """The chunks of so many tokens."""
+    """The chunks of `total` tokens."""
     return [slice(start, min(start + chunk_size, total)) for start in range(0, total, chunk_size)]
 
 
 class _InPlace:
-    """The way through a module of hidden states that lie where the model computes."""
+    """The way through a module of hidden states on the compute device."""
 
     def __init__(self, hidden_states: torch.Tensor, kwargs: dict[str, Any], chunk_size: int, is_free: bool) -> None:
         self._states, self._kwargs, self._chunk_size = hidden_states, kwargs, chunk_size
