@@ -34,7 +34,7 @@ from hetero_kv.errors import is_out_of_memory
 # Number of uncaptured tokens before the capture: one-time setup runs in the first, and the last of them rehearses the
 # capture.
 _WARM_UP = 2
-# Number of captures that are kept, by kind of call (rows, arguments).
+# At most this many kinds of call (rows, arguments) stay captured.
 _KEPT = 4
 
 _Key = tuple[Any, ...]

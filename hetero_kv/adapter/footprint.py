@@ -1,7 +1,7 @@
-"""What one layer's keys and values take in memory: the protocol by which a family tells the planner.
+"""The memory of one layer's keys and values: the protocol between a family and the planner.
 
-A family's operator returns a `LayerFootprint` of its own (`AttentionOperator.footprint`). Its `shares` are bytes under
-names, `Term`s, which `hetero-kv plan` prints and writes to JSON, whoever registered them:
+A family's operator returns its own `LayerFootprint` (`AttentionOperator.footprint`). The `shares` of a footprint are
+bytes under `Term`s, which `hetero-kv plan` prints and writes to JSON, including terms that extensions register:
 
     SKETCHES = register(Term("sketches", "sketches of the keys"))
 
@@ -24,12 +24,12 @@ from hetero_kv.errors import HeteroKVError
 
 @dataclass(frozen=True)
 class Term:
-    """What a part of the memory is for.
+    """The purpose of a part of the memory.
 
     Attributes:
         name: in JSON.
         meaning: one line for the plan's table.
-        in_dram: whether it lies in DRAM whatever the model computes on; else where it computes.
+        in_dram: whether it is always in DRAM; else it is on the compute device.
     """
 
     name: str
@@ -41,7 +41,7 @@ _TERMS: dict[str, Term] = {}
 
 
 def register(term: Term) -> Term:
-    """Make a term known under its name. Raises HeteroKVError for a name that another term has."""
+    """Register a term under its name. Raises HeteroKVError for a name that another term has."""
     if _TERMS.setdefault(term.name, term) != term:
         raise HeteroKVError(
             f"the term {term.name!r} of a footprint is registered already, as {_TERMS[term.name].meaning!r}; give "
@@ -66,12 +66,12 @@ STATES = register(Term("states", "states of layers that are no attention"))
 
 @dataclass(frozen=True)
 class BytesPerToken:
-    """What one token takes in DRAM blocks, bytes.
+    """Bytes of one token in DRAM blocks.
 
     Attributes:
         keys, values: of the token.
-        representatives: its share of what its block is chosen by: the representatives and, for types that need it, the
-            attention that each key received.
+        representatives: the token's share of its block's representatives and, for types that need it, of the attention
+            that each key received.
     """
 
     keys: float = 0
@@ -83,23 +83,23 @@ class BytesPerToken:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return self.keys + self.values + self.representatives
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What memory is wanted for.
+    """The workload that memory is planned for.
 
     Attributes:
         tokens: of each sequence.
-        forward_tokens: tokens of a prompt that pass through all layers at once; `tokens` unless some layer has strides.
+        forward_tokens: tokens of a prompt that pass through all layers at once; `tokens` unless a layer has strides.
         batch: sequences that are processed together.
         caches: the cache and its forks, each with `batch` sequences of `tokens`, nothing shared.
-        element: bytes of one number where the model computes.
-        on_gpu: whether that is a GPU.
+        element: bytes of one number on the compute device.
+        on_gpu: whether the compute device is a GPU.
         chunk_tokens: tokens of a prompt that pass through a layer at once.
-        heads: of queries.
+        heads: query heads.
     """
 
     tokens: int
@@ -113,12 +113,12 @@ class Demand:
 
     @property
     def sequences(self) -> int:
-        """Those of all caches."""
+        """Sequences of all caches."""
         return self.batch * self.caches
 
 
 class Share(NamedTuple):
-    """What one layer takes under a term, bytes. What is `common` to layers counts once, as the largest of them."""
+    """Bytes of one layer under a term. Layers take turns with a `common` share: only the largest one counts, once."""
 
     term: Term
     size: int
@@ -127,12 +127,12 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerFootprint:
-    """One layer's keys and values: here, all of them where the model computes. Families override what differs.
+    """One layer's keys and values; by default all of them, on the compute device. Families override what differs.
 
     Attributes:
         shape: of the keys and values.
         stored: bytes per token in DRAM blocks.
-        block_size: tokens of such a block; None where nothing lies in blocks.
+        block_size: tokens of such a block; None for a layer without blocks.
     """
 
     shape: KVShape
@@ -142,40 +142,40 @@ class LayerFootprint:
 
     @property
     def place(self) -> str:
-        """How the layer keeps its tokens, as it stands behind "32 layers"."""
+        """How the layer stores its tokens, a text that completes "32 layers"."""
         return "whole, where the model computes"
 
     @property
     def prefills_whole(self) -> bool:
-        """Whether all keys and values of a prompt are there at once while it prefills, beside what `shares` counts."""
+        """Whether prefill has all keys and values of a prompt in memory at once, in addition to `shares`."""
         return False
 
     @property
     def passes_in_strides(self) -> bool:
-        """Whether its cache layer is asked for strides (`FamilyLayer.is_strided`), be it one of the whole prompt."""
+        """Whether its cache layer runs in strides (`FamilyLayer.is_strided`), even if one stride takes all tokens."""
         return False
 
     def forward_tokens(self, tokens: int) -> int:
-        """Tokens of a prompt of `tokens` that pass through the layer at once; fewer than all where it has strides."""
+        """Tokens of a prompt of `tokens` that pass through the layer at once; fewer than all with strides."""
         return tokens
 
     def shares(self, demand: Demand) -> Iterator[Share]:
-        """What the layer takes when a prompt has prefilled."""
+        """The layer's memory after the prefill of a prompt."""
         yield Share(UNTOUCHED, demand.sequences * self.kv_bytes(demand.tokens, demand))
 
     def kv_bytes(self, tokens: int, demand: Demand) -> int:
-        """Keys and values of `tokens` where the model computes, bytes."""
+        """Bytes of the keys and values of `tokens` on the compute device."""
         return tokens * self.shape.bytes_per_token(demand.element)
 
     def block_shares(self, tokens: int, demand: Demand) -> Iterator[Share]:
-        """What `tokens`, those of whole blocks, take in DRAM blocks."""
+        """The memory of `tokens`, a number of whole blocks, in DRAM blocks."""
         yield Share(KEYS_VALUES, demand.sequences * round(tokens * (self.stored.keys + self.stored.values)))
         yield Share(REPRESENTATIVES, demand.sequences * round(tokens * self.stored.representatives))
 
 
 @dataclass(frozen=True)
 class UntouchedFootprint(LayerFootprint):
-    """A layer without an operator, of which transformers keeps everything."""
+    """A layer without an operator, whose tokens transformers keeps all."""
 
     @property
     def place(self) -> str:
@@ -188,11 +188,11 @@ class UntouchedFootprint(LayerFootprint):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowFootprint(LayerFootprint):
-    """A layer with a sliding window of the model's own, with an operator or without.
+    """A layer with the model's own sliding window, with or without an operator.
 
     Attributes:
         sliding_window: keys that a query sees, itself included.
-        is_untouched: whether it has no operator, so that transformers' attention wants a mask.
+        is_untouched: whether it has no operator, so that transformers' attention needs a mask.
     """
 
     sliding_window: int
@@ -203,16 +203,16 @@ class WindowFootprint(LayerFootprint):
         return f"with a sliding window of {self.sliding_window} tokens"
 
     def shares(self, demand: Demand) -> Iterator[Share]:
-        # A window lies in a buffer with slack for as many tokens again.
-        held = min(demand.tokens, self.sliding_window) + self.sliding_window
-        yield Share(SLIDING, demand.sequences * self.kv_bytes(held, demand))
+        # The buffer of a window has slack for as many tokens again.
+        stored = min(demand.tokens, self.sliding_window) + self.sliding_window
+        yield Share(SLIDING, demand.sequences * self.kv_bytes(stored, demand))
         if self.is_untouched:
             yield mask_share(min(demand.tokens, self.sliding_window + demand.chunk_tokens), demand)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateFootprint(LayerFootprint):
-    """A layer that is no attention, whose state does not grow.
+    """A recurrent layer, whose state has a fixed size.
 
     Attributes:
         state_bytes: of one sequence.
@@ -225,12 +225,12 @@ class StateFootprint(LayerFootprint):
         return "that are no attention, with a state"
 
     def shares(self, demand: Demand) -> Iterator[Share]:
-        # And what a forward that fails would come back to.
+        # The state and its copy for the rollback of a failed forward.
         yield Share(STATES, 2 * demand.sequences * self.state_bytes)
 
 
 def sums_share(queries: int, keys: int, shape: KVShape, demand: Demand) -> Share:
-    """Sums of attention that `keys` received from `queries`, while a GPU computes them; a CPU's tiles are small."""
+    """The attention that `keys` received from `queries`, while a GPU sums it; a CPU's tiles are small."""
     counts = queries, keys, demand.batch, demand.heads, shape.kv_heads, shape.k_dim
     return Share(FOLLOWING, working_bytes(*counts) if demand.on_gpu and queries else 0, common=True)
 
@@ -238,6 +238,7 @@ def sums_share(queries: int, keys: int, shape: KVShape, demand: Demand) -> Share
 def mask_share(keys: int, demand: Demand) -> Share:
     """The mask of a chunk's queries over `keys`, an estimate.
 
-    As truth values, while it is made and when it is done, and as the numbers that attention adds to its scores.
+    It exists as booleans twice, during and after its construction, and as the numbers that attention adds to its
+    scores.
     """
     return Share(MASKS, demand.batch * demand.chunk_tokens * keys * (2 + demand.element), common=True)

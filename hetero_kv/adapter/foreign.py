@@ -1,9 +1,9 @@
-"""What others have put on a model's modules, and how a fast path knows that nobody has.
+"""Foreign parts of a model's modules, and the check of fast paths for them.
 
-A fast path reads weights itself and computes what a module of a known class computes. It stands for the module only
-while that is all: no hook, no replaced forward, no class of others (PEFT's layers, bitsandbytes', a parametrization),
-no tensor that is more than its numbers. Whatever is not known to be plain is called as torch calls it, which is slower
-and right.
+A fast path reads weights itself and computes what a module of a known class computes. It may replace the module only if
+the module has no foreign part: no hook, no replaced forward, no third-party class (PEFT's layers, bitsandbytes', a
+parametrization), no tensor subclass. A module that is not known to be plain is called as torch calls it, which is
+slower and correct.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.utils.hooks import RemovableHandle
 
 from hetero_kv.errors import UnsupportedModelError
 
-#: Where classes come from whose forward computes what their name says. Quantizers' layers are not among them.
+#: Packages whose classes compute what their name says. The layers of quantizers are excluded.
 _KNOWN = ("torch.nn.modules.", "transformers.", "hetero_kv.")
 _NOT_KNOWN = ("transformers.integrations.", "transformers.quantizers.")
 _OURS = ("hetero_kv.", "gpu_ops.")
 _SHARDED = ("torch.distributed.",)
-# Of torch._dynamo, whose import takes seconds.
+# The name of a class in torch._dynamo, which takes seconds to import.
 _COMPILED = "OptimizedModule"
-#: Classes of tensors that are their numbers and nothing else.
+#: Classes of tensors without any behaviour of their own.
 PLAIN_TENSORS: set[type] = {nn.Parameter, torch.Tensor}
 _OWN_MARK = "_hetero_kv_own"
 
@@ -36,14 +36,14 @@ _known_classes: dict[tuple[type, Any], bool] = {}
 
 
 def mark_own(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, noted as ours; what somebody else wraps around it is not."""
-    # functools.wraps copies attributes: the mark names the function that it belongs to.
+    """Mark `forward` as ours; a wrapper that others put around it does not count as ours."""
+    # functools.wraps copies attributes, so that the mark names the function that it belongs to.
     setattr(forward, _OWN_MARK, forward)
     return forward
 
 
 def is_own(forward: Any) -> bool:
-    """Whether the forward of a module's instance is one that this package put there."""
+    """Whether this package put this forward on a module's instance."""
     if getattr(forward, _OWN_MARK, None) is forward:
         return True
     holder = getattr(forward, "__self__", forward)
@@ -51,12 +51,12 @@ def is_own(forward: Any) -> bool:
 
 
 def has_global_hooks() -> bool:
-    """Whether torch calls hooks for every module there is."""
+    """Whether torch has hooks that it calls for every module."""
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 
 
 def is_known_class(kind: type[nn.Module]) -> bool:
-    """Whether modules of a class compute what torch, transformers or this package say they do."""
+    """Whether the class is one of torch's, transformers' or this package's, and so is its forward."""
     forward = kind.forward
     key = kind, forward
     known = _known_classes.get(key)
@@ -68,15 +68,15 @@ def is_known_class(kind: type[nn.Module]) -> bool:
 
 
 def is_heard_itself(module: nn.Module) -> bool:
-    """Whether a module, apart from those in it, has a forward hook, or a forward that somebody has put there."""
+    """Whether a module itself, its children aside, has a forward hook or a replaced forward."""
     own = module.__dict__.get("forward")
     return bool(module._forward_hooks or module._forward_pre_hooks) or (own is not None and not is_own(own))
 
 
 def foreign_part(module: nn.Module) -> str | None:
-    """What of a module, apart from the modules in it, is not as its class makes it; None where everything is.
+    """The part of a module itself, its children aside, that differs from its class; None for a plain module.
 
-    Backward hooks are not looked at: there are no gradients under a HeteroCache.
+    Backward hooks do not count: under a HeteroCache there are no gradients.
     """
     if is_heard_itself(module):
         return "a forward hook or a replaced forward"
@@ -91,12 +91,12 @@ def foreign_part(module: nn.Module) -> str | None:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module and all modules in it are as their classes make them, and nobody listens to any of them."""
+    """Whether a module and all modules in it are as their classes make them, without any hooks."""
     return not has_global_hooks() and all(foreign_part(each) is None for each in module.modules())
 
 
 def is_heard(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether there is something foreign in `module`, or in one of the modules in it, outside of those of a kind."""
+    """Whether `module` or a module in it has a foreign part; modules within those of class `kind` are skipped."""
     return has_global_hooks() or any(foreign_part(each) is not None for each in _outside(module, kind))
 
 
@@ -108,8 +108,10 @@ def _outside(module: nn.Module, kind: type[nn.Module]) -> Iterator[nn.Module]:
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether somebody brings a model's weights for each forward (accelerate's offloading): those that are not there
-    are not still to be loaded."""
+    """Whether others bring a model's weights for each forward (accelerate's offloading).
+
+    Missing weights of such a model are not still to be loaded.
+    """
     return any(parameter.is_meta for parameter in model.parameters()) and any(
         not is_own(each.__dict__["forward"]) if "forward" in each.__dict__ else each._forward_pre_hooks
         for each in model.modules()
@@ -117,8 +119,10 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def require_own_weights(model: nn.Module) -> None:
-    """Raise UnsupportedModelError, naming the part, where a model's weights are not all in this process, or it is
-    something around a model."""
+    """Raise UnsupportedModelError, naming the part, unless all of a model's weights are in this process.
+
+    A wrapper around a model is refused too.
+    """
     if type(model).__name__ == _COMPILED:
         raise UnsupportedModelError(
             "the model is what torch.compile made of one; inject into that one (model._orig_mod), and compile it, if "
@@ -126,7 +130,7 @@ def require_own_weights(model: nn.Module) -> None:
         )
     for path, module in model.named_modules():
         kind = type(module)
-        # Classes of torch.distributed, or mixed into the module's (`fully_shard`).
+        # Classes of torch.distributed, and classes that mix one in (`fully_shard`).
         if any(each.__module__.startswith(_SHARDED) for each in kind.__mro__):
             raise UnsupportedModelError(
                 f"{path or 'the model'} is a {kind.__name__}, whose weights are shared out among processes; operators "
@@ -141,14 +145,14 @@ def require_own_weights(model: nn.Module) -> None:
 
 
 class PlainTree:
-    """A module with all modules in it, which `is_plain`; says quickly whether they still are the same.
+    """Detects quickly whether a plain module tree (`is_plain`) has changed.
 
-    A fast path asks before every token, so that all questions are asked at once, by functions written in C.
+    A fast path checks before every token, so that all checks run together, in functions written in C.
 
     Args:
         root: the module.
-        attributes: names of the instances' attributes that must stay as they are too.
-        parameters: whether parameters must.
+        attributes: names of instance attributes that must not change either.
+        parameters: whether parameters must not change.
     """
 
     def __init__(self, root: nn.Module, attributes: tuple[str, ...] = (), *, parameters: bool = True) -> None:
@@ -162,20 +166,20 @@ class PlainTree:
         self._names: list[str] = []
         for each in self._modules:
             names = "forward", *(name for name in attributes if name in each.__dict__)
-            # Not buffers: those of a rotation may change from prompt to prompt.
-            for owner, held in (
+            # Buffers are left out: those of a rotary embedding may change from prompt to prompt.
+            for owner, keys in (
                 (each.__dict__, names), (each._modules, each._modules),
                 (each._parameters, each._parameters if parameters else ()),
             ):  # fmt: skip
-                self._owners += [owner] * len(held)
-                self._names += held
-        # The objects themselves are held, so that no other comes to have one's id.
-        self._held = list(map(dict.get, self._owners, self._names))
-        self._ids = list(map(id, self._held))
+                self._owners += [owner] * len(keys)
+                self._names += keys
+        # Keeping the objects alive ensures that no other object gets one of their ids.
+        self._objects = list(map(dict.get, self._owners, self._names))
+        self._ids = list(map(id, self._objects))
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether nothing was put on the modules, or in the place of one of them or of a parameter."""
+        """Whether no hook was added, and no module, class, forward or checked parameter was replaced."""
         return (
             (self._handles == RemovableHandle.next_id or self._has_no_hooks())
             and list(map(id, map(dict.get, self._owners, self._names))) == self._ids
@@ -184,7 +188,7 @@ class PlainTree:
         )
 
     def _has_no_hooks(self) -> bool:
-        """Whether there are none, which stays so until torch makes the next handle of a hook."""
+        """Whether there are no hooks; the answer is cached until torch makes the next hook handle."""
         handles = RemovableHandle.next_id
         has_some = (
             has_global_hooks()

@@ -1,4 +1,4 @@
-"""A model's `generate`, guarded: it works over a HeteroCache of its own where none is given, and alone on it."""
+"""The guard of a model's `generate`: creates a HeteroCache where none is passed, and gives one thread exclusive use."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 
 _BATCHING = ("generate_batch", "init_continuous_batching")
-# Of transformers' caches the one that takes the place of none at all.
+# The cache implementations that mean transformers' default cache.
 _USUAL = ("dynamic", "hybrid")
 _MARK = "is_guard_of_hetero_kv"
 
 
 def guard_generation(model: Any, new_cache: Callable[[], HeteroCache]) -> None:
-    """Put the guard around `model.generate`, where the model has one; `unguard_generation` takes it off."""
+    """Wrap `model.generate`, where the model has one; `unguard_generation` removes the wrapper."""
     if not callable(getattr(model, "generate", None)):
         return
     guards = {"generate": _guarded(model, model.generate, new_cache)}
@@ -30,13 +30,13 @@ def guard_generation(model: Any, new_cache: Callable[[], HeteroCache]) -> None:
 
 
 def unguard_generation(model: Any) -> None:
-    """Let the model have the methods that it had before `guard_generation`."""
+    """Restore the methods that the model had before `guard_generation`."""
     for name in ("generate", *_BATCHING):
         method = model.__dict__.get(name)
         if not getattr(method, _MARK, False):
             continue
         delattr(model, name)
-        # One that somebody else had put there; the class has its own.
+        # Restore a method that others had put on the instance; the class has its own.
         if getattr(method.__wrapped__, "__func__", None) is not getattr(type(model), name, None):
             setattr(model, name, method.__wrapped__)
 
@@ -47,7 +47,7 @@ def _guarded(model: Any, generate: Callable[..., Any], new_cache: Callable[[], H
     @functools.wraps(generate)
     def guarded_generate(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind_partial(*args, **kwargs).arguments
-        config, given = bound.get("generation_config"), given_cache(kwargs)
+        config, passed = bound.get("generation_config"), given_cache(kwargs)
 
         def told(name: str) -> Any:
             return kwargs.get(name, getattr(config, name, None))
@@ -56,21 +56,21 @@ def _guarded(model: Any, generate: Callable[..., Any], new_cache: Callable[[], H
             value = told(name)
             return getattr(model.generation_config, name, None) if value is None else value
 
-        refuse_other_caches(model, {"past_key_values": given})
+        refuse_other_caches(model, {"past_key_values": passed})
         _refuse_implementation(told("cache_implementation"))
         if setting("cache_implementation") is not None:
-            # What a checkpoint prefers among transformers' own caches.
+            # The checkpoint's preference among transformers' caches does not apply.
             kwargs = {**kwargs, "cache_implementation": None}
-        # Embeddings are passed once: transformers goes on from a cache whatever it is told.
+        # Embeddings are passed only once: transformers continues from a cache regardless of use_cache.
         if setting("use_cache") is False and kwargs.get("inputs_embeds") is None:
-            if given is None:
+            if passed is None:
                 return generate(*args, **kwargs)
             raise HeteroKVError(
                 "generate was given use_cache=False (or the model's generation_config says so) beside a HeteroCache, "
                 "in which every token is stored; leave one of the two out"
             )
-        cache = new_cache() if given is None else given
-        named = as_cache(model.forward, cache) if given is None else {}
+        cache = new_cache() if passed is None else passed
+        named = as_cache(model.forward, cache) if passed is None else {}
         with cache.in_use, _Depth(model, setting("assistant_early_exit")):
             return generate(*args, **{**kwargs, **named})
 
@@ -97,7 +97,7 @@ def _refused(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Depth:
-    """Within this context assistants that exit early may change the number of layers; behind it, it is what it was."""
+    """Within this context early exit of assistants may change the number of layers; afterwards it is restored."""
 
     def __init__(self, model: Any, early_exit: int | None) -> None:
         walker = getattr(model, getattr(model, "base_model_prefix", ""), model)

@@ -1,10 +1,9 @@
-"""A model's forward, guarded: what does not fit or cannot be computed is refused before anything is stored, and a
-forward that fails half-way leaves every layer of the cache as it was.
+"""The guard of a model's forward: it refuses unsupported calls before anything is stored, and undoes failed forwards.
 
-A call without a cache gets one of its own. Forwards of one model pass one after the other, whatever threads call them.
+A call without a cache gets a new one. Forwards of one model run one after the other, also from several threads.
 
-Rows of one length pass in one forward. Left-padded prompts pass row by row, or run of equal rows by run, each as if it
-had come alone; tokens that are decoded pass together, whatever their rows' lengths.
+Rows of equal length pass in one forward. Left-padded prompts pass row by row, or in runs of equal rows, each as if it
+were alone; decoded tokens pass together, regardless of their rows' lengths.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ from hetero_kv.errors import HeteroKVError, UnsupportedModelError, is_out_of_mem
 from hetero_kv.settings.engine_settings import EngineSettings
 
 _RECORDED = ("output_hidden_states", "output_attentions")
-# What a forward asks that knows at which position it begins.
+# Names by which a forward reads the position of its first token.
 _LENGTH_NAMES = frozenset({"get_seq_length", "get_query_offset", "cache_position"})
 
 
 class Guarding(Protocol):
-    """What a model's forwards go by.
+    """The properties of an injected model that its forwards depend on.
 
     Attributes:
-        engine: its `hidden_device` says where hidden states lie on the way.
-        attention: what is to compute attention on a GPU.
-        captures: whether decoded tokens are to be captured there.
+        engine: its `hidden_device` places the hidden states between layers.
+        attention: the attention backend on a GPU.
+        captures: whether decoded tokens are captured there.
         one_at_a_time: the context of a forward: a second thread waits.
-        needs_cache: whether the model's layers compute with a HeteroCache only.
+        needs_cache: whether the model's layers require a HeteroCache.
     """
 
     @property
@@ -62,8 +61,10 @@ class Guarding(Protocol):
     def needs_cache(self) -> bool: ...
     def new_cache(self) -> HeteroCache: ...
     def adopt(self, cache: HeteroCache) -> None:
-        """Take a cache that equal rules in this model had made. Raises HeteroKVError, which names the difference, for
-        one of other rules, or of another model."""
+        """Take over a cache that was made under equal rules in this model.
+
+        Raises HeteroKVError, naming the difference, for a cache of other rules or another model.
+        """
 
 
 def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
@@ -75,10 +76,10 @@ def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
     Raises, when called:
         CacheFullError: the new tokens do not fit into every layer.
         CacheInUseError: another thread uses the cache.
-        HeteroKVError: the cache is another model's, of other rules, or none of ours.
-        OutOfMemoryError: Python, numpy or torch found no memory; the message says what fits.
-        UnsupportedModelError: the model's config asks to record what chunks would garble, or the attention mask is no
-            left padding.
+        HeteroKVError: the cache has another model or other rules, or is no HeteroCache.
+        OutOfMemoryError: Python, numpy or torch ran out of memory; the message says what fits.
+        UnsupportedModelError: the config asks for records that chunks would garble, or the attention mask is no left
+            padding.
     """
     inner = model.forward
     if not has_head:
@@ -112,7 +113,7 @@ def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
 
     def outermost(cache: HeteroCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_conflicts(model, kwargs)
-        # Parts of the call come here again, as those of a strided forward.
+        # Parts of the call pass through this guard again, as parts of a strided forward.
         whole = signature if has_head else reentrant
         call = signature.call(args, kwargs)
         try:
@@ -123,7 +124,7 @@ def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
             if not is_out_of_memory(error):
                 raise
             refusal = cache.ran_out_of_memory(error, *call.shape)
-        # Not while the other is handled, which holds what the forward had allocated.
+        # Raised after the handler, whose exception keeps the forward's allocations alive.
         raise refusal
 
     reentrant = Signature(inner)
@@ -133,13 +134,13 @@ def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
 
 @contextmanager
 def _without_gradients() -> Iterator[None]:
-    """No gradients, and no inference mode: what a cache keeps of it could not be written to outside of it again."""
+    """No gradients, and no inference mode: tensors made in it cannot be written to outside of it, which caches do."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def _behind_the_cache(model: Any) -> Callable[..., Any]:
-    """The forward, given positions behind what the cache holds where it would count from zero unasked (Bamba)."""
+    """The forward, with positions behind the cached tokens for models that would count from zero (Bamba)."""
     forward = model.forward
     signature = Signature(forward)
     code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
@@ -165,7 +166,7 @@ def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> HeteroCache |
 
 
 def _require_unchanged(model: Any, cache: HeteroCache) -> None:
-    """Raise where the config is not what it was when rules were put in, or when the cache's tokens came."""
+    """Raise if the config has changed since the rules were injected, or since the cache got its tokens."""
     if model.config._attn_implementation != bridge.IMPLEMENTATION:
         raise UnsupportedModelError(
             f"the attention implementation of {type(model).__name__} was set to "
@@ -189,7 +190,7 @@ def _require_unchanged(model: Any, cache: HeteroCache) -> None:
 
 
 def _refuse_conflicts(model: Any, kwargs: dict[str, Any]) -> None:
-    """Raise for what contradicts a HeteroCache."""
+    """Raise for arguments and states that contradict a HeteroCache."""
     if kwargs.get("use_cache") is False:
         raise HeteroKVError(
             "use_cache=False was given beside a HeteroCache, in which every token is stored; leave one of the two out"
@@ -212,7 +213,7 @@ def _refuse_recording(model: Any, kwargs: dict[str, Any]) -> None:
 
 
 def _inner(call: ModelCall, cache: HeteroCache) -> Any:
-    """The walk through the layers with a part of a strided forward."""
+    """Walk through the layers with one part of a strided forward."""
     strided = cache.strided
     if strided.replayed is not None:
         return strided.replayed
@@ -223,9 +224,10 @@ def _inner(call: ModelCall, cache: HeteroCache) -> Any:
 
 
 def _outermost(call: ModelCall, parts: Signature, cache: HeteroCache, has_head: bool) -> Any:
-    """The call's tokens through the layers, and into the cache; nothing of them when it fails.
+    """Pass the call's tokens through the layers and into the cache.
 
-    `parts` is what a part of a strided call runs.
+    Args:
+        parts: the forward that runs the parts of a strided call.
     """
     width = call.shape[1]
     tokens = tokens_per_row(call, cache.columns)
@@ -265,7 +267,7 @@ def _pass_together(cache: HeteroCache, spans: Sequence[Span]) -> bool:
 def _span_by_span(
     call: ModelCall, parts: Signature | None, cache: HeteroCache, spans: Sequence[Span], has_head: bool
 ) -> Any:
-    """The call for one cohort after the other; where `parts` is given, each in strides."""
+    """Run the call for one cohort after the other; with `parts`, each in strides."""
     outputs = []
     for span in spans:
         own = call if _is_whole(span, call) and not cache.columns.is_ragged else call.of_span(span)

@@ -1,7 +1,8 @@
-"""Hidden states of a long prompt that lie in DRAM between the layers of a model on a GPU.
+"""Hidden states of a long prompt in DRAM, between the layers of a model on a GPU.
 
-The embeddings go there chunk by chunk; each layer, and the final norm, has a chunk copied to the GPU while it computes
-another, and its output copied back over it. What the model's own forward does between layers it does on the CPU.
+The embeddings go to DRAM chunk by chunk. Each layer, and the final norm, copies the next chunk to the GPU while it
+computes the present one, and copies the output back over the input. Operations of the model's own forward between
+layers run on the CPU.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ from hetero_kv.engine.cache import HeteroCache
 from hetero_kv.errors import UnsupportedModelError
 from hetero_kv.settings.engine_settings import DRAM, GPU, EngineSettings
 
-#: Chunks up to which `auto` leaves hidden states on the GPU: two buffers of so many take what the chunks on their way
-#: take otherwise.
+#: Up to this many chunks, `auto` leaves hidden states on the GPU: the buffers of chunks in flight would take as much
+#: memory.
 _FEW_CHUNKS = 2
 
 
 def lie_in_dram(hidden_device: str, tokens: int, chunk_size: int) -> bool:
-    """Whether the hidden states of a prompt lie in DRAM between the layers of a model on a GPU.
+    """Whether the hidden states of a prompt are in DRAM between the layers of a model on a GPU.
 
     Args:
-        hidden_device: the setting, `gpu` for a model whose states cannot (`obstacle`).
+        hidden_device: the setting; `gpu` for a model whose states cannot be in DRAM (`obstacle`).
     """
     return hidden_device != GPU and tokens > (1 if hidden_device == DRAM else _FEW_CHUNKS) * chunk_size
 
 
 def obstacle(model: nn.Module) -> str | None:
-    """What part of a module that walks through layers cannot take hidden states in DRAM; None where all can."""
+    """The part of a module that cannot work with hidden states in DRAM; None when all parts can."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     if any(layer.is_recurrent for layer in model.modules() if isinstance(layer, ChunkedDecoderLayer)):
         return "some of its layers have a state"
@@ -58,19 +59,19 @@ def obstacle(model: nn.Module) -> str | None:
 
 
 def tables_stay_on_gpu(model: nn.Module) -> bool:
-    """Whether rotary tables stay there whole: operators that note them know them by the memory that they lie in."""
+    """Whether whole rotary tables stay on the GPU: operators that record rotations recognise them by address."""
     return any(isinstance(module, AttentionOperator) and module.changes_arguments for module in model.modules())
 
 
 @contextmanager
 def head_wants(model: nn.Module, call: ModelCall) -> Iterator[None]:
-    """Within this context the last layer computes only the tokens whose logits `call` keeps (`logits_to_keep`).
+    """Within this context the model's head reads only the last `logits_to_keep` tokens of the call.
 
-    All tokens are computed where a hook could see the hidden states of the others.
+    The last layer then skips the other tokens' hidden states, unless a foreign part behind the layers might read them.
     """
-    wanted = call.arguments.get("logits_to_keep", 0)
-    is_number = isinstance(wanted, int) and not (wanted and call.shape[1] > 1 and is_heard(model, ChunkedDecoderLayer))
-    token = chunking.WANTED.set(wanted if is_number else 0)
+    count = call.arguments.get("logits_to_keep", 0)
+    is_number = isinstance(count, int) and not (count and call.shape[1] > 1 and is_heard(model, ChunkedDecoderLayer))
+    token = chunking.WANTED.set(count if is_number else 0)
     try:
         yield
     finally:
@@ -78,17 +79,18 @@ def head_wants(model: nn.Module, call: ModelCall) -> Iterator[None]:
 
 
 def walking(model: Any, forward: Callable[..., Any], engine: EngineSettings) -> Callable[..., Any]:
-    """`forward` of a module that walks through layers, hidden states of long prompts in DRAM by the engine's setting.
+    """Wrap `forward` of the module that walks through layers: long prompts keep their hidden states in DRAM.
 
-    Raises, when called, UnsupportedModelError where they are to lie there and the model has parts that cannot do that.
+    The engine's settings decide. Raises, when called, UnsupportedModelError when the setting demands DRAM and the model
+    has parts that cannot work with it.
     """
     signature = Signature(forward)
 
     @functools.wraps(forward)
     def walking_forward(*args: Any, **kwargs: Any) -> Any:
         call = signature.call(args, kwargs)
-        if (given := call.given) is not None:
-            stream_weights(model, given.device)
+        if (tokens := call.given) is not None:
+            stream_weights(model, tokens.device)
         cache = given_cache(call.arguments)
         if not isinstance(cache, HeteroCache) or not _is_long_prompt(call, cache, engine):
             return forward(*args, **kwargs)
@@ -115,11 +117,11 @@ def _is_long_prompt(call: ModelCall, cache: HeteroCache, engine: EngineSettings)
 
 
 def _walked(model: Any, call: ModelCall, chunk_size: int) -> Any:
-    """The call's output, its hidden states in DRAM on the way; those at the end are where its tokens are."""
+    """The call's output, computed with hidden states in DRAM; the last hidden states are on the GPU."""
     ids = call.token_ids
     assert ids is not None
     rotary = _buffers_beside(model)
-    # The model's forward makes positions, and what follows from them, where its hidden states are. Page-locked.
+    # The model's forward makes positions and rotary tables on the device of its hidden states. Copies are page-locked.
     moved = {
         name: _on_its_way(value) if name in chunking.SEQUENCE_DIM else value for name, value in call.arguments.items()
     }
@@ -141,20 +143,22 @@ def _walked(model: Any, call: ModelCall, chunk_size: int) -> Any:
 
 
 def _on_its_way(value: Any) -> Any:
-    """A tensor in DRAM, page-locked where it comes from a GPU: there when the stream that computes has been waited
-    for."""
+    """A copy in DRAM, page-locked if it comes from a GPU; ready once the compute stream is synchronized."""
     return value.to("cpu", non_blocking=True) if isinstance(value, torch.Tensor) else value
 
 
 def _sent_back(states: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Some of the hidden states in page-locked DRAM, on the GPU: by one copy, from memory that is locked too."""
-    # Those of several rows lie apart.
+    """Part of the page-locked hidden states on the GPU, by one copy from page-locked memory."""
+    # The part is not contiguous for several rows.
     return (states if states.is_contiguous() else PageLocked.copy_of(states, device).tensor).to(device)
 
 
 def _buffers_beside(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """The buffers of what computes where the states are, beside the layers: rotary embeddings, which may make theirs
-    anew there. The input embedding computes on the GPU, as do parts that run in chunks."""
+    """Buffers of the modules outside the layers that compute on the device of the hidden states.
+
+    These are rotary embeddings, which may recompute their buffers there. The input embedding, and parts that run in
+    chunks, compute on the GPU.
+    """
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     beside = [
         child for child in model.children()
@@ -165,7 +169,7 @@ def _buffers_beside(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
 
 
 def _with_states(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A model's output with its last hidden states changed."""
+    """A model's output with its last hidden states replaced by `change` of them."""
     if isinstance(output, ModelOutput):
         output.last_hidden_state = change(output.last_hidden_state)
         return output
@@ -173,13 +177,13 @@ def _with_states(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) ->
 
 
 class _Walk:
-    """A prompt on its way through a model.
+    """The passage of a prompt through a model.
 
     Args:
         embedding: of the model.
         ids: [batch, tokens] on the GPU.
         chunk_size: tokens that are embedded at once.
-        keeps_tables: whether what goes along with the states lies on the GPU, and not in DRAM with them.
+        keeps_tables: whether arguments along the sequence stay on the GPU, not in DRAM with the states.
 
     Attributes:
         stream: the hidden states.
@@ -209,17 +213,17 @@ class _Walk:
         return _ThroughDram(self, kwargs, chunk_size)
 
     def along(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that goes along with every layer, in page-locked memory or on the GPU."""
+        """An argument along the sequence that every layer gets, in page-locked memory or on the GPU."""
         if id(tensor) not in self._along:
             locked = PageLocked.copy_of(tensor, self.device)
             there = locked.tensor.to(self.device, non_blocking=True) if self._keeps_tables else locked.tensor
-            # The tensor itself is held, so that no other comes to have its id.
+            # Keeping the tensor alive ensures that no other tensor gets its id.
             self._along[id(tensor)] = tensor, locked, there
         return self._along[id(tensor)][2]
 
 
 class _ThroughDram:
-    """The way through a module of hidden states that come from DRAM and go back there."""
+    """The way through a module of hidden states that are read from DRAM and written back."""
 
     def __init__(self, walk: _Walk, kwargs: dict[str, Any], chunk_size: int) -> None:
         self._walk, self._kwargs, self._chunk_size = walk, kwargs, chunk_size
@@ -257,13 +261,13 @@ class _ThroughDram:
         self._walk.stream.write(chunk, result)
 
     def output(self) -> torch.Tensor:
-        # The model's own forward may read them now.
+        # The model's own forward may read the states next.
         self._walk.stream.finish()
         return self._walk.stream.states
 
 
 def _copy_by_rows(to: torch.Tensor, part: torch.Tensor) -> None:
-    """Copy part of a page-locked tensor, where it lies in one piece: CUDA would gather it in pageable memory first."""
+    """Copy part of a page-locked tensor by contiguous pieces: CUDA would first gather it in pageable memory."""
     if part.is_contiguous():
         to.copy_(part, non_blocking=True)
         return

@@ -11,7 +11,7 @@ class KVShape:
     """The shape of one layer's keys and values.
 
     Attributes:
-        kv_heads: heads that are stored.
+        kv_heads: number of stored heads.
         k_dim, v_dim: their dimensions.
     """
 
@@ -21,7 +21,7 @@ class KVShape:
 
     @classmethod
     def of(cls, config: Any) -> KVShape:
-        """From a transformers decoder config; MLA models (DeepSeek) store their expanded keys and values."""
+        """The shape in a transformers decoder config; MLA models (DeepSeek) store their expanded keys and values."""
         heads = config.num_attention_heads
         if getattr(config, "kv_lora_rank", None):
             return cls(heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
@@ -31,17 +31,17 @@ class KVShape:
 
     @classmethod
     def of_attention(cls, attention: Any, config: Any) -> KVShape:
-        """Of one attention module: it says it better than the config, since layers may differ (Gemma 4, MiMo)."""
+        """The shape in one attention module, which is more exact than the config: layers may differ (Gemma 4, MiMo)."""
         if getattr(config, "kv_lora_rank", None):
             return cls.of(config)
         k_proj, v_proj = (getattr(attention, name, None) for name in ("k_proj", "v_proj"))
         head_dim = getattr(attention, "head_dim", None)
-        # Gemma 4 has layers whose values are their keys.
+        # Gemma 4 has layers that use their keys as values.
         rows = [getattr(projection, "out_features", None) for projection in (k_proj, v_proj or k_proj)]
         if head_dim and isinstance(rows[0], int) and isinstance(rows[1], int) and rows[0] % head_dim == 0:
             kv_heads = rows[0] // head_dim
             return cls(kv_heads, head_dim, rows[1] // kv_heads)
-        # Projections in one matrix; every module that shares kv heads has the size of its groups.
+        # The projections are one matrix; every module with grouped queries has the size of a group.
         shape = cls.of(config)
         return cls(
             config.num_attention_heads // getattr(attention, "num_key_value_groups", 1), shape.k_dim, shape.v_dim

@@ -1,8 +1,8 @@
-"""Decoder layers of Llama's form, and the trial of what computes the same as one of them.
+"""Decoder layers of Llama's form, and the trial of a fast path against such a layer.
 
-Such a layer has an RMSNorm before its attention and one before its gated MLP, projections of queries, keys and values,
-norms of their heads or none, and rotates both halves of a head. That a layer with these parts computes nothing else is
-not believed but tried: it and what is to stand for it are given the same random input.
+The form: an RMSNorm before attention and one before a gated MLP; projections of queries, keys and values; optional
+norms of their heads; rotation of both halves of a head. Having these parts does not prove that a layer computes nothing
+else. The layer and its fast path therefore get the same random input, and their outputs are compared.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 MLP = ("gate_proj", "up_proj", "down_proj")
 GATES: dict[str, int] = {"SiLUActivation": SILU, "SiLU": SILU, "GELUTanh": GELU_TANH, "PytorchGELUTanh": GELU_TANH}
-#: Numbers that a fast path has read from modules of such a layer.
+#: Attributes with numbers that a fast path reads from the modules of such a layer.
 READ_NUMBERS = ("variance_epsilon", "eps", "scaling", "sliding_window", "head_dim", "_quantised")
 NONE = np.empty(0, np.float32)
 _FIRST_POSITION = 7
 
 
 def has_llama_form(layer: Any, operator: Any) -> bool:
-    """Whether a decoder layer, whose attention `operator` is, is made of these parts, and lies on a CPU."""
+    """Whether a decoder layer has exactly the parts of the form, and is on a CPU; `operator` replaces its attention."""
     if any(parameter.device.type != "cpu" for parameter in layer.parameters()):
         return False
     if not isinstance(operator, AttentionOperator) or type(operator).forward is not AttentionOperator.forward:
@@ -65,7 +65,7 @@ def has_llama_form(layer: Any, operator: Any) -> bool:
 
 
 def norm_of(norm: Any) -> tuple[np.ndarray, np.float32]:
-    """Weight, float32, and epsilon of an RMSNorm; an empty weight for what is none."""
+    """Weight, float32, and epsilon of an RMSNorm; an empty weight for any other module."""
     epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if norm is None or not isinstance(epsilon, float) or [name for name, _ in norm.named_parameters()] != ["weight"]:
         return NONE, np.float32(0)
@@ -73,7 +73,7 @@ def norm_of(norm: Any) -> tuple[np.ndarray, np.float32]:
 
 
 class CopiedFrom:
-    """Tensors on a CPU of which a fast path has a copy, or an array of the same memory, float32 or bfloat16."""
+    """CPU tensors of which a fast path has copies, or arrays of the same memory, float32 or bfloat16."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)
@@ -83,7 +83,7 @@ class CopiedFrom:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether they lie where they did, with the numbers that they had: `tensor.data` leaves no trace but these."""
+        """Whether addresses and numbers are unchanged; `tensor.data` allows changes that leave no other trace."""
         return (
             list(map(torch.Tensor.data_ptr, self._tensors)) == self._places
             and list(map(np.ndarray.tobytes, self._arrays)) == self._contents
@@ -91,20 +91,20 @@ class CopiedFrom:
 
 
 def float32_array(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's numbers as float32."""
+    """A tensor's numbers as a float32 array."""
     return tensor.detach().to(torch.float32).contiguous().numpy()
 
 
 @dataclass
 class Trial:
-    """What a layer was given, and what it made of it. Stands for the operator and for the cache meanwhile.
+    """The input and output of a layer in a trial; it stands in for the operator and the cache.
 
     Attributes:
         hidden: [rows, tokens, width].
         embeddings: cos and sin, [rows, tokens, dim] each.
-        call: what its attention function was asked for.
-        attended: what that gave, [rows, heads, tokens, dim].
-        output: what the layer gave; empty where that is no tensor, or it asked for attention more than once.
+        call: the layer's call of its attention function.
+        attended: the random result of that call, [rows, heads, tokens, dim].
+        output: of the layer; empty when it is no tensor, or the layer calls attention more than once.
     """
 
     hidden: torch.Tensor
@@ -117,7 +117,7 @@ class Trial:
     @classmethod
     @torch.no_grad()
     def of(cls, layer: Any, operator: AttentionOperator, rows: int, tokens: int) -> Trial:
-        """The layer's own work on random input, in its dtype."""
+        """Run the layer on random input, in its dtype."""
         attention: Any = operator.wrapped
         weight = layer.input_layernorm.weight
         generator = torch.Generator().manual_seed(operator.layer_idx)
@@ -126,15 +126,15 @@ class Trial:
         angles = positions * torch.logspace(0, -3, attention.head_dim // 2)
         angles = torch.cat([angles, angles], -1)
         trial = cls(hidden, (angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)), generator)
-        # A layer like it, of the same modules: others may use this one meanwhile.
-        twin = copy.copy(layer)
-        twin._modules = layer._modules | {"self_attn": attention}
+        # A copy with the same modules: other threads may use this layer meanwhile.
+        copied = copy.copy(layer)
+        copied._modules = layer._modules | {"self_attn": attention}
         with bridge.served_by(trial) as service:
-            output = twin.forward(
+            output = copied.forward(
                 hidden, position_embeddings=trial.embeddings, attention_mask=None, use_cache=True,
-                **as_cache(twin.forward, trial),
+                **as_cache(copied.forward, trial),
             )  # fmt: skip
-        # Of anything else nothing comes that could be compared.
+        # Any other output cannot be compared.
         if service.calls == 1 and isinstance(output, torch.Tensor):
             trial.output = output
         return trial
@@ -148,32 +148,33 @@ class Trial:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See transformers' caches: there is nothing but the new tokens."""
+        """See transformers' caches: the past is empty, so that only the new tokens return."""
         return keys, values
 
 
 class Way(Protocol):
-    """What computes the same as a decoder layer."""
+    """A fast path that computes the same as a decoder layer."""
 
     @property
     @abstractmethod
     def operator(self) -> AttentionOperator:
-        """That of the layer's attention."""
+        """The operator of the layer's attention."""
 
     @abstractmethod
     def difference_from(self, layer: Any) -> float:
-        """The largest relative difference, of norms, from what the layer computes of random input."""
+        """The largest relative difference, of norms, from the layer's output for random input."""
 
 
 def agrees(way: Way, layer: Any, tolerance: float, name: str, level: int = logging.WARNING) -> bool:
-    """Whether a way gives what its layer gives, up to `tolerance`; where not, that is logged, a difference at `level`.
+    """Whether a fast path computes what its layer computes, up to `tolerance`; a difference is logged at `level`.
 
-    name: of the way, in what is logged.
+    Args:
+        name: of the fast path, in the log.
     """
     try:
         difference = way.difference_from(layer)
     except Exception as error:
-        # Whatever the layer wants that the trial does not give: it goes on by itself.
+        # The layer needs something that the trial lacks: it runs without the fast path.
         _say_once(logging.WARNING, way.operator, f"{name} cannot be tried: {said_briefly(error)}")
         return False
     if difference <= tolerance:
@@ -182,19 +183,19 @@ def agrees(way: Way, layer: Any, tolerance: float, name: str, level: int = loggi
     return False
 
 
-# id of a model's config -> the config, and what was said of layers of this model.
-_said: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
+# id of a model's config -> the config, and the messages logged for this model.
+_logged: dict[int, tuple[weakref.ref[Any], set[str]]] = {}
 
 
 def _say_once(level: int, operator: AttentionOperator, what: str, more: str = "") -> None:
-    """Log why a layer goes on by itself, once for a model: it is mostly the same in all of its layers."""
+    """Log why a layer runs without a fast path, once per model: the reason is mostly the same in all layers."""
     config = operator._own_config
-    of, said = _said.get(id(config), (None, set()))
+    of, logged = _logged.get(id(config), (None, set()))
     if of is None or of() is not config:
-        said = set()
-        _said[id(config)] = weakref.ref(config), said
-    if what not in said:
-        said.add(what)
+        logged = set()
+        _logged[id(config)] = weakref.ref(config), logged
+    if what not in logged:
+        logged.add(what)
         _logger.log(
             level, "%s: %s%s, so that it is not used; of other layers of this model the same is not said again",
             operator.path, what, more,
@@ -202,12 +203,12 @@ def _say_once(level: int, operator: AttentionOperator, what: str, more: str = ""
 
 
 def largest_difference(mine: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
-    """The largest relative difference, of norms, of tensors; infinite where shapes differ or a number is not finite."""
+    """The largest relative difference, of norms; infinite where shapes differ or a number is not finite."""
     return max(_difference(*pair) for pair in zip(mine, wanted, strict=True))
 
 
-def _difference(mine: torch.Tensor, wanted: torch.Tensor) -> float:
-    if mine.shape != wanted.shape or not (torch.isfinite(mine).all() and torch.isfinite(wanted).all()):
+def _difference(mine: torch.Tensor, reference: torch.Tensor) -> float:
+    if mine.shape != reference.shape or not (torch.isfinite(mine).all() and torch.isfinite(reference).all()):
         return float("inf")
-    mine, wanted = mine.float(), wanted.float()
-    return float((mine - wanted).norm() / wanted.norm().clamp_min(1e-30))
+    mine, reference = mine.float(), reference.float()
+    return float((mine - reference).norm() / reference.norm().clamp_min(1e-30))

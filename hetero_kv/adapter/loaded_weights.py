@@ -1,4 +1,4 @@
-"""What a loaded model's weights take, and in which types they are kept."""
+"""The memory of a loaded model's weights, and the types that store them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ class LoadedWeights(NamedTuple):
     """The weights of a loaded model.
 
     Attributes:
-        size: bytes of parameters and buffers, each once however often it is tied.
-        types: of the matrices, those that take most first: GGML's names ("Q4_K"), or torch's ("bfloat16").
+        size: bytes of parameters and buffers; tied ones count once.
+        types: storage types of the matrices, by size in descending order: GGML's names ("Q4_K"), or torch's
+            ("bfloat16").
     """
 
     size: int
@@ -20,7 +21,7 @@ class LoadedWeights(NamedTuple):
 
     @classmethod
     def of(cls, model: Any) -> LoadedWeights:
-        """Of a transformers model, with operators in it or without."""
+        """The weights of a transformers model, with or without operators."""
         tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         packed = {
             id(weights.data): weights.name
@@ -39,5 +40,5 @@ class LoadedWeights(NamedTuple):
 
     @property
     def in_short(self) -> str:
-        """The types in a line: "Q5_0, Q8_0"."""
+        """The types as one line: "Q5_0, Q8_0"."""
         return ", ".join(self.types)

@@ -1,4 +1,4 @@
-"""A call of a transformers model, by the names of its arguments: cut along tokens and rows, and put together."""
+"""A call of a transformers model by argument names: split along tokens and rows, and its outputs joined."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from transformers.utils import ModelOutput
 from hetero_kv.engine.batch import Span
 from hetero_kv.errors import HeteroKVError, UnsupportedModelError
 
-#: Arguments that have a dimension of tokens, and which one it is.
+#: The token dimension of arguments that have one.
 _TOKEN_DIM = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "cache_position": -1}
-#: Outputs that do: [batch, tokens, width].
+#: Outputs with a token dimension: [batch, tokens, width].
 _OUTPUTS = ("logits", "last_hidden_state")
-# A call for other tokens, or other rows, has them of its own.
+# Arguments that belong to particular tokens or rows: a call for others replaces them.
 _OF_TOKENS = ("inputs_embeds", "position_ids", "cache_position", "attention_mask")
 
 
 class Signature:
-    """A model's forward and the names of its arguments, looked up once."""
+    """A model's forward and the names of its arguments."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self.forward = forward
@@ -42,33 +42,33 @@ class ModelCall:
 
     @property
     def token_ids(self) -> torch.Tensor | None:
-        """[rows, tokens], where the model is called with ids and not with embeddings."""
+        """[rows, tokens]; None where the model is called with embeddings."""
         return self.arguments.get("input_ids")
 
     @property
     def given(self) -> torch.Tensor | None:
-        """Token ids, or the embeddings that the model is called with instead."""
+        """The token ids, or the embeddings in their place."""
         return self.arguments.get("inputs_embeds") if self.token_ids is None else self.token_ids
 
     @property
     def shape(self) -> tuple[int, int]:
         """(rows, tokens). Raises HeteroKVError when there are none."""
-        given = self.given
-        if not isinstance(given, torch.Tensor):
+        tokens = self.given
+        if not isinstance(tokens, torch.Tensor):
             raise HeteroKVError("the model was called with a HeteroCache and neither input_ids nor inputs_embeds")
-        if given.dim() < 2 or not given.shape[1]:
+        if tokens.dim() < 2 or not tokens.shape[1]:
             raise HeteroKVError(
-                f"the model was called with {list(given.shape)} token ids or embeddings; give it [rows, tokens], one "
+                f"the model was called with {list(tokens.shape)} token ids or embeddings; give it [rows, tokens], one "
                 "token or more"
             )
-        return given.shape[0], given.shape[1]
+        return tokens.shape[0], tokens.shape[1]
 
     def run(self) -> Any:
         """The forward's output."""
         return self.signature.forward(**self.arguments)
 
     def part(self, chunk: slice) -> ModelCall:
-        """The call for a part of the tokens, with as many of the logits as the whole call asked for."""
+        """The call for a part of the tokens, with the logits of this part that the whole call requests."""
         total = self.shape[1]
         cut = dict(self.arguments)
         for name, value in self.arguments.items():
@@ -96,24 +96,24 @@ class ModelCall:
         cut = {
             name: _of_rows(name, value, span.rows, rows)
             for name, value in part.items()
-            # Columns of the batch say nothing of a row's positions.
+            # Columns of the batch are not positions of a row.
             if name not in ("attention_mask", "cache_position")
         }
         return replace(self, arguments=cut)
 
     def with_positions(self, positions: torch.Tensor) -> ModelCall:
-        """The call with `position_ids` [rows, tokens], where it has none, and without a mask."""
+        """The call with `position_ids` [rows, tokens], unless it has its own, and without a mask."""
         arguments = {name: value for name, value in self.arguments.items() if name != "attention_mask"}
         return replace(self, arguments=arguments).placed(positions)
 
     def placed(self, positions: torch.Tensor) -> ModelCall:
-        """The call with `position_ids` [rows or 1, tokens], where it has none and takes some."""
+        """The call with `position_ids` [rows or 1, tokens], unless it has its own or takes none."""
         if self.arguments.get("position_ids") is not None or "position_ids" not in self.signature.names:
             return self
         return replace(self, arguments={**self.arguments, "position_ids": positions})
 
     def for_tokens(self, token_ids: torch.Tensor, all_logits: bool) -> ModelCall:
-        """A call for other tokens, behind those that the cache knows."""
+        """A call for other tokens, which follow the cached ones."""
         kept = {name: value for name, value in self.arguments.items() if name not in _OF_TOKENS}
         kept["input_ids"] = token_ids
         kept["return_dict"] = True
@@ -122,28 +122,32 @@ class ModelCall:
         return replace(self, arguments=kept)
 
 
-def _of_rows(name: str, value: Any, wanted: slice, rows: int) -> Any:
-    """The part of an argument that belongs to some of a call's rows; one that has them not is for all."""
+def _of_rows(name: str, value: Any, chosen: slice, rows: int) -> Any:
+    """The part of an argument that belongs to some of a call's rows; an argument without rows is returned whole."""
     if name not in _TOKEN_DIM or not isinstance(value, torch.Tensor) or value.dim() < 2:
         return value
     # Positions along several axes are [axes, rows, tokens].
     dim = value.dim() - 2 if name == "position_ids" else 0
-    return value if value.shape[dim] != rows else value.narrow(dim, wanted.start, wanted.stop - wanted.start)
+    return value if value.shape[dim] != rows else value.narrow(dim, chosen.start, chosen.stop - chosen.start)
 
 
-def _logits_of_part(wanted: Any, chunk: slice, total: int) -> Any:
-    """What of a part's logits is among those `wanted`: a number of last tokens (0: all), or indices."""
-    if isinstance(wanted, torch.Tensor):
-        indices = torch.where(wanted < 0, wanted + total, wanted)
+def _logits_of_part(to_keep: Any, chunk: slice, total: int) -> Any:
+    """`logits_to_keep` for a part of the tokens.
+
+    Args:
+        to_keep: of the whole call: a number of last tokens (0: all), or indices.
+    """
+    if isinstance(to_keep, torch.Tensor):
+        indices = torch.where(to_keep < 0, to_keep + total, to_keep)
         if (indices.diff() <= 0).any():
             raise UnsupportedModelError(
-                f"logits_to_keep is {wanted.tolist()}, and the tokens pass in parts; give rising indices, or a "
+                f"logits_to_keep is {to_keep.tolist()}, and the tokens pass in parts; give rising indices, or a "
                 "number of last tokens"
             )
         return indices[(indices >= chunk.start) & (indices < chunk.stop)] - chunk.start
-    if not wanted:
-        return wanted
-    first = max(chunk.start, total - wanted)
+    if not to_keep:
+        return to_keep
+    first = max(chunk.start, total - to_keep)
     return torch.arange(first - chunk.start, max(first, chunk.stop) - chunk.start)
 
 
@@ -157,7 +161,7 @@ def _named(output: Any) -> ModelOutput:
 
 
 def joined_tokens(outputs: Sequence[Any]) -> Any:
-    """One output of the parts of a prompt: that of the last, with the tokens of all."""
+    """One output from those of a prompt's parts: the last one, with the tokens of all."""
     last = _named(outputs[-1])
     joined = {
         name: torch.cat([output[name] for output in outputs], dim=1)
@@ -168,15 +172,18 @@ def joined_tokens(outputs: Sequence[Any]) -> Any:
 
 
 def joined_rows(outputs: Sequence[Any], spans: Sequence[Span], call: ModelCall) -> Any:
-    """One output of the spans of a call: that of the last, with the tokens of all in their columns; zeros elsewhere."""
+    """One output from those of a call's spans: the last one, with the tokens of all in their columns.
+
+    Padding gets zeros.
+    """
     last = _named(outputs[-1])
     rows, width = call.shape
-    wanted = call.arguments.get("logits_to_keep")
+    to_keep = call.arguments.get("logits_to_keep")
     kept = {"last_hidden_state": width, "logits": width}
-    if isinstance(wanted, torch.Tensor):
-        kept["logits"] = len(wanted)
-    elif wanted:
-        kept["logits"] = min(width, wanted)
+    if isinstance(to_keep, torch.Tensor):
+        kept["logits"] = len(to_keep)
+    elif to_keep:
+        kept["logits"] = min(width, to_keep)
     joined = {}
     for name, tokens in kept.items():
         if not isinstance(last.get(name), torch.Tensor):

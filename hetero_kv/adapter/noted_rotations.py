@@ -1,4 +1,4 @@
-"""Attention operators that need to know how every token was rotated: they take note of it before each forward."""
+"""RoPE capture: attention operators that record the rotation of every token before each forward."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hetero_kv.settings.engine_settings import EngineSettings
 
 
 class NotedRotations(AttentionOperator):
-    """An operator that is told of the rotations of new tokens (`_record`) before it sees their keys.
+    """An operator that gets the rotations of new tokens (`_record`) before it sees their keys.
 
     Attributes:
-        rotation: how the wrapped module rotates; None before it has been seen.
+        rotation: how the wrapped module rotates; None before the first forward.
     """
 
     changes_arguments = True
-    #: What it is that rotations are needed for, and the remedy where there are none.
+    #: The use of the rotations, and the remedy where there are none; a text for errors.
     rotation_use: ClassVar[str]
 
     def __init__(self, path: str, wrapped: Any, settings: Any, engine: EngineSettings) -> None:
@@ -31,7 +31,7 @@ class NotedRotations(AttentionOperator):
         self.rotation: Rotation | None = None
 
     def arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Takes note of how the tokens' positions are rotated."""
+        """Records the rotations of the tokens' positions."""
         cos, sin = position_embeddings(self.path, self.wrapped, kwargs, self.rotation_use)
         if self.rotation is None:
             self.rotation = rotation_of(self.path, self.wrapped, args, kwargs, self.rotation_use)
@@ -44,4 +44,4 @@ class NotedRotations(AttentionOperator):
 
     @abstractmethod
     def _record(self, step: Step, rotation: Rotation, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Note the rotation of the new tokens: cos and sin as the model gives them, [1 or batch, tokens, width]."""
+        """Record the new tokens' rotation: cos and sin as the model passes them, [1 or batch, tokens, width]."""

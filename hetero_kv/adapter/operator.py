@@ -1,4 +1,4 @@
-"""What every operator is: a module that stands in the place of another and passes on what is not its own."""
+"""The base of operators: a module that replaces another one and delegates the rest to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hetero_kv.settings.engine_settings import EngineSettings
 
 
 class Operator(nn.Module):
-    """A module that a rule puts in the place of `wrapped`. Attributes it does not have are those of `wrapped`.
+    """A module that a rule puts in the place of `wrapped`; missing attributes are looked up in `wrapped`.
 
     Args:
         path: the replaced module's path in the model.
@@ -42,17 +42,17 @@ class Operator(nn.Module):
     settings_class: ClassVar[type | None] = None
     #: The keyword argument by which `settings_class_for` chooses, if it does.
     chosen_by: ClassVar[str | None] = None
-    #: Whether a prompt prefills under it as in the untouched model, up to rounding; an attention operator then has
-    #: `load_prefill`. An operator whose settings decide may make it an attribute of the instance.
+    #: Whether its prefill equals that of the untouched model, up to rounding; an attention operator then has
+    #: `load_prefill`. If this depends on the settings, it may be an instance attribute.
     prefills_exactly: bool = False
-    #: Whether a later prompt attends to all that is stored as well, up to the storage type's precision.
+    #: Whether later prompts also attend to all stored tokens, up to the storage type's precision.
     continues_exactly: bool = False
 
     def __init__(self, path: str, wrapped: nn.Module, settings: Any, engine: EngineSettings) -> None:
         super().__init__()
         self.path = path
         self.wrapped = wrapped
-        # A submodule is looked up in two places before it is found, and this one for every layer and token.
+        # Found in __dict__ at once: every layer and token reads it, and a submodule lookup takes two steps more.
         self.__dict__["wrapped"] = wrapped
         self.settings = settings
         self.engine = engine
@@ -62,20 +62,20 @@ class Operator(nn.Module):
 
     @classmethod
     def settings_class_for(cls, kwargs: Mapping[Any, Any]) -> type | None:
-        """The dataclass of a rule's `kwargs`: `settings_class`, or the one that a key of them chooses."""
+        """The dataclass of a rule's `kwargs`: `settings_class`, or the one that a key of `kwargs` chooses."""
         return cls.settings_class
 
     @classmethod
     def registries(cls) -> Mapping[str, Mapping[str, str]]:
-        """What the settings can name of registered pieces, by kind: name -> meaning.
+        """The registered pieces that the settings can name, by kind: name -> meaning.
 
-        A kind is titled with the setting that names it: "Eviction policies of BoundedAttention (policy)".
+        A kind's title includes the setting that names it: "Eviction policies of BoundedAttention (policy)".
         """
         return {}
 
     @classmethod
     def operator_for(cls, module: nn.Module) -> type[Operator]:
-        """The operator that a rule naming this one gives `module`: itself, or the one that the module's kind needs."""
+        """The operator for `module` under a rule with this class: this class, or a variant for the module's kind."""
         return cls
 
     @classmethod
@@ -84,24 +84,26 @@ class Operator(nn.Module):
 
     @classmethod
     def is_wanted(cls, module: nn.Module, settings: Any) -> bool:
-        """Whether the operator has anything to do in the place of `module` under these settings."""
+        """Whether the operator changes anything in the place of `module` under these settings."""
         return True
 
     def install(self) -> None:
-        """Change in the wrapped module what the operator needs changed, once it is sure to take its place."""
+        """Prepare the wrapped module, once the operator is certain to replace it."""
 
     def uninstall(self) -> nn.Module:
-        """Take back what the operator changed in the wrapped module, and return that."""
+        """Undo `install` and return the wrapped module."""
         return self.wrapped
 
     def require_removable(self) -> None:
-        """Raise HeteroKVError where `uninstall` would take away what somebody else has put on the wrapped module."""
+        """Raise HeteroKVError when `uninstall` would remove what others have put on the wrapped module."""
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """See torch.nn.Module; the modules within the wrapped one have the names that they have in the untouched model,
-        as in `state_dict`, which others look up by these (PEFT)."""
+        """See torch.nn.Module. Modules within the wrapped one keep their names in the untouched model.
+
+        The names match `state_dict`, which other libraries rely on (PEFT).
+        """
         memo = set() if memo is None else memo
         for name, module in ((prefix, self), (_joined(prefix, "wrapped"), self.wrapped)):
             if module not in memo:
@@ -112,7 +114,7 @@ class Operator(nn.Module):
             yield from child.named_modules(memo, _joined(prefix, name), remove_duplicate)
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The wrapped module's, for who makes names of them (accelerate); torch itself asks for `children`."""
+        """The wrapped module's children, for libraries that build names of them (accelerate); torch uses `children`."""
         return self.wrapped.named_children()
 
     def children(self) -> Iterator[nn.Module]:
@@ -120,28 +122,30 @@ class Operator(nn.Module):
         return iter((self.wrapped,))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's, under the names that it has in the untouched model."""
+        """The wrapped module's state dict, under the names of the untouched model."""
         return self.wrapped.state_dict(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # copy.deepcopy and pickle come here: forwards that were put around the model would be the first one's.
+        # Called by copy.deepcopy and pickle, which would copy forwards that still refer to the original model.
         raise HeteroKVError(
             f"a model with operators in it ({self.path}: {type(self).__name__}) cannot be copied or pickled; call "
             "hetero_kv.eject(model) first, and inject the rules into the copy"
         )
 
     def compile_own_kernels(self) -> None:
-        """Compile what its first tokens need, or load it from the disk, once the weights are there."""
+        """Compile the kernels of the first tokens, or load them from disk; called once the weights are loaded."""
 
     def settings_in_layer(self) -> dict[str, Any]:
-        """The settings as they apply here, in the order of the fields: a budget per layer is this layer's number."""
+        """The settings of this layer, in the order of the fields; of a budget per layer, this layer's number."""
         if self.settings is None:
             return {}
         return {row.name: getattr(self.settings, row.name) for row in describe(type(self.settings))}
 
     def be_in_place(self) -> None:
-        """From now on, what somebody puts in the place of an attribute of the wrapped module is the wrapped module's:
-        an adapter around a projection, say."""
+        """From now on, assignments to attributes of the wrapped module go to the wrapped module.
+
+        An adapter that replaces a projection is an example.
+        """
         self.__dict__["_is_in_place"] = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -179,7 +183,7 @@ def _joined(prefix: str, name: str) -> str:
 
 
 def _with_wrapped(operator: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a state dict is loaded: the names that parameters have in the model with its operators."""
+    """Before a state dict is loaded: rename parameters to their names in the model with operators."""
     for name in list(state):
         rest = name.removeprefix(prefix)
         if name.startswith(prefix) and not rest.startswith(_WRAPPED):
@@ -187,7 +191,7 @@ def _with_wrapped(operator: nn.Module, state: dict[str, Any], prefix: str, *_: A
 
 
 def _without_wrapped(operator: nn.Module, incompatible: Any) -> None:
-    """Behind it: names that were missing or unexpected, as they are in the untouched model."""
+    """After it is loaded: rename missing or unexpected parameters to their names in the untouched model."""
     for names in incompatible:
         names[:] = [name.replace(f".{_WRAPPED}", ".") for name in names]
 
@@ -195,22 +199,22 @@ def _without_wrapped(operator: nn.Module, incompatible: Any) -> None:
 class AttentionOperator(Operator):
     """An operator in the place of an attention module: it computes the attention and owns the layer's cache.
 
-    The wrapped module still makes queries, keys and values and projects the output; between the two it calls the
-    attention function `hetero_kv`, which comes to `attend`.
+    The wrapped module still computes queries, keys and values, and projects the output. In between it calls the
+    attention function `hetero_kv`, which calls `attend`.
 
-    A family is a subclass of this and the cache layer that it makes. What the planner, `rules`, reports, JSON and the
-    documentation show of it is what the methods under "what others ask" answer; whoever asks knows no family.
+    A family is a subclass of this class with its cache layer. The planner, `rules`, reports, JSON and the documentation
+    know no family: they use only the methods below "used by the planner and reports".
     """
 
-    #: What its cache layers count (`FamilyLayer.statistics`).
+    #: Statistics of its cache layers (`FamilyLayer.statistics`).
     statistics: ClassVar[tuple[Statistic, ...]] = ()
-    #: Whether `arguments_for` is asked, for every layer of every token. An operator may make it its own attribute.
+    #: Whether `arguments_for` is called, for every layer and token. May be an instance attribute.
     changes_arguments: bool = False
-    #: Whether that looks at the hidden states, and at what the decoder layer was given (`layer_input`).
+    #: Whether `arguments_for` reads the hidden states, and the decoder layer's input (`layer_input`).
     reads_hidden_states: bool = False
-    #: [rows, 1, width], what its decoder layer was given of a decoded token, before any norm; None: not known.
+    #: The decoder layer's input of a decoded token, before any norm, [rows, 1, width]; None: unknown.
     layer_input: torch.Tensor | None = None
-    #: What of the decoder layer normalises that for the attention module; None where nothing is known to.
+    #: The decoder layer's norm before the attention module; None where unknown.
     input_norm: nn.Module | None = None
 
     def __init__(self, path: str, wrapped: Any, settings: Any, engine: EngineSettings) -> None:
@@ -230,8 +234,11 @@ class AttentionOperator(Operator):
         return self.wrapped
 
     def stored_by(self) -> dict[str, Any]:
-        """What decides, beside the model, what its cache layer holds of tokens: a saved context goes on where this is
-        the same. All settings, where an operator does not say which of them only choose what is read."""
+        """The settings that determine, with the model, the contents of its cache layer.
+
+        A saved context can be loaded where they are equal. By default all settings; an operator may leave out those
+        that only choose what is read.
+        """
         return self.settings_in_layer()
 
     @abstractmethod
@@ -239,10 +246,10 @@ class AttentionOperator(Operator):
         """An empty cache layer."""
 
     def load_prefill(self, layer: Any, step: Step, recorded: RecordedPrompt) -> None:
-        """Bring an empty cache layer into the state that prefilling the recorded prompt, whose step this is, leaves.
+        """Bring an empty cache layer into the state after the prefill of the recorded prompt, whose step is `step`.
 
-        Raises HeteroKVError where the operator's prefill is not full attention (`prefills_exactly`), or `recorded`
-        lacks what it needs.
+        Raises HeteroKVError when the operator's prefill is not full attention (`prefills_exactly`), or `recorded` is
+        incomplete.
         """
         raise HeteroKVError(
             f"{self.path} ({type(self).__name__}) does not load a recorded prefill; prefill the prompt under its "
@@ -258,14 +265,14 @@ class AttentionOperator(Operator):
         """Attention of one new token per row: [batch, heads, 1, v_dim]."""
 
     def arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments of the wrapped module's forward; an operator may note some and exchange others."""
+        """The keyword arguments for the wrapped module's forward; an operator may record or replace some."""
         return kwargs
 
     def lasting_arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """What `arguments_for` gives back, without noting anything: the same tensors, or ones with the same numbers,
-        for every decoded token, whatever the cache.
+        """The result of `arguments_for` without its side effects, valid for every decoded token and cache.
 
-        Raises NotCapturableError where they differ from token to token.
+        The tensors are the same, or have the same numbers. Raises NotCapturableError when they differ from token to
+        token.
         """
         raise NotCapturableError(f"{type(self).__name__} computes from what its attention module is given")
 
@@ -294,7 +301,7 @@ class AttentionOperator(Operator):
         return output
 
     def attend(self, cache: HeteroCache, call: bridge.AttentionCall) -> torch.Tensor:
-        """The attention of a call: [batch, heads, tokens, v_dim]. Rows of several lengths come as several steps."""
+        """The attention of a call: [batch, heads, tokens, v_dim]. Rows of several lengths are several steps."""
         steps = cache.steps
         if len(steps) > 1:
             parts = ((step, call.of_rows(step.rows)) for step in steps)
@@ -309,20 +316,20 @@ class AttentionOperator(Operator):
             return self.prefill_chunk(layer, step, call)
 
     def prepare_arrays(self, cache: HeteroCache, dtype: Any, softcap: float | None) -> Any:
-        """What `attend_arrays` needs of the present token, where it can take it; None where `attend` is to be asked.
+        """The data that `attend_arrays` needs for the present token; None where `attend` must compute it.
 
         Args:
-            dtype: what the arrays hold (`kernel_arrays.ARRAY_DTYPES`).
+            dtype: numpy type of the arrays (`kernel_arrays.ARRAY_DTYPES`).
         """
         return None
 
     def attend_arrays(self, prepared: Any, arrays: TokenArrays, scale: float, softcap: float) -> None:
-        """`decode_step` from `arrays.q`, `k` and `v` to `arrays.attended`, without tensors on the way."""
+        """`decode_step` from `arrays.q`, `k` and `v` to `arrays.attended`, without intermediate tensors."""
         raise NotImplementedError("an operator that prepares arrays attends to them")
 
     @contextmanager
     def prefill(self, step: Step) -> Iterator[None]:
-        """Within this context a prompt passes through the layer in chunks; when it ends well it is stored."""
+        """Within this context a prompt passes through the layer in chunks; without an error it is stored at the end."""
         layer = step.cohort.layers[self.layer_idx]
         layer.begin_prefill(step)
         try:
@@ -332,26 +339,26 @@ class AttentionOperator(Operator):
             layer.leave_prefill()
 
     def end_prefill(self, layer: Any, step: Step) -> None:
-        """A prompt, or a part of one, has passed through the layer."""
+        """Called after a prompt, or a part of one, has passed through the layer."""
         layer.end_prefill(step)
 
-    # -- what others ask
+    # -- used by the planner and reports
 
     def footprint(self, shape: KVShape) -> LayerFootprint:
-        """What this layer takes in memory, keys and values of `shape`; all of them where the model computes."""
+        """The layer's memory, for keys and values of `shape`; by default all of them on the compute device."""
         return LayerFootprint(shape)
 
     def attended_tokens(self, length: int) -> float:
-        """Tokens that a decode step attends to behind a prompt of `length` tokens; at most, where each step decides."""
+        """Tokens that a decode step after `length` tokens attends to; the maximum where each step decides."""
         return length
 
     @property
     def observed_queries(self) -> int:
-        """Last queries of a recorded prompt that `load_prefill` reads."""
+        """Number of last queries of a recorded prompt that `load_prefill` reads."""
         return 0
 
     def compile_kernels(self, kv_heads: int, group: int, k_dim: int, v_dim: int, softcap: float) -> None:
-        """Compile what decoding needs, before the first token waits for it.
+        """Compile the kernels of decoding, before the first token needs them.
 
         Args:
             group: query heads per kv head.
@@ -361,7 +368,7 @@ class AttentionOperator(Operator):
 
     @classmethod
     def configure_together(cls, operators: Sequence[AttentionOperator]) -> None:
-        """What is to be done once all operators of a model, `operators`, are in it; asked of each of their classes.
+        """Configure all operators of a model together, once all are made; called for each of their classes.
 
-        Raises HeteroKVError for operators that cannot work together; none is put in then.
+        Raises HeteroKVError for operators that cannot work together; none is injected then.
         """

@@ -1,4 +1,4 @@
-"""What an attention mask says: how many tokens each row of a call has, behind its padding on the left."""
+"""The padding mask of a call: how many tokens each row has after its left padding."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hetero_kv.errors import UnsupportedModelError
 
 
 def tokens_per_row(call: ModelCall, past: Columns) -> list[int]:
-    """Tokens of each row among the columns of a call.
+    """The number of tokens of each row in the columns of a call.
 
     Args:
-        past: the columns before.
+        past: the columns before the call.
 
-    Raises UnsupportedModelError for a mask that is no left padding, or contradicts what was passed before.
+    Raises UnsupportedModelError for a mask that is no left padding, or contradicts earlier calls.
     """
     rows, width = call.shape
     mask = call.arguments.get("attention_mask")
     every = [width] * rows
-    # What is no mask of columns is for the attention function to refuse.
+    # Masks of other shapes are refused by the attention function.
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         return every
     if mask.shape != (rows, past.count + width):
