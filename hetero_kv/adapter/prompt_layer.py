@@ -1,10 +1,10 @@
-"""A decoder layer's way for a prompt's chunk in fewer passes over memory, where the layer has a form that is known.
+"""The short path of a prompt chunk through a decoder layer of Llama's form: fewer passes over memory.
 
-Beside its products a layer of Llama's form takes some 25 passes over a chunk's numbers, each a call of torch that
-reads and writes all of them: norms, rotations, the gate, residuals. `cpu_ops.prompt_layer` takes five, and rounds where
-the layer does. Projections are the layer's own modules, and so are weights, whatever they are kept as. That the rest is
-the same is not believed but tried: before its first prompt the way and the wrapped layer are given the same random
-input, and the way is used only where they agree.
+Besides its matrix products, such a layer takes some 25 passes over a chunk's numbers: norms, rotations, the gate,
+residuals, each a torch call that reads and writes all of them. `cpu_ops.prompt_layer` takes five, and rounds at the
+same places as the layer. The projections are the layer's own modules, so that weights of any storage type work.
+Equivalence is tested: before the first prompt the path and the wrapped layer get the same random input, and the path is
+used only if their outputs agree.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from hetero_kv.adapter.llama_layer import (
 )
 from hetero_kv.adapter.operator import AttentionOperator
 
-#: Largest relative difference (of norms) from the wrapped layer: a sum in another order may be rounded to the other
-#: side, and so may what is quantised from it.
+#: Largest relative difference (of norms) from the wrapped layer: sums in another order may round differently, and so
+#: may numbers that are quantised from them.
 _TOLERANCE = 2e-3
 _TRIED = 2, 3
 
 
 def is_plain_but_for_projections(layer: nn.Module) -> bool:
-    """Whether nothing foreign is in a decoder layer but in the way its projections are computed, which are called.
+    """Whether a decoder layer has no foreign part, except in how its projections compute, which are called as modules.
 
-    Nobody may listen within projections: what they give is written over.
+    Hooks within projections are not allowed: the projections' outputs are overwritten.
     """
     if has_global_hooks():
         return False
@@ -61,12 +61,12 @@ def is_plain_but_for_projections(layer: nn.Module) -> bool:
 
 
 class PromptLayer:
-    """The way of one decoder layer.
+    """The short path of one decoder layer.
 
     Args:
         layer: the decoder layer, its attention replaced by `operator`.
 
-    Use `of`, which knows whether a layer has the form.
+    Use `of`, which checks the layer's form.
     """
 
     def __init__(self, layer: Any, operator: AttentionOperator) -> None:
@@ -81,14 +81,14 @@ class PromptLayer:
 
     @classmethod
     def of(cls, layer: Any, operator: Any) -> PromptLayer | None:
-        """The way of a decoder layer; None where the layer has another form, or the way gives something else."""
+        """The short path of a decoder layer; None when the layer has another form, or the outputs differ."""
         if not has_llama_form(layer, operator):
             return None
         way = cls(layer, operator)
         return way if agrees(way, layer, _TOLERANCE, "the short way of prompts", logging.INFO) else None
 
     def fits(self, hidden_states: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
-        """Whether these tokens, of a model on a CPU, can take the way."""
+        """Whether these tokens, of a model on a CPU, can take the path."""
         embeddings = kwargs.get("position_embeddings")
         return (
             hidden_states.dtype is self._norms[0].weight.dtype
@@ -97,16 +97,17 @@ class PromptLayer:
             and embeddings[0].dtype is hidden_states.dtype
             and kwargs.get("attention_mask") is None
             and not bridge.changes_attention(kwargs)
-            # Dropout is the layer's own matter.
+            # The path has no dropout.
             and not self.operator.training
         )
 
     def __call__(
         self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any], out: torch.Tensor, asked: int
     ) -> torch.Tensor:
-        """The layer's output for [batch, tokens, width], written to `out`, which may be the input itself.
+        """Write the layer's output for [batch, tokens, width] to `out`, which may be the input itself.
 
-        asked: of how many last tokens; `out` stays as it is at the others.
+        Args:
+            asked: number of last tokens to compute; `out` is unchanged at the others.
         """
         normed = self._normed(hidden_states)
         if self.operator.changes_arguments:
@@ -120,25 +121,25 @@ class PromptLayer:
 
     @torch.no_grad()
     def difference_from(self, layer: Any) -> float:
-        """The largest relative difference, of norms, from what the layer computes of random input."""
+        """The largest relative difference, of norms, from the layer's output for random input."""
         trial = Trial.of(layer, self.operator, *_TRIED)
-        wanted = trial.call
-        if wanted is None or wanted.sink is not None:
+        reference = trial.call
+        if reference is None or reference.sink is not None:
             return float("inf")
-        self.call_settings = (wanted.scale, wanted.softcap, wanted.sliding_window, None)
+        self.call_settings = (reference.scale, reference.softcap, reference.sliding_window, None)
         call = self._call(self._normed(trial.hidden), trial.embeddings)
         mine = call.q, call.k, call.v, self._output(trial.hidden, trial.attended)
-        return largest_difference(mine, (wanted.q, wanted.k, wanted.v, trial.output))
+        return largest_difference(mine, (reference.q, reference.k, reference.v, trial.output))
 
     def _normed(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What attention is given, [batch, tokens, width]."""
+        """The input of the attention module, [batch, tokens, width]."""
         normed = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
         weight, epsilon = norm_of(self._norms[0])
         prompt_layer.norm_rows(_rows(hidden_states), None, weight, epsilon, _rows(normed), _threads())
         return normed
 
     def _call(self, normed: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor]) -> bridge.AttentionCall:
-        """What the layer's attention function is asked for."""
+        """The layer's call of its attention function."""
         attention = self._attention
         cos, sin = (_rows(each) for each in embeddings)
         q, k, v = (_made(project, normed) for project in (attention.q_proj, attention.k_proj, attention.v_proj))
@@ -152,11 +153,11 @@ class PromptLayer:
     def _output(
         self, hidden_states: torch.Tensor, attended: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The layer's output of its input [batch, tokens, width] and its attention's [batch, heads, tokens, dim]."""
+        """The layer's output from its input [batch, tokens, width] and its attention's [batch, heads, tokens, dim]."""
         between = _made(self._attention.o_proj, attended.transpose(1, 2).flatten(2))
         normed = torch.empty_like(between)
         weight, epsilon = norm_of(self._norms[1])
-        # What attention gives is added to what it was given, and stays for the end.
+        # This adds the layer's input to `between`, in place: the residual of the sum below.
         before = _rows(hidden_states)
         prompt_layer.norm_rows(_rows(between), before, weight, epsilon, _rows(normed), _threads())
         gate, up = _made(self._gate, normed), _made(self._up, normed)
@@ -165,14 +166,14 @@ class PromptLayer:
 
 
 def _made(projection: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What a projection makes of x, for kernels to write over."""
+    """The output of a projection, in a buffer that kernels may overwrite."""
     made = projection(x).detach().to(x.dtype).contiguous()
-    # Modules of others may keep what they give.
+    # Foreign modules may keep a reference to their output.
     return made if foreign_part(projection) is None else made.clone()
 
 
 def _rows(tensor: torch.Tensor) -> np.ndarray:
-    """[..., columns] as kernels take it, [rows, columns]: the same memory where the tensor is contiguous."""
+    """[..., columns] as a kernel argument [rows, columns]: the same memory where the tensor is contiguous."""
     return bits(tensor.detach().contiguous().view(-1, tensor.shape[-1]))
 
 

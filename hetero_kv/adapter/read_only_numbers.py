@@ -1,4 +1,4 @@
-"""Numbers that are unpacked for whoever reads a packed module's weights: a change to them would be lost."""
+"""Read-only unpacked weights: a change to the numbers of a packed module would be lost."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import torch
 
 from hetero_kv.errors import UnsupportedModelError
 
-# By their names changes in place, and none of numbers.
+# Functions whose names look like in-place changes, but that change no numbers.
 _HARMLESS = frozenset({"requires_grad_", "__int__", "__index__", "__invert__", "__init__", "__instancecheck__"})
 _CHANGES = frozenset({"__set__", "__setitem__", "set_data"})
 
 
 class ReadOnlyNumbers(torch.Tensor):
-    """A tensor that refuses to be changed in place, and so do views of it; what is computed from it is a plain tensor.
+    """A tensor that refuses in-place changes, as do its views; results computed from it are plain tensors.
 
-    PEFT's merging of adapters, for one, adds to `weight.data`.
+    PEFT's merging of adapters, for example, adds to `weight.data`.
     """
 
     _of: str
 
     @classmethod
     def of(cls, numbers: torch.Tensor, path: str) -> ReadOnlyNumbers:
-        """The same memory. `path` is the module's, for the error."""
+        """A read-only tensor over the same memory. `path` is the module's, for the error."""
         made = numbers.as_subclass(cls)
         made._of = path
         return made

@@ -1,4 +1,4 @@
-"""What a forward does between its captured segments: noted while they are captured, done anew for every token."""
+"""The work between captured segments: recorded during the capture, and run for every token."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ if TYPE_CHECKING:
     from hetero_kv.adapter.operator import AttentionOperator
     from hetero_kv.engine.cache import HeteroCache
 
-#: What a cache's layers do with the captured queries, keys and values of a token, and its attention.
+#: Attends with the captured queries, keys and values of a token, over a cache.
 Work = Callable[["HeteroCache"], torch.Tensor]
 
-#: The recording that is under way, or its rehearsal.
+#: The recording in progress, or its rehearsal.
 RECORDING: ContextVar[Recording | Rehearsal | None] = ContextVar("hetero_kv_recording", default=None)
 
 
 class NotCapturableError(RuntimeError):
-    """A forward has what cannot be captured; the message says what."""
+    """A forward has a part that cannot be captured, which the message names."""
 
 
 class Recording:
-    """A decoded token's forward, of which every attention is left out and noted.
+    """A decoded token's forward without its attentions, which are recorded as functions.
 
     Attributes:
-        attentions: in order, what computes each of them, and where that is to lie for what is captured behind it.
+        attentions: in order, the function that computes each attention, and the buffer for its result that the next
+            captured segment reads.
     """
 
     def __init__(self, segments: Segments) -> None:
@@ -43,18 +44,18 @@ class Recording:
     def noted_arguments(
         self, operator: AttentionOperator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """What an attention module is to be called with; its operator sees these before its attention is computed.
+        """The arguments for an attention module; its operator gets `arguments_for` called before each attention.
 
-        Raises NotCapturableError where that would be others for every token.
+        Raises NotCapturableError when the arguments differ from token to token.
         """
-        # Not the cache, which is another's at the next token.
+        # Without the cache, which may be another one at the next token.
         name = next((name for name in CACHE_NAMES if name in kwargs), CACHE_NAMES[0])
-        held = {other: value for other, value in kwargs.items() if other != name}
-        self._before = lambda cache: operator.arguments_for(args, {**held, name: cache})
+        others = {other: value for other, value in kwargs.items() if other != name}
+        self._before = lambda cache: operator.arguments_for(args, {**others, name: cache})
         return operator.lasting_arguments(kwargs)
 
     def attended(self, operator: Serving, call: AttentionCall) -> torch.Tensor:
-        """Where the attention of a call will lie, [batch, heads, tokens, v_dim]; it is computed for every token."""
+        """The buffer for the attention of a call, [batch, heads, tokens, v_dim], which every token computes again."""
         before, self._before = self._before, None
 
         def work(cache: HeteroCache) -> torch.Tensor:
@@ -69,12 +70,12 @@ class Recording:
 
 
 class Rehearsal:
-    """A decoded token's forward that runs as it is, of which that is noticed which could not be captured.
+    """A decoded token's forward without a capture, in which everything that would prevent a capture is noticed.
 
-    What a recording leaves out is not.
+    The parts that a recording leaves out are not observed.
 
     Args:
-        cache: the one that the forward is given.
+        cache: the cache of the forward.
     """
 
     def __init__(self, cache: HeteroCache, traffic: HostTraffic) -> None:
@@ -83,7 +84,7 @@ class Rehearsal:
     def noted_arguments(
         self, operator: AttentionOperator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """What an attention module is to be called with."""
+        """The arguments for an attention module."""
         with self._traffic.unnoticed():
             return operator.arguments_for(args, kwargs)
 

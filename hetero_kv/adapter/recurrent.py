@@ -1,8 +1,8 @@
-"""Modules that are no attention and keep a state in the cache: gated delta nets, Mamba, short convolutions.
+"""Recurrent modules, whose cache is a state and no KV: gated delta nets, Mamba, short convolutions.
 
-A prompt comes to them in chunks, behind the state that the chunk before left. That they go on from it is tried and not
-believed: some of transformers' modules begin anew with every call of more than one token (the scan of Mamba, as in
-Jamba, takes no state). These are given the tokens behind a state one by one, which is what decoding does.
+A prompt reaches them in chunks, each after the state of the previous one. Whether a module continues from its state is
+tested: some of transformers' modules ignore it in calls of more than one token (the scan of Mamba, as in Jamba, takes
+no state). These get the tokens after a state one by one, as in decoding.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from hetero_kv.adapter.cache_argument import as_cache
 from hetero_kv.engine.recurrent_state import StateShape, is_state, named_states
 from hetero_kv.errors import UnsupportedModelError
 
-# How a module calls its cache for a state. An attention module calls `update`.
+# The cache methods that recurrent modules call. An attention module calls `update`.
 _CALLS = frozenset({"update_conv_state", "update_recurrent_state"})
-# A trial: tokens before the seam and behind it, and how much larger than its own the state is made there, so that it
-# shows where it is forgotten.
+# The trial: tokens before and after the seam, and the factor by which the state is scaled there, so that ignoring it
+# shows.
 _BEFORE, _BEHIND, _LARGER = 5, 3, 16.0
-# Relative differences of norms that rounding may make.
+# Relative differences of norms that rounding explains.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
-#: (class, device's type, dtype) -> whether modules of this class go on in chunks.
+#: (class, device's type, dtype) -> whether modules of this class continue in chunks.
 _known: dict[tuple[type, str, torch.dtype], bool] = {}
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Whether a module keeps a state of its own in the cache, and no keys and values."""
+    """Whether a module keeps a recurrent state in the cache, and no keys and values."""
     if not isinstance(getattr(module, "layer_idx", None), int):
         return False
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -41,12 +41,12 @@ def is_recurrent(module: nn.Module) -> bool:
 
 
 def continues_in_chunks(path: str, mixer: nn.Module, hidden_states: torch.Tensor, number_of_states: int) -> bool:
-    """Whether the module goes on from its state when it is given several tokens; tried once for each class.
+    """Whether the module continues from its state in a call of several tokens; tested once per class.
 
     Args:
-        hidden_states: [batch, tokens, width], for the width, dtype and device of a trial.
+        hidden_states: [batch, tokens, width], for the trial's width, dtype and device.
 
-    Raises UnsupportedModelError where a prompt at once is not what its tokens one by one are either.
+    Raises UnsupportedModelError when a whole prompt, too, gives another result than its tokens one by one.
     """
     key = type(mixer), hidden_states.device.type, hidden_states.dtype
     if key not in _known:
@@ -62,7 +62,7 @@ def _try(path: str, mixer: nn.Module, like: torch.Tensor, number_of_states: int)
     tolerance = _TOLERANCE[like.dtype]
 
     def passed(sizes: list[int], larger: float) -> list[torch.Tensor]:
-        """The output of the tokens in parts of these sizes, and the state that is left."""
+        """The output of the tokens in parts of these sizes, and the final state."""
         layer = LinearAttentionLayer(number_of_states)
         outputs, start = [], 0
         for size in sizes:
@@ -84,15 +84,15 @@ def _try(path: str, mixer: nn.Module, like: torch.Tensor, number_of_states: int)
 
 
 def _called(mixer: nn.Module, hidden_states: torch.Tensor, layer: LinearAttentionLayer) -> torch.Tensor:
-    """The module's output behind the state of `layer`, which it moves on."""
+    """The module's output after the state of `layer`, which the call updates."""
     layers: Any = [layer] * (mixer.layer_idx + 1)  # type: ignore[operator]
-    given = as_cache(type(mixer).forward, Cache(layers=layers))
-    output = mixer(hidden_states=hidden_states, attention_mask=None, **given)
+    cache_argument = as_cache(type(mixer).forward, Cache(layers=layers))
+    output = mixer(hidden_states=hidden_states, attention_mask=None, **cache_argument)
     return output[0] if isinstance(output, tuple) else output
 
 
 def _difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """The largest relative difference of norms; infinity where there is no number."""
+    """The largest relative difference of norms; infinity where a number is NaN."""
     differences = [
         float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30))
         for a, b in zip(mine, theirs, strict=True)
@@ -102,7 +102,7 @@ def _difference(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 @contextmanager
 def token_by_token(mixer: nn.Module) -> Iterator[None]:
-    """Within this context the module gets its tokens one by one, whatever the layer around it is given."""
+    """Within this context the module gets its tokens one by one, regardless of the input of the layer around it."""
     own = mixer.__dict__.get("forward")
     forward = mixer.forward
 
@@ -121,11 +121,11 @@ def token_by_token(mixer: nn.Module) -> Iterator[None]:
 
 
 def state_shapes(model: nn.Module, config: Any) -> dict[int, StateShape]:
-    """Layer -> what the state of its module is, of a model that is loaded or on the meta device.
+    """Layer -> the shape of its module's state, for a loaded model or one on the meta device.
 
-    Found by a token that passes through an empty module of the same class and config, without memory.
+    Determined by passing one token through an empty module of the same class and config on the meta device.
 
-    Raises UnsupportedModelError for a module of which that cannot be found.
+    Raises UnsupportedModelError for a module whose state cannot be determined.
     """
     shapes = {}
     layers = DynamicCache(config=config).layers

@@ -1,4 +1,4 @@
-"""Finding out how an attention module rotates its keys, from one token under rotations of our making."""
+"""A probe of how an attention module rotates its keys: one token under rotations of our choice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetero_kv.errors import UnsupportedModelError
 
 
 class _Listener:
-    """Takes the keys that an attention function is called with, and attends to nothing."""
+    """Records the keys of a call of the attention function, and returns zeros."""
 
     keys: torch.Tensor | None = None
 
@@ -27,7 +27,7 @@ class _Listener:
 def require_constant_rotation(
     path: str, module: nn.Module, operator: str, remedy: str = "take one that keeps positions (tova, h2o)"
 ) -> None:
-    """Raise UnsupportedModelError for a rotary embedding whose frequencies change as a sequence grows."""
+    """Raise UnsupportedModelError for a rotary embedding whose frequencies change with the sequence's length."""
     config: Any = module.config
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
@@ -40,9 +40,9 @@ def require_constant_rotation(
 
 
 def position_embeddings(path: str, module: nn.Module, kwargs: dict[str, Any], use: str) -> tuple[Any, Any]:
-    """The (cos, sin) that an attention module is given.
+    """The (cos, sin) arguments of an attention module.
 
-    Raises UnsupportedModelError where it is given none; `use` says there what they are for, and the remedy.
+    Raises UnsupportedModelError when there are none; `use` tells in the error what they are needed for, and the remedy.
     """
     embeddings = kwargs.get("position_embeddings")
     if not isinstance(embeddings, tuple | list) or len(embeddings) != 2:
@@ -53,15 +53,15 @@ def position_embeddings(path: str, module: nn.Module, kwargs: dict[str, Any], us
 
 
 def of_rows(embedding: torch.Tensor, rows: slice) -> torch.Tensor:
-    """The part of cos or sin [batch or 1, tokens, width] for some rows of the batch."""
+    """cos or sin [batch or 1, tokens, width] for some rows of the batch."""
     return embedding if embedding.shape[0] == 1 else embedding[rows]
 
 
 @torch.no_grad()
 def rotation_of(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], use: str) -> Rotation:
-    """How an attention module rotates, from its keys of one token; called with the arguments of its own forward.
+    """How an attention module rotates its keys, determined with one token and the arguments of its own forward.
 
-    Raises UnsupportedModelError, naming `path`, for a rotation that is not known; `use` as in `position_embeddings`.
+    Raises UnsupportedModelError, naming `path`, for an unknown rotation; `use` as in `position_embeddings`.
     """
     cos = kwargs["position_embeddings"][0]
     first, total = slice(0, 1), cos.shape[1]
@@ -71,7 +71,7 @@ def rotation_of(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dic
             return None
         value = chunking.sliced(name, value, first, total)
         if isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point():
-            # Hidden states of a real token may be anything, zeros included.
+            # Random, because a real token's hidden states may be degenerate, even zero.
             state = torch.randn(1, 1, value.shape[2], generator=torch.Generator().manual_seed(0))
             return on_device(state.to(value.dtype), value.device)
         return value

@@ -1,4 +1,4 @@
-"""The rotation of every position of a sequence, as the model's layers received it; one table serves many layers."""
+"""The rotation of every position of a sequence, as the model's layers received it; layers share one table."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class RotaryTable:
     """cos and sin of positions 0 to `len`, one number per pair of channels, in the dtype that the model rotates with.
 
-    Kept as received and not computed anew: a model may change its frequencies as a sequence grows (dynamic scaling),
-    and only the numbers that keys were rotated with undo their rotation.
+    They are recorded, not recomputed: a model may change its frequencies as a sequence grows (dynamic scaling), and
+    only the numbers that rotated the keys undo their rotation.
     """
 
     def __init__(self, rotation: Rotation) -> None:
         self.rotation = rotation
         self._cos, self._sin = GrowingTensor(0, SLACK), GrowingTensor(0, SLACK)
-        # What was recorded last. Held, so that nothing else comes to lie at its address: layers that are given the
-        # same memory have the same rotation.
+        # The last recorded tensor. The reference prevents reuse of its address: layers that get the same memory have
+        # the same rotation.
         self._source: torch.Tensor | None = None
         self._recorded = 0
         self._known: tuple[torch.Tensor, int] | None = None
@@ -39,7 +39,7 @@ class RotaryTable:
         return len(self._cos)
 
     def record(self, cos: torch.Tensor, sin: torch.Tensor, start: int) -> bool:
-        """Take the rotation of the positions from `start` on; False when the table holds another one for them.
+        """Record the rotation of the positions from `start` on; returns False when the table has another one for them.
 
         Args:
             cos, sin: [1 or batch, tokens, width], the model's `position_embeddings`.
@@ -67,7 +67,7 @@ class RotaryTable:
             for table, rows in zip((self._cos, self._sin), new, strict=True):
                 table.append(rows[max(0, known) :])
         except BaseException:
-            # Both or none: who finds enough positions records no more.
+            # Both or none: a table with enough positions is not recorded to again.
             for table in (self._cos, self._sin):
                 table.truncate(whole)
             raise
@@ -75,29 +75,29 @@ class RotaryTable:
         return True
 
     def is_known(self, cos: torch.Tensor, start: int) -> bool:
-        """Whether `know` was called with these last: a layer before this one, in the same forward, has seen to it."""
+        """Whether the last `know` had these arguments: an earlier layer of the same forward has recorded them."""
         known = self._known
         return known is not None and known[0] is cos and known[1] == start
 
     def know(self, cos: torch.Tensor, start: int) -> None:
-        """Remember that nothing is to be recorded any more of `cos` from `start` on."""
+        """Remember that `cos` from `start` on is fully recorded."""
         self._known = cos, start
 
     def is_source(self, cos: torch.Tensor) -> bool:
-        """Whether `cos` lies in the same memory as what was recorded last."""
+        """Whether `cos` shares its memory with the last recorded tensor."""
         source = self._source
         return source is not None and source.untyped_storage().data_ptr() == cos.untyped_storage().data_ptr()
 
     def until(self, length: int) -> RotaryTable:
-        """A table of its own with the first `length` positions of this one."""
-        twin = RotaryTable(self.rotation)
+        """A new table with the first `length` positions of this one."""
+        copied = RotaryTable(self.rotation)
         if length:
-            twin._cos.append(self._cos.entries[:length])
-            twin._sin.append(self._sin.entries[:length])
-        return twin
+            copied._cos.append(self._cos.entries[:length])
+            copied._sin.append(self._sin.entries[:length])
+        return copied
 
     def saved(self) -> SavedPart:
-        """What `restored` needs."""
+        """The data that `restored` needs."""
         layout = self.rotation.layout
         numbers = {"pairs": layout.pairs, "offset": layout.offset, "interleaved": int(layout.interleaved)}
         part = SavedPart(numbers=numbers | {"doubled": self.rotation.doubled})
@@ -106,7 +106,7 @@ class RotaryTable:
 
     @classmethod
     def restored(cls, part: SavedPart, dim: int, device: torch.device) -> RotaryTable:
-        """The table that `saved` told, of heads of dimension `dim`. Raises DamagedContextError for another."""
+        """The table from `saved`'s data, for heads of dimension `dim`. Raises DamagedContextError for other data."""
         pairs = part.integer("pairs", 0, dim // 2)
         offset = part.integer("offset", 0, dim - 2 * pairs)
         doubled = part.numbers.get("doubled")
@@ -134,7 +134,7 @@ class RotaryTable:
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """cos and sin as kernels take them, float32; None where they are of another type, or not on the CPU."""
+        """cos and sin as float32 kernel arguments; None for another dtype or device."""
         if self._arrays is None:
             cos, sin = self.cos, self.sin
             if cos.dtype == torch.float32 and cos.device.type == "cpu":
@@ -147,7 +147,7 @@ class RotaryTable:
         return self._cos.nbytes + self._sin.nbytes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RotaryTable:
-        memo[id(self)] = twin = copy.copy(self)
-        twin._cos, twin._sin, twin._source = self._cos.fork(), self._sin.fork(), None
-        twin._known = twin._arrays = None
-        return twin
+        memo[id(self)] = copied = copy.copy(self)
+        copied._cos, copied._sin, copied._source = self._cos.fork(), self._sin.fork(), None
+        copied._known = copied._arrays = None
+        return copied

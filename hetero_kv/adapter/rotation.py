@@ -1,8 +1,8 @@
-"""Finding out how a model rotates its keys, by asking the model.
+"""Detection of how a model rotates its keys.
 
-No model is known by name. An attention module is called with rotations of our own making, and without one, and the keys
-that it hands to its attention function tell which channels it turns together, and where in `position_embeddings` it
-reads their angles. A module whose keys fit none of the known layouts is refused.
+No model is known by name. An attention module is called with chosen rotations, and without one. The keys that it passes
+to its attention function reveal which channels it rotates together, and where in `position_embeddings` it reads their
+angles. A module whose keys fit no known layout is refused.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from gpu_ops.rotary import RotaryLayout, rotate, unrotate
 #: (cos, sin), each [1, tokens, width] -> the keys [1, kv_heads, tokens, dim] that attention gets with them.
 KeysUnder = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Rounding of the model's own rotation, in units of its dtype's precision; a wrong layout is wrong by tens of percent.
+# Rounding of the model's own rotation, in units of its dtype's precision; a wrong layout is off by tens of percent.
 _TOLERANCE = 16
 #: See `Rotation.doubled`.
 WAYS_TO_DOUBLE = ("once", "halves", "neighbours")
-# An attention scaling of its own, which must come through as well, as YaRN's does.
+# A factor on cos and sin, which must take effect as well, as YaRN's attention scaling does.
 _SCALING = 1.25
 
 
@@ -30,26 +30,26 @@ class Rotation(NamedTuple):
     """How a module rotates its keys.
 
     Attributes:
-        layout: the channels that are turned together.
-        doubled: how `position_embeddings` says the angle of a pair: "once" (its width is `pairs`), in two "halves", or
-            twice in "neighbours".
+        layout: the channels that are rotated together.
+        doubled: how `position_embeddings` repeats the angle of a pair: "once" (its width is `pairs`), in two "halves",
+            or twice in "neighbours".
     """
 
     layout: RotaryLayout
     doubled: str = "once"
 
     def angles(self, cos_or_sin: torch.Tensor) -> torch.Tensor:
-        """Of `position_embeddings` [..., width], one number per pair: [..., pairs]."""
+        """One number per pair, [..., pairs], from `position_embeddings` [..., width]."""
         pairs = self.layout.pairs
         return cos_or_sin[..., : 2 * pairs : 2] if self.doubled == "neighbours" else cos_or_sin[..., :pairs]
 
 
 def found_rotation(keys_under: KeysUnder, like: torch.Tensor) -> Rotation | None:
-    """The rotation of a module, or None when it is none that is known here.
+    """The rotation of a module; None for an unknown one.
 
     Args:
-        keys_under: the module's keys under given position embeddings, everything else the same.
-        like: `cos` as the model gives it, [1, tokens, width], for its width, dtype and device.
+        keys_under: the module's keys for position embeddings, everything else unchanged.
+        like: `cos` as the model passes it, [1, tokens, width], for its width, dtype and device.
     """
     width = like.shape[-1]
     plain = keys_under(torch.ones_like(like), torch.zeros_like(like)).float()
@@ -74,7 +74,7 @@ def found_rotation(keys_under: KeysUnder, like: torch.Tensor) -> Rotation | None
 
 
 def _layouts(pairs: int, dim: int) -> Iterator[RotaryLayout]:
-    """The layouts of `pairs` pairs in a head: from the head's first channel, or up to its last."""
+    """The layouts of `pairs` pairs in a head: starting at its first channel, or ending at its last."""
     if 2 * pairs > dim:
         return
     for offset in dict.fromkeys((0, dim - 2 * pairs)):

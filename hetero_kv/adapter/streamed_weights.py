@@ -1,4 +1,4 @@
-"""Decoder layers whose weights lie in DRAM, under a model that computes on a GPU."""
+"""Decoder layers with weights in DRAM, in a model that computes on a GPU."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hetero_kv.models.placing import weight_bytes
 
 
 def walked_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that run in chunks, in the order in which a module walks through them; none for another module."""
+    """The chunked layers that a module walks through, in order; empty for any other module."""
     lists = [child for child in model.children() if isinstance(child, nn.ModuleList)]
     return [layer for layers in lists for layer in layers if isinstance(layer, ChunkedDecoderLayer)]
 
 
 def lies_in_dram(layer: nn.Module, device: torch.device) -> bool:
-    """Whether a layer's weights lie in DRAM while `device` computes."""
+    """Whether a layer's weights are in DRAM while `device` computes."""
     return device.type == "cuda" and any(parameter.device.type == "cpu" for parameter in layer.parameters())
 
 
 def stream_weights(model: Any, device: torch.device) -> None:
-    """Have weights that lie in DRAM come to `device`, which computes, a layer ahead; once for a model's operators.
+    """Stream weights from DRAM to the compute device `device`, one layer ahead; set up once per model.
 
-    Raises UnsupportedModelError where some of the layers are no ChunkedDecoderLayers.
+    Raises UnsupportedModelError when some of the layers are no ChunkedDecoderLayers.
     """
     layers = walked_layers(model)
     if not layers or LayerStream.streams(layers[0]) or not any(lies_in_dram(each, device) for each in layers):
@@ -43,7 +43,7 @@ def stream_weights(model: Any, device: torch.device) -> None:
 
 
 def _follow(layer: nn.Module) -> None:
-    """Let packed weights be where their bytes are now."""
+    """Update packed weights to the device of their bytes."""
     for module in layer.modules():
         if isinstance(module, QuantizedModule):
             for _ in module.held():
@@ -51,7 +51,7 @@ def _follow(layer: nn.Module) -> None:
 
 
 def bytes_of_room(model: nn.Module, device: torch.device) -> int:
-    """What the stream will take on `device`, bytes, where it is not there yet; 0 where weights lie on the device."""
+    """Bytes that the stream will take on `device`, if it is not set up yet; 0 for weights on the device."""
     layers = [layer for module in model.modules() for layer in walked_layers(module)]
     if not layers or LayerStream.streams(layers[0]) or not lies_in_dram(layers[0], device):
         return 0

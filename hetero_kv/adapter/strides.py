@@ -1,10 +1,10 @@
-"""A forward in strides, and what cache layers need when a part has passed through all of them.
+"""Strided prefill, and the work of cache layers after a part has passed all layers.
 
 Layer-outer prefill walks from layer to layer with the whole prompt. Strided policies need the other order (Cascading KV
-cache, arXiv:2406.17808, algorithm 1): a stride passes through all layers, entries are dropped, the next stride comes.
-So a forward with such layers is cut up here, and each part is a forward like any other. Other operators prefill it, be
-it a single token, behind the parts before; what follows a prompt as a whole (RetrievalAttention's look at its last
-queries, ShadowKV's factors) comes with its last part.
+cache, arXiv:2406.17808, algorithm 1): a stride passes through all layers, entries are evicted, and the next stride
+follows. A forward with such layers is therefore cut into parts, each of which is a forward like any other. Other
+operators prefill each part, even a single token, after the earlier parts. Their work on the prompt as a whole
+(RetrievalAttention's observation of its last queries, ShadowKV's factors) is done with the last part.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from hetero_kv.engine.layer import FamilyLayer
 
 
 class StridedForward:
-    """A forward of one cohort that is cut into parts, and the part that passes or has passed.
+    """A forward of one cohort that is cut into parts, and its present part.
 
     Attributes:
-        cache: the one that it was called with.
-        cohort: whose tokens.
-        has_head: whether it is the whole model's, which gives logits, or that of the module that walks through layers.
-        hidden: what the layers gave last, in the output of the module that walks through them.
-        replayed: a part of it that this module is to give again, to a head that turns it into logits.
+        cache: the cache of the call.
+        cohort: the cohort of the tokens.
+        has_head: whether it is the whole model's forward, with logits, or that of the module that walks through layers.
+        hidden: the latest output of the module that walks through layers.
+        replayed: a part of `hidden` that this module returns again, for a head that computes logits of it.
         call: of the part.
         output: of the part.
     """
@@ -60,13 +60,13 @@ class StridedForward:
     def logits(self, tile: slice) -> torch.Tensor:
         """Logits [rows, tile, vocab] float32 of tokens that have passed.
 
-        Those of the output where it has them all, as for a decoded token; else the model's head, on what its layers
-        gave.
+        Taken from the output if it has them all, as for a decoded token; else the model's head computes them from the
+        last hidden states.
         """
         assert self.token_ids is not None
-        given = self.output.get("logits") if isinstance(self.output, ModelOutput) else None
-        if given is not None and given.shape[1] == self.tokens:
-            return given[:, tile].float()
+        logits = self.output.get("logits") if isinstance(self.output, ModelOutput) else None
+        if logits is not None and logits.shape[1] == self.tokens:
+            return logits[:, tile].float()
         self.replayed = replace(self.hidden, last_hidden_state=self.hidden.last_hidden_state[:, tile])
         try:
             return self.call.for_tokens(self.token_ids[:, tile], all_logits=True).run().logits.float()
@@ -74,9 +74,9 @@ class StridedForward:
             self.replayed = None
 
     def run_transient(self, token_ids: Sequence[int], lasting: Sequence[FamilyLayer]) -> None:
-        """Let every row's layers see these tokens behind it; in all layers but `lasting` nothing of them remains.
+        """Pass these tokens, behind every row, through the layers; only the layers in `lasting` keep a trace of them.
 
-        Layers that keep the whole sequence store nothing: what passes needs no room in them.
+        Layers that keep the whole sequence store nothing, so that the tokens need no room in them.
         """
         assert self.token_ids is not None
         rows, count = self.token_ids.shape[0], len(token_ids)
@@ -103,9 +103,12 @@ def _rollback(layer: Any, state: Any) -> None:
 
 
 def run_strided(call: ModelCall, cache: HeteroCache, cohort: Cohort, *, has_head: bool) -> Any:
-    """The output of a call for the rows of one cohort, whose tokens passed in strides.
+    """The output of a call for the rows of one cohort, computed in strides.
 
-    `has_head` says whether it gives logits. Raises UnsupportedModelError for an argument that cannot be cut.
+    Args:
+        has_head: whether the output has logits.
+
+    Raises UnsupportedModelError for an argument that cannot be cut.
     """
     layers = [layer for layer in cohort.family_layers if layer.is_strided]
     total = call.shape[1]
@@ -131,14 +134,14 @@ def run_strided(call: ModelCall, cache: HeteroCache, cohort: Cohort, *, has_head
 
 
 def _stride(layers: Sequence[FamilyLayer], total: int) -> int:
-    """Tokens that may pass next: what all layers have room for, one at least."""
+    """Number of tokens of the next stride: as many as all layers have room for, at least one."""
     strides = [stride for layer in layers if (stride := layer.stride) is not None]
     return max(1, min([total, *strides]))
 
 
 @torch.no_grad()
 def _after_all_layers(strided: StridedForward, layers: Sequence[FamilyLayer]) -> None:
-    """Let layers do what had to wait until the part had passed through all of them."""
+    """Run the hooks that wait until the part has passed all layers."""
     together: dict[Any, list[FamilyLayer]] = {}
     for layer in layers:
         if layer.after_all_layers is not None:

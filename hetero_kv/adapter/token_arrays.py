@@ -1,4 +1,4 @@
-"""Where a decoded token's numbers stand between a layer's native calls: made once, written anew by every layer."""
+"""Buffers of a decoded token between a layer's native calls: allocated once, overwritten by every layer."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class TokenArrays:
     """Queries, keys, values and attended values of one token per row, float32 or the bits of bfloat16.
 
     Args:
-        rows: tokens.
-        heads: of queries, keys and values.
+        rows: number of tokens.
+        heads: number of heads of queries, keys and values.
         dim: of each head.
         dtype: of the model.
 
     Attributes:
         q, k, v: [rows, heads, 1, dim] each.
         attended: [rows, heads, 1, dim], as q.
-        attended_rows: the same, [rows, heads * dim].
+        attended_rows: the same memory, [rows, heads * dim].
     """
 
     def __init__(self, rows: int, heads: tuple[int, int, int], dim: int, dtype: torch.dtype) -> None:
@@ -34,11 +34,11 @@ class TokenArrays:
 
 
 class _OfThread(threading.local):
-    """Threads decode independently of each other.
+    """Buffers of one thread: threads decode independently of each other.
 
     Attributes:
-        arrays: those of the shapes that were last asked for.
-        hidden: the hidden states that a layer gave last, and the array of the same memory: the next layer's input.
+        arrays: those of the latest shapes.
+        hidden: the latest output of a layer and the array of the same memory: the next layer's input.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ OF_THREAD = _OfThread()
 
 
 def token_arrays(rows: int, heads: tuple[int, int, int], dim: int, dtype: torch.dtype) -> TokenArrays:
-    """This thread's arrays of these shapes (`TokenArrays`); what was in them is gone with the next layer."""
+    """This thread's arrays of these shapes (`TokenArrays`); the next layer overwrites their contents."""
     shape = (rows, heads, dim, dtype)
     if OF_THREAD.arrays is None or OF_THREAD.shape != shape:
         OF_THREAD.shape, OF_THREAD.arrays = shape, TokenArrays(rows, heads, dim, dtype)
@@ -59,7 +59,7 @@ def token_arrays(rows: int, heads: tuple[int, int, int], dim: int, dtype: torch.
 
 
 def hidden_array(hidden_states: torch.Tensor) -> np.ndarray:
-    """[rows, all else] of hidden states: of the same memory, where that is contiguous."""
+    """Hidden states as an array [rows, all else], of the same memory if that is contiguous."""
     tensor, array = OF_THREAD.hidden
     if tensor is hidden_states and array is not None:
         return array
@@ -67,7 +67,7 @@ def hidden_array(hidden_states: torch.Tensor) -> np.ndarray:
 
 
 def new_hidden(like: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
-    """Room for a layer's output, and the array of the same memory, which the next layer finds by `hidden_array`."""
+    """A tensor for a layer's output, and the array of the same memory, which the next layer gets by `hidden_array`."""
     tensor = torch.empty_like(like, memory_format=torch.contiguous_format)
     array = bits(tensor.view(len(tensor), -1))
     OF_THREAD.hidden = tensor, array

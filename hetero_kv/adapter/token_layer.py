@@ -1,9 +1,9 @@
-"""A decoder layer's decoded token in two native calls, where the layer has a form that is known.
+"""The native path of a decoded token through a decoder layer of Llama's form: two native calls.
 
-A layer of Llama's form (RMSNorm, quantised projections, rotation of both halves, gated MLP) costs a token some fifty
-small torch calls around its attention. Where all its weights are quantised, `cpu_ops.token_layer` computes the same in
-two calls. That it is the same is not believed but tried: before its first token the path and the wrapped layer are
-given the same random input, and the path is used only where they agree.
+Such a layer (RMSNorm, quantised projections, rotation of both halves, gated MLP) takes some fifty small torch calls per
+token around its attention. If all its weights are quantised, `cpu_ops.token_layer` computes the same in two calls.
+Equivalence is tested: before the first token the path and the wrapped layer get the same random input, and the path is
+used only if their outputs agree.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from hetero_kv.adapter.token_arrays import hidden_array, new_hidden, token_array
 from hetero_kv.weights.packed_weight import FEW_ROWS
 from hetero_kv.weights.quantised_weight import QuantisedWeight
 
-#: Largest relative difference (of norms) from the wrapped layer, by the model's dtype: what rounding to it, and int8
-#: activations that it lets fall to the other side, may make.
+#: Largest relative difference (of norms) from the wrapped layer, by the model's dtype: it covers rounding to that
+#: dtype, and int8 activations that round differently in consequence.
 _TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 3e-2}
 _TRIED_ROWS = 2
 
@@ -55,7 +55,7 @@ class TokenLayer:
     Args:
         layer: the decoder layer, its attention replaced by `operator`.
 
-    Use `of`, which knows whether a layer has the form.
+    Use `of`, which checks the layer's form.
     """
 
     def __init__(self, layer: Any, operator: AttentionOperator) -> None:
@@ -90,12 +90,12 @@ class TokenLayer:
 
     @property
     def is_current(self) -> bool:
-        """Whether the layer is as it was when the path was made: modules, hooks, and all numbers that were copied."""
+        """Whether the layer's modules, hooks, and all copied numbers are unchanged since the path was made."""
         return self._tree.is_unchanged and self._copied.is_unchanged
 
     @classmethod
     def of(cls, layer: Any, operator: Any) -> TokenLayer | None:
-        """The path of a plain decoder layer; None where it has another form, or the path gives something else."""
+        """The native path of a plain decoder layer; None when the layer has another form, or the outputs differ."""
         if not _has_form(layer, operator):
             return None
         path, dtype = cls(layer, operator), layer.input_layernorm.weight.dtype
@@ -113,15 +113,15 @@ class TokenLayer:
             and embeddings[0].shape[-1] == self.dim
             and kwargs.get("attention_mask") is None
             and not bridge.changes_attention(kwargs)
-            # Dropout is the layer's own matter.
+            # The path has no dropout.
             and not self.operator.training
         )
 
     def __call__(self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any]) -> torch.Tensor:
         """The layer's output for [rows, 1, width]."""
         if self.operator.changes_arguments:
-            given = (self._input_norm(hidden_states),) if self.operator.reads_hidden_states else ()
-            kwargs = self.operator.arguments_for(given, dict(kwargs))
+            arguments = (self._input_norm(hidden_states),) if self.operator.reads_hidden_states else ()
+            kwargs = self.operator.arguments_for(arguments, dict(kwargs))
         hidden, dtype = hidden_array(hidden_states), hidden_states.dtype
         scale, softcap, window, _ = self.call_settings
         prepared = None if window is not None else self.operator.prepare_arrays(cache, ARRAY_DTYPES[dtype], softcap)
@@ -137,7 +137,7 @@ class TokenLayer:
     def queries_keys_values(
         self, hidden: np.ndarray, dtype: torch.dtype, position_embeddings: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[rows, heads, 1, dim] each, as the attention function is given them, of hidden states [rows, width]."""
+        """The arguments of the attention function, [rows, heads, 1, dim] each, from hidden states [rows, width]."""
         q, k, v = (torch.empty((len(hidden), heads, 1, self.dim), dtype=dtype) for heads in self.heads)
         self._make_inputs(hidden, position_embeddings, bits(q), bits(k), bits(v))
         return q, k, v
@@ -155,7 +155,7 @@ class TokenLayer:
             )  # fmt: skip
 
     def output(self, hidden_states: torch.Tensor, hidden: np.ndarray, attended: np.ndarray) -> torch.Tensor:
-        """The layer's output of its input [rows, 1, width], given as an array too, and its attention's [rows, all]."""
+        """The layer's output from its input [rows, 1, width], also as an array, and its attention's [rows, all]."""
         out, array = new_hidden(hidden_states)
         kernel = attention_output(hidden.dtype.name)
         with one_kernel_at_a_time:
@@ -167,22 +167,22 @@ class TokenLayer:
 
     @torch.no_grad()
     def difference_from(self, layer: Any) -> float:
-        """The largest relative difference, of norms, from what the layer computes of random input."""
+        """The largest relative difference, of norms, from the layer's output for random input."""
         trial = Trial.of(layer, self.operator, _TRIED_ROWS, 1)
         call, hidden = trial.call, trial.hidden
         if call is None or call.sink is not None:
             return float("inf")
         self.call_settings = (call.scale, call.softcap, call.sliding_window, None)
-        given = _array(hidden)
+        array = _array(hidden)
         mine = (
-            *self.queries_keys_values(given, hidden.dtype, trial.embeddings),
-            self.output(hidden, given, _array(trial.attended)),
+            *self.queries_keys_values(array, hidden.dtype, trial.embeddings),
+            self.output(hidden, array, _array(trial.attended)),
         )
         return largest_difference(mine, (call.q, call.k, call.v, trial.output))
 
 
 class _Rotation:
-    """The position embeddings that were last given, as arrays: the layers of a token are given the same."""
+    """The latest position embeddings as arrays: all layers of a token get the same embeddings."""
 
     def __init__(self) -> None:
         self.last: tuple[Any, ...] = (None, None, 0, None)
@@ -200,7 +200,7 @@ _ROTATION = _Rotation()
 
 
 def _has_form(layer: Any, operator: Any) -> bool:
-    """Whether a decoder layer is made of the parts that the native path computes, all its weights quantised."""
+    """Whether a decoder layer has the parts that the native path computes, with all weights quantised."""
     if not has_llama_form(layer, operator):
         return False
     attention = operator.wrapped
@@ -225,5 +225,5 @@ def _has_form(layer: Any, operator: Any) -> bool:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """[rows, all else] as float32, or the bits of bfloat16; rows that share memory get memory of their own."""
+    """[rows, all else] as float32, or the bits of bfloat16; rows that share memory are copied."""
     return bits(tensor.detach().reshape(tensor.shape[0], -1).contiguous())

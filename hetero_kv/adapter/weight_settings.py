@@ -1,4 +1,4 @@
-"""How the weights of a matrix are kept in memory."""
+"""The setting for the storage type of weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hetero_kv.settings.setting import Settings, setting
 
 AUTO, AS_STORED, FP32, BF16, Q8_0, Q4_0 = CHOICES = ("auto", "as_stored", "fp32", "bf16", "q8_0", "q4_0")
-#: What weights are quantised to, by the setting's word: GGML's name.
+#: Setting -> GGML's name of the type that weights are quantised to.
 QUANTISED = {Q8_0: "Q8_0", Q4_0: "Q4_0"}
 
 
