@@ -117,7 +117,7 @@ class CapturedSteps:
     def _arguments(self, call: ModelCall, cache: HeteroCache) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The tensors of a call including its positions, and its other arguments without the cache."""
         assert call.given is not None
-        # The mask of a decoded token only tells rows without a token, which are handled before.
+        # The mask of a decoded token only marks rows without a token, which are handled before.
         arguments = {name: value for name, value in call.arguments.items() if name != "attention_mask"}
         if arguments.get("position_ids") is None and "position_ids" in call.signature.names:
             # Filled on the device from scalars, so that nothing is copied to it.
@@ -246,7 +246,7 @@ def _length_untold(cache: HeteroCache) -> Iterator[None]:
 
     The length would be captured, and is wrong at the next token.
     """
-    told = cache.get_query_offset
+    query_offset = cache.get_query_offset
 
     def refuse(layer_idx: int = 0) -> int:
         raise NotCapturableError("the model asks for the number of stored tokens, which is another one for each token")
@@ -254,7 +254,7 @@ def _length_untold(cache: HeteroCache) -> Iterator[None]:
     def offset(layer_idx: int = 0) -> int:
         del cache.__dict__["get_seq_length"]
         try:
-            return told(layer_idx)
+            return query_offset(layer_idx)
         finally:
             cache.__dict__["get_seq_length"] = refuse
 

@@ -14,22 +14,22 @@ class Captures:
     """Whether a model's tokens are to be captured, and the outcome.
 
     Args:
-        asked: the setting `cuda_graphs`.
+        setting: the setting `cuda_graphs`.
 
     Attributes:
         state: None before the first token that could be captured; then `on`, `off` with the reason, or `not yet`:
             memory ran out, and another attempt follows.
     """
 
-    def __init__(self, asked: str = "auto") -> None:
-        self.asked = asked
+    def __init__(self, setting: str = "auto") -> None:
+        self.setting = setting
         self.state: str | None = None
         self._tries = self._resting = 0
 
     @property
     def is_off(self) -> bool:
         """Whether capturing is switched off or impossible."""
-        return self.asked == _OFF or (self.state is not None and self.state.startswith(_OFF))
+        return self.setting == _OFF or (self.state is not None and self.state.startswith(_OFF))
 
     def rests(self) -> bool:
         """Whether this token must run uncaptured, in the pause after memory ran out; counts the token."""
@@ -56,7 +56,7 @@ class Captures:
 
     def refuse(self, reason: str) -> None:
         """Record why tokens are not captured. Raises UnsupportedModelError when captures are required."""
-        if self.asked == _ON:
+        if self.setting == _ON:
             raise UnsupportedModelError(
                 f"cuda_graphs is on, and a token cannot be captured: {reason}; set cuda_graphs to auto or off"
             )

@@ -102,8 +102,8 @@ class ChunkedDecoderLayer(Operator):
         is_long = total >= _LONG_PROMPT and is_on_cpu
         is_last = self.layer_idx == len(cache.layers) - 1
         # Strided policies may read the logits of any token.
-        wanted = chunking.WANTED.get() if is_last and cache.strided is None else 0
-        first_asked = total - max(wanted, _ASKED_TOGETHER) if wanted else 0
+        kept = chunking.WANTED.get() if is_last and cache.strided is None else 0
+        first_needed = total - max(kept, _ASKED_TOGETHER) if kept else 0
         if self.layer_idx == 0:
             cache.report_progress(0, 0, total)
         with attention.prefill(steps[0]) if isinstance(attention, AttentionOperator) else nullcontext():
@@ -115,8 +115,8 @@ class ChunkedDecoderLayer(Operator):
                 with self._continuing(cache, part), freed_memory_kept() if is_long else nullcontext():
                     place = passage.place(chunk)
                     if short is not None and place is not None and not args and short.fits(part, chunk_kwargs):
-                        asked = chunk.stop - max(chunk.start, first_asked)
-                        result = short(part, cache, chunk_kwargs, place, max(0, asked))
+                        needed = chunk.stop - max(chunk.start, first_needed)
+                        result = short(part, cache, chunk_kwargs, place, max(0, needed))
                     else:
                         result = self.wrapped(part, *args, **chunk_kwargs)
                 passage.put(chunk, result[0] if isinstance(result, tuple) else result)

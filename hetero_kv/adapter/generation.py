@@ -49,15 +49,15 @@ def _guarded(model: Any, generate: Callable[..., Any], new_cache: Callable[[], H
         bound = signature.bind_partial(*args, **kwargs).arguments
         config, passed = bound.get("generation_config"), given_cache(kwargs)
 
-        def told(name: str) -> Any:
+        def argument(name: str) -> Any:
             return kwargs.get(name, getattr(config, name, None))
 
         def setting(name: str) -> Any:
-            value = told(name)
+            value = argument(name)
             return getattr(model.generation_config, name, None) if value is None else value
 
         refuse_other_caches(model, {"past_key_values": passed})
-        _refuse_implementation(told("cache_implementation"))
+        _refuse_implementation(argument("cache_implementation"))
         if setting("cache_implementation") is not None:
             # The checkpoint's preference among transformers' caches does not apply.
             kwargs = {**kwargs, "cache_implementation": None}

@@ -78,7 +78,7 @@ def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
         CacheInUseError: another thread uses the cache.
         HeteroKVError: the cache has another model or other rules, or is no HeteroCache.
         OutOfMemoryError: Python, numpy or torch ran out of memory; the message says what fits.
-        UnsupportedModelError: the config asks for records that chunks would garble, or the attention mask is no left
+        UnsupportedModelError: the config requests records that chunks would garble, or the attention mask is no left
             padding.
     """
     inner = model.forward
@@ -117,8 +117,8 @@ def guarded(model: Any, by: Guarding, *, has_head: bool) -> Callable[..., Any]:
         whole = signature if has_head else reentrant
         call = signature.call(args, kwargs)
         try:
-            told = head_wants(model, call) if has_head else nullcontext()
-            with undo_on_error(cache), _without_gradients(), attending_by(by.attention), told:
+            head = head_wants(model, call) if has_head else nullcontext()
+            with undo_on_error(cache), _without_gradients(), attending_by(by.attention), head:
                 return _outermost(call, whole, cache, has_head)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):

@@ -160,11 +160,11 @@ def _buffers_beside(model: nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
     chunks, compute on the GPU.
     """
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    beside = [
+    outside = [
         child for child in model.children()
         if child is not embedding and not isinstance(child, nn.ModuleList | ChunkedModule)
     ]  # fmt: skip
-    modules = [module for child in beside for module in child.modules()]
+    modules = [module for child in outside for module in child.modules()]
     return [(module._buffers, name, buffer) for module in modules for name, buffer in module._buffers.items()]
 
 

@@ -202,9 +202,9 @@ def _say_once(level: int, operator: AttentionOperator, what: str, more: str = ""
         )  # fmt: skip
 
 
-def largest_difference(mine: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
+def largest_difference(mine: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]) -> float:
     """The largest relative difference, of norms; infinite where shapes differ or a number is not finite."""
-    return max(_difference(*pair) for pair in zip(mine, wanted, strict=True))
+    return max(_difference(*pair) for pair in zip(mine, reference, strict=True))
 
 
 def _difference(mine: torch.Tensor, reference: torch.Tensor) -> float:

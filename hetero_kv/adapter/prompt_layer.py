@@ -102,20 +102,20 @@ class PromptLayer:
         )
 
     def __call__(
-        self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any], out: torch.Tensor, asked: int
+        self, hidden_states: torch.Tensor, cache: Any, kwargs: Mapping[str, Any], out: torch.Tensor, last: int
     ) -> torch.Tensor:
         """Write the layer's output for [batch, tokens, width] to `out`, which may be the input itself.
 
         Args:
-            asked: number of last tokens to compute; `out` is unchanged at the others.
+            last: number of last tokens to compute; `out` is unchanged at the others.
         """
         normed = self._normed(hidden_states)
         if self.operator.changes_arguments:
             kwargs = self.operator.arguments_for((), {**kwargs, "hidden_states": normed})
         call = self._call(normed, kwargs["position_embeddings"])
         attended = self.operator.attend(cache, call)
-        if asked:
-            first = hidden_states.shape[1] - asked
+        if last:
+            first = hidden_states.shape[1] - last
             self._output(hidden_states[:, first:], attended[:, :, first:], out[:, first:])
         return out
 

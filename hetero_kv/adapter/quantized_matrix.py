@@ -169,7 +169,7 @@ class QuantizedMatrix(QuantizedModule):
     def keep(self, quantised: PackedWeight) -> None:
         """Replace the weights by a packed matrix."""
         self._quantised, self.packed = quantised, quantised.data
-        # An empty parameter tells the model the device and dtype of its weights.
+        # An empty parameter gives the model the device and dtype of its weights.
         self._give(torch.empty(0, dtype=self.dtype, device=quantised.data.device))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedMatrix:

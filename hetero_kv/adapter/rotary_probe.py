@@ -42,7 +42,8 @@ def require_constant_rotation(
 def position_embeddings(path: str, module: nn.Module, kwargs: dict[str, Any], use: str) -> tuple[Any, Any]:
     """The (cos, sin) arguments of an attention module.
 
-    Raises UnsupportedModelError when there are none; `use` tells in the error what they are needed for, and the remedy.
+    Raises UnsupportedModelError when there are none; the message includes `use`, which names their purpose and the
+    remedy.
     """
     embeddings = kwargs.get("position_embeddings")
     if not isinstance(embeddings, tuple | list) or len(embeddings) != 2:

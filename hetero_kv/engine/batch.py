@@ -73,7 +73,7 @@ class Batch:
         self._planned_batch = 1
         self._begin_in(maker.planned_store(max_seq_len, 1, forks, held, None))
 
-    def _begin_anew(self) -> None:
+    def _begin_again(self) -> None:
         store = self.cohorts[0].store
         # With forks, the plan covered all of them together.
         self._begin_in(store.anew() if self._planned_batch else Store(store.capacity, self._forks))
@@ -138,7 +138,7 @@ class Batch:
         if count == batch:
             return
         if count:
-            self._begin_anew()
+            self._begin_again()
         first = self.cohorts[0]
         crowded = first.store.waits and reserved_beside(first.store) != NOTHING_RESERVED
         if first.layouts and (crowded or batch > self._planned_batch):
@@ -187,10 +187,10 @@ class Batch:
             if tokens[row]:
                 spans.append(Span(cohort, rows, slice(width - tokens[row], width)))
             row = rows.stop
-        anew = set().union(*(span.cohort.expect(span.tokens) for span in spans))
+        reopened = set().union(*(span.cohort.expect(span.tokens) for span in spans))
         # Split rows keep their blocks, and a rollback returns to the cohort before the split.
-        for cohort in {*before, *self.cohorts} if anew else ():
-            cohort.close_anew(anew)
+        for cohort in {*before, *self.cohorts} if reopened else ():
+            cohort.close_anew(reopened)
         require_room([(span.cohort, span.tokens) for span in spans])
         return spans
 
@@ -327,6 +327,6 @@ class Batch:
             else:
                 self.columns = self.columns.joined(len(self.sequences), other.columns, len(other.sequences))
                 self._have([*self.cohorts, *other.cohorts])
-            other._begin_anew()
+            other._begin_again()
 
         self._all_or_nothing(change, self, other)

@@ -309,7 +309,7 @@ class HeteroCache(PassingPrompt, CountedBatch, Cache):
     def _reset(self) -> None:
         self.depth = None
         sequences = self.sequences
-        self._all_or_nothing(self._begin_anew, self)
+        self._all_or_nothing(self._begin_again, self)
         for sequence in sequences:
             sequence.free()
         if self.mapped_files:

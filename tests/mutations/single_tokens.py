@@ -92,7 +92,7 @@ SINGLE_TOKENS = (
     Mutation(
         "a rollback comes back to rows whose blocks others have derived anew",
         "hetero_kv/engine/batch.py",
-        "for cohort in {*before, *self.cohorts} if anew else ():",
+        "for cohort in {*before, *self.cohorts} if reopened else ():",
         "for cohort in self.cohorts:",
         ("tests/operators/test_token_retrieval.py::test_a_turn_that_fails_leaves_what_was_known",),
     ),
