@@ -1,4 +1,4 @@
-"""The base of operators: a module that replaces another one and delegates the rest to it."""
+"""The base classes of operators: modules that replace a module of the model and delegate the rest to it."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Operator(nn.Module):
         return {row.name: getattr(self.settings, row.name) for row in describe(type(self.settings))}
 
     def be_in_place(self) -> None:
-        """From now on, assignments to attributes of the wrapped module go to the wrapped module.
+        """From now on, assigning an attribute that the wrapped module has assigns it there.
 
         An adapter that replaces a projection is an example.
         """
@@ -234,9 +234,9 @@ class AttentionOperator(Operator):
         return self.wrapped
 
     def stored_by(self) -> dict[str, Any]:
-        """The settings that determine, with the model, the contents of its cache layer.
+        """The settings that, together with the model, determine the contents of its cache layer.
 
-        A saved context can be loaded where they are equal. By default all settings; an operator may leave out those
+        A saved context can be continued where these are equal. By default all settings; an operator may leave out those
         that only choose what is read.
         """
         return self.settings_in_layer()

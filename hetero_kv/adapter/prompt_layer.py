@@ -42,9 +42,9 @@ _TRIED = 2, 3
 
 
 def is_plain_but_for_projections(layer: nn.Module) -> bool:
-    """Whether a decoder layer has no foreign part, except in how its projections compute, which are called as modules.
+    """Whether a decoder layer has no foreign part outside its projections, which are called as modules.
 
-    Hooks within projections are not allowed: the projections' outputs are overwritten.
+    Hooks within projections are not allowed either: the projections' outputs are overwritten.
     """
     if has_global_hooks():
         return False

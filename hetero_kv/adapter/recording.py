@@ -44,7 +44,8 @@ class Recording:
     def noted_arguments(
         self, operator: AttentionOperator, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """The arguments for an attention module; its operator gets `arguments_for` called before each attention.
+        """The arguments for the captured attention module. Every token calls the operator's `arguments_for` before its
+        attention.
 
         Raises NotCapturableError when the arguments differ from token to token.
         """

@@ -46,7 +46,7 @@ def continues_in_chunks(path: str, mixer: nn.Module, hidden_states: torch.Tensor
     Args:
         hidden_states: [batch, tokens, width], for the trial's width, dtype and device.
 
-    Raises UnsupportedModelError when a whole prompt, too, gives another result than its tokens one by one.
+    Raises UnsupportedModelError when even a whole prompt in one call differs from its tokens one by one.
     """
     key = type(mixer), hidden_states.device.type, hidden_states.dtype
     if key not in _known:
