@@ -1,4 +1,4 @@
-"""The experts of a mixture with quantised weights: a token reads only the weights of its experts."""
+"""The experts of a mixture, whose weights stay quantised: a token reads those of the experts that it is routed to."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _FORM = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "num_expert
 
 
 class QuantizedExperts(QuantizedModule):
-    """The experts of a mixture: modules of transformers' experts interface, including Mixtral's, Qwen's and gpt-oss's.
+    """The experts of a mixture: modules of transformers' experts interface, Mixtral's, Qwen's and gpt-oss's among them.
 
-    The wrapped module still routes tokens and computes the gate between the two projections. Few rows of an expert are
-    multiplied with its codes, all experts of a token in one call. For an expert with more rows of a prompt, its weights
-    are unpacked, one expert at a time.
+    Which experts a token goes to, and what lies between their two projections, is the wrapped module's. Few rows of an
+    expert are multiplied with its codes, all experts of a token in one call; where a prompt has more for one of them,
+    its weights are unpacked, an expert at a time.
 
     Attributes:
-        parts: projection -> slices of its outputs, and their weights: one slice, or gate and up apart as in a GGUF
-            file. Empty while the wrapped module has the weights as numbers.
+        parts: projection -> which of its outputs, and their weights: the whole of it, or gate and up apart as a GGUF
+            file has them. Empty while the wrapped module has them as numbers.
     """
 
     meaning = "a mixture's experts, whose weights stay quantised as their file holds them, or are quantised"
@@ -47,13 +47,13 @@ class QuantizedExperts(QuantizedModule):
         self.projections = ("gate_up_proj" if wrapped.has_gate else "up_proj", "down_proj")
         first = getattr(wrapped, self.projections[0])
         self.dtype: torch.dtype = first.dtype
-        #: Projection -> [experts, outputs, inputs], independent of the module's layout.
+        #: Projection -> [experts, outputs, inputs], whichever way the module has them.
         self.shapes = {leaf: tuple(self._by_output(getattr(wrapped, leaf)).shape) for leaf in self.projections}
         self.parts: dict[str, list[tuple[slice, ExpertWeights]]] = {leaf: [] for leaf in self.projections}
 
     @classmethod
     def is_wanted(cls, module: Any, settings: Any) -> bool:
-        """See `QuantizedModule`; a list of experts that are modules of their own is not supported."""
+        """See `QuantizedModule`; a list of experts that are modules of their own is none of these."""
         return (
             all(hasattr(module, name) for name in _FORM)
             and not getattr(module, "_is_expert_parallel", False)
@@ -72,10 +72,10 @@ class QuantizedExperts(QuantizedModule):
         numbers = {leaf: getattr(self.wrapped, leaf).detach() for leaf in self.projections if not self.parts[leaf]}
         if any(tensor.is_meta for tensor in numbers.values()) or not numbers:
             return
-        kept = [self.kept_as(None, self.shapes[leaf][2]) for leaf in numbers]
-        for leaf, name in zip(list(numbers), kept, strict=True):
+        wanted = [self.kept_as(None, self.shapes[leaf][2]) for leaf in numbers]
+        for leaf, name in zip(list(numbers), wanted, strict=True):
             tensor = numbers.pop(leaf)
-            if name is None or None in kept:
+            if name is None or None in wanted:
                 self._give(leaf, self.converted(tensor, self.shapes[leaf][2]))
                 continue
             self.require_kernels(tensor.device)
@@ -103,7 +103,7 @@ class QuantizedExperts(QuantizedModule):
             yield from ((rows // len(kept), columns) for name in kept if name is not None)
 
     def _kept(self, leaf: str, stored: Mapping[str, str]) -> list[str | None]:
-        """The types of a projection's parts, as in `kept_as`."""
+        """The types of a projection's parts, as of `kept_as`."""
         place, columns = f"{self.path}.{leaf}", self.shapes[leaf][2]
         names: list[str | None] = [stored[f"{place}.{part}"] for part in ("gate", "up") if f"{place}.{part}" in stored]
         return [self.kept_as(name, columns) for name in names or [stored.get(place)]]
@@ -123,35 +123,34 @@ class QuantizedExperts(QuantizedModule):
 
     def load_experts(
         self, leaf: str, outputs: slice, blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...]
-    ) -> None:
-        """Load some or all outputs of a projection from a GGUF file.
+    ) -> str | None:
+        """Take some or all outputs of a projection from a GGUF file; what they are kept as where there are no kernels.
 
         Args:
             leaf: the projection's parameter.
-            outputs: which outputs.
+            outputs: which of them.
             blocks: [experts, outputs, bytes of a row] uint8, the file's blocks.
             kind: their type.
             shape: [experts, outputs, inputs].
         """
         import gguf  # who calls this has read a file with it
 
-        kept = self.kept_as(kind.name, shape[2])
-        if kept is not None and kept == kind.name:
-            self._keep(leaf, outputs, ExpertWeights.of_blocks(blocks, kept, shape[2]))
-            return
-        self.warn_of_missing_kernels(kind.name, kept, shape[2])
+        wanted = self.kept_as(kind.name, shape[2])
+        if wanted is not None and wanted == kind.name:
+            self._keep(leaf, outputs, ExpertWeights.of_blocks(blocks, wanted, shape[2]))
+            return None
         unpacked = np.require(gguf.dequantize(blocks, kind), requirements=["W"])
         numbers = torch.from_numpy(unpacked).reshape(shape)
-        if kept is not None:
-            self._keep(leaf, outputs, ExpertWeights.of_numbers(numbers, kept))
-            return
+        if wanted is not None:
+            self._keep(leaf, outputs, ExpertWeights.of_numbers(numbers, wanted))
+            return self.kept_otherwise(kind.name, wanted, shape[2])
         if getattr(self.wrapped, leaf).is_meta:
             self._give(leaf, torch.empty(getattr(self.wrapped, leaf).shape, dtype=self.number_type()))
         self._by_output(getattr(self.wrapped, leaf).data)[:, outputs] = numbers.to(self.number_type())
         return self.kept_otherwise(kind.name, wanted, shape[2])
 
     def computed(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """The mixture's output for x [tokens, hidden], with experts and routing weights [tokens, k] of each token."""
+        """Hidden states x [tokens, hidden], the experts of each [tokens, k], and what they count [tokens, k]."""
         if not all(self.parts.values()):
             return self._in_numbers(x, chosen, shares)
         for leaf in self.projections:
@@ -166,14 +165,14 @@ class QuantizedExperts(QuantizedModule):
         for batch in [runs] if few and runs else [[run] for run in runs]:
             first, end = batch[0][0], batch[-1][1]
             rows = tokens[first:end]
-            # Few rows are computed in float32, and stay so between the two products.
+            # Few rows stay in float32 from the one product to the other: they are computed in it.
             numbers = x[rows].float() if few else x[rows]
             result = self._through(numbers, [(a - first, b - first, expert) for a, b, expert in batch])
             out.index_add_(0, rows, result.float() * shares[first:end, None])
         return out.to(x.dtype)
 
     def _decoded(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """As `computed`, for few tokens on a GPU, without transferring the chosen experts to the host."""
+        """As `computed`, of few tokens on a GPU: which experts they have, the host need not know."""
         counted = shares.float().where(chosen < self.wrapped.num_experts, 0.0)
         rows = x.float().repeat_interleave(chosen.shape[1], dim=0)
         result = self._through(rows, chosen.reshape(-1).long())
@@ -205,7 +204,7 @@ class QuantizedExperts(QuantizedModule):
         return y
 
     def _in_numbers(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """The wrapped module's own forward, with weights as numbers."""
+        """The wrapped module's own forward, its weights being numbers."""
         for leaf in self.projections:
             if self.parts[leaf]:
                 _logger.warning("%s: one projection is kept as numbers, and so is %s", self.path, leaf)
@@ -222,14 +221,14 @@ class QuantizedExperts(QuantizedModule):
             self._give(leaf, self._nothing(leaf))
 
     def _parts(self, leaf: str) -> list[tuple[slice, ExpertWeights]]:
-        """A projection's parts, on the device of their bytes, which may have moved."""
+        """A projection's parts, for the device that their bytes lie on now."""
         parts = self.parts[leaf]
         for number, (outputs, weights) in enumerate(parts):
             parts[number] = outputs, weights.at(getattr(self, f"{leaf}_packed_{number}"))
         return parts
 
     def _nothing(self, leaf: str) -> torch.Tensor:
-        """The empty placeholder of packed weights, with their device and dtype."""
+        """What stands for a projection's weights while they are packed: it has their device and dtype."""
         return torch.empty(0, dtype=self.dtype, device=self.parts[leaf][0][1].data.device)
 
     def _forget(self, leaf: str) -> None:
@@ -238,7 +237,7 @@ class QuantizedExperts(QuantizedModule):
         self.parts[leaf] = []
 
     def _unpacked(self, leaf: str) -> torch.Tensor:
-        """A projection's weights in the wrapped module's layout."""
+        """A projection's weights as the wrapped module has them."""
         experts, rows, columns = self.shapes[leaf]
         shape = (experts, columns, rows) if self.wrapped.is_transposed else (experts, rows, columns)
         parts = self._parts(leaf)
@@ -249,7 +248,7 @@ class QuantizedExperts(QuantizedModule):
         return numbers
 
     def _by_output(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A projection's weights, or a tensor of their shape, as [experts, outputs, inputs]."""
+        """A projection's weights, or others of their form, as [experts, outputs, inputs]."""
         return tensor.transpose(1, 2) if self.wrapped.is_transposed else tensor
 
     def _give(self, leaf: str, numbers: torch.Tensor) -> None:
@@ -257,7 +256,7 @@ class QuantizedExperts(QuantizedModule):
 
 
 def _runs(ids: list[int], experts: int) -> list[tuple[int, int, int]]:
-    """(first, end, expert) of runs of equal ids, which are sorted; ids beyond the last expert are left out."""
+    """(first, end, expert) of equal ids, which are in order; ids of no expert are left out at the end."""
     runs, first = [], 0
     for place in range(1, len(ids) + 1):
         if place == len(ids) or ids[place] != ids[first]:
@@ -268,7 +267,7 @@ def _runs(ids: list[int], experts: int) -> list[tuple[int, int, int]]:
 
 
 def _of_rows(biases: torch.Tensor, where: Sequence[tuple[int, int, int]] | torch.Tensor) -> torch.Tensor:
-    """The bias of each row's expert, from biases [experts, outputs]: [rows, outputs]."""
+    """Each row's of the experts' biases [experts, outputs]: [rows, outputs]."""
     if isinstance(where, torch.Tensor):
         return biases[where.clamp(max=len(biases) - 1)]
     return torch.cat([biases[expert].expand(end - first, -1) for first, end, expert in where])

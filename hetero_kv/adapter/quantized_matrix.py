@@ -1,4 +1,4 @@
-"""Operators over a single quantised weight matrix: linear layers and embeddings."""
+"""Linear layers and embeddings whose weight matrix stays quantised: operators over a single matrix."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from hetero_kv.weights.quantised_weight import QuantisedWeight
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
-# Attribute of a parameter: a weak reference to the weights that were quantised from it.
+# An attribute of a parameter: what was quantised from it, as long as that is in use.
 _QUANTISED_AS = "_hetero_kv_quantised"
 
 
 class QuantizedMatrix(QuantizedModule):
-    """A module whose one weight matrix stays quantised where the settings say so.
+    """A module with one weight matrix, which it keeps quantised where the settings say so.
 
     Attributes:
-        packed: the matrix's bytes, a buffer; its device computes the matrix.
+        packed: the matrix's bytes, a buffer: where it lies, the matrix is computed.
     """
 
-    #: The module class that it can replace; subclasses with another forward are excluded.
+    #: The kinds of module that it can stand for; a subclass of theirs computes something else.
     replaces: type[nn.Module]
     packed: torch.Tensor | None
 
@@ -58,7 +58,7 @@ class QuantizedMatrix(QuantizedModule):
 
     @property
     def quantised(self) -> PackedWeight | None:
-        """The matrix, on the device of its bytes; None while the wrapped module has it as numbers."""
+        """The matrix, for the device that its bytes lie on now; None while the wrapped module has it, as numbers."""
         if self._quantised is not None:
             self._quantised = weight_at(self._quantised, cast(torch.Tensor, self.packed))
         return self._quantised
@@ -73,14 +73,14 @@ class QuantizedMatrix(QuantizedModule):
             self.keep(self.quantised)
         elif not self.wrapped.weight.is_meta:
             parameter = self.wrapped.weight
-            kept = self.kept_as(None, parameter.shape[1])
-            # Of tied modules, the first has quantised the weights of both.
+            wanted = self.kept_as(None, parameter.shape[1])
+            # Of tied modules the first one has quantised what is both's.
             noted: weakref.ref[PackedWeight] | None = getattr(parameter, _QUANTISED_AS, None)
             tied = noted() if noted is not None else None
-            if tied is not None and tied.name == kept:
+            if tied is not None and tied.name == wanted:
                 self.keep(tied)
                 return
-            self._take_numbers(parameter.detach(), kept)
+            self._take_numbers(parameter.detach(), wanted)
             if self.quantised is not None:
                 setattr(parameter, _QUANTISED_AS, weakref.ref(self.quantised))
 
@@ -97,14 +97,14 @@ class QuantizedMatrix(QuantizedModule):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weights as numbers, for models that read them directly; unpacked at each access, and read-only."""
+        """The weights as numbers, for a model that reads them itself; unpacked at every use, not to be changed."""
         quantised = self.quantised
         return (
             self.wrapped.weight if quantised is None else ReadOnlyNumbers.of(quantised.unpacked(self.dtype), self.path)
         )
 
-    def load_blocks(self, blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> None:
-        """Load the weights from a GGUF file.
+    def load_blocks(self, blocks: np.ndarray, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> str | None:
+        """Take the weights from a GGUF file; what they are kept as where there are no kernels for their type.
 
         Args:
             blocks: [rows, bytes of a row] uint8, the file's blocks.
@@ -113,25 +113,25 @@ class QuantizedMatrix(QuantizedModule):
         """
         import gguf  # who calls this has read a file with it
 
-        kept = self.kept_as(kind.name, shape[1])
-        if kept is not None and kept == kind.name:
-            self.keep(QuantisedWeight.of_blocks(blocks, kept, shape[1]))
-            return
-        # Numbers of a file are a view of its mapping, which may go away: copied.
+        wanted = self.kept_as(kind.name, shape[1])
+        if wanted is not None and wanted == kind.name:
+            self.keep(QuantisedWeight.of_blocks(blocks, wanted, shape[1]))
+            return None
+        # Numbers of a file are a view of it, and it is mapped and may go: a copy of these.
         unpacked = np.require(gguf.dequantize(blocks, kind), requirements=["W"])
         numbers = torch.from_numpy(unpacked).reshape(shape)
-        self.warn_of_missing_kernels(kind.name, kept, shape[1])
-        self._take_numbers(numbers, kept)
+        self._take_numbers(numbers, wanted)
+        return self.kept_otherwise(kind.name, wanted, shape[1])
 
     def load_numbers(self, numbers: torch.Tensor, dtype: torch.dtype) -> None:
-        """Load the weights from a file with numbers.
+        """Take the weights from a file that holds numbers.
 
         Args:
-            numbers: [rows, columns], of the file's type; copied, because the file is mapped and may go away.
-            dtype: of the model, for weights that are not quantised.
+            numbers: [rows, columns], of the file's type; they are not kept, for the file is mapped and may go.
+            dtype: of the model, in which weights are kept that are not quantised.
         """
-        kept = self.kept_as(None, numbers.shape[1])
-        self._take_numbers(numbers if kept is not None else numbers.to(dtype, copy=True), kept)
+        wanted = self.kept_as(None, numbers.shape[1])
+        self._take_numbers(numbers if wanted is not None else numbers.to(dtype, copy=True), wanted)
 
     def weight_sizes(self, stored: Mapping[str, str], dtype: torch.dtype | None = None) -> dict[int, int]:
         rows, columns = self.wrapped.weight.shape
@@ -151,29 +151,29 @@ class QuantizedMatrix(QuantizedModule):
                 yield rows, columns
 
     def share(self, other: QuantizedMatrix) -> bool:
-        """Share the weights of `other`, which are tied to these; returns False when they are not packed."""
+        """Take the weights of `other`, which are tied to these; False where it has none to share."""
         if other.quantised is None:
             return False
         self.keep(other.quantised)
         return True
 
-    def _take_numbers(self, numbers: torch.Tensor, kept: str | None) -> None:
-        """Keep the weights as the storage type `kept`, or as numbers."""
-        if kept is None:
+    def _take_numbers(self, numbers: torch.Tensor, wanted: str | None) -> None:
+        """Keep the weights as type `wanted`, or as numbers."""
+        if wanted is None:
             self._give(self.converted(numbers, numbers.shape[1]))
             return
         self.require_kernels(numbers.device)
-        quantised = QuantisedWeight.of_numbers(numbers, kept)
+        quantised = QuantisedWeight.of_numbers(numbers, wanted)
         self.keep(weight_moved(quantised, lambda packed: packed.to(numbers.device)))
 
     def keep(self, quantised: PackedWeight) -> None:
-        """Replace the weights by a packed matrix."""
+        """Take a matrix that is packed, for the weights there were."""
         self._quantised, self.packed = quantised, quantised.data
-        # An empty parameter gives the model the device and dtype of its weights.
+        # A model asks its parameters for their device and dtype: an empty one answers.
         self._give(torch.empty(0, dtype=self.dtype, device=quantised.data.device))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantizedMatrix:
-        """See torch.nn.Module, which would copy a tied buffer twice."""
+        """See torch.nn.Module: buffers that are tied would become two."""
         quantised, self.packed = self.quantised, None
         try:
             super()._apply(fn, recurse)
@@ -191,9 +191,9 @@ class QuantizedMatrix(QuantizedModule):
 class QuantizedLinear(QuantizedMatrix):
     """A linear layer over quantised weights.
 
-    Few rows (a decoded token, a batch, a short question) are multiplied with the packed codes, on a CPU with
-    activations quantised to int8 in groups of 32. For longer prompts the weights are unpacked piece by piece and
-    multiplied in the model's dtype.
+    Few rows (a decoded token, a batch, a short question) are multiplied with what is packed, on a CPU with activations
+    quantised to int8 in groups of 32; for longer prompts the weights are unpacked, piece by piece, and multiplied in
+    the model's dtype.
     """
 
     meaning = "a linear layer whose weights stay quantised as their file holds them, or are quantised"
@@ -201,7 +201,7 @@ class QuantizedLinear(QuantizedMatrix):
 
     @classmethod
     def is_wanted(cls, module: nn.Module, settings: Any) -> bool:
-        """See `QuantizedModule`; a subclass with another forward keeps its weights as numbers."""
+        """See `QuantizedModule`; a subclass that computes something else keeps its weights as numbers."""
         return type(module).forward is nn.Linear.forward and super().is_wanted(module, settings)
 
     def computed(self, x: torch.Tensor) -> torch.Tensor:
@@ -224,7 +224,7 @@ class QuantizedEmbedding(QuantizedMatrix):
 
     @classmethod
     def is_wanted(cls, module: Any, settings: Any) -> bool:
-        """See `QuantizedModule`; weights that lookups rescale in place (`max_norm`) stay numbers."""
+        """See `QuantizedModule`; rows that looking them up rescales in place (`max_norm`) stay numbers."""
         return module.max_norm is None and super().is_wanted(module, settings)
 
     def computed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -234,7 +234,7 @@ class QuantizedEmbedding(QuantizedMatrix):
         self.require_empty("weight")
         rows = self.quantised.rows(ids.reshape(-1), self.dtype)
         if type(self.wrapped).forward is not nn.Embedding.forward:
-            # A subclass processes its rows (Gemma scales them): run its forward with these rows as the only weights.
+            # A subclass does something with its rows (Gemma scales them): let it, these rows being all that it has.
             self._give(rows)
             rows = self.own_forward(torch.arange(len(rows), device=rows.device))
             self._give(rows[:0])

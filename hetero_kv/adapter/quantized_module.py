@@ -1,4 +1,4 @@
-"""Operators that keep a module's weights quantised, or in 16 bits: blocks of a GGUF file stay as stored."""
+"""Operators that keep a module's weights quantised, or at 16 bits: what a GGUF file holds stays as it is stored."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _DTYPES = {FP32: torch.float32, BF16: torch.bfloat16}
 
 
 class QuantizedModule(Operator):
-    """A module whose weights stay quantised where the settings say so.
+    """A module whose weights are kept quantised where the settings say so.
 
-    While it is in the model, the wrapped module's forward is `computed` too. So hooks on the wrapped module, such as
-    hooks on every `torch.nn.Linear`, are called, and so is a forward that is wrapped around it.
+    While it is in the model, the wrapped module's forward is `computed` too: hooks that somebody puts on the wrapped
+    module, as on every `torch.nn.Linear` of a model, are called, and so is a forward that is wrapped around it.
     """
 
     settings_class = WeightSettings
@@ -45,7 +45,7 @@ class QuantizedModule(Operator):
         self.register_load_state_dict_pre_hook(lambda module, *_: module._require_numbers("be loaded"))
 
     def forward(self, *args: Any) -> torch.Tensor:
-        """As `computed`, including hooks and wrappers that others have put on the wrapped module."""
+        """As `computed`, and what somebody has put on the wrapped module."""
         values = self.wrapped.__dict__
         if values["_forward_hooks"] or values["_forward_pre_hooks"] or values.get("forward") is not self._stand_in:
             return self.wrapped(*args)
@@ -53,19 +53,19 @@ class QuantizedModule(Operator):
 
     @abstractmethod
     def computed(self, *args: Any) -> torch.Tensor:
-        """The wrapped module's output, computed from the weights as they are stored."""
+        """What the wrapped module computes, by the weights as they are kept."""
 
     def require_empty(self, leaf: str) -> None:
-        """Raise UnsupportedModelError when the placeholder of packed weights has been replaced."""
-        placeholder = self.wrapped._parameters.get(leaf)
-        if placeholder is None or placeholder.numel() or type(self.wrapped) is not self._kind:
+        """Raise UnsupportedModelError where a packed parameter's place is no longer empty, as it was left."""
+        left = self.wrapped._parameters.get(leaf)
+        if left is None or left.numel() or type(self.wrapped) is not self._kind:
             raise UnsupportedModelError(
                 f"the weights of {self.path} are packed, and since then others stand in their place, or something "
                 "that makes others of them (a parametrization, pruning); call hetero_kv.eject(model) before that"
             )
 
     def own_forward(self, *args: Any) -> torch.Tensor:
-        """The forward of the wrapped module's class, with the module's present parameters."""
+        """What the wrapped module's class computes, by the parameters that the module has now."""
         return type(self.wrapped).forward(self.wrapped, *args)
 
     def install(self) -> None:
@@ -73,7 +73,7 @@ class QuantizedModule(Operator):
         self.wrapped.__dict__["forward"] = self._stand_in
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """See `Operator`. Raises UnsupportedModelError while weights are packed, which are no tensors of the model."""
+        """See `Operator`. Raises UnsupportedModelError while the weights are packed: no tensors of the model's."""
         self._require_numbers("be had")
         return super().state_dict(*args, **kwargs)
 
@@ -97,78 +97,75 @@ class QuantizedModule(Operator):
 
     @classmethod
     def is_wanted(cls, module: Any, settings: Any) -> bool:
-        """Whether the operator changes anything: loaded numbers stay unless the settings name another type."""
+        """Whether there is anything to do: weights that are loaded as numbers stay so unless another type is asked."""
         if foreign_part(module) is not None:
-            # Weights that are not a plain parameter (a parametrization, hooks, offloading) stay unchanged.
+            # Weights that are more than the module's parameter (a parametrization, hooks, offloading) stay as they are.
             return False
         parameter = cls.parameter_of(module)
         if settings.weights in (AUTO, AS_STORED):
-            # A model's files may have plain numbers, without blocks to keep as stored
-            # (`models/safetensors_weights.py`).
+            # A model's files may hold numbers, and nothing to be kept as stored (`models/safetensors_weights.py`).
             return parameter.is_meta and not getattr(parameter, "comes_as_numbers", False)
         return _DTYPES.get(settings.weights) is not parameter.dtype
 
     @classmethod
     @abstractmethod
     def parameter_of(cls, module: Any) -> nn.Parameter:
-        """One of a module's weights that the operator stores."""
+        """One of a module's weights that the operator keeps."""
 
     @abstractmethod
     def held(self) -> Iterator[PackedWeight | ExpertWeights]:
-        """The weights that are packed at present."""
+        """The weights that are packed now."""
 
     @abstractmethod
     def weight_sizes(self, stored: Mapping[str, str], dtype: torch.dtype | None = None) -> dict[int, int]:
-        """The memory of the weights once they are loaded: id of the parameter -> bytes.
+        """What the weights will take when they are loaded: id of the parameter -> bytes.
 
         Args:
-            stored: parameter -> GGML's name of the type in its file (`WeightMap.stored_types`).
-            dtype: of the model; None for its present one.
+            stored: parameter -> GGML's name of the type that its file holds (`WeightMap.stored_types`).
+            dtype: of the model; None for the one it has.
         """
 
     @abstractmethod
     def packed_shapes(self, stored: Mapping[str, str]) -> Iterator[tuple[int, int]]:
-        """[rows, columns] of each matrix that is packed, or will be once loaded; `stored` as in `weight_sizes`."""
+        """[rows, columns] of each matrix that is packed, or will be when the weights are loaded; `stored` as above."""
 
     def waits_for_blocks(self) -> bool:
-        """Whether the operator only keeps quantised blocks of a file, and leaves numbers unchanged."""
+        """Whether the operator is there for the blocks of a file alone: it leaves numbers as they are."""
         return self.settings.weights in (AUTO, AS_STORED)
 
     def kept_as(self, stored: str | None, columns: int) -> str | None:
-        """The type, by GGML's name, in which weights are packed; None for numbers.
+        """The type, by GGML's name, that weights are packed in; None for numbers.
 
         Args:
-            stored: GGML's name of the type in the file; None without a file.
+            stored: GGML's name of the type that the file holds; None where no file does.
             columns: of the matrix.
         """
-        name = QUANTISED.get(self.settings.weights)
+        wanted = QUANTISED.get(self.settings.weights)
         stored = stored_name(stored, columns) if stored is not None else None
         if stored is not None and self.waits_for_blocks():
-            name = stored if packable(stored, columns) else QUANTISED[Q8_0]
-        return name if name is not None and packable(name, columns) else None
+            wanted = stored if packable(stored, columns) else QUANTISED[Q8_0]
+        return wanted if wanted is not None and packable(wanted, columns) else None
 
     def number_type(self, dtype: torch.dtype | None = None) -> torch.dtype:
-        """The dtype of weights that stay numbers, in a model of `dtype`; None for its present one."""
+        """The type of weights that are kept as numbers, in a model of `dtype`; None for the one it has."""
         return _DTYPES.get(self.settings.weights) or dtype or self.dtype
 
     def converted(self, numbers: torch.Tensor, columns: int) -> torch.Tensor:
-        """Weights as numbers of their dtype, in rows of `columns`; warns if the settings request a quantised type."""
-        if name := QUANTISED.get(self.settings.weights):
+        """Weights that are kept as numbers, rows of `columns`, in their type; says so where codes were asked for."""
+        if asked := QUANTISED.get(self.settings.weights):
             _logger.warning(
-                "%s: rows of %d weights are no whole blocks of %s; they are kept as numbers", self.path, columns, name
+                "%s: rows of %d weights are no whole blocks of %s; they are kept as numbers", self.path, columns, asked
             )
         return numbers.to(self.number_type())
 
     def require_kernels(self, device: torch.device) -> None:
-        """Raise UnsupportedModelError when weights to be quantised are on neither a CPU nor a CUDA GPU."""
+        """Raise UnsupportedModelError where weights to be quantised lie on something else than a CPU or a CUDA GPU."""
         if device.type not in ("cpu", "cuda"):
             raise UnsupportedModelError(
                 f"{self.path}: weights is {self.settings.weights!r}, and the model computes on {device}, where there "
                 "are no kernels for quantised weights; set weights to auto, or device to cpu"
             )
 
-    def warn_of_missing_kernels(self, stored: str, kept: str | None, columns: int) -> None:
-        """Warn that a file's type `stored` becomes `kept`, unless the settings request a type."""
-        if stored_name(stored, columns) is not None and self.waits_for_blocks():
-            kept = kept or "numbers"
-            _logger.warning("%s: there are no kernels for %s; its weights are kept as %s", self.path, stored, kept)
+    def kept_otherwise(self, stored: str, kept: str | None, columns: int) -> str | None:
+        """What a file's type `stored` becomes for want of kernels; None where the settings ask for that."""
+        return (kept or "numbers") if stored_name(stored, columns) is not None and self.waits_for_blocks() else None
