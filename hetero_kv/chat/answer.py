@@ -1,4 +1,4 @@
-"""An answer, and what it cost."""
+"""An answer and its statistics."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ FinishReason = Literal["end", "stop_text", "max_new_tokens", "stopped", "full"]
 
 @dataclass(frozen=True)
 class Statistics:
-    """What one turn cost.
+    """Times, token counts and memory of one turn.
 
     Attributes:
         prompt_tokens: tokens of this turn that were prefilled.
         context_tokens: tokens of the conversation after the answer.
-        generated_tokens: tokens of the answer, an end-of-turn token included.
+        generated_tokens: tokens of the answer, including an end-of-turn token.
         time_to_first_token_s: seconds from the question to the first token.
-        prefill_s: seconds until the prompt was processed; the first token comes out of it.
+        prefill_s: seconds until the prompt was processed, which yields the first token.
         decode_s: seconds for the tokens after the first.
-        peak_dram_bytes: the largest resident size of the process so far.
+        peak_dram_bytes: the process's largest resident size so far.
         peak_vram_bytes: the most GPU memory allocated so far; None without a GPU.
-        kv_bytes: DRAM that the stored keys, values and representatives take.
-        kv_device_bytes: memory that they take where the model computes, beside that: ShadowKV's low-rank keys and exact
-            chunks, and a GPU's copies of Initial and Local; 0 for the untouched model.
-        of_layers: what the layers have counted since the conversation began, name -> a value per layer
-            (`HeteroCache.statistics`); only names under which some layer has a value.
+        kv_bytes: DRAM of the stored keys, values and representatives.
+        kv_device_bytes: their additional memory on the model's device: ShadowKV's low-rank keys and exact chunks, and a
+            GPU's copies of Initial and Local; 0 for the untouched model.
+        of_layers: the layers' statistics since the conversation began, name -> a value per layer
+            (`HeteroCache.statistics`); only names for which some layer has a value.
     """
 
     prompt_tokens: int
@@ -49,18 +49,18 @@ class Statistics:
 
     @property
     def decode_tokens_per_s(self) -> float | None:
-        """Tokens per second after the first; None when there was only one."""
+        """Tokens per second after the first; None if there is only one."""
         return (self.generated_tokens - 1) / self.decode_s if self.generated_tokens > 1 else None
 
 
 @dataclass(frozen=True)
 class Turn:
-    """How many tokens of a conversation a turn is.
+    """A turn's size in tokens.
 
     Attributes:
-        question: of the question, its document and what the chat template writes around them; the first turn's system
+        question: the question, its document and the chat template's text around them; in the first turn the system
             message too.
-        answer: of the answer.
+        answer: the answer.
     """
 
     question: int
@@ -72,9 +72,9 @@ class Answer:
     """A model's answer.
 
     Attributes:
-        text: without special tokens; where the chat template opened a thought, with its `<think>`.
-        finish_reason: "end" of turn, a "stop_text", "max_new_tokens" reached, "stopped" by the user, or
-            because nobody reads it, or the store is "full".
+        text: the answer without special tokens; with `<think>` if the chat template opened a thought.
+        finish_reason: "end" of turn, a "stop_text", "max_new_tokens" reached, "stopped" (by the user, or because nobody
+            reads the answer), or "full" (the store has no room).
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""An answer as it comes, in a terminal: Markdown block by block, or text whose words are whole on their lines."""
+"""Shows an answer in a terminal as it grows: Markdown block by block, or text with words unbroken at line ends."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rich.text import Text
 
 from hetero_kv.printing import printable
 
-# A rendering is followed by this many times its own time without one, so that tokens do not wait for it.
+# A rendering is followed by a pause of this many times its duration, so that tokens do not wait for it.
 _PAUSE, _LEAST_PAUSE_S = 20, 0.1
-# Lines of the terminal that what is not finished leaves free.
+# Lines of the terminal that an unfinished block leaves free.
 _SPARED_LINES = 3
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 
 
 class AnswerView(Protocol):
-    """Shows an answer; a context manager, which leaves all of it on the screen, however it ends."""
+    """Shows an answer; a context manager that leaves all of it on the screen, however it ends."""
 
     def __enter__(self) -> Self: ...
 
@@ -36,21 +36,21 @@ class AnswerView(Protocol):
     ) -> None: ...
 
     def write(self, piece: str, is_thinking: bool = False) -> None:
-        """Show what comes next; `is_thinking` where the model thinks, and does not answer yet."""
+        """Show the next piece; `is_thinking` marks a model's thought, which comes before the answer."""
 
     def count(self, tokens: int) -> None:
-        """Take note that there are so many tokens."""
+        """Set the number of tokens so far."""
 
 
 def answer_view(console: Console, *, renders_markdown: bool) -> AnswerView:
-    """How answers are shown on `console`."""
+    """The view for answers on `console`."""
     if renders_markdown and console.is_terminal and not console.is_dumb_terminal:
         return MarkdownView(console)
     return WordsView(console)
 
 
 class WordsView:
-    """Text as it is; a word that would not fit begins a new line."""
+    """Shows plain text; a word that would not fit begins a new line."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -69,7 +69,7 @@ class WordsView:
             self._console.print()
 
     def write(self, piece: str, is_thinking: bool = False) -> None:
-        """Print the words that are complete."""
+        """Print the complete words."""
         if is_thinking != self._is_thinking:
             self._flush()
             self._is_thinking = is_thinking
@@ -77,7 +77,7 @@ class WordsView:
         self._print(words)
 
     def count(self, tokens: int) -> None:
-        """Show nothing of it."""
+        """Ignore the count: this view shows none."""
 
     def _flush(self) -> None:
         self._print([self._word])
@@ -97,7 +97,7 @@ class WordsView:
 
 
 class MarkdownView:
-    """Finished blocks are printed for good; the last one, and how fast tokens come, are drawn anew as they grow."""
+    """Prints finished blocks for good, and redraws the last block and the token rate as they grow."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -119,7 +119,7 @@ class MarkdownView:
         self._text = ""
 
     def write(self, piece: str, is_thinking: bool = False) -> None:
-        """Add a piece, and draw it when it is time."""
+        """Add a piece, and redraw if the pause is over."""
         if is_thinking != self._is_thinking:
             self._print(self._text)
             self._text, self._is_thinking = "", is_thinking
@@ -127,7 +127,7 @@ class MarkdownView:
         self._draw()
 
     def count(self, tokens: int) -> None:
-        """Take note that there are so many tokens."""
+        """Set the number of tokens so far."""
         self._tokens = tokens
         if tokens == 1:
             self._first_token = time.perf_counter()
@@ -161,7 +161,7 @@ class MarkdownView:
 
 
 class _Growing:
-    """What is not finished: its last lines, as many as the terminal has room for, and a line about it."""
+    """An unfinished block: the last lines that fit into the terminal, and a status line."""
 
     def __init__(self, content: RenderableType, about: str) -> None:
         self._content, self._about = content, about
@@ -175,14 +175,14 @@ class _Growing:
 
 
 def _lines(console: Console, content: RenderableType) -> list[list[Segment]]:
-    """The lines of what is rendered, without the empty ones that rich puts before and behind some blocks."""
+    """The lines of rendered content, without the empty ones that rich puts before and after some blocks."""
     lines = console.render_lines(content, pad=False)
     full = [number for number, line in enumerate(lines) if any(segment.text.strip() for segment in line)]
     return lines[full[0] : full[-1] + 1] if full else []
 
 
 def _last_block(text: str) -> int:
-    """Where the last block of a Markdown text begins, which what follows may still change."""
+    """Start of the last block of a Markdown text; later text may still change that block."""
     starts = [token.map[0] for token in _MARKDOWN.parse(text) if token.level == 0 and token.map]
     if not starts:
         return 0
@@ -192,14 +192,14 @@ def _last_block(text: str) -> int:
 def _rendered(text: str, is_thinking: bool) -> RenderableType:
     if is_thinking:
         return Text(text.strip("\n"), style="dim italic")
-    # Links as text: as escape sequences they would show other words than where they lead.
+    # Show links as text: as escape sequences they could hide their target.
     markdown = Markdown("", hyperlinks=False)
     markdown.parsed = _as_written(_MARKDOWN.parse(text))
     return markdown
 
 
 def _as_written(tokens: list[Token]) -> list[Token]:
-    """The tokens, in which line breaks stay what they are: in a model's answer they are meant."""
+    """The tokens with line breaks preserved: a model means them."""
     for token in tokens:
         for inner in token.children or ():
             if inner.type == "softbreak":

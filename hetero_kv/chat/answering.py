@@ -1,4 +1,4 @@
-"""Asking the conversation one question, with the progress bar before the answer and Ctrl-C at any time."""
+"""Sends one question to the conversation, with a progress bar before the answer and Ctrl-C at any time."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def answer_to(
 ) -> Answer:
     """The answer to `question`; its pieces go to `on_text` as they come, the number of tokens to `on_token`.
 
-    Ctrl-C ends it at the next chunk or token with finish_reason "stopped", and so does `should_stop`.
+    Ctrl-C, or `should_stop`, ends it at the next chunk or token with finish_reason "stopped".
 
     Raises:
         HeteroKVError: the question cannot be answered.
-        KeyboardInterrupt: Ctrl-C for the second time. The conversation is as it was.
+        KeyboardInterrupt: a second Ctrl-C. The conversation is unchanged.
     """
     interrupt = Interrupt()
     settings = session.options.answer

@@ -1,4 +1,4 @@
-"""The command `chat`: an interactive chat in a terminal, one answer elsewhere."""
+"""The command `chat`: an interactive chat in a terminal, otherwise one answer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["add_flags", "run"]
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Chat as the flags say; returns the exit status: 130 when Ctrl-C cut the only answer short, 1 when its
-    reader had gone.
+    """Run the chat as the flags say.
 
-    A chat that is told to end, or whose terminal is gone, saves its context as one that the user leaves, and returns
-    128 and the signal's number.
+    Returns the exit status: 0, 130 if Ctrl-C cut the only answer short, 1 if the reader of the output closed it. When a
+    signal ends the chat, or its terminal closes, the chat saves its context like on /quit and returns 128 plus the
+    signal's number.
 
     Raises:
         HeteroKVError: a mistake in the flags or files, a model that cannot be loaded, or a question that cannot be
@@ -27,7 +27,7 @@ def run(flags: argparse.Namespace) -> int:
     """
     options = chat_options(flags)
     interactive = not options.json and _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
-    # Before the model is loaded, which takes its time: a mistake in the file should not cost that.
+    # Read the question before the slow loading of the model: a mistake in a file shows at once.
     question = question_of(options, interactive=interactive)
     if not interactive:
         return _answer_once(options, question)
@@ -61,7 +61,7 @@ def _chat(options: ChatOptions, question: Question) -> int:
     if options.save_context is not None and session.conversation.context_tokens:
         with not_terminated():
             said = saved(session, options.save_context)
-        # Its terminal may be what is gone.
+        # The terminal itself may be gone.
         with suppress(OSError):
             console(stderr=True).print(said, style="dim", markup=False, highlight=False)
     return status
@@ -88,22 +88,22 @@ def _answer_once(options: ChatOptions, question: Question) -> int:
             output.write(piece)
             output.flush()
         except OSError as error:
-            # A context that is to be saved is wanted all the same, whether the reader has gone or a disk is full.
+            # Save the context nevertheless, whether the reader has gone or the disk is full.
             if options.save_context is None:
                 raise
             discard_rest(output)
             unwritten = error
 
-    # Nothing but the answer may reach standard output, whatever a library prints.
+    # Only the answer may reach standard output, whatever a library prints.
     with redirect_stdout(sys.stderr):
         session = open_session(options)
         on_text = None if options.json else lambda piece: write(printable(piece))
         answer = answer_to(session, question, on_text, should_stop=lambda: unwritten is not None)
-        # The answer first, which stays where the context cannot be saved.
+        # Write the answer first: it remains if the context cannot be saved.
         write(json_text(json_report(session, answer)) + "\n" if options.json else "\n")
         notes = [] if options.json else [" · ".join(filter(None, (ending(answer, session), statistics_line(answer))))]
         try:
-            # Before anything goes to standard error, whose reader may have gone with the answer's.
+            # Save before writing to standard error, whose reader may have gone with the answer's.
             if options.save_context is not None and session.conversation.context_tokens:
                 notes.append(saved(session, options.save_context))
         finally:

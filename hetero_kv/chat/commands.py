@@ -1,4 +1,4 @@
-"""What a line of the chat that begins with / does: the one table of commands."""
+"""The commands of the chat, lines that begin with /, in one table."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Command(NamedTuple):
     """One command.
 
     Attributes:
-        meaning: one line about it.
-        act: carries it out; it is given the terminal and what stands behind the command's name.
-        argument: what may stand there, as `/help` shows it; "" where nothing may.
+        meaning: a one-line description.
+        act: carries the command out, from the terminal and the text after the command's name.
+        argument: the form of that text, as `/help` shows it; "" if the command takes none.
     """
 
     meaning: str
@@ -38,7 +38,7 @@ class Command(NamedTuple):
 def obey(terminal: Terminal, line: str) -> None:
     """Carry out a line that begins with /.
 
-    Raises HeteroKVError for a command that there is not, with the nearest one, and for what the command refuses.
+    Raises HeteroKVError for an unknown command, with the nearest known one, and for what the command refuses.
     """
     words = line.split(maxsplit=1)
     name, argument = words[0], words[1].strip() if len(words) > 1 else ""
@@ -55,7 +55,7 @@ def obey(terminal: Terminal, line: str) -> None:
 
 
 def help_table() -> RenderableType:
-    """The commands and keys."""
+    """The commands and keys, as a table."""
     table = Table.grid(padding=(0, 3))
     for name, command in COMMANDS.items():
         table.add_row(Text(f"{name} {command.argument}".rstrip(), style="cyan"), command.meaning)
@@ -88,7 +88,7 @@ def _system(terminal: Terminal, argument: str) -> None:
 
 
 def _unquoted(text: str) -> str:
-    """Text without the quotation marks around all of it, as a shell takes an argument; others are part of it."""
+    """The text without one pair of quotation marks around all of it, as in a shell; other marks are part of it."""
     for mark in ('"', "'"):
         if len(text) > 1 and text[0] == text[-1] == mark and mark not in text[1:-1]:
             return text[1:-1].strip()

@@ -19,7 +19,7 @@ def save(terminal: Terminal, name: str) -> None:
 
 
 def load(terminal: Terminal, name: str) -> None:
-    """Let the conversation be the one of this name."""
+    """Replace the conversation by the saved one of this name."""
     talk = terminal.session.conversation
     with terminal.session.contexts() as store:
         talk.load_from(store, _required(name, "/load"))
@@ -28,7 +28,7 @@ def load(terminal: Terminal, name: str) -> None:
 
 
 def show(terminal: Terminal, _: str) -> None:
-    """List the contexts that there are."""
+    """List the saved contexts."""
     with terminal.session.contexts() as store:
         stored = store.contexts()
         if not stored:
@@ -38,7 +38,7 @@ def show(terminal: Terminal, _: str) -> None:
 
 
 def saved(session: ChatSession, name: str) -> str:
-    """Save a session's conversation under a name; returns what to say of it, and of what had the name before."""
+    """Save a session's conversation under a name; returns a message, also about a context that it replaces."""
     with session.contexts() as store:
         before = next((each for each in store.contexts() if each.name == name), None)
         stored = session.conversation.save_in(store, name)

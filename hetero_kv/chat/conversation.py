@@ -1,4 +1,4 @@
-"""A conversation with a model: prefill and decode with streaming, progress, statistics, and turns that go on."""
+"""A conversation with a model: prefill and decode with streaming, progress, statistics, and further turns."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.loading import LoadedModel
 from hetero_kv.models.turns import TurnTokens, about
 
-#: Turns that can be taken back. Each may hold numbers that the next has replaced: bounded entries, low-rank factors.
+#: Turns that can be undone. Each may keep data that the next turn replaces: bounded entries, low-rank factors.
 MOST_UNDONE = 4
 
 
 class Conversation(SavedConversation):
-    """Questions to a model and its answers; all turns stay stored, none is processed twice.
+    """Questions to a model and its answers; all turns stay stored, and none is processed twice.
 
     Args:
-        model: with rules injected it keeps its KV in a HeteroCache; untouched, in transformers' DynamicCache. What
-            `load_model` gives has its tokenizer with it.
-        tokenizer: the model's; None for the one that came with it.
+        model: with injected rules its KV is in a HeteroCache, otherwise in transformers' DynamicCache. The result of
+            `load_model` includes the tokenizer.
+        tokenizer: the model's tokenizer; None for the one in `model`.
         max_seq_len: capacity in tokens; None takes the rules' setting.
         system: the system message; None for the chat template's own.
-        thinks: whether a reasoning model thinks before it answers; None where its chat template decides.
-        forks: forks that are to have room for `max_seq_len` tokens too; see HeteroCache.
-        prefix_cache: where the first prompt's beginning may be stored already, and answers' contexts are.
+        thinks: whether a reasoning model thinks before it answers; None leaves it to its chat template.
+        forks: the number of forks that each need room for `max_seq_len` tokens too; see HeteroCache.
+        prefix_cache: stores the contexts of answers, and may have the beginning of the first prompt.
 
-    Raises HeteroKVError where there is no tokenizer.
+    Raises HeteroKVError without a tokenizer.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Conversation(SavedConversation):
         self._said.go_back()
 
     def begin_anew(self, system: str | None) -> None:
-        """Forget the conversation, and go on with another system message; None for the chat template's own.
+        """Forget the conversation, and set another system message; None for the chat template's own.
 
-        Raises HeteroKVError where the model's chat template takes none. The conversation is as it was.
+        Raises HeteroKVError if the model's chat template takes none. The conversation is unchanged then.
         """
         turns = TurnTokens(self.tokenizer, system, self._thinks)
         turns.first("?")
@@ -96,13 +96,13 @@ class Conversation(SavedConversation):
 
     @property
     def can_undo(self) -> bool:
-        """Whether the last turn can be taken back: not before the first one, nor more than `MOST_UNDONE` in a row."""
+        """Whether the last turn can be undone: at most `MOST_UNDONE` in a row, and not before the first turn."""
         return bool(self._said.earlier)
 
     def undo(self) -> None:
-        """Take the last question and its answer back, as if it had never been asked.
+        """Remove the last question and its answer from the conversation and its cache.
 
-        Raises HeteroKVError where there is none that can be (`can_undo`).
+        Raises HeteroKVError if no turn can be undone (`can_undo`).
         """
         if self._is_answering:
             raise HeteroKVError("an answer is being generated; take the question back once it is there, or stop it")
@@ -117,20 +117,20 @@ class Conversation(SavedConversation):
         self._said.go_back()
 
     def fork(self) -> Conversation:
-        """A second conversation that begins with everything said so far and goes its own way.
+        """A second conversation that begins with all turns so far and continues independently.
 
-        Nothing is processed again, and the stored blocks are shared (HeteroCache.fork): one long document, many
-        questions that know nothing of each other.
+        Nothing is processed again, and both share the stored blocks (HeteroCache.fork): one long document can get many
+        independent questions.
 
         Raises HeteroKVError in the middle of an answer.
         """
         self._require_idle("fork")
         self._said.go_back()
-        twin = copy.copy(self)
-        twin.cache = forked(self.cache)
-        go_back = way_back(twin.cache) if self._said.tokens else twin.cache.reset
-        twin._said = Said(self._said.tokens, go_back, self._said.turns)
-        return twin
+        fork = copy.copy(self)
+        fork.cache = forked(self.cache)
+        go_back = way_back(fork.cache) if self._said.tokens else fork.cache.reset
+        fork._said = Said(self._said.tokens, go_back, self._said.turns)
+        return fork
 
     @property
     def context_tokens(self) -> int:
@@ -138,7 +138,7 @@ class Conversation(SavedConversation):
         return len(self._said.tokens)
 
     def text_tokens(self, text: str) -> int:
-        """How many tokens a text is, by itself."""
+        """The number of tokens of a text by itself."""
         return len(self._turns.text(text))
 
     @property
@@ -164,40 +164,40 @@ class Conversation(SavedConversation):
         on_progress: Progress | None = None,
         should_stop: Callable[[], bool] | None = None,
     ) -> Answer:
-        """The model's answer to `question` after everything said before.
+        """The model's answer to `question`, after all earlier turns.
 
         Args:
-            document: a text that the question is about and that goes before it, behind a blank line between them. Rules
-                whose `observation` is `question` then look at what the question alone attends to.
+            document: a text that goes before the question, with a blank line between them. Rules whose `observation` is
+                `question` use the attention of the question alone.
             temperature: 0 takes the most likely token (greedy).
-            top_p: share of the probability mass that is sampled from.
-            top_k: how many of the likeliest tokens are sampled from; 0 for all.
-            min_p: how probable a token must be to be sampled, as a share of the likeliest one's probability.
-            repetition_penalty: by how much tokens of the context become less likely, in greedy answers too; 1 for none.
-            stop: texts, none of them empty, the first of which ends the answer; it is the answer's last.
+            top_p: the share of the probability mass to sample from.
+            top_k: the number of likeliest tokens to sample from; 0 for all.
+            min_p: a token's smallest probability for sampling, as a share of the likeliest one's.
+            repetition_penalty: makes tokens of the context less likely by this factor, also if greedy; 1 for none.
+            stop: non-empty texts; the first that appears ends the answer and is its last text.
             seed: makes sampling repeatable.
             on_text: called with pieces of the answer as they come.
-            on_token: called after every token with how many there are.
+            on_token: called after every token with the number of tokens so far.
             on_progress: called after every prefilled chunk.
-            should_stop: asked after every prefilled chunk and every token. A stop during prefill leaves the
-                conversation as it was; a stop later keeps the part of the answer that was given.
+            should_stop: called after every prefilled chunk and every token. A stop during prefill leaves the
+                conversation unchanged; a later stop keeps the part of the answer that exists.
 
         Raises:
-            CacheFullError: the question does not fit. The conversation is as it was.
-            HeteroKVError: the question is empty, or no text.
+            CacheFullError: the question does not fit. The conversation is unchanged.
+            HeteroKVError: the question is empty, or not text.
 
-        Whatever is raised, KeyboardInterrupt at any moment included, the conversation is as it was.
+        After any exception, including KeyboardInterrupt at any moment, the conversation is unchanged.
         """
         if not question.strip():
             raise HeteroKVError("the question is empty; give at least one character")
         self._is_answering = True
         try:
-            # What an interrupt left in the cache behind the last answer, before anything could undo it.
+            # An interrupt may have left tokens in the cache after the last answer: remove them.
             self._said.go_back()
             message = question if document is None else about(document, question)
             if isinstance(self.cache, HeteroCache):
                 require_encodable(self.cache, message, self.model.hetero_kv_injection.context_length)
-            prompt, asked = self._prompt(message, None if document is None else question)
+            prompt, question_tokens = self._prompt(message, None if document is None else question)
             self._begin_from_stored(prompt)
             watch = Watch(should_stop, on_token)
             if isinstance(self.cache, HeteroCache):
@@ -209,14 +209,14 @@ class Conversation(SavedConversation):
                 drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p or None}
                 sampling |= {"do_sample": True, **drawn}
             stop_texts = StopTexts(self.tokenizer, stop, len(prompt))
-            answer = self._answer(prompt, asked, max_new_tokens, sampling, watch, stop_texts, on_text)
+            answer = self._answer(prompt, question_tokens, max_new_tokens, sampling, watch, stop_texts, on_text)
             self._keep()
             return answer
         finally:
             self._is_answering = False
 
     def _prompt(self, message: str, question: str | None) -> tuple[list[int], int | None]:
-        """The tokens of the conversation up to where the answer to `message` begins, and its question's number.
+        """The conversation's tokens up to the start of the answer to `message`, and the question's number of tokens.
 
         See `TurnTokens.question`.
         """
@@ -227,7 +227,7 @@ class Conversation(SavedConversation):
     def _answer(
         self,
         prompt: list[int],
-        asked: int | None,
+        question_tokens: int | None,
         max_new_tokens: int,
         sampling: dict[str, Any],
         watch: Watch,
@@ -242,7 +242,7 @@ class Conversation(SavedConversation):
         input_ids = torch.tensor([prompt], device=self.model.device)
         opening = self._turns.opened_thought(prompt)
         try:
-            with self.cache.asking(asked) if is_ours else nullcontext(), undo_on_error(self.cache):
+            with self.cache.asking(question_tokens) if is_ours else nullcontext(), undo_on_error(self.cache):
                 output = self.model.generate(
                     input_ids,
                     attention_mask=torch.ones_like(input_ids),
@@ -269,10 +269,10 @@ class Conversation(SavedConversation):
         answer = Answer(text, reason, statistics)
         said = self._said
         turn = Turn(len(prompt) - len(said.tokens), len(generated))
-        # An untouched model's cache is copied as it grows, and what was before would stay beside it.
+        # An untouched model's cache is copied as it grows, so every earlier state would be a second copy.
         most = MOST_UNDONE if is_ours else 1
         earlier = (*said.earlier, replace(said, earlier=()))[-most:]
-        # Nothing is done behind this: an interrupt finds the conversation before the question, or the one after it.
+        # This assignment comes last: an interrupt finds the conversation before the question, or after the answer.
         self._said = Said(tokens, way_back(self.cache), (*said.turns, turn), earlier)
         return answer
 

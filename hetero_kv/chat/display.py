@@ -1,4 +1,4 @@
-"""What the chat shows beside the answers: banner, statistics, what fills the context."""
+"""What the chat shows besides answers: banner, statistics, and the contents of the context."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hetero_kv.chat.question import Question
 from hetero_kv.chat.session import ChatSession
 from hetero_kv.rules.registered import layer_statistics
 
-# Characters for each token of the context, beyond which counting a document's tokens would take time in vain.
+# Characters per token of the context; a longer document cannot fit, and counting its tokens would waste time.
 _COUNTED_PER_TOKEN = 32
 #: Turns that `/context` shows one by one.
 _MOST_TURNS = 10
 
 
 def banner(session: ChatSession) -> RenderableType:
-    """Model, mode, capacity, and what the store takes."""
+    """Model, mode, capacity, and the store's size per token."""
     model = session.loaded.model
     title = Text.assemble(("hetero-kv", "bold cyan"), "  ", (session.loaded.name, "bold"))
     where = f"{session.options.mode}: {session.rules_name or 'the untouched model'}"
@@ -44,12 +44,12 @@ def banner(session: ChatSession) -> RenderableType:
 
 
 def loaded_in_short(name: str, talk: Conversation) -> str:
-    """What a saved conversation that was loaded holds."""
+    """The size of a saved conversation that was loaded."""
     return f"{name}: {talk.context_tokens:,} tokens, {len(talk.turns)} turn{'s' * (len(talk.turns) != 1)}"
 
 
 def ending(answer: Answer, session: ChatSession) -> str | None:
-    """Why an answer that is not complete ends where it does; None for one that is."""
+    """Why an incomplete answer ends where it does; None for a complete one."""
     return {
         "end": None,
         "stop_text": None,
@@ -74,7 +74,7 @@ def statistics_line(answer: Answer) -> str:
 
 
 def statistics_table(session: ChatSession, answer: Answer | None) -> RenderableType:
-    """What the last answer cost, how full the context is, and the settings in force."""
+    """Statistics of the last answer, how full the context is, and the settings in force."""
     table = Table.grid(padding=(0, 3))
     table.add_column(style="dim")
     if answer is not None:
@@ -100,11 +100,11 @@ def statistics_table(session: ChatSession, answer: Answer | None) -> RenderableT
     return table
 
 
-def context_table(session: ChatSession, asked: Sequence[Question], waiting: Question) -> RenderableType:
-    """What fills the context, turn by turn, what waits to go into it, and what is left.
+def context_table(session: ChatSession, questions: Sequence[Question], waiting: Question) -> RenderableType:
+    """What fills the context, turn by turn, the documents that wait, and the free tokens.
 
     Args:
-        asked: the questions of the conversation, the latest ones at least.
+        questions: the conversation's questions, at least the latest ones.
         waiting: the documents that go before the next question.
     """
     talk, capacity = session.conversation, session.capacity
@@ -121,7 +121,7 @@ def context_table(session: ChatSession, asked: Sequence[Question], waiting: Ques
     if earlier := talk.turns[: -len(shown)]:
         row(f"1-{len(earlier)}", sum(turn.question + turn.answer for turn in earlier))
     for back in range(len(shown), 0, -1):
-        said = f" {asked[-back].in_short}" if back <= len(asked) else ""
+        said = f" {questions[-back].in_short}" if back <= len(questions) else ""
         row(f"{len(talk.turns) - back + 1}{said}", shown[-back].question)
         row("    its answer", shown[-back].answer)
     row("all", talk.context_tokens)
@@ -136,13 +136,13 @@ def context_table(session: ChatSession, asked: Sequence[Question], waiting: Ques
 
 
 def _over_layers(values: list[float | int]) -> str:
-    """The values of layers for the eye: "0.953 on average, 0.912 to 0.998 by layer"."""
+    """A summary of the layers' values: "0.953 on average, 0.912 to 0.998 by layer"."""
     mean, least, most = (f"{value:,.3f}".removesuffix(".000") for value in (fmean(values), min(values), max(values)))
     return least if least == most else f"{mean} on average, {least} to {most} by layer"
 
 
 def layer_ranges(layers: list[int | str]) -> str:
-    """Layers for the eye: [0, 1, 2, 5] is "layers 0-2, 5"; paths of modules stand as they are."""
+    """A summary of layers: [0, 1, 2, 5] is "layers 0-2, 5"; paths of modules stay as they are."""
     numbers = [layer for layer in layers if isinstance(layer, int)]
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     ranges = [f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]

@@ -1,4 +1,4 @@
-"""Texts that go before a question, from files of several formats: no more of one is read than a model could take."""
+"""Reads the texts that go before a question, from files of several formats, up to the most that a model could use."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from hetero_kv.chat.formats import HTML, Format, format_of, text_in
 from hetero_kv.errors import ConfigError
 from hetero_kv.text_decoding import binary, decoded, is_wide
 
-# Four bytes a token, as English has, for 64 Mi tokens: more than any model's context.
+# 64 Mi tokens of four bytes each, as English has: more than any model's context.
 MOST_BYTES = 4 * 2**26
-#: Files that one pattern may stand for.
+#: The most files that one pattern may match.
 MOST_FILES = 1000
 _BYTES_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text that goes before a question; `name` is its file's, without folders."""
+    """A text that goes before a question; `name` is its file's name without folders."""
 
     name: str
     text: str
 
     @property
     def characters(self) -> int:
-        """How long the text is, without white space at its ends."""
+        """The text's length without white space at its ends."""
         return len(self.text.strip())
 
 
 def document_in(path: Path, what: str = "") -> Document:
-    """The text of a file: plain text, or what PDF, DOCX and HTML say.
+    """The text of a file: plain text, or the text of a PDF, DOCX or HTML file.
 
     Args:
         path: the file; `-` is standard input.
-        what: where the path comes from, as errors say it.
+        what: the source of the path, for errors.
 
     Raises:
-        ConfigError: a file that cannot be read, is empty, endless, damaged or of another format, or for whose format
-            the library is not installed.
+        ConfigError: a file that cannot be read, is empty, endless, damaged or of another format, or whose format needs
+            a library that is not installed.
     """
     if str(path) == "-":
         name = f"{what} -: standard input".lstrip()
@@ -66,15 +66,15 @@ def document_in(path: Path, what: str = "") -> Document:
 
 
 def documents_at(words: str) -> tuple[Document, ...]:
-    """The documents that `/file` names: a path as it is; or several, quoted as a shell has them, patterns among them.
+    """The documents that `/file` names: one existing path, or several quoted like in a shell, patterns among them.
 
-    Raises ConfigError as `document_in`, and where there is no such file, or a pattern stands for too many.
+    Raises ConfigError like `document_in`, and if a file does not exist or a pattern matches too many.
     """
     if Path(words).expanduser().exists():
         return (document_in(Path(words)),)
     try:
         names = shlex.split(words)
-    except ValueError:  # a quotation mark that nothing closes: part of a name
+    except ValueError:  # an unclosed quotation mark is part of a name
         names = [words]
     return tuple(document_in(path) for name in names for path in _matching(name))
 
@@ -94,7 +94,7 @@ def _matching(name: str) -> list[Path]:
 
 
 def piped_text() -> str:
-    """What is piped into the program; "" where a terminal is there instead."""
+    """The text piped into the program; "" if standard input is a terminal."""
     if sys.stdin is None or sys.stdin.isatty():
         return ""
     content, kind = _read(sys.stdin.buffer, "standard input", "")
@@ -104,7 +104,7 @@ def piped_text() -> str:
 
 
 def _read(file: BinaryIO, name: str, suffix: str) -> tuple[bytes, Format | None]:
-    """All of the file, which may be a pipe or a device: no more than a model could be asked about; and its format."""
+    """The content of a file, pipe or device, bounded by `MOST_BYTES`, and its format."""
     content = bytearray()
     kind = None
     while piece := file.read(_BYTES_AT_ONCE):
@@ -130,5 +130,5 @@ def _require_no_zero(content: bytes, before: int, name: str) -> None:
 
 
 def _plain(content: bytes, name: str) -> str:
-    """The bytes as text, line ends as Unix has them."""
+    """The bytes as text, with Unix line ends."""
     return decoded(content, name).replace("\r\n", "\n")

@@ -1,4 +1,4 @@
-"""Whether a question fits into what is left of a conversation's capacity, and how long its answer may be."""
+"""Checks that a question fits into the free capacity of a conversation, and bounds the length of its answer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hetero_kv.planning.plan import beyond_training
 
 
 def require_encodable(cache: HeteroCache, question: str, trained: int) -> None:
-    """Raise CacheFullError for a question so long that encoding it is in vain: that alone takes memory and time.
+    """Raise CacheFullError for a question too long to fit, before encoding it, which alone takes memory and time.
 
     Args:
-        trained: tokens that the model was made for.
+        trained: the model's training context length, tokens.
     """
     capacity = cache.max_seq_len
     if capacity is not None and len(question) > capacity * CHARACTERS_OF_A_TOKEN:
@@ -23,16 +23,16 @@ def require_encodable(cache: HeteroCache, question: str, trained: int) -> None:
         )
 
 
-def new_tokens_that_fit(cache: HeteroCache, prompt_tokens: int, wanted: int, trained: int) -> int:
-    """How many of the tokens that are `wanted` for an answer have room behind a prompt, what is stored included.
+def new_tokens_that_fit(cache: HeteroCache, prompt_tokens: int, max_new_tokens: int, trained: int) -> int:
+    """How many of `max_new_tokens` fit after a prompt, counting the stored tokens.
 
-    Raises CacheFullError where the prompt has none, or its answer none at all.
+    Raises CacheFullError if the prompt does not fit, or no token of its answer.
     """
     capacity = cache.max_seq_len
     if capacity is None:
-        return wanted
+        return max_new_tokens
     if prompt_tokens > capacity:
-        needed = f"{prompt_tokens + wanted}{_beyond(prompt_tokens + wanted, trained)}"
+        needed = f"{prompt_tokens + max_new_tokens}{_beyond(prompt_tokens + max_new_tokens, trained)}"
         raise CacheFullError(
             f"the conversation would be {prompt_tokens} tokens long and max_seq_len is {capacity}; set max_seq_len "
             f"to at least {needed}, shorten the question by {prompt_tokens - capacity} tokens, or start anew "
@@ -43,9 +43,9 @@ def new_tokens_that_fit(cache: HeteroCache, prompt_tokens: int, wanted: int, tra
     room = cache.room
     assert room is not None
     # The last token of an answer is not stored until the next turn.
-    return min(wanted, stored + room + 1 - prompt_tokens)
+    return min(max_new_tokens, stored + room + 1 - prompt_tokens)
 
 
 def _beyond(tokens: int, trained: int) -> str:
-    """What a remedy of so many tokens adds where the model was made for fewer."""
+    """A remedy's addition if its number of tokens exceeds the model's training context length."""
     return f" ({beyond_training(tokens, trained)})" if tokens > trained else ""

@@ -1,10 +1,10 @@
-"""Takes a document apart; the program of a process of its own, started by `hetero_kv.chat.formats`.
+"""Extracts the text of a document; a program that `hetero_kv.chat.formats` runs in a separate process.
 
     python format_reader.py FORMAT SECONDS MEMORY MOST_BYTES < document > text
 
-What a library raises is one line on standard error, and the exit status 1. Time and memory are the system's own limits,
-so that no document is a way around them; no file can be written. It imports nothing of this package, so that it starts
-quickly and has little to reach.
+A library's exception is one line on standard error, and the exit status 1. The system limits time and memory, so that
+no document can evade the limits; no file can be written. The program imports nothing of this package: it starts
+quickly, and exposes little code.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-#: What a DOCX may unpack to, as it says itself; no more than it says is ever unpacked.
+#: The most bytes that a DOCX may unpack to, by its own header; no more than the header says is ever unpacked.
 _MOST_UNPACKED = 1 << 30
 
 
 class Refused(Exception):
-    """A document that is not read, with the reason."""
+    """A document that is refused, with the reason."""
 
 
 def pdf_text(content: bytes) -> Iterator[str]:
-    """The pages' texts."""
+    """The text of each page."""
     import pypdf
 
     reader = pypdf.PdfReader(io.BytesIO(content))
@@ -39,7 +39,7 @@ def pdf_text(content: bytes) -> Iterator[str]:
 
 
 def docx_text(content: bytes) -> Iterator[str]:
-    """Paragraphs, headings and list items as Markdown has them, and rows of tables; no headers and footnotes."""
+    """Paragraphs, headings and list items as Markdown, and rows of tables; no headers and footnotes."""
     import docx
     from docx.table import Table
 
@@ -78,7 +78,7 @@ READERS = {"PDF": pdf_text, "DOCX": docx_text, "HTML": html_text}
 
 
 def limit(seconds: int, room: int) -> None:
-    """From now on: processor time, bytes beside those in use, and no file."""
+    """Limit the process from now on: CPU seconds, `room` bytes more than it uses now, and no file writes."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     for kind, most in (
         (resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + seconds) + 1),
@@ -87,7 +87,7 @@ def limit(seconds: int, room: int) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         hardest = resource.getrlimit(kind)[1]
-        # Some systems refuse to limit memory; time and length are limited all the same.
+        # Some systems refuse to limit memory; the limits of time and length still apply.
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(kind, (most if hardest == resource.RLIM_INFINITY else min(most, hardest), hardest))
 
@@ -111,7 +111,7 @@ def _written(name: str, content: bytes, most_bytes: int) -> None:
 
 
 def main() -> int:
-    """Read a document, and write what it says; returns the exit status."""
+    """Read a document, and write its text; returns the exit status."""
     name, seconds, memory, most_bytes = sys.argv[1], *map(int, sys.argv[2:])
     logging.disable()
     content = sys.stdin.buffer.read()

@@ -1,7 +1,7 @@
-"""Formats of documents beside plain text, and what they say.
+"""Document formats other than plain text, and the extraction of their text.
 
-Who made a document may have made it to harm a program that reads it. So a process of its own takes it apart,
-`format_reader.py`, within limits of time and memory; what the libraries raise there is an error of ours here.
+A document may be made to attack the program that reads it. So a separate process, `format_reader.py`, reads it within
+limits of time and memory; the libraries' exceptions there become this package's errors here.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pathlib import Path
 
 from hetero_kv.errors import ConfigError
 
-#: Of processor time, for a document. A page of a PDF takes some hundredths.
+#: CPU seconds per document. A page of a PDF takes some hundredths.
 SECONDS = 120
-#: Bytes that a library may take, beside what the interpreter takes.
+#: Bytes that a library may use, in addition to the interpreter's.
 MEMORY = 2 << 30
 _PROGRAM = Path(__file__).with_name("format_reader.py")
 
 
 @dataclass(frozen=True)
 class Format:
-    """A format.
+    """A document format.
 
     Attributes:
-        module, package: of the library that reads it: as Python imports it, and as pip installs it.
-        without_text: what to do about a document that holds none; "" where nothing special.
+        module, package: the library that reads it: its import name, and its name for pip.
+        without_text: the remedy for a document without text; "" for the general one.
     """
 
     name: str
@@ -48,34 +48,34 @@ _HTML_SUFFIXES = (".html", ".htm", ".xhtml")
 
 
 def format_of(beginning: bytes, suffix: str) -> Format | None:
-    """The format of a document by its first bytes and its file name's suffix; None for plain text, source and such."""
+    """A document's format by its first bytes and file suffix; None for plain text such as source code."""
     if b"%PDF-" in beginning[:1024]:
         return PDF
     if beginning.startswith(b"PK\x03\x04"):
         return DOCX
-    # In UTF-16 and UTF-32 too, where zeros stand between the letters.
+    # In UTF-16 and UTF-32 zeros stand between the letters.
     words = beginning[:1024].lstrip(b"\xef\xbb\xbf\xff\xfe\0 \t\r\n").replace(b"\0", b"").lower()
     is_page = not suffix and words.startswith((b"<!doctype html", b"<html"))
     return HTML if is_page or suffix.lower() in _HTML_SUFFIXES else None
 
 
 def text_in(content: bytes, kind: Format, name: str, most_bytes: int) -> str:
-    """What a document says.
+    """The text of a document.
 
     Args:
-        name: of the document, in errors.
-        most_bytes: that its text may have, in UTF-8.
+        name: the document's name in errors.
+        most_bytes: the most bytes of its text in UTF-8.
 
     Raises:
-        ConfigError: it is damaged, encrypted, or takes more time, memory or text than any document needs; or the
-            library is not installed.
+        ConfigError: it is damaged, encrypted, or exceeds the limits of time, memory or text; or the library is not
+            installed.
     """
     if importlib.util.find_spec(kind.module) is None:
         raise ConfigError(
             f"{name} is {kind.name}, which the package {kind.package} reads, and it is not installed; "
             "pip install 'hetero-kv[documents]', or convert it to plain text"
         )
-    # The same libraries as here, and none from wherever the program lies.
+    # Use this process's libraries, and none from the folder of the program.
     paths = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-P", "-X", "utf8", str(_PROGRAM), kind.name, str(SECONDS), str(MEMORY), str(most_bytes)]
     reader = subprocess.Popen(
@@ -84,7 +84,7 @@ def text_in(content: bytes, kind: Format, name: str, most_bytes: int) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": paths},
-        # Ctrl-C in a terminal goes to all of its processes.
+        # Ctrl-C in a terminal would reach all processes of the session.
         start_new_session=True,
     )
     try:

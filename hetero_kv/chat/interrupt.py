@@ -1,4 +1,4 @@
-"""Ctrl-C while an answer is made, which ends the answer and not the program, and what ends the program."""
+"""Signals: Ctrl-C ends the answer in progress; SIGTERM and SIGHUP end the program in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Interrupt:
-    """Remembers that Ctrl-C was pressed; a second one does not wait for the next chunk or token to notice it."""
+    """Remembers a Ctrl-C; a second one takes effect at once, without waiting for the next chunk or token."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -42,10 +42,10 @@ _ENDING = signal.SIGTERM, signal.SIGHUP
 
 
 class Terminated(KeyboardInterrupt):
-    """The program is told to end (SIGTERM), or its terminal is gone (SIGHUP).
+    """SIGTERM ends the program, or the terminal has closed (SIGHUP).
 
     Attributes:
-        status: the exit status that says so.
+        status: the exit status for the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -54,9 +54,9 @@ class Terminated(KeyboardInterrupt):
 
 
 def told_to_end(error: BaseException | None) -> int | None:
-    """The exit status of what an error, or one that it came out of, says of the program's end; None: nothing.
+    """The exit status if an error, or one in its chain of contexts, means that the program ends; None if not.
 
-    Who tidies up a terminal that is gone fails, behind SIGHUP or just before it comes.
+    Code that restores a closed terminal fails with EIO, after SIGHUP or just before it arrives.
     """
     status, seen = None, error
     while seen is not None:
@@ -70,9 +70,9 @@ def told_to_end(error: BaseException | None) -> int | None:
 
 @contextmanager
 def terminated_in_order() -> Iterator[None]:
-    """Within this context SIGTERM and SIGHUP raise Terminated, the first of them alone: what comes then is for saving.
+    """Within this context the first SIGTERM or SIGHUP raises Terminated; later ones are ignored, so that a save ends.
 
-    A signal that was ignored before stays ignored, as `nohup` wants it.
+    A signal that was ignored before stays ignored, as under `nohup`.
     """
     handled = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
 
@@ -87,7 +87,7 @@ def terminated_in_order() -> Iterator[None]:
 
 @contextmanager
 def not_terminated() -> Iterator[None]:
-    """Within this context neither of these signals ends the program: what is being saved is saved."""
+    """Within this context neither of these signals ends the program, so that saving completes."""
     with _handled_by(signal.SIG_IGN, _ENDING):
         yield
 

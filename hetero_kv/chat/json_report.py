@@ -1,4 +1,4 @@
-"""One answer as one JSON object."""
+"""An answer as a JSON object."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hetero_kv.rules.registered import layer_statistics
 
 
 def json_report(session: ChatSession, answer: Answer) -> dict[str, Any]:
-    """The answer, what it cost (names and units of `Statistics`), what the weights take, and the settings in force.
+    """The answer, its statistics (names and units of `Statistics`), the weights' size, and the settings in force.
 
-    What layers have counted stands beside the rest, a value per layer under its own name; None where no layer has one.
-    Speeds are None where there is nothing to measure, as after a prefill that Ctrl-C ended.
+    The layers' statistics are top-level fields, with a value per layer; None if no layer has one. Speeds are None where
+    there is nothing to measure, as after a prefill that Ctrl-C ended.
     """
     statistics = answer.statistics
     has_prefilled = statistics.generated_tokens > 0
@@ -38,6 +38,6 @@ def json_report(session: ChatSession, answer: Answer) -> dict[str, Any]:
 
 
 def _attention_backend(session: ChatSession) -> str | None:
-    """What has computed dense attention on a GPU; None on a CPU, and for an untouched model."""
+    """The kernels that computed dense attention on a GPU; None on a CPU, and for an untouched model."""
     used = session.injection.attention.used if session.injection else ()
     return ", ".join(sorted(kernel.value for kernel in used)) or None

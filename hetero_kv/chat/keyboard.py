@@ -1,4 +1,4 @@
-"""The keyboard while the program works: nothing typed is shown or lost, and Ctrl-C leaves no ^C in the text."""
+"""Keeps typed text unseen and unlost while the program works; Ctrl-C leaves no ^C in the output."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-# What is pasted meanwhile is marked as such.
+# Mark pastes during this time as pastes.
 _MARK_PASTES, _MARK_NO_PASTES = "\x1b[?2004h", "\x1b[?2004l"
 _INPUT, _LOCAL, _CHARACTERS = 0, 3, 6
 
 
 @contextmanager
 def kept_for_later() -> Iterator[None]:
-    """Within this context, what is typed waits in the terminal for the next line; Ctrl-C is a signal as ever.
+    """Within this context typed text waits in the terminal for the next line; Ctrl-C still sends its signal.
 
-    Nothing changes where standard input or output is no terminal.
+    Nothing changes unless standard input and output are terminals.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         yield
         return
     before = termios.tcgetattr(sys.stdin)
     quiet = [*before[:_CHARACTERS], [*before[_CHARACTERS]]]
-    # Enter is what an editor of lines expects; a line that is not finished waits too.
+    # A line editor expects Enter as CR; unfinished lines wait too.
     quiet[_INPUT] &= ~termios.ICRNL
     quiet[_LOCAL] = (quiet[_LOCAL] & ~(termios.ECHO | termios.ICANON)) | termios.ISIG | termios.NOFLSH
     quiet[_CHARACTERS][termios.VMIN], quiet[_CHARACTERS][termios.VTIME] = 1, 0
@@ -31,7 +31,7 @@ def kept_for_later() -> Iterator[None]:
     try:
         yield
     finally:
-        # The terminal may be gone.
+        # The terminal may have closed.
         with suppress(OSError, termios.error):
             _set(before, _MARK_NO_PASTES)
 

@@ -1,4 +1,4 @@
-"""The line on which questions are typed: editing, pastes, history, completion."""
+"""The input line for questions: editing, pastes, history, completion."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _STYLE = Style.from_dict({"sign": "bold ansicyan", "paste": "reverse"})
 
 
 class Typed(NamedTuple):
-    """What was typed; `is_command` where it begins with / and is neither pasted whole nor in quotes."""
+    """Typed text; `is_command` if it begins with / and is neither one paste nor in quotes."""
 
     text: str
     is_command: bool
 
 
 class LineEditor:
-    """Reads what is typed in a terminal.
+    """Reads typed text in a terminal.
 
     Enter ends it; Alt-Enter, or Enter within three quotation marks, begins a new line. A long paste is shown by its
-    size. Up and down go through what was typed before, in earlier chats too.
+    size. Up and down browse earlier entries, also of earlier chats.
 
     Args:
-        history: the file that remembers it; None to forget it when the chat ends.
-        commands: the names that Tab completes; behind one of `takes_paths`, it completes paths.
+        history: the history's file; None to keep entries only until the chat ends.
+        commands: the names that Tab completes; after one of `takes_paths`, it completes paths.
     """
 
     def __init__(self, history: Path | None, commands: Iterable[str], takes_paths: Iterable[str] = ()) -> None:
@@ -59,11 +59,11 @@ class LineEditor:
         )
 
     def read(self) -> Typed:
-        """What the user types next.
+        """The next text that the user types.
 
         Raises:
             KeyboardInterrupt: Ctrl-C, which drops the line.
-            EOFError: Ctrl-D on an empty line, or the terminal is gone.
+            EOFError: Ctrl-D on an empty line, or a closed terminal.
         """
         line = self._session.prompt()
         if is_quoted(line):
@@ -79,7 +79,7 @@ def is_quoted(line: str) -> bool:
 
 
 def _is_open(line: str) -> bool:
-    """Whether three quotation marks are still to be closed."""
+    """Whether three quotation marks are not closed yet."""
     return is_quoted(line) and not line.strip().removeprefix(QUOTES).endswith(QUOTES)
 
 
@@ -107,7 +107,7 @@ def _bindings(pastes: Pastes) -> KeyBindings:
 
 
 class _Words(Completer):
-    """Commands at the line's beginning, paths behind those that take them."""
+    """Completes commands at the line's beginning, and paths after commands that take them."""
 
     def __init__(self, commands: list[str], takes_paths: tuple[str, ...]) -> None:
         self._commands, self._takes_paths = commands, takes_paths
@@ -123,6 +123,6 @@ class _Words(Completer):
 
 
 class _Output(Vt100_Output):
-    """A terminal that is not asked where its cursor is: some never answer, others among what is typed."""
+    """Never queries the cursor position: some terminals do not answer, others mix the answer into the input."""
 
     responds_to_cpr = False

@@ -1,4 +1,4 @@
-"""What was typed in earlier chats, in a file beside the settings file: a JSON text per line, the latest last."""
+"""The entries of earlier chats, in a file in the settings file's folder: a JSON string per line, the latest last."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from prompt_toolkit.history import History
 from hetero_kv.chat.pastes import Pastes
 from hetero_kv.durable_file import PARTIAL, move_durably
 
-#: Bytes of an entry; longer ones are remembered until the chat ends.
+#: The most bytes of a stored entry; longer ones are kept until the chat ends.
 MOST_OF_ENTRY = 64 << 10
-#: Bytes of the file; when it has more, the earlier half is forgotten.
+#: The most bytes of the file; beyond it, the older half is dropped.
 MOST_OF_FILE = 1 << 20
 
 _logger = logging.getLogger(__name__)
@@ -25,8 +25,8 @@ class LineHistory(History):
     """The history of the input line, across chats.
 
     Args:
-        path: of the file; None to remember until the chat ends. One that cannot be read or written is warned of once.
-        pastes: folds long entries on the line; the file has them as they are.
+        path: the file; None to keep entries until the chat ends. One warning is logged if it cannot be read or written.
+        pastes: folds long entries on the line; the file stores them unfolded.
     """
 
     def __init__(self, path: Path | None, pastes: Pastes) -> None:
@@ -51,7 +51,7 @@ class LineHistory(History):
             try:
                 entry = json.loads(line)
             except ValueError:
-                continue  # a line that was cut off or edited
+                continue  # a truncated or edited line
             if isinstance(entry, str):
                 yield self._pastes.folded(entry)
 
@@ -82,7 +82,7 @@ class LineHistory(History):
 
 
 def _write(path: Path, content: bytes, flag: int) -> None:
-    # What is asked concerns nobody else.
+    # Questions are private to the user.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600)
     with open(descriptor, "wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""What the chat command is told: its flags, and their values checked."""
+"""The chat command's flags, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ class AnswerSettings(Settings):
 
     @property
     def unused(self) -> list[str]:
-        """Settings of how tokens are drawn that stand beside temperature 0, where none is."""
+        """Sampling settings that are set although temperature is 0, which draws nothing."""
         drawn = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
         return [] if self.temperature else [name for name, without in drawn.items() if getattr(self, name) != without]
 
     @property
     def thinks(self) -> bool | None:
-        """Whether the model is to think; None where its template decides."""
+        """Whether the model is to think; None leaves it to its template."""
         return None if self.thinking == "default" else self.thinking == "on"
 
     @property
     def torch_seed(self) -> int | None:
-        """The seed for torch; None to leave its state alone."""
+        """The seed for torch; None leaves its state alone."""
         return None if self.seed == "random" else self.seed
 
 
@@ -79,17 +79,17 @@ class ChatOptions:
     """The chat command's flags.
 
     Attributes:
-        prompt: the question; None to be asked for one.
+        prompt: the question; None reads it from the terminal.
         prompt_file: texts that go before the question; `-` is standard input.
-        model: name or path; None for the default model, or for the GGUF file where that is given.
-        gguf_path: the weights, where they are not with the model.
-        rules: path or name of a rules file, with settings of its own where wanted.
+        model: name or path; None for the default model, or for the GGUF file if that is set.
+        gguf_path: the file of the weights, if they are not in the model's folder.
+        rules: path or name of a rules file, optionally followed by its own settings.
         context: name of the saved context that the conversation goes on from.
-        save_context: name that its context is saved under, when the only answer, or the chat, has ended.
+        save_context: the name that its context is saved under when the only answer, or the chat, has ended.
         stop: texts that end an answer.
-        long_context: the settings of engine and operators that were given as flags, under their own names.
+        long_context: the settings of engine and operators on the command line, by name.
         trust_rules: modules whose operators the rules may name.
-        flags_given: those settings as the command line spelled them.
+        flags_given: the command line's spellings of those settings.
     """
 
     prompt: str | None
@@ -159,39 +159,39 @@ def add_flags(parser: FlagParser) -> None:
 
 
 def chat_options(flags: argparse.Namespace) -> ChatOptions:
-    """The flags, checked.
+    """The checked flags.
 
     Raises:
-        ConfigError: a value of the wrong type or out of range, bytes that are no text, or a setting given under two
-            names.
+        ConfigError: a value of the wrong type or out of range, bytes that are not text, or a setting that appears under
+            two names.
     """
-    given = {**vars(flags), "flags_given": tuple(flags.long_context)}
-    del given["owners"]
-    given["prompt_file"] = tuple(flags.prompt_file)
-    given["stop"] = tuple(flags.stop)
+    values = {**vars(flags), "flags_given": tuple(flags.long_context)}
+    del values["owners"]
+    values["prompt_file"] = tuple(flags.prompt_file)
+    values["stop"] = tuple(flags.stop)
     for flag, text in (("prompt", flags.prompt), ("system", flags.system), *(("stop", text) for text in flags.stop)):
         _require_text(flag, text)
     if "" in flags.stop:
         raise ConfigError("--stop is empty, so that no answer could begin; give a text, or leave it out")
-    given["mode"] = settings_from_mapping(ModeSettings, flags.mode, where=COMMAND_LINE).mode
-    given["answer"] = settings_from_mapping(AnswerSettings, flags.answer, where=COMMAND_LINE)
-    given["contexts"] = context_settings(ContextCacheSettings, flags.contexts)
-    _require_rules_for_contexts(given, "context_cache" in flags.contexts)
-    given["long_context"] = settings_of(flags)
-    given["trust_rules"] = trusted_modules(flags)
-    return ChatOptions(**given)
+    values["mode"] = settings_from_mapping(ModeSettings, flags.mode, where=COMMAND_LINE).mode
+    values["answer"] = settings_from_mapping(AnswerSettings, flags.answer, where=COMMAND_LINE)
+    values["contexts"] = context_settings(ContextCacheSettings, flags.contexts)
+    _require_rules_for_contexts(values, "context_cache" in flags.contexts)
+    values["long_context"] = settings_of(flags)
+    values["trust_rules"] = trusted_modules(flags)
+    return ChatOptions(**values)
 
 
-def _require_rules_for_contexts(given: dict[str, Any], cache_is_meant: bool) -> None:
-    """Refuse contexts where nothing could save them, and names that none can have, before a model is loaded."""
+def _require_rules_for_contexts(values: dict[str, Any], cache_is_meant: bool) -> None:
+    """Refuse contexts in a mode that cannot save them, and invalid names, before a model is loaded."""
     for flag in ("context", "save_context"):
-        if given[flag] is not None:
-            require_name(given[flag])
-            if given["mode"] == "normal":
+        if values[flag] is not None:
+            require_name(values[flag])
+            if values["mode"] == "normal":
                 raise ConfigError(
                     f"--{flag} has no effect in --mode normal, where the model is untouched; leave one out"
                 )
-    if cache_is_meant and given["contexts"].context_cache != "off" and given["mode"] == "normal":
+    if cache_is_meant and values["contexts"].context_cache != "off" and values["mode"] == "normal":
         raise ConfigError("--context_cache has no effect in --mode normal, where the model is untouched")
 
 
@@ -199,7 +199,7 @@ def _require_text(flag: str, value: str | None) -> None:
     try:
         (value or "").encode()
     except UnicodeEncodeError as error:
-        # Python stands half a character for a byte that it cannot decode.
+        # Python decodes an invalid byte to a lone surrogate.
         byte = ord(error.object[error.start]) & 0xFF
         raise ConfigError(
             f"--{flag} is not UTF-8 text (character {error.start} is the byte 0x{byte:02x}); give it in UTF-8"

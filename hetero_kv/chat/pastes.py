@@ -1,4 +1,4 @@
-"""Long pastes on the input line: each is one character there, shown as "[pasted 2,000 lines]"."""
+"""Folds each long paste on the input line to one character, shown as "[pasted 2,000 lines]"."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from prompt_toolkit.layout.utils import explode_text_fragments
 
 from hetero_kv.printing import marked
 
-# A plane of characters that nobody has given a meaning; a paste that holds some is folded whole.
+# A private-use plane of Unicode; a paste that contains such characters is folded whole.
 _FIRST, _LAST = 0x100000, 0x10FFFD
 _FOLDED = re.compile(f"[{chr(_FIRST)}-{chr(_LAST)}]")
-#: What has more is folded.
+#: A paste with more lines or characters is folded.
 MOST_LINES, MOST_CHARACTERS = 8, 1000
 
 
 class Pastes:
-    """The texts that stand folded on the input line and in its history."""
+    """The folded texts of the input line and its history."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
 
     def folded(self, text: str) -> str:
-        """A character that stands for the text; the text itself where it is short."""
+        """A character that represents the text; a short text itself."""
         is_short = text.count("\n") < MOST_LINES and len(text) <= MOST_CHARACTERS and not _FOLDED.search(text)
         if is_short or _FIRST + len(self._texts) > _LAST:
             return text
@@ -33,11 +33,11 @@ class Pastes:
         return chr(_FIRST + len(self._texts) - 1)
 
     def unfolded(self, line: str) -> str:
-        """The line with the texts in the places of what stands for them."""
+        """The line with each folding character replaced by its text."""
         return _FOLDED.sub(lambda found: self._text(found[0]) or found[0], line)
 
     def label(self, character: str) -> str | None:
-        """What is shown for a folded text; None for any other character."""
+        """The label of a folded text; None for any other character."""
         text = self._text(character)
         if text is None:
             return None
@@ -50,13 +50,13 @@ class Pastes:
 
 
 class ShownLine(Processor):
-    """Shows labels for folded texts, and U+FFFD for characters that would command the terminal."""
+    """Shows labels for folded texts, and U+FFFD for characters that would control the terminal."""
 
     def __init__(self, pastes: Pastes) -> None:
         self._pastes = pastes
 
     def apply_transformation(self, transformation_input: TransformationInput) -> Transformation:
-        """The line as it is shown, and which of its places are which of the text's."""
+        """The displayed line, and the mapping between its positions and the text's."""
         shown: StyleAndTextTuples = []
         places = [0]
         for style, character, *_ in explode_text_fragments(transformation_input.fragments):

@@ -1,4 +1,4 @@
-"""The progress of a long prefill, on standard error, so that standard output holds the answer alone."""
+"""Shows the progress of a long prefill on standard error, so that standard output has only the answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONG_WAIT_S = 1.0
 
 class _Layer(ProgressColumn):
     def render(self, task: Task) -> Text:
-        """Which layer is at work: "layer 3/24"."""
+        """The layer in progress: "layer 3/24"."""
         if not task.total:
             return Text("")
         return Text(f"layer {min(task.fields['layers_done'] + 1, task.fields['layers'])}/{task.fields['layers']}")
@@ -26,13 +26,13 @@ class _Layer(ProgressColumn):
 
 class _Tokens(ProgressColumn):
     def render(self, task: Task) -> Text:
-        """How long the prompt is, from the beginning on: "30,000 tokens"."""
+        """The prompt's full length: "30,000 tokens"."""
         return Text(f"{round(task.total / task.fields['layers']):,} tokens" if task.total else "")
 
 
 class _TokensPerSecond(ProgressColumn):
     def render(self, task: Task) -> Text:
-        """Prompt tokens per second, as if a token were done when its share of the layers is."""
+        """Prompt tokens per second; a token counts in parts, one for each layer that is done."""
         elapsed = task.finished_time or task.elapsed
         if not task.total or not elapsed or not task.completed:
             return Text("")
@@ -40,10 +40,10 @@ class _TokensPerSecond(ProgressColumn):
 
 
 class PrefillBar(Progress):
-    """A bar with layer, tokens, tokens per second and time left, shown only when there is something to wait for.
+    """A bar with layer, tokens, tokens per second and time left, shown only for long waits.
 
-    It appears for prompts of more than `LONG_PROMPT_TOKENS`, and after `LONG_WAIT_S` for any; it vanishes when it is
-    stopped. Nothing is drawn where standard error is not a terminal.
+    It appears for prompts of more than `LONG_PROMPT_TOKENS`, and after `LONG_WAIT_S` for any; it vanishes when stopped.
+    Nothing is drawn if standard error is not a terminal.
     """
 
     def __init__(self, interrupt: Interrupt) -> None:
@@ -61,18 +61,18 @@ class PrefillBar(Progress):
             transient=True,
             disable=not terminal.is_terminal,
         )
-        # Without a total the bar pulses: nothing is known before the first chunk is done.
+        # Without a total the bar pulses, until the first chunk is done.
         self._task = self.add_task("prefill", total=None, layers=0, layers_done=0)
 
     def report(self, layers_done: int, layers: int, tokens_done: int, tokens: int) -> None:
-        """Show what `Conversation.ask` tells its `on_progress`."""
+        """Show the progress that `Conversation.ask` reports to `on_progress`."""
         self._prompt_tokens = tokens
-        # A layer that is done counts among the layers, not among the tokens of the one at work.
+        # A finished layer already counts in `layers_done`, so its tokens are not counted again.
         completed = layers_done * tokens + (tokens_done if tokens_done < tokens else 0)
         self.update(self._task, completed=completed, total=layers * tokens, layers=layers, layers_done=layers_done)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        # Progress renders itself once before it has a task.
+        # Progress renders once before it has a task.
         waited = max((task.elapsed or 0 for task in self.tasks), default=0)
         if self._prompt_tokens <= LONG_PROMPT_TOKENS and waited <= LONG_WAIT_S:
             return

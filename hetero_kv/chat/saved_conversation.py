@@ -1,4 +1,4 @@
-"""A conversation that outlasts the process: saved, loaded, and begun from what is stored of its first prompt."""
+"""Saves and loads a conversation, and lets a new one begin from the stored beginning of its first prompt."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from hetero_kv.models.turns import TurnTokens
 
 @dataclass(frozen=True)
 class Said:
-    """What a conversation has come to; the next turn replaces it as a whole.
+    """A conversation's state; each turn replaces it as a whole.
 
     Attributes:
-        tokens: of all turns.
-        go_back: takes the cache to where it holds them, the last one excepted, whatever it holds beyond.
-        turns: their sizes.
-        earlier: what it had come to before each of the last turns, none of which has any itself.
+        tokens: the tokens of all turns.
+        go_back: rolls the cache back to these tokens, without the last one, from any later state.
+        turns: the turns' sizes.
+        earlier: the states before the last turns; these have no earlier states themselves.
     """
 
     tokens: list[int]
@@ -41,7 +41,7 @@ class Said:
 
 
 class SavedConversation:
-    """What a conversation has of files; its attributes are the conversation's."""
+    """The part of a conversation that saves and loads; its attributes are the conversation's."""
 
     model: PreTrainedModel
     tokenizer: Any
@@ -61,15 +61,15 @@ class SavedConversation:
             )
 
     def save(self, path: str | Path) -> None:
-        """Write the conversation into a file, from which `load` goes on in another process (HeteroCache.save).
+        """Write the conversation to a file, from which another process continues with `load` (HeteroCache.save).
 
-        Raises ContextError where nothing has been asked, or it cannot be written.
+        Raises ContextError if there is no turn yet, or the file cannot be written.
         """
         cache, tokens = self._savable()
         save_context(path, cache, [tokens], notes_of(self._said.turns, self.system))
 
     def save_in(self, store: ContextStore, name: str | None = None) -> StoredContext:
-        """As `save`, in a folder of contexts that share what they have in common."""
+        """Like `save`, in a folder of contexts that share their common prefixes."""
         cache, tokens = self._savable()
         return store.save(cache, tokens, name, notes_of(self._said.turns, self.system))
 
@@ -80,9 +80,9 @@ class SavedConversation:
         return cache, self._said.tokens
 
     def load(self, path: str | Path) -> None:
-        """Go on from a saved conversation, in place of this one, exactly as it would have gone on.
+        """Replace this conversation by a saved one, which continues exactly as it would have.
 
-        Raises as `HeteroCache.load`; this conversation is as it was then.
+        Raises the errors of `HeteroCache.load`; this conversation is unchanged then.
         """
         self._require_idle("load")
         loaded = load_context(path, self.model, tokenizer=self.tokenizer, **self._room)
@@ -90,19 +90,19 @@ class SavedConversation:
             raise ContextError(f"{path} holds no conversation: it has the tokens of {len(loaded.tokens)} rows")
         system, tokens = system_of(loaded.notes), loaded.tokens[0]
         turns = TurnTokens(self.tokenizer, system, self._thinks)
-        # One token at most is not stored yet: an answer's last.
+        # At most one token is not stored yet: the last one of an answer.
         tokens = tokens[: loaded.cache.get_seq_length() + 1]
         self._turns, self.system, self.cache = turns, system, loaded.cache
         self._said = Said(tokens, way_back(loaded.cache), turns_of(loaded.notes, len(tokens)))
 
     def load_from(self, store: ContextStore, name: str) -> None:
-        """As `load`, the context of this name in a folder."""
+        """Like `load`, for the context of this name in a folder."""
         stored = store.named(name)
         self.load(store.path(stored))
         store.use(stored)
 
     def _begin_from_stored(self, prompt: list[int]) -> None:
-        """Let the cache of a conversation that begins hold what is stored of its first prompt's beginning."""
+        """Let a new conversation start with the stored beginning of its first prompt in its cache."""
         if self._prefix_cache is None or self._said.tokens or not isinstance(self.cache, HeteroCache):
             return
         begun = self._prefix_cache.begun(self.cache, prompt, tokenizer=self.tokenizer, **self._room)

@@ -1,4 +1,4 @@
-"""What a conversation writes down of itself beside its cache, and how it comes back."""
+"""The notes that a conversation saves next to its cache: turns and system message."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hetero_kv.engine.errors import ContextError
 
 
 def notes_of(turns: Sequence[Turn], system: str | None) -> dict[str, Any]:
-    """Sizes of the turns, and the system message."""
+    """The sizes of the turns, and the system message, as plain data."""
     return {"turns": [[turn.question, turn.answer] for turn in turns], "system": system}
 
 
 def turns_of(notes: dict[str, Any], tokens: int) -> tuple[Turn, ...]:
-    """The turns of so many tokens; where they are not known, as of a cache that was no conversation's, one."""
+    """The turns in `notes`; if they do not match the number of `tokens`, as for a saved bare cache, a single turn."""
     said = notes.get("turns")
     turns = []
     for pair in said if isinstance(said, list) else []:
@@ -34,7 +34,7 @@ def system_of(notes: dict[str, Any]) -> str | None:
 
 
 def require_savable(cache: object, tokens: Sequence[int]) -> HeteroCache:
-    """The cache of a conversation that can be saved. Raises ContextError for one without rules, or without turns."""
+    """The cache, checked. Raises ContextError if its model has no rules, or no turn is stored."""
     if not isinstance(cache, HeteroCache):
         raise ContextError("the model has no rules in it (--mode normal), so that nothing of it is saved; take rules")
     if not tokens:

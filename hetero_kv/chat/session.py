@@ -1,4 +1,4 @@
-"""What a chat runs on: the model, loaded, with the rules in it, and a conversation with it."""
+"""A chat session: the loaded model with its rules, and a conversation with it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 @dataclass(frozen=True)
 class OperatorSummary:
-    """Operators of one kind with the same settings, and where they are.
+    """Operators of one kind with the same settings, and their places.
 
     Attributes:
-        layers: numbers of the layers they are in; paths of modules that are in no layer.
-        settings: setting -> value; None where the operator has no settings.
+        layers: the numbers of their layers; paths of modules outside layers.
+        settings: setting -> value; None if the operator has no settings.
     """
 
     operator: str
@@ -52,7 +52,7 @@ class ChatSession:
     Attributes:
         engine: the engine's settings in force.
         injection: None in normal mode, where the model is untouched.
-        rules_name: the rules file as messages show it; None in normal mode.
+        rules_name: the rules file's name in messages; None in normal mode.
     """
 
     options: ChatOptions
@@ -64,20 +64,20 @@ class ChatSession:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the conversation can have; for the untouched model, those it was made for."""
+        """The conversation's capacity in tokens; for the untouched model, its training context length."""
         return self.conversation.max_seq_len or self.loaded.context_length
 
     def contexts(self) -> ContextStore:
-        """The saved contexts; close it, or use it as a context manager."""
+        """The saved contexts; close the store, or use it as a context manager."""
         return open_store(self.options.contexts)
 
     @cached_property
     def weights(self) -> LoadedWeights:
-        """What the model's weights take."""
+        """The sizes and types of the model's weights."""
         return LoadedWeights.of(self.loaded.model)
 
     def operators(self) -> list[OperatorSummary]:
-        """What is in the model, equal operators taken together."""
+        """The operators in the model, grouped by kind and settings."""
         summaries: list[OperatorSummary] = []
         for path, (name, settings) in self.injection.report().items() if self.injection else ():
             values = None if settings is None else asdict(settings)  # type: ignore[call-overload]
@@ -87,13 +87,13 @@ class ChatSession:
             number = _LAYER.search(path)
             place = int(number[1]) if number else path
             layers = (same or summaries)[-1].layers
-            # A layer has many linear layers.
+            # A layer has several linear modules.
             if place not in layers:
                 layers.append(place)
         return summaries
 
     def settings_in_force(self) -> dict[str, Any]:
-        """Engine, operators and sampling as they are used, with what `auto` came to."""
+        """Engine, operators and sampling settings in use, with `auto` resolved."""
         engine = asdict(self.engine) | {"threads_num": self.engine.resolved_threads()}
         if self.injection:
             engine["max_seq_len"] = self.capacity
@@ -109,12 +109,12 @@ class ChatSession:
 
 
 def open_session(options: ChatOptions) -> ChatSession:
-    """Load what the options ask for; the settings file is written first if there is none.
+    """Load the model and rules of the options; write the settings file first if it does not exist.
 
     Raises:
         HeteroKVError: a mistake in the settings file or the rules, a model that cannot be loaded, rules that do not
-            fit it, or a store that does not fit into memory. Rules and the names of contexts are looked at before the
-            model is opened, and what a context was saved under before its weights are loaded, which takes longer.
+            fit it, or a store that does not fit into memory. Rules and names of contexts are checked before the model
+            opens; the model and rules of a saved context are checked before the weights load, which takes longer.
     """
     settings_file = _settings_file()
     config, with_rules = None, {}
@@ -169,7 +169,7 @@ def _settings_file() -> dict[str, Any]:
 
 
 def _require_contexts(options: ChatOptions) -> None:
-    """Raise ContextError where the folder cannot hold contexts, or has none of the name to go on from."""
+    """Raise ContextError if the folder cannot hold contexts, or lacks the named context to load."""
     if options.context is None and options.save_context is None:
         return
     with open_store(options.contexts, makes=options.save_context is not None) as store:
@@ -178,7 +178,7 @@ def _require_contexts(options: ChatOptions) -> None:
 
 
 def _require_fit(options: ChatOptions, model: Any) -> None:
-    """Raise ContextError where the context to go on from is of another model, or of other rules."""
+    """Raise ContextError if the context to load belongs to another model or other rules."""
     if options.context is not None:
         with open_store(options.contexts) as store:
             require_fit(store.path(store.named(options.context)), model)

@@ -25,15 +25,15 @@ class Terminal:
     """Reads questions line by line, answers them, and carries out the commands.
 
     Args:
-        session: what answers.
-        question: what was given on the command line. A prompt is sent at once; documents alone wait for the first
+        session: answers the questions.
+        question: the question of the command line. A prompt is sent at once; documents alone wait for the first
             question, and Enter sends them as they are.
 
     Attributes:
         last: the last answer.
-        asked: the questions that the conversation holds.
+        asked: the conversation's questions.
         waiting: documents that go before the next question.
-        unanswered: the last question, where an error or Ctrl-C kept it out of the conversation.
+        unanswered: the last question, if an error or Ctrl-C kept it out of the conversation.
         is_over: whether the user has left.
     """
 
@@ -48,14 +48,14 @@ class Terminal:
         self._editor = LineEditor(history, COMMANDS, takes_paths=("/file",))
 
     def forget(self) -> None:
-        """Be as at the beginning of a conversation."""
+        """Return to the state at the beginning of a conversation."""
         self.last: Answer | None = None
         self.asked: list[Question] = []
         self.unanswered: Question | None = None
         self.waiting = self._first.with_prompt("")
 
     def taken_back(self) -> Question | None:
-        """The question that the conversation has just been rid of; its documents wait again."""
+        """Remove and return the question that the conversation has just undone; its documents wait again."""
         question = self.asked.pop() if self.asked else None
         self.last = self.unanswered = None
         if question is not None:
@@ -96,7 +96,7 @@ class Terminal:
         before = self.session.conversation.context_tokens
         self.unanswered = question
         try:
-            # Once more, because the line editor has ended the marking of pastes.
+            # Enter this again: the line editor has switched the marking of pastes off.
             with kept_for_later(), answer_view(self.console, renders_markdown=True) as view:
                 thoughts = Thoughts(view.write)
                 self.last = answer_to(self.session, question, on_text=thoughts.add, on_token=view.count)
@@ -113,7 +113,7 @@ class Terminal:
             )
             return
         finally:
-            # Documents that did not get into the conversation go before the next question.
+            # Documents that did not enter the conversation go before the next question.
             if self.session.conversation.context_tokens > before:
                 self.waiting, self.unanswered = Question(), None
                 self.asked.append(question)
@@ -123,11 +123,11 @@ class Terminal:
         self.note(statistics_line(self.last))
 
     def note(self, text: str) -> None:
-        """Print a remark of the program's own."""
+        """Print a remark of the program."""
         self.console.print(Text(text, style="dim"))
 
     def note_waiting(self) -> None:
-        """Say which documents wait, if any."""
+        """Print which documents wait, if any."""
         documents = self.waiting.documents
         if len(documents) == 1:
             length = documents[0].characters

@@ -1,4 +1,4 @@
-"""What reasoning models write before they answer, between `<think>` and `</think>`, told from the answer."""
+"""Separates a reasoning model's thoughts, between `<think>` and `</think>`, from its answer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class Thoughts:
-    """Hands pieces of an answer on, each with whether the model thinks there; the signs themselves are left out.
+    """Passes on pieces of an answer, each marked as thought or answer; the tags themselves are removed.
 
     Args:
-        write: called with text and whether it is a thought.
+        write: called with a text and whether it is a thought.
     """
 
     def __init__(self, write: Callable[[str, bool], None]) -> None:
@@ -21,24 +21,24 @@ class Thoughts:
         self._held = ""
 
     def add(self, piece: str) -> None:
-        """Take the next piece of the text."""
+        """Add the next piece of the text."""
         text = self._held + piece
         while (sign := CLOSE if self._is_thinking else OPEN) in text:
             before, _, text = text.partition(sign)
             self._hand_on(before)
             self._is_thinking, self._begins = not self._is_thinking, True
-        # What may be the beginning of a sign waits for the rest of it.
+        # A possible beginning of a tag waits for the rest of it.
         kept = next(size for size in range(len(sign) - 1, -1, -1) if text.endswith(sign[:size]))
         self._held = text[len(text) - kept :]
         self._hand_on(text[: len(text) - kept])
 
     def end(self) -> None:
-        """There is no more."""
+        """Write the rest: the text is complete."""
         self._hand_on(self._held)
         self._held = ""
 
     def _hand_on(self, text: str) -> None:
-        # Blank lines beside a sign belong to it.
+        # Blank lines around a tag belong to it.
         text = text.lstrip("\n") if self._begins else text
         if text:
             self._begins = False

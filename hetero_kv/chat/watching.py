@@ -1,4 +1,4 @@
-"""What looks on while an answer is generated: times, stops, the text as it comes, and what it all has cost."""
+"""Observers of a generation: times, stops, streamed text, and the statistics of the turn."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hetero_kv.engine.passing_prompt import Progress
 
 # getrusage counts kilobytes, except on macOS.
 _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
-# Tokens of an answer that may be part of no stop text, and are decoded with its last ones.
+# Extra tokens to decode with an answer's last ones, which may contribute nothing to a stop text.
 _TOKENS_BESIDE = 8
 
 
@@ -28,7 +28,7 @@ class StoppedInPrefill(Exception):
 
 
 class Watch(StoppingCriteria):
-    """Times the tokens as they come, and stops generation when it is asked to."""
+    """Times the tokens as they come, and stops generation when `should_stop` says so."""
 
     def __init__(
         self, should_stop: Callable[[], bool] | None = None, on_token: Callable[[int], None] | None = None
@@ -51,10 +51,10 @@ class Watch(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.stopped, dtype=torch.bool, device=input_ids.device)
 
     def on_progress(self, report: Progress | None) -> Progress:
-        """`report`, and an exception that ends the prefill once a stop is wanted."""
+        """A callback that calls `report`, and raises StoppedInPrefill if the user stops the prefill."""
 
         def reported(layers_done: int, layers: int, tokens_done: int, tokens: int) -> None:
-            # A decode step of one token needs no report.
+            # A decode step of one token is not reported.
             if report is not None and tokens > 1:
                 report(layers_done, layers, tokens_done, tokens)
             if self.first_token is None and self._should_stop():
@@ -64,18 +64,18 @@ class Watch(StoppingCriteria):
 
 
 class StopTexts(StoppingCriteria):
-    """Ends an answer that has one of the texts.
+    """Ends an answer that contains one of the texts.
 
-    As transformers' `stop_strings` do, which take seconds to prepare for a large vocabulary.
+    Works like transformers' `stop_strings`, which take seconds to prepare for a large vocabulary.
 
     Args:
-        prompt_tokens: where the answer begins.
+        prompt_tokens: the prompt's length, after which the answer begins.
     """
 
     def __init__(self, tokenizer: Any, texts: Sequence[str], prompt_tokens: int) -> None:
         self.found = False
         self._tokenizer, self._texts, self._prompt_tokens = tokenizer, tuple(texts), prompt_tokens
-        # A token has at least a byte, but for the last one's beginning and what is skipped.
+        # Each token has at least one byte, except the last one's unfinished character and skipped tokens.
         self._tail = max((len(text.encode()) for text in texts), default=0) + _TOKENS_BESIDE
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -86,7 +86,7 @@ class StopTexts(StoppingCriteria):
 
 
 class Streamer(TextStreamer):
-    """Hands on decoded text as soon as it is certain, behind `opening`, which the prompt has for it."""
+    """Passes decoded text on as soon as it is certain, after `opening`, an answer's beginning that the prompt has."""
 
     def __init__(self, tokenizer: Any, on_text: Callable[[str], None], opening: str = "") -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -102,7 +102,7 @@ class Streamer(TextStreamer):
 def measured(
     cache: Cache, device: torch.device, watch: Watch, prompt_tokens: int, generated: int, context: int
 ) -> Statistics:
-    """What a turn cost that ends now; see Statistics for the numbers of tokens. The model computes on `device`."""
+    """The statistics of a turn that ends now; see Statistics for the token counts. The model computes on `device`."""
     now = time.perf_counter()
     first = watch.first_token or now
     is_ours = isinstance(cache, HeteroCache)
