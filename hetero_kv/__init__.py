@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Before anything loads torch: it sets how long OpenMP threads spin and which pages tensors lie in, which are read then.
+# Import this before torch: it sets OpenMP's spin time and the page size of tensors, which are read when torch loads.
 import cpu_ops  # noqa: F401
 from hetero_kv.cpus import keep_threads_within_quota
 

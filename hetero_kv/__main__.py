@@ -1,4 +1,4 @@
-"""`python -m hetero_kv`, which is `hetero-kv` wherever scripts are not on the path."""
+"""`python -m hetero_kv` is the same as `hetero-kv`, for when scripts are not on the path."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The console script `hetero-kv`: its commands, and how their errors and interruptions end.
+"""The console script `hetero-kv`: its commands, and the exit status of errors and interruptions.
 
-A command is a module with `add_flags(parser)` and `run(flags) -> exit status`, and an entry of `COMMANDS`. It is
-imported only when it is called.
+A command is a module with `add_flags(parser)` and `run(flags) -> exit status`, and an entry of `COMMANDS`. The module
+is imported only when the command is called.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from hetero_kv.printing import console, discard_rest, make_printing_safe
 from hetero_kv.settings.flags import FlagParser
 from hetero_kv.settings.setting import nearest_spelling
 
-#: Whoever read the output has gone.
+#: The exit status when the reader of the output has closed it.
 UNREAD = 1
 USER_ERROR = 2
 INTERRUPTED = 130
-# What the system says where output goes that has no room, or is no longer there.
+# System errors when the output's disk is full or its target is gone.
 _UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF})
 
 
 class Command(NamedTuple):
-    """One command: the module it lives in, and one line about it."""
+    """A command: its module, and a one-line summary."""
 
     module: str
     summary: str
@@ -48,8 +48,9 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `hetero-kv`; returns the exit status: 0, 1 where nobody reads the output, 2 for a user's mistake, 130 after
-    Ctrl-C.
+    """Run `hetero-kv`.
+
+    Returns the exit status: 0, 1 where nobody reads the output, 2 for a user's mistake, 130 after Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_command(name: str, arguments: Sequence[str], prog: str | None = None) -> int:
-    """Run one command as `main` does; `prog` is what its help calls the program."""
+    """Run one command like `main`; `prog` is the program's name in the help."""
     make_printing_safe()
     try:
         if name not in COMMANDS:
@@ -76,7 +77,7 @@ def run_command(name: str, arguments: Sequence[str], prog: str | None = None) ->
         _require_instruction_set()
         status: int = module.run(given)
         if sys.stdout is not None:
-            # What cannot be written is told here, and not by the interpreter when it ends.
+            # Flush here, so that a write error is handled below and not by the interpreter at exit.
             sys.stdout.flush()
         return status
     except HeteroKVError as error:
@@ -107,7 +108,7 @@ def run_command(name: str, arguments: Sequence[str], prog: str | None = None) ->
 
 
 def _require_instruction_set() -> None:
-    """Raise ConfigError where HETERO_KV_ISA names what this CPU cannot run, before a model is loaded."""
+    """Raise ConfigError, before a model is loaded, if HETERO_KV_ISA names instructions that this CPU lacks."""
     if not os.environ.get("HETERO_KV_ISA"):
         return
     from cpu_ops import cpu_features
@@ -119,9 +120,9 @@ def _require_instruction_set() -> None:
 
 
 def print_error(error: Exception) -> None:
-    """Print an error for the user on standard error, in red where that is a terminal."""
+    """Print an error for the user on standard error, in red on a terminal."""
     terminal = console(stderr=True)
-    # Elsewhere a line stays one.
+    # A log file gets each error on one line.
     is_one_line = not terminal.is_terminal
     terminal.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=is_one_line)
 

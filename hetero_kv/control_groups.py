@@ -1,4 +1,4 @@
-"""The control groups that Linux runs this process in, of version 1 and 2: containers bound memory and CPUs by them."""
+"""Linux control groups (version 1 and 2) of this process, by which containers bound memory and CPUs."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-#: Where the kernel describes the process that reads it.
+#: The kernel's description of the process that reads it.
 THIS_PROCESS = Path("/proc/self")
 
 
 class Group(NamedTuple):
-    """A control group that acts on a process: its `folder`, and the `version` whose file names are in it, 1 or 2."""
+    """A control group that acts on a process: its `folder`, and its `version` (1 or 2), which fixes the file names."""
 
     folder: Path
     version: int
 
     def text(self, name: str) -> str | None:
-        """What a file of the group says, without white space at its ends; None where it cannot be read."""
+        """The content of a file of the group, stripped; None if it cannot be read."""
         try:
             return (self.folder / name).read_text().strip()
-        except OSError:  # the root group has no limits, a container may not see the groups around it
+        except OSError:  # the root group has no limits, and a container may not see the groups around it
             return None
 
     def number(self, name: str) -> int | None:
-        """The whole number that a file of the group says; None where it says something else."""
+        """The whole number in a file of the group; None if it contains something else."""
         try:
             return int(self.text(name) or "")
         except ValueError:
@@ -32,11 +32,11 @@ class Group(NamedTuple):
 
 
 def control_groups(controller: str, process: Path = THIS_PROCESS) -> Iterator[Group]:
-    """The groups in which a controller acts on a process, and those around them, which bound it too.
+    """The groups in which a controller acts on a process, and their ancestors, which bound it too.
 
     Args:
         controller: `memory` or `cpu`.
-        process: its folder in /proc.
+        process: the process's folder in /proc.
     """
     try:
         memberships = (process / "cgroup").read_text().splitlines()
@@ -61,7 +61,7 @@ def control_groups(controller: str, process: Path = THIS_PROCESS) -> Iterator[Gr
 
 
 def _mounted(mounts: list[str], filesystem: str, option: str | None) -> Iterator[tuple[Path, Path]]:
-    """(root within the file system, mount point) of mounts, from the lines of /proc/self/mountinfo."""
+    """(root within the file system, mount point) of the mounts, from the lines of /proc/self/mountinfo."""
     for line in mounts:
         place, _, kind = line.partition(" - ")
         fields, (name, _, options) = place.split(), kind.split(maxsplit=2)

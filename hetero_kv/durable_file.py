@@ -1,4 +1,4 @@
-"""Files that appear complete or not at all, and that a power cut does not take back."""
+"""Writes files that appear complete or not at all, and survive a power cut."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-#: What is added to a file's name while it is written. One that a killed process left is written over by the next.
+#: Suffix of a file while it is written. The next write overwrites one that a killed process left.
 PARTIAL = ".partial"
 
-# File systems without directories of their own to write out say so in one of these ways.
+# Errors of file systems that cannot sync a directory.
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
 def write_atomically(path: Path, content: str | bytes, *, replaces: bool = True) -> None:
-    """Write `path` through a file beside it that takes its name once all of it is on the disk.
+    """Write `path` through a temporary file in the same folder, which is renamed once it is on the disk.
 
-    Its permissions are those that the process's umask leaves. Processes that write the same file do so one by one.
+    The umask decides its permissions. Processes that write the same file wait for each other.
 
     Args:
         content: bytes, or text that is written as UTF-8.
-        replaces: whether a file that is there gives way; without, it stays as it is.
+        replaces: whether an existing file is replaced; if not, it stays.
 
     Raises:
-        OSError: it cannot be written, as on a full disk. What was there is untouched, and nothing is left beside it.
+        OSError: it cannot be written, as on a full disk. An existing file is unchanged, and no temporary file remains.
     """
     encoded = content.encode() if isinstance(content, str) else content
     write_pieces_atomically(path, [encoded], replaces=replaces)
 
 
 def write_pieces_atomically(path: Path, pieces: Iterable[bytes | memoryview], *, replaces: bool = True) -> None:
-    """As `write_atomically`, of what `pieces` gives one after the other; what it raises leaves the file as it was."""
+    """Like `write_atomically`, of the pieces in order. If `pieces` raises, the file is unchanged."""
     partial = path.with_name(path.name + PARTIAL)
     descriptor = _locked(partial)
     try:
@@ -56,9 +56,9 @@ def write_pieces_atomically(path: Path, pieces: Iterable[bytes | memoryview], *,
 
 
 def move_durably(source: Path, target: Path) -> None:
-    """Give a finished file its name, in place of what has it now; after a power cut it is there, with its content.
+    """Rename a finished file, replacing `target`; after a power cut it exists with its content.
 
-    Raises OSError; `target` is as it was then, unless only the writing out of its folder failed.
+    Raises OSError. `target` is unchanged then, unless only syncing its folder failed.
     """
     descriptor = os.open(source, os.O_RDONLY)
     try:
@@ -70,7 +70,7 @@ def move_durably(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where the file system can say so. Raises OSError."""
+    """Wait until the names in a folder are on the disk, if the file system supports it. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -82,12 +82,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def _locked(partial: Path) -> int:
-    """A descriptor of the file `partial`, which no other process writes to until it is closed."""
+    """A locked descriptor of the file `partial`: no other process writes to it until it is closed."""
     while True:
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # Whoever had the lock before has renamed the file or removed it: then this is another file by now.
+            # The lock's last owner has renamed or removed the file: `partial` may be another file now.
             if os.path.samestat(os.fstat(descriptor), os.stat(partial, follow_symlinks=False)):
                 return descriptor
         except FileNotFoundError:

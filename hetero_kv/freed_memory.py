@@ -1,4 +1,4 @@
-"""Memory that was freed and is still the process's: glibc's own ways; other systems are left as they are."""
+"""Controls what glibc's malloc does with freed memory; does nothing on other systems."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-# Of mallopt(3).
+# Parameters of mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
-# The largest threshold that glibc takes, and comes to by itself, and how many mappings it makes.
+# glibc's largest threshold, which it also reaches by itself, and its default number of mappings.
 _LARGEST_THRESHOLD, _MAPPINGS = 32 << 20, 65536
-# By which users say themselves what is to be kept.
+# Environment variables by which users tune malloc themselves.
 _SAID = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES"
 
 
@@ -28,7 +28,10 @@ def _library() -> Any:
 
 
 def give_back_freed_memory() -> None:
-    """Give the operating system what was freed. glibc keeps it: after a conversion of weights more than they take."""
+    """Return freed memory to the operating system.
+
+    glibc keeps it: after a conversion of weights more than the weights take.
+    """
     library = _library()
     if library is not None:
         library.malloc_trim(0)
@@ -36,11 +39,11 @@ def give_back_freed_memory() -> None:
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """Within this context, what is freed stays for the next who asks, of any size; the caller gives it back.
+    """Within this context, freed memory of any size stays with the process for reuse; the caller returns it.
 
-    What a layer makes of a prompt's chunk is freed when the next one is made, which is as large. By itself glibc gives
-    what is large back at once, and gets it anew: a fault for each page, which the system clears first. Where something
-    is raised, it is given back at once.
+    A layer frees the intermediate tensors of a prompt's chunk when it makes those of the next, which are as large. By
+    default glibc returns large ones to the system at once and maps them again, and the system clears each page on its
+    first fault. An exception returns the memory at once.
     """
     library = _library()
     if library is None or any(os.environ.get(name) for name in _SAID):
@@ -54,7 +57,7 @@ def freed_memory_kept() -> Iterator[None]:
         library.malloc_trim(0)
         raise
     finally:
-        # A threshold that was set no longer grows by itself: these are what it grows to.
+        # A threshold that was set no longer grows by itself: set the values that it grows to.
         library.mallopt(_MMAP_MAX, _MAPPINGS)
         library.mallopt(_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
         library.mallopt(_TRIM_THRESHOLD, 2 * _LARGEST_THRESHOLD)

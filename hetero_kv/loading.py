@@ -1,4 +1,4 @@
-"""The front door for Python, the chat and evaluations: a model by its name, with rules in it and ready to answer."""
+"""Loads a model by name, with rules injected: the entry point for Python, the chat and evaluations."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ def load_model(
     progress: ProgressReport | None = None,
     **settings: Any,
 ) -> LoadedModel:
-    """Load a model; with `config`, as the chat does: rules put in, weights packed as stored, kernels compiled.
+    """Load a model. With `config`, inject the rules, keep packed weights as stored, and compile the kernels.
 
     Args:
-        name_or_path, gguf_path, dtype, device, trust_remote_code, progress: as of `hetero_kv.models.load_model`;
-            kernels are reported too, in modules done and modules in all.
-        config: a recipe's name, the path of a rules file, either with settings of its own
+        name_or_path, gguf_path, dtype, device, trust_remote_code, progress: see `hetero_kv.models.load_model`;
+            `progress` also reports kernels, as modules done and modules in total.
+        config: a recipe's name, the path of a rules file, either with its own settings
             (`"quest:second_block_count=64"`), or rules that were read. None leaves the model as transformers has it,
-            its weights unpacked.
-        trust_rules: modules of the user's own whose operators the rules may name (`load_rules`).
-        settings_file: settings that the rules win over.
-        settings: settings that win over the rules, under their own names: `max_seq_len=32768`, `kv_type="Q8_0"`,
-            `threads_num=4`, … (docs/configuration.md).
+            with unpacked weights.
+        trust_rules: the user's modules whose operators the rules may name (`load_rules`).
+        settings_file: settings that the rules override.
+        settings: settings that override the rules, by name: `max_seq_len=32768`, `kv_type="Q8_0"`, `threads_num=4`, …
+            (docs/configuration.md).
 
     With `config`, torch and the kernels use `threads_num` threads from then on, in the whole process.
 
     Raises:
-        ConfigError: a mistake in the rules or in a setting, or settings without `config`; before the model is opened.
-        ModelError: the model cannot be found, fetched or loaded as asked.
+        ConfigError: a mistake in the rules or a setting, or settings without `config`; raised before opening the model.
+        ModelError: the model cannot be found, fetched or loaded in this form.
         HeteroKVError: the rules do not fit the model.
     """
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "gguf_path": gguf_path,
         "dtype": dtype,
         "device": device,
@@ -62,9 +62,9 @@ def load_model(
     }
     if config is None:
         _refuse_without_config("load_model", settings)
-        return models.load_model(name_or_path, **asked)
+        return models.load_model(name_or_path, **arguments)
     rules: dict[str, Any] = {"config": config, "trust_rules": trust_rules, "settings_file": settings_file}
-    return open_model(name_or_path, **asked, **rules, **settings).load()
+    return open_model(name_or_path, **arguments, **rules, **settings).load()
 
 
 def open_model(
@@ -80,14 +80,15 @@ def open_model(
     progress: ProgressReport | None = None,
     **settings: Any,
 ) -> OpenedModel:
-    """As `load_model`, without the weights yet: `load()` loads them, and compiles the kernels meanwhile and behind.
+    """Like `load_model`, but without weights: `load()` loads them, and compiles the kernels during and after that.
 
-    Without `config` rules can be put in before the weights come (`inject`), so that nothing is unpacked which an
-    operator keeps packed; `weights_device` is the one setting then (`hetero_kv.models.open_model`).
+    Without `config`, rules can be injected before the weights are loaded (`inject`), so that weights which an
+    operator keeps packed are never unpacked. `weights_device` is the only setting then
+    (`hetero_kv.models.open_model`).
 
-    Raises as `load_model`.
+    Raises the errors of `load_model`.
     """
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "gguf_path": gguf_path,
         "dtype": dtype,
         "device": device,
@@ -96,12 +97,12 @@ def open_model(
     }
     if config is None:
         _refuse_without_config("open_model", settings.keys() - {"weights_device"})
-        return models.open_model(name_or_path, **asked, **settings)
+        return models.open_model(name_or_path, **arguments, **settings)
     chosen = config_in(config, trust_rules)
     command_line = chosen.command_line(settings)
     engine = chosen.rules.engine_settings(command_line=command_line, settings_file=settings_file)
     set_threads(engine.resolved_threads())
-    opened = models.open_model(name_or_path, **asked, weights_device=engine.weights_device)
+    opened = models.open_model(name_or_path, **arguments, weights_device=engine.weights_device)
     injection = inject(opened.model, chosen.rules, command_line=command_line, settings_file=settings_file)
 
     def load_weights() -> None:

@@ -1,4 +1,4 @@
-"""What a rule can put into a model, one file per operator."""
+"""The operators that a rule can inject into a model, one file each."""
 
 from hetero_kv.adapter.chunked_decoder_layer import ChunkedDecoderLayer
 from hetero_kv.adapter.chunked_module import ChunkedModule

@@ -1,4 +1,4 @@
-"""Bytes of a file as text: UTF-8, or what a byte order mark at their beginning says."""
+"""Decodes a file's bytes as text: UTF-8, or the encoding that a byte order mark names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import codecs
 
 from hetero_kv.errors import ConfigError
 
-# UTF-32 first: its mark begins with that of UTF-16.
+# UTF-32 comes first: its mark begins with that of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),
@@ -14,24 +14,24 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-# Of the first bytes of a text, how many are zero in UTF-16 where a script has its characters in one byte each.
+# How many first bytes to check, and the share of zeros in UTF-16 text of a script whose characters fit into one byte.
 _LOOKED_AT, _ZEROS = 1024, 0.4
 
 
 def marked_encoding(beginning: bytes) -> str | None:
-    """The encoding that a byte order mark names, as Python spells it; None without one."""
+    """The encoding that a byte order mark names, in Python's spelling; None without a mark."""
     return next((encoding for mark, encoding in _MARKS if beginning.startswith(mark)), None)
 
 
 def is_wide(beginning: bytes) -> bool:
-    """Whether a byte order mark says that zeros are parts of characters: UTF-16 or UTF-32."""
+    """Whether a byte order mark names UTF-16 or UTF-32, in which zero bytes are parts of characters."""
     return (marked_encoding(beginning) or "utf-8") != "utf-8"
 
 
 def decoded(content: bytes, name: str) -> str:
-    """The text, without its mark; `name` is the file's in errors.
+    """The text without its byte order mark; `name` is the file's name in errors.
 
-    Raises ConfigError where it is no text of that encoding, and where it has characters that no text has.
+    Raises ConfigError if the bytes are not valid in that encoding, or contain a zero character.
     """
     encoding = marked_encoding(content) or "utf-8"
     mark = next((mark for mark, named in _MARKS if named == encoding and content.startswith(mark)), b"")
@@ -50,7 +50,7 @@ def decoded(content: bytes, name: str) -> str:
 
 
 def binary(content: bytes, place: int, name: str) -> str:
-    """What an error says of a file with a zero byte at `place`, whose beginning is `content`."""
+    """The error text for a file with a zero byte at `place`; `content` is its beginning."""
     beginning = content[:_LOOKED_AT]
     shares = [(part := beginning[first::2]).count(0) / max(1, len(part)) for first in (0, 1)]
     if not is_wide(beginning) and max(shares) > _ZEROS and min(shares) < 1 - _ZEROS:

@@ -1,4 +1,4 @@
-"""How many threads compute: torch's matrix products and the kernels, which share one OpenMP pool."""
+"""Sets the number of compute threads: torch's matrix products and the kernels share one OpenMP pool."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from cpu_ops.threads import at_most
 
 
 def set_threads(threads: int) -> None:
-    """Let torch and the kernels that are called from here use `threads` threads from now on.
+    """Set the number of threads of torch, and of the kernels that this thread calls, to `threads`.
 
-    A kernel that nobody told runs on as many as Numba is set to; and as the pool is torch's too, that becomes torch's
-    number.
+    Without this, a kernel runs on Numba's default number. The pool is torch's too, so that number would become
+    torch's.
     """
-    # First: it starts Numba's threads, which have torch use as many.
+    # First: this starts Numba's threads, which sets torch's number to Numba's.
     numba.set_num_threads(at_most(threads))
     torch.set_num_threads(threads)
