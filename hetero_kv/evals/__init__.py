@@ -1,4 +1,4 @@
-"""The evaluation harness: quality of every method, on the tasks of the papers and on the user's own texts."""
+"""The evaluation harness: the quality of every method, on tasks of papers and on the user's texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How sure a mean is: the percentile bootstrap."""
+"""Confidence interval of a mean by the percentile bootstrap."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 RESAMPLES = 10_000
 CONFIDENCE = 0.95
 
-# Bounds the memory of the drawn samples.
+# Bounds the memory of the resamples.
 _DRAWN_AT_ONCE = 4_000_000
 
 
 def mean_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """The interval that covers 95 % of the means of `values` drawn anew with replacement, 10,000 times.
+    """The interval of 95 % of the means of 10,000 resamples of `values`, drawn with replacement.
 
-    Of few values it is too narrow, and of equal ones it has no width: it knows nothing of what was not seen.
+    It is too narrow for few values, and has no width for equal ones: it knows only the values seen.
 
-    Raises ValueError when there are no values.
+    Raises ValueError without values.
     """
     if not values:
         raise ValueError("no values")

@@ -1,4 +1,4 @@
-"""How much a method attends to."""
+"""The number of tokens that a method attends to."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from hetero_kv.rules.injection import Injection
 
 
 def attended_tokens(injection: Injection, length: int) -> float:
-    """Tokens that a decode step attends to behind a prompt of `length` tokens, the mean over the model's layers.
+    """Tokens that a decode step attends to after a prompt of `length` tokens, the mean over the model's layers.
 
-    Where each step decides how many (retrieval's `target_mass`) it is the most that they may be.
-    Layers without an operator attend to everything, or to the model's own window; those that are no attention do not
+    Where each step chooses the number (retrieval's `target_mass`), it is the most that a step may attend to.
+    Layers without an operator attend to all tokens, or to the model's sliding window. Layers without attention do not
     count.
     """
     config = bridge.text_config(injection.model)

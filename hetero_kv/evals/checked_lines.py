@@ -1,4 +1,4 @@
-"""A line of results with a checksum of its own, which shows where a line was edited or damaged."""
+"""Lines of results with a checksum each, which reveals edits and damage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-#: Levels of lists and objects in what is read; results and samples have fewer than ten.
+#: The deepest nesting of lists and objects that is read; results and samples have fewer than ten levels.
 MOST_DEPTH = 64
 
 _CHECKSUM = re.compile(r', "checksum": "([0-9a-f]{16})"\}')
@@ -15,17 +15,17 @@ _CHECKSUM_LENGTH = len(', "checksum": ""}') + 16
 
 
 def with_checksum(line: str) -> str:
-    """A JSON object of one line, with a checksum of it as its last field."""
+    """A JSON object on one line, with its checksum as the last field."""
     return f'{line[:-1]}, "checksum": "{_checksum(line)}"}}'
 
 
 def without_checksum(line: str, *, is_required: bool) -> str:
-    """The line that `with_checksum` was given.
+    """The line before `with_checksum`.
 
     Args:
-        is_required: whether a line has to have one; folders of earlier versions have lines without.
+        is_required: whether a line must have a checksum; folders of earlier versions have lines without.
 
-    Raises ValueError where the checksum is missing or is that of another line.
+    Raises ValueError if the checksum is missing or does not match the line.
     """
     found = _CHECKSUM.fullmatch(line, max(0, len(line) - _CHECKSUM_LENGTH))
     if found is None:
@@ -43,7 +43,7 @@ def _checksum(line: str) -> str:
 
 
 def parsed(text: str | bytes) -> Any:
-    """What a text of JSON holds. Raises ValueError where it is none, or is nested more than `MOST_DEPTH` deep."""
+    """The value of a JSON text. Raises ValueError if it is not JSON, or is nested more than `MOST_DEPTH` deep."""
     try:
         value = json.loads(text)
     except RecursionError as error:

@@ -1,4 +1,4 @@
-"""Two runs side by side: per task the mean difference over the samples that both answered, and how sure it is."""
+"""Compares two runs: per task the mean difference over the samples that both answered, with its interval."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from hetero_kv.settings.setting import nearest_spelling
 
 @dataclass(frozen=True)
 class Comparison:
-    """One task under one method of each run.
+    """A task under one method of each run.
 
     Attributes:
-        method_a, method_b: the methods that are held against each other.
+        method_a, method_b: the compared methods.
         pairs: samples that both answered.
-        unpaired: samples that only one of them answered.
+        unpaired: samples that only one run answered.
         mean_a, mean_b: mean scores over the pairs.
         difference: mean of b - a over the pairs.
-        interval: of the mean difference, 95 %, percentile bootstrap.
-        better, worse: pairs in which b scored more, and less, than a.
+        interval: the 95 % interval of the mean difference, by percentile bootstrap.
+        better, worse: the pairs in which b scores more, and less, than a.
     """
 
     task: str
@@ -43,19 +43,19 @@ class Comparison:
 
     @property
     def is_certain(self) -> bool:
-        """Whether the interval leaves out 0."""
+        """Whether the interval excludes 0."""
         return not self.interval[0] <= 0 <= self.interval[1]
 
 
 def compare(run_a: str | Path, run_b: str | Path) -> list[Comparison]:
-    """The methods of two runs against each other, task by task.
+    """Compare the methods of two runs, task by task.
 
-    A run is a folder, or `FOLDER:METHOD` for one of its methods alone. Methods of the same name are compared; where
-    each run has a single one, the baseline not counted, these two are, whatever they are called.
+    A run is a folder, or `FOLDER:METHOD` for one of its methods. Methods of the same name are compared; two methods of
+    different names are compared if each run has only that one, apart from the baseline.
 
     Raises:
-        HeteroKVError: a folder without a run, an unknown method, runs without a sample in common, or samples of the
-            same name with different prompts (other seeds, lengths or files).
+        HeteroKVError: a folder without a run, an unknown method, runs without a common sample, or samples of the same
+            name with different prompts (other seeds, lengths or files).
     """
     a, b = _read(run_a), _read(run_b)
     found = []
@@ -81,7 +81,7 @@ class _Answers:
 
 def _read(run: str | Path) -> _Answers:
     folder, colon, method = str(run).partition(":")
-    # A folder's own name may have a colon in it.
+    # A folder's name may contain a colon.
     if os.path.isdir(str(run)):
         folder, colon, method = str(run), "", ""
     settings = read_settings(Path(folder))["settings"]
@@ -113,7 +113,7 @@ def _paired_methods(a: _Answers, b: _Answers) -> list[tuple[str, str]]:
 
 
 def _common(task: str, of_a: Mapping[str, Result], of_b: Mapping[str, Result]) -> list[str]:
-    """The samples of a task that both answered; the same prompt in both."""
+    """The samples of a task that both runs answered. Raises HeteroKVError if a sample's prompts differ."""
     common = [sample for sample, result in of_a.items() if result.task == task and sample in of_b]
     for sample in common:
         if of_a[sample].prompt != of_b[sample].prompt:

@@ -1,4 +1,4 @@
-"""The methods of a run: what `--config` names, and which of the run's settings each of them takes."""
+"""The methods of a run: the names in `--config`, and the run's settings that each method takes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hetero_kv.rules.recipes import display
 BASELINE = "full"
 
 
-#: A method: what `--config` names, and what results and tables call it.
+#: A method: the rules that `--config` names, and its name in results and tables.
 ConfigSpec = NamedConfig
 
 
 def config_words(text: str | None) -> tuple[str, ...]:
-    """The methods that a list written with commas names; a number behind a setting's value goes on with its list.
+    """The methods in a comma-separated list; a number after a setting's value continues that value's list.
 
     Raises ConfigError for an empty item.
     """
@@ -39,14 +39,14 @@ def config_words(text: str | None) -> tuple[str, ...]:
 def config_specs(words: Sequence[str], trust_rules: Collection[str] = ()) -> list[ConfigSpec]:
     """The methods that `words` name, each `FILE` or `FILE:setting=value:setting=value`.
 
-    A method is called as its file is, without folder and suffix, and with its settings.
+    A method's name is its file's name, without folder and suffix, followed by its settings.
 
     Args:
-        trust_rules: as `load_rules` has them.
+        trust_rules: see `load_rules`.
 
     Raises:
-        ConfigError: a file that is not there or has mistakes, an unknown setting or value, one that the method does not
-            take, or two methods of one name.
+        ConfigError: a missing or faulty file, an unknown setting or value, a setting that the method does not take, or
+            two methods of one name.
     """
     specs: dict[str, ConfigSpec] = {}
     for word in words:
@@ -62,7 +62,7 @@ def config_specs(words: Sequence[str], trust_rules: Collection[str] = ()) -> lis
 
 
 def require_effect_somewhere(settings: Mapping[str, Any], specs: Sequence[ConfigSpec]) -> None:
-    """Raise ConfigError for one of the `settings` given for all methods that none of them takes."""
+    """Raise ConfigError if one of the `settings` for all methods has no effect in any of them."""
     known = registered_owners(rule.operator for spec in specs for rule in spec.rules.rules if rule.operator)
     in_place = [owner for spec in specs for owner in spec.rules.owners({**settings, **spec.settings})]
     rules = ", ".join(spec.rules.file.name for spec in specs) or "the untouched model"
@@ -70,12 +70,12 @@ def require_effect_somewhere(settings: Mapping[str, Any], specs: Sequence[Config
 
 
 def settings_for(spec: ConfigSpec, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What wins over a method's rules: of the `settings` for all methods those that it takes, and its own over them."""
+    """The settings that override a method's rules: those of the run that it takes, overridden by the method's own."""
     return taken_by(settings, spec.rules.owners({**settings, **spec.settings})) | spec.settings
 
 
 def settings_in_force(spec: ConfigSpec, injection: Injection) -> dict[str, Any]:
-    """A method as plain data, operators of equal settings taken together; nothing that depends on the machine."""
+    """A method as plain data, operators grouped by settings; independent of the machine."""
     operators: list[dict[str, Any]] = []
     for path, (name, settings) in injection.report().items():
         values = None if settings is None else asdict(settings)  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""A loaded model with the methods it is run under: rules put in and taken out, a prompt's prefill done once for all."""
+"""A loaded model under several methods: injects and ejects their rules, and shares the prefill of a prompt."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from hetero_kv.rules.injection import Injection, eject, inject
 
 
 class Prompt:
-    """A sample's first turn as tokens, and its prefill, recorded when a method first asks for it.
+    """A sample's first turn as tokens, and its prefill, recorded when a method first needs it.
 
     Attributes:
-        tokens: of the prompt.
-        capacity: tokens that a cache must hold for the whole sample.
-        question: how many of the last tokens ask what comes before; None where nobody says.
+        tokens: the prompt's tokens.
+        capacity: tokens that a cache must have room for, for the whole sample.
+        question: how many of the last tokens are the question about the earlier ones; None if unknown.
     """
 
     def __init__(self, tokens: Sequence[int], capacity: int, question: int | None = None) -> None:
@@ -51,10 +51,10 @@ class Prefilled:
     """A prompt in a model's cache.
 
     Attributes:
-        model: with the method's rules in it.
+        model: the model with the method's rules injected.
         logits: [1, vocab] after the prompt's last token.
-        seconds: of the prefill.
-        shared: whether the prefill was computed once for several methods.
+        seconds: the prefill's duration.
+        shared: whether several methods share the computation of the prefill.
     """
 
     model: Any
@@ -76,22 +76,21 @@ class _Method:
 
 
 class ConfiguredModel:
-    """A model under several configurations, and untouched as the baseline.
+    """A model under several configurations, and without rules as the baseline.
 
     Args:
-        loaded: the model; it has no rules injected, and has none again after every method.
+        loaded: the model, without rules; it is without rules again after every method.
         configs: the methods.
-        baseline: whether the untouched model is one of them, under the name "full". It prefills and answers with
+        baseline: whether to include the untouched model, under the name "full". It prefills and answers with
             transformers alone.
         share_baseline: let the untouched model start from the recorded prefill too, which saves a prefill per sample;
             its attention is the same up to rounding.
-        measure_recall: let tasks that can measure the attention mass which a method covers; its steps take longer then.
-        settings: win over every rules file's whose operators take them, but not over what a config was given for
-            itself.
-        settings_file: every config wins over these.
+        measure_recall: let tasks measure the attention mass that a method covers, which makes its steps slower.
+        settings: override the rules files of all configs whose operators take them, but not a config's own settings.
+        settings_file: every config overrides these.
 
     Raises:
-        HeteroKVError: rules that do not fit the model, or nothing to run.
+        HeteroKVError: rules that do not fit the model, or no method at all.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class ConfiguredModel:
         self._settings_file = dict(settings_file or {})
         self._methods = {spec.name: self._prepared(spec) for spec in configs}
 
-    # -- what a run asks
+    # -- the interface of Subject
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -126,11 +125,11 @@ class ConfiguredModel:
 
     @property
     def exact_methods(self) -> tuple[str, ...]:
-        """The methods, the baseline not counted, that prefill every turn with full attention in every layer."""
+        """The methods, without the baseline, that prefill every turn with full attention in every layer."""
         return tuple(name for name, method in self._methods.items() if method.continues_exactly)
 
     def described(self) -> dict[str, Any]:
-        """See Subject: the model, and every setting in force."""
+        """See Subject: the model, and all settings in force."""
         model = {
             "model": self.loaded.name,
             "dtype": str(self.loaded.model.dtype).removeprefix("torch."),
@@ -144,15 +143,15 @@ class ConfiguredModel:
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens that a sample may have: the least that a method can store, or what the model was made for."""
+        """The most tokens of a sample: the methods' smallest capacity, else the model's training context length."""
         limits = [method.max_seq_len for method in self._methods.values()]
-        wanted = self._overrides.get("max_seq_len")
-        if isinstance(wanted, int):
-            limits.append(wanted)
+        override = self._overrides.get("max_seq_len")
+        if isinstance(override, int):
+            limits.append(override)
         return min(limits, default=self.loaded.context_length)
 
     def refusal(self, sample: Sample) -> str | None:
-        """See Subject: a sample that does not fit into `max_seq_len`."""
+        """See Subject: refuses a sample that exceeds `max_seq_len`."""
         characters, most = sum(map(len, sample.turns)), self.max_seq_len * CHARACTERS_OF_A_TOKEN
         if characters > most:
             return (
@@ -168,16 +167,16 @@ class ConfiguredModel:
         )
 
     def count_tokens(self, text: str) -> int:
-        """Tokens of a text, without a chat template and special tokens."""
+        """The number of tokens of a text, without chat template and special tokens."""
         return len(self.encoded(text))
 
     def encoded(self, text: str) -> list[int]:
-        """A text's tokens, without special tokens."""
+        """The tokens of a text, without special tokens."""
         return self.turns.text(text)
 
     @cached_property
     def template_tokens(self) -> int:
-        """Tokens that the chat template puts around a question."""
+        """The number of tokens that the chat template adds to a question."""
         return len(self.turns.first("?")) - self.count_tokens("?")
 
     def prompt(self, sample: Sample) -> Prompt:
@@ -187,7 +186,7 @@ class ConfiguredModel:
         following = sum(len(self._following(sample, turn, None)) for turn in sample.turns[1:])
         prefix = self.encoded(sample.answer_prefix)
         question = None
-        # A raw prompt of which nobody says what it asks is a text to go on with.
+        # A raw prompt without a known question is a text to continue.
         if sample.question or not sample.raw_prompt:
             question = self.turns.question(tokens, first, sample.question or None, is_raw=sample.raw_prompt)
         tokens = [*tokens, *prefix]
@@ -204,7 +203,7 @@ class ConfiguredModel:
     # -- running
 
     def answers(self, sample: Sample, methods: Sequence[str]) -> Iterator[Outcome]:
-        """See Subject: greedy answers; in a sample of several turns each is kept in the conversation."""
+        """See Subject: greedy answers; all turns of a sample are one conversation."""
         prompt = self.prompt(sample)
         for method in methods:
             with self.prefilled(method, prompt) as ready:
@@ -216,12 +215,12 @@ class ConfiguredModel:
         prefill_s, decode_s, answer = ready.seconds, 0.0, None
         for turn in sample.turns:
             if answer is not None:
-                asked = self._following(sample, turn, answer.tokens[-1])
+                turn_tokens = self._following(sample, turn, answer.tokens[-1])
                 start = time.perf_counter()
-                # The last token of an answer is not in the cache yet.
-                logits = last_logits(ready.model, [answer.tokens[-1], *asked], ready.cache, len(asked))
+                # The cache does not have the last token of an answer yet.
+                logits = last_logits(ready.model, [answer.tokens[-1], *turn_tokens], ready.cache, len(turn_tokens))
                 prefill_s += time.perf_counter() - start
-                prompt_tokens += len(asked)
+                prompt_tokens += len(turn_tokens)
             answer = greedy(ready.model, ready.cache, logits, sample.max_new_tokens, self.ends)
             predictions.append(self.loaded.tokenizer.decode(answer.tokens, skip_special_tokens=True))
             generated_tokens += len(answer.tokens)
@@ -241,13 +240,13 @@ class ConfiguredModel:
 
     @contextmanager
     def prefilled(self, method: str, prompt: Prompt, *, measure_recall: bool = False) -> Iterator[Prefilled]:
-        """The prompt in a cache of `method`, whose rules are in the model while the context is open.
+        """Yield the prompt in a cache of `method`, whose rules stay in the model while the context is open.
 
         Args:
-            measure_recall: measure the attention mass that the method covers.
+            measure_recall: whether to measure the attention mass that the method covers.
 
         Raises:
-            OutOfMemoryError: the prompt does not fit into the memory that is free.
+            OutOfMemoryError: the prompt does not fit into the free memory.
         """
         model = self.loaded.model
         if method == BASELINE:
@@ -256,7 +255,7 @@ class ConfiguredModel:
         prepared = self._methods[method]
         if prepared.shares_prefill:
             self._record(prompt)
-        # `_prepared` has compiled their kernels.
+        # `_prepared` has already compiled the kernels.
         self._inject(prepared.spec, measure_recall).preparation.skip()
         try:
             if prepared.shares_prefill:
@@ -305,17 +304,17 @@ class ConfiguredModel:
         return inject(self.loaded.model, spec.rules, command_line=wins, settings_file=self._settings_file)
 
     def _prepared(self, spec: ConfigSpec) -> _Method:
-        """What there is to know of a method before it runs; its kernels are compiled."""
+        """A method's properties, found by injecting its rules once; this also compiles its kernels."""
         injection = self._inject(spec)
         try:
             _require_same_weights(injection, spec)
             injection.compile_kernels()
-            watched = max((operator.observed_queries for operator in injection.attention_operators()), default=0)
+            observed = max((operator.observed_queries for operator in injection.attention_operators()), default=0)
             return _Method(
                 spec,
                 shares_prefill(injection),
                 all(each.prefills_exactly and each.continues_exactly for each in injection.operators.values()),
-                max(1, watched),
+                max(1, observed),
                 injection.engine.chunk_size,
                 injection.max_seq_len(),
                 settings_in_force(spec, injection),
@@ -324,7 +323,7 @@ class ConfiguredModel:
             eject(self.loaded.model)
 
     def attended(self, method: str, length: int) -> float | None:
-        """Tokens that a step attends to after `length` tokens, the mean over layers; None where it is not known."""
+        """Tokens that a step attends to after `length` tokens, the mean over layers; None if unknown."""
         if method == BASELINE:
             return float(length)
         injection = self._inject(self._methods[method].spec)
@@ -335,7 +334,7 @@ class ConfiguredModel:
 
 
 def _require_same_weights(injection: Injection, spec: ConfigSpec) -> None:
-    """Raise ConfigError where weights are changed: methods share one model, and rounded numbers stay rounded."""
+    """Raise ConfigError if rules quantise weights: methods share one model, and the rounding could not be undone."""
     for operator in injection.operators.values():
         if isinstance(operator, QuantizedModule) and not operator.waits_for_blocks():
             raise ConfigError(

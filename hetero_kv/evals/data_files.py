@@ -1,4 +1,4 @@
-"""Public data files as they are published: JSON lines, gzipped or not, of any registered format."""
+"""Reads public data files as published: JSON lines of any registered format, also gzipped."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LONGEST_REASON = 500
 
 @dataclass(frozen=True)
 class DataFile:
-    """What a data file holds.
+    """The samples of a data file.
 
     Attributes:
-        path: of the file.
+        path: the file's path.
         samples: one per usable line, in order.
-        skipped: the other lines: their number, from 1, and why they are of no use. Empty lines are not counted.
+        skipped: the unusable lines, as number (from 1) and reason. Empty lines are not counted.
     """
 
     path: Path
@@ -35,7 +35,7 @@ def read_data_file(path: str | Path) -> DataFile:
     """The samples of a data file; the format is recognised from each line's fields.
 
     Raises:
-        HeteroKVError: a file that cannot be read, is more than a run can be made of, or has no usable line.
+        HeteroKVError: a file that cannot be read, exceeds the limits of a run, or has no usable line.
     """
     path = Path(path)
     data_file = DataFile(path)

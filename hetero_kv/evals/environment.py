@@ -1,4 +1,4 @@
-"""Where a run was made: what its figures, but not its settings, depend on."""
+"""The environment of a run: what its speed and memory, but not its settings, depend on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("hetero-kv", "torch", "transformers", "numba", "numpy")
 
 
 def environment(command_line: str | None, device: torch.device | None = None) -> dict[str, Any]:
-    """Versions, processor, threads and the GPU, as plain data; `device` is where the model computes, where known."""
+    """Versions, processor, threads and the GPU, as plain data; `device` is the model's, if known."""
     return {
         "command_line": command_line,
         "python": platform.python_version(),

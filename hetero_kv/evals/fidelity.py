@@ -1,4 +1,4 @@
-"""Fidelity to full attention on any text: no labels are needed, only the user's own prompts."""
+"""Fidelity to full attention on any text: it needs no labels, only the user's prompts."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from hetero_kv.evals.text_windows import text_windows
 
 
 class Fidelity(LogitsTask):
-    """The untouched model's greedy continuation, forced through each method.
+    """Teacher forcing of the untouched model's greedy continuation through each method.
 
     Prompts are the user's files, each whole, as a question in the chat template; without files, passages of the
-    haystack, which the model goes on with. The score is the share of decoded tokens whose likeliest next token is full
-    attention's; the Kullback-Leibler divergence of the next token's distribution and, per layer, the share of the
-    attention mass that the method covered go with it. The untouched model is held against itself: its score is 1.
+    haystack, which the model continues. The score is the share of decoded tokens whose most likely next token is full
+    attention's. Details are the Kullback-Leibler divergence of the next token's distribution, and per layer the share
+    of the attention mass that the method covers. The untouched model's score is 1.
     """
 
     name = "fidelity"
     meaning = "agreement with the untouched model on its own continuation of your texts: top-1, KL, block recall"
 
     def require_methods(self, request: LogitsTaskRequest, model: ConfiguredModel) -> None:
-        """See LogitsTask: a file is asked whole, and one that does not fit is not left out of what was asked for."""
+        """See LogitsTask: raises ConfigError for a file that does not fit, instead of leaving it out."""
         for file in request.prompt_files:
             if reason := model.refusal(self._sample(request, file.name, 0, file.text)):
                 raise ConfigError(f"prompt_file {file.name!r} cannot be asked: {reason}")
@@ -61,7 +61,7 @@ class Fidelity(LogitsTask):
         prompt = model.prompt(sample)
         with model.prefilled(BASELINE, prompt) as ready:
             continuation, cost = _continuation(model, sample, ready)
-        # What the untouched model stored is in the way of what the methods will.
+        # Free the untouched model's cache before the methods allocate theirs.
         del ready
         text = model.loaded.tokenizer.decode(list(continuation.tokens), skip_special_tokens=True)
         for method in methods:
@@ -73,7 +73,7 @@ class Fidelity(LogitsTask):
                 found = force(ready.model, ready.cache, continuation)
                 seconds = time.perf_counter() - start
                 steps = len(found.agrees)
-                # Measuring the recall takes a full attention at every step: no speed can be told from that.
+                # Measuring the recall computes full attention at every step, so the speed is meaningless.
                 tokens_per_s = None if model.measure_recall else steps / seconds
                 cost = Cost(
                     len(prompt.tokens),
@@ -93,9 +93,10 @@ class Fidelity(LogitsTask):
 
 
 def _continuation(model: ConfiguredModel, sample: Sample, ready: Prefilled) -> tuple[Continuation, Cost]:
-    """The greedy continuation of the untouched model, up to the end of the answer, and what it cost.
+    """The greedy continuation of the untouched model, up to the end of the answer, and its cost.
 
-    An answer that ends at once is gone on with: a single token comes out of the prefill and compares nothing.
+    If the answer ends at once, the continuation goes on after its end: the prefill yields the first token, so a
+    single token compares nothing.
     """
     logits: list[torch.Tensor] = []
 
@@ -116,7 +117,7 @@ def _continuation(model: ConfiguredModel, sample: Sample, ready: Prefilled) -> t
         cache_bytes(ready.cache),
         ready.shared,
     )
-    # The first row chose the token that came out of the prefill.
+    # The first row chose the first token, which the prefill yields.
     return Continuation(tuple(answer.tokens), torch.cat(logits[1:])), cost
 
 

@@ -1,4 +1,4 @@
-"""Greedy answers, token by token, on whatever cache a method uses."""
+"""Greedy answers, token by token, on the cache of any method."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Generated:
     """A greedy continuation.
 
     Attributes:
-        tokens: the likeliest ones, an end-of-turn token included. The last is not in the cache yet.
-        seconds: for the tokens after the first.
+        tokens: the most likely tokens, including an end-of-turn token. The last one is not in the cache yet.
+        seconds: the duration of the tokens after the first.
     """
 
     tokens: list[int]
@@ -34,17 +34,17 @@ class Generated:
 
 @torch.no_grad()
 def last_logits(model: Any, tokens: Iterable[int], cache: Cache, question: int | None = None) -> torch.Tensor:
-    """Feed `tokens` to the model; the logits after the last of them, [1, vocab].
+    """Feed `tokens` to the model; returns the logits after the last one, [1, vocab].
 
-    `question` of them, the last, ask what comes before; None where nobody says (`HeteroCache.asking`).
+    The last `question` tokens ask about the earlier ones; None if unknown (`HeteroCache.asking`).
     """
     input_ids = torch.tensor([list(tokens)], device=model.device)
-    # Logits of a whole prompt would take a hundred times its keys and values.
+    # The logits of a whole prompt would take a hundred times the memory of its keys and values.
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with cache.asking(question) if isinstance(cache, HeteroCache) else nullcontext():
         logits = model(input_ids=input_ids, use_cache=True, **as_cache(model.forward, cache), **keep).logits[:, -1]
     if logits.is_cuda:
-        # Callers take the time.
+        # Callers measure the duration.
         torch.cuda.synchronize(logits.device)
     return logits
 
@@ -57,12 +57,12 @@ def greedy(
     ends: frozenset[int],
     on_logits: Callable[[torch.Tensor], None] | None = None,
 ) -> Generated:
-    """The likeliest continuation of what is in `cache`: what `generate(do_sample=False)` gives, without penalties.
+    """The most likely continuation after `cache`: the same as `generate(do_sample=False)` without penalties.
 
     Args:
         logits: [1, vocab] after the last token in the cache.
         ends: tokens that end an answer.
-        on_logits: called with [1, vocab] before every token is chosen.
+        on_logits: called with [1, vocab] before each token is chosen.
     """
     tokens: list[int] = []
     start = time.perf_counter()
@@ -76,18 +76,18 @@ def greedy(
 
 
 def end_tokens(model: Any) -> frozenset[int]:
-    """The tokens that end an answer, by the model's generation config."""
+    """The tokens that end an answer, from the model's generation config."""
     ends = model.generation_config.eos_token_id
     return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
 def counted(cache: Cache) -> dict[str, float]:
-    """What the layers have counted (`HeteroCache.statistics`), the means over those that have a value."""
+    """The layers' statistics (`HeteroCache.statistics`), each the mean over the layers that have a value."""
     return layer_means(cache.statistics) if isinstance(cache, HeteroCache) else {}
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Memory of the stored keys and values and of all that a method keeps to find them, wherever it lies, bytes."""
+    """Bytes of the stored keys and values and of a method's other data about them, in DRAM and on devices."""
     total = cache.dram_bytes + cache.device_bytes if isinstance(cache, HeteroCache) else 0
     for layer in cache.layers:
         if not isinstance(layer, FamilyLayer):

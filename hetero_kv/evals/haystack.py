@@ -1,4 +1,4 @@
-"""The text that needles are hidden in, sentence by sentence, and the hiding."""
+"""The text that needles are hidden in, sentence by sentence, and the insertion of needles."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.checked_lines import parsed
 from hetero_kv.evals.text_files import text_of
 
-#: RULER's noise, repeated without end.
+#: RULER's noise, repeated endlessly.
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
-# RULER splits with nltk's punkt, whose model is a download; a needle only has to stand between two sentences.
+# RULER splits with nltk's punkt, whose model is a download; a needle only needs a place between two sentences.
 # A sentence ends with its punctuation, and a closing quote or bracket, before white space. Titles and single initials
 # end no sentence.
 _SENTENCE_END = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[A-Z0-9])")
@@ -24,7 +24,7 @@ _ABBREVIATION = re.compile(r"(?:^|[\s(])(?:Mr|Mrs|Ms|Dr|Prof|St|vs|etc|e\.g|i\.e
 
 
 def sentences_of(text: str) -> list[str]:
-    """The sentences of an English text, with white space inside them reduced to single spaces."""
+    """The sentences of an English text, with each run of white space in them as a single space."""
     sentences: list[str] = []
     unfinished = ""
     start = 0
@@ -38,17 +38,17 @@ def sentences_of(text: str) -> list[str]:
 
 
 class Haystack:
-    """A text without end: it starts again where it is used up.
+    """An endless text: it repeats from the beginning when its end is reached.
 
     Args:
         text: at least one sentence.
-        name: where it comes from, for reports.
-        whole_sentences: whether `take` counts sentences; else it counts words, and cuts the last sentence where the
-            count ends, so that prompts of long sentences still hit their length.
+        name: its source, for reports.
+        whole_sentences: whether `take` counts sentences; else it counts words and cuts the last sentence at the count,
+            so that prompts of long sentences still hit their length.
 
     Attributes:
-        text: as it was given.
-        separator: what stands between two sentences.
+        text: the unchanged text.
+        separator: the text between two sentences.
 
     Raises:
         HeteroKVError: a text without a sentence.
@@ -70,8 +70,9 @@ class Haystack:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Haystack:
-        """The text of a file, plain or JSON with a `text` field or JSON lines with one each, also as `.gz`; or of all
-        `.txt` files of a directory, in order of their names.
+        """The text of a file, or of all `.txt` files of a directory, in order of their names.
+
+        A file is plain text, JSON with a `text` field, or JSON lines with one each; also as `.gz`.
 
         Raises:
             HeteroKVError: a file that cannot be read, or JSON without a text.
@@ -95,23 +96,23 @@ class Haystack:
 
     @cached_property
     def _units_before(self) -> list[int]:
-        """How many units of `take` lie before each sentence, and in the whole text."""
+        """The number of `take`'s units before each sentence, and in the whole text."""
         return [0, *accumulate(1 if self.whole_sentences else len(s.split()) for s in self.sentences)]
 
     def take(self, count: int) -> list[str]:
-        """The first `count` words (or whole sentences) as sentences."""
+        """Sentences with `count` words, or `count` whole sentences, from the beginning."""
         repeats, rest = divmod(count, self._units_before[-1])
         whole = bisect_right(self._units_before, rest) - 1
         words_left = rest - self._units_before[whole]
-        # With a full stop, so that whatever follows stands after a sentence.
+        # End with a full stop, so that the following text starts a new sentence.
         cut = [" ".join(self.sentences[whole].split()[:words_left]).rstrip(",;:.") + "."] if words_left else []
         return [*(self.sentences * repeats), *self.sentences[:whole], *cut]
 
 
 def position_at(sentences: Sequence[str], depth: float) -> int:
-    """Before which sentence something at `depth` per cent of the text goes; `len(sentences)` is the end.
+    """The index of the sentence before which `depth` per cent of the text lie; `len(sentences)` is the end.
 
-    Depth is measured in characters, so that one long sentence does not shift it.
+    Depth counts characters, so that one long sentence does not shift it.
 
     Raises:
         HeteroKVError: a depth outside 0..100.
@@ -119,13 +120,13 @@ def position_at(sentences: Sequence[str], depth: float) -> int:
     if not 0 <= depth <= 100:
         raise HeteroKVError(f"depth {depth:g}: it is per cent of the context; give 0 to 100")
     starts = [0, *accumulate(len(sentence) + 1 for sentence in sentences)]
-    wanted = depth / 100 * starts[-1]
-    after = bisect_left(starts, wanted)
-    return after if after == 0 or starts[after] - wanted < wanted - starts[after - 1] else after - 1
+    target = depth / 100 * starts[-1]
+    after = bisect_left(starts, target)
+    return after if after == 0 or starts[after] - target < target - starts[after - 1] else after - 1
 
 
 def insert(sentences: Sequence[str], needles: Sequence[str], positions: Sequence[int]) -> list[str]:
-    """The sentences with `needles[i]` before sentence `positions[i]`; needles that meet keep their order."""
+    """The sentences with `needles[i]` before sentence `positions[i]`; needles at one position keep their order."""
     placed: list[str] = []
     done = 0
     for index in sorted(range(len(needles)), key=lambda i: positions[i]):

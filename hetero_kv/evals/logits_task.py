@@ -1,4 +1,4 @@
-"""Tasks that are measured from a model's logits, beside those that are scored from its texts."""
+"""Tasks that measure a model's logits, unlike tasks that score its texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetero_kv.evals.tasks.registry import Task, TaskRequest
 
 @dataclass(frozen=True)
 class PromptFile:
-    """A file of the user's own: its name as reports call it, and its text."""
+    """A user's file: its name in reports, and its text."""
 
     name: str
     text: str
@@ -23,15 +23,15 @@ class PromptFile:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitsTaskRequest(TaskRequest):
-    """Which samples are wanted of a task that is measured from logits.
+    """A request for samples of a task that measures logits.
 
     Attributes:
-        prompt_files: the user's own texts; they win over the haystack.
+        prompt_files: the user's texts; they replace the haystack.
         encode: a text's tokens, without special tokens.
         decode: the text of tokens.
-        max_new_tokens: length of a continuation.
-        prefill_tokens: what is prefilled of a text whose other tokens are then fed; None for the task's own.
-        stride: how many of the others are fed at once.
+        max_new_tokens: the length of a continuation.
+        prefill_tokens: how many tokens of a text to prefill before feeding the others; None for the task's default.
+        stride: how many of the others to feed at once.
     """
 
     encode: Callable[[str], list[int]]
@@ -43,18 +43,18 @@ class LogitsTaskRequest(TaskRequest):
 
 
 class LogitsTask(Task):
-    """A task that looks at a model's logits: it needs the model itself, not only a function that answers."""
+    """A task that measures a model's logits: it needs the model, not only a function that answers."""
 
     @abstractmethod
     def samples(self, request: LogitsTaskRequest) -> Iterator[Sample]:
-        """As `Task.generate`."""
+        """Like `Task.generate`."""
 
     def require_methods(self, request: LogitsTaskRequest, model: ConfiguredModel) -> None:
-        """Raise HeteroKVError where a method of `model` cannot be measured as `request` asks; none by default."""
+        """Raise HeteroKVError if a method of `model` cannot be measured as requested; by default never."""
 
     @abstractmethod
     def measure(self, sample: Sample, model: ConfiguredModel, methods: Sequence[str]) -> Iterator[Outcome]:
-        """What each of `methods` makes of the sample, with its score, in their order."""
+        """The outcome of each of `methods` on the sample, with its score, in their order."""
 
     def generate(self, request: TaskRequest) -> Iterator[Sample]:
         """See Task. Raises HeteroKVError unless `request` is a LogitsTaskRequest."""
@@ -63,5 +63,5 @@ class LogitsTask(Task):
         return self.samples(request)
 
     def score(self, sample: Sample, predictions: Sequence[str]) -> Score:
-        """Refused: texts are not what is measured. Raises HeteroKVError."""
+        """Always raises HeteroKVError: the task measures logits, not texts."""
         raise HeteroKVError(f"task {self.name!r} is measured from logits, not scored from texts; call measure")

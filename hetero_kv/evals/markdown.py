@@ -1,4 +1,4 @@
-"""Texts of others in a page of Markdown: they are shown, and neither break a table nor become a link or HTML."""
+"""Embeds others' texts in a Markdown page: none can break a table, or become a link or HTML."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterable, Sequence
 
 from hetero_kv.printing import printable
 
-# What begins HTML, code or a cell, and the bracket with which a link's or an image's text would end.
+# Characters that begin HTML, code or a cell, and the bracket that would end a link's or an image's text.
 _SIGNS = re.compile(r"[&<>|`\\]|\](?=[(\[:])")
 
 
 def plain(text: object) -> str:
-    """A text on one line that Markdown shows as it is, without what commands a terminal."""
-    # Character references, which every dialect reads alike, in tables too; `\\|` is read in several ways.
+    """A text on one line that Markdown shows literally, without terminal control characters."""
+    # Every dialect reads character references alike, in tables too; `\\|` is read in several ways.
     return _SIGNS.sub(lambda found: f"&#{ord(found[0])};", _one_line(text))
 
 
 def code(text: object) -> str:
-    """A text on one line as code, whatever backticks it has."""
+    """A text on one line as code, whatever backticks it contains."""
     shown = _one_line(text)
     fence = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
     space = " " if shown.startswith("`") or shown.endswith("`") else ""
@@ -26,7 +26,7 @@ def code(text: object) -> str:
 
 
 def table(heading: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """A table whose cells show these texts; a line's end within one is a line's end within the cell."""
+    """A table whose cells show these texts; a line break in a text is a line break in the cell."""
 
     def line(cells: Sequence[object]) -> str:
         return f"| {' | '.join('<br>'.join(map(plain, str(cell).splitlines())) for cell in cells)} |"

@@ -1,4 +1,4 @@
-"""What a run is told beside tasks and models."""
+"""The options of a run other than its tasks and models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_LENGTHS = (4096,)
 DEFAULT_DEPTHS = (0.0, 25.0, 50.0, 75.0, 100.0)
 
 _LENGTH = re.compile(r"(\d+(?:\.\d+)?)([km]?)", re.IGNORECASE)
-# A comma that no closing bracket follows before an opening one.
+# A comma outside brackets: no closing bracket follows before an opening one.
 _BETWEEN_ITEMS = re.compile(r",(?![^(\[]*[)\]])")
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _T = TypeVar("_T")
@@ -24,24 +24,24 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Which samples a run is made of.
+    """The choice of a run's samples.
 
     Attributes:
-        lengths: of prompts, tokens.
+        lengths: prompt lengths, tokens.
         depths: where answers are hidden, per cent of the context.
-        samples: per length and depth.
+        samples: samples per length and depth.
         seed: the same seed gives the same samples.
-        limit: samples of each task and data file at most; None for all.
+        limit: the most samples of each task and data file; None for all.
         haystack: a text file that needles are hidden in; None for RULER's noise sentences.
-        data: public data files, run as they are.
-        prompt_files: the user's own texts, for perplexity and fidelity.
+        data: public data files, as published.
+        prompt_files: the user's texts, for perplexity and fidelity.
         max_new_tokens: length of fidelity's continuations.
-        prefill_tokens: what perplexity prefills of a text before it feeds the rest; None for 1,024, or half of a text
-            that is shorter than twice as many.
-        stride: tokens that perplexity feeds at once.
+        prefill_tokens: how many tokens of a text perplexity prefills before it feeds the rest; None for 1,024, or
+            half of a text that is shorter than 2,048.
+        stride: how many tokens perplexity feeds at once.
 
     Raises:
-        ConfigError: a value out of range, named.
+        ConfigError: a value out of range.
     """
 
     lengths: tuple[int, ...] = DEFAULT_LENGTHS
@@ -80,7 +80,7 @@ class RunOptions:
                     require_kept(path, name)
 
     def described(self) -> dict[str, Any]:
-        """The options as plain data; files with a hash of their content, so that a changed file is another run."""
+        """The options as plain data, with a hash of each file's content, so that a changed file makes another run."""
         return {
             "lengths": list(self.lengths),
             "depths": list(self.depths),
@@ -117,7 +117,7 @@ def parse_depth(text: str) -> float:
 
 
 def parse_list(text: str, parse: Callable[[str], _T], flag: str) -> tuple[_T, ...]:
-    """The items of a list that is written with commas, those inside of brackets left alone.
+    """The items of a comma-separated list; commas within brackets separate no items.
 
     Raises ConfigError for an empty item.
     """
@@ -132,7 +132,7 @@ def _repeated(values: Sequence[_T]) -> list[_T]:
 
 
 def described_file(path: Path) -> dict[str, str]:
-    """A file's name and a hash of its content; of a directory, of its `.txt` files."""
+    """A file's name and a hash of its content; for a directory, of the content of its `.txt` files."""
     digest = hashlib.sha256()
     for file in sorted(path.glob("*.txt")) if path.is_dir() else [path]:
         with open(file, "rb") as stream:

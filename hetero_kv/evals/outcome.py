@@ -1,4 +1,4 @@
-"""What one method made of one sample, and what it cost: a line of `results.jsonl`."""
+"""The outcome of one method on one sample, and its cost: a line of `results.jsonl`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hetero_kv.printing import escaped
 
 @dataclass(frozen=True)
 class Cost:
-    """What a sample took; None where it is not known, as of a callable that only returns texts.
+    """The cost of a sample; None where unknown, as for a callable that only returns texts.
 
     Attributes:
-        prompt_tokens: tokens of all turns, answers not counted.
-        generated_tokens: tokens of all answers, end-of-turn tokens included.
-        prefill_s: seconds of all prefills; a shared one counts in full for every method that took it.
-        decode_s: seconds for the tokens after each answer's first.
+        prompt_tokens: tokens of all turns, without answers.
+        generated_tokens: tokens of all answers, including end-of-turn tokens.
+        prefill_s: seconds of all prefills; a shared one counts in full for every method that used it.
+        decode_s: seconds of the tokens after each answer's first.
         tokens_per_s: tokens decoded, or forced through, per second of `decode_s`.
         kv_bytes: memory of the stored keys, values and representatives at the end.
-        shared_prefill: whether the first turn's prefill was computed once for several methods.
-        counted: what the method's layers counted, name -> the mean over the layers that have a value at the end.
+        shared_prefill: whether several methods shared the computation of the first turn's prefill.
+        counted: the statistics of the method's layers at the end, name -> the mean over the layers that have a value.
     """
 
     prompt_tokens: int | None = None
@@ -40,8 +40,8 @@ class Cost:
     counted: Mapping[str, float] = field(default_factory=dict)
 
     def to_plain(self) -> dict[str, Any]:
-        """As a line has it: what layers count stands beside the rest, None under the names that have no value."""
-        # It takes torch, which who only reads results need not wait for.
+        """The cost in the form of a line: the layers' statistics are top-level fields, None if they have no value."""
+        # This imports torch; code that only reads results need not wait for it.
         from hetero_kv.rules.registered import layer_statistics
 
         fixed = {name: value for name, value in asdict(self).items() if name != "counted"}
@@ -49,7 +49,7 @@ class Cost:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Cost:
-        """The cost that `to_plain` gave. Raises TypeError for a value that is no number."""
+        """The cost from `to_plain`'s form. Raises TypeError for a value that is not a number."""
         fixed = {f.name: plain[f.name] for f in fields(cls) if f.name != "counted" and f.name in plain}
         counted = {name: value for name, value in plain.items() if name not in fixed and value is not None}
         for name, value in (*fixed.items(), *counted.items()):
@@ -61,12 +61,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a method made of a sample.
+    """The outcome of a method on a sample.
 
     Attributes:
-        predictions: per turn, the answer's text.
-        score: None where the task scores the predictions.
-        details: plain data beside the score, such as the likelihoods along a text.
+        predictions: the answer's text of each turn.
+        score: None if the task scores the predictions.
+        details: plain data in addition to the score, such as the likelihoods along a text.
     """
 
     method: str
@@ -78,15 +78,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Result:
-    """A line of `results.jsonl`: a sample that a method answered, or that was left out for every method.
+    """A line of `results.jsonl`: a sample that a method answered, or that was skipped for every method.
 
     Attributes:
         sample: the sample's id.
-        prompt: a hash of everything that is asked, so that two runs know whether they asked the same.
-        method: None where the sample was left out.
-        expected: per turn, the answers that count.
-        score: None where the sample was left out.
-        skipped: why it was left out; None where it was not.
+        prompt: a hash of the whole prompt, which shows whether two runs had the same one.
+        method: None if the sample was skipped.
+        expected: the right answers of each turn.
+        score: None if the sample was skipped.
+        skipped: the reason for skipping it; None if it was not.
     """
 
     sample: str
@@ -107,7 +107,7 @@ class Result:
     def of(cls, sample: Sample, outcome: Outcome, score: Score) -> Result:
         """The line of a sample that a method answered."""
         return cls(
-            **_asked(sample),
+            **_sample_fields(sample),
             method=outcome.method,
             predictions=outcome.predictions,
             expected=sample.answers,
@@ -119,17 +119,17 @@ class Result:
 
     @classmethod
     def of_skipped(cls, sample: Sample, reason: str) -> Result:
-        """The line of a sample that was left out for every method."""
-        return cls(**_asked(sample), skipped=reason)
+        """The line of a sample that was skipped for every method."""
+        return cls(**_sample_fields(sample), skipped=reason)
 
     def to_json(self) -> str:
-        """One line of JSON, without the line's end."""
+        """One line of JSON, without a line break."""
         plain = {**asdict(self), "cost": self.cost.to_plain()}
         return escaped(json.dumps(plain, ensure_ascii=False, allow_nan=False))
 
     @classmethod
     def from_json(cls, line: str) -> Result:
-        """The result that `to_json` wrote. Raises ValueError or TypeError for anything else."""
+        """The result from `to_json`'s line. Raises ValueError or TypeError for anything else."""
         plain = parsed(line)
         if not isinstance(plain, dict):
             raise TypeError(f"{shown(plain)} is no JSON object")
@@ -145,7 +145,7 @@ class Result:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of JSON is a number that a result may be; true and false are none."""
+    """Whether a JSON value is a number that a result may contain; true and false are not numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) < 1 << 63 if isinstance(value, int) else math.isfinite(value)
@@ -164,7 +164,7 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _are_details(value: Any) -> bool:
-    """Whether a line's details are as tasks give them, of those that a summary takes means of."""
+    """Whether the details of which a summary computes means have their tasks' form."""
     if not isinstance(value, dict):
         return False
     recall, curve = value.get("block_recall", []), value.get("curve", {"position": [], "nll": []})
@@ -177,7 +177,7 @@ def _are_details(value: Any) -> bool:
 
 
 class _What(NamedTuple):
-    """What a field of a line may be."""
+    """The allowed values of a field of a line."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -205,7 +205,7 @@ _PLAIN = {
 }
 
 
-def _asked(sample: Sample) -> dict[str, Any]:
+def _sample_fields(sample: Sample) -> dict[str, Any]:
     return {
         "sample": sample.id,
         "task": sample.task,
@@ -216,6 +216,6 @@ def _asked(sample: Sample) -> dict[str, Any]:
 
 
 def prompt_hash(turns: Sequence[str], answer_prefix: str, raw_prompt: bool) -> str:
-    """A hash of what is asked, the same on every machine: 16 hexadecimal digits of SHA-256."""
-    asked = json.dumps([list(turns), answer_prefix, raw_prompt], ensure_ascii=True)
-    return hashlib.sha256(asked.encode()).hexdigest()[:16]
+    """A hash of a prompt, the same on every machine: 16 hexadecimal digits of SHA-256."""
+    content = json.dumps([list(turns), answer_prefix, raw_prompt], ensure_ascii=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]

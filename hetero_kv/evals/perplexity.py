@@ -1,6 +1,7 @@
-"""Streaming perplexity: how well each next token of a text is foretold, along the text.
+"""Streaming perplexity: how well a model predicts each next token of a text, along the text.
 
-Token by token, or in strides, as Cascading KV cache measures PG19 (arXiv:2406.17808, table 1: strides of 1,024 tokens).
+Tokens are fed one by one, or in strides, as Cascading KV cache measures PG19 (arXiv:2406.17808, table 1: strides of
+1,024 tokens).
 """
 
 from __future__ import annotations
@@ -25,35 +26,34 @@ from hetero_kv.evals.sample import Sample, Score
 from hetero_kv.evals.tasks.registry import register
 from hetero_kv.evals.text_windows import text_windows
 
-# Tokens whose logits are computed at once where nothing else is asked for, and taken to float32 at once:
+# The chunk size without other settings, and the number of tokens whose logits are converted to float32 at once:
 # [tokens, vocab] is 160 MB for a vocabulary of 150,000.
 _TILE = 256
 
-# What is prefilled where nothing else is asked for, tokens.
+# The default number of tokens to prefill.
 _PREFILL = 1024
 
-# Of a text that is prefilled as far as asked for, tokens that must be left to feed: a text that is cut has a token or
-# two more or less than its length.
+# The least number of tokens to feed after an explicit prefill: cutting a text changes its length by a token or two.
 _LEAST_FED = 8
 
-# Points of a curve: enough to draw, few enough to keep a line of results short.
+# Points of a curve: enough to draw, and few enough to keep a line of results short.
 _POINTS = 64
 
 
 class Perplexity(LogitsTask):
     """Negative log-likelihood of a text's tokens.
 
-    The first `prefill_tokens` are prefilled (1,024 where none are given, or half of a text that is shorter than twice
-    as many), the others are fed `stride` at a time. With a stride of 1 every likelihood that counts comes out of a
-    method's decode step. The untouched model reads the same tokens in chunks, with full attention. The score is the
-    geometric mean of the tokens' probabilities, 1 / perplexity.
+    The first `prefill_tokens` are prefilled (by default 1,024, or half of a text that is shorter than 2,048), the
+    others are fed `stride` at a time. With a stride of 1 every counted likelihood comes from a method's decode step.
+    The untouched model reads the same tokens in chunks, with full attention. The score is the geometric mean of the
+    tokens' probabilities, 1 / perplexity.
 
-    A longer stride is to a bounded layer a turn, a prompt behind what it holds: its tokens see what is held and those
-    before them in the stride, up to budget + stride entries, and then entries are dropped; a policy with strides of its
-    own that are shorter cuts it up. What a policy does for each turn it does for each stride: SirLLM lets scores fade,
-    D2O allocates and begins a threshold anew, and a budget that is a share of the sequence grows with it.
-    RetrievalAttention reads a stride with full attention; a method of such layers alone is refused. ShadowKV reads what
-    lies before a stride as its factors give it back.
+    A bounded layer treats a longer stride as a turn, a prompt after its entries. The stride's tokens attend to the
+    entries and to earlier tokens of the stride, up to budget + stride entries; then entries are evicted. A policy whose
+    own stride is shorter splits it. A policy repeats for each stride what it does for each turn: SirLLM decays scores,
+    D2O allocates budgets and restarts its threshold, and a budget that is a share of the sequence grows with it.
+    RetrievalAttention reads a stride with full attention; a method that has only such layers is refused. ShadowKV reads
+    the tokens before a stride as reconstructed from its low-rank factors.
     """
 
     name = "perplexity"
@@ -77,7 +77,7 @@ class Perplexity(LogitsTask):
             )
 
     def require_methods(self, request: LogitsTaskRequest, model: ConfiguredModel) -> None:
-        """See LogitsTask: in strides, methods whose prefill is full attention would score what that scores."""
+        """See LogitsTask: refuses strides for methods with exact prefill, whose score would be the baseline's."""
         if request.stride > 1 and model.exact_methods:
             method = model.exact_methods[0]
             raise ConfigError(
@@ -99,16 +99,16 @@ class Perplexity(LogitsTask):
             yield Outcome(method, (), cost, score, {"curve": _curve(nll, start, sample.length)})
 
 
-def _prefilled(asked: int | None, length: int) -> int:
-    """How many of a text's `length` tokens are prefilled."""
-    if asked is None:
+def _prefilled(prefill_tokens: int | None, length: int) -> int:
+    """How many of a text's `length` tokens to prefill."""
+    if prefill_tokens is None:
         return min(_PREFILL, length // 2)
-    if asked > length - _LEAST_FED:
+    if prefill_tokens > length - _LEAST_FED:
         raise HeteroKVError(
-            f"prefill_tokens is {asked}, which leaves less than {_LEAST_FED} of {length} tokens to feed; give "
+            f"prefill_tokens is {prefill_tokens}, which leaves less than {_LEAST_FED} of {length} tokens to feed; give "
             f"{length - _LEAST_FED} or fewer, or greater lengths"
         )
-    return asked
+    return prefill_tokens
 
 
 @torch.no_grad()
@@ -119,7 +119,7 @@ def _read_in_strides(
     with model.prefilled(method, beginning) as ready:
         start, began = len(beginning.tokens), time.perf_counter()
         nll = _nll(ready.logits, tokens[start : start + 1])
-        # Of the last token only the likelihood is asked for.
+        # The last token is not fed: only its likelihood counts.
         for first in range(start, len(tokens) - 1, stride):
             fed = list(tokens[first : min(first + stride, len(tokens) - 1)])
             nll += _nll(_logits(ready.model, fed, ready.cache), tokens[first + 1 : first + len(fed) + 1])
@@ -140,7 +140,7 @@ def _read_in_strides(
 
 @torch.no_grad()
 def _read_in_chunks(model: Any, tokens: Sequence[int], start: int) -> tuple[list[float], Cost]:
-    """The same by the untouched model, in chunks."""
+    """The same for the untouched model, in chunks."""
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     nll: list[float] = []
     began = time.perf_counter()
@@ -153,7 +153,7 @@ def _read_in_chunks(model: Any, tokens: Sequence[int], start: int) -> tuple[list
 
 
 def _logits(model: Any, tokens: list[int], cache: Cache) -> torch.Tensor:
-    """Feed `tokens` to the model; the logits after each of them, [tokens, vocab] in the model's dtype."""
+    """Feed `tokens` to the model; returns the logits after each of them, [tokens, vocab] in the model's dtype."""
     input_ids = torch.tensor([tokens], device=model.device)
     return model(input_ids=input_ids, use_cache=True, **as_cache(model.forward, cache)).logits[0]
 
@@ -170,9 +170,9 @@ def _nll(logits: torch.Tensor, tokens: Sequence[int]) -> list[float]:
 
 
 def _curve(nll: Sequence[float], start: int, length: int) -> dict[str, list[float]]:
-    """The mean over each of up to 64 stretches of the text, and the position where each ends.
+    """The mean over each of up to 64 stretches of the text, and the position of each stretch's end.
 
-    Positions follow from `start` and `length` alone, so that curves of texts of one length can be averaged.
+    Positions follow from `start` and `length` alone, so that curves of texts of equal length can be averaged.
     """
     points = min(_POINTS, len(nll))
     ends = [round((index + 1) * len(nll) / points) for index in range(points)]

@@ -25,9 +25,9 @@ WITHOUT_MATPLOTLIB = (
 
 
 def draw_plots(folder: Path, summary: Mapping[str, Any]) -> tuple[list[Path], str | None]:
-    """Draw what there is to draw of a run's summary.
+    """Draw the plots of a run's summary.
 
-    Returns the files, and why there are none where matplotlib is missing, which is no error.
+    Returns the files, and a note if matplotlib is missing, which is no error.
     """
     try:
         import matplotlib.figure
@@ -35,14 +35,14 @@ def draw_plots(folder: Path, summary: Mapping[str, Any]) -> tuple[list[Path], st
         _logger.warning(WITHOUT_MATPLOTLIB)
         return [], WITHOUT_MATPLOTLIB
     drawn = []
-    # Names of files, and so of methods, may have dollar signs, between which there would be a formula.
+    # Names of methods may contain dollar signs, which would mark a formula.
     with matplotlib.rc_context({"text.parse_math": False}), warnings.catch_warnings():
-        # Which shows the character, whatever it does to a terminal.
+        # The warning prints the character, which may be a terminal control.
         warnings.filterwarnings("ignore", r"Glyph \d+ .*missing from", UserWarning)
         for name, figure in _figures(summary):
             folder.mkdir(exist_ok=True)
             path = folder / f"{re.sub(_NOT_IN_FILE_NAMES, '_', name)[:_LONGEST_NAME]}.png"
-            # The same summary gives the same file: no date and no version in it.
+            # No date and no version: the same summary gives the same file.
             image = io.BytesIO()
             figure.savefig(image, format="png", dpi=120, metadata={"Software": None})
             write_atomically(path, image.getvalue())
@@ -70,7 +70,7 @@ def _figures(summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def heat_maps(task: str, methods: Mapping[str, Any]) -> Any:
-    """A map of scores per method, depth downwards and length to the right; every cell says its score."""
+    """A heat map of scores per method, depth downwards and length to the right; each cell shows its score."""
     from matplotlib.figure import Figure
 
     lengths = sorted({cell["length"] for cells in methods.values() for cell in cells})
@@ -104,7 +104,7 @@ def heat_maps(task: str, methods: Mapping[str, Any]) -> Any:
 
 
 def curves(task: str, methods: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Cumulative negative log-likelihood against position, a panel per length, a line per method."""
+    """Cumulative negative log-likelihood against position, with a panel per length and a line per method."""
     from matplotlib.figure import Figure
 
     lengths = sorted({length for of_method in methods.values() for length in of_method}, key=int)
@@ -124,7 +124,7 @@ def curves(task: str, methods: Mapping[str, Mapping[str, Any]]) -> Any:
 
 
 def recall_by_layer(task: str, methods: Mapping[str, Any]) -> Any:
-    """The share of the attention mass that each method covered, by layer."""
+    """The share of the attention mass that each method covers, by layer."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
@@ -143,9 +143,9 @@ def recall_by_layer(task: str, methods: Mapping[str, Any]) -> Any:
 def score_by_budget(
     length: str, scores: Mapping[str, Mapping[str, float]], attended: Mapping[str, Mapping[str, float]]
 ) -> Any:
-    """The score of every method against the tokens that it attends to, at most, at one length, a panel per task.
+    """The score of each method against the most tokens that it attends to, at one length, with a panel per task.
 
-    Methods that are one recipe under several settings (`quest:second_block_count=32`, `…=64`) are joined to a line.
+    A line joins the methods of one recipe under several settings (`quest:second_block_count=32`, `…=64`).
     """
     from matplotlib.figure import Figure
 
@@ -161,7 +161,7 @@ def score_by_budget(
         for number, (recipe, methods) in enumerate(series.items()):
             points = sorted((attended[method][length], of_task[method]) for method in methods if method in of_task)
             if points:
-                # Hollow, and each smaller than the one before: equal scores at equal budgets stay apart to the eye.
+                # Hollow markers of decreasing size: equal scores at equal budgets stay visible.
                 axis.plot(
                     *zip(*points, strict=True),
                     label=methods[0] if len(methods) == 1 else recipe,

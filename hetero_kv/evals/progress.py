@@ -1,4 +1,4 @@
-"""The progress of a run, on standard error: what is at work, how much is done, how long the rest takes."""
+"""Shows the progress of a run on standard error: the current sample, the results so far, and the time left."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hetero_kv.printing import console
 
 
 class RunBar(Progress):
-    """A bar over the results that are still missing, each weighted by its prompt's length.
+    """A bar over the missing results, each weighted by its prompt's length.
 
-    Nothing is drawn where standard error is not a terminal.
+    Nothing is drawn if standard error is not a terminal.
 
     Args:
-        results: how many are missing.
-        work: their weight in all.
-        done: results that earlier starts of the run left.
+        results: the number of missing results.
+        work: their total weight.
+        done: results from earlier starts of the run.
     """
 
     def __init__(self, results: int, work: int, done: int, *, shown: bool = True) -> None:
@@ -32,15 +32,15 @@ class RunBar(Progress):
             disable=not (shown and terminal.is_terminal),
         )
         self._results = done
-        # Time left follows from recent results; a bar's default window of 30 seconds is less than one may take.
+        # Estimate from an hour's results; the default window of 30 seconds can be shorter than one result.
         self.speed_estimate_period = 3600.0
         self._task = self.add_task("", total=max(work, 1), results=done, of=done + results)
 
     def begin(self, sample: str, methods: str) -> None:
-        """Show what is at work."""
+        """Show the current sample and its methods."""
         self.update(self._task, description=escape(f"{sample}  {methods}"))
 
     def advance_by(self, work: int, results: int) -> None:
-        """Count results that are done."""
+        """Count finished results."""
         self._results += results
         self.update(self._task, advance=work, results=self._results)

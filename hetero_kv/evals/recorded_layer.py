@@ -1,4 +1,4 @@
-"""What one layer's full-attention prefill of a prompt leaves, kept so that many caches can start from it."""
+"""The recorded full-attention prefill of one layer, from which many caches can start."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class RecordedLayer:
     """One layer's keys and values of a prompt, and its last queries.
 
     Attributes:
-        keys: [1, kv_heads, held, k_dim] in the model's dtype, as the attention receives them; `held` is `length`, or
-            in a layer with a sliding window of the model's own at most that window less one: the newest.
-        values: [1, kv_heads, held, v_dim].
+        keys: [1, kv_heads, stored, k_dim] in the model's dtype, as the attention receives them; `stored` is `length`,
+            or in a layer with the model's sliding window at most that window less one: the newest tokens.
+        values: [1, kv_heads, stored, v_dim].
         length: tokens of the prompt.
         observation: the last queries and the log-sum-exp of their attention; None in a sliding-window layer.
-        cached: what the model hands to a transformers cache, where that is not what its attention receives: the
-            latents of multi-head latent attention.
-        rotation: (cos, sin) of all positions, [1, length, width], as the model gives them to its attention; None where
-            it gives none.
+        cached: the tensors that the model writes to a transformers cache, if its attention receives others: the latents
+            of multi-head latent attention.
+        rotation: (cos, sin) of all positions, [1, length, width], as the model passes them to its attention; None if it
+            passes none.
     """
 
     keys: torch.Tensor
@@ -37,11 +37,11 @@ class RecordedLayer:
     observation: Observation | None = None
     cached: tuple[torch.Tensor, torch.Tensor] | None = None
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
-    # Window -> what it attended to: methods that start from one recording watch windows of the same length.
+    # Observation window -> the attention of its queries: methods that share a recording often share a window length.
     _received: dict[int, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def to(self, device: torch.device) -> RecordedLayer:
-        """The same on `device`; nothing is copied where it is there already."""
+        """The same on `device`, without a copy if it is there already."""
         cached = self.cached and (self.cached[0].to(device), self.cached[1].to(device))
         observation = self.observation and self.observation.to(device)
         rotation = self.rotation and (self.rotation[0].to(device), self.rotation[1].to(device))
@@ -49,9 +49,9 @@ class RecordedLayer:
         return RecordedLayer(keys, values, self.length, observation, cached, rotation, self._received)
 
     def show_last_queries(self, observation: Observation) -> None:
-        """Let an empty observation window see the last queries, as if the prompt had just been prefilled.
+        """Fill an empty observation window with the last queries, as if the prompt had just been prefilled.
 
-        Raises HeteroKVError when fewer were recorded than it watches.
+        Raises HeteroKVError if the recording has fewer queries than the window.
         """
         recorded = self.observation
         if recorded is None or recorded.q is None or recorded.lse is None:
@@ -71,7 +71,7 @@ class RecordedLayer:
         observation.known = self._received[window]
 
     def fill(self, layer: Any) -> None:
-        """Bring one of transformers' own dynamic cache layers, empty, into the state after the prompt."""
+        """Bring an empty transformers dynamic cache layer into the state after the prompt."""
         if not isinstance(layer, DynamicLayer):
             raise HeteroKVError(
                 f"a cache layer of kind {type(layer).__name__} cannot be filled from a recorded prefill; hetero_kv "
@@ -83,12 +83,12 @@ class RecordedLayer:
 
 
 class RecordingLayer(BufferedLayer):
-    """Prefills as a retrieval layer does and then keeps a RecordedLayer, in DRAM, instead of storing blocks.
+    """Prefills like a retrieval layer, and keeps a RecordedLayer in DRAM instead of storing blocks.
 
     Attributes:
-        recorded: what was prefilled so far; None before the first prompt.
-        observation: the window of last queries of the prompt that is being prefilled.
-        rotations: (cos, sin) of the prompt's parts in order, as views of what the model made for all layers at once.
+        recorded: the prefill so far; None before the first prompt.
+        observation: the window of last queries of the current prompt.
+        rotations: (cos, sin) of the prompt's parts in order, as views of the tensors that all layers share.
     """
 
     recorded: RecordedLayer | None = None
@@ -97,14 +97,14 @@ class RecordingLayer(BufferedLayer):
     _updates: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
 
     def note_rotation(self, position_embeddings: Any) -> None:
-        """Keep (cos, sin) of a chunk, [1, tokens, width]; what is of another form is not kept."""
+        """Keep (cos, sin) of a chunk, [1, tokens, width]; ignore other forms."""
         if isinstance(position_embeddings, tuple | list) and len(position_embeddings) == 2:
             self.rotations = (*self.rotations, (position_embeddings[0], position_embeddings[1]))
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See FamilyLayer; keeps what a model caches where that is not what its attention receives."""
+        """See FamilyLayer. Keeps the cached tensors of a model whose attention receives others."""
         self._updates = (*self._updates, (key_states, value_states))
         return key_states, value_states
 
@@ -119,7 +119,7 @@ class RecordingLayer(BufferedLayer):
         values.copy_(self.recorded.values)
 
     def store(self, step: Step, keys: torch.Tensor, values: torch.Tensor, buffer: PrefillBuffer | None = None) -> None:
-        """Keep the sequence that `buffer` holds."""
+        """Record the sequence in `buffer`."""
         assert buffer is not None
         assert self.observation is not None
         before, observation = self.recorded, Observation(self.observation.window)
@@ -139,12 +139,12 @@ class RecordingLayer(BufferedLayer):
         self.recorded, self._updates, self.observation = recorded.to(torch.device("cpu")), (), None
 
     def select(self, rows: Rows[int]) -> None:
-        """Refused: a recording is of one prompt. Raises HeteroKVError."""
+        """Always raises HeteroKVError: a recording has one prompt."""
         raise HeteroKVError("a prefill is recorded of one prompt; its cache has no other rows")
 
 
 def _see(observation: Observation, other: Observation) -> None:
-    """Let `observation` watch the queries that `other` holds."""
+    """Add the queries of `other` to `observation`."""
     assert other.q is not None
     assert other.lse is not None
     observation.watch(other.q, other.lse, other.scale, other.softcap)

@@ -1,4 +1,4 @@
-"""A run's summary as files: `summary.json`, `costs.json`, the plots and `report.md`."""
+"""Writes a run's summary as files: `summary.json`, `costs.json`, the plots and `report.md`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hetero_kv.evals.summary import COSTS
 from hetero_kv.evals.tasks import registry
 from hetero_kv.printing import escaped
 
-# Prompt files have lengths of their own; a table has room for some.
+# Each prompt file may have another length; a table has room for this many.
 _MOST_LENGTHS = 12
-# Tasks on texts of the user's own.
+# Tasks on the user's texts.
 _OF_TEXTS = ("perplexity", "fidelity")
 
 
 def write_reports(out: Path, summary: Mapping[str, Any], costs: Mapping[str, Any]) -> None:
-    """Write the reports of the run in the folder `out`, from what `hetero_kv.evals.summary` makes of its results.
+    """Write the reports of a run into the folder `out`, from the results of `hetero_kv.evals.summary`.
 
-    Raises HeteroKVError where they cannot be written.
+    Raises HeteroKVError if they cannot be written.
     """
     with writing(out):
         for name, content in (("summary.json", summary), ("costs.json", costs)):
@@ -108,11 +108,11 @@ def _origin(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
 
 
 def _applied(settings: Mapping[str, Any]) -> set[str]:
-    """Which settings of samples some task of the run has made use of; of a task that is not known here, all."""
+    """The sample settings that some task of the run used; an unknown task counts as using all."""
     applied: set[str] = set()
     for name in settings["tasks"]:
         if name in _OF_TEXTS:
-            # Fidelity takes prompt files whole, perplexity windows of them; either has no noise to read.
+            # Fidelity uses prompt files whole, perplexity uses windows of them; neither uses noise.
             applied |= {"lengths", "samples"} if name == "perplexity" or not settings["prompt_files"] else set()
             applied |= {"haystack"} if settings["haystack"] and not settings["prompt_files"] else set()
             continue
@@ -248,7 +248,7 @@ def _sharing(methods: Mapping[str, Any], costs: Mapping[str, Any]) -> str:
 
 
 def _cost(costs: Mapping[str, Any], stride: int | None) -> str:
-    """The costs; `stride` is that of the perplexity, where it was measured."""
+    """The table of costs; `stride` is perplexity's, if it was measured."""
     all_costs = [at for of_method in costs.values() for at in of_method.values()]
     counted = dict.fromkeys(
         name for at in all_costs for name, value in at.items() if name not in COSTS and value is not None
@@ -278,7 +278,7 @@ def _cost(costs: Mapping[str, Any], stride: int | None) -> str:
 
 
 def _known_statistics() -> Mapping[str, Statistic]:
-    # It takes torch, which a report without them need not wait for.
+    # This imports torch, which a report without statistics need not wait for.
     from hetero_kv.rules.registered import layer_statistics
 
     return layer_statistics()

@@ -1,4 +1,4 @@
-"""A run's folder: what was asked for, and a line per result, so that a killed run goes on where it was."""
+"""A run's folder: its settings, and a line per result, so that a killed run can continue."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from hetero_kv.printing import escaped
 
 SETTINGS, RESULTS = "run.json", "results.jsonl"
 
-# Of a file of a run: a hundred thousand long lines.
+# The most bytes of a run's file: a hundred thousand long lines.
 _MOST_BYTES = 1 << 30
 
 
 class RunFolder:
-    """The folder of a run that is going on; `opened` makes one.
+    """The folder of a run in progress; `opened` makes one.
 
     Attributes:
-        results: in the order in which they were written, those of earlier starts first.
+        results: in writing order, including those of earlier starts.
     """
 
     def __init__(self, path: Path, results: list[Result], file: FileIO) -> None:
@@ -41,17 +41,17 @@ class RunFolder:
     @classmethod
     @contextmanager
     def opened(cls, path: Path, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> Iterator[RunFolder]:
-        """The folder at `path` for a run with `settings`: a new one, or the same run's, which then goes on.
+        """Open the folder `path` for a run with `settings`: a new run, or the same run, which then continues.
 
-        A last line that a killed run left unfinished is dropped; its sample is run again.
+        An unfinished last line of a killed run is dropped; its sample runs again.
 
         Args:
-            settings: everything that the results depend on; plain data.
-            environment: versions and the like, kept as they were at the first start.
+            settings: everything that the results depend on, as plain data.
+            environment: versions and the like, kept from the first start.
 
         Raises:
-            HeteroKVError: the folder holds a run with other settings (the differences are named), is in use, cannot
-                be written, or has a broken line.
+            HeteroKVError: the folder has a run with other settings (the differences are named), is in use, cannot be
+                written, or has a broken line.
         """
         with writing(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ class RunFolder:
                 _drop_unfinished_line(path / RESULTS)
             known = read_results(path)
             with writing(path):
-                # Without a buffer: what could not be written is not tried again when the file is closed.
+                # Unbuffered: closing the file must not retry a failed write.
                 file = open(path / RESULTS, "ab", buffering=0)  # noqa: SIM115
             with file:
                 with writing(path):
@@ -78,9 +78,9 @@ class RunFolder:
             lock.release()
 
     def append(self, result: Result) -> None:
-        """Write a line and wait until it is on the disk: what was appended survives a kill and a power cut.
+        """Write a line and wait until it is on the disk, so that it survives a kill and a power cut.
 
-        Raises HeteroKVError where it cannot be written, as on a full disk; the lines before it are kept.
+        Raises HeteroKVError if it cannot be written, as on a full disk; earlier lines are kept.
         """
         line = with_checksum(as_utf8(result.to_json()).decode()).encode() + b"\n"
         before = os.fstat(self._file.fileno()).st_size
@@ -98,7 +98,7 @@ class RunFolder:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Within this context, what the disk refuses is a HeteroKVError that says how the run in `path` goes on."""
+    """Within this context an OSError becomes a HeteroKVError that says how the run in `path` can continue."""
     try:
         yield
     except OSError as error:
@@ -111,14 +111,14 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def as_utf8(text: str) -> bytes:
-    """A text in UTF-8. Half of a character that was cut in two is written as JSON escapes it."""
+    """The text in UTF-8, with lone surrogates in JSON's escaped form."""
     return text.encode("utf-8", errors="backslashreplace")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """What `run.json` of the run at `path` says: `settings`, `environment`, and whether lines have checksums.
+    """The content of `run.json` of the run at `path`: `settings`, `environment`, and whether lines have checksums.
 
-    Raises HeteroKVError where there is no run, or none that this program wrote.
+    Raises HeteroKVError if there is no run, or the file is not one that this program wrote.
     """
     try:
         content = parsed(_content(path / SETTINGS))
@@ -134,13 +134,13 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def _require_run(content: Any) -> None:
-    """Raise ValueError for what is no content of `run.json`."""
+    """Raise ValueError if `content` is not that of a `run.json`."""
     for where, fields in _FIELDS.items():
         part = content.get(where) if isinstance(content, dict) and where else content
         if not isinstance(part, dict):
             raise ValueError(f"it has no {where or SETTINGS}")
         for name, kinds in fields.items():
-            # Folders from before there were checksums do not speak of them; everything else is always written.
+            # Folders from before checksums lack that field; all other fields are always written.
             if where and name not in part:
                 raise ValueError(f"{where}.{name} is missing")
             if not isinstance(part.get(name), kinds):
@@ -158,10 +158,10 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 
 def read_results(path: Path) -> list[Result]:
-    """The results of the run at `path`; none when there is no file of them.
+    """The results of the run at `path`; empty without a results file.
 
-    Raises HeteroKVError for a line that is no result, that was changed after it was written, or that is there twice; it
-    names the line. Lines of folders from before there were checksums are taken without.
+    Raises HeteroKVError, naming the line, for a line that is not a result, was changed after it was written, or appears
+    twice. Lines of folders from before checksums need none.
     """
     results = path / RESULTS
     if not os.path.lexists(results):
@@ -192,7 +192,7 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _content(path: Path) -> bytes:
-    """What a file holds. Raises OSError, also for what is no file and for one that is larger than any run's."""
+    """The content of a file. Raises OSError, also if it is not a regular file or exceeds the size of any run's."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is no file", str(path))
@@ -202,7 +202,7 @@ def _content(path: Path) -> bytes:
 
 
 def differences(there: Any, now: Any, where: str = "") -> Iterator[str]:
-    """Where two pieces of plain data differ, in words: "methods.quest.engine.chunk_size is 512 there and 4096 now"."""
+    """The differences of two pieces of plain data: "methods.quest.engine.chunk_size is 512 there and 4096 now"."""
     if isinstance(there, dict) and isinstance(now, dict):
         for key in dict.fromkeys((*there, *now)):
             inner = f"{where}.{key}" if where else str(key)
@@ -218,13 +218,13 @@ def differences(there: Any, now: Any, where: str = "") -> Iterator[str]:
 
 
 def _settle(path: Path, settings: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
-    """Write `run.json`, or see to it that the one there is the same run's."""
+    """Write `run.json`, or check that the existing one has the same settings."""
     for abandoned in (*path.glob(f"*{PARTIAL}"), *path.glob(f"*/*{PARTIAL}")):
         abandoned.unlink()
-    # As JSON has it: tuples are lists, keys are texts.
-    asked = json.loads(json.dumps(settings))
+    # Convert as JSON does: tuples become lists, keys become texts.
+    plain_settings = json.loads(json.dumps(settings))
     if os.path.lexists(path / SETTINGS):
-        found = list(differences(read_settings(path)["settings"], asked))
+        found = list(differences(read_settings(path)["settings"], plain_settings))
         if found:
             more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
             raise HeteroKVError(
@@ -234,7 +234,7 @@ def _settle(path: Path, settings: Mapping[str, Any], environment: Mapping[str, A
         return
     if os.path.lexists(path / RESULTS):
         raise HeteroKVError(f"out {str(path)!r} has a {RESULTS} but no {SETTINGS}; give another folder")
-    content = {"settings": asked, "environment": dict(environment), "line_checksums": True}
+    content = {"settings": plain_settings, "environment": dict(environment), "line_checksums": True}
     write_atomically(path / SETTINGS, as_utf8(escaped(json.dumps(content, indent=2, ensure_ascii=False)) + "\n"))
 
 

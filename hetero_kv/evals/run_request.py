@@ -1,4 +1,4 @@
-"""What a run is asked for: its subjects, tasks and samples, checked before anything is computed."""
+"""The request of a run: its subjects, tasks and samples, checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHOWN_LINES = 5
 
 
 def subjects_of(models: ConfiguredModel | Mapping[str, Answerer] | Sequence[Subject]) -> list[Subject]:
-    """The subjects that `models` name. Raises HeteroKVError for none, and for two methods of one name."""
+    """The subjects in `models`. Raises HeteroKVError without subjects, and for two methods of one name."""
     if isinstance(models, ConfiguredModel):
         subjects: list[Subject] = [models]
     elif isinstance(models, Mapping):
@@ -44,11 +44,11 @@ def subjects_of(models: ConfiguredModel | Mapping[str, Answerer] | Sequence[Subj
 
 
 def wanted_tasks(words: Sequence[str]) -> dict[str, Path | None]:
-    """The tasks that `words` name, each with the file it is built from, if one is given.
+    """The tasks that `words` name, each with its data file, if one is named.
 
-    Raises HeteroKVError for a task that is not known, and a file that is not there.
+    Raises HeteroKVError for an unknown task, and a missing file.
     """
-    wanted: dict[str, Path | None] = {}
+    tasks: dict[str, Path | None] = {}
     for word in words:
         pattern, _, file = word.partition("=")
         matching = [pattern] if "*" not in pattern else fnmatch.filter(registry.names(), pattern)
@@ -60,12 +60,12 @@ def wanted_tasks(words: Sequence[str]) -> dict[str, Path | None]:
             if file and not registry.get(name).needs_data_file:
                 takes = ", ".join(name for name in registry.names() if registry.get(name).needs_data_file)
                 raise ConfigError(f"task {word!r}: {name} is not built from a file; those that are: {takes}")
-            wanted[name] = Path(file) if file else None
-    return wanted
+            tasks[name] = Path(file) if file else None
+    return tasks
 
 
 def require_use(tasks: Collection[str], options: RunOptions) -> None:
-    """Raise ConfigError for an option that decides something of perplexity, where perplexity is not asked for."""
+    """Raise ConfigError if an option that only perplexity uses is set in a run without perplexity."""
     for name, is_given in (("stride", options.stride > 1), ("prefill_tokens", options.prefill_tokens is not None)):
         if is_given and perplexity.Perplexity.name not in tasks:
             raise ConfigError(
@@ -75,7 +75,7 @@ def require_use(tasks: Collection[str], options: RunOptions) -> None:
 
 
 def require_measurable(tasks: Iterable[str], subjects: Sequence[Subject]) -> None:
-    """Raise ConfigError for a task of logits and a subject that has none."""
+    """Raise ConfigError for a task that measures logits and a subject that only answers with texts."""
     for name in tasks:
         if not isinstance(registry.get(name), LogitsTask):
             continue
@@ -88,7 +88,7 @@ def require_measurable(tasks: Iterable[str], subjects: Sequence[Subject]) -> Non
 
 
 def require_methods(tasks: Iterable[str], request: TaskRequest, subjects: Sequence[Subject]) -> None:
-    """Raise what a task says of methods that it cannot measure."""
+    """Raise the error of a task that cannot measure one of the methods."""
     for task in map(registry.get, tasks):
         for subject in subjects:
             if isinstance(task, LogitsTask) and isinstance(subject, ConfiguredModel):
@@ -98,7 +98,7 @@ def require_methods(tasks: Iterable[str], request: TaskRequest, subjects: Sequen
 
 def require_room(tasks: Iterable[str], options: RunOptions, configured: ConfiguredModel | None) -> None:
     """Raise ConfigError for a length beyond `max_seq_len`."""
-    # Prompt files are taken as long as they are.
+    # Prompt files are used at their full length.
     by_length = set(tasks) - ({fidelity.Fidelity.name} if options.prompt_files else set())
     if configured is None or not by_length:
         return
@@ -113,7 +113,7 @@ def require_room(tasks: Iterable[str], options: RunOptions, configured: Configur
 def request_of(
     options: RunOptions, configured: ConfiguredModel | None, count_tokens: CountTokens | None
 ) -> TaskRequest:
-    """What tasks are asked to generate. Raises HeteroKVError for files that cannot be read, and no `count_tokens`."""
+    """The request to the tasks. Raises HeteroKVError for files that cannot be read, and without `count_tokens`."""
     if configured is not None:
         count_tokens = count_tokens or configured.count_tokens
     elif count_tokens is None:
@@ -150,9 +150,9 @@ def _prompt_file(path: Path) -> PromptFile:
 def samples_of(
     tasks: Mapping[str, Path | None], options: RunOptions, request: TaskRequest
 ) -> tuple[list[Sample], dict[str, list[tuple[int, str]]]]:
-    """The samples in the order in which they are run, and the lines of data files that none was made of.
+    """The samples in the order of the run, and the unusable lines of data files.
 
-    Raises HeteroKVError for none at all, and for two of one name.
+    Raises HeteroKVError if there are none, and for two of one name.
     """
     samples: list[Sample] = []
     skipped: dict[str, list[tuple[int, str]]] = {}

@@ -1,4 +1,4 @@
-"""A run: every method on the same samples, each result on disk before the next begins."""
+"""Runs every method on the same samples, and writes each result to the disk before the next begins."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Run:
     """A finished run.
 
     Attributes:
-        out: its folder.
+        out: the run's folder.
         summary: the content of `summary.json`.
-        results: a line of `results.jsonl` each.
+        results: the lines of `results.jsonl`.
     """
 
     out: Path
@@ -64,40 +64,39 @@ def run(
     command_line: str | None = None,
     show_progress: bool = True,
 ) -> Run:
-    """Run every method on the same samples, and write what came of it into the folder `out`.
+    """Run every method on the same samples, and write the results into the folder `out`.
 
-    `results.jsonl` gets a line per sample and method as soon as it is there, so that a run that was killed goes on
-    where it was when it is called again. At its end `summary.json`, `costs.json`, `report.md` and the plots
-    are written.
+    Each result becomes a line of `results.jsonl` at once, so that the next call with the same arguments continues a
+    killed run. At the end the run writes `summary.json`, `costs.json`, `report.md` and the plots.
 
     Args:
-        tasks: names of registered tasks, or patterns such as `ruler/niah_*`; `NAME=FILE` for a task that is built from
-            published data. None for data files alone.
-        models: what is measured: a model with its configurations, functions by name, or a list of subjects of any kind.
-        options: which samples.
-        baseline: the method that the others are held against, where it is among them.
-        count_tokens: tokens of a text; needed where no `ConfiguredModel` is measured.
-        command_line: what the report says the run was started by.
-        show_progress: draw a bar on standard error where that is a terminal.
+        tasks: names of registered tasks, or patterns such as `ruler/niah_*`; `NAME=FILE` for a task that uses published
+            data. Empty for data files alone.
+        models: a model with its configurations, functions by name, or a list of subjects of any kind.
+        options: the choice of samples.
+        baseline: the method that the others are compared with, if it is among them.
+        count_tokens: counts a text's tokens; needed without a `ConfiguredModel`.
+        command_line: the command of the run, for the report.
+        show_progress: whether to draw a bar on standard error, if that is a terminal.
 
     Raises:
-        HeteroKVError: an unknown task, a length beyond `max_seq_len`, a folder with another run, or anything else that
-            keeps the run from its start; during a run, what a model raises.
+        HeteroKVError: an unknown task, a length beyond `max_seq_len`, a folder with another run, or another obstacle
+            before the start; during a run, the errors of the model.
     """
     options = options or RunOptions()
     subjects = subjects_of(models)
     configured = next((subject for subject in subjects if isinstance(subject, ConfiguredModel)), None)
-    wanted = wanted_tasks(tasks)
-    if not wanted and not options.data:
+    chosen = wanted_tasks(tasks)
+    if not chosen and not options.data:
         raise ConfigError(f"nothing to run: give a task or a data file; tasks: {', '.join(registry.names())}")
-    require_measurable(wanted, subjects)
-    require_room(wanted, options, configured)
+    require_measurable(chosen, subjects)
+    require_room(chosen, options, configured)
     request = request_of(options, configured, count_tokens)
-    require_methods(wanted, request, subjects)
-    samples, skipped_lines = samples_of(wanted, options, request)
+    require_methods(chosen, request, subjects)
+    samples, skipped_lines = samples_of(chosen, options, request)
     methods = [method for subject in subjects for method in subject.methods]
     settings = {
-        "tasks": {name: None if file is None else described_file(file) for name, file in wanted.items()},
+        "tasks": {name: None if file is None else described_file(file) for name, file in chosen.items()},
         **options.described(),
         "baseline": baseline if baseline in methods else None,
         "methods": {name: what for subject in subjects for name, what in subject.described().items()},
@@ -112,7 +111,7 @@ def run(
     return Run(out, summary, folder.results)
 
 
-# -- running it
+# -- the run's loop
 
 
 def _run_all(samples: Sequence[Sample], subjects: Sequence[Subject], folder: RunFolder, show_progress: bool) -> None:
@@ -151,7 +150,7 @@ def _run_all(samples: Sequence[Sample], subjects: Sequence[Subject], folder: Run
 
 
 def _work(sample: Sample) -> int:
-    """What a sample weighs in the progress: its length; data files give none, and four characters are a token."""
+    """A sample's weight in the progress: its length; for data files, without lengths, a token per four characters."""
     return sample.length or 1 + len(sample.turns[0]) // 4
 
 
@@ -173,9 +172,9 @@ def _results(sample: Sample, subject: Subject, methods: Sequence[str]) -> Iterat
 
 
 def _require_same_prompts(samples: Sequence[Sample], results: Sequence[Result]) -> None:
-    asked = {sample.id: prompt_hash(sample.turns, sample.answer_prefix, sample.raw_prompt) for sample in samples}
+    prompts = {sample.id: prompt_hash(sample.turns, sample.answer_prefix, sample.raw_prompt) for sample in samples}
     for result in results:
-        if asked.get(result.sample) != result.prompt:
+        if prompts.get(result.sample) != result.prompt:
             raise HeteroKVError(
                 f"sample {result.sample} has another prompt now than when the run was started (another version, or "
                 "another tokenizer?); give another --out"
@@ -183,7 +182,7 @@ def _require_same_prompts(samples: Sequence[Sample], results: Sequence[Result]) 
 
 
 def _attended(subjects: Sequence[Subject], lengths: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Method -> length -> tokens that a step attends to, where that is known."""
+    """Method -> length -> tokens that a step attends to, for methods where they are known."""
     found: dict[str, dict[str, float]] = {}
     for subject in subjects:
         for method in subject.methods:

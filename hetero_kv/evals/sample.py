@@ -1,4 +1,4 @@
-"""One question to a model, and what its answer was worth."""
+"""One question to a model, and the score of its answer."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sample:
-    """What is asked of every method alike.
+    """A prompt for all methods.
 
     Attributes:
         id: unique in a run, and the same for the same seed: "needle/4096/50/0".
         task: the registered task that scores the answers.
         turns: the user's messages; one, except in multi-turn tasks.
-        answers: per turn, what is expected.
-        length: tokens aimed at; 0 for a prompt from a data file, which is taken as it is.
-        depth: where the answer lies in the context, per cent; None where the task has no such place.
-        max_new_tokens: how many tokens a turn's answer may take.
-        answer_prefix: what the assistant's answer is made to begin with.
-        question: what `turns[0]` ends with, which asks about the text before it; "" where nobody says.
-        raw_prompt: whether `turns[0]` is fed as it is, without the chat template.
-        metadata: what scoring needs beyond the answers, and what a reader may want to know.
+        answers: the expected answers of each turn.
+        length: the target length in tokens; 0 for a prompt from a data file, which is used as it is.
+        depth: where the answer lies in the context, per cent; None if the task has no such place.
+        max_new_tokens: the most tokens of a turn's answer.
+        answer_prefix: the forced beginning of the assistant's answer.
+        question: the end of `turns[0]` that asks about the text before it; "" if unknown.
+        raw_prompt: whether `turns[0]` is fed without the chat template.
+        metadata: other data for scoring and for readers.
     """
 
     id: str
@@ -39,17 +39,17 @@ class Sample:
 
 
 def asked_behind(separator: str, text: str) -> str:
-    """What stands behind the last `separator` of a text; "" where there is none."""
+    """The text after the last `separator`; "" without one."""
     return text.rpartition(separator)[2] if separator in text else ""
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a sample's answers are worth.
+    """The score of a sample's answers.
 
     Attributes:
         value: from 0 to 1.
-        parts: what the value is made of, or goes with it: per-digit accuracy, the score of each turn.
+        parts: components of the value, or further scores: per-digit accuracy, the score of each turn.
     """
 
     value: float

@@ -1,4 +1,4 @@
-"""What an answer is worth, as the benchmarks count it. Every score is from 0 to 1.
+"""Scores of answers, as the benchmarks define them. Every score is from 0 to 1.
 
 RULER (Hsieh et al., 2024): `string_match_all`, `string_match_part`. LongBench (Bai et al., 2023): `qa_f1`, `rouge_l`,
 their Chinese forms, `edit_similarity`, `classification`, `count_score`, `retrieval_score`. Lost in the middle (Liu et
@@ -28,7 +28,7 @@ _ALL_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATI
 
 
 def optional_library(module: str, needed_for: str) -> Any:
-    """A library of the `eval` extra. Raises HeteroKVError, naming the extra, where it is not installed."""
+    """A library of the `eval` extra. Raises HeteroKVError, naming the extra, if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -39,7 +39,7 @@ def optional_library(module: str, needed_for: str) -> Any:
 
 
 def contains(prediction: str, expected: str) -> float:
-    """1 where the expected text occurs in the answer, whatever the case."""
+    """1 if the expected text occurs in the answer, ignoring case."""
     return float(expected.lower() in prediction.lower())
 
 
@@ -49,18 +49,18 @@ def string_match_all(prediction: str, references: Sequence[str]) -> float:
 
 
 def string_match_part(prediction: str, references: Sequence[str]) -> float:
-    """1 where one of the references occurs in the answer."""
+    """1 if one of the references occurs in the answer."""
     return max(contains(prediction, reference) for reference in references)
 
 
 def first_integer(prediction: str) -> str:
-    """The first run of digits in the answer, or nothing."""
+    """The first run of digits in the answer, or ""."""
     found = re.search(r"[0-9]+", prediction)
     return found[0] if found else ""
 
 
 def digits_in_place(prediction: str, expected: str) -> float:
-    """The share of the digits that stand in their place in the answer's first number; random digits score 0.1."""
+    """The share of digits at the right place in the answer's first number; random digits score 0.1."""
     return sum(a == b for a, b in zip(first_integer(prediction), expected, strict=False)) / len(expected)
 
 
@@ -94,13 +94,13 @@ def qa_f1_chinese(prediction: str, expected: str) -> float:
 
 
 def rouge_l(prediction: str, expected: str) -> float:
-    """ROUGE-L's F, summary level, as the library `rouge` computes it. Raises HeteroKVError without the `eval` extra."""
+    """ROUGE-L's F, summary level, from the library `rouge`. Raises HeteroKVError without the `eval` extra."""
     rouge = optional_library("rouge", needed_for="ROUGE-L")
     with _recursion_limit(1000 + 2 * (len(prediction.split()) + len(expected.split()))):
         try:
             return rouge.Rouge(metrics=["rouge-l"]).get_scores([prediction], [expected])[0]["rouge-l"]["f"]
         except ValueError:
-            # A text without a word.
+            # A text without words.
             return 0.0
 
 
@@ -110,7 +110,7 @@ def rouge_l_chinese(prediction: str, expected: str) -> float:
 
 
 def edit_similarity(prediction: str, expected: str) -> float:
-    """LongBench's code similarity: the first line that is code, against the expected one, in whole per cent.
+    """LongBench's code similarity: the first line that is code, compared with the expected line, in whole per cent.
 
     Raises:
         HeteroKVError: without the `eval` extra.
@@ -131,13 +131,13 @@ def classification(prediction: str, expected: str, classes: Sequence[str]) -> fl
 
 
 def count_score(prediction: str, expected: str) -> float:
-    """The share of the answer's numbers that are the expected one."""
+    """The share of the answer's numbers that equal the expected one."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(expected) / len(numbers) if numbers else 0.0
 
 
 def retrieval_score(prediction: str, expected: str) -> float:
-    """The share of the answer's numbers that are the expected paragraph's ("Paragraph 12", "段落12").
+    """The share of the answer's numbers that equal the expected paragraph's ("Paragraph 12", "段落12").
 
     Raises:
         HeteroKVError: an expected text that names no paragraph.
@@ -156,7 +156,7 @@ def _chinese_words(text: str) -> list[str]:
 
 @contextmanager
 def _recursion_limit(depth: int) -> Iterator[None]:
-    """Room for `rouge`, which walks back through a sentence pair by recursion, one word a call."""
+    """Raise the recursion limit for `rouge`, which recurses once per word of a sentence pair."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(max(before, depth))
     try:
