@@ -1,8 +1,8 @@
-"""One prefill for many methods: a prompt's full-attention prefill, recorded once, from which caches are filled.
+"""Shares one prefill among many methods: records a prompt's full-attention prefill and fills caches from it.
 
-Methods that prefill exactly differ only in what they do afterwards, so that comparing ten of them on one prompt costs
-one prefill. A cache made here is in the state that prefilling the prompt under its rules would leave, bit for bit where
-the recording used the same `chunk_size`, else up to rounding.
+Methods that prefill exactly differ only in later steps, so that a comparison of ten of them on one prompt costs one
+prefill. A cache from a recording is in the state that a prefill of the prompt under its rules would leave: bit for bit
+if the recording used the same `chunk_size`, else up to rounding.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from hetero_kv.rules.injection import Injection, eject, inject, suspended
 from hetero_kv.settings.engine_settings import EngineSettings
 from hetero_kv.store import storage
 
-# Where the parts of a rotation lie -> the whole of it.
+# Addresses of a rotation's parts -> the concatenated rotation.
 _Rotations = dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]]
 
 _STORAGE = {torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"}
 
 
 class RecordingAttention(AttentionOperator):
-    """Prefills exactly, chunk by chunk, and keeps what the prefill leaves instead of storing it in blocks."""
+    """Prefills exactly, chunk by chunk, and keeps the result as a recording instead of in blocks."""
 
     meaning = "records a prompt's exact prefill, for many caches to start from"
     settings_class = RetrievalSettings
@@ -55,19 +55,19 @@ class RecordingAttention(AttentionOperator):
 
     @classmethod
     def operator_for(cls, module: nn.Module) -> type[Operator]:
-        """A layer with a sliding window of the model's own keeps that."""
+        """A layer with the model's sliding window gets retrieval's operator for it, others get this one."""
         return RetrievalAttention.operator_for(module) if bridge.layer_window(module) is not None else cls
 
     def new_cache_layer(self) -> RecordingLayer:
         return RecordingLayer(storage.get(self.settings.kv_type))
 
     def footprint(self, shape: KVShape) -> PagedFootprint:
-        """See AttentionOperator; what is recorded takes what blocks of one token would."""
+        """See AttentionOperator; a recording takes the memory of blocks of one token."""
         stored = bytes_per_token(shape, storage.get(self.settings.kv_type), 1, 1, accumulates=False)
         return PagedFootprint(shape, stored=stored, block_size=1, device_window=0)
 
     def arguments_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """See AttentionOperator; keeps how the tokens' positions are rotated, where the model says it."""
+        """See AttentionOperator; keeps the rotation of the tokens' positions, if the model passes it."""
         layer: RecordingLayer = bridge.cache_in(args, kwargs, self.path).layers[self.layer_idx]
         layer.note_rotation(kwargs.get("position_embeddings"))
         return kwargs
@@ -81,7 +81,7 @@ class RecordingAttention(AttentionOperator):
         return out
 
     def decode_step(self, layer: RecordingLayer, step: Step, call: bridge.AttentionCall) -> torch.Tensor:
-        """See AttentionOperator: one token more of the prompt."""
+        """See AttentionOperator; treats the token as one more token of the prompt."""
         with self.prefill(step):
             return self.prefill_chunk(layer, step, call)
 
@@ -91,14 +91,14 @@ class RecordingAttention(AttentionOperator):
 
 @dataclass(frozen=True)
 class RecordedPrefill:
-    """One prompt's exact, full-attention prefill.
+    """The exact, full-attention prefill of one prompt.
 
     Attributes:
         input_ids: [1, tokens] int64, the prompt.
-        logits: [1, vocab], after its last token.
+        logits: [1, vocab], after the prompt's last token.
         layers: a recording per layer of the model.
-        max_seq_len: capacity in tokens of the caches made from it; None takes the rules'.
-        question: how many of the prompt's last tokens ask what comes before; None where nobody says.
+        max_seq_len: capacity in tokens of the caches made from it; None uses the rules' setting.
+        question: how many of the prompt's last tokens are the question about the earlier ones; None if unknown.
     """
 
     input_ids: torch.Tensor
@@ -114,11 +114,11 @@ class RecordedPrefill:
         return self.input_ids.shape[1]
 
     def cache_for(self, model: PreTrainedModel) -> HeteroCache:
-        """A cache in the state that prefilling the prompt under the rules now injected leaves.
+        """A cache in the state after a prefill of the prompt under the rules now injected.
 
         Raises:
-            HeteroKVError: an operator's prefill is not full attention, no rules are injected, the recording holds fewer
-                last queries than an operator watches, or it is another model's.
+            HeteroKVError: an operator's prefill is not full attention, no rules are injected, the recording has fewer
+                last queries than an operator observes, or it belongs to another model.
             CacheFullError: the prompt does not fit into `max_seq_len`.
             OutOfMemoryError: `max_seq_len` does not fit into the free memory.
         """
@@ -141,7 +141,7 @@ class RecordedPrefill:
         return cache
 
     def _fill(self, cache: HeteroCache, model: PreTrainedModel, injection: Injection) -> None:
-        """Bring every layer of an empty cache into the state after the prompt. Raises as `cache_for`."""
+        """Bring every layer of an empty cache into the state after the prompt. Raises the errors of `cache_for`."""
         self._require_own(model)
         operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
         rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -157,16 +157,16 @@ class RecordedPrefill:
                 device = _device_of(operators[index])
                 moved = recorded.to(device)
                 if recorded.rotation is not None and moved.rotation is not None:
-                    # Layers that were given the same have the same on every device.
+                    # Layers that share a rotation share it on every device.
                     key = id(recorded.rotation[0]), device
                     moved = replace(moved, rotation=rotations.setdefault(key, moved.rotation))
                 operators[index].load_prefill(layer, step, moved)
         cache.columns = cache.columns.grown(self.tokens, [self.tokens])
 
     def untouched_cache(self, model: PreTrainedModel) -> DynamicCache:
-        """transformers' own cache after the prompt, for the model without rules.
+        """A transformers cache after the prompt, for the model without rules.
 
-        Raises HeteroKVError when the recording is another model's, or rules are injected into this one.
+        Raises HeteroKVError if the recording belongs to another model, or the model has rules injected.
         """
         self._require_own(model)
         if getattr(model, "hetero_kv_injection", None) is not None:
@@ -198,22 +198,23 @@ def record_prefill(
     max_seq_len: int | None = None,
     on_progress: Progress | None = None,
 ) -> RecordedPrefill:
-    """Prefill a prompt with full attention, layer by layer in chunks, and keep what that leaves.
+    """Prefill a prompt with full attention, layer by layer in chunks, and record the result.
 
-    The recording lies in DRAM in the model's dtype. The model, with rules injected or without, is left as it was.
+    The recording is in DRAM, in the model's dtype. The model and its injected rules, if any, are unchanged afterwards.
 
     Args:
-        input_ids: [1, tokens], two tokens or more.
-        after: a recording of the prompt's beginning, which `input_ids` then go on from: many questions about one text
-            cost one prefill of the text. It stays as it is.
-        observation_len: last queries to keep, and those of the question; an operator takes the last that it watches.
-        question: how many of the prompt's last tokens ask what comes before; None where nobody says.
-        chunk_size: tokens per chunk; None takes that of the rules now injected, or the default.
-        max_seq_len: capacity in tokens of the caches made from the recording; None takes the rules'.
+        input_ids: [1, tokens], at least two tokens.
+        after: a recording of the prompt's beginning, which `input_ids` continue: many questions about one text cost one
+            prefill of the text. It is unchanged.
+        observation_len: how many last queries to keep, in addition to the question's; an operator uses as many as it
+            observes.
+        question: how many of the prompt's last tokens are the question about the earlier ones; None if unknown.
+        chunk_size: tokens per chunk; None uses the setting of the rules now injected, or the default.
+        max_seq_len: capacity in tokens of the caches made from the recording; None uses the rules' setting.
         on_progress: called after every chunk.
 
     Raises:
-        HeteroKVError: `input_ids` has another shape, or `after` is another model's.
+        HeteroKVError: `input_ids` has another shape, or `after` belongs to another model.
         UnsupportedModelError: the model's attention cannot be recorded.
         OutOfMemoryError: the recording does not fit into the free memory.
     """
@@ -225,8 +226,8 @@ def record_prefill(
     injected: Injection | None = getattr(model, "hetero_kv_injection", None)
     if chunk_size is None:
         chunk_size = injected.engine.chunk_size if injected else EngineSettings.chunk_size
-    watched = max(observation_len, min(question or 0, LONGEST_QUESTION))
-    settings = {"chunk_size": chunk_size, "observation": watched, "kv_type": _storage_type(model)}
+    observed = max(observation_len, min(question or 0, LONGEST_QUESTION))
+    settings = {"chunk_size": chunk_size, "observation": observed, "kv_type": _storage_type(model)}
     whole = input_ids if after is None else torch.cat([after.input_ids, input_ids], dim=1)
     with suspended(model):
         recording = inject(model, _recording_rules(), command_line=settings)
@@ -236,8 +237,8 @@ def record_prefill(
             if after is not None:
                 after._fill(cache, model, recording)
             with torch.no_grad():
-                given = as_cache(model.forward, cache)
-                logits = model(input_ids.to(model.device), logits_to_keep=1, **given).logits[:, -1]
+                arguments = as_cache(model.forward, cache)
+                logits = model(input_ids.to(model.device), logits_to_keep=1, **arguments).logits[:, -1]
         finally:
             eject(model)
     rotations: _Rotations = {}
@@ -246,7 +247,7 @@ def record_prefill(
 
 
 def shares_prefill(model: PreTrainedModel | Injection) -> bool:
-    """Whether all operators under the rules now injected can load a recorded prefill; states are not recorded."""
+    """Whether all operators now injected can load a recorded prefill; recurrent states are not recorded."""
     injection = model if isinstance(model, Injection) else getattr(model, "hetero_kv_injection", None)
     if injection is None:
         return True
@@ -271,8 +272,8 @@ def _recorded(layer: Any, rotations: _Rotations) -> RecordedLayer:
         keys, values, _, end, length, _ = layer.snapshot()
         assert keys is not None
         assert values is not None
-        held = slice(max(0, end - min(length, layer.window - 1)), end)
-        return RecordedLayer(keys[:, :, held].clone(), values[:, :, held].clone(), length).to(torch.device("cpu"))
+        newest = slice(max(0, end - min(length, layer.window - 1)), end)
+        return RecordedLayer(keys[:, :, newest].clone(), values[:, :, newest].clone(), length).to(torch.device("cpu"))
     raise HeteroKVError(
         f"a layer whose cache is of kind {type(layer).__name__} cannot be recorded: the rules of full attention do not "
         "replace its attention"
@@ -280,7 +281,7 @@ def _recorded(layer: Any, rotations: _Rotations) -> RecordedLayer:
 
 
 def _rotation(layer: RecordingLayer, known: _Rotations) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The rotation of the whole prompt in DRAM, the same tensors for all layers that were given the same."""
+    """The rotation of the whole prompt in DRAM; layers that share a rotation get the same tensors."""
     if not layer.rotations:
         return None
     parts = tuple(cos.data_ptr() for cos, _ in layer.rotations)
@@ -291,7 +292,7 @@ def _rotation(layer: RecordingLayer, known: _Rotations) -> tuple[torch.Tensor, t
 
 
 def _storage_type(model: PreTrainedModel) -> str:
-    """The storage type of the model's dtype: what the plan of the recording's memory counts with."""
+    """The storage type of the model's dtype, for the memory plan of the recording."""
     if model.dtype not in _STORAGE:
         raise HeteroKVError(
             f"the model's dtype is {model.dtype}; a prefill is recorded in {', '.join(map(str, _STORAGE))}"

@@ -1,4 +1,4 @@
-"""What can be measured: anything that answers samples."""
+"""Subjects of a measurement: anything that answers samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.evals.outcome import Cost, Outcome
 from hetero_kv.evals.sample import Sample
 
-#: A model as a function: a sample's answers, one text per turn.
+#: A model as a function: returns a sample's answers, one text per turn.
 Answerer = Callable[[Sample], Sequence[str]]
 
 #: The number of tokens in a text.
@@ -18,33 +18,33 @@ CountTokens = Callable[[str], int]
 
 
 class Subject(Protocol):
-    """One or several methods that are measured on the same samples."""
+    """One or more methods that are measured on the same samples."""
 
     @property
     def methods(self) -> Sequence[str]:
-        """Their names."""
+        """The methods' names."""
 
     def described(self) -> dict[str, Any]:
-        """Method -> what its results depend on, as plain data."""
+        """Method -> the settings that its results depend on, as plain data."""
 
     def refusal(self, sample: Sample) -> str | None:
-        """Why a sample cannot be put to these methods; None when it can."""
+        """The reason why the methods cannot answer a sample; None if they can."""
 
     def answers(self, sample: Sample, methods: Sequence[str]) -> Iterator[Outcome]:
-        """What each of `methods` answers, in their order."""
+        """The outcome of each of `methods`, in their order."""
 
     def attended(self, method: str, length: int) -> float | None:
-        """Tokens that a step of `method` attends to after `length` tokens; None where it is not known."""
+        """Tokens that a step of `method` attends to after `length` tokens; None if unknown."""
 
 
 class CallableSubject:
-    """A model that is known only as a function: another library, a server, a person.
+    """A model known only as a function: another library, a server, a person.
 
     Args:
-        name: what results and tables call it.
+        name: its name in results and tables.
         answer: called with a sample; returns one text per turn.
-        settings: what its answers depend on, as plain data; a run that goes on must have the same.
-        attended: tokens that a step attends to, given the tokens of the prompt; None where it is not known.
+        settings: all settings that its answers depend on, as plain data; a run can only continue with the same ones.
+        attended: maps the tokens of the prompt to those that a step attends to; None if unknown.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class CallableSubject:
         return None if self._attended is None else self._attended(length)
 
     def refusal(self, sample: Sample) -> str | None:
-        """See Subject: everything is put to it."""
+        """See Subject: refuses no sample."""
         return None
 
     def answers(self, sample: Sample, methods: Sequence[str]) -> Iterator[Outcome]:
-        """See Subject. Raises HeteroKVError when the function returns another number of texts than turns."""
+        """See Subject. Raises HeteroKVError if the number of texts differs from the number of turns."""
         start = time.perf_counter()
         predictions = self._answer(sample)
         seconds = time.perf_counter() - start

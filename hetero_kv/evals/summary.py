@@ -1,4 +1,4 @@
-"""What a run's results come to. The summary depends on settings and predictions alone; what a machine took is apart."""
+"""Summarises a run's results. The summary depends only on settings and predictions; costs are separate."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _T = TypeVar("_T")
 def summarize(
     settings: Mapping[str, Any], results: Sequence[Result], skipped_lines: Mapping[str, Sequence[tuple[int, str]]]
 ) -> dict[str, Any]:
-    """The content of `summary.json`: per task and method the mean score, by length and by depth as well.
+    """The content of `summary.json`: per task and method the mean score, also by length and by depth.
 
     Args:
-        settings: the run's, as `run.json` holds them; `methods` gives the order, `baseline` the method that the
-            others are held against.
-        results: all of the run's.
-        skipped_lines: data file -> (number, reason) of each line that no sample was made of.
+        settings: the run's settings, as in `run.json`; `methods` fixes the order, `baseline` the method that the others
+            are compared with.
+        results: all results of the run.
+        skipped_lines: data file -> (number, reason) of each unusable line.
     """
     baseline = settings.get("baseline")
     answered = [result for result in results if result.skipped is None]
@@ -45,7 +45,7 @@ def summarize(
 
 
 def grouped(items: Iterable[_T], key: Callable[[_T], Any]) -> dict[Any, list[_T]]:
-    """The items by key, keys in order of appearance, but numbers in order of size."""
+    """The items by key; keys are in order of appearance, but numbers in ascending order."""
     groups: dict[Any, list[_T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -101,7 +101,7 @@ def _against(scores: Mapping[str, float], baseline: Mapping[str, float] | None, 
 
 
 def _details(results: Sequence[Result]) -> dict[str, Any]:
-    """The means of what tasks add beside the score: a value per layer, and a curve along the text."""
+    """The means of details that tasks add to the score: a value per layer, and a curve along the text."""
     found: dict[str, Any] = {}
     recalls = [result.details["block_recall"] for result in results if result.details.get("block_recall")]
     if recalls:
@@ -122,7 +122,7 @@ def _details(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def _columns(rows: Sequence[Sequence[Any]], name: str) -> list[tuple[Any, ...]]:
-    """The rows' values at each place. Raises HeteroKVError where some rows have more of them."""
+    """The rows' values at each position. Raises HeteroKVError if the rows' lengths differ."""
     if len({len(row) for row in rows}) > 1:
         raise HeteroKVError(f"results.jsonl: {name} has another length in some lines of a task than in others")
     return list(zip(*rows, strict=True))
@@ -134,14 +134,14 @@ def _score(result: Result) -> float:
 
 
 def _mean(values: Iterable[float]) -> float:
-    # fsum, so that the order in which results were written does not show in the last digit.
+    # fsum, so that the order of the results does not change the last digit.
     listed = list(values)
     return math.fsum(listed) / len(listed)
 
 
 def costs(results: Sequence[Result]) -> dict[str, Any]:
-    """The content of `costs.json`: per method and length what the machine took, medians over the samples."""
-    # It takes torch, which who only compares runs need not wait for.
+    """The content of `costs.json`: per method and length the machine's costs, medians over the samples."""
+    # This imports torch; code that only compares runs need not wait for it.
     from hetero_kv.rules.registered import layer_statistics
 
     answered = [result for result in results if result.method is not None]
@@ -161,7 +161,7 @@ def costs(results: Sequence[Result]) -> dict[str, Any]:
 
 
 _COSTS = ("prompt_tokens", "generated_tokens", "prefill_s", "decode_s", "tokens_per_s", "kv_bytes")
-#: What `costs` says beside what layers count.
+#: The names in `costs` other than the layers' statistics.
 COSTS = (*_COSTS, "shared_prefills", "samples")
 
 

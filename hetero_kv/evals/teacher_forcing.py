@@ -1,7 +1,7 @@
 """Fidelity to full attention by teacher forcing: the untouched model's greedy continuation, step by step.
 
-Every step compares the next-token distributions of the two models after the same tokens, so that one early difference
-does not make all later ones incomparable.
+Each step compares the two models' next-token distributions after the same tokens, so that one early difference does
+not make all later steps incomparable.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Continuation:
     """A greedy continuation of a prompt by the untouched model.
 
     Attributes:
-        tokens: n token ids; the first comes out of the prefill.
-        logits: [n - 1, vocab] float32 on the CPU, after each token but the last: what the next was chosen from.
+        tokens: n token ids; the prefill yields the first.
+        logits: [n - 1, vocab] float32 on the CPU, after each token but the last: each row chose the next token.
     """
 
     tokens: tuple[int, ...]
@@ -37,13 +37,13 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How close a method came to full attention over a forced continuation.
+    """The agreement of a method with full attention over a forced continuation.
 
     Attributes:
         agrees: per step, whether the method's most likely next token is full attention's.
         divergence: per step, the Kullback-Leibler divergence KL(full attention || method) of the next token, nats.
-        recall: per layer, the share of the full attention mass that the attended blocks covered, the mean over steps
-            and heads; None where it was not measured (`measure_recall`) or there is nothing to retrieve.
+        recall: per layer, the share of the full attention mass that the attended blocks cover, the mean over steps and
+            heads; None if it is not measured (`measure_recall`) or the layer retrieves nothing.
     """
 
     agrees: tuple[bool, ...]
@@ -61,7 +61,7 @@ class Fidelity:
         return math.fsum(self.divergence) / len(self.divergence)
 
     def mean_recall(self, first_layer: int = 0) -> float | None:
-        """The mean block recall over the layers from `first_layer` on; None where none was measured."""
+        """The mean block recall over the layers from `first_layer` on; None if none was measured."""
         measured = [recall for recall in self.recall[first_layer:] if recall is not None]
         return math.fsum(measured) / len(measured) if measured else None
 
@@ -73,9 +73,9 @@ def full_attention_continuation(
 
     Args:
         max_new_tokens: at least 2.
-        end_tokens: the continuation ends with the first of these.
+        end_tokens: the first of these ends the continuation.
 
-    Raises HeteroKVError when the recording is another model's, or `max_new_tokens` too few to compare anything.
+    Raises HeteroKVError if the recording belongs to another model, or `max_new_tokens` is too small to compare.
     """
     if max_new_tokens < 2:
         raise HeteroKVError(
@@ -93,13 +93,13 @@ def full_attention_continuation(
 
 
 def force(model: PreTrainedModel, cache: Cache, continuation: Continuation) -> Fidelity:
-    """Feed a continuation's tokens to a model and compare each step with full attention's.
+    """Feed a continuation's tokens to a model, and compare each step with full attention.
 
     Args:
-        model: with the method's rules injected.
-        cache: the model's, after the prompt; holds the continuation but its last token afterwards.
+        model: the model with the method's rules injected.
+        cache: the model's cache after the prompt; afterwards it also has the continuation without its last token.
 
-    Raises HeteroKVError when the continuation has a single token: nothing is decoded then.
+    Raises HeteroKVError for a continuation of a single token, which needs no decode step.
     """
     if len(continuation.tokens) < 2:
         raise HeteroKVError(
@@ -118,6 +118,6 @@ def force(model: PreTrainedModel, cache: Cache, continuation: Continuation) -> F
 
 def _divergence(full: torch.Tensor, other: torch.Tensor) -> float:
     """KL(full || other) of two next-token distributions from their logits [vocab], nats."""
-    # In float64, because the terms of close distributions cancel.
+    # In float64: the terms of close distributions cancel.
     log_p, log_q = full.double().log_softmax(-1), other.double().log_softmax(-1)
     return float(torch.nn.functional.kl_div(log_q, log_p, reduction="sum", log_target=True))

@@ -1,4 +1,4 @@
-"""Files of text that others give, plain or gzipped: no more of one is read, or unpacked, than a run can be made of."""
+"""Reads others' text files, plain or gzipped, up to the most text that a run can use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import IO, Any
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.text_decoding import decoded, is_wide
 
-# A million tokens take some five million characters, and twice as many where all are escaped.
+# A million tokens take some five million characters, or twice as many if all are escaped.
 LONGEST_LINE = 32 << 20
-# All samples are in memory while a run goes on; the largest files of the benchmarks have some 500 MB.
+# A run keeps all samples in memory; the benchmarks' largest files have some 500 MB.
 MOST_BYTES = 2 << 30
 _AT_ONCE = 1 << 20
 
@@ -24,10 +24,10 @@ def lines_of(path: Path, what: str) -> Iterator[tuple[int, bytes]]:
     """The lines of a file with their numbers, from 1.
 
     Args:
-        what: names the file's use in errors ("data file").
+        what: the file's use, for errors ("data file").
 
     Raises:
-        HeteroKVError: a file that cannot be read, or is more than the limits allow, packed or not.
+        HeteroKVError: a file that cannot be read, or exceeds the limits, packed or unpacked.
     """
     left, number = MOST_BYTES, 0
     with _opened(path, what) as file:
@@ -46,7 +46,7 @@ def lines_of(path: Path, what: str) -> Iterator[tuple[int, bytes]]:
 
 
 def text_of(path: Path, what: str) -> str:
-    """All of a file's text. Raises HeteroKVError as `lines_of`, and where it is no text (`text_decoding`)."""
+    """All text of a file. Raises HeteroKVError like `lines_of`, and if it is not text (`text_decoding`)."""
     pieces, size = [], 0
     with _opened(path, what) as file:
         while piece := file.read(_AT_ONCE):
@@ -71,7 +71,7 @@ def require_kept(path: Path, what: str) -> None:
     """Raise HeteroKVError for a pipe, a device or a socket: a run reads its files more than once."""
     try:
         mode = path.stat().st_mode
-    except OSError:  # said when it is opened
+    except OSError:  # opening the file reports it
         return
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise HeteroKVError(

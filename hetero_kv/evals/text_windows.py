@@ -1,4 +1,4 @@
-"""Windows of a long text: the continuous passages that perplexity and fidelity are measured on."""
+"""Windows of a long text: the passages that perplexity and fidelity are measured on."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hetero_kv.evals.logits_task import LogitsTaskRequest
 
 
 def text_windows(task: str, request: LogitsTaskRequest) -> Iterator[tuple[str, int, str]]:
-    """(what to call it, length in tokens, text) of each passage: `samples` of every length, at places by the seed.
+    """(name, length in tokens, text) of each passage: `samples` of every length, at places drawn by the seed.
 
-    Lengths are hit but for the token or two that begin and end differently where a text is cut.
+    Lengths are exact up to the token or two that change where a text is cut.
 
-    Raises HeteroKVError when there is no text, or none that is long enough.
+    Raises HeteroKVError if there is no text, or one is too short.
     """
     for name, text in _texts(task, request):
         tokens = request.encode(text)

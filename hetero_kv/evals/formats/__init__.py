@@ -1,4 +1,4 @@
-"""Public data files, one file per benchmark; importing the package registers formats and their tasks."""
+"""Public data files, one module per benchmark; importing the package registers formats and their tasks."""
 
 import hetero_kv.evals.formats.infinitebench
 import hetero_kv.evals.formats.longbench

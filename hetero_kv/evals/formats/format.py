@@ -1,4 +1,4 @@
-"""What a public data file's lines can be, and the tasks they are scored by. A new format is one new file."""
+"""The formats of public data files, and the tasks that score them. A new format is one new file."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from hetero_kv.evals.tasks.registry import Task, TaskRequest
 
 
 class BrokenLine(ValueError):
-    """Why a line of a data file cannot be used."""
+    """A line of a data file that cannot be used, with the reason."""
 
 
 def asked_of(prompt: str, **filled: str) -> str:
-    """What a benchmark's prompt with a place for `context` says behind it, its other places filled."""
+    """The part of a benchmark's prompt after the place of `context`, with its other places filled."""
     return prompt.rpartition("{context}")[2].format(**filled).lstrip()
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a data file: its JSON object, the file it is from, and its number, from 1."""
+    """One line of a data file: its JSON object, its file, and its number, from 1."""
 
     record: Mapping[str, Any]
     path: Path
     number: int
 
     def text(self, field: str) -> str:
-        """The string in `field`. Raises BrokenLine where it is something else."""
+        """The string in `field`. Raises BrokenLine if it is something else."""
         value = self.record.get(field)
         if not isinstance(value, str):
             raise BrokenLine(f"field {field!r} is {type(value).__name__}, not a string")
@@ -43,7 +43,7 @@ class Line:
         """The strings in `field`, at least one; a single string or number counts as one.
 
         Raises:
-            BrokenLine: nothing there, or something else.
+            BrokenLine: the field is missing, empty, or something else.
         """
         value = self.record.get(field)
         values = value if isinstance(value, list) else [value]
@@ -52,13 +52,13 @@ class Line:
         return tuple(str(one) for one in values)
 
     def id(self, task: str) -> str:
-        """The sample's id: what the line says, not where the file lies, tells it from the others."""
+        """The sample's id, which depends on the line's content and number, not on the file's place."""
         digest = hashlib.sha256(json.dumps(self.record, sort_keys=True).encode()).hexdigest()[:8]
         return f"{task}/{self.number}-{digest}"
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the line or its file may be named after: a field `task` or `dataset`, the file, its directory."""
+        """Possible names of the line's task: its fields `task` and `dataset`, the file's name, the directory's name."""
         fields = [self.record.get(field) for field in ("task", "dataset")]
         stem = self.path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".json")
         return (*(field for field in fields if isinstance(field, str)), stem, self.path.absolute().parent.name)
@@ -68,8 +68,8 @@ class DataFormat(ABC):
     """A benchmark's data files.
 
     Attributes:
-        name: of the benchmark.
-        meaning: one line for `--help` and the documentation.
+        name: the benchmark's name.
+        meaning: a one-line description for `--help` and the documentation.
     """
 
     name: str
@@ -77,11 +77,11 @@ class DataFormat(ABC):
 
     @abstractmethod
     def recognises(self, record: Mapping[str, Any]) -> bool:
-        """Whether a line with these fields is one of this format's."""
+        """Whether a line with these fields has this format."""
 
     @abstractmethod
     def sample(self, line: Line) -> Sample:
-        """The line as a sample, its prompt in the benchmark's wording. Raises BrokenLine."""
+        """The line as a sample, with the benchmark's prompt. Raises BrokenLine."""
 
 
 class DataFileTask(Task):
@@ -90,7 +90,7 @@ class DataFileTask(Task):
     from_data_file = True
 
     def generate(self, request: TaskRequest) -> Iterator[Sample]:
-        """Always an error: see Task."""
+        """Always raises HeteroKVError: the data file has the samples."""
         raise HeteroKVError(f"task {self.name}: its samples are in the benchmark's data file; give it with --data FILE")
 
 
@@ -98,7 +98,7 @@ _FORMATS: list[DataFormat] = []
 
 
 def register_format(data_format: DataFormat) -> None:
-    """Make a format known; where two recognise a line, the first one has it."""
+    """Register a format; the first format that recognises a line is used."""
     _FORMATS.append(data_format)
 
 

@@ -1,7 +1,7 @@
 """InfiniteBench's files: `context`, `input`, `answer`, and `options` for choices (Zhang et al., 2024).
 
-Prompts are those the benchmark gives open models; the cue they end with ("The pass key is") begins the answer. Lengths
-of answers and scores are the benchmark's.
+The prompts are the benchmark's for open models; the cue at their end ("The pass key is") begins the answer. The lengths
+of answers and the scores are the benchmark's.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Subset:
     """One of InfiniteBench's twelve tasks.
 
     Attributes:
-        prompt: with places for `context`, `input`, and what the task adds.
-        cue: what the answer begins with.
-        max_new_tokens: what an answer may take.
+        prompt: with places for `context`, `input`, and the task's other fields.
+        cue: the beginning of the answer.
+        max_new_tokens: the most tokens of an answer.
         score: (answer, expected answers) -> score.
     """
 
@@ -99,13 +99,13 @@ SUBSETS = {
 
 
 class InfiniteBench(DataFormat):
-    """The task is that of the file's name ("kv_retrieval.jsonl")."""
+    """InfiniteBench's files; the file's name is the task ("kv_retrieval.jsonl")."""
 
     name = "infinitebench"
     meaning = "InfiniteBench: context, input, answer; the task from the file's name"
 
     def recognises(self, record: Mapping[str, Any]) -> bool:
-        """By the fields `context`, `input` and `answer`."""
+        """Whether the fields `context`, `input` and `answer` exist."""
         return {"context", "input", "answer"} <= record.keys()
 
     def sample(self, line: Line) -> Sample:
@@ -132,7 +132,7 @@ class InfiniteBench(DataFormat):
 
 
 class InfiniteBenchTask(DataFileTask):
-    """One of the twelve tasks, scored as `infinitebench_scores` says."""
+    """One of the twelve tasks, with its score from `infinitebench_scores`."""
 
     def __init__(self, name: str, subset: Subset) -> None:
         self.name = f"infinitebench/{name}"
@@ -145,7 +145,7 @@ class InfiniteBenchTask(DataFileTask):
 
 
 def _extra(name: str, line: Line) -> dict[str, Any]:
-    """What a task's prompt takes besides context and input."""
+    """A prompt's fields other than context and input."""
     if name in ("longbook_choice_eng", "code_debug"):
         return {"options": _options(line)}
     if name == "code_run":
@@ -154,10 +154,10 @@ def _extra(name: str, line: Line) -> dict[str, Any]:
             raise BrokenLine("field 'input' calls no function such as func_1(2)")
         return {"func_call": call[0], "func": call[0].split("(")[0]}
     if name == "math_find":
-        wanted = re.search(r"The .+ of", line.text("input"))
-        if wanted is None:
+        quantity = re.search(r"The .+ of", line.text("input"))
+        if quantity is None:
             raise BrokenLine("field 'input' does not say which number, as 'The largest number of' does")
-        return {"prefix": f"What is {wanted[0].lower().removesuffix(' of')} in the following list?"}
+        return {"prefix": f"What is {quantity[0].lower().removesuffix(' of')} in the following list?"}
     return {}
 
 

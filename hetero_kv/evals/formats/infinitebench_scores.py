@@ -13,17 +13,17 @@ _CUES = ("answer is:", "answer:", "correct option is:", "answer is", "option is"
 
 
 def first_number(prediction: str, expected: Sequence[str]) -> float:
-    """1 where the answer's first run of digits is the expected one."""
+    """1 if the answer's first run of digits is the expected one."""
     return float(scorers.first_integer(prediction) == expected[0])
 
 
 def word(prediction: str, expected: Sequence[str]) -> float:
-    """1 where the expected value is one of the answer's words, punctuation aside."""
+    """1 if the expected value is one of the answer's words, ignoring punctuation."""
     return float(expected[0] in re.sub(r"[\n:\"'.,?!{}]", " ", prediction).split())
 
 
 def any_name(prediction: str, expected: Sequence[str]) -> float:
-    """1 where one of the names occurs in the answer, whatever the case."""
+    """1 if one of the names occurs in the answer, ignoring case."""
     return scorers.string_match_part(prediction, expected)
 
 
@@ -39,20 +39,20 @@ def qa_f1_characters(prediction: str, expected: Sequence[str]) -> float:
 
 
 def rouge_l_sum(prediction: str, expected: Sequence[str]) -> float:
-    """The best ROUGE-Lsum F, each line a sentence. Raises HeteroKVError without the `eval` extra."""
+    """The best ROUGE-Lsum F, with each line as a sentence. Raises HeteroKVError without the `eval` extra."""
     rouge_scorer = scorers.optional_library("rouge_score.rouge_scorer", needed_for="ROUGE-Lsum")
     scorer = rouge_scorer.RougeScorer(["rougeLsum"])
     return max(scorer.score(one, prediction)["rougeLsum"].fmeasure for one in expected)
 
 
 def first_value(prediction: str, expected: Sequence[str]) -> float:
-    """1 where the answer's first number, an integer or a fraction as the expected one, equals it."""
+    """1 if the answer's first number of the expected form, integer or fraction, equals the expected one."""
     found = re.search(r"\d+\.\d+" if "." in expected[0] else r"\d+", prediction)
     return float(found is not None and float(found[0]) == float(expected[0]))
 
 
 def last_integer(prediction: str, expected: Sequence[str]) -> float:
-    """1 where the answer's last word is the expected integer."""
+    """1 if the answer's last word is the expected integer."""
     words = re.sub(r"[\n.`'\":]", " ", prediction).split()
     return float(
         bool(words) and re.fullmatch(r"[-+]?\d+", words[-1]) is not None and int(words[-1]) == int(expected[0])
@@ -60,19 +60,19 @@ def last_integer(prediction: str, expected: Sequence[str]) -> float:
 
 
 def leading_values(prediction: str, expected: Sequence[str]) -> float:
-    """The share of the expected values that the answer gives before its first mistake."""
+    """The share of the expected values that the answer contains before its first mistake."""
     right = 0
-    for found, wanted in zip(re.findall(r"[0-9]+", prediction), expected, strict=False):
-        if int(found) != int(wanted):
+    for found, value in zip(re.findall(r"[0-9]+", prediction), expected, strict=False):
+        if int(found) != int(value):
             break
         right += 1
     return right / len(expected)
 
 
 def choice(prediction: str, expected: Sequence[str]) -> float:
-    """1 where the answer names the right option's letter, or the option; `expected` is the option and its letter.
+    """1 if the answer names the right option or its letter; `expected` is the option and its letter.
 
-    The last letter that stands alone counts, then how the answer begins, then what follows a cue such as "answer is:".
+    The last letter that stands alone counts, then the answer's beginning, then the text after a cue like "answer is:".
     """
     option, letter = expected[0], expected[1]
     text = prediction.strip()

@@ -1,6 +1,6 @@
 """LongBench's files: `context`, `input`, `answers`, `dataset` (Bai et al., 2023).
 
-Prompts, lengths of answers, metrics, and which datasets are asked without a chat template are the benchmark's.
+The benchmark defines prompts, lengths of answers, metrics, and which datasets use no chat template.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Dataset:
 
     Attributes:
         prompt: with places for `context` and `input`.
-        max_new_tokens: what an answer may take.
+        max_new_tokens: the most tokens of an answer.
         metric: (answer, expected) -> score; None for a classification among the line's `all_classes`.
-        is_few_shot: examples in the context show the form of an answer, or code is to be completed: no chat template.
-        is_first_line: only the answer's first line counts.
+        is_few_shot: whether the context shows examples of answers, or code is to be completed: no chat template.
+        is_first_line: whether only the answer's first line counts.
     """
 
     prompt: str
@@ -63,13 +63,13 @@ DATASETS = {
 
 
 class LongBench(DataFormat):
-    """The dataset is the line's `dataset`, else the file's name; LongBench-E's names (`_e`) too."""
+    """LongBench's files; the dataset is the line's `dataset`, else the file's name; also LongBench-E's names (`_e`)."""
 
     name = "longbench"
     meaning = "LongBench: context, input, answers, dataset"
 
     def recognises(self, record: Mapping[str, Any]) -> bool:
-        """By the fields `context`, `input` and `answers`."""
+        """Whether the fields `context`, `input` and `answers` exist."""
         return {"context", "input", "answers"} <= record.keys()
 
     def sample(self, line: Line) -> Sample:
@@ -105,7 +105,7 @@ class LongBenchTask(DataFileTask):
         self.dataset = dataset
 
     def score(self, sample: Sample, predictions: Sequence[str]) -> Score:
-        """The dataset's metric against the expected answer that fits best."""
+        """The dataset's metric with the best-fitting expected answer."""
         prediction = predictions[0]
         if self.dataset.is_first_line:
             prediction = prediction.lstrip("\n").split("\n")[0]

@@ -13,17 +13,17 @@ from hetero_kv.evals.tasks.registry import register
 
 
 class LostInTheMiddle(DataFormat):
-    """One JSON object of UUIDs a line, in the order in which it is shown."""
+    """Files with one list of UUID pairs per line, in the order of the prompt."""
 
     name = "lost_in_the_middle"
     meaning = "key-value retrieval: ordered_kv_records, key, value"
 
     def recognises(self, record: Mapping[str, Any]) -> bool:
-        """By the field `ordered_kv_records`."""
+        """Whether the field `ordered_kv_records` exists."""
         return "ordered_kv_records" in record
 
     def sample(self, line: Line) -> Sample:
-        """The benchmark's prompt; the depth is the wanted pair's place among the pairs."""
+        """The benchmark's prompt; the depth is the queried pair's place among the pairs."""
         records = line.record["ordered_kv_records"]
         if not isinstance(records, list) or not all(
             isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) for part in pair)
@@ -51,7 +51,7 @@ class LostInTheMiddle(DataFormat):
 
 
 class LostInTheMiddleKV(DataFileTask):
-    """Scored 1 where the value occurs in the answer."""
+    """Scored 1 if the value occurs in the answer."""
 
     name = "lost_in_the_middle/kv_retrieval"
     meaning = "key-value retrieval of a data file"

@@ -1,4 +1,4 @@
-"""RULER's own files, as its `prepare.py` writes them: `input`, `outputs`, and in newer ones `answer_prefix`."""
+"""RULER's files, as its `prepare.py` writes them: `input`, `outputs`, and in newer versions `answer_prefix`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetero_kv.evals.tasks import registry, ruler_cwe, ruler_fwe, ruler_niah, ru
 
 @dataclass(frozen=True)
 class Family:
-    """Tasks with one prompt: words that only their question has, how their answer's prefix begins, what it may take."""
+    """Tasks with one prompt: a wording found only in their question, their prefix's beginning, and answer tokens."""
 
     name: str
     wording: str
@@ -29,7 +29,7 @@ _FAMILIES = (
     Family("fwe", "coded word", " Answer: According to the coded text", ruler_fwe.MAX_NEW_TOKENS),
     Family("qa", "based on the given documents", " Answer:", ruler_qa.MAX_NEW_TOKENS),
 )
-# How the chat templates that RULER can write into `input` begin.
+# Beginnings of the chat templates that RULER can write into `input`.
 _TEMPLATES = (
     "[INST]", "<|", "<BOS_TOKEN>", "<SPECIAL_10>", "[gMASK]", "User: hi\n", "A chat between a curious user and",
     "You are a helpful assistant. USER:",
@@ -37,17 +37,17 @@ _TEMPLATES = (
 
 
 class Ruler(DataFormat):
-    """The task is that of the file's or its directory's name, else what the wording shows."""
+    """RULER's files; the task is the name of the file or its directory, else the wording decides."""
 
     name = "ruler"
     meaning = "RULER: input, outputs; the task from the directory's name"
 
     def recognises(self, record: Mapping[str, Any]) -> bool:
-        """By the fields `input` and `outputs`."""
+        """Whether the fields `input` and `outputs` exist."""
         return "input" in record and "outputs" in record
 
     def sample(self, line: Line) -> Sample:
-        """The line's prompt as it is; it gets no chat template where RULER wrote one into it."""
+        """The line's unchanged prompt; without the chat template if RULER wrote one into it."""
         prompt, answers = line.text("input"), line.texts("outputs")
         family = next((family for family in _FAMILIES if family.wording in prompt), None)
         if family is None:
@@ -84,7 +84,7 @@ class Ruler(DataFormat):
 
 
 class RulerFamily(DataFileTask):
-    """Needles or questions of a file whose name does not say which of RULER's tasks it holds."""
+    """Needles or questions of a file whose name is not one of RULER's tasks."""
 
     def __init__(self, family: str, meaning: str, is_any_enough: bool) -> None:
         self.name = f"ruler/{family}"
@@ -92,7 +92,7 @@ class RulerFamily(DataFileTask):
         self._match = string_match_part if is_any_enough else string_match_all
 
     def score(self, sample: Sample, predictions: Sequence[str]) -> Score:
-        """RULER's string match: of all references for needles, of the best for questions."""
+        """RULER's string match: of all references for needles, of the best one for questions."""
         return Score(self._match(predictions[0], sample.answers[0]))
 
 

@@ -1,4 +1,4 @@
-"""What is asked of a model, one file per task or family of tasks; importing the package registers them all."""
+"""The tasks, one module per task or family of tasks; importing the package registers them all."""
 
 from hetero_kv.evals.tasks import (  # noqa: I001 the order of registration is the order of every list of tasks
     needle,

@@ -1,4 +1,4 @@
-"""Seeded random material for samples: numbers, UUIDs, words, all different within a sample."""
+"""Seeded random material for samples: numbers, UUIDs and words, all different within a sample."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hetero_kv.evals.scorers import optional_library
 
 @dataclass(frozen=True)
 class Cell:
-    """Which sample of which task: everything random in it follows from these.
+    """A sample's place in a run; it determines everything random in the sample.
 
     Attributes:
         task: the task's name.
-        seed: of the run.
+        seed: the run's seed.
         length: tokens.
         depth: per cent, or None.
-        number: counted from 0 among the samples of one length and depth.
+        number: from 0 among the samples of one length and depth.
     """
 
     task: str
@@ -31,24 +31,24 @@ class Cell:
 
     @property
     def id(self) -> str:
-        """The sample's id: "needle/4096/50/0", or without the depth where there is none."""
+        """The sample's id: "needle/4096/50/0", or without the depth if there is none."""
         depth = "" if self.depth is None else f"/{self.depth:g}"
         return f"{self.task}/{self.length}{depth}/{self.number}"
 
     def random(self, purpose: str) -> random.Random:
-        """A stream of its own for each purpose, so that drawing more of one thing does not change another."""
+        """A separate random stream for each purpose, so that drawing more of one thing does not change another."""
         return random.Random(f"{self.seed}/{self.id}/{purpose}")
 
 
 class Different:
-    """Draws from `draw` until it gives something it has not given before."""
+    """Draws from `draw` until the value is new."""
 
     def __init__(self, draw: Callable[[], str]) -> None:
         self._draw = draw
         self._given: set[str] = set()
 
     def next(self) -> str:
-        """The next value, different from all before it."""
+        """The next value, different from all earlier ones."""
         value = self._draw()
         while value in self._given:
             value = self._draw()
@@ -61,7 +61,7 @@ class Different:
 
 
 def number(rng: random.Random, digits: int = 7) -> str:
-    """A random number of so many digits, which does not begin with 0."""
+    """A random number with this many digits, which does not begin with 0."""
     return str(rng.randrange(10 ** (digits - 1), 10**digits))
 
 
@@ -71,7 +71,7 @@ def uuid4(rng: random.Random) -> str:
 
 
 def word_pair(rng: random.Random) -> str:
-    """An adjective and a noun, joined by a hyphen: what RULER calls a word.
+    """An adjective and a noun, joined by a hyphen: RULER's words.
 
     Raises:
         HeteroKVError: without the word lists of the `eval` extra.

@@ -1,4 +1,4 @@
-"""Prompts of a wanted length in few tokenisations: estimate, then correct."""
+"""Builds prompts of a target length in few tokenisations: estimates, then corrects."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TypeVar
 
 from hetero_kv.errors import HeteroKVError
 
-# Near enough to stop at; a tenth of what is promised, because tokenising a long prompt takes long.
+# Relative error at which to stop: a tenth of the promised error, because tokenising a long prompt is slow.
 _CLOSE = 0.001
-# A prompt that is longer than asked by more than this is refused.
+# The largest relative excess over the target length.
 _TOLERATED = 0.01
-# Large units leave a prompt off its length; from here on some of them are drawn anew.
+# Large units miss the length; beyond this relative error some of them are drawn again.
 _ADJUSTED = 0.005
 
 _Unit = TypeVar("_Unit")
@@ -30,17 +30,17 @@ class Fitted:
 def fit(
     build: Callable[[int], str], count_tokens: Callable[[str], int], target: int, task: str, least: int = 1
 ) -> Fitted:
-    """The prompt `build(units)` whose tokens come nearest to `target`.
+    """The prompt `build(units)` whose number of tokens is nearest to `target`.
 
     Args:
-        build: the prompt with so many units; its tokens grow about evenly with them.
-        count_tokens: tokens of a prompt, all that is put around it included.
+        build: builds the prompt with a number of units; its tokens grow about linearly with them.
+        count_tokens: counts a prompt's tokens, including its template and prefix.
         target: tokens.
-        task: named in the error.
-        least: the fewest units.
+        task: the task's name, for errors.
+        least: the smallest number of units.
 
     Raises:
-        HeteroKVError: `least` units are too many for `target`, or all that there are too few.
+        HeteroKVError: `least` units exceed `target`, or all available units are too few for it.
     """
     tried: dict[int, Fitted] = {}
 
@@ -83,17 +83,17 @@ def adjusted(
     tokens: Callable[[_Unit], int],
     tries: int = 16,
 ) -> list[_Unit]:
-    """The units, some replaced by others drawn anew, so that they have about `missing` tokens more.
+    """The units, some of them drawn again, so that they have about `missing` more tokens.
 
-    Whole units of many tokens (a pair of UUIDs, a document) cannot hit a short prompt's length by their number alone.
+    The number of large units (a pair of UUIDs, a document) alone cannot hit a short prompt's length.
 
     Args:
-        units: what the prompt is made of.
+        units: the prompt's units.
         missing: tokens, negative for too many.
-        target: the prompt's length; nothing is changed for less than 0.5 % of it.
-        draw: another unit, or None when there are no more.
-        tokens: of one unit.
-        tries: units drawn for each place, from the last on.
+        target: the prompt's length; nothing changes if less than 0.5 % of it is missing.
+        draw: returns another unit, or None if there are no more.
+        tokens: counts one unit's tokens.
+        tries: how many units to draw for each place, from the last place on.
     """
     result = list(units)
     for at in reversed(range(len(result))):
@@ -109,12 +109,12 @@ def adjusted(
 
 
 def _guess(low: Fitted, high: Fitted | None, target: int, tried: dict[int, Fitted]) -> int:
-    """Where a straight line through two attempts meets the target; strictly between `low` and `high`."""
+    """The units at which a line through two attempts meets the target; strictly between `low` and `high`."""
     if high is None:
         first = tried[min(tried)]
         slope = (low.tokens - first.tokens) / max(1, low.units - first.units)
         return low.units + max(1, round((target - low.tokens) / slope) if slope > 0 else low.units)
     share = (target - low.tokens) / max(1, high.tokens - low.tokens)
-    # A line through the ends approaches from one side only where the growth is uneven: halve from the tenth attempt.
+    # With uneven growth a line through the ends approaches from one side only: bisect from the tenth attempt on.
     share = share if len(tried) < 10 else 0.5
     return min(max(low.units + round(share * (high.units - low.units)), low.units + 1), high.units - 1)

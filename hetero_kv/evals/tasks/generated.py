@@ -1,4 +1,4 @@
-"""What all tasks with made-up samples share: the walk over lengths, depths and numbers, and the length of a prompt."""
+"""The common part of tasks that generate samples: the loop over lengths, depths and numbers, and prompt lengths."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hetero_kv.evals.tasks.registry import Task, TaskRequest
 
 
 class GeneratedTask(Task):
-    """A task whose samples are made from random material.
+    """A task that generates its samples from random material.
 
     Attributes:
-        max_new_tokens: tokens an answer may take.
-        question_begins_behind: the last of it in the first turn parts the text from the question about it.
+        max_new_tokens: the most tokens of an answer.
+        question_begins_behind: its last occurrence in the first turn separates the text from the question about it.
     """
 
     max_new_tokens: int
     question_begins_behind = "\n"
 
     def generate(self, request: TaskRequest) -> Iterator[Sample]:
-        """One sample per length, depth (where the task uses it) and number.
+        """One sample per length, depth (if the task uses it) and number.
 
         Raises:
             HeteroKVError: a length too small for the task, a depth outside 0..100, or no depth for a task that uses it.
@@ -53,7 +53,7 @@ class GeneratedTask(Task):
         answer_prefix: str = "",
         least: int = 1,
     ) -> Fitted:
-        """The prompt `build(units)` that has the cell's length together with its prefix and the chat template."""
+        """The prompt `build(units)` that has the cell's length including its prefix and the chat template."""
         around = request.template_tokens + (request.count_tokens(answer_prefix) if answer_prefix else 0)
         return fit(build, lambda text: request.count_tokens(text) + around, cell.length, self.name, least)
 
@@ -82,5 +82,5 @@ class GeneratedTask(Task):
 
 
 def haystack_of(request: TaskRequest) -> Haystack:
-    """The haystack that was asked for, or else noise."""
+    """The request's haystack, else noise."""
     return request.haystack or Haystack.noise()

@@ -25,10 +25,10 @@ def kv_prompt(records: Sequence[tuple[str, str]], key: str) -> str:
 
 
 class KVRetrieval(GeneratedTask):
-    """As many pairs as the length holds, the wanted one at the depth; scored 1 where its value occurs in the answer.
+    """As many pairs as fit into the length, the queried one at the depth; scored 1 if its value occurs in the answer.
 
-    A pair takes some 50 to 80 tokens: so that short prompts hit their length too, some pairs are redrawn until UUIDs
-    of more or fewer tokens make up the difference.
+    A pair takes some 50 to 80 tokens. Some pairs are drawn again until UUIDs of more or fewer tokens make up the
+    difference, so that short prompts hit their length too.
     """
 
     name = "kv_retrieval"
@@ -38,10 +38,10 @@ class KVRetrieval(GeneratedTask):
     question_begins_behind = QUESTION_BEGINS_BEHIND
 
     def make(self, cell: Cell, request: TaskRequest) -> Sample:
-        """The sample of one cell; `metadata` gives the number of pairs and the wanted one's index."""
+        """The sample of one cell; `metadata` has the number of pairs and the queried one's index."""
         rng = cell.random("pairs")
         ids = Different(lambda: uuid4(rng))
-        wanted = (ids.next(), ids.next())
+        target = (ids.next(), ids.next())
         others: list[tuple[str, str]] = []
         assert cell.depth is not None
         depth = cell.depth
@@ -51,7 +51,7 @@ class KVRetrieval(GeneratedTask):
 
         def prompt_with(others: Sequence[tuple[str, str]]) -> str:
             at = _index(depth, len(others) + 1)
-            return kv_prompt([*others[:at], wanted, *others[at:]], wanted[0])
+            return kv_prompt([*others[:at], target, *others[at:]], target[0])
 
         def build(pairs: int) -> str:
             others.extend(draw() for _ in range(pairs - 1 - len(others)))
@@ -64,7 +64,7 @@ class KVRetrieval(GeneratedTask):
         pairs, missing = prompt.units, cell.length - prompt.tokens
         chosen = adjusted(others[: pairs - 1], missing, cell.length, draw, tokens)
         text = prompt_with(chosen)
-        return self.sample(cell, (text,), ((wanted[1],),), pairs=pairs, index=_index(depth, pairs))
+        return self.sample(cell, (text,), ((target[1],),), pairs=pairs, index=_index(depth, pairs))
 
     def score(self, sample: Sample, predictions: Sequence[str]) -> Score:
         """Whether the value occurs in the answer."""

@@ -1,6 +1,6 @@
-"""Multi-turn needle in a haystack: several needles, and each turn asks for another one.
+"""Multi-turn needle in a haystack: several needles, and each turn queries another one.
 
-ShadowKV, section 5.2 and figure 7: a method that keeps what the first question needs loses what the next one asks for.
+ShadowKV, section 5.2 and figure 7: a method that keeps only tokens for the first question loses those of the next.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ TURNS = 4
 
 
 class MultiTurnNeedle(GeneratedTask):
-    """`TURNS` needles, one in each equal part of the text, asked for in random order; the score is the turns' mean.
+    """`TURNS` needles, one in each equal part of the text, queried in random order; the score is the turns' mean.
 
-    The length is that of the first turn, which holds the text.
+    The length is that of the first turn, which contains the text.
     """
 
     name = "multi_turn_needle"
@@ -30,7 +30,7 @@ class MultiTurnNeedle(GeneratedTask):
     uses_haystack = True
 
     def make(self, cell: Cell, request: TaskRequest) -> Sample:
-        """The sample of one cell; `metadata` gives the needles' depths in the order they are asked for."""
+        """The sample of one cell; `metadata` has the needles' depths in query order."""
         rng = cell.random("needles")
         cities = rng.sample(CITIES, TURNS)
         values = Different(lambda: number(rng)).take(TURNS)
@@ -57,7 +57,7 @@ class MultiTurnNeedle(GeneratedTask):
         )
 
     def score(self, sample: Sample, predictions: Sequence[str]) -> Score:
-        """The share of turns whose number occurs in the turn's answer; `parts` has each."""
+        """The share of turns whose number occurs in the turn's answer; `parts` has each turn's score."""
         turns = {
             f"turn_{turn}": contains(prediction, expected)
             for turn, (prediction, (expected,)) in enumerate(zip(predictions, sample.answers, strict=True), start=1)

@@ -1,6 +1,6 @@
 """Needle in a haystack: a number hidden at a depth of a long text.
 
-Kamradt, 2023, in the form that can be repeated with other needles and scored without a judge (Dhinakaran, 2024; Gemini
+Kamradt, 2023, in a form that other needles can repeat and that needs no judge for scoring (Dhinakaran, 2024; Gemini
 1.5, section 5.2.1.2): "The special magic {city} number is: {number}".
 """
 
@@ -19,7 +19,7 @@ NEEDLE = "The special magic {city} number is: {number}."
 QUESTION = "What is the special magic {city} number?"
 MANNER = "Don't give information outside the document or repeat your findings. Keep your response short and direct."
 
-# Cities whose names no other contains, so that a needle answers one question only.
+# No city's name contains another's, so that a needle answers one question only.
 CITIES = (
     "Amsterdam", "Athens", "Auckland", "Bangkok", "Barcelona", "Beirut", "Berlin", "Bogota", "Brussels", "Bucharest",
     "Budapest", "Cairo", "Casablanca", "Chicago", "Copenhagen", "Dakar", "Dublin", "Edinburgh", "Geneva", "Hanoi",
@@ -31,7 +31,7 @@ CITIES = (
 
 
 class Needle(GeneratedTask):
-    """One needle; scored 1 where its number occurs in the answer."""
+    """One needle; scored 1 if its number occurs in the answer."""
 
     name = "needle"
     meaning = "a city's magic number, hidden at a depth of a long text"
@@ -40,7 +40,7 @@ class Needle(GeneratedTask):
     max_new_tokens = 32
 
     def make(self, cell: Cell, request: TaskRequest) -> Sample:
-        """The sample of one cell; `metadata` gives the needle."""
+        """The sample of one cell; `metadata` has the needle."""
         rng = cell.random("needle")
         city, value = rng.choice(CITIES), number(rng)
         needle = NEEDLE.format(city=city, number=value)

@@ -21,7 +21,7 @@ ANSWER_PREFIX = "The pass key is"
 
 
 class Passkey(GeneratedTask):
-    """Scored 1 for the exact key; its `digits` part is the share of digits in their place (Cascading KV cache, 4.4)."""
+    """Scored 1 for the exact key; the part `digits` is the share of digits in place (Cascading KV cache, 4.4)."""
 
     name = "passkey"
     meaning = "five digits hidden in noise; exact, and per digit"
@@ -47,7 +47,7 @@ class Passkey(GeneratedTask):
         return self.sample(cell, (prompt.text,), ((key,),), ANSWER_PREFIX, haystack=haystack.name)
 
     def score(self, sample: Sample, predictions: Sequence[str]) -> Score:
-        """Whether the answer's first number is the key, and how many of its digits are right."""
+        """Whether the answer's first number is the key, and the share of its digits that are right."""
         key = sample.answers[0][0]
         exact = float(first_integer(predictions[0]) == key)
         return Score(exact, {"exact": exact, "digits": digits_in_place(predictions[0], key)})

@@ -16,16 +16,16 @@ from hetero_kv.evals.sample import Sample, Score
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """Which samples are wanted.
+    """The choice of a task's samples.
 
     Attributes:
         lengths: prompt lengths, tokens.
-        depths: where the answer is put, per cent of the context; for tasks that use depths.
-        samples: how many, per length (and depth).
+        depths: where the answer is placed, per cent of the context; for tasks that use depths.
+        samples: samples per length (and depth).
         seed: the same seed gives the same samples.
-        haystack: the text that needles are hidden in; None for each task's own.
-        count_tokens: the number of tokens in a text, without a chat template and without special tokens.
-        template_tokens: what the chat template adds to one question; counted as part of a prompt's length.
+        haystack: the text that needles are hidden in; None for each task's default.
+        count_tokens: counts a text's tokens, without chat template and special tokens.
+        template_tokens: tokens that the chat template adds to a question; they count in a prompt's length.
         data_file: for tasks that are built from published data (RULER's qa).
     """
 
@@ -40,15 +40,15 @@ class TaskRequest:
 
 
 class Task(ABC):
-    """One kind of question.
+    """A kind of question.
 
     Attributes:
-        name: as given to `--task`.
-        meaning: one line for `--help` and the documentation.
-        uses_depth: whether samples are made for each depth asked for.
-        uses_haystack: whether they are made of the haystack asked for, or of noise where there is none.
+        name: the name for `--task`.
+        meaning: a one-line description for `--help` and the documentation.
+        uses_depth: whether there are samples for each depth of the request.
+        uses_haystack: whether samples use the request's haystack, or noise without one.
         from_data_file: whether samples come only from a data file (`--data`), so that `generate` cannot make any.
-        needs_data_file: whether samples are made from published data (`NAME=FILE`).
+        needs_data_file: whether samples are built from published data (`NAME=FILE`).
     """
 
     name: str
@@ -63,12 +63,12 @@ class Task(ABC):
         """The samples, by length, depth and number; a length's samples do not depend on the other lengths.
 
         Raises:
-            HeteroKVError: a length too small for the task, or data it needs that was not given.
+            HeteroKVError: a length too small for the task, or a missing data file.
         """
 
     @abstractmethod
     def score(self, sample: Sample, predictions: Sequence[str]) -> Score:
-        """What the answers are worth: `predictions` holds one text per turn, without the answer prefix."""
+        """The score of the answers: `predictions` has one text per turn, without the answer prefix."""
 
 
 _REGISTRY: dict[str, Task] = {}
@@ -77,7 +77,7 @@ _SomeTask = TypeVar("_SomeTask", bound=Task)
 
 
 def register(task: _SomeTask) -> _SomeTask:
-    """Make `task` known by its name."""
+    """Register `task` under its name."""
     _REGISTRY[task.name] = task
     return task
 
@@ -93,7 +93,7 @@ def data_file_names() -> tuple[str, ...]:
 
 
 def get(name: str) -> Task:
-    """The task called `name`. Raises HeteroKVError for an unknown one."""
+    """The task `name`. Raises HeteroKVError for an unknown one."""
     if name not in _REGISTRY:
         near = difflib.get_close_matches(name, _REGISTRY, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""

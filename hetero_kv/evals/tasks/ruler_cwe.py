@@ -1,4 +1,4 @@
-"""RULER's common words: the ten words that a long list holds most often (Hsieh et al., 2024, section 3.3)."""
+"""RULER's common words: the ten most frequent words of a long list (Hsieh et al., 2024, section 3.3)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hetero_kv.evals.tasks.registry import TaskRequest, register
 COMMON = 10
 MAX_NEW_TOKENS = 120
 PREFIX = f" Answer: The top {COMMON} words that appear most often in the list are:"
-# RULER's frequencies of common and uncommon words, its example's, and its example's number of words: from 4,096 tokens
-# on, and below.
+# RULER's frequencies of common and uncommon words, those of its example, and the example's number of words: for 4,096
+# tokens or more, and for fewer.
 _LONG, _SHORT = ((30, 3), (10, 3), 40), ((6, 1), (3, 1), 20)
 
 
 class CommonWords(GeneratedTask):
     """Ten common words among uncommon ones, after one worked example; the score is the share of the ten.
 
-    Where a list needs more uncommon words than the vocabulary holds, they are pairs of an adjective and a noun (RULER
-    takes a larger word list there).
+    If a list needs more uncommon words than the vocabulary has, they are pairs of an adjective and a noun (RULER uses a
+    larger word list for that).
     """
 
     name = "ruler/cwe"
@@ -31,11 +31,11 @@ class CommonWords(GeneratedTask):
     max_new_tokens = MAX_NEW_TOKENS
 
     def make(self, cell: Cell, request: TaskRequest) -> Sample:
-        """The sample of one cell; `metadata` gives how often common and uncommon words occur."""
+        """The sample of one cell; `metadata` has the frequencies of common and uncommon words."""
         frequencies, example_frequencies, example_words = _LONG if cell.length >= 4096 else _SHORT
         rng = cell.random("words")
         shuffled = rng.sample(english_words(), len(english_words()))
-        # The example's words are no words of the list: nothing in it may answer or mislead.
+        # The list has none of the example's words: the example must neither answer nor mislead.
         example_list, words = shuffled[:example_words], shuffled[example_words:]
         pairs = Different(lambda: word_pair(rng))
         example = _question(_listed(example_list, example_frequencies, cell.random("example")))
@@ -57,7 +57,7 @@ class CommonWords(GeneratedTask):
 
 
 def _listed(words: Sequence[str], frequencies: tuple[int, int], rng: random.Random) -> str:
-    """The first `COMMON` words and the others, each as often as `frequencies` says, shuffled and numbered."""
+    """The first `COMMON` words and the others, each with its frequency, shuffled and numbered."""
     common, uncommon = frequencies
     entries = [*words[:COMMON]] * common + [*words[COMMON:]] * uncommon
     rng.shuffle(entries)

@@ -20,14 +20,14 @@ NOISE = "..."
 _LETTERS = 6
 _TOKENS_PER_WORD_OF_VOCABULARY = 50
 _ZETA_2 = math.pi**2 / 6
-# With fewer words drawn, the third and the fourth most frequent could be equally frequent.
+# With fewer words the third and the fourth most frequent could be equally frequent.
 _LEAST_DRAWN = 100
 
 
 class FrequentWords(GeneratedTask):
     """Words of six letters whose frequencies follow a zeta distribution (α = 2); the most frequent is noise, "...".
 
-    The score is the share of the three words asked for.
+    The score is the share of the next three words in the answer.
     """
 
     name = "ruler/fwe"
@@ -60,7 +60,7 @@ class FrequentWords(GeneratedTask):
 
 
 def frequency(rank: int, drawn: int) -> int:
-    """How often the word of a rank (from 1) occurs among `drawn` words: zeta distribution with α = 2."""
+    """The frequency of the word of a rank (from 1) among `drawn` words: zeta distribution with α = 2."""
     return int(drawn / (_ZETA_2 * rank**2))
 
 

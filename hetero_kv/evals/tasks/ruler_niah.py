@@ -1,7 +1,7 @@
 """RULER's needles: one, several keys, several values, several queries (Hsieh et al., 2024, section 3.1, appendix B).
 
-A needle is "One of the special magic {values} for {key} is: {value}.". Haystacks: noise, a line per paragraph; an essay
-(noise where none is given), needles between its sentences at depths drawn from 40 even steps; or other needles.
+A needle is "One of the special magic {values} for {key} is: {value}.". Haystacks are: noise, a line per paragraph; an
+essay (without one, noise), with needles between its sentences at depths drawn from 40 even steps; or other needles.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _SENTENCES_PER_LINE = 5
 
 @dataclass(frozen=True)
 class Variant:
-    """What tells RULER's needle tasks apart.
+    """The parameters of one of RULER's needle tasks.
 
     Attributes:
         haystack: "noise", "essay" or "needle".
-        keys: how many keys have needles.
-        values: how many needles each key has.
-        queries: how many keys are asked for.
-        key_type: what keys are: "words" or "uuids".
-        value_type: what values are: "numbers" or "uuids".
+        keys: the number of keys with needles.
+        values: the number of needles per key.
+        queries: the number of queried keys.
+        key_type: "words" or "uuids".
+        value_type: "numbers" or "uuids".
     """
 
     haystack: str
@@ -45,12 +45,12 @@ class Variant:
     value_type: str = "numbers"
 
     def needle(self, key: str, value: str) -> str:
-        """The sentence that tells one value of one key."""
+        """The sentence with one value of one key."""
         return f"One of the special magic {self.value_type} for {key} is: {value}."
 
     def question(self, queries: Sequence[str]) -> tuple[str, str, str]:
-        """What stands before the text, what after it, and the answer's prefix; singular for a single value."""
-        asked = queries[0] if len(queries) == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
+        """The text before the haystack, the text after it, and the answer's prefix; singular for a single value."""
+        names = queries[0] if len(queries) == 1 else f"{', '.join(queries[:-1])}, and {queries[-1]}"
         if self.queries * self.values == 1:
             some, hidden, every, kind = "A", "is", "is", self.value_type[:-1]
             are = "is"
@@ -60,8 +60,8 @@ class Variant:
         return (
             f"{some} special magic {kind} {hidden} hidden within the following text. Make sure to memorize it. "
             f"I will quiz you about the {kind} afterwards.",
-            f"What {every} the special magic {kind} for {asked} mentioned in the provided text?",
-            f" The special magic {kind} for {asked} mentioned in the provided text {are}",
+            f"What {every} the special magic {kind} for {names} mentioned in the provided text?",
+            f" The special magic {kind} for {names} mentioned in the provided text {are}",
         )
 
 
@@ -77,15 +77,15 @@ class RulerNiah(GeneratedTask):
         self.uses_haystack = variant.haystack == "essay"
 
     def make(self, cell: Cell, request: TaskRequest) -> Sample:
-        """The sample of one cell; `metadata` gives the keys that are asked for."""
+        """The sample of one cell; `metadata` has the queried keys."""
         variant = self.variant
         rng = cell.random("needles")
         keys = Different(lambda: DRAWN[variant.key_type](rng))
         values = Different(lambda: DRAWN[variant.value_type](rng))
-        told = {key: values.take(variant.values) for key in keys.take(variant.keys)}
-        needles = [variant.needle(key, value) for key, of_key in told.items() for value in of_key]
+        values_by_key = {key: values.take(variant.values) for key in keys.take(variant.keys)}
+        needles = [variant.needle(key, value) for key, of_key in values_by_key.items() for value in of_key]
         rng.shuffle(needles)
-        queries = rng.sample(list(told), variant.queries)
+        queries = rng.sample(list(values_by_key), variant.queries)
         before, after, prefix = variant.question(queries)
         distractors: list[str] = []
 
@@ -98,7 +98,7 @@ class RulerNiah(GeneratedTask):
             missing = cell.length - prompt.tokens
             kept = distractors[: prompt.units]
             distractors[: prompt.units] = adjusted(kept, missing, cell.length, distractor, request.count_tokens)
-        answers = tuple(value for key in queries for value in told[key])
+        answers = tuple(value for key in queries for value in values_by_key[key])
         text = f"{before}\n{context(prompt.units)}\n{after}"
         return self.sample(cell, (text,), (answers,), prefix, queries=queries)
 
@@ -110,7 +110,7 @@ class RulerNiah(GeneratedTask):
         distractors: list[str],
         distractor: Callable[[], str],
     ) -> Callable[[int], str]:
-        """The haystack with the needles, by its number of units; draws as many `distractors` as it needs."""
+        """The haystack with the needles, by its number of units; draws the `distractors` that it needs."""
         rng = cell.random("positions")
         if self.variant.haystack == "essay":
             depths = sorted(rng.sample(_DEPTHS, len(needles)))

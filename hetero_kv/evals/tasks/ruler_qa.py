@@ -1,6 +1,6 @@
 """RULER's question answering: SQuAD and HotpotQA among documents of other questions (Hsieh et al., 2024, section 3.4).
 
-The data are the user's: SQuAD 2.0's `dev-v2.0.json` and HotpotQA's `hotpot_dev_distractor_v1.json`, as published.
+The user provides the data: SQuAD 2.0's `dev-v2.0.json` and HotpotQA's `hotpot_dev_distractor_v1.json`, as published.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PREFIX = " Answer:"
 _INSTRUCTION = (
     "Answer the question based on the given documents. Only give me the answer and do not output any other words."
 )
-# Documents tried for the last place, so that a prompt hits its length though documents are long.
+# Documents to try for the last place, so that a prompt hits its length although documents are long.
 _TRIED_LAST = 200
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question: its text, its right answers, the documents that answer it, and those of the same article."""
+    """A question: its text, its right answers, the documents that answer it, and others of the same article."""
 
     text: str
     answers: tuple[str, ...]
@@ -41,7 +41,7 @@ class Question:
 
 
 class RulerQA(GeneratedTask):
-    """A question among documents; scored 1 where one of its answers occurs in the answer."""
+    """A question among documents; scored 1 if one of its right answers occurs in the answer."""
 
     max_new_tokens = MAX_NEW_TOKENS
     needs_data_file = True
@@ -53,10 +53,10 @@ class RulerQA(GeneratedTask):
         self.read = read
 
     def make(self, cell: Cell, request: TaskRequest) -> Sample:
-        """The sample of one cell; the n-th sample of every length asks the same question.
+        """The sample of one cell; the n-th sample of every length has the same question.
 
         Raises:
-            HeteroKVError: no data file, or one that is not as published.
+            HeteroKVError: no data file, or one that is not in its published form.
         """
         if request.data_file is None:
             raise HeteroKVError(
@@ -102,7 +102,7 @@ class RulerQA(GeneratedTask):
         return self.sample(cell, (prompt_with(taken),), (question.answers,), PREFIX, question=question.text)
 
     def score(self, sample: Sample, predictions: Sequence[str]) -> Score:
-        """Whether one of the question's answers occurs in the answer."""
+        """Whether one of the question's right answers occurs in the answer."""
         return Score(string_match_part(predictions[0], sample.answers[0]))
 
 
@@ -110,7 +110,7 @@ class RulerQA(GeneratedTask):
 def _questions(
     task: str, data: str, read: Callable[[Any], Iterator[Question]], path: Path
 ) -> tuple[list[Question], list[str]]:
-    """All questions of a file, and all documents, each once and sorted."""
+    """All questions of a file, and its distinct documents, sorted."""
     text = text_of(path, f"task {task}: data file")
     try:
         questions = list(read(parsed(text)))

@@ -1,4 +1,4 @@
-"""RULER's variable tracking: which variables end up with a value (Hsieh et al., 2024, section 3.2)."""
+"""RULER's variable tracking: which variables get a value (Hsieh et al., 2024, section 3.2)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAME_LETTERS, _EXAMPLE_NAME_LETTERS = 5, 3
 class VariableTracking(GeneratedTask):
     """One chain of `HOPS` assignments in noise, after one worked example; the score is the share of its variables.
 
-    The example takes at most `_EXAMPLE_TOKENS` as in RULER, and of short prompts a quarter.
+    The example takes at most `_EXAMPLE_TOKENS` as in RULER, and at most a quarter of a short prompt.
     """
 
     name = "ruler/vt"
@@ -33,7 +33,7 @@ class VariableTracking(GeneratedTask):
     max_new_tokens = MAX_NEW_TOKENS
 
     def make(self, cell: Cell, request: TaskRequest) -> Sample:
-        """The sample of one cell; `metadata` gives the chain's value."""
+        """The sample of one cell; `metadata` has the chain's value."""
         rng = cell.random("values")
         values = Different(lambda: number(rng, digits=5))
         names, value = _names(cell.random("names"), _NAME_LETTERS), values.next()
@@ -61,7 +61,7 @@ def _names(rng: random.Random, letters: int) -> list[str]:
 
 
 def _problem(names: Sequence[str], value: str, rng: random.Random) -> tuple[Callable[[int], str], str]:
-    """The question by its number of noise sentences, and the answer's prefix."""
+    """The question as a function of its number of noise sentences, and the answer's prefix."""
     chain = [f"VAR {names[0]} = {value}"]
     chain += [f"VAR {to} = VAR {source}" for source, to in pairwise(names)]
     shares = sorted(rng.random() for _ in chain)
