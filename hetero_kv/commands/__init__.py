@@ -1,1 +1,1 @@
-"""The commands of `hetero-kv` that explain and plan; none of them loads a weight."""
+"""The commands of `hetero-kv` other than the chat."""

@@ -1,4 +1,4 @@
-"""`docs/configuration.md`, written from the settings' dataclasses, the registries and the commands' flags.
+"""Writes `docs/configuration.md` from the settings' dataclasses, the registries and the commands' flags.
 
 python -m hetero_kv.commands.configuration_docs docs/configuration.md
 """
@@ -59,7 +59,7 @@ RULES` what they take in memory.
 
 
 def configuration_page() -> str:
-    """The whole page, Markdown."""
+    """The whole page as Markdown."""
     parts = [_OPENING, *_settings(), *_registries(), *_statistics(), *_flags()]
     return "\n".join(parts)
 
@@ -93,7 +93,7 @@ def _settings() -> Iterator[str]:
 
 
 def _takers() -> dict[type[Settings], list[str]]:
-    """Settings class -> what takes it: the engine, the operators, and their choices with what chooses them."""
+    """Settings class -> its users: the engine, the operators, and operators with one of their choices."""
     takers: dict[type[Settings], list[str]] = {EngineSettings: ["the engine"]}
     for owner in registered_owners():
         takers.setdefault(owner.base, [])
@@ -156,7 +156,7 @@ def _flags() -> Iterator[str]:
 
 
 def _meaning(parser: FlagParser, action: argparse.Action) -> str:
-    """What `--help` says of a flag, its default put in."""
+    """The help of a flag, with its default filled in."""
     return parser._get_formatter()._expand_help(action) if action.help else ""
 
 
@@ -168,7 +168,7 @@ def _flag(action: argparse.Action) -> str:
 
 
 def _table(headings: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator[str]:
-    """A Markdown table, and the empty line after it."""
+    """A Markdown table, followed by an empty line."""
     yield f"| {' | '.join(headings)} |"
     yield f"|{'---|' * len(headings)}"
     for cells in rows:

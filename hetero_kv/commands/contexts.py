@@ -1,4 +1,4 @@
-"""The command `contexts`: the saved contexts that there are, whether they are whole, and making room."""
+"""The command `contexts`: lists, verifies and removes saved contexts."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def add_flags(parser: FlagParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Do what is asked; returns the exit status.
+    """Carry out the action; returns the exit status.
 
-    Raises HeteroKVError for an unknown action or name, and where the folder cannot be used.
+    Raises HeteroKVError for an unknown action or name, and if the folder cannot be used.
     """
     if flags.action is None:
         raise ConfigError(f"contexts wants an action: {', '.join(_ACTIONS)}")
@@ -76,11 +76,11 @@ def _list(store: ContextStore, _: Sequence[StoredContext], as_object: bool) -> i
 
 
 def _show(store: ContextStore, named: Sequence[StoredContext], as_object: bool) -> int:
-    told = [as_json(each) | store.told(each) for each in named]
+    described = [as_json(each) | store.told(each) for each in named]
     if as_object:
-        print(json_text({"contexts": told}))
+        print(json_text({"contexts": described}))
         return 0
-    for each in told:
+    for each in described:
         for name, value in each.items():
             if value is not None:
                 _say(f"{name}: {in_words(name, value)}")
@@ -129,4 +129,4 @@ _ACTIONS: dict[str, tuple[Callable[[ContextStore, Sequence[StoredContext], bool]
     "verify": (_verify, True, False),
     "prune": (_prune, False, False),
 }
-"""Action -> what does it, whether it takes names, whether it needs one."""
+"""Action -> the function that carries it out, whether it takes names, whether it needs one."""

@@ -1,4 +1,4 @@
-"""The command `eval`: methods compared on the tasks of the papers and on the user's own texts."""
+"""The command `eval`: compares methods on tasks of papers and on the user's texts."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def add_flags(parser: FlagParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Run, or compare; returns the exit status.
+    """Run an evaluation, or compare two runs; returns the exit status.
 
     Raises:
         HeteroKVError: a mistake in the flags or files, a model that cannot be loaded, or rules that do not fit it.
@@ -138,7 +138,7 @@ def run(flags: argparse.Namespace) -> int:
     if flags.compare:
         _print_comparisons(compare(*flags.compare), as_json=flags.json)
         return 0
-    # All that can be wrong without a model first: loading one takes its time.
+    # Check everything that needs no model first: loading one is slow.
     if flags.out is None:
         raise ConfigError("out is not given; name a folder for the results: --out DIR")
     options = RunOptions(
@@ -155,10 +155,10 @@ def run(flags: argparse.Namespace) -> int:
         stride=flags.stride,
     )
     tasks = parse_list(flags.task, str, "task") if flags.task else ()
-    wanted = wanted_tasks(tasks)
-    if not wanted and not options.data:
+    task_files = wanted_tasks(tasks)
+    if not task_files and not options.data:
         raise ConfigError(f"neither task nor data is given; tasks: {', '.join(registry.names())}")
-    require_use(wanted, options)
+    require_use(task_files, options)
     configs = config_specs(config_words(flags.configs), trusted_modules(flags))
     if not configs and flags.no_baseline:
         raise ConfigError("there is nothing to run: give a config, or leave out --no_baseline")
@@ -167,7 +167,7 @@ def run(flags: argparse.Namespace) -> int:
     settings_file = read_settings_file()
     given = [Given(COMMAND_LINE, settings), Given(SETTINGS_FILE, settings_file)]
     engine = in_force(EngineSettings, given, where="settings").settings
-    asked: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "name_or_path": flags.model or flags.gguf_path or DEFAULT_MODEL,
         "gguf_path": flags.gguf_path if flags.model else None,
         "dtype": flags.dtype,
@@ -176,11 +176,11 @@ def run(flags: argparse.Namespace) -> int:
     }
     if flags.unpacked:
         set_threads(engine.resolved_threads())
-        loaded = load_model(**asked)
-        # Known to the user: rules need not warn of it.
+        loaded = load_model(**arguments)
+        # The user has chosen this: rules need not warn of it.
         loaded.model.hetero_kv_unpacked = None
     else:
-        loaded = load_packed(**asked, threads_num=engine.threads_num)
+        loaded = load_packed(**arguments, threads_num=engine.threads_num)
     model = ConfiguredModel(
         loaded,
         configs,
@@ -228,7 +228,7 @@ def _print_run(done: Run, *, as_json: bool) -> None:
 
 
 def _width(rows: list[list[str]]) -> int:
-    """Columns of a terminal that a table takes when no cell is folded."""
+    """The terminal columns that a table takes if no cell is folded."""
     return 1 + sum(3 + max(map(len, column)) for column in zip(*rows, strict=True))
 
 

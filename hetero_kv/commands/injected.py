@@ -1,4 +1,4 @@
-"""What `plan` and `rules` share: a model without its weights, with the rules in it."""
+"""The common part of `plan` and `rules`: a model without weights, with the rules injected."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hetero_kv.settings.flags import FlagParser
 
 
 class InjectedModel(NamedTuple):
-    """A model on the meta device with rules in it.
+    """A model on the meta device with rules injected.
 
     Attributes:
-        rules: the file's name as messages show it.
-        stored: as of `WeightlessModel`.
+        rules: the file's name in messages.
+        stored: see `WeightlessModel`.
     """
 
     name: str
@@ -32,7 +32,7 @@ class InjectedModel(NamedTuple):
 
 
 def add_model_flags(parser: FlagParser) -> argparse._ArgumentGroup:
-    """Add the flags that say which model."""
+    """Add the flags that choose the model."""
     group = parser.add_argument_group("model (its weights are not loaded)")
     group.add_argument(
         "--model",
@@ -53,7 +53,7 @@ def add_model_flags(parser: FlagParser) -> argparse._ArgumentGroup:
 
 
 def injected_model(flags: argparse.Namespace) -> InjectedModel:
-    """The model of `flags.model`, with the rules `flags.rules` and the settings given with them and as flags.
+    """The model of `flags.model`, with the rules of `flags.rules` and the settings of both these and other flags.
 
     Raises:
         HeteroKVError: a mistake in the flags, the settings file or the rules, a model that cannot be found, or rules

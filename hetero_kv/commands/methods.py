@@ -1,4 +1,4 @@
-"""The command `methods`: everything that rules can name, one line each."""
+"""The command `methods`: prints everything that rules can name, one line each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def add_flags(parser: FlagParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Print them; returns the exit status."""
+    """Print the names with their meanings; returns the exit status."""
     kinds = registered()
     if flags.json:
         print(json_text({kind: {entry.name: entry.meaning for entry in kinds[kind]} for kind in kinds}))

@@ -1,4 +1,4 @@
-"""The command `models`: the named models, and what of them lies on this machine."""
+"""The command `models`: the named models, and how much of each is on this machine."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def run(flags: argparse.Namespace) -> int:
     """List, fetch or remove; returns the exit status.
 
     Raises:
-        ConfigError: another action, or a name where none belongs, or none where one does.
-        ModelError: no such model, or one that cannot be fetched or removed.
+        ConfigError: an unknown action, a superfluous name, or a missing one.
+        ModelError: an unknown model, or one that cannot be fetched or removed.
     """
     if flags.action == "list":
         if flags.name is not None:

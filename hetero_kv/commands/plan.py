@@ -1,4 +1,4 @@
-"""The command `plan`: what a context takes, what is free, and how long a context can be."""
+"""The command `plan`: the memory of a context, the free memory, and the longest context that fits."""
 
 from __future__ import annotations
 
@@ -60,23 +60,23 @@ def run(flags: argparse.Namespace) -> int:
     """Print the plan; returns the exit status.
 
     Raises:
-        OutOfMemoryError: the `max_seq_len` in force does not fit; the plan is printed all the same.
+        OutOfMemoryError: the `max_seq_len` in force does not fit; the plan is printed nevertheless.
         HeteroKVError: a mistake in the flags or files, or a model that cannot be found.
     """
     plans, limits, in_force = _plans(flags, subject := injected_model(flags))
-    wanted = subject.injection.engine.max_seq_len
+    max_seq_len = subject.injection.engine.max_seq_len
     if flags.json:
         print(json_text(_report(subject, plans, in_force, limits)))
     else:
         _print(console(), subject, plans, in_force, limits)
-    # In JSON the object is all that belongs on standard output; the error goes to the other in either case.
+    # With --json only the object belongs on standard output; the error goes to standard error in either case.
     sys.stdout.flush()
-    resolve_max_seq_len(wanted, plans[in_force])
+    resolve_max_seq_len(max_seq_len, plans[in_force])
     return 0
 
 
 def _plans(flags: argparse.Namespace, subject: InjectedModel) -> tuple[dict[str, Plan], list[Limit], str]:
-    """A plan for the CPU alone and one with a GPU, what bounds the DRAM, and which of the plans is this machine's."""
+    """A plan for the CPU alone and one with a GPU, the limits of the DRAM, and the name of this machine's plan."""
     injection = subject.injection
     given_dram, given_gpu = (_gigabytes(name, getattr(flags, name)) for name in ("dram", "gpu_memory"))
     limits = dram_limits() if given_dram is None else [Limit("--dram", given_dram)]
@@ -142,7 +142,7 @@ def _report(subject: InjectedModel, plans: dict[str, Plan], in_force: str, limit
 
 
 def _verdict(plan: Plan, tokens: int) -> bool | None:
-    """Whether a context fits; None where nothing is known of the GPU and the DRAM would do."""
+    """Whether a context fits; None if it fits the DRAM and nothing is known of the GPU."""
     if plan.fits(tokens):
         return None if plan.footprint.on_gpu and plan.gpu is None else True
     return False
@@ -176,15 +176,15 @@ def _print(
         highlight=False,
         soft_wrap=True,
     )
-    wanted = subject.injection.engine.max_seq_len
-    tokens = min(largest, shown.context_length) if wanted == "auto" else int(wanted)
+    max_seq_len = subject.injection.engine.max_seq_len
+    tokens = min(largest, shown.context_length) if max_seq_len == "auto" else int(max_seq_len)
     if warning := beyond_training(tokens, shown.context_length):
         terminal.print(f"max_seq_len: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     terminal.print(_breakdown(shown, in_force, tokens))
 
 
 def _shapes(footprint: Footprint) -> str:
-    """The layers by what they keep, e.g. "32 layers in DRAM blocks of 128 tokens: 8 kv heads, keys 128, values 128"."""
+    """The layers by their storage, e.g. "32 layers in DRAM blocks of 128 tokens: 8 kv heads, keys 128, values 128"."""
     counts: dict[str, int] = {}
     for layer in footprint.layers:
         shape = layer.shape
@@ -246,7 +246,7 @@ def _free(plans: dict[str, Plan], limits: list[Limit]) -> str:
 
 
 def _breakdown(plan: Plan, name: str, tokens: int) -> Table:
-    """The terms of one length, by where they are."""
+    """The memory's terms at one length, by place."""
     memory = plan.footprint.memory(tokens)
     table = Table(title=f"at max_seq_len {tokens:,}, {name}", title_justify="left")
     table.add_column("what")

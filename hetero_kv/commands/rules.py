@@ -1,4 +1,4 @@
-"""The command `rules`: which operator and settings each layer of a model gets from a rules file."""
+"""The command `rules`: the operator and settings that a rules file gives to each layer of a model."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 @dataclass(frozen=True)
 class Row:
-    """Neighbouring layers in which a module gets the same.
+    """Neighbouring layers in which a module gets the same operator and settings.
 
     Attributes:
-        first, last: layer numbers; None for a module that is in no layer.
-        module: its path, `*` for the layer's number.
-        operator: what it becomes; `UNTOUCHED` for an attention module that no rule replaces.
-        method: what tells the operator's method from its others, in words: "QUEST, 2 per block, SEPARATE".
-        rule: the rule that says so, as its file calls it; None where none does.
-        settings: in force in these layers, budgets as each layer has them; empty where the operator has none.
-        changed: the names of those that are not the defaults.
-        sources: who gave each of them: a rule, the `long_context:` of a file, the command line, the settings file,
+        first, last: layer numbers; None for a module outside layers.
+        module: its path, with `*` for the layer's number.
+        operator: its operator; `UNTOUCHED` for an attention module that no rule replaces.
+        method: the method of the operator in words: "QUEST, 2 per block, SEPARATE".
+        rule: the matching rule, as its file calls it; None without one.
+        settings: the settings in force in these layers, budgets as each layer has them; empty if the operator has none.
+        changed: the names of settings that differ from the defaults.
+        sources: the source of each setting: a rule, the `long_context:` of a file, the command line, the settings file,
             "default", or `OVERRULED` by another setting, as `dense_layer_num` overrules `second_block_count`.
     """
 
@@ -54,7 +54,7 @@ class Row:
     sources: dict[str, str] = field(default_factory=dict)
 
     def continues(self, other: Row) -> bool:
-        """Whether this is the row of the next layer, and the same as `other`."""
+        """Whether this row is the next layer's, and otherwise equal to `other`."""
         same = replace(self, first=other.first, last=other.last) == other
         return same and None not in (self.first, other.last) and self.first == (other.last or 0) + 1
 
@@ -93,13 +93,13 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def grouped(injection: Injection, *, has_blocks: bool = True) -> list[Row]:
-    """What every module gets that a rule replaces, and every attention module that none does; equal neighbours as one.
+    """The rows of replaced modules, and of attention modules that no rule replaces; equal neighbours are merged.
 
-    The rows of a module stand together, in the model's order.
+    The rows of a module are adjacent, in the model's order.
 
     Args:
-        has_blocks: whether the weights that are to come are blocks of a file; where they are not, operators that only
-            keep such blocks are not put in when the model is loaded, and have no rows.
+        has_blocks: whether the weights to load are quantised blocks of a file; if not, operators that only keep such
+            blocks are not injected when the model loads, and have no rows.
     """
     by_module: dict[str, list[Row]] = {}
     for row in _rows(injection, has_blocks):
@@ -119,7 +119,7 @@ def _rows(injection: Injection, has_blocks: bool) -> list[Row]:
         if isinstance(module, Operator):
             settings = module.settings_in_layer()
             defaults = {row.name: row.default for row in describe(type(module.settings))} if module.settings else {}
-            # What chooses the settings is no default of theirs, though it has one value in each of them.
+            # The setting that chooses the settings' class always counts as changed: in each class it equals its default.
             changed = frozenset(
                 name for name, value in settings.items() if value != defaults.get(name) or name == module.chosen_by
             )
@@ -136,18 +136,18 @@ def _rows(injection: Injection, has_blocks: bool) -> list[Row]:
 
 
 def _sources(operator: Operator, settings: dict[str, Any], given: dict[str, str]) -> dict[str, str]:
-    """Who gave each value as it applies in the operator's layer."""
+    """The source of each value in force in the operator's layer."""
     sources = {name: given.get(name, DEFAULT) for name in settings}
     for name, value in settings.items():
         own = getattr(operator.settings, name, value)
-        # Of a list or a pyramid the layer's number is a part; where one number became another, something overruled it.
+        # A layer's value of a list or a pyramid is one part of it; a number that became another one was overruled.
         if isinstance(own, int) and value != own:
             sources[name] = OVERRULED
     return sources
 
 
 def _place(path: str) -> tuple[int | None, str]:
-    """A module's layer, None for one that is in no layer, and its path with `*` for that number."""
+    """A module's layer number, None outside layers, and its path with `*` for that number."""
     number = _LAYER.search(path)
     return int(number[0]) if number else None, _LAYER.sub("*", path, count=1)
 
@@ -158,7 +158,7 @@ def _inside_attention_operator(injection: Injection, path: str) -> bool:
 
 
 def _own_path(path: str) -> str:
-    """A module's path in the model as it was, without the operators around it."""
+    """A module's path in the original model, without the operators around it."""
     return ".".join(part for part in path.split(".") if part != "wrapped")
 
 
@@ -194,7 +194,7 @@ def _print(terminal: Console, subject: InjectedModel, rows: list[Row], *, show_a
 
 
 def _alike(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """The rows with the names of the modules that have them; modules of layers with the same rows as one."""
+    """The rows, each with the names of its modules; modules whose rows are equal are merged."""
     by_module: dict[str, list[Row]] = {}
     for row in rows:
         by_module.setdefault(row.module, []).append(row)
@@ -215,7 +215,7 @@ def _same(rows: list[Row], others: list[Row]) -> bool:
 
 
 def _joined(modules: list[str]) -> str:
-    """Paths in short: `model.layers.*.mlp.up_proj, down_proj`; numbers behind the layer's are `*` too."""
+    """Paths in short: `model.layers.*.mlp.up_proj, down_proj`; numbers after the layer's are `*` too."""
     names = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module) for module in modules))
     parents = dict.fromkeys(name.rpartition(".")[0] for name in names)
     children = {parent: [name for name in names if name.rpartition(".")[0] == parent] for parent in parents}
@@ -232,14 +232,14 @@ def _layers(row: Row) -> str:
 
 
 def _short(source: str, rules: str) -> str:
-    """A source, e.g. "rule 2"; one in a file that the rules file extends, e.g. "quest.yaml: rule 2"."""
+    """A source, e.g. "rule 2"; in a file that the rules file extends, e.g. "quest.yaml: rule 2"."""
     return source.removeprefix(f"{rules}: ").rpartition("/")[2]
 
 
 def _written(
     settings: dict[str, Any], changed: frozenset[str], show_all: bool, sources: dict[str, str], rules: str
 ) -> str:
-    """`name value, … [source]; …` by source, in bold where it is not the default."""
+    """`name value, … [source]; …` by source, with values in bold that differ from the default."""
     by_source: dict[str, list[str]] = {}
     for name, value in settings.items():
         if show_all or name in changed:
