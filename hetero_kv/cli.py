@@ -73,9 +73,9 @@ def run_command(name: str, arguments: Sequence[str], prog: str | None = None) ->
         module = importlib.import_module(command.module)
         parser = FlagParser(prog or f"hetero-kv {name}", command.summary)
         module.add_flags(parser)
-        given = parser.parse(arguments)
+        flags = parser.parse(arguments)
         _require_instruction_set()
-        status: int = module.run(given)
+        status: int = module.run(flags)
         if sys.stdout is not None:
             # Flush here, so that a write error is handled below and not by the interpreter at exit.
             sys.stdout.flush()

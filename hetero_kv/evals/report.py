@@ -85,7 +85,7 @@ def _origin(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
         if "model" in what
     )
     depths = ", ".join(f"{depth:g}" for depth in settings["depths"])
-    given = {
+    sample_settings = {
         "lengths": ", ".join(map(str, settings["lengths"])) + " tokens",
         "depths": f"{depths} % of the context",
         "samples": f"{settings['samples']} per length and depth, seed {settings['seed']}",
@@ -94,7 +94,7 @@ def _origin(settings: Mapping[str, Any], environment: Mapping[str, Any]) -> str:
     command = environment.get("command_line")
     rows = {
         "model": ", ".join(models) or None,
-        **{name: value for name, value in given.items() if name in _applied(settings)},
+        **{name: value for name, value in sample_settings.items() if name in _applied(settings)},
         "limit": f"the first {settings['limit']} samples of each task and data file" if settings["limit"] else None,
         "data files": ", ".join(file["name"] for file in settings["data"]) or None,
         "prompt files": ", ".join(file["name"] for file in settings["prompt_files"]) or None,
