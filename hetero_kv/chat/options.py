@@ -51,7 +51,7 @@ class AnswerSettings(Settings):
     seed: int | Literal["random"] = setting("random", "makes random answers repeatable", minimum=0, maximum=2**63 - 1)
 
     def validate(self) -> None:
-        """Refuse what leaves no token to draw from. Raises SettingError."""
+        """Refuse settings that leave no token to draw. Raises SettingError."""
         if self.top_p == 0:
             raise SettingError("top_p", self.top_p, "it must be more than 0; for greedy answers set temperature 0")
         if self.repetition_penalty == 0:

@@ -119,7 +119,7 @@ def _rows(injection: Injection, has_blocks: bool) -> list[Row]:
         if isinstance(module, Operator):
             settings = module.settings_in_layer()
             defaults = {row.name: row.default for row in describe(type(module.settings))} if module.settings else {}
-            # The setting that chooses the settings' class always counts as changed: in each class it equals its default.
+            # The setting that chooses the settings' class counts as changed: in each class it equals its default.
             changed = frozenset(
                 name for name, value in settings.items() if value != defaults.get(name) or name == module.chosen_by
             )
@@ -135,9 +135,9 @@ def _rows(injection: Injection, has_blocks: bool) -> list[Row]:
     return rows
 
 
-def _sources(operator: Operator, settings: dict[str, Any], given: dict[str, str]) -> dict[str, str]:
+def _sources(operator: Operator, settings: dict[str, Any], known: dict[str, str]) -> dict[str, str]:
     """The source of each value in force in the operator's layer."""
-    sources = {name: given.get(name, DEFAULT) for name in settings}
+    sources = {name: known.get(name, DEFAULT) for name in settings}
     for name, value in settings.items():
         own = getattr(operator.settings, name, value)
         # A layer's value of a list or a pyramid is one part of it; a number that became another one was overruled.
