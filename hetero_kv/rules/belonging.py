@@ -1,4 +1,4 @@
-"""What a cache belongs to, and how that differs from the model that it is given to: the texts of refusals."""
+"""Checks that a cache belongs to the model that it is used with, and writes the error texts where it does not."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ _ALONG = "cache.save(path) and HeteroCache.load(path, model) take its tokens alo
 
 
 def require_own(made: Injection, now: Injection) -> None:
-    """Raise HeteroKVError, naming the difference, for a cache that was made under `made`, and is given to the model of
-    `now`: equal rules in the same model, put in anew, go on with it."""
+    """Raise HeteroKVError, naming the difference, if a cache made under `made` does not fit the model of `now`.
+
+    A cache fits after equal rules are injected into the same model again.
+    """
     if text := difference(made, now):
         along = "" if made.model is not now.model else f"; {_ALONG}"
         raise HeteroKVError(f"the HeteroCache does not belong to this model: {text}; {_ANEW}{along}")
 
 
 def stray_cache(made: Injection) -> HeteroKVError:
-    """What to raise where a model gives keys and values to a cache outside of a forward under `made`."""
+    """The error for a model that writes to a cache outside a forward under `made`."""
     name = described(made.model)
     if made.is_in_place:
         return HeteroKVError(
@@ -38,7 +40,7 @@ def stray_cache(made: Injection) -> HeteroKVError:
 
 
 def difference(made: Injection, now: Injection) -> str | None:
-    """How what a cache was made for differs from what the model has now; None where it does not."""
+    """Describes the first difference in model, operators or settings between `made` and `now`; None if equal."""
     if made.model is not now.model:
         return f"it was made for another one, {described(made.model)}, and this is {described(now.model)}"
     for path in dict.fromkeys([*made.operators, *now.operators]):
@@ -61,7 +63,7 @@ def described(model: Any) -> str:
 
 
 def _changed(before: Any, after: Any) -> str | None:
-    """The first setting that differs, with both values."""
+    """Describes the first setting that differs, with both values; None if all are equal."""
     if not is_dataclass(before) or type(before) is not type(after):
         return None if before == after else f"{shown(before)} when it was made, and has {shown(after)} now"
     for field in fields(before):

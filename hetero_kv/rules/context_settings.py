@@ -1,4 +1,4 @@
-"""The settings of saved contexts that are in force: flags, then the settings file, then the defaults."""
+"""Resolves the settings of saved contexts: flags win over the settings file, which wins over the defaults."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ S = TypeVar("S", bound=ContextSettings)
 
 
 def context_settings(cls: type[S], flags: Mapping[str, Any]) -> S:
-    """The settings `cls`, of which `flags` were given.
+    """The settings `cls` in force, with `flags` from the command line.
 
-    Raises ConfigError for a mistake in these, or in the settings file.
+    Raises ConfigError for a mistake in the flags or in the settings file.
     """
-    given = [Given(COMMAND_LINE, flags), Given(SETTINGS_FILE, read_context_settings())]
-    return in_force(cls, given, where="contexts").settings
+    sources = [Given(COMMAND_LINE, flags), Given(SETTINGS_FILE, read_context_settings())]
+    return in_force(cls, sources, where="contexts").settings

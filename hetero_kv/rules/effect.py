@@ -1,4 +1,4 @@
-"""Settings that are given and that nothing takes: an error which says for what they count."""
+"""Refuses settings that no injected operator reads; the error says which operators have them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hetero_kv.settings.mapping import canonical
 def require_effect(
     settings: Mapping[str, Any], in_place: Sequence[Owner], known: Sequence[Owner], *, where: str, rules: str
 ) -> None:
-    """Raise ConfigError for the first of `settings` that neither the engine nor an operator in place takes.
+    """Raise ConfigError for the first of `settings` that neither the engine nor an injected operator has.
 
     Args:
-        settings: under their own names; where they were read from YAML the error names the line.
-        in_place: the owners of what the rules put in.
-        known: every owner there is, to say for which the setting counts.
-        where: the place named in the error.
+        settings: by canonical name; for settings from YAML the error names the line.
+        in_place: the owners of the settings of injected operators.
+        known: all owners; the error lists those that have the setting.
+        where: the place that the error names.
         rules: the rules as messages call them.
     """
     taken = {name for cls in flat_classes(in_place) for name in setting_names(cls)}
@@ -33,12 +33,12 @@ def require_effect(
 
 
 def require_precedence(settings: Mapping[str, Any], file: str, in_force: Iterable[InForce[Any]]) -> None:
-    """Raise ConfigError for the first of a file's `long_context:` settings that other files' kwargs change everywhere.
+    """Raise ConfigError for a `long_context:` setting of a file that other files' kwargs override in every operator.
 
     Args:
-        settings: under their own names.
-        file: whose they are. What its own rules overrule its author sees.
-        in_force: of every operator that the rules put in.
+        settings: the file's `long_context:` settings by canonical name.
+        file: the file's name. Overrides by its own rules are allowed, since its author sees them.
+        in_force: the settings in force of every injected operator.
     """
     distinct = {id(each): each for each in in_force}.values()
     for name, value in settings.items():
@@ -64,18 +64,18 @@ def _without_effect(name: str, in_place: Sequence[Owner], known: Sequence[Owner]
 def with_effect(
     mapping: Mapping[Any, Any] | None, in_place: Sequence[Owner], known: Sequence[Owner], *, where: str, rules: str
 ) -> dict[str, Any]:
-    """The settings in `mapping` under their own names, checked as those take them that are in place.
+    """The settings in `mapping` by canonical name, validated by the injected operators' dataclasses.
 
     Raises:
-        ConfigError: what `canonical` refuses, and a setting that nothing in place takes (see `require_effect`).
+        ConfigError: what `canonical` refuses, and a setting that no injected operator has (see `require_effect`).
     """
     checked = canonical(flat_classes((*in_place, *known)), mapping, where=where)
     require_effect(checked, in_place, known, where=where, rules=rules)
-    # A value that another owner could take is none for those in place.
+    # A value that is valid only for other owners is an error here.
     return canonical(flat_classes(in_place), mapping, where=where)
 
 
 def taken_by(settings: Mapping[str, Any], owners: Sequence[Owner]) -> dict[str, Any]:
-    """Those of `settings` that the engine or one of the owners takes."""
+    """The subset of `settings` that the engine or one of the owners has."""
     names = {name for cls in flat_classes(owners) for name in setting_names(cls)}
     return {name: value for name, value in settings.items() if name in names}

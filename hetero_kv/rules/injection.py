@@ -1,4 +1,4 @@
-"""Putting operators into a loaded model by rules, and taking them out again."""
+"""Injects operators into a loaded model by rules, and ejects them."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ from hetero_kv.settings.setting import SettingError, Settings
 
 @dataclass(frozen=True)
 class PutForward:
-    """A forward of ours on an instance.
+    """A forward that the engine has set on a module instance.
 
     Attributes:
-        before: what was there, of somebody else's (accelerate's hooks, say); None where the class's forward was.
+        before: the instance's earlier forward, such as accelerate's hook; None if the instance used its class's.
     """
 
     holder: nn.Module
@@ -63,13 +63,13 @@ class PutForward:
 
     @classmethod
     def on(cls, holder: nn.Module, forward: Any) -> PutForward:
-        """Put it there."""
+        """Set `forward` on `holder`."""
         put = cls(holder, mark_own(forward), holder.__dict__.get("forward"))
         holder.__dict__["forward"] = forward
         return put
 
     def require_there(self) -> None:
-        """Raise InjectionError where somebody has put another in its place since."""
+        """Raise InjectionError if other code has replaced the forward since."""
         if self.holder.__dict__.get("forward") is not self.forward:
             raise InjectionError(
                 f"the forward of {type(self.holder).__name__} was replaced after inject; take that back first "
@@ -77,7 +77,7 @@ class PutForward:
             )
 
     def take_away(self) -> None:
-        """What was there before is there again."""
+        """Restore the earlier forward."""
         if self.before is None:
             self.holder.__dict__.pop("forward", None)
         else:
@@ -91,14 +91,14 @@ class Injection:
     Attributes:
         engine: the engine's settings in force.
         operators: module path -> operator, in the model's order.
-        rules: module path -> the rule that put its operator there.
-        sources: module path -> the source of each of its operator's settings; "" -> of the engine's.
-        configs: the modules whose config was replaced by a copy, with the original.
-        guards: the forwards that were put around models'.
-        attention: what is to compute attention on a GPU, and what has.
-        captures: whether a GPU is to launch decoded tokens as they were captured, and what has come of it.
-        digests: of the model's weights, once somebody has asked.
-        one_at_a_time: what a thread is within during a forward, while others wait: operators are the same for all.
+        rules: module path -> the rule that injected its operator.
+        sources: module path -> the source of each of its operator's settings; "" -> the engine's.
+        configs: the modules whose config a copy replaces, each with the original.
+        guards: the forwards that wrap those of models.
+        attention: the backend setting for attention on a GPU, and which backends have run.
+        captures: whether decoding uses CUDA graphs, and which steps were captured.
+        digests: digests of the model's weights, computed on first use.
+        one_at_a_time: the lock that a thread takes during a forward, because operators are shared.
     """
 
     model: PreTrainedModel
@@ -130,12 +130,12 @@ class Injection:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether these are the rules that the model has now."""
+        """Whether the model has this injection now."""
         return getattr(self.model, "hetero_kv_injection", None) is self
 
     @cached_property
     def needs_cache(self) -> bool:
-        """Whether the model's layers compute with a HeteroCache only; packed weights alone do with any."""
+        """Whether the model's layers require a HeteroCache; packed weights alone work with any cache."""
         kinds = AttentionOperator | ChunkedDecoderLayer
         return any(isinstance(operator, kinds) for operator in self.operators.values())
 
@@ -144,7 +144,7 @@ class Injection:
         return HeteroCache(self.model)
 
     def adopt(self, cache: HeteroCache) -> None:
-        """Take a cache of an injection before that was equal. Raises HeteroKVError where it was not."""
+        """Accept a cache of an earlier, equal injection. Raises HeteroKVError if they differ."""
         require_own(cache.injection, self)
         cache.injection = self
 
@@ -154,7 +154,7 @@ class Injection:
 
     @property
     def context_length(self) -> int:
-        """Tokens that the model was made for."""
+        """The length that the model was trained for, tokens."""
         return getattr(bridge.text_config(self.model), "max_position_embeddings", None) or 1 << 20
 
     def bytes_per_token(self) -> float:
@@ -162,12 +162,13 @@ class Injection:
         return Footprint.of(self).bytes_per_token.total
 
     def max_seq_len(self, wanted: int | None = None, batch: int = 1, forks: int = 0, held: Held = NOTHING_HELD) -> int:
-        """The capacity in tokens for `wanted` tokens, or for the settings' `max_seq_len`.
+        """The capacity in tokens.
 
         Args:
+            wanted: the requested capacity; None for the setting `max_seq_len`.
             batch: sequences that are processed together, each with this capacity.
-            forks: of the cache, each with this capacity too.
-            held: what is there of the sequences already.
+            forks: forks of the cache, each with this capacity too.
+            held: the resident prefix of the sequences.
 
         Raises OutOfMemoryError when it does not fit into the free memory.
         """
@@ -180,7 +181,7 @@ class Injection:
         with PLANNING:
             plan = Plan.of(self, batch, forks, held, reserved_beside(own))
             if plan.is_crowded(length):
-                # Caches that nobody has any more may lie in cycles.
+                # Unreferenced caches may wait for the cycle collector.
                 gc.collect()
                 plan = Plan.of(self, batch, forks, held, reserved_beside(own))
             capacity = resolve_max_seq_len(length, plan)
@@ -202,9 +203,9 @@ class Injection:
 
     @property
     def identity(self) -> Identity:
-        """What contexts that are saved under these rules belong to now: model, weights, what is active, and settings.
+        """What a context saved now depends on: model, weights, active modules and settings.
 
-        Raises ContextError where there are hooks or tensors of which nobody knows what they compute.
+        Raises ContextError for hooks or tensors whose computation is unknown.
         """
         return Identity.of(self.model, self.attention_operators(), self.digests)
 
@@ -222,18 +223,18 @@ class Injection:
 
     @cached_property
     def preparation(self) -> Preparation:
-        """What compiles the kernels of every layer, before the first cache at the latest."""
+        """Compiles the kernels of every layer, before the first cache at the latest."""
         return Preparation(self.model, self.operators)
 
     def compile_kernels(self, progress: ProgressReport | None = None) -> None:
-        """Compile the kernels of every layer now, its weights being loaded, so that the first answer need not wait.
+        """Compile the kernels of every layer now, so that the first answer does not wait. The weights are loaded.
 
-        progress: as of `Preparation.compile`.
+        progress: see `Preparation.compile`.
         """
         self.preparation.compile(progress)
 
     def cache_layers(self) -> list[CacheLayerMixin]:
-        """An empty cache layer per layer of the model: the operators' own, transformers' where there is none."""
+        """An empty cache layer per layer of the model: the operator's, or transformers' for a layer without one."""
         self.preparation.compile_for_first_cache()
         layers = list(DynamicCache(config=bridge.text_config(self.model)).layers)
         for operator in self.attention_operators():
@@ -258,19 +259,18 @@ def inject(
 
     Args:
         model: a loaded transformers model, in eval mode.
-        rules: a rule set, or the path or name of a rules file, with settings of its own where wanted
-            ("quest:block_size=32").
-        command_line: settings that win over the rules file, under their own names.
+        rules: a rule set, or the path or name of a rules file, optionally with settings ("quest:block_size=32").
+        command_line: settings that win over the rules file, by canonical name.
         settings_file: settings that the rules file wins over.
-        trust_rules: modules of the user's own whose operators a rules file may name (`load_rules`).
+        trust_rules: user modules whose operators a rules file may name (`load_rules`).
 
-    Returns what was done; `eject(model)` undoes it exactly.
+    Returns a record of the changes; `eject(model)` undoes them exactly.
 
     Raises:
-        ConfigError: a mistake in the rules file or in a setting, or one that no operator put in takes.
+        ConfigError: a mistake in the rules file or in a setting, or a setting that no injected operator has.
         InjectionError: the model is injected already, or a rule matches nothing in it.
-        UnsupportedModelError: an operator cannot compute a matched module exactly, or the model's weights are not all
-            here (FSDP, tensor parallelism); it says why.
+        UnsupportedModelError: an operator cannot compute a matched module exactly, or this process has only a part of
+            the model's weights (FSDP, tensor parallelism); the message gives the reason.
     """
     if getattr(model, "hetero_kv_injection", None) is not None:
         raise InjectionError(
@@ -279,39 +279,39 @@ def inject(
     require_own_weights(model)
     config = config_in(rules, trust_rules)
     rule_set, command_line = config.rules, {**(command_line or {}), **config.settings}
-    given = {"command_line": command_line, "settings_file": settings_file}
-    engine = rule_set.engine_in_force(**given)
+    sources = {"command_line": command_line, "settings_file": settings_file}
+    engine = rule_set.engine_in_force(**sources)
     plan = matched_rules(model, rule_set)
     modules = modules_of(model)
     matched = ((rule, cls, path, modules[path]) for path, (rule, cls) in plan.items())
-    settings = rule_set.modules_in_force(matched, **given)
+    settings = rule_set.modules_in_force(matched, **sources)
     require_precedence(rule_set.file.long_context, rule_set.file.name, settings.values())
     rule_set.require_effect(command_line, ((rule, cls, settings[path].settings) for path, (rule, cls) in plan.items()))
     offloaded = is_offloaded(model)
-    wanted = {
+    applicable = {
         path
         for path, (_, cls) in plan.items()
         if cls.is_wanted(modules[path], settings[path].settings)
         and not (offloaded and issubclass(cls, QuantizedModule) and cls.parameter_of(modules[path]).is_meta)
     }
-    left = [path for path in plan.keys() - wanted if issubclass(plan[path][1], QuantizedModule)]
+    left = [path for path in plan.keys() - applicable if issubclass(plan[path][1], QuantizedModule)]
     warn_of_unpacked(model, [modules[path] for path in left if settings[path].settings.weights in (AUTO, AS_STORED)])
-    plan = {path: both for path, both in plan.items() if path in wanted}
+    plan = {path: both for path, both in plan.items() if path in applicable}
     for path, (rule, _) in plan.items():
         if isinstance(model.get_submodule(path), QuantizedModule):
             raise InjectionError(
                 f"{rule.title}: the weights of {path} stay packed beneath all rules; leave weights auto, or have the "
                 "model unpacked (hetero-kv eval --unpacked)"
             )
-    asked = engine.settings.attention_backend
-    if lacking := missing(asked):
-        raise SettingError("attention_backend", asked, lacking)
+    backend = engine.settings.attention_backend
+    if lacking := missing(backend):
+        raise SettingError("attention_backend", backend, lacking)
     injection = Injection(
-        model, engine.settings, attention=AttentionBackend(asked), captures=Captures(engine.settings.cuda_graphs)
+        model, engine.settings, attention=AttentionBackend(backend), captures=Captures(engine.settings.cuda_graphs)
     )
     injection.sources = {"": engine.sources, **{path: settings[path].sources for path in plan}}
     try:
-        # The deepest modules first, so that every path is still the model's own when its turn comes.
+        # The deepest modules first: a replaced parent would change its children's paths.
         for path in sorted(plan, key=lambda path: -path.count(".")):
             with named(plan[path][0]):
                 operator = plan[path][1](path, model.get_submodule(path), settings[path].settings, injection.engine)
@@ -327,7 +327,7 @@ def inject(
         raise
     injection.operators = {path: injection.operators[path] for path in plan}
     injection.rules = {path: rule for path, (rule, _) in plan.items()}
-    # Attention that is left as it is, outside of layers that run in chunks, needs the masks that the model builds.
+    # Attention that no rule replaces, outside of layers that run in chunks, needs the masks that the model builds.
     builders = _mask_builders(model, injection.operators) if injection.needs_cache else []
     injection.configs = [(holder, holder.config) for holder in builders]
     _guard(injection)
@@ -336,9 +336,9 @@ def inject(
 
 
 def eject(model: PreTrainedModel) -> None:
-    """Restore a model that `inject` was called on, module by module and config by config.
+    """Restore the modules and configs of a model that `inject` changed.
 
-    Raises InjectionError when it has no rules injected, or when something was put around what was injected.
+    Raises InjectionError when it has no rules injected, or when other code has wrapped an injected module or forward.
     """
     injection: Injection | None = getattr(model, "hetero_kv_injection", None)
     if injection is None:
@@ -346,16 +346,16 @@ def eject(model: PreTrainedModel) -> None:
     for guard in injection.guards:
         guard.require_there()
     _require_in_place(model, injection)
-    # A forward that is under way in another thread ends under the rules that it began with.
+    # A running forward of another thread finishes under its rules.
     with injection.one_at_a_time:
         _take_out(model, injection)
         del model.hetero_kv_injection
 
 
 def eject_around_packed_weights(model: PreTrainedModel) -> None:
-    """As `eject`, but operators that keep weights packed stay in the model, beneath whatever rules are put in later.
+    """As `eject`, but operators that keep weights packed stay in the model permanently.
 
-    To rules they are then the modules that they stand for, and nothing takes them out again.
+    Rules that are injected later see the modules that these operators replaced.
 
     Raises InjectionError when the model has no rules injected.
     """
@@ -368,9 +368,9 @@ def eject_around_packed_weights(model: PreTrainedModel) -> None:
 
 @contextmanager
 def suspended(model: PreTrainedModel) -> Iterator[None]:
-    """Within this context the model is untouched; then the rules that it had injected, if any, are back.
+    """Eject the model's rules, if any, within this context, and inject them again at its end.
 
-    The operators are the same as before, so that caches made under them go on.
+    The operators are the same objects, so caches made under them stay valid.
     """
     injection: Injection | None = getattr(model, "hetero_kv_injection", None)
     if injection is None:
@@ -388,21 +388,21 @@ def suspended(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _configure_together(operators: Sequence[AttentionOperator]) -> None:
-    """Tell every class of `operators` that all of them are in the model."""
+    """Call `configure_together` of every class of `operators` once all are in the model."""
     for operator_class in dict.fromkeys(type(operator) for operator in operators):
         operator_class.configure_together(operators)
 
 
 def _guard(injection: Injection) -> None:
-    """Guard the forward of the modules that build masks, and let them build none."""
+    """Guard the forward of the modules that build masks, and disable their mask building."""
     for holder, config in injection.configs:
         holder.config = bridge.with_implementation(config)
         injection.guards.append(PutForward.on(holder, guarded(holder, injection, has_head=False)))
-    # With the head: what fails behind the layers is undone as well, and policies may ask for logits.
+    # With the head: a failure behind the layers is rolled back too, and policies may read logits.
     if all(injection.model is not holder for holder, _ in injection.configs):
         injection.guards.append(PutForward.on(injection.model, guarded(injection.model, injection, has_head=True)))
     for module in (injection.model, *(holder for holder, _ in injection.configs)):
-        # Looked up on the instance by pickle and copy: a copy would have the guards of this one.
+        # Pickle and copy look it up on the instance; a copy would share this model's guards.
         module.__reduce_ex__ = injection.__reduce_ex__  # type: ignore[method-assign, unused-ignore]
     if injection.needs_cache:
         guard_generation(injection.model, injection.new_cache)
@@ -421,7 +421,7 @@ def _take_out(model: nn.Module, injection: Injection) -> None:
 
 
 def _require_in_place(model: nn.Module, injection: Injection) -> None:
-    """Raise InjectionError where an operator is no longer where it was put, or what it wraps was put in something."""
+    """Raise InjectionError if an operator was moved or replaced, or if the module that it wraps was wrapped again."""
     for path, operator in injection.operators.items():
         try:
             there: Any = model.get_submodule(path)
@@ -436,9 +436,9 @@ def _require_in_place(model: nn.Module, injection: Injection) -> None:
 
 
 def _mask_builders(model: nn.Module, operators: dict[str, Operator]) -> list[Any]:
-    """The modules that build the attention mask of replaced layers: the nearest transformers model around each.
+    """The modules that build the attention mask of replaced layers: the nearest enclosing transformers model of each.
 
-    Weights that stay packed are no layers, unless nothing else is replaced: a head lies outside of what builds masks.
+    Modules with packed weights count only if nothing else is replaced: a head is outside the module that builds masks.
     """
     builders: dict[int, Any] = {}
     layers = [path for path, operator in operators.items() if not isinstance(operator, QuantizedModule)]

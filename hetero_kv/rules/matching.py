@@ -1,4 +1,4 @@
-"""Which modules of a model the rules match, and what becomes of each."""
+"""Matches rules to a model's modules, and picks the operator class of each."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hetero_kv.rules.rule_set import Rule, RuleSet
 
 
 class InjectionError(HeteroKVError):
-    """The rules cannot be applied to this model. The model is as it was."""
+    """The rules cannot be applied to this model. The model is unchanged."""
 
 
 @contextmanager
 def named(rule: Rule) -> Iterator[None]:
-    """Within this context errors say which rule they are of."""
+    """Prefix errors within this context with the rule's title."""
     try:
         yield
     except (ConfigError, UnsupportedModelError) as error:
@@ -33,7 +33,7 @@ def named(rule: Rule) -> Iterator[None]:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Path -> module, as rules see it: of packed weights that stay in the model, the module that they stand for."""
+    """Path -> module, as rules see it: for an operator with packed weights, the module that it replaces."""
     found: dict[str, nn.Module] = {}
     packed: list[str] = []
     for path, module in model.named_modules():
@@ -48,8 +48,8 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 def matched_rules(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, type[Operator]]]:
     """Module path -> the rule and the operator class that the module gets.
 
-    Raises InjectionError where a rule matches nothing, or where what is left as it is could not work, and
-    UnsupportedModelError where an operator cannot compute a module exactly.
+    Raises InjectionError if a rule matches nothing, or if a module that is not replaced could not work, and
+    UnsupportedModelError if an operator cannot compute a module exactly.
     """
     modules = modules_of(model)
     unused = [rule for rule in rule_set.rules if not rule.optional]
@@ -66,7 +66,7 @@ def matched_rules(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, 
         if first.operator is None:
             continue
         if issubclass(first.operator, AttentionOperator) and is_recurrent(module):
-            # Some models call it as they call their attention; there are no keys and values to be served.
+            # Some models name a recurrent module like their attention; it has no keys and values.
             continue
         with named(first):
             operator_class = first.operator.operator_for(module)
@@ -75,7 +75,7 @@ def matched_rules(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, 
     if unused:
         rule = unused[0]
         pattern = rule.match_name.pattern if rule.match_name else None
-        wanted = " and ".join(
+        criteria = " and ".join(
             f"{key} {shown(value)}" for key, value in (("name", pattern), ("class", rule.match_class)) if value
         )
         near = (
@@ -84,7 +84,7 @@ def matched_rules(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, 
             else sorted({type(m).__name__ for m in modules.values()})
         )
         raise InjectionError(
-            f"{rule.title}: match: {wanted} matches no module of {type(model).__name__}; it has, for example, "
+            f"{rule.title}: match: {criteria} matches no module of {type(model).__name__}; it has, for example, "
             f"{', '.join(near[:4] or list(modules)[:4])}"
         )
     _require_chunked(modules, plan)
@@ -92,7 +92,7 @@ def matched_rules(model: nn.Module, rule_set: RuleSet) -> dict[str, tuple[Rule, 
 
 
 def _require_chunked(modules: dict[str, nn.Module], plan: dict[str, tuple[Rule, type[Operator]]]) -> None:
-    """Raise InjectionError for a module that is left as it is where nobody would build its mask, or carry its state."""
+    """Raise InjectionError for an unreplaced module whose mask no layer builds, or whose state no layer carries."""
     chunked = [path for path, (_, cls) in plan.items() if issubclass(cls, ChunkedDecoderLayer)]
     replaced = [path for path, (_, cls) in plan.items() if issubclass(cls, AttentionOperator)]
     if not chunked and not replaced:

@@ -1,4 +1,4 @@
-"""A rule's `match.name`: a regular expression that is searched in module paths, within limits of size and time."""
+"""A rule's `match.name`: a regular expression that is searched in module paths, with limits on size and time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MOST_CHARACTERS = 500
 MOST_GROUPS_DEEP = 8
 MOST_REPEATS = 10_000
 MOST_SECONDS, MOST_SECONDS_EACH = 1.0, 20e-6
-"""Processor time for the patterns of a rule set: so much for all searches, and for each one more; usual ones take some
-microseconds."""
+"""Processor time for the searches of a rule set: a fixed budget, plus an allowance per search. A usual search takes
+some microseconds."""
 
 _ESCAPES_AND_SETS = re.compile(r"\\.|\[\^?\]?[^\]]*\]", re.DOTALL)
 _REPEATS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
@@ -25,26 +25,26 @@ _REPEATS = re.compile(r"\{(\d*)(?:,(\d*))?\}")
 
 @dataclass
 class SearchTime:
-    """What is left of the time for searches, seconds."""
+    """The remaining time for searches, seconds."""
 
     left: float = MOST_SECONDS
 
 
 @dataclass(frozen=True)
 class ModulePattern:
-    """A pattern in Python's syntax, checked.
+    """A checked pattern in Python's syntax.
 
     Attributes:
-        time: for its searches; the patterns of a rule set share one.
+        time: the time budget, shared by the patterns of a rule set.
 
-    Raises ConfigError: no regular expression, or one that is larger than any that module paths need.
+    Raises ConfigError for text that is no regular expression, or a pattern larger than module paths need.
     """
 
     pattern: str
     time: SearchTime = field(default_factory=SearchTime, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Not as repr, which would double the backslashes the user wrote.
+        # Not repr, which would double the backslashes that the user wrote.
         named = f"name '{self.pattern[:MOST_CHARACTERS]}'"
         if len(self.pattern) > MOST_CHARACTERS:
             raise ConfigError(f"{named} goes on to {len(self.pattern):,} characters; {MOST_CHARACTERS} are the most")
@@ -57,7 +57,7 @@ class ModulePattern:
             )
         try:
             with warnings.catch_warnings():
-                # Of what later versions of Python may read otherwise.
+                # Python warns of syntax that later versions may read differently.
                 warnings.simplefilter("ignore")
                 re.compile(self.pattern)
                 _compiled(self.pattern)
@@ -71,7 +71,7 @@ class ModulePattern:
     def is_in(self, path: str) -> bool:
         """Whether the pattern occurs in a module's path.
 
-        Raises ConfigError when the searches take too long, as where repeats stand within repeats.
+        Raises ConfigError when the searches take too long, as with nested repeats.
         """
         if path not in self._searched:
             self._searched[path] = self._search(path)
@@ -111,5 +111,5 @@ def _repeats(bare: str) -> int:
 
 @lru_cache(1024)
 def _compiled(pattern: str) -> regex.Pattern[str]:
-    # Beside Python's own module it knows a time limit. VERSION0 is Python's behaviour.
+    # Unlike Python's `re`, `regex` supports a timeout. VERSION0 is the behaviour of `re`.
     return regex.compile(pattern, regex.VERSION0, cache_pattern=False)

@@ -1,4 +1,4 @@
-"""What a command's `--config` names: a rules file, with settings of its own where wanted: `quest:block_size=32`."""
+"""Parses the value of `--config`: a rules file, optionally with settings, as in `quest:block_size=32`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hetero_kv.rules.rule_set import RuleSet
 from hetero_kv.settings.description import takes_any_text
 from hetero_kv.settings.flags import scalar
 
-# A text may hold colons; what begins a setting is a name and an equals sign.
+# A value may contain colons; a setting begins with a name and an equals sign.
 _BEFORE_SETTING = re.compile(r":(?=[A-Za-z][\w-]*=)")
 
 
@@ -26,8 +26,8 @@ class NamedConfig:
     """Rules, and settings that win over them.
 
     Attributes:
-        name: the file without folder and suffix, and its settings as they were written.
-        settings: under their own names.
+        name: the file without folder and suffix, and its settings as written.
+        settings: by canonical name.
     """
 
     name: str
@@ -35,41 +35,41 @@ class NamedConfig:
     settings: dict[str, Any]
 
     def command_line(self, flags: Mapping[Any, Any]) -> dict[str, Any]:
-        """All that wins over the rules: `flags`, and over them the settings that were given with the name.
+        """The settings that win over the rules: `flags`, overridden by the settings in the name.
 
         Raises:
-            ConfigError: an unknown setting, a wrong value, or one that no operator of the rules takes.
+            ConfigError: an unknown setting, a wrong value, or a setting that no operator of the rules has.
         """
         return self.rules.with_effect(flags, where=COMMAND_LINE, beside=self.settings) | self.settings
 
 
 def named_config(word: str, trust_rules: Collection[str] = ()) -> NamedConfig:
-    """What `word` names: `FILE` or `FILE:setting=value:setting=value`.
+    """The rules and settings of `word`: `FILE` or `FILE:setting=value:setting=value`.
 
     Args:
-        trust_rules: as `load_rules` has them.
+        trust_rules: see `load_rules`.
 
     Raises:
-        ConfigError: a file that is not there or has mistakes, an unknown setting or value, or one that no operator of
-            the rules takes.
+        ConfigError: a missing or faulty file, an unknown setting or value, or a setting that no operator of the rules
+            has.
     """
     file, assignments = _cut(word)
     rules = load_rules(file, trust_rules)
     rules.require_own_effect()
     where = f"config {word!r}"
     classes = flat_classes(rules.known_owners())
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
         if not equals:
             raise ConfigError(f"{where}: {assignment!r} is no setting; write FILE:setting=value")
-        given[key] = value if takes_any_text(classes, key) else scalar(value)
+        settings[key] = value if takes_any_text(classes, key) else scalar(value)
     name = ":".join((Path(file).stem, *assignments))
-    return NamedConfig(name, rules, rules.with_effect(given, where=where))
+    return NamedConfig(name, rules, rules.with_effect(settings, where=where))
 
 
 def config_in(config: RuleSet | NamedConfig | str | Path, trust_rules: Collection[str] = ()) -> NamedConfig:
-    """Rules as they are given from Python: those that were read, or what `named_config` reads.
+    """The NamedConfig of what a Python caller passes: parsed rules, or a word for `named_config`.
 
     Raises ConfigError as `named_config`.
     """
@@ -81,7 +81,7 @@ def config_in(config: RuleSet | NamedConfig | str | Path, trust_rules: Collectio
 
 
 def _cut(word: str) -> tuple[str, list[str]]:
-    """The file that `word` names, and the settings behind it."""
+    """Splits `word` into the file name and the assignments after it."""
     if recipes.find(word, Path()) is not None:
         return word, []
     named, *assignments = _BEFORE_SETTING.split(word)

@@ -1,6 +1,6 @@
-"""Which operator class a rule names. To import a module is to run it: only those are that are trusted.
+"""Finds the operator class that a rule names. Importing a module runs it, so only trusted modules are imported.
 
-These are the package's own, what installed packages offer as entry points of the group `hetero_kv.operators`, and what
+Trusted are this package, the entry points of installed packages in the group `hetero_kv.operators`, and modules that
 the user trusts by name.
 """
 
@@ -22,14 +22,14 @@ _OWN = "hetero_kv"
 
 
 def named_operator(name: str, where: str, trusted: Collection[str] = ()) -> type[Operator]:
-    """The operator class called `name`: a dotted path, a name in `hetero_kv.operators`, or one of an entry point.
+    """The operator class called `name`: a dotted path, a name in `hetero_kv.operators`, or an entry point's name.
 
     Args:
-        where: the rule that names it, for errors.
-        trusted: modules whose classes may be named; what lies below one is trusted with it.
+        where: the rule, for errors.
+        trusted: modules whose classes may be named; their submodules are trusted too.
 
     Raises:
-        ConfigError: no such class, no operator, or one of a module that is not trusted; nothing of it was imported.
+        ConfigError: no such class, a class that is no operator, or a module that is not trusted, which is not imported.
     """
     package, _, short = name.rpartition(".")
     offered = {} if not package and hasattr(operators, short) else _offered()
@@ -63,7 +63,7 @@ def _is_trusted(package: str, trusted: Collection[str]) -> bool:
 
 @cache
 def _offered() -> Mapping[str, metadata.EntryPoint]:
-    """What installed packages offer, by the entry point's name and by the dotted path it stands for."""
+    """The entry points of installed packages, by name and by the dotted path of the class."""
     found = list(metadata.entry_points(group=ENTRY_POINTS))
     return {each.name: each for each in found} | {f"{each.module}.{each.attr}": each for each in found}
 

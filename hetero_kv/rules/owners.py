@@ -1,4 +1,4 @@
-"""Which operators take which settings: the families, and of a family with policies each policy."""
+"""Maps operators to their settings dataclasses: one per family, or one per policy where a family has policies."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from hetero_kv.settings.setting import Settings
 
 
 class Owner(NamedTuple):
-    """An operator with a settings dataclass that it takes.
+    """An operator with one of its settings dataclasses.
 
     Attributes:
         operator: the operator's name.
-        chosen_by: the setting that chooses the dataclass ("policy"), and `choice` its value; None where there is one.
+        chosen_by: the setting that selects the dataclass ("policy"); None if the operator has one dataclass only.
+        choice: the value of `chosen_by`; None if that is None.
         settings: the dataclass.
-        base: the dataclass that the operator names; its settings are those of every choice.
+        base: the dataclass that the operator names; every choice has its settings.
     """
 
     operator: str
@@ -35,7 +36,7 @@ class Owner(NamedTuple):
 
 
 def owners_of(operator: type[Operator], choice: str | None = None) -> list[Owner]:
-    """The dataclasses that an operator may take, none where it takes no settings; that of `choice`, where it is one."""
+    """The owners of an operator, or that of `choice` alone if it is a valid one; [] if it has no settings."""
     if operator.settings_class is None:
         return []
     name, chosen_by = operator.__name__, operator.chosen_by
@@ -48,7 +49,7 @@ def owners_of(operator: type[Operator], choice: str | None = None) -> list[Owner
 
 
 def owner_in_place(operator: type[Operator], settings: Any) -> Owner | None:
-    """The owner of the settings that an operator has; None where it has none."""
+    """The owner of an injected operator's settings; None if it has no settings."""
     if settings is None or operator.settings_class is None:
         return None
     choice = getattr(settings, operator.chosen_by) if operator.chosen_by else None
@@ -63,22 +64,22 @@ def registered_owners(more: Iterable[type[Operator]] = ()) -> list[Owner]:
 
 
 def flat_classes(owners: Iterable[Owner]) -> tuple[type[Settings], ...]:
-    """The settings that a flat block may hold for these owners: the engine's, then theirs, each dataclass once."""
+    """The dataclasses whose settings a flat block may contain: the engine's, then the owners', each once."""
     return tuple(dict.fromkeys((EngineSettings, *(owner.settings for owner in owners))))
 
 
 def every_settings_class() -> tuple[type[Settings], ...]:
-    """What a flat block may hold whatever the rules are: the settings of the engine and of every operator."""
+    """The dataclasses of the engine and of every registered operator, for a flat block that is read without rules."""
     return flat_classes(registered_owners())
 
 
 def labels(owners: Iterable[Owner], of: Sequence[Owner]) -> str:
-    """`owners` in words; an operator alone where all that it has among `of` are there, else with its choices."""
-    given: dict[str, list[Owner]] = {}
+    """`owners` in words: the operator's name, with its choices in brackets unless all of those in `of` are present."""
+    by_operator: dict[str, list[Owner]] = {}
     for owner in owners:
-        given.setdefault(owner.operator, []).append(owner)
+        by_operator.setdefault(owner.operator, []).append(owner)
     words = []
-    for operator, theirs in given.items():
+    for operator, theirs in by_operator.items():
         every = {owner.choice for owner in of if owner.operator == operator}
         choices = list(dict.fromkeys(owner.choice for owner in theirs if owner.choice is not None))
         words.append(f"{operator} ({_joined(choices)})" if choices and set(choices) != every else operator)

@@ -1,7 +1,7 @@
-"""Which value of a setting is in force, and who gave it: the one place that knows the order of the sources.
+"""Resolves the value of a setting and its source. Only this module knows the order of the sources.
 
-Highest first: the command line, a rule's kwargs, those of the rules that it starts from, the `long_context:` of the
-rules file, those of the files that it extends, the settings file, the default of the field.
+Highest first: the command line; a rule's kwargs; the kwargs of the rules that it starts from; the `long_context:` of
+the rules file; the `long_context:` of the files that it extends; the settings file; the field's default.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Given:
-    """What one source gives.
+    """The settings from one source.
 
     Attributes:
         source: the source as messages call it: "command line", "mine.yaml: rule 2", "quest.yaml: long_context".
-        settings: under their own names.
-        is_meant: whether they were meant for the operator in question; of others, values that it cannot take are left
-            out.
+        settings: by canonical name.
+        is_meant: whether the source sets them for this operator. If not, values that are invalid for it are skipped.
     """
 
     source: str
@@ -42,7 +41,7 @@ class InForce(Generic[S]):
     """Settings in force.
 
     Attributes:
-        sources: setting -> the source of its value, `DEFAULT` where none gives it.
+        sources: setting -> the source of its value, or `DEFAULT`.
     """
 
     settings: S
@@ -50,16 +49,16 @@ class InForce(Generic[S]):
 
 
 def value_of(name: str, given: Sequence[Given]) -> Any:
-    """The value of one setting by precedence, of sources with the highest first; None where none gives it."""
+    """The value of one setting in the first of `given` that sets it, highest precedence first; None if none does."""
     return next((one.settings[name] for one in given if name in one.settings), None)
 
 
 def in_force(cls: type[S], given: Sequence[Given], *, where: str) -> InForce[S]:
-    """The settings `cls` by precedence, of sources with the highest first; keys that `cls` lacks are not looked at.
+    """The settings `cls`, from `given` with the highest precedence first; keys that `cls` lacks are ignored.
 
     Raises:
-        ConfigError: a value that the class cannot take, with its source, or values that exclude each other, at `where`
-            and with those of the command line.
+        ConfigError: an invalid value, named with its source, or values that exclude each other, named with `where` and
+            the command line's settings.
     """
     values: dict[str, Any] = {}
     sources = dict.fromkeys(setting_names(cls), DEFAULT)
@@ -72,7 +71,7 @@ def in_force(cls: type[S], given: Sequence[Given], *, where: str) -> InForce[S]:
                     raise
                 continue
             sources[name] = one.source
-    # The file alone may be sound.
+    # The file alone may be valid, so the error names the flags too.
     flags = [f"{name} {values[name]}" for name, source in sources.items() if source == COMMAND_LINE]
     if flags:
         where = f"{where}, with {', '.join(flags)} from the command line"

@@ -1,4 +1,4 @@
-"""Compiling the kernels of an injected model before its first answer: with progress, and while its weights load."""
+"""Compiles an injected model's kernels before its first answer: with progress, and while its weights load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hetero_kv.models import ProgressReport
 from hetero_kv.printing import passing_line
 
 _logger = logging.getLogger(__name__)
-#: Seconds after which the log says what takes so long: kernels that are on the disk already take less.
+#: Seconds after which the log explains the wait; loading compiled kernels from the disk takes less.
 _LONG = 2.0
 _WHAT_TAKES_LONG = (
     "kernels for this model and method are being compiled, before the first answer; they are kept on the disk for the "
@@ -28,10 +28,10 @@ _WHAT_TAKES_LONG = (
 
 
 class Preparation:
-    """Compiles what a model's operators compute with, once.
+    """Compiles the kernels of a model's operators once.
 
     Args:
-        model: with the operators in it.
+        model: the model with its operators injected.
         operators: module path -> operator.
 
     Attributes:
@@ -44,19 +44,20 @@ class Preparation:
         self.is_done = False
 
     def compile(self, progress: ProgressReport | None = None) -> None:
-        """Compile all kernels, or load them from Numba's cache. The weights are loaded.
+        """Compile all kernels, or load them from Numba's cache. The weights must be loaded.
+
+        A long compilation is logged once.
 
         Args:
-            progress: called with an activity, the modules done and the modules in all; None draws a line on standard
-                error. Where it takes long, the log says so once.
+            progress: called with an activity, the modules done and the total; None draws a line on standard error.
         """
         with self._lock:
             self._compile(logging.INFO, progress)
 
     def compile_for_first_cache(self) -> None:
-        """As `compile`, for a model that nobody prepared: the log warns of the time it takes.
+        """As `compile`, for a model that was not prepared; the log warns of the time it takes.
 
-        Nothing is done as long as weights are not loaded. What cannot be compiled now is compiled when it is needed.
+        It does nothing while weights are on the meta device. Kernels that fail to compile here compile on first use.
         """
         if self.is_done or any(parameter.is_meta for parameter in self._model.parameters()):
             return
@@ -68,14 +69,14 @@ class Preparation:
                 self.is_done = True
 
     def skip(self) -> None:
-        """Leave to their first use what kernels are not there yet: for rules that are put in again and again."""
+        """Compile missing kernels on first use only, for rules that are injected many times."""
         self.is_done = True
 
     @contextmanager
     def beginning(self) -> Iterator[None]:
-        """Within this context, in which weights load, another thread compiles kernels that need none: attention's.
+        """Compile attention kernels, which need no weights, in another thread while weights load in this context.
 
-        It ends with the context, behind the module that it is at. `compile` does the rest, and raises the errors.
+        At the context's end the thread stops after its current module. `compile` does the rest, and raises the errors.
         """
         is_over = threading.Event()
         thread = threading.Thread(target=self._begin, args=(is_over,), name="hetero_kv kernels")

@@ -1,4 +1,4 @@
-"""Finding rule files: by path, or by name among those that ship with the package."""
+"""Finds rule files by path, or by name among those that ship with the package."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from importlib import resources
 from pathlib import Path
 
 PACKAGED_FOLDERS = ("injection_rules", "configs")
-"""Recipes of methods, and engine settings for typical machines that extend them."""
+"""Recipes of methods, and files that extend them with engine settings for typical machines."""
 DEFAULT_RECIPE = "adaptive"
-"""What a command takes that is told no rules."""
+"""The recipe of a command without `--config`."""
 
 
 def find(name: str, folder: Path) -> Path | None:
@@ -18,7 +18,7 @@ def find(name: str, folder: Path) -> Path | None:
         if path.is_file():
             return path
     except (OSError, ValueError, RuntimeError):
-        # A name that no file can have, a folder that may not be looked into, or the home of nobody.
+        # An invalid file name, a folder without permission, or the home of an unknown user.
         pass
     for packaged in _packaged():
         if name in (packaged.name, packaged.stem, display(packaged), display(packaged.with_suffix(""))):
@@ -32,7 +32,7 @@ def names() -> list[str]:
 
 
 def display(path: Path) -> str:
-    """A path as messages show it: short where it is packaged or below the working directory."""
+    """A path as messages show it: short if it is packaged or below the working directory."""
     path = path.resolve()
     for name in PACKAGED_FOLDERS:
         if path.parent == _folder(name):

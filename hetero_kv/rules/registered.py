@@ -1,4 +1,4 @@
-"""Everything that rules can name, and what the layers of operators count, with meanings; asked of the operators."""
+"""Lists everything that rules can name, and the statistics of cache layers, each with its meaning."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetero_kv.store import storage
 
 
 class Entry(NamedTuple):
-    """A registered piece: its name as YAML spells it, and one line about it."""
+    """A registered operator, policy or storage type: its name in YAML, and one line about it."""
 
     name: str
     meaning: str
@@ -33,12 +33,12 @@ def operator_classes() -> dict[str, type[Operator]]:
 
 @cache
 def _is_abstract(cls: type) -> bool:
-    # `nn.Module` has no ABCMeta, so that `inspect.isabstract` does not see it.
+    # `nn.Module` has no ABCMeta, so `inspect.isabstract` misses it.
     return any(getattr(member, "__isabstractmethod__", False) for _, member in inspect.getmembers_static(cls))
 
 
 def registered() -> dict[str, list[Entry]]:
-    """What is registered, by kind, where each kind is titled with the key that names it."""
+    """The registered entries by kind; each kind's title includes the YAML key that names it."""
     classes = operator_classes()
     known = {"Operators (class)": [Entry(name, cls.meaning) for name, cls in classes.items()]}
     for cls in classes.values():
@@ -47,6 +47,6 @@ def registered() -> dict[str, list[Entry]]:
 
 
 def layer_statistics() -> Mapping[str, Statistic]:
-    """What the cache layers of some operator count, by name."""
-    # Here, because all operators are imported.
+    """The statistics that cache layers of any operator count, by name."""
+    # Complete here only, because this module imports all operators.
     return statistics.registered()

@@ -1,6 +1,6 @@
-"""Reading rules: YAML, with what it extends, checked before any model is touched.
+"""Reads rules from YAML, with the files that they extend, and checks them before any model is changed.
 
-After KTransformers' rule files: a rule matches modules by name and class, the first rule that matches a module wins.
+The format follows KTransformers: a rule matches modules by name and class, and a module's first matching rule wins.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hetero_kv.settings.mapping import canonical
 from hetero_kv.settings.setting import nearest_spelling
 
 MOST_RULES = 1000
-"""Of a file."""
+"""Limit on the rules of a file."""
 MOST_EXTENDED = 32
-"""Files that one file names, and files in all."""
+"""Limit on the files that one file extends, and on the total."""
 SUFFIXES = (".yaml", ".yml")
-"""Of a file that another extends."""
+"""Suffixes that an extended file may have."""
 
 _TOP_LEVEL = ("extends", "long_context", "rules")
 
@@ -38,7 +38,7 @@ def load_rules(path: str | Path, trust_rules: Collection[str] = ()) -> RuleSet:
     """The rules in the file at `path`, or in the packaged recipe of that name ("quest", "injection_rules/quest.yaml").
 
     Args:
-        trust_rules: modules of the user's own whose operators the rules may name; nothing of any other is imported.
+        trust_rules: user modules whose operators the rules may name; no other user module is imported.
 
     Raises:
         ConfigError: no such file, or a mistake in it or in a file it extends; it names file, line, rule and key.
@@ -57,11 +57,11 @@ def load_rules(path: str | Path, trust_rules: Collection[str] = ()) -> RuleSet:
 def parse_rules(
     text_or_object: str | Mapping[str, Any] | list[Any], source: str = "rules", trust_rules: Collection[str] = ()
 ) -> RuleSet:
-    """Rules from YAML text, or from the mapping or list it would be; `extends` is relative to the working directory.
+    """Rules from YAML text, or from a parsed mapping or list; `extends` is relative to the working directory.
 
     Args:
         source: names the rules in errors.
-        trust_rules: as `load_rules` has them.
+        trust_rules: see `load_rules`.
 
     Raises:
         ConfigError: as `load_rules`.
@@ -72,14 +72,14 @@ def parse_rules(
 
 @dataclass(frozen=True)
 class _Reading:
-    """One file of those that are read for a rule set.
+    """The state of reading one file of a rule set.
 
     Attributes:
         source: the file as messages call it.
         trusted: modules whose operators may be named.
-        chain: the files that extend one another down to this one, itself the last.
-        loaded: what has been read already.
-        search_time: for the patterns of all files.
+        chain: the files that extend one another from the first to this one.
+        loaded: the files that are read completely.
+        search_time: the time budget for the patterns of all files.
     """
 
     source: str
@@ -116,7 +116,7 @@ def _load(path: Path, reading: _Reading) -> RuleSet:
 
 def _rule_set(document: Any, path: Path | None, reading: _Reading) -> RuleSet:
     source = reading.source
-    # The user named the file that is read first; what that one extends may be a file that is nobody's business.
+    # The user chose the first file; an extended one may be any file, so the error shows none of its content.
     if len(reading.chain) > 1 and not _may_be_rules(document):
         raise ConfigError(f"{source}: this file is extended, and holds no rules; give one with {', '.join(_TOP_LEVEL)}")
     if isinstance(document, list):
@@ -146,7 +146,7 @@ def _may_be_rules(document: Any) -> bool:
 
 
 def _settings(block: Any, classes: Sequence[type], where: str) -> dict[str, Any]:
-    """The settings of a block under their own names, with the lines that they stand on."""
+    """The settings of a block by canonical name, with their line numbers."""
     settings = canonical(classes, block, where=where)
     if not isinstance(block, LocatedMapping):
         return settings
@@ -170,7 +170,7 @@ def _parents(document: Mapping[str, Any], source: str, path: Path | None) -> lis
 
 
 def _parent(name: str, where: str, source: str, path: Path | None) -> Path:
-    """The file that `name` means to the rules at `path`."""
+    """The file `name`, relative to the rules at `path`, or packaged."""
     found = recipes.find(name, path.parent if path else Path())
     if found is None:
         folder = f"beside {source} " if path else ""
@@ -179,7 +179,7 @@ def _parent(name: str, where: str, source: str, path: Path | None) -> Path:
             f"{where}: there is no {shown(name)} {folder}or in the package{near}; packaged: "
             f"{', '.join(recipes.names())}"
         )
-    # Where a link leads to is what is read.
+    # The suffix of a link's target counts, since the target is read.
     if found.resolve().suffix not in SUFFIXES:
         raise ConfigError(f"{where}: {shown(name)} is no YAML file; its name must end in {' or '.join(SUFFIXES)}")
     return found
@@ -227,7 +227,7 @@ def _rule(content: Any, source: str, reading: _Reading) -> Rule:
 
 
 def _choice(operator: type[Operator], kwargs: Any) -> str | None:
-    """What `kwargs` choose among the operator's settings, if they do."""
+    """The policy that `kwargs` choose; None if they choose none."""
     chosen = kwargs.get(operator.chosen_by) if isinstance(kwargs, Mapping) and operator.chosen_by else None
     return chosen if isinstance(chosen, str) else None
 
@@ -242,7 +242,7 @@ def _pattern(match: Mapping[str, str], source: str, time: SearchTime) -> ModuleP
 
 
 def _mapping(value: Any, where: str, keys: tuple[str, ...], what: str) -> Mapping[str, Any]:
-    """`value`, if it is a mapping with none but these keys."""
+    """`value`; raises ConfigError unless it is a mapping with these keys only."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}: {what} is {shown(value)}; it must be a mapping with the keys {', '.join(keys)}")
     for key in value:
@@ -253,15 +253,15 @@ def _mapping(value: Any, where: str, keys: tuple[str, ...], what: str) -> Mappin
 
 
 def nearest_module_paths(pattern: str | re.Pattern[str], paths: Iterable[str], limit: int = 3) -> list[str]:
-    """Of a model's module paths, those that look most like what a pattern that matches none of them was meant for.
+    """The module paths that are most similar to a pattern that matches none of them.
 
-    Layer numbers count as equal, and of paths that differ in nothing else the first stands for all.
+    Layer numbers count as equal; paths that differ only in them appear once.
     """
     text = pattern if isinstance(pattern, str) else pattern.pattern
-    # `\d+` and its kin stand for a number, `\.` for a dot; what is left of the syntax is not part of any path.
-    wanted = re.sub(r"\\d[+*]?|\[0-9\][+*]?|\.[+*]\??|\d+", "0", text).replace("\\.", ".")
-    wanted = re.sub(r"\(\^\|\.\)|[\\^$()?*+\[\]]", "", wanted)
+    # `\d+` and similar stand for a number, `\.` for a dot; the rest of the syntax never occurs in a path.
+    likely = re.sub(r"\\d[+*]?|\[0-9\][+*]?|\.[+*]\??|\d+", "0", text).replace("\\.", ".")
+    likely = re.sub(r"\(\^\|\.\)|[\\^$()?*+\[\]]", "", likely)
     shapes: dict[str, str] = {}
     for path in paths:
         shapes.setdefault(re.sub(r"\d+", "0", path), path)
-    return [shapes[shape] for shape in difflib.get_close_matches(wanted, shapes, n=limit, cutoff=0.5)]
+    return [shapes[shape] for shape in difflib.get_close_matches(likely, shapes, n=limit, cutoff=0.5)]

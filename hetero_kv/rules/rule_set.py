@@ -1,4 +1,4 @@
-"""Rules as they were read: which module each matches, and the settings in force for what it puts there."""
+"""A parsed rule set: which modules each rule matches, and the settings in force for its operator."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from hetero_kv.settings.engine_settings import EngineSettings
 
 @dataclass(frozen=True, eq=False)
 class RuleFile:
-    """One file of rules, without them.
+    """A rules file's name, settings and parents, without its rules.
 
     Attributes:
         name: as messages show it.
-        long_context: settings of the engine and of any operator under their own names, checked.
-        extends: every file that it extends, theirs included, in the order in which they win.
+        long_context: checked settings of the engine and of any operator, by canonical name.
+        extends: every file that it extends, directly or indirectly, highest precedence first.
     """
 
     name: str
@@ -39,15 +39,15 @@ class Rule:
     """One rule of a file.
 
     Attributes:
-        source: where it stands, e.g. "injection_rules/quest.yaml: rule 3".
+        source: its file and number, e.g. "injection_rules/quest.yaml: rule 3".
         match_name: searched in a module's path; None matches every path.
         match_class: class of the module, dotted or bare; None matches every class.
-        operator: the operator class to put in; None leaves the module as it is.
+        operator: the operator class to inject; None keeps the module.
         operator_name: the operator as the file spells it ("default" for none).
-        kwargs: the operator's settings under their own names, checked.
-        recursive: False keeps all later matching out of the module's children.
+        kwargs: the operator's checked settings, by canonical name.
+        recursive: False excludes the module's children from matching.
         optional: whether it may match nothing in a model.
-        file: the file that it is a rule of.
+        file: the rule's file.
     """
 
     source: str
@@ -66,7 +66,7 @@ class Rule:
         return f"{self.source} ({self.operator_name.rpartition('.')[2]})"
 
     def matches(self, path: str, module: nn.Module) -> bool:
-        """Whether `module`, at `path` in its model, is one this rule speaks of. A subclass counts as its class.
+        """Whether the rule matches `module` at `path`. An instance of a subclass matches too.
 
         Raises ConfigError when the search for `match_name` takes too long.
         """
@@ -81,18 +81,18 @@ class Rule:
 def _is_instance(module: nn.Module, class_name: str) -> bool:
     package, _, name = class_name.rpartition(".")
     classes = type(module).__mro__
-    # A class is often spelled by the package that re-exports it (torch.nn.Linear). Its instances exist, so that
-    # package is imported already, and matching need not import anything.
+    # Rules often name a class by the package that re-exports it (torch.nn.Linear). An instance exists, so that package
+    # is imported, and matching imports nothing.
     exported = _exported(package, name, is_loaded=any(cls.__name__ == name for cls in classes))
     return any(cls is exported or (cls.__name__ == name and package in ("", cls.__module__)) for cls in classes)
 
 
 def _exported(package: str, name: str, *, is_loaded: bool) -> object:
     module = sys.modules.get(package)
-    held = getattr(module, "__dict__", {})
-    # Asked for what it does not hold, a package such as transformers imports modules: only for a class that is there.
-    if name in held or not is_loaded:
-        return held.get(name)
+    attributes = getattr(module, "__dict__", {})
+    # A lazy package such as transformers imports modules on getattr, so getattr is called for loaded classes only.
+    if name in attributes or not is_loaded:
+        return attributes.get(name)
     try:
         return getattr(module, name, None)
     except Exception:
@@ -100,19 +100,19 @@ def _exported(package: str, name: str, *, is_loaded: bool) -> object:
 
 
 def _defaults(rule: Rule, operator: type[Operator]) -> InForce[Any]:
-    """The settings of an operator that a kind of module needs instead of the rule's own."""
+    """The default settings of an operator that replaces the rule's own for a kind of module."""
     cls = operator.settings_class
     return InForce(None, {}) if cls is None else in_force(cls, (), where=rule.title)
 
 
 @dataclass(frozen=True)
 class RuleSet:
-    """Everything a rule file says, with what it extends.
+    """The content of a rules file and of the files that it extends.
 
     Attributes:
-        path: the file; None for rules that came from text or Python objects.
-        file: what the file says beside its rules.
-        rules: in the order they are tried: a file's own before those of the files it extends.
+        path: the file; None for rules from text or Python objects.
+        file: the file's name, settings and parents.
+        rules: in matching order: a file's own before those of the files it extends.
     """
 
     path: Path | None
@@ -121,7 +121,7 @@ class RuleSet:
 
     @property
     def long_context(self) -> dict[str, Any]:
-        """The settings of all `long_context:` blocks under their own names; a child's win."""
+        """The merged settings of all `long_context:` blocks by canonical name; the extending file wins."""
         blocks = [file.long_context for file in (self.file, *self.file.extends)]
         return {name: value for block in reversed(blocks) for name, value in block.items()}
 
@@ -139,9 +139,9 @@ class RuleSet:
         return self.engine_in_force(command_line=command_line, settings_file=settings_file).settings
 
     def parents_of(self, rule: Rule, path: str, module: nn.Module) -> list[Rule]:
-        """The rules whose kwargs `rule` starts from in a module that both match, the nearest first.
+        """The rules whose kwargs `rule` inherits for a module, the nearest first.
 
-        They are those that the files which its file extends would have for the module, as far as they put in the same
+        For each file that the rule's file extends, this is the first rule that matches the module, if it has the same
         operator class.
         """
         files = rule.file.extends if rule.file else ()
@@ -156,14 +156,14 @@ class RuleSet:
         command_line: Mapping[str, Any] | None = None,
         settings_file: Mapping[str, Any] | None = None,
     ) -> InForce[Any]:
-        """The settings in force for a rule's operator, with their sources; None for settings where it takes none.
+        """The settings in force for a rule's operator, with their sources; the settings are None if it has none.
 
         Args:
-            parents: the rules whose kwargs it starts from (`parents_of`). Of these, and of all kwargs where the command
-                line chooses another policy than they do, what the operator's settings lack is left out.
+            parents: the rules whose kwargs it inherits (`parents_of`). Kwargs that choose another policy than the one
+                in force may contain settings that the operator lacks; these are skipped.
 
         Raises:
-            ConfigError: a setting of the rule that its operator does not take, or settings that exclude each other.
+            ConfigError: a setting of the rule that its operator does not have, or settings that exclude each other.
         """
         operator = rule.operator
         if operator is None or operator.settings_class is None:
@@ -190,11 +190,11 @@ class RuleSet:
         command_line: Mapping[str, Any] | None = None,
         settings_file: Mapping[str, Any] | None = None,
     ) -> dict[str, InForce[Any]]:
-        """Path -> the settings in force for the operator of each module, which those of equal rules share.
+        """Path -> the settings in force for each module's operator; modules with equal rules share one object.
 
         Args:
-            plan: of every module the rule, the operator that it gives this module (its own, or what that kind of module
-                needs instead), the path and the module.
+            plan: per module: the rule, the operator class (the rule's, or the one that this kind of module needs
+                instead), the path and the module.
 
         Raises ConfigError as `operator_in_force`.
         """
@@ -220,7 +220,7 @@ class RuleSet:
         command_line: Mapping[str, Any] | None = None,
         settings_file: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The settings in force for a rule's operator, an instance of its `settings_class`; None where it has none.
+        """The settings in force for a rule's operator, an instance of its `settings_class`; None if it has none.
 
         A rule's kwargs are part of the rules file and win over its `long_context`; see `operator_in_force`.
 
@@ -231,9 +231,9 @@ class RuleSet:
         return found.settings
 
     def owners(self, command_line: Mapping[str, Any] | None = None) -> list[Owner]:
-        """The owners of all that the rules may put into some model, without looking at one.
+        """The owners of every operator that the rules can inject, whatever the model.
 
-        Rules that match what an earlier one matches, by the same words, put nothing in.
+        A rule with the same match as an earlier one never injects anything.
         """
         found: dict[Owner, None] = {}
         for rule in self._reachable():
@@ -244,20 +244,20 @@ class RuleSet:
         return list(found)
 
     def known_owners(self) -> list[Owner]:
-        """The owners of the registered operators and of those that the rules name."""
+        """The owners of the registered operators and of the operators that the rules name."""
         return registered_owners(rule.operator for rule in self.rules if rule.operator)
 
     def with_effect(
         self, settings: Mapping[Any, Any], *, where: str, beside: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Settings given with the rules, under their own names, checked.
+        """`settings` by canonical name, checked against the rules' operators.
 
         Args:
-            where: the place named in errors.
-            beside: others that win over the rules as well, which may choose another policy.
+            where: the place that errors name.
+            beside: other settings that win over the rules; they may choose another policy.
 
         Raises:
-            ConfigError: an unknown setting, a wrong value, or a setting that no operator of the rules takes.
+            ConfigError: an unknown setting, a wrong value, or a setting that no operator of the rules has.
         """
         in_place = self.owners({**settings, **(beside or {})})
         return with_effect(settings, in_place, self.known_owners(), where=where, rules=self.file.name)
@@ -265,17 +265,17 @@ class RuleSet:
     def require_effect(
         self, command_line: Mapping[str, Any], injected: Iterable[tuple[Rule, type[Operator], Any]]
     ) -> None:
-        """Raise ConfigError for a setting of the command line, or of the file itself, that nothing takes.
+        """Raise ConfigError for a setting of the command line, or of the file itself, that no operator has.
 
         Args:
-            injected: of every module that gets an operator, the rule that gives it, the operator and its settings.
+            injected: per replaced module: the rule, the operator class and its settings.
         """
         in_place: dict[Owner, None] = {}
         named: dict[Owner, None] = {}
         for rule, operator, settings in injected:
             owner = owner_in_place(operator, settings)
             in_place |= {owner: None} if owner else {}
-            # The file speaks of what it names; it is not at fault where a layer's kind or a flag puts another in.
+            # A file may set what its named operator has, even if a layer's kind or a flag selects another operator.
             if rule.operator is not None and (rule.operator is not operator or operator.chosen_by in command_line):
                 named |= dict.fromkeys(owners_of(rule.operator))
         known = self.known_owners()
@@ -283,7 +283,7 @@ class RuleSet:
         self._require_effect_of_file([*in_place, *named])
 
     def require_own_effect(self) -> None:
-        """Raise ConfigError for a setting of the file itself that no operator takes that the rules can put in."""
+        """Raise ConfigError for a setting of the file itself that no operator of the rules has."""
         self._require_effect_of_file(self.owners())
 
     def _require_effect_of_file(self, in_place: Sequence[Owner]) -> None:

@@ -1,4 +1,4 @@
-"""Flags for the settings of the engine and of every operator, those of the user's own operators included."""
+"""Command-line flags for the settings of the engine and of every operator, including the user's operators."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from hetero_kv.settings.description import takes_any_text
 from hetero_kv.settings.flags import FlagParser
 from hetero_kv.settings.mapping import canonical
 
-#: Where the parsed flags hold the settings.
+#: The attribute of the parsed flags that contains the settings.
 SETTINGS_DEST = "long_context"
 
 
 def add_setting_flags(parser: FlagParser, configs: Callable[[argparse.Namespace], Iterable[str]]) -> None:
-    """Add a flag for every setting, after the command's own: a name that is one of those stays the command's.
+    """Add a flag for every setting, and the flag for trusted modules.
 
-    With them comes the flag for the modules that rules may name operators of.
+    A name that the command already uses stays the command's.
 
     Args:
-        configs: of the parsed flags, the words that name rules; the operators of these may have settings of their own.
+        configs: returns the rules' names in the parsed flags; their operators may add further settings.
     """
     add_trust_flag(parser)
     registered = registered_owners()
@@ -41,29 +41,29 @@ def add_setting_flags(parser: FlagParser, configs: Callable[[argparse.Namespace]
 
 
 def settings_of(flags: argparse.Namespace) -> dict[str, Any]:
-    """The settings that were given as flags, under their own names.
+    """The settings among the flags, by canonical name.
 
     Raises:
-        ConfigError: a value of the wrong type or out of range, or a setting given under two names.
+        ConfigError: a value of the wrong type or out of range, or one setting under two names.
     """
-    given: Mapping[str, Any] = getattr(flags, SETTINGS_DEST)
-    return canonical(flat_classes(flags.owners), given, where=COMMAND_LINE)
+    settings: Mapping[str, Any] = getattr(flags, SETTINGS_DEST)
+    return canonical(flat_classes(flags.owners), settings, where=COMMAND_LINE)
 
 
 def _add(parser: FlagParser, owners: Sequence[Owner]) -> None:
     classes = flat_classes(owners)
     for title, settings in setting_groups(owners):
-        wanted = [each for each in settings if not parser.has(f"--{each.row.name}")]
-        if wanted:
+        missing = [each for each in settings if not parser.has(f"--{each.row.name}")]
+        if missing:
             group = parser.add_argument_group(title)
-            for each in wanted:
+            for each in missing:
                 is_text = takes_any_text(classes, each.row.name)
                 parser.add_setting(group, SETTINGS_DEST, each.row, each.meaning(owners), is_text=is_text)
     parser.set_defaults(owners=owners)
 
 
 def _of_rules(flags: argparse.Namespace, configs: Iterable[str]) -> list[Owner]:
-    """The owners that the rules of these names know; none of what cannot be read, which is told when it is used."""
+    """The known owners of these rules. Unreadable rules are skipped; the command reports them when it loads them."""
     found: list[Owner] = []
     for word in configs:
         try:

@@ -1,4 +1,4 @@
-"""Every setting once, grouped by the operators that take it: for `--help`, the settings file and the documentation."""
+"""Groups settings by the operators that have them, for `--help`, the settings file and the documentation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero_kv.settings.setting import Settings
 
 
 class Sense(NamedTuple):
-    """What a setting means to some of those that take it; `defaults` says whose default it is, where they differ."""
+    """One meaning of a setting, with the owners that share it; `defaults` maps each default to its owners."""
 
     row: SettingRow
     owners: list[Owner]
@@ -20,12 +20,12 @@ class Sense(NamedTuple):
 
 
 class GroupedSetting(NamedTuple):
-    """A setting of one name.
+    """A setting's name with all its meanings.
 
     Attributes:
-        row: as the first that takes it has it.
-        senses: what it means; several where a name means different things to different operators or policies.
-        elsewhere: for whom it counts, where the group's title does not say it; "" else.
+        row: the description by the setting's first owner.
+        senses: its meanings; several if the name differs in meaning between operators or policies.
+        elsewhere: the operators that have it, if they differ from the group's; else "".
     """
 
     row: SettingRow
@@ -33,21 +33,21 @@ class GroupedSetting(NamedTuple):
     elsewhere: str
 
     def meaning(self, known: Sequence[Owner]) -> str:
-        """Meaning, type, unit and default of every sense, and for whom it counts."""
+        """Meaning, type, unit and default of every sense, and the operators that have it."""
         several = len(self.senses) > 1
         words = [_words(sense, f" [{labels(sense.owners, known)}]" if several else "") for sense in self.senses]
         return "; or ".join(words) + (f"; counts for {self.elsewhere}" if self.elsewhere and not several else "")
 
 
 class SettingGroup(NamedTuple):
-    """Settings under the title of those that take them."""
+    """Settings under a title that names their operators."""
 
     title: str
     settings: list[GroupedSetting]
 
 
 def setting_groups(owners: Sequence[Owner]) -> list[SettingGroup]:
-    """The settings of the engine and of `owners`, each name in one group; groups without any are left out."""
+    """The settings of the engine and of `owners`, each name in one group; empty groups are dropped."""
     groups = [SettingGroup("engine", [_engine_setting(row) for row in describe(EngineSettings)])]
     seen = set(setting_names(EngineSettings))
     for title, theirs, classes in _titled(owners):
@@ -59,7 +59,7 @@ def setting_groups(owners: Sequence[Owner]) -> list[SettingGroup]:
 
 
 def _titled(owners: Sequence[Owner]) -> Iterable[tuple[str, list[Owner], list[type[Settings]]]]:
-    """The groups there may be: their title, whose they are, and the dataclasses that have their settings."""
+    """The possible groups: title, owners, and the dataclasses with their settings."""
     for operator in dict.fromkeys(owner.operator for owner in owners):
         own = [owner for owner in owners if owner.operator == operator]
         chosen_by = own[0].chosen_by
@@ -74,7 +74,7 @@ def _titled(owners: Sequence[Owner]) -> Iterable[tuple[str, list[Owner], list[ty
 
 
 def _belongs(name: str, theirs: Sequence[Owner], title: str) -> bool:
-    """Whether a group of several choices is the place of a setting: one that a single choice has stands with it."""
+    """Whether a setting belongs in the group: in a "more than one" group only if at least two owners have it."""
     takers = [owner for owner in theirs if name in setting_names(owner.settings)]
     return "(more than one " not in title or len(takers) > 1
 
@@ -87,20 +87,20 @@ def _grouped(name: str, theirs: Sequence[Owner], owners: Sequence[Owner]) -> Gro
     takers = [owner for owner in owners if name in setting_names(owner.settings)]
     senses: dict[tuple[str, str, str | None], Sense] = {}
     for owner in takers:
-        # What chooses among the dataclasses has another default in each, and one before there is a choice.
+        # The choosing setting has another default in each choice's dataclass; the base has the default choice.
         cls = owner.base if name == owner.chosen_by else owner.settings
         own = next(each for each in describe(cls) if each.name == name)
         sense = senses.setdefault((own.doc, own.type, own.unit), Sense(own, [], {}))
         sense.owners.append(owner)
         sense.defaults.setdefault(str(own.default), []).append(owner)
     elsewhere = labels(takers, owners) if {*takers} != {*theirs} else ""
-    # What a dataclass says anew of a setting that it inherits counts for itself alone.
+    # A dataclass that redefines an inherited setting does not describe it for the others.
     first = next(sense for sense in senses.values() if not _says_anew(sense, senses.values()))
     return GroupedSetting(first.row, list(senses.values()), elsewhere)
 
 
 def _says_anew(sense: Sense, senses: Iterable[Sense]) -> bool:
-    """Whether a setting with this sense is inherited from where it has another one."""
+    """Whether this sense redefines a setting that its owner's dataclass inherits."""
     bases = sense.owners[0].settings.__mro__[1:]
     return any(owner.settings in bases for other in senses if other is not sense for owner in other.owners)
 
@@ -112,7 +112,7 @@ def _words(sense: Sense, suffix: str) -> str:
 
 
 def default_words(sense: Sense) -> str:
-    """The default, or each with whose it is."""
+    """The default, or every default with its owners."""
     if len(sense.defaults) == 1:
         return str(sense.row.default)
     return ", ".join(

@@ -1,7 +1,7 @@
 """The user's settings file, `~/.hetero_kv/config.yaml`: written on first run, read on every run.
 
-Every setting is written with its default and meaning, the value commented out: an untouched file changes nothing, and
-does not pin the defaults of the version that wrote it. The command line and rules files win over what it sets.
+It lists every setting with its default and meaning, commented out. An unedited file therefore changes nothing, and
+does not pin the defaults of the version that wrote it. The command line and rules files win over it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from hetero_kv.settings.located_yaml import LocatedMapping, located, read_yaml
 from hetero_kv.settings.mapping import canonical
 
 ENVIRONMENT_VARIABLE = "HETERO_KV_CONFIG"
-#: The block of what concerns saved contexts.
+#: The block for saved contexts.
 CONTEXTS = "contexts"
 
 _logger = logging.getLogger(__name__)
 
 
 def settings_path() -> Path | None:
-    """Where the settings file is: `$HETERO_KV_CONFIG`, else in the home directory; None where there is no home."""
+    """The settings file's path: `$HETERO_KV_CONFIG`, else in the home directory; None without a home directory."""
     path = Path(os.path.expanduser(os.environ.get(ENVIRONMENT_VARIABLE) or "~/.hetero_kv/config.yaml"))
     return None if path.parts[0] == "~" else path
 
 
 def settings_text() -> str:
-    """The settings file as it is first written: every setting of the engine and of every operator, its default, unit
-    and meaning."""
+    """The initial text of the settings file: every setting of the engine and of every operator, with default, unit and
+    meaning."""
     return "\n".join(_lines()) + "\n"
 
 
@@ -74,14 +74,14 @@ def _lines() -> Iterator[str]:
 
 
 def _written(default: Any) -> str:
-    """A default as YAML has it."""
+    """A default in YAML syntax."""
     return str(default) if default != "" else "''"
 
 
 def ensure_settings_file(path: Path | None = None) -> Path | None:
-    """The settings file, written first if there is none.
+    """Write the settings file if there is none.
 
-    It appears complete or not at all, and one that exists is never touched.
+    The write is atomic, and never changes an existing file.
 
     Returns:
         Its path; None when it could not be written, which is logged as a warning and is no error.
@@ -107,9 +107,9 @@ def ensure_settings_file(path: Path | None = None) -> Path | None:
 
 
 def read_settings_file(path: Path | None = None) -> dict[str, Any]:
-    """The settings the file sets, under their own names; {} when there is no file.
+    """The file's settings by canonical name; {} when there is no file.
 
-    They stand in a `long_context:` block, or at the top level as in the block KTransformers' documentation shows.
+    They are in a `long_context:` block, or at the top level as in KTransformers' documentation.
 
     Raises:
         ConfigError: the file cannot be read, or has a mistake in it; it names file, line and key.
@@ -131,24 +131,24 @@ def read_settings_file(path: Path | None = None) -> dict[str, Any]:
 
 
 def read_context_settings(path: Path | None = None) -> dict[str, Any]:
-    """What the file sets of saved contexts, in a `contexts:` block; {} when there is no file.
+    """The settings in the file's `contexts:` block; {} when there is no file.
 
     Raises:
         ConfigError: the file cannot be read, or has a mistake there; it names file, line and key.
     """
     source, document = _document(path)
-    given = document.get(CONTEXTS) if isinstance(document, Mapping) else None
-    if isinstance(given, LocatedMapping):
-        # What YAML makes of on and off.
-        given.update({key: "on" if value else "off" for key, value in given.items() if isinstance(value, bool)})
-    return canonical((ContextCacheSettings,), given, where=f"{source}: {CONTEXTS}")
+    block = document.get(CONTEXTS) if isinstance(document, Mapping) else None
+    if isinstance(block, LocatedMapping):
+        # YAML parses on and off as booleans.
+        block.update({key: "on" if value else "off" for key, value in block.items() if isinstance(value, bool)})
+    return canonical((ContextCacheSettings,), block, where=f"{source}: {CONTEXTS}")
 
 
 def read_trusted_modules(path: Path | None = None) -> tuple[str, ...]:
     """The modules that the file lists under `trust_rules:`; none when there is no file.
 
     Raises:
-        ConfigError: the file cannot be read, or lists what is no module's name.
+        ConfigError: the file cannot be read, or an entry is no module name.
     """
     source, document = _document(path)
     if not isinstance(document, Mapping) or TRUST_RULES not in document:
@@ -157,7 +157,7 @@ def read_trusted_modules(path: Path | None = None) -> tuple[str, ...]:
 
 
 def _document(path: Path | None) -> tuple[str, Any]:
-    """The file's name and what it holds; None when there is no file."""
+    """The file's name and parsed content; the content is None when there is no file."""
     path = path or settings_path()
     if path is None or not _exists(path):
         return str(path), None

@@ -1,4 +1,4 @@
-"""Modules of the user's own that rules may name operators of: by the flag, and by the settings file."""
+"""The user modules whose operators rules may name, from the flag and the settings file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetero_kv.rules.trusted_names import TRUST_RULES, trusted_names
 
 
 def add_trust_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that names modules, once or several times, with commas or without."""
+    """Add the flag that names modules; it may repeat, and takes comma-separated names."""
     parser.add_argument(
         f"--{TRUST_RULES}",
         action="append",
@@ -24,7 +24,7 @@ def trusted_modules(flags: argparse.Namespace) -> tuple[str, ...]:
     """The modules that the flag and the settings file name.
 
     Raises:
-        ConfigError: a word that is no module's name, or a mistake in the settings file.
+        ConfigError: a word that is no module name, or a mistake in the settings file.
     """
-    words = [word for given in flags.trust_rules for word in given.split(",")]
+    words = [word for value in flags.trust_rules for word in value.split(",")]
     return tuple(dict.fromkeys((*trusted_names(words, COMMAND_LINE), *read_trusted_modules())))

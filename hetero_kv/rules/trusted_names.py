@@ -1,4 +1,4 @@
-"""Names of modules that the user trusts, as they are written."""
+"""Parses and checks the names of modules that the user trusts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ TRUST_RULES = "trust_rules"
 
 
 def trusted_names(value: Any, where: str) -> tuple[str, ...]:
-    """The modules in `value`: the name of one, or a list of names; none where it is None.
+    """The module names in `value`: one name, a list of names, or None for none.
 
-    Raises ConfigError for anything else; `where` is the place named in it.
+    Raises ConfigError for anything else; the message names `where`.
     """
     names = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(names, (list, tuple, set, frozenset)):

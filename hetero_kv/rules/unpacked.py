@@ -1,4 +1,4 @@
-"""What it costs that a GGUF file's weights were unpacked before rules came that would have kept them packed."""
+"""Warns that a GGUF file's weights were unpacked at load, although the rules would have kept them packed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _logger = logging.getLogger(__name__)
 
 
 def warn_of_unpacked(model: PreTrainedModel, left: Iterable[nn.Module]) -> None:
-    """Say once of a model that the weights of `left` were packed in their file and are not any more.
+    """Warn once per model that the weights of `left` were packed in their file and are unpacked in memory.
 
-    `load_model` notes the file of a model that it unpacks as `hetero_kv_unpacked`; without the note nothing is said.
+    `load_model` stores the file of an unpacked model as `hetero_kv_unpacked`; without it there is no warning.
 
     Args:
-        left: modules that the rules would have kept packed, had their weights not been there.
+        left: modules that the rules would have kept packed if they had been injected before the weights loaded.
     """
     path: Path | None = getattr(model, "hetero_kv_unpacked", None)
     if path is None:
