@@ -1,4 +1,4 @@
-"""How much memory this process may still take: DRAM within every limit it runs under, and the GPU's."""
+"""The memory that this process may still allocate: DRAM within every limit that applies to it, and the GPU's."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ import psutil
 
 from hetero_kv.control_groups import THIS_PROCESS, Group, control_groups
 
-# A limit of this size means none: cgroup v1 has no other way to say it.
+# cgroup v1 expresses "no limit" by a value of at least this size.
 _UNLIMITED = 1 << 60
 
 
 class Limit(NamedTuple):
-    """Something that bounds what this process may still take, `free` bytes."""
+    """A named limit that leaves this process `free` bytes."""
 
     name: str
     free: int
 
 
 def dram_limits() -> list[Limit]:
-    """Every bound on this process's DRAM, the tightest first: the machine, its control groups, its address space."""
+    """Every limit on this process's DRAM, tightest first: the machine's, the control groups', the address space's."""
     limits = [Limit("memory available", psutil.virtual_memory().available), *_group_limits()]
     return sorted((*limits, *_address_space()), key=lambda limit: limit.free)
 
 
 def free_dram() -> int:
-    """DRAM that this process may still take, bytes."""
+    """DRAM that this process may still allocate, bytes."""
     return dram_limits()[0].free
 
 
 def limits_addresses() -> bool:
-    """Whether this process's address space is bounded, in which what is mapped from files counts too."""
+    """Whether this process's address space is limited; file mappings then count as memory."""
     return any(_address_space())
 
 
 def free_gpu(device: str = "cuda") -> int:
-    """Memory of a CUDA device that this process may still take, bytes: what is free, and what torch holds unused."""
+    """Memory of a CUDA device that this process may still allocate, bytes: free, or reserved by torch but unused."""
     import torch
 
     free, _ = torch.cuda.mem_get_info(device)
@@ -56,7 +56,7 @@ def _address_space() -> Iterator[Limit]:
 
 
 class _Names(NamedTuple):
-    """The files of a version's groups: limits, what is used, and the statistic of what could be given back."""
+    """File names of a cgroup version: limits, usage, and the statistic of reclaimable bytes."""
 
     limits: tuple[str, ...]
     used: str
@@ -70,13 +70,13 @@ _NAMES = {
 
 
 def _group_limits(process: Path = THIS_PROCESS) -> Iterator[Limit]:
-    """The bounds of the control groups of a process and of those around them; `process` is its folder in /proc."""
+    """The limits of a process's control groups and their ancestors; `process` is its folder in /proc."""
     for group in control_groups("memory", process):
         names = _NAMES[group.version]
         used = group.number(names.used)
         if used is None:
             continue
-        # File pages nobody has used lately are given back before anything is refused.
+        # The kernel reclaims inactive file pages before it refuses an allocation.
         used -= _statistic(group, names.reclaimable)
         for name in names.limits:
             limit = group.number(name)

@@ -1,6 +1,6 @@
-"""How long a context can be: what it takes against what is free, with a reserve.
+"""Computes the longest context that fits: its footprint against free memory, less a reserve.
 
-One function serves `hetero-kv plan`, `max_seq_len: auto`, and the refusal of a `max_seq_len` that does not fit.
+The same plan serves `hetero-kv plan`, `max_seq_len: auto`, and the refusal of a `max_seq_len` that does not fit.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ __all__ = [
     "resolve_max_seq_len",
 ]
 
-#: Share of the memory that is free beside the weights that is left to everything else.
+#: Share of the free memory, less the weights, that a plan leaves unused.
 RESERVE = 0.1
 
-#: No context is longer: what `Plan.largest` is where memory does not grow with the context (windows, bounded layers).
+#: The longest context: the result of `Plan.largest` where memory does not grow with length (windows, bounded layers).
 LONGEST = (1 << 40) - 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A model's footprint against the memory that is free.
+    """A model's footprint against the free memory.
 
     Attributes:
-        footprint: what a context takes.
-        dram: free DRAM, bytes, what other caches are to have of it included.
-        gpu: free memory of the GPU, bytes; None where the model computes on the CPU, or nothing is known of the GPU.
-        context_length: what the model was made for, tokens.
+        footprint: the footprint of a context.
+        dram: free DRAM, bytes, including what other caches of this process have reserved.
+        gpu: free memory of the GPU, bytes; None if the model computes on the CPU, or if it is unknown.
+        context_length: the length that the model was trained for, tokens.
         batch: sequences that are processed together.
-        forks: of the cache, each with room for a context of its own.
-        held: what is there of the first sequences already.
-        reserved: what other caches of this process are to have.
+        forks: forks of the cache, each with the capacity of a whole context.
+        held: the resident prefix of the first sequences.
+        reserved: the reservations of other caches of this process.
     """
 
     footprint: Footprint
@@ -66,39 +66,39 @@ class Plan:
         held: Held = NOTHING_HELD,
         reserved: Reserved = NOTHING_RESERVED,
     ) -> Plan:
-        """For a loaded model with its rules, by the memory that is free now."""
+        """The plan of a loaded model with its rules, by the memory that is free now."""
         footprint = Footprint.of(injection)
         device = str(next(injection.model.parameters()).device)
         gpu = free_gpu(device) if device.startswith("cuda") else None
         if (held.mapped or reserved.mapped) and limits_addresses():
-            # There a mapped page counts as any other does.
+            # Under an address-space limit a mapped page counts like any other.
             held = Held(held.tokens)
             reserved = reserved._replace(size=reserved.size - reserved.mapped)
         return cls(footprint, free_dram(), gpu, injection.context_length, batch, forks, held, reserved)
 
     def memory(self, tokens: int) -> Memory:
-        """What contexts of `tokens` take, term by term."""
+        """The memory of contexts of `tokens`, term by term."""
         return self.footprint.memory(tokens, self.batch, self.forks, self.held.tokens)
 
     def dram_needed(self, tokens: int) -> int:
-        """DRAM that a context of `tokens` takes, bytes; without a GPU the model computes there too.
+        """DRAM that a context of `tokens` takes, bytes; without a GPU that includes the model's computation.
 
-        Beside pages of files, which the system lets go of where memory is short.
+        Mapped file pages do not count, since the system evicts them when memory is short.
         """
         memory = self.memory(tokens)
-        # Caches that wait for a share are to get as much.
+        # Each cache that waits for a share gets the same amount.
         store = max(0, memory.store - self.held.mapped) * (1 + self.reserved.waiting)
         return store if self.footprint.on_gpu else store + memory.compute
 
     def kept_in_dram(self, tokens: int) -> int:
-        """DRAM that contexts of `tokens` keep when no prompt is under way, bytes."""
+        """DRAM that contexts of `tokens` keep outside prefill, bytes."""
         memory, on_gpu = self.memory(tokens), self.footprint.on_gpu
         sizes = memory.sizes.items()
         kept = sum(size for term, size in sizes if term not in PASSING and (term.in_dram or not on_gpu))
         return max(0, kept - self.held.mapped)
 
     def is_crowded(self, wanted: int | str) -> bool:
-        """Whether there would be room for `wanted` tokens if there were no other caches."""
+        """Whether `wanted` tokens ("auto": the model's context length) do not fit beside other caches' reservations."""
         if self.reserved == NOTHING_RESERVED:
             return False
         return not (self if wanted == "auto" else self._alone()).fits(
@@ -106,7 +106,7 @@ class Plan:
         )
 
     def _alone(self) -> Plan:
-        """The plan without those that wait for a share of what is free."""
+        """The plan without the caches that wait for a share of the free memory."""
         return replace(self, reserved=self.reserved._replace(waiting=0))
 
     def gpu_needed(self, tokens: int) -> int:
@@ -119,14 +119,14 @@ class Plan:
         return self._leaves_reserve(self.dram_needed(tokens) + self.reserved.size, self.dram, weights)
 
     def fits_gpu(self, tokens: int) -> bool:
-        """Whether it leaves the reserve of the GPU's memory free; True where there is none, or nothing is known."""
+        """Whether it leaves the reserve of the GPU's memory free; True without a GPU, or if its memory is unknown."""
         weights = self.footprint.weights if self.footprint.on_gpu else 0
         return self.gpu is None or self._leaves_reserve(self.gpu_needed(tokens), self.gpu, weights)
 
     def _leaves_reserve(self, needed: int, free: int, weights: int) -> bool:
-        """Whether the reserve stays of what is free beside weights that are still to be loaded.
+        """Whether the reserve stays free; it is a share of the free memory less the weights that are yet to be loaded.
 
-        So that a model is planned as it will be accepted when it is loaded: then its weights are no longer free.
+        A plan before loading thus agrees with the check after loading, when the weights' memory is no longer free.
         """
         return needed - weights <= (free - weights) * (1 - RESERVE)
 
@@ -135,7 +135,7 @@ class Plan:
         return self.fits_dram(tokens) and self.fits_gpu(tokens)
 
     def largest(self) -> int:
-        """The most tokens that fit, whatever the model was made for; 0 when nothing does."""
+        """The most tokens that fit, even beyond the trained length; 0 when none do."""
         fitting, beyond = 0, 1
         while beyond <= LONGEST and self.fits(beyond):
             fitting, beyond = beyond, 2 * beyond
@@ -146,7 +146,7 @@ class Plan:
 
 
 def beyond_training(tokens: int, context_length: int) -> str | None:
-    """What is to be said of a context of `tokens` where the model was made for fewer; None where it was not."""
+    """A warning for a context longer than the model was trained for; None for a shorter one."""
     if tokens <= context_length:
         return None
     return (
@@ -156,11 +156,11 @@ def beyond_training(tokens: int, context_length: int) -> str | None:
 
 
 def resolve_max_seq_len(wanted: int | str, plan: Plan) -> int:
-    """The capacity in tokens that `max_seq_len` stands for.
+    """The capacity in tokens for the setting `max_seq_len`.
 
     Args:
-        wanted: tokens, or "auto": the model's context length, or what fits if that is less, in an equal share of what
-            is free where other caches with "auto" have no tokens yet.
+        wanted: the setting: tokens, or "auto". "auto" is the lesser of the model's context length and what fits; other
+            caches with "auto" that are still empty get an equal share of the free memory.
 
     Raises OutOfMemoryError when it does not fit; the message says how many tokens would.
     """
@@ -186,7 +186,7 @@ def resolve_max_seq_len(wanted: int | str, plan: Plan) -> int:
 
 
 def _lacking(plan: Plan, tokens: int) -> str:
-    """What a context takes and what is free, of DRAM or of the GPU's memory, whichever is short."""
+    """Describes needed and free memory, of DRAM or of the GPU, whichever is short."""
     needed, free, of = plan.dram_needed(tokens), max(0, plan.dram - plan.reserved.size), "DRAM"
     if plan.fits_dram(tokens) and plan.gpu is not None:
         needed, free, of = plan.gpu_needed(tokens), plan.gpu, "the GPU's memory"

@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model with rules in it."""
+"""The interface of an injected model to the memory plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetero_kv.settings.engine_settings import EngineSettings
 
 
 class Planned(Protocol):
-    """A model, loaded or on the meta device, and the operators that rules have put into it."""
+    """A model, loaded or on the meta device, with the operators that rules have injected."""
 
     @property
     def model(self) -> Any:
@@ -22,7 +22,7 @@ class Planned(Protocol):
 
     @property
     def context_length(self) -> int:
-        """Tokens that the model was made for."""
+        """The length that the model was trained for, tokens."""
 
     def attention_operators(self) -> Iterator[AttentionOperator]:
         """The operators that compute attention, in the model's order."""

@@ -1,4 +1,4 @@
-"""What a user is told when memory runs out half-way, although a plan had found room."""
+"""Builds the error for a forward that runs out of memory although the plan had found room."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def ran_out_of_memory(
     held: int,
     chunk_size: int,
 ) -> OutOfMemoryError:
-    """The error for a forward that found no memory, and of which nothing remains.
+    """The error for a forward that ran out of memory and was rolled back.
 
     Args:
-        planned: the plan by the memory that is free now.
-        error: what was raised.
-        stored: tokens before the forward, of each sequence.
-        tokens: new ones.
-        capacity: tokens that there are to be blocks for; None without a bound.
-        held: DRAM of what is stored, bytes.
+        planned: makes a plan by the memory that is free now.
+        error: the original exception.
+        stored: tokens of each sequence before the forward.
+        tokens: new tokens.
+        capacity: the planned capacity of the block store, tokens; None if unbounded.
+        held: DRAM of the stored blocks, bytes.
         chunk_size: tokens that a layer computes at once.
     """
     try:
@@ -51,7 +51,7 @@ def _free(plan: Plan) -> str:
 
 
 def _remedy(fitting: int, stored: int, tokens: int, capacity: int | None) -> str:
-    """What to do where a context of `fitting` tokens fits."""
+    """The remedy, given that a context of `fitting` tokens fits."""
     if stored + tokens <= fitting < (capacity or 0):
         return f"max_seq_len is {capacity}, for which there are to be blocks: set max_seq_len to {fitting}"
     if stored + tokens <= fitting:

@@ -1,4 +1,4 @@
-"""What a model's weights take: as they are loaded, packed ones as they are packed."""
+"""The memory of a model's weights after loading; packed weights count in their packed size."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hetero_kv.weights.device_weight import room_bytes
 
 
 def weight_sizes(module: nn.Module, dtype: torch.dtype | None, stored: Mapping[str, str]) -> dict[int, int]:
-    """Bytes of parameters and buffers by their id, those that operators keep quantised as they keep them.
+    """Parameter's or buffer's id -> bytes; weights that operators keep quantised count in their quantised size.
 
     Args:
-        dtype: of the others; None for their own.
-        stored: parameter -> the quantised type that its file holds.
+        dtype: the dtype of unquantised floating-point tensors; None for their present one.
+        stored: parameter -> the quantised type in its file.
     """
     sizes: dict[int, int] = {}
     for part in module.modules():
@@ -32,14 +32,14 @@ def weight_sizes(module: nn.Module, dtype: torch.dtype | None, stored: Mapping[s
 
 
 def parted(model: nn.Module, weights: int, dtype: torch.dtype | None, stored: Mapping[str, str]) -> tuple[int, int]:
-    """Of a model with so many bytes of weights whose layers' lie in DRAM: what a GPU holds, and what DRAM does."""
+    """(bytes on the GPU, bytes in DRAM) of a model with `weights` bytes whose layers' weights are in DRAM."""
     layers = [layer for module in model.modules() for layer in walked_layers(module)]
     sizes = [sum(weight_sizes(layer, dtype, stored).values()) for layer in layers]
     return (weights - sum(sizes) + LayerStream.device_bytes(sizes), sum(sizes)) if sizes else (weights, 0)
 
 
 def room_to_unpack(model: nn.Module, element: int, stored: Mapping[str, str]) -> int:
-    """What the largest piece takes of the matrices that are packed, or will be."""
+    """Bytes of the unpack buffer: the largest piece of any matrix that is packed, or will be."""
     packed = (module for module in model.modules() if isinstance(module, QuantizedModule))
     shapes = (shape for module in packed for shape in module.packed_shapes(stored))
     return max((room_bytes(rows, columns, element) for rows, columns in shapes), default=0)
