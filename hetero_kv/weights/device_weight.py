@@ -17,9 +17,9 @@ _PIECE_BYTES = 64 << 20
 
 
 class UnpackRoom:
-    """Room on a GPU that matrices are unpacked in, one piece after the other: all of that GPU share it.
+    """A buffer on a GPU in which matrices are unpacked piece by piece; all matrices of that GPU share it.
 
-    What is in it is the latest piece's, for work of the stream that computes alone.
+    It contains the latest piece only, and is valid only for work on the computing stream.
     """
 
     _rooms: ClassVar[weakref.WeakValueDictionary[torch.device, UnpackRoom]] = weakref.WeakValueDictionary()
@@ -30,7 +30,7 @@ class UnpackRoom:
 
     @classmethod
     def on(cls, device: torch.device) -> UnpackRoom:
-        """The room of a GPU, there as long as somebody has it."""
+        """The GPU's buffer; it exists as long as a matrix references it."""
         room = cls._rooms.get(device)
         if room is None:
             room = cls._rooms[device] = cls(device)
@@ -38,7 +38,7 @@ class UnpackRoom:
 
     @property
     def nbytes(self) -> int:
-        """What it takes now; it grows to what the largest piece takes."""
+        """The present size, bytes; it grows to that of the largest piece."""
         return 0 if self._bytes is None else self._bytes.numel()
 
     def of(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -51,20 +51,20 @@ class UnpackRoom:
 
 
 def rows_of_piece(rows: int, columns: int, element: int) -> int:
-    """How many rows of a matrix are unpacked at a time, of so many bytes a number."""
+    """Rows of a matrix that are unpacked at a time; `element`: bytes per number."""
     return min(rows, max(_PIECE_BYTES // (columns * element) // TILE, 1) * TILE)
 
 
 def room_bytes(rows: int, columns: int, element: int) -> int:
-    """What a matrix takes of the room to unpack it in, bytes."""
+    """Bytes of the unpack buffer that a matrix needs."""
     return rows_of_piece(rows, columns, element) * columns * element
 
 
 class DeviceWeight(PackedWeight):
-    """A packed matrix in a GPU's memory, as a CPU's tiles have it.
+    """A packed matrix in a GPU's memory, in the same tiles as on the CPU.
 
-    Few rows of activations are multiplied with weights as they are read, in float32 and without rounding; for longer
-    prompts the weights are unpacked, a piece at a time, and multiplied in the model's dtype.
+    For few rows of activations the kernel decodes the weights as it reads them, and multiplies in float32 without
+    rounding. For longer prompts the weights are unpacked piece by piece, and multiplied in the model's dtype.
     """
 
     def __init__(self, data: torch.Tensor, name: str, rows: int, columns: int) -> None:
@@ -72,7 +72,7 @@ class DeviceWeight(PackedWeight):
         self._room = UnpackRoom.on(data.device)
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """See PackedWeight; one launch for few rows, where Triton runs."""
+        """See PackedWeight. With Triton, few rows take one kernel launch."""
         rows, columns = self.shape
         if 0 < len(x) <= FEW_ROWS and runs_triton(x):
             return multiply(x, self.data, self.name, rows, bias)
@@ -86,7 +86,7 @@ class DeviceWeight(PackedWeight):
         return out if bias is None else out.add_(bias)
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See PackedWeight; ids on the GPU, of which nobody waits for what they are: a row that is not there is NaN."""
+        """See PackedWeight. The host does not read the ids on the GPU; the row of an invalid id is NaN."""
         rows, columns = self.shape
         return rows_of(self.data, self.name, rows, columns, ids, dtype)
 
@@ -104,7 +104,7 @@ class DeviceWeight(PackedWeight):
         self.rows(torch.zeros(1, dtype=torch.int64, device=self.data.device), dtype)
 
     def _piece(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        """Rows [start, end) of whole tiles, or to the last: in room that the next piece is written over."""
+        """Unpacked rows [start, end), in a buffer that the next piece overwrites; `start` begins a tile."""
         room = self._room.of(end - start, self.shape[1], dtype)
         unpack_into(room, self.data, self.name, start // TILE)
         return room

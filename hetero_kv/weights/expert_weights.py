@@ -1,4 +1,4 @@
-"""The weight matrices of a mixture's experts, packed one by one: a token reads those of its own experts alone."""
+"""The weight matrices of a mixture of experts, packed one by one, so that a token reads only its experts' weights."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class ExpertWeights:
     """Matrices [rows, columns] of one type, one for each expert.
 
     Attributes:
-        data: the packed bytes of all of them, a uint8 tensor [experts, bytes of one].
+        data: the packed bytes of all matrices, a uint8 tensor [experts, bytes of one].
         name: GGML's name of the type.
         shape: [rows, columns].
-        experts: the matrices, views of it.
+        experts: the matrices, views of `data`.
     """
 
     def __init__(self, data: torch.Tensor, name: str, rows: int, columns: int) -> None:
@@ -32,16 +32,16 @@ class ExpertWeights:
 
     @cached_property
     def matrices(self) -> list[PackedMatrix]:
-        """What the CPU's kernels take, of weights that lie in DRAM."""
+        """The matrices for the CPU's kernels, if the weights are in DRAM."""
         return [each.matrix for each in self.experts if isinstance(each, QuantisedWeight)]
 
     def at(self, data: torch.Tensor) -> ExpertWeights:
-        """The matrices, their bytes lying in `data` by now."""
+        """The same matrices with their bytes in `data`."""
         return self if data is self.data else ExpertWeights(data, self.name, *self.shape)
 
     @classmethod
     def _packed(cls, count: int, packed: Callable[[int], QuantisedWeight]) -> ExpertWeights:
-        """Pack `count` matrices, one after the other, each by `packed` of its number."""
+        """Pack `count` matrices one after the other; `packed(number)` packs one."""
         first = packed(0)
         data = torch.empty((count, len(first.data)), dtype=torch.uint8)
         for number in range(count):
@@ -57,14 +57,14 @@ class ExpertWeights:
     def of_numbers(cls, weights: torch.Tensor, name: str) -> ExpertWeights:
         """Quantise weights [experts, rows, columns] to GGML's type `name`; raises as `QuantisedWeight.of_numbers`.
 
-        The packed bytes lie where the weights do.
+        The packed bytes are on the weights' device.
         """
         packed = cls._packed(len(weights), lambda number: QuantisedWeight.of_numbers(weights[number], name))
         return packed.at(packed.data.to(weights.device))
 
 
 def chooses_on_device(x: torch.Tensor, rows: int) -> bool:
-    """Whether products of `rows` rows with experts of their own are made where x is, the host not knowing which."""
+    """Whether `rows` rows are multiplied on x's device, where the kernel reads each row's expert without the host."""
     return rows <= FEW_ROWS and runs_triton(x)
 
 
@@ -85,11 +85,11 @@ def multiply_experts(
 
     Args:
         x: [rows, columns].
-        parts: matrices that share x, of as many experts each.
+        parts: matrices that share x, each with the same number of experts.
         runs: (first row, end row, expert), which cover x in order.
 
-    Returns [rows, part's rows] for each part, in x's dtype: the results of few rows come from what is packed, on a CPU
-    with activations quantised. Where a run has more, each is multiplied by itself, as a matrix with so many rows is.
+    Returns [rows, part's rows] for each part, in x's dtype. On a CPU, if every run is short, one call multiplies packed
+    weights with quantised activations. Otherwise each run is a product of its own.
     """
     if x.device.type == "cpu" and max(end - first for first, end, _ in runs) <= FEW_ROWS:
         known = [part.matrices for part in parts]

@@ -1,4 +1,4 @@
-"""Packed matrices that go from one device to another, once for all modules that are tied."""
+"""Moves packed matrices between devices, once for all tied modules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hetero_kv.weights.quantised_weight import QuantisedWeight
 
 
 def packed_weight(data: torch.Tensor, name: str, rows: int, columns: int) -> PackedWeight:
-    """A packed matrix for what computes where its bytes `data` lie."""
+    """A packed matrix for the device of its bytes `data`."""
     kind = QuantisedWeight.of_bytes if data.device.type == "cpu" else DeviceWeight
     return kind(data, name, rows, columns)
 
 
 def weight_at(weight: PackedWeight, data: torch.Tensor) -> PackedWeight:
-    """The matrix, its bytes lying in `data` by now; the same object for all modules that are tied."""
+    """The matrix with its bytes in `data`; tied modules get the same object."""
     if data is weight.data:
         return weight
     there = weight.elsewhere() if weight.elsewhere is not None else None
@@ -30,7 +30,7 @@ def weight_at(weight: PackedWeight, data: torch.Tensor) -> PackedWeight:
 
 
 def weight_moved(weight: PackedWeight, move: Callable[[torch.Tensor], torch.Tensor]) -> PackedWeight:
-    """The matrix where `move` takes its bytes; of modules that are tied the first one takes them there."""
+    """The matrix on the device to which `move` takes its bytes; the first of several tied modules moves them."""
     there = weight.elsewhere() if weight.elsewhere is not None else None
     if there is not None and move(there.data) is there.data:
         return there

@@ -1,4 +1,4 @@
-"""A weight matrix that stays quantised in memory, wherever that is: what the modules that keep one ask of it."""
+"""The interface of a weight matrix that stays quantised in memory, on any device."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import nn
 from cpu_ops.weight_formats import FORMATS
 
 FEW_ROWS = 32
-"""Rows of activations that are multiplied with codes everywhere; longer prompts unpack the weights, piece by piece.
+"""Rows of activations up to which every device multiplies with codes; more rows unpack the weights, piece by piece.
 
-CPUs take more: `quantised_weight.most_rows_of_codes`."""
+CPUs use codes for more rows: `quantised_weight.most_rows_of_codes`."""
 
 
 class PackedWeight(ABC):
-    """A matrix [rows, columns] of quantised weights, or of numbers of 16 bits, in tiles (`cpu_ops.weight_formats`).
+    """A matrix [rows, columns] of quantised weights, or of 16-bit numbers, in tiles (`cpu_ops.weight_formats`).
 
     Attributes:
         data: the packed bytes, a uint8 tensor.
         name: GGML's name of the format.
         shape: [rows, columns].
-        elsewhere: the same matrix where it was taken to last, as long as a module has it there.
+        elsewhere: a weak reference to the same matrix on the device to which it was last moved.
     """
 
     def __init__(self, data: torch.Tensor, name: str, rows: int, columns: int) -> None:
@@ -33,7 +33,7 @@ class PackedWeight(ABC):
 
     @property
     def has_codes(self) -> bool:
-        """Whether the weights are codes; 16-bit numbers take activations as they are."""
+        """Whether the weights are quantised codes; 16-bit numbers are multiplied with unquantised activations."""
         return not FORMATS[self.name].number
 
     @abstractmethod
@@ -50,10 +50,10 @@ class PackedWeight(ABC):
 
     @abstractmethod
     def compile_kernels(self, dtype: torch.dtype) -> None:
-        """Compile what products and rows with numbers of `dtype` call."""
+        """Compile the kernels of `multiply` and `rows` for `dtype`."""
 
     def parameter(self, dtype: torch.dtype) -> nn.Parameter:
-        """The matrix as a parameter; the same for all modules that are tied, as long as one of them has it."""
+        """The matrix as a parameter; tied modules share it while one of them references it."""
         made = None if self._unpacked_for is None else self._unpacked_for()
         if made is None or made.dtype is not dtype:
             made = nn.Parameter(self.unpacked(dtype), requires_grad=False)

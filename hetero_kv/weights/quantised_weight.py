@@ -19,25 +19,25 @@ from hetero_kv.freed_memory import give_back_freed_memory
 from hetero_kv.weights.packed_weight import FEW_ROWS, PackedWeight
 
 _PIECE_BYTES = 8 << 20
-"""Of weights that are unpacked at a time: small enough to stay in a shared cache until they are multiplied."""
+"""Bytes of weights that are unpacked at a time: few enough to stay in a shared CPU cache until they are multiplied."""
 _STEP_ROWS = 4096
 _SHORT_NUMBERS = frozenset({"F16", "BF16"})
 _WIDE_NUMBERS = frozenset({"F32", "F64", "I8", "I16", "I32", "I64"})
-# Rows up to which reading codes every few rows costs less than unpacking weights once (`benchmarks.few_rows`), without
-# tiles that multiply bfloat16 and with them.
+# Rows up to which reading codes repeatedly costs less than unpacking weights once (`benchmarks.few_rows`), without and
+# with AMX tiles that multiply bfloat16.
 _ROWS_BY_CODES, _ROWS_BESIDE_TILES = 96, 48
 _VIEWS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.uint16}
 
 
 def kernel_threads_of_torch() -> int:
-    """As many as torch has."""
+    """The number of kernel threads: as many as torch uses."""
     return at_most(torch.get_num_threads())
 
 
 def most_rows_of_codes(name: str, dtype: torch.dtype) -> int:
-    """Most rows of activations of `dtype` that a CPU multiplies with codes of format `name`, instead of with numbers.
+    """The most rows of activations of `dtype` that a CPU multiplies with codes of format `name` instead of numbers.
 
-    Of 16-bit numbers, and where nobody measured it, as many as elsewhere: `FEW_ROWS`.
+    It is `FEW_ROWS` for 16-bit numbers, and for instruction sets without a measurement.
     """
     if FORMATS[name].number or isa() not in ("avx2", "avx512"):
         return FEW_ROWS
@@ -45,7 +45,7 @@ def most_rows_of_codes(name: str, dtype: torch.dtype) -> int:
 
 
 class _Scratch(threading.local):
-    """Room for unpacked pieces, one per thread, used again by every matrix."""
+    """A buffer for unpacked pieces, one per thread, reused by all matrices."""
 
     room: torch.Tensor | None = None
 
@@ -60,14 +60,14 @@ _SCRATCH = _Scratch()
 
 
 def packable(name: str, columns: int) -> bool:
-    """Whether there are kernels for GGML's format `name`, and its blocks divide rows of `columns` weights."""
+    """Whether there are kernels for GGML's format `name`, and rows of `columns` weights consist of whole blocks."""
     return name in FORMATS and columns % FORMATS[name].columns == 0
 
 
 def stored_name(name: str, columns: int) -> str | None:
-    """The type that GGML's type `name` counts as for rows of `columns` weights; None for one that is loaded as numbers.
+    """The packed type of weights of GGML's type `name` in rows of `columns`; None if they are loaded as plain tensors.
 
-    Numbers of 16 bits stay in their type where there are kernels for such rows; of 32 bits and more they are numbers.
+    16-bit numbers stay packed if there are kernels for such rows; wider numbers and integers never do.
     """
     if name in _WIDE_NUMBERS or (name in _SHORT_NUMBERS and not packable(name, columns)):
         return None
@@ -75,7 +75,7 @@ def stored_name(name: str, columns: int) -> str | None:
 
 
 class QuantisedWeight(PackedWeight):
-    """A packed matrix in DRAM. Activations of few rows are quantised to int8; 16-bit numbers take them as they are."""
+    """A packed matrix in DRAM. Few rows of activations are quantised to int8, unless the weights are 16-bit numbers."""
 
     def __init__(self, matrix: PackedMatrix) -> None:
         super().__init__(torch.from_numpy(matrix.data), matrix.name, matrix.rows, matrix.columns)
@@ -83,7 +83,7 @@ class QuantisedWeight(PackedWeight):
 
     @classmethod
     def of_bytes(cls, data: torch.Tensor, name: str, rows: int, columns: int) -> QuantisedWeight:
-        """A matrix whose packed bytes lie in `data`, uint8."""
+        """A matrix with the packed bytes `data`, uint8."""
         weight = cls(PackedMatrix(data.numpy(), name, rows, columns))
         weight.data = data
         return weight
@@ -99,7 +99,7 @@ class QuantisedWeight(PackedWeight):
 
         Raises HeteroKVError for numbers that are not finite.
         """
-        # Where weights are quantised; the rest of the engine does without the package.
+        # Imported here, since only this function needs the package.
         import gguf
 
         rows, columns = weight.shape
@@ -118,7 +118,7 @@ class QuantisedWeight(PackedWeight):
 
     @cached_property
     def kernels(self) -> tuple[int, int, int, int]:
-        """What a fused kernel calls; see `PackedMatrix.call`."""
+        """The arguments for a fused kernel; see `PackedMatrix.call`."""
         return self.matrix.call
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -142,7 +142,7 @@ class QuantisedWeight(PackedWeight):
         return out
 
     def _unpacked(self, first_tile: int, tiles: int, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of `tiles` tiles, transposed: [columns, rows], in room that the next call writes over."""
+        """Unpacked rows of `tiles` tiles, transposed: [columns, rows], in a buffer that the next call overwrites."""
         room = _SCRATCH.of(self.matrix.columns, tiles * TILE, dtype)
         bits = room.view(torch.uint16) if dtype is torch.bfloat16 else room
         unpack_tiles(self.matrix, bits.numpy().view(_VIEWS[dtype]), first_tile, kernel_threads_of_torch())
