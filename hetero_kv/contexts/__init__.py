@@ -1,1 +1,1 @@
-"""Contexts that outlast the process: what a cache holds, in a file, and back."""
+"""Saved contexts: a cache's KV written to a file, and restored in another process."""

@@ -1,7 +1,7 @@
-"""What of a model, beside the numbers of its weights, decides what it computes: classes, adapters, hooks.
+"""The state that decides a model's computation, besides its weights: classes, adapters, hooks.
 
-An adapter library (PEFT) keeps adapters in the model that compute nothing now. What is told here, names and tensors
-alike, leaves these out: a context belongs to what is active.
+PEFT keeps inactive adapters in a model. The descriptions here exclude them, since a context depends on active parts
+only.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hetero_kv.adapter.foreign import has_global_hooks, is_known_class, is_own
 from hetero_kv.adapter.operator import Operator
 from hetero_kv.engine.errors import ContextError
 
-# What torch keeps in every module.
+# Attributes that torch gives every module.
 _OF_TORCH = frozenset(nn.Module().__dict__) | {"forward", "_hf_hook", "_old_forward"}
-# Of modules of transformers, what changes from prompt to prompt, or computes nothing.
+# Attributes of transformers' modules that change from prompt to prompt, or compute nothing.
 _IDLE = frozenset({"max_seq_len_cached", "gradient_checkpointing"})
-# Whose hooks say by their class and their attributes what they do.
+# Packages whose hooks are fully described by their class and attributes.
 _KNOWN_HOOKS = ("torch.", "transformers.", "accelerate.", "hetero_kv.", "gpu_ops.")
-# Hooks of accelerate that put weights where they are needed, and change none.
+# Hooks of accelerate that move weights without changing them.
 _MOVES_ALONE = frozenset({"AlignDevicesHook", "CpuOffload", "UserCpuOffloadHook", "SequentialHook"})
 _DEEPEST = 6
 _NONE: frozenset[str] = frozenset()
@@ -33,14 +33,14 @@ _KEYED = (nn.ModuleDict, nn.ParameterDict, dict)
 
 
 class ActivePart(NamedTuple):
-    """A module that takes part.
+    """A module that takes part in the computation.
 
     Attributes:
-        path: in the untouched model, without operators, and without layers around it whose adapters are all inactive.
-        module: it.
-        place: its path in the model as it is.
-        is_known: whether it is of torch or transformers, or ours.
-        idle: names of its modules and parameters that compute nothing.
+        path: its path in the original model, without operators and without wrappers whose adapters are all inactive.
+        module: the module.
+        place: its path in the present model.
+        is_known: whether its class is from torch, transformers or this package.
+        idle: names of its submodules and parameters that belong to inactive adapters.
     """
 
     path: str
@@ -51,9 +51,9 @@ class ActivePart(NamedTuple):
 
 
 def active_parts(model: nn.Module) -> Iterator[ActivePart]:
-    """The modules of a model that take part in what it computes, those before the ones in them."""
+    """The modules that take part in a model's computation, parents before children."""
     seen: set[int] = set()
-    # A module, its two paths, and the adapters whose parts in it compute nothing.
+    # (module, path, place, inactive adapters in it)
     remaining: list[tuple[nn.Module, str, str, frozenset[str]]] = [(model, "", "", _NONE)]
     while remaining:
         module, path, place, idle = remaining.pop()
@@ -61,7 +61,7 @@ def active_parts(model: nn.Module) -> Iterator[ActivePart]:
             continue
         seen.add(id(module))
         if isinstance(module, Operator):
-            # Its hooks are not the wrapped module's; its own buffers are weights.
+            # The operator counts beside its wrapped module: it has other hooks, and its buffers are weights.
             yield ActivePart(path, module, place, True)
             remaining.append((module.wrapped, path, _joined(place, "wrapped"), _NONE))
             continue
@@ -86,22 +86,22 @@ def _joined(path: str, name: str) -> str:
 
 
 def _adapters(module: nn.Module) -> tuple[frozenset[str], frozenset[str]] | None:
-    """(adapters that count, all there are) of a layer of PEFT's form; None for another module."""
+    """(effective adapters, all adapters) of a PEFT layer; None for another module."""
     names = getattr(type(module), "adapter_layer_names", None)
     if not isinstance(names, tuple) or not hasattr(module, "merged_adapters"):
         return None
     layer: Any = module
-    held = [getattr(layer, name, None) for name in names]
-    every = frozenset(str(key) for each in held if isinstance(each, _KEYED) for key in each)
+    containers = [getattr(layer, name, None) for name in names]
+    every = frozenset(str(key) for each in containers if isinstance(each, _KEYED) for key in each)
     merged = frozenset(layer.merged_adapters)
     active = frozenset() if layer.disable_adapters else frozenset(layer.active_adapters)
     return (active & every) | merged, every | merged
 
 
 def told(part: ActivePart) -> str:
-    """What a module is, in a text that is the same where it computes the same.
+    """Describes a module in a text that is equal for modules with equal computation.
 
-    Raises ContextError, naming the module, for a hook or a forward of which nobody knows what it computes.
+    Raises ContextError, naming the module, for a hook or a forward whose computation is unknown.
     """
     module = part.module
     kind = type(module)
@@ -116,7 +116,7 @@ def told(part: ActivePart) -> str:
     own = module.__dict__.get("forward")
     if own is not None and not is_own(own):
         said.setdefault("hooks", []).extend(_hook(part, module.__dict__.get("_hf_hook", own)))
-    # A whole model's attributes are its configuration, and where it came from.
+    # A whole model's attributes are its configuration and its origin.
     if not isinstance(module, Operator) and not hasattr(kind, "save_pretrained"):
         adapters = _adapters(module)
         idle = _NONE
@@ -131,13 +131,13 @@ def told(part: ActivePart) -> str:
 
 
 def class_of(part: ActivePart) -> str:
-    """The name of a module's class, with where it is from if that is neither torch nor transformers."""
+    """The name of a module's class, with its package unless `is_known`."""
     kind = type(part.module)
     return kind.__qualname__ if part.is_known else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _hook(part: ActivePart, hook: Any) -> list[Any]:
-    """What a hook computes; nothing, where it computes nothing."""
+    """Describes a hook's computation; [] for a hook that only moves weights."""
     kind = hook if inspect.isroutine(hook) else type(hook)
     place = getattr(kind, "__module__", None) or ""
     if not f"{place}.".startswith(_KNOWN_HOOKS):
@@ -159,7 +159,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def _plain(value: Any, idle: frozenset[str], depth: int = 0) -> Any:
-    """A value as text can have it, without what belongs to idle adapters; an object as its class and its attributes."""
+    """A value as plain data, without the parts of idle adapters; an object becomes its class and attributes."""
     if isinstance(value, enum.Enum) or (_is_simple(value) and not isinstance(value, list | tuple)):
         return repr(value)
     if isinstance(value, torch.dtype | torch.device | torch.Size):

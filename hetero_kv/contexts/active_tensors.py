@@ -1,4 +1,4 @@
-"""The tensors that a model computes with, wherever they are kept."""
+"""The tensors that a model computes with, including offloaded ones."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hetero_kv.adapter.operator import Operator
 from hetero_kv.contexts.active_state import ActivePart, active_parts
 from hetero_kv.engine.errors import ContextError
 
-# Rotations whose frequencies change from prompt to prompt.
+# RoPE types whose frequencies change from prompt to prompt.
 _CHANGING = ("dynamic", "longrope")
 _FREQUENCIES = "inv_freq"
 
 
 def active_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name in the untouched model -> tensor: parameters and buffers of what is active (`active_parts`), each once.
+    """(name in the original model, tensor) of each parameter and buffer of the active parts (`active_parts`), once.
 
-    Of the buffers those that a model is saved with, packed weights, and frequencies of a rotation that stay.
+    Of the buffers it yields persistent ones, packed weights, and constant RoPE frequencies.
 
-    Raises ContextError for a tensor whose numbers cannot be had.
+    Raises ContextError for a tensor whose numbers cannot be read.
     """
     seen: set[int] = set()
     for part in active_parts(model):
@@ -34,7 +34,7 @@ def active_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def own_tensors(part: ActivePart) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a module itself that count."""
+    """The relevant parameters and buffers of a module, without its children's."""
     module = part.module
     is_ours = isinstance(module, Operator)
     for name, tensor in module._parameters.items():
@@ -51,7 +51,7 @@ def _changes(rotary: Any) -> bool:
 
 
 def _there(model: nn.Module, part: ActivePart, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or where somebody has offloaded it (accelerate) what its hook brings for a forward."""
+    """The tensor, or for one that accelerate has offloaded, the tensor that its hook loads for a forward."""
     if not tensor.is_meta:
         return tensor
     steps = part.place.split(".") if part.place else []
@@ -73,7 +73,7 @@ def _there(model: nn.Module, part: ActivePart, name: str, tensor: torch.Tensor) 
 
 
 def _plain_ones(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of plain numbers that one is made of."""
+    """The plain tensors that a tensor consists of."""
     if hasattr(tensor, "__tensor_flatten__") and type(tensor) not in PLAIN_TENSORS:
         inside, context = tensor.__tensor_flatten__()
         for each in inside:

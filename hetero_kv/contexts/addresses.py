@@ -1,4 +1,4 @@
-"""What blocks and beginnings of contexts are known by: hashes of what they belong to, their tokens and all before."""
+"""Content addresses of blocks and of context prefixes: hashes of the identity and all tokens up to their end."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-#: Tokens of a piece: beginnings are known at multiples of it.
+#: Prefixes have addresses at multiples of this many tokens.
 PIECE = 64
 
 
 def beginnings(identity: str, tokens: Sequence[int], step: int = PIECE) -> list[bytes]:
-    """Addresses of the first `step`, 2 · `step`, … tokens; what is left at the end has none."""
+    """Addresses of the first `step`, 2 · `step`, … tokens; an incomplete last step has none."""
     hashed = hashlib.sha256(identity.encode())
     numbers = np.asarray(tokens, dtype=np.int32)
     found = []
@@ -28,7 +28,7 @@ def block_addresses(
     """Addresses of a sequence's blocks in a layout.
 
     Args:
-        contents: of each block, one text for what is stored of it.
+        contents: per block, a text that identifies its stored content.
     """
     hashed = hashlib.sha256(identity.encode())
     numbers = np.asarray(tokens, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""A cache as the tensors and numbers of a file, but for its blocks."""
+"""Converts a cache to the tensors and numbers of a file, and back, except for its blocks."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from hetero_kv.engine.layer import FamilyLayer
 from hetero_kv.engine.saved_part import SavedPart, Shareable
 from hetero_kv.errors import shown
 
-#: Rows of a batch: more are nobody's.
+#: Limit on the rows of a batch, against damaged files.
 MOST_ROWS = 65_536
 
 
 @dataclass
 class CachePieces:
-    """What a cache writes down beside blocks.
+    """The content of a saved cache, except for its blocks.
 
     Attributes:
-        tensors: by name in the file.
-        said: numbers, as JSON has them.
+        tensors: the tensors by name in the file.
+        said: the metadata, as JSON values.
     """
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class CachePieces:
 
     @classmethod
     def of(cls, cache: HeteroCache) -> CachePieces:
-        """Of a cache that holds tokens, no prompt being prefilled. Raises ContextError where a layer cannot be."""
+        """The pieces of a cache with tokens, outside prefill. Raises ContextError for a layer that cannot be saved."""
         pieces, shared = cls(), _Shared()
         pieces.said["columns"] = cache.columns.count
         if cache.columns.padding is not None:
@@ -69,7 +69,7 @@ class CachePieces:
         }
 
     def _handed_on(self, values: dict[Any, np.ndarray], path: str) -> list[list[Any]]:
-        """What layers hand to each other: the keys, each with its tensor's name."""
+        """Adds the tensors that layers share; returns their keys, each with its tensor's name."""
         said = []
         for index, (key, value) in enumerate(values.items()):
             if tupled(json.loads(json.dumps(key))) != key:
@@ -84,26 +84,26 @@ class CachePieces:
 
 
 class _Shared:
-    """What several layers hold, each once."""
+    """Numbers the objects that several layers share, so that each is saved once."""
 
     def __init__(self) -> None:
         self.objects: list[Shareable] = []
 
-    def number(self, wanted: Shareable) -> int:
+    def number(self, shared: Shareable) -> int:
         for number, known in enumerate(self.objects):
-            if known is wanted:
+            if known is shared:
                 return number
-        self.objects.append(wanted)
+        self.objects.append(shared)
         return len(self.objects) - 1
 
 
 @dataclass(frozen=True)
 class SaidCohort:
-    """What a file says of a cohort, checked as far as that goes without its layers.
+    """A cohort as read from a file, checked as far as possible without its layers.
 
     Attributes:
-        stored, closed: by layout, in the order of `Cohort.layouts`.
-        shared: what layers hand to each other.
+        stored, closed: stored tokens and finalized blocks by layout, in the order of `Cohort.layouts`.
+        shared: the values that layers share.
     """
 
     rows: int
@@ -119,14 +119,14 @@ class SaidCohort:
 def said_cohorts(
     said: dict[str, Any], names: Sequence[str], tensor: Callable[[str], torch.Tensor], where: str
 ) -> tuple[list[SaidCohort], list[SavedPart]]:
-    """The cohorts, and what their layers share.
+    """The cohorts in a file's metadata, and the parts that their layers share.
 
     Args:
-        said: what CachePieces has said.
-        names: of the file's tensors.
-        tensor: gives one of them.
+        said: the metadata of CachePieces.
+        names: the names of the file's tensors.
+        tensor: reads the tensor of a name.
 
-    Raises DamagedContextError where that cannot be.
+    Raises DamagedContextError for invalid metadata.
     """
     inside: dict[str, dict[str, torch.Tensor]] = {}
     for name in names:
@@ -183,5 +183,5 @@ def _sizes(part: SavedPart, name: str, most: int) -> list[int]:
 
 
 def tupled(value: Any) -> Any:
-    """A key as it was before JSON made lists of tuples."""
+    """A key with tuples again, which JSON has turned into lists."""
     return tuple(tupled(each) for each in value) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""A saved context, open: what is said of it, and where its blocks are; checked before anything of it is taken."""
+"""An open context file: its metadata and the places of its blocks, checked before use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hetero_kv.engine.held import NOTHING_HELD, Held
 from hetero_kv.engine.saved_part import SavedPart
 from hetero_kv.errors import said_briefly, shown
 
-#: The metadata under which a file says what it is.
+#: The metadata key of a context's description.
 KEY = "hetero_kv_context"
 
 _IS_FILE = re.compile(r"|[0-9a-f]{32}\.safetensors")
@@ -28,12 +28,12 @@ _IS_FILE = re.compile(r"|[0-9a-f]{32}\.safetensors")
 
 @dataclass(frozen=True)
 class OpenContext:
-    """A context's file, open, its header checked. Files that hold blocks of it beside are opened as they are asked for.
+    """An open context file with a checked header. Other files with blocks of the context are opened on demand.
 
     Attributes:
-        said: what `write_context` has said.
-        identity: what it belongs to.
-        tokens: ids of every row; none where they were not given.
+        said: the metadata of `write_context`.
+        identity: the model and settings that it belongs to.
+        tokens: token ids of every row; [] if it was saved without them.
     """
 
     file: TensorFile
@@ -47,8 +47,8 @@ class OpenContext:
         """Open the context at `path`.
 
         Raises:
-            ContextError: there is none that can be read, or it is of another version.
-            DamagedContextError: it is not what was written.
+            ContextError: the file cannot be read, or has another format version.
+            DamagedContextError: its content differs from what was written.
         """
         try:
             file = TensorFile(path)
@@ -67,7 +67,7 @@ class OpenContext:
 
     @property
     def stored_tokens(self) -> list[list[int]]:
-        """The ids of those that are stored. Raises DamagedContextError where it is not known how many are."""
+        """The token ids of every row up to its stored length. Raises DamagedContextError for invalid lengths."""
         cohorts = self.said.get("cohorts")
         sound = [each for each in cohorts if isinstance(each, dict)] if isinstance(cohorts, list) else []
         parts = [SavedPart(numbers=each, where=self.file.where) for each in sound]
@@ -79,7 +79,7 @@ class OpenContext:
         return [row[:length] for row, length in zip(self.tokens, lengths, strict=True)]
 
     def held(self) -> Held:
-        """What is there before memory is planned for the rest; nothing of what cannot be read."""
+        """The resident prefix for the memory plan; `NOTHING_HELD` if the metadata cannot be read."""
         layouts, cohorts = (self.said.get(name) for name in ("layouts", "cohorts"))
         if not isinstance(layouts, list) or not isinstance(cohorts, list) or not cohorts:
             return NOTHING_HELD
@@ -93,7 +93,7 @@ class OpenContext:
             return NOTHING_HELD
 
     def _mapped_bytes(self, number: int) -> int:
-        """Of a layout's blocks, those that are mapped when they are loaded."""
+        """Bytes of a layout's blocks that loading maps instead of copying."""
         mapped = place = 0
         for run in self.runs(number):
             file = self.holder(number, run)
@@ -103,13 +103,13 @@ class OpenContext:
         return mapped
 
     def close(self) -> None:
-        """Close the file, and those beside."""
+        """Close the file, and the other files with its blocks."""
         self.file.close()
         for other in self._beside.values():
             other.close()
 
     def runs(self, number: int) -> list[Run]:
-        """Where the blocks of a layout are, in their order. Raises DamagedContextError where that cannot be."""
+        """The runs of a layout's blocks, in order. Raises DamagedContextError for an invalid run."""
         said = self._layout(number).get("runs")
         runs = []
         for run in said if isinstance(said, list) else [None]:
@@ -123,7 +123,7 @@ class OpenContext:
         return runs
 
     def damage(self) -> list[DamagedContextError]:
-        """What of the file, and of the blocks that it has in others, is not what was written; one for each tensor."""
+        """The damage in the file, and in its blocks in other files; one error per tensor."""
         found = []
         for name in self.file.entries:
             if not name.startswith(BLOCKS):
@@ -141,16 +141,16 @@ class OpenContext:
         return found
 
     def contents(self, number: int) -> list[str]:
-        """One text for what is stored of each block of a layout (`contents_of`)."""
+        """A text per block of a layout that identifies its content (`contents_of`)."""
         found: list[str] = []
         for run in self.runs(number):
             found += contents_in(self.holder(number, run), number, run.first, run.count)
         return found
 
     def holder(self, number: int, run: Run) -> TensorFile:
-        """The open file that holds a run of blocks.
+        """The open file with a run of blocks.
 
-        Raises DamagedContextError where it is gone, or holds others than were meant.
+        Raises DamagedContextError if the file is missing, or contains other blocks than were saved.
         """
         if not run.file:
             return self.file
@@ -171,7 +171,7 @@ class OpenContext:
         return said if isinstance(said, dict) else {}
 
     def layout(self, number: int) -> tuple[int, np.ndarray]:
-        """Block size and lengths of the blocks of a layout: the tokens in each."""
+        """(block size, tokens in each block) of a layout."""
         said, name = self._layout(number), f"layouts/{number}/lengths"
         if name not in self.file.entries or type(said.get("block_size")) is not int:
             raise DamagedContextError(f"{self.file.where} has no blocks of layout {number}")

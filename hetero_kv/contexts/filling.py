@@ -1,4 +1,4 @@
-"""The blocks of a saved context, into the pools of a cache: checked, and mapped where their pages can be."""
+"""Loads the blocks of a saved context into a cache's pools: checked, and mapped where pages align."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _READERS = 4
 
 
 class Filling:
-    """Lets the first blocks of pools hold what those of files do.
+    """Loads the blocks of files into the first blocks of pools.
 
     Args:
-        cohorts: whose sequences hold these blocks.
-        verify: whether blocks are read and checked.
+        cohorts: the cohorts whose block tables contain these blocks.
+        verify: whether to read and check every block.
 
     Attributes:
-        damaged: the first damage of each array.
+        damaged: the first damage in each array.
     """
 
     def __init__(self, context: OpenContext, cohorts: Sequence[Cohort], *, verify: bool) -> None:
@@ -41,9 +41,9 @@ class Filling:
         self._mapped: dict[int, TensorFile] = {}
 
     def fill(self, number: int, layout: Layout) -> None:
-        """The blocks of one layout, its number in the file.
+        """Load the blocks of `layout`, which has this number in the file.
 
-        Raises DamagedContextError where the file does not say where they are, or has not what these layers take.
+        Raises DamagedContextError if the file's runs or arrays do not fit these layers.
         """
         pools = self._cohorts[0].store.allocators[layout].pools
         arrays = {
@@ -68,7 +68,7 @@ class Filling:
             raise DamagedContextError(f"{self._context.file.where} does not say where {count} blocks are")
 
     def mapped_files(self) -> tuple[MappedFile, ...]:
-        """The files that lie in the pools' memory; what is read of them goes on from layer to layer."""
+        """The files that are mapped into the pools; it also chains the layers' read-ahead."""
         in_order = [self._pools[layer_idx].read_ahead for layer_idx in sorted(self._pools)]
         for one, following in pairwise(in_order):
             assert one is not None
@@ -88,7 +88,7 @@ class Filling:
     def _note(
         self, file: TensorFile, mapped: Mapping[str, torch.Tensor], pools: Mapping[int, BlockPool], blocks: slice
     ) -> None:
-        """Blocks that pages of a file are laid over are read as they are attended to; what scores them, now."""
+        """Mark mapped keys and values for reading on demand; prefetch the mapped arrays that score blocks."""
         for path, array in mapped.items():
             layer_idx, name = path.split("/")[2:]
             if name in WRITTEN:
@@ -100,19 +100,19 @@ class Filling:
 
 
 def _damaged(file: TensorFile, names: Iterable[str], run: Run) -> dict[str, list[int]]:
-    """By array, which of a run's blocks are not what was written."""
+    """Array name -> the damaged blocks of a run."""
     listed = list(names)
     with ThreadPoolExecutor(_READERS) as readers:
         rows = readers.map(lambda name: file.damaged_rows(name, run.first, run.first + run.count), listed)
         return dict(zip(listed, rows, strict=True))
 
 
-def _require_arrays(file: TensorFile, path: str, wanted: Mapping[str, torch.Tensor], run: Run) -> None:
-    """Raise DamagedContextError unless the file has a run of the blocks that these layers take."""
+def _require_arrays(file: TensorFile, path: str, arrays: Mapping[str, torch.Tensor], run: Run) -> None:
+    """Raise DamagedContextError unless the file has the run with the layers' arrays, in their dtypes and shapes."""
     there = {name: entry for name, entry in file.entries.items() if name.startswith(path)}
-    if there.keys() != wanted.keys():
+    if there.keys() != arrays.keys():
         raise DamagedContextError(f"{file.where} has not the blocks of these layers")
-    for name, array in wanted.items():
+    for name, array in arrays.items():
         entry = there[name]
         fits = entry.dtype == array.dtype and entry.shape[1:] == array.shape[1:]
         if not fits or entry.shape[0] < run.first + run.count:
@@ -120,7 +120,7 @@ def _require_arrays(file: TensorFile, path: str, wanted: Mapping[str, torch.Tens
 
 
 def _places(block: int, layout: Layout, cohorts: Sequence[Cohort]) -> int:
-    """Where in a sequence a block of the pools stands, the first such place."""
+    """The first index of a pool's block in any sequence's block table."""
     places = [
         np.flatnonzero(sequence.tables[layout].ids == block) for cohort in cohorts for sequence in cohort.sequences
     ]

@@ -1,4 +1,4 @@
-"""The folder of contexts that settings name."""
+"""Opens the context folder that the settings name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from hetero_kv.models.fetching import cache_home
 
 
 def open_store(settings: ContextSettings, *, makes: bool = True) -> ContextStore:
-    """The folder's contexts, which is made where there is none, if it `makes`; else one that is named must be there.
+    """The store in the context folder.
 
-    Raises ContextError where it cannot be used.
+    makes: whether a missing folder is created; if False, a folder that the settings name must exist.
+
+    Raises ContextError if the folder cannot be used.
     """
     is_named = settings.context_folder != "auto"
     folder = settings.context_folder if is_named else cache_home() / "contexts"

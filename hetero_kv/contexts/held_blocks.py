@@ -1,4 +1,4 @@
-"""The blocks that cohorts hold, in an order of their own: a sequence's one behind the other, shared ones once."""
+"""Numbers the blocks of cohorts for saving: each sequence's blocks are consecutive, and shared blocks appear once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetero_kv.store.pool import WRITTEN
 
 # Blocks that are copied at once.
 _AT_ONCE = 32
-# Arrays of tokens, of which what is behind the last token of a block is anybody's old numbers.
+# Arrays with one entry per token; entries behind a block's last token are stale.
 _OF_TOKENS = ("keys", "values")
 
 
@@ -24,10 +24,10 @@ class HeldBlocks:
     """The blocks of one layout.
 
     Attributes:
-        sources: allocators, with the ids there of the blocks of each that are held.
-        tables: by cohort and row, numbers of its blocks in the order of `sources`.
+        sources: allocators, each with the pool ids of its blocks.
+        tables: by cohort and row, the numbers of its blocks in the order of `sources`.
         lengths: [blocks] int32, tokens written in each.
-        closed: [blocks] bool, whose contents are final, and what is derived from them made.
+        closed: [blocks] bool, whether the block is finalized.
     """
 
     layout: Layout
@@ -38,12 +38,12 @@ class HeldBlocks:
 
     @classmethod
     def of(cls, cohorts: Sequence[Cohort], layout: Layout) -> HeldBlocks:
-        """All that these cohorts hold in blocks of `layout`."""
+        """All blocks of `layout` in the block tables of these cohorts."""
         numbers: dict[tuple[int, int], int] = {}
         order: list[tuple[BlockAllocator, int]] = []
         tables: list[list[np.ndarray]] = []
         closed: set[int] = set()
-        # Allocator by allocator, so that each has its blocks in one run.
+        # Allocator by allocator, so that each allocator's blocks form one run.
         allocators = {id(cohort.store): cohort.store.allocators[layout] for cohort in cohorts}
         for cohort in sorted(cohorts, key=lambda cohort: list(allocators).index(id(cohort.store))):
             allocator = allocators[id(cohort.store)]
@@ -67,11 +67,11 @@ class HeldBlocks:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of blocks."""
         return len(self.lengths)
 
     def arrays(self) -> list[tuple[int, str, tuple[int, ...], torch.dtype]]:
-        """What is kept of a block: index of the layer, name of the pool's array, shape of a block there, dtype."""
+        """The arrays of a block: layer index, name in the pool, shape per block, dtype."""
         pools = self.sources[0][0].pools
         return [
             (layer_idx, name, tuple(array.shape[1:]), array.dtype)
@@ -84,19 +84,19 @@ class HeldBlocks:
         """The blocks of one array, some at a time, as they are written: [blocks, ...].
 
         Args:
-            kept: [blocks] bool, those that are wanted; None for all.
+            kept: [blocks] bool, the blocks to include; None for all.
         """
         first = 0
         for allocator, ids in self.sources:
             array = allocator.pools[layer_idx].arrays[name]
-            wanted = np.arange(len(ids)) if kept is None else np.flatnonzero(kept[first : first + len(ids)])
-            for start in range(0, len(wanted), _AT_ONCE):
-                numbers = wanted[start : start + _AT_ONCE]
+            included = np.arange(len(ids)) if kept is None else np.flatnonzero(kept[first : first + len(ids)])
+            for start in range(0, len(included), _AT_ONCE):
+                numbers = included[start : start + _AT_ONCE]
                 yield self._cleaned(array[torch.from_numpy(ids[numbers])], name, first + numbers)
             first += len(ids)
 
     def _cleaned(self, blocks: torch.Tensor, name: str, numbers: np.ndarray) -> torch.Tensor:
-        """`blocks`, a copy, with zeros where nothing has been written."""
+        """`blocks`, a copy whose stale entries are set to zero in place."""
         for index, number in enumerate(numbers.tolist()):
             if name not in WRITTEN and not self.closed[number]:
                 blocks[index].zero_()

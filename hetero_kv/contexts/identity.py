@@ -1,4 +1,4 @@
-"""What a saved context belongs to: the model, and the settings that decide what is stored of a token."""
+"""The identity of a saved context: the model, and the settings that decide what is stored per token."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from hetero_kv.contexts.tensor_digests import TensorDigests
 from hetero_kv.engine.errors import ContextError, DamagedContextError
 from hetero_kv.errors import shown
 
-#: What is in a file, and how: raised with every change after which older files mean something else.
+#: The version of the file format: raised with every incompatible change.
 FORMAT = 3
-# Of a config, what says nothing of the numbers that the model computes.
+# Config keys that do not affect the model's computation.
 _IDLE = {
     "transformers_version", "torch_dtype", "dtype", "architectures", "use_cache", "output_attentions",
     "output_hidden_states", "return_dict", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config",
 }  # fmt: skip
-# How much is shown of a module that others have put in.
+# Characters shown of a foreign module's description.
 _SHOWN = 400
 
 
 def version() -> str:
-    """Of this package."""
+    """The version of this package."""
     return metadata.version("hetero-kv")
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What must be the same where a context is loaded.
+    """What must be equal when a context is saved and loaded.
 
     Attributes:
-        model: how people know it: type and sizes.
+        model: a readable name: type and sizes.
         config: fingerprint of the model's config.
-        weights: fingerprint of all bytes of its weights, as they are kept: quantised ones are others than unpacked
-            ones. Those of adapters that are inactive do not count.
-        active: by class, fingerprints of what else decides what the model computes (`active_state`); of classes that
-            are not transformers' what it is.
-        dtype: of the model.
-        layers: by layer with an operator, its class and its settings that decide what is stored.
+        weights: fingerprint of all bytes of its weights in their present format, so that quantised and unpacked weights
+            differ. Inactive adapters do not count.
+        active: class name -> fingerprint of its modules' other state (`active_state`), with a description for classes
+            that are neither torch's, transformers' nor this package's.
+        dtype: the model's dtype.
+        layers: layer index -> its operator's class and the settings that decide what is stored.
     """
 
     model: str
@@ -59,12 +59,12 @@ class Identity:
 
     @classmethod
     def of(cls, model: Any, operators: Iterable[AttentionOperator], digests: TensorDigests | None = None) -> Identity:
-        """Of a model with rules in it.
+        """The identity of an injected model.
 
         Args:
-            digests: of its weights, as far as they are known; None for weights that do not count.
+            digests: caches digests of its weights; None to leave weights and active state out.
 
-        Raises ContextError where there are hooks or tensors of which nobody knows what they compute.
+        Raises ContextError for hooks or tensors whose computation is unknown.
         """
         config = bridge.text_config(model)
         sizes = f"{config.num_hidden_layers} layers of {config.hidden_size}"
@@ -79,7 +79,7 @@ class Identity:
 
     @classmethod
     def read(cls, said: object, where: str) -> Identity:
-        """From a file. Raises DamagedContextError where it is none."""
+        """The identity in a file's metadata. Raises DamagedContextError if it is invalid."""
         names = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(said, dict):
             raise DamagedContextError(f"{where} does not say what it belongs to")
@@ -97,13 +97,13 @@ class Identity:
 
     @property
     def digest(self) -> str:
-        """One text for all of it."""
+        """A fingerprint of all fields."""
         return _fingerprint(dataclasses.asdict(self))
 
     def require(self, here: Identity, where: str, *, weights: bool = True) -> None:
-        """Raise ContextError, naming what differs and what would fit, unless `here` is the same.
+        """Raise ContextError, naming the difference and the remedy, unless `here` is equal.
 
-        weights: whether the model has its weights already, so that they are compared too.
+        weights: whether to compare weights and active state, which requires that the model's weights are loaded.
         """
         for name, remedy in (
             ("model", "load that model"),
@@ -139,12 +139,12 @@ def _difference(saved: Mapping[str, Mapping[str, Any]], here: Mapping[str, Mappi
 
 
 def _operator(operator: AttentionOperator) -> dict[str, Any]:
-    # As a file says it: lists for tuples.
+    # A round trip through JSON, which turns tuples into lists as the file does.
     return json.loads(json.dumps({"operator": type(operator).__name__, **_plain(operator.stored_by())}))
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON has it, objects as their fields, keys in order."""
+    """`value` as JSON data: objects become their fields, keys are sorted."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _plain({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
     if isinstance(value, Mapping):
@@ -159,7 +159,7 @@ def _fingerprint(plain: Any) -> str:
 
 
 def _active(model: nn.Module) -> dict[str, str]:
-    """By class of the modules, what they are."""
+    """Class name -> a fingerprint of its modules, with a description of the first if the class is foreign."""
     texts: dict[str, list[str]] = {}
     foreign: dict[str, str] = {}
     for part in active_parts(model):
@@ -174,7 +174,7 @@ def _active(model: nn.Module) -> dict[str, str]:
 
 def _other_parts(saved: Mapping[str, str], here: Mapping[str, str]) -> str:
     differing = [name for name in dict.fromkeys([*saved, *here]) if saved.get(name) != here.get(name)]
-    # First those of which it is said what they are.
+    # Classes with a description come first, since the message can show what differs.
     name = max(differing, key=lambda name: len(saved.get(name, "") + here.get(name, "")))
     was, now = (shown(each[name], _SHOWN) if name in each else "none" for each in (saved, here))
     return (
@@ -184,7 +184,7 @@ def _other_parts(saved: Mapping[str, str], here: Mapping[str, str]) -> str:
 
 
 def _weights(model: nn.Module, digests: TensorDigests) -> str:
-    """From names, shapes and all bytes of the weights."""
+    """A fingerprint of the names, dtypes, shapes and bytes of the weights."""
     named = list(active_tensors(model))
     each = digests.of([tensor for _, tensor in named])
     lines = (

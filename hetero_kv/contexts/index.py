@@ -1,6 +1,6 @@
-"""The index of a folder of contexts, in SQLite: which there are, which blocks lie in which file, and who needs them.
+"""The SQLite index of a context folder: the contexts, the file of each block, and which files need which others.
 
-It says nothing that the files do not say, so that one that is lost or damaged is made anew from them.
+All of it derives from the files, so a lost or damaged index is rebuilt from them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import ClassVar
 from hetero_kv.engine.errors import ContextError
 from hetero_kv.errors import said_briefly
 
-#: Raised with every change of the tables; an index of another version is made anew.
+#: Raised with every change of the tables; an index of another version is rebuilt.
 _VERSION = 1
-# Seconds that a process waits for another that is saving.
+# Seconds that a process waits for another one's transaction.
 _PATIENCE = 600
 _TABLES = """
 CREATE TABLE IF NOT EXISTS contexts (
@@ -40,13 +40,13 @@ class StoredContext:
     """A context of a store.
 
     Attributes:
-        file: its name in the folder.
-        name: as it was saved; None for one that was stored by itself.
-        model: as people know it.
-        tokens: that it goes on from. Of a conversation one is not computed yet: an answer's last.
-        bytes: of its own file: blocks that were there already are in others'.
+        file: its file name in the folder.
+        name: the name it was saved under; None for one that was stored automatically.
+        model: a readable name of the model.
+        tokens: its length. A conversation includes one token without KV: the last of an answer.
+        bytes: the size of its own file; blocks that existed before are in other files.
         created, used: seconds since 1970.
-        identity: fingerprint of what it belongs to.
+        identity: the digest of its Identity.
     """
 
     file: str
@@ -61,12 +61,12 @@ class StoredContext:
 
 @dataclass(frozen=True)
 class NewContext:
-    """What is noted of a context that was written.
+    """The index entries of a newly written context.
 
     Attributes:
-        blocks: addresses of those in its own file, with their layout's row there.
-        needs: other files that it has blocks in.
-        beginnings: addresses of the beginnings of its tokens.
+        blocks: addresses of the blocks in its own file, each with its row there.
+        needs: other files that contain blocks of it.
+        beginnings: addresses of the prefixes of its tokens.
     """
 
     stored: StoredContext
@@ -76,12 +76,12 @@ class NewContext:
 
 
 class Index:
-    """The tables; every change within `changing`, which one process at a time is in."""
+    """The tables. Every change is within `changing`, which admits one process at a time."""
 
     NAME: ClassVar = "index.sqlite"
 
     def __init__(self, folder: Path) -> None:
-        """Open the index of a folder, which there is. Raises sqlite3.DatabaseError where the file is none."""
+        """Open the index of an existing folder. Raises sqlite3.DatabaseError if the file is no valid index."""
         self.path = folder / self.NAME
         self._database = sqlite3.connect(self.path, timeout=_PATIENCE, isolation_level=None)
         try:
@@ -98,21 +98,21 @@ class Index:
             raise
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._database.close()
 
     @classmethod
     def discard(cls, folder: Path) -> None:
-        """Put an index aside that cannot be used."""
+        """Rename an unusable index to `*.damaged`."""
         for path in (folder / cls.NAME, folder / f"{cls.NAME}-journal"):
             if path.exists():
                 os.replace(path, path.with_name(f"{path.name}.damaged"))
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Within this context nobody else changes the store, and what is changed is there as a whole or not at all.
+        """A transaction: it excludes other writers, and its changes are atomic.
 
-        Raises ContextError where that cannot be written, as on a full disk.
+        Raises ContextError if they cannot be written, as on a full disk.
         """
         try:
             self._database.execute("BEGIN IMMEDIATE")
@@ -120,7 +120,7 @@ class Index:
                 yield
                 self._database.execute("COMMIT")
             except BaseException:
-                # Where a disk is full SQLite may have gone back by itself.
+                # On a full disk SQLite may have rolled back already.
                 if self._database.in_transaction:
                     self._database.execute("ROLLBACK")
                 raise
@@ -129,14 +129,14 @@ class Index:
                 f"{self.path} cannot be written ({said_briefly(error)}); what was stored is as it was"
             ) from error
 
-    # -- what there is
+    # -- queries
 
     def contexts(self) -> list[StoredContext]:
-        """Those that are listed, the one that was used last first."""
+        """The listed contexts, most recently used first."""
         return self._stored("listed ORDER BY used DESC, created DESC")
 
     def named(self, name: str) -> StoredContext | None:
-        """The context of this name."""
+        """The listed context of this name; None if there is none."""
         return next(iter(self._stored("listed AND name = ?", name)), None)
 
     def _stored(self, where: str, *values: object) -> list[StoredContext]:
@@ -145,27 +145,27 @@ class Index:
         return [StoredContext(*row) for row in rows]
 
     def files(self) -> set[str]:
-        """All files that are known, with those that others need only."""
+        """All known files, including unlisted ones that other files need."""
         return {file for (file,) in self._database.execute("SELECT file FROM contexts")}
 
     def total_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files, bytes."""
         (total,) = self._database.execute("SELECT COALESCE(SUM(bytes), 0) FROM contexts").fetchone()
         return int(total)
 
     def block(self, address: bytes) -> tuple[str, int] | None:
-        """The file that a block lies in, and its row there."""
+        """The file that contains a block, and the block's row there; None for an unknown address."""
         return self._database.execute("SELECT file, row FROM blocks WHERE address = ?", (address,)).fetchone()
 
     def beginning_with(self, address: bytes) -> list[StoredContext]:
-        """The listed contexts whose tokens begin so, the one that was used last first."""
+        """The listed contexts that have a prefix with this address, most recently used first."""
         where = "listed AND file IN (SELECT file FROM beginnings WHERE address = ?) ORDER BY used DESC, tokens DESC"
         return self._stored(where, address)
 
     # -- within `changing`
 
     def add(self, new: NewContext) -> None:
-        """Note a context; another of its name has it no longer, and is not listed any more."""
+        """Add a context; an earlier one of its name is unlisted."""
         stored, execute = new.stored, self._database.execute
         if stored.name is not None:
             execute("UPDATE contexts SET listed = 0 WHERE name = ? AND listed", (stored.name,))
@@ -180,15 +180,15 @@ class Index:
         many("INSERT OR IGNORE INTO beginnings VALUES (?, ?)", [(at, stored.file) for at in new.beginnings])
 
     def use(self, file: str) -> None:
-        """Note that a context is used now."""
+        """Set a context's time of use to now."""
         self._database.execute("UPDATE contexts SET used = ? WHERE file = ?", (time.time(), file))
 
     def unlist(self, file: str) -> None:
-        """Let a context be none any more; its file may be needed by others."""
+        """Unlist a context; its file stays while others need it."""
         self._database.execute("UPDATE contexts SET listed = 0 WHERE file = ?", (file,))
 
     def forget_unneeded(self) -> list[str]:
-        """Forget the files that are not listed and nobody needs. Returns their names."""
+        """Remove the entries of unlisted files that no other file needs. Returns their names."""
         forgotten: list[str] = []
         unneeded = "SELECT file FROM contexts WHERE NOT listed AND file NOT IN (SELECT other FROM needs)"
         while found := [file for (file,) in self._database.execute(unneeded)]:

@@ -1,4 +1,4 @@
-"""Contexts as a table and as JSON."""
+"""Formats contexts as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetero_kv.printing import printable
 
 
 def contexts_table(stored: Iterable[StoredContext]) -> Table:
-    """A row each: name, tokens, bytes of its own, when it was used, model."""
+    """A table with a row per context: name, tokens, size of its own file, time of last use, model."""
     table = Table("name", "tokens", "own MB", "last used", "model", box=None, padding=(0, 2, 0, 0))
     for column in table.columns[1:3]:
         column.justify = "right"
@@ -27,7 +27,7 @@ def contexts_table(stored: Iterable[StoredContext]) -> Table:
 
 
 def in_words(name: str, value: Any) -> str:
-    """What is known of a context (`as_json`, `ContextStore.told`), for the eye."""
+    """A value of `as_json` or `ContextStore.told` as readable text."""
     if name in ("created", "used"):
         return _date(value)
     if isinstance(value, list):
@@ -36,12 +36,12 @@ def in_words(name: str, value: Any) -> str:
 
 
 def _date(seconds: float) -> str:
-    """Local time, as people keep it."""
+    """Local date and time."""
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def as_json(stored: StoredContext) -> dict[str, Any]:
-    """What is known of a context; times are seconds since 1970, bytes those of its own file."""
+    """A context's index entry; times are seconds since 1970, `bytes` is the size of its own file."""
     return {
         "name": stored.name,
         "file": stored.file,

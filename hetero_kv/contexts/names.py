@@ -1,4 +1,4 @@
-"""What a context can be called."""
+"""Checks names of contexts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ LONGEST_NAME = 100
 
 
 def require_name(name: str) -> None:
-    """Raise ContextError for a name that no context can have."""
+    """Raise ContextError for an invalid name."""
     if not name.strip() or len(name) > LONGEST_NAME or not name.isprintable():
         raise ContextError(
             f"{shown(name, 80)} is no name for a context; give up to {LONGEST_NAME} characters that can be printed"

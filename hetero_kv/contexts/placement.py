@@ -1,4 +1,4 @@
-"""Which blocks of a context lie in files that are there already."""
+"""Finds the blocks of a context that existing files contain already."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hetero_kv.engine.errors import ContextError
 
 
 class Placement:
-    """Looks blocks up in an index, by what they are: their tokens, those before, and what is stored of them.
+    """Looks blocks up in an index by content address: their tokens, all earlier tokens, and their stored content.
 
     Args:
-        identity: fingerprint of what the context belongs to.
-        tokens: of its one sequence.
+        identity: the digest of the context's Identity.
+        tokens: the tokens of its single sequence.
     """
 
     def __init__(self, index: Index, folder: Path, identity: str, tokens: Sequence[int]) -> None:
@@ -48,7 +48,7 @@ class Placement:
         return runs
 
     def _digest(self, number: int, file: str, row: int, contents: Sequence[str]) -> str:
-        """`rows_digest` of a run in another file; "" where it is gone, or holds others than the index says."""
+        """`rows_digest` of a run in another file; "" if the file is missing, or its blocks differ from the index."""
         if not file:
             return ""
         try:
@@ -61,7 +61,7 @@ class Placement:
 
 
 def _grouped(places: Sequence[tuple[str, int]]) -> Iterator[tuple[int, str, int, int]]:
-    """Runs of rows of one file: where they start, the file, the first row there, and how many."""
+    """Groups places into runs of rows of one file: (first index, file, first row, count)."""
     start = 0
     for index in range(1, len(places) + 1):
         file, row = places[start]
@@ -72,7 +72,7 @@ def _grouped(places: Sequence[tuple[str, int]]) -> Iterator[tuple[int, str, int,
 
 
 def _sums(number: int, blocks: HeldBlocks) -> dict[str, list[int]]:
-    """The checksums of all blocks, by the name of their array, as they will be written."""
+    """Array name -> the checksums of all blocks as they will be written."""
     return {
         f"{BLOCKS}{number}/{layer_idx}/{name}": [
             zlib.crc32(bytes_of(block)) for part in blocks.rows(layer_idx, name) for block in part

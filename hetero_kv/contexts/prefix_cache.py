@@ -1,4 +1,4 @@
-"""Stored contexts that a new prompt begins with: found by the prompt's tokens, and gone on from."""
+"""Prefix caching: finds the stored context with the longest common prefix of a prompt, and continues from it."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _logger = logging.getLogger(__name__)
 
 
 class PrefixCache:
-    """What a store has of prompts.
+    """A prefix cache on a context store.
 
-    Where every layer can go back to any token and attends to all of a later prompt's past, as retrieval does, any
-    stored beginning serves; else a context serves prompts that begin with all of it.
+    If every layer can roll back to any token and continue exactly, as retrieval does, any common prefix is reused. Else
+    a context is reused only for prompts that begin with all of it.
 
     Args:
-        writes: whether contexts are stored too (`keep`).
+        writes: whether `keep` stores contexts.
     """
 
     def __init__(self, store: ContextStore, *, writes: bool) -> None:
         self.store, self.writes = store, writes
 
     def begun(self, empty: HeteroCache, prompt: Sequence[int], **settings: Any) -> HeteroCache | None:
-        """A cache that holds a beginning of `prompt`, the longest that is stored; None where none is.
+        """A cache with the longest stored prefix of `prompt`; None if none is stored.
 
         Args:
             empty: a cache of the model, without tokens.
-            settings: as HeteroCache takes them beside the model.
+            settings: further arguments of HeteroCache.
         """
         goes_back = goes_back_exactly(empty)
         model = empty.injection.model
@@ -46,7 +46,7 @@ class PrefixCache:
             if common < cache.get_seq_length():
                 cache.crop(common - cache.get_seq_length())
             for layer in cache.cohorts[0].family_layers:
-                # The questions that it has heard are not this prompt's.
+                # The saved context's observation windows belong to other questions.
                 layer.reopen()
         except HeteroKVError as error:
             _logger.warning("a stored context cannot be used: %s", error)
@@ -54,7 +54,7 @@ class PrefixCache:
         return cache
 
     def keep(self, cache: HeteroCache, tokens: Sequence[int], notes: dict[str, Any]) -> None:
-        """Store what a cache of one sequence holds, if it is to be; a warning says where that fails."""
+        """Store a cache of one sequence if the cache `writes`; a failure is logged as a warning."""
         if not self.writes:
             return
         try:

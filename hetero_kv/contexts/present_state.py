@@ -1,4 +1,4 @@
-"""Whether a model is as it was when a cache's tokens were computed: asked with every prompt, so it must be quick."""
+"""A quick check, run for every prompt, that a model is unchanged since a cache's tokens were computed."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from hetero_kv.contexts.active_state import ActivePart, active_parts, told
 from hetero_kv.contexts.active_tensors import own_tensors
 from hetero_kv.engine.errors import ContextError
 
-# Numbers of each tensor that are looked at: what changes `tensor.data` leaves no other trace.
+# Numbers of each tensor that are compared: a change of `tensor.data` leaves no other trace.
 _LOOKED_AT = 16
 
 
 class _Seen(NamedTuple):
-    """A tensor: which one it is and torch's version of it, and some of its bytes."""
+    """A tensor's id, torch's version counter, and some of its bytes."""
 
     which: int
     version: int | None
     bytes: bytes
 
     def is_like(self, other: _Seen) -> bool:
-        # Weights that are moved are others, with the same numbers.
+        # Moved weights are new tensors with the same numbers.
         return self.bytes == other.bytes and (self.which != other.which or self.version == other.version)
 
 
 class PresentState:
-    """What is active in a model, and its weights as far as a quick look says.
+    """The active parts of a model, and a sample of its weights.
 
-    Raises nothing: what nobody can tell of (a hook) is the same where it is the same object.
+    It raises nothing: a hook of unknown computation is compared by object identity.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,7 +48,7 @@ class PresentState:
         ]
 
     def is_like(self, other: PresentState) -> bool:
-        """Whether nothing is known to have changed between the two."""
+        """Whether no difference between the two is found."""
         return (
             self._parts == other._parts
             and len(self._tensors) == len(other._tensors)
@@ -65,7 +65,7 @@ def _told_or_itself(part: ActivePart) -> Any:
 
 
 def _some_bytes(tensor: torch.Tensor) -> bytes:
-    """Of a tensor on a CPU, at equal steps; others would have to be waited for."""
+    """A sample of a CPU tensor's numbers at equal steps; b"" for others, which would need a device synchronisation."""
     if type(tensor) not in PLAIN_TENSORS or tensor.device.type != "cpu" or not tensor.numel():
         return b""
     flat = tensor.detach().reshape(-1)

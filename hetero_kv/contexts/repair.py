@@ -1,4 +1,4 @@
-"""What is damaged of a context, computed anew from its tokens."""
+"""Recomputes the damaged part of a context from its tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _logger = logging.getLogger(__name__)
 
 
 def compute_anew(cache: HeteroCache, context: OpenContext, damage: DamagedContextError) -> int:
-    """Let the cache hold the context's tokens, of which blocks, or what stands beside them, are damaged.
+    """Fill the cache with the KV of a damaged context.
 
-    Up to the first damaged block they stay as they are in the file, where layers can go back to there and a prompt
-    behind it is computed exactly; else all are computed, as a prompt.
+    The tokens before the first damaged block keep the file's KV, if the layers can roll back to there and continue
+    exactly. Else all tokens are computed, as one prompt.
 
-    Returns the tokens of each row that were computed. Raises `damage` where the tokens do not suffice.
+    Returns the number of computed tokens per row. Raises `damage` if the token ids are unusable.
     """
     rows = context.stored_tokens
     vocabulary = cache.injection.model.get_input_embeddings().num_embeddings
@@ -30,7 +30,7 @@ def compute_anew(cache: HeteroCache, context: OpenContext, damage: DamagedContex
     kept = _kept(cache, len(rows[0]), damage.whole) if len({len(row) for row in rows}) == 1 else 0
     width = max(map(len, rows))
     try:
-        # What is computed is in no file, and has to have room in memory.
+        # Recomputed KV is not mapped from a file, so it must fit into memory.
         cache.injection.max_seq_len(width, len(rows), held=context.held().first(kept))
     except OutOfMemoryError as error:
         raise ContextError(f"{damage}; there is no room to compute it anew: {error}") from error
@@ -39,7 +39,7 @@ def compute_anew(cache: HeteroCache, context: OpenContext, damage: DamagedContex
     else:
         cache.reset()
     _logger.warning("%s; %d tokens from there on are computed anew", damage, width - kept)
-    # Left-padded, as rows of several lengths are.
+    # Left-padded, since rows may differ in length.
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
     model = cache.injection.model
@@ -53,13 +53,13 @@ def compute_anew(cache: HeteroCache, context: OpenContext, damage: DamagedContex
 
 
 def _kept(cache: HeteroCache, length: int, whole: int) -> int:
-    """Tokens that can stay: 0 where all are to be computed."""
+    """The number of tokens whose stored KV stays; 0 if all are recomputed."""
     is_whole = cache.columns.count == length and len(cache.cohorts) == 1 and 0 < whole < length
     return whole if is_whole and goes_back_exactly(cache) else 0
 
 
 def goes_back_exactly(cache: HeteroCache) -> bool:
-    """Whether a prompt behind any of the tokens is computed as if those behind had never been there."""
+    """Whether a prompt after a rollback to any token is computed as if the later tokens had never existed."""
     if not all(each.continues_exactly for each in cache.injection.attention_operators()):
         return False
     try:

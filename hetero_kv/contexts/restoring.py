@@ -1,4 +1,4 @@
-"""A cache from a saved context: empty layers that become what they were, and blocks that are filled from the file."""
+"""Restores a cache from a saved context: the state of its layers, its block tables, and its blocks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from hetero_kv.engine.sequence import Layout
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the layers of a model compute with.
+    """The shapes of a model's cache layers.
 
     Attributes:
-        by_layer: the shape of every layer's keys and values.
-        states: what layers without keys and values hold.
+        by_layer: layer index -> the shape of its keys and values.
+        states: layer index -> the shape of a recurrent layer's state.
     """
 
     by_layer: Mapping[int, KVShape]
@@ -38,7 +38,7 @@ class Shapes:
     states: Mapping[int, StateShape]
 
     def place(self, layer_idx: int, rows: int, parts: list[SavedPart], made: dict[int, object]) -> Place:
-        """Where a layer of `rows` rows is restored."""
+        """The Place in which a layer of `rows` rows is restored."""
         shape = self.by_layer[layer_idx]
         keys, values = (
             torch.empty(rows, shape.kv_heads, 0, dim, dtype=self.dtype, device=self.device)
@@ -49,15 +49,15 @@ class Shapes:
 
 
 def restore(cache: HeteroCache, context: OpenContext, shapes: Shapes, *, verify: bool) -> None:
-    """Let an empty cache hold what a context does; its identity has been checked.
+    """Load a context, whose identity is checked already, into an empty cache.
 
     Args:
-        verify: whether blocks are read and checked; without, they are first read when they are attended to.
+        verify: whether to read and check all blocks; if not, a block is first read when it is attended to.
 
     Raises:
-        DamagedContextError: the file does not hold a cache of these layers; or only some of its blocks are damaged,
-            and the cache holds what is in the file: the error says up to where that is right.
-        CacheFullError: `max_seq_len` has no room for it.
+        DamagedContextError: the file does not fit these layers; or some blocks are damaged. Then the cache is loaded,
+            and the error gives the number of intact tokens.
+        CacheFullError: the context exceeds `max_seq_len`.
     """
     file = context.file
     said, parts = said_cohorts(context.said, list(file.entries), file.tensor, file.where)
@@ -100,7 +100,7 @@ def _columns(context: OpenContext, said: list[SaidCohort]) -> Columns:
 
 
 def _adopt(context: OpenContext, number: int, layout: Layout, cohorts: list[Cohort], said: list[SaidCohort]) -> None:
-    """Let the sequences hold the blocks of the file, which are the first of the pools."""
+    """Set the sequences' block tables to the file's; its blocks are the first of the pools."""
     file, path = context.file, f"layouts/{number}"
     block_size, lengths = context.layout(number)
     if block_size != layout.block_size or any(len(each.stored) <= number >= len(each.closed) for each in said):
@@ -110,7 +110,7 @@ def _adopt(context: OpenContext, number: int, layout: Layout, cohorts: list[Coho
         raise DamagedContextError(f"{file.where} has more blocks than its rows could fill")
     ids = allocator.allocate(len(lengths))
     allocator.lengths[ids] = lengths
-    held = np.zeros(len(lengths), bool)
+    used = np.zeros(len(lengths), bool)
     for index, (cohort, each) in enumerate(zip(cohorts, said, strict=True)):
         stored, blocks = each.stored[number], -(-each.stored[number] // block_size)
         if each.closed[number] > blocks:
@@ -120,13 +120,13 @@ def _adopt(context: OpenContext, number: int, layout: Layout, cohorts: list[Coho
             name = f"{path}/tables/{index}/{row}"
             part = SavedPart({name: file.tensor(name)} if name in file.entries else {}, where=file.where)
             table = part.indices(name, (blocks,), torch.int32, len(lengths)).numpy()
-            wanted = np.full(blocks, block_size)
-            wanted[-1:] = stored - (blocks - 1) * block_size
-            if np.any(lengths[table[:-1]] != block_size) or np.any(lengths[table[-1:]] < wanted[-1:]):
+            needed = np.full(blocks, block_size)
+            needed[-1:] = stored - (blocks - 1) * block_size
+            if np.any(lengths[table[:-1]] != block_size) or np.any(lengths[table[-1:]] < needed[-1:]):
                 raise part.wrong(f"{name} names blocks that are not full")
             sequence.tables[layout].adopt(ids[table], stored)
-            held[table] = True
-    if not held.all():
+            used[table] = True
+    if not used.all():
         raise DamagedContextError(f"{file.where} has blocks that no row holds")
     allocator.recount()
 

@@ -1,4 +1,4 @@
-"""Runs of blocks in files: what they are called there, and what is stored of them, as one text each."""
+"""Runs of blocks in files: their tensor names, and digests of their content."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from hetero_kv.contexts.tensor_file import TensorFile
 from hetero_kv.engine.errors import DamagedContextError
 
-#: Where blocks are in a file: `blocks/LAYOUT/LAYER/ARRAY`.
+#: The prefix of the names of block tensors: `blocks/LAYOUT/LAYER/ARRAY`.
 BLOCKS = "blocks/"
 
 
 @dataclass(frozen=True)
 class Run:
-    """Blocks that stand one behind the other in a file.
+    """Consecutive blocks in a file.
 
     Attributes:
-        file: its name, in the same folder; "" for the context's own.
-        first, count: which of the file's.
-        digest: `rows_digest` of them, where they are in another file.
+        file: the file's name in the same folder; "" for the context's own.
+        first, count: the range of rows in the file.
+        digest: `rows_digest` of them; "" in the context's own file.
     """
 
     file: str
@@ -30,7 +30,7 @@ class Run:
 
 
 def rows_digest(file: TensorFile, number: int, first: int, count: int) -> str:
-    """One text for the checksums of blocks [first, first + count) of a layout, in all arrays."""
+    """A digest of the checksums of blocks [first, first + count) of a layout, over all arrays."""
     return hashlib.sha256("\n".join(contents_in(file, number, first, count)).encode()).hexdigest()
 
 
@@ -41,13 +41,13 @@ def contents_in(file: TensorFile, number: int, first: int, count: int) -> list[s
 
 
 def contents_of(sums: Mapping[str, Sequence[int]]) -> list[str]:
-    """One text for what is stored of each block, from the checksums of all blocks by the name of their array."""
+    """A text per block that identifies its content; `sums`: array name -> the checksums of all blocks."""
     names = sorted(sums)
     return [" ".join(map(str, block)) for block in zip(*(sums[name] for name in names), strict=True)]
 
 
 def damage_of(file: TensorFile, number: int, run: Run) -> list[DamagedContextError]:
-    """The first damaged block of each array, of a run of a layout's blocks in the file that holds them."""
+    """The first damaged block of each array, in a run of a layout's blocks in `file`."""
     rows = {
         name: file.damaged_rows(name, run.first, run.first + run.count)
         for name in file.entries

@@ -1,4 +1,4 @@
-"""Saving what a cache holds, and going on from it in another process."""
+"""Saves a cache's KV as a context, and loads it in another process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hetero_kv.engine.errors import DamagedContextError
 
 
 class Injected(Protocol):
-    """What is asked of an injection: its model, and the operators in it."""
+    """The interface of an injection: its model, and the operators in it."""
 
     model: Any
 
@@ -35,13 +35,13 @@ class Injected(Protocol):
 
 @dataclass(frozen=True)
 class LoadedContext:
-    """A context that goes on.
+    """A loaded context.
 
     Attributes:
-        cache: as it was saved.
-        tokens: ids of every row, as they were given; none where they were not.
-        notes: as they were given.
-        computed: tokens of each row that were computed anew, because the file is damaged.
+        cache: the cache with the saved KV.
+        tokens: the saved token ids of every row; [] if it was saved without them.
+        notes: the saved notes.
+        computed: tokens of each row that were recomputed because the file is damaged.
     """
 
     cache: HeteroCache
@@ -53,28 +53,27 @@ class LoadedContext:
 def save_context(
     path: str | Path, cache: HeteroCache, tokens: Tokens | None = None, notes: dict[str, Any] | None = None
 ) -> None:
-    """Write all that a cache holds into one safetensors file; see `write_context`."""
+    """Write a cache's KV to one safetensors file; see `write_context`."""
     write_context(Path(path).expanduser(), cache, cache.injection.identity, tokens, notes)
 
 
 def load_context(
     path: str | Path, model: Any, *, verify: bool = True, repair: bool = True, **settings: Any
 ) -> LoadedContext:
-    """A cache that goes on from a saved context exactly as the one that was saved would have.
+    """Load a saved context into a cache that continues exactly as the saved one would have.
 
     Args:
-        model: with the rules in it under which the context was saved.
-        verify: whether every block is read once, to be checked; without, blocks are read when they are first attended
-            to, and what is damaged in them is not seen.
-        repair: whether what is damaged is computed anew where the context has its tokens; a warning names it. Without,
-            it is an error.
-        settings: as HeteroCache takes them beside the model.
+        model: the model, injected with the rules under which the context was saved.
+        verify: whether to read and check every block; if not, a block is first read when it is attended to, and damage
+            in it goes unnoticed.
+        repair: whether to recompute damaged KV from the context's tokens, with a warning; if not, damage is an error.
+        settings: further arguments of HeteroCache.
 
     Raises:
         ContextError: there is no context, or it was saved with another model, other settings, or another version; the
-            message says which, and what would fit.
-        DamagedContextError: the file is not what was written.
-        HeteroKVError: the model has no rules in it, or `max_seq_len` no room for the context.
+            message names the difference and the remedy.
+        DamagedContextError: the file's content differs from what was written.
+        HeteroKVError: the model has no rules injected, or the context exceeds `max_seq_len`.
     """
     with closing(OpenContext.at(Path(path).expanduser())) as context:
         injection: Injected = injected(model)  # type: ignore[assignment]
@@ -93,9 +92,10 @@ def load_context(
 
 
 def require_fit(path: str | Path, model: Any) -> None:
-    """Raise where a saved context cannot go on in this model, as far as can be told before its weights are loaded.
+    """Raise if a saved context does not fit this model, as far as that is known before its weights are loaded.
 
-    model: with the rules in it, its weights not there yet. Raises as `load_context`, of damage what the header has.
+    model: the injected model, whose weights may be missing. Raises as `load_context`; it sees damage in the header
+    only.
     """
     with closing(OpenContext.at(Path(path).expanduser())) as context:
         here = Identity.of(model, injected(model).attention_operators())  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ def require_fit(path: str | Path, model: Any) -> None:
 
 
 def shapes_of(injection: Injected) -> Shapes:
-    """What the layers of a model with rules in it compute with."""
+    """The shapes of an injected model's cache layers."""
     config, model = bridge.text_config(injection.model), injection.model
     shapes = dict.fromkeys(range(config.num_hidden_layers), KVShape.of(config))
     operators: list[AttentionOperator] = list(injection.attention_operators())

@@ -1,4 +1,4 @@
-"""Where contexts are kept, how much of them, and what becomes of them by itself: the settings."""
+"""The settings of saved contexts: folder, size limit, and automatic prefix caching."""
 
 from __future__ import annotations
 

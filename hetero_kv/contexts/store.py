@@ -32,16 +32,16 @@ _NOT_WRITABLE = 0o555
 
 
 class ContextStore:
-    """Contexts of one sequence each, in one folder, by name or by their tokens.
+    """Contexts of one sequence each in one folder, found by name or by their tokens.
 
-    Blocks that are there already are not written again: a context's file has those that are its own, and says which
-    others' it begins with. A file is removed when no context needs it any more. Several processes may use one folder.
+    Contexts share blocks: a file contains only new blocks, and references the files with the others. A file is removed
+    when no context needs it any more. Several processes may use one folder.
 
     Args:
-        folder: made where there is none.
-        limit: bytes that all files may take; what was used least recently goes first. None for no limit.
+        folder: created if it is missing.
+        limit: bytes that all files may take; the least recently used contexts are removed first. None for no limit.
 
-    Raises ContextError where the folder cannot be used.
+    Raises ContextError if the folder cannot be used.
     """
 
     def __init__(self, folder: str | Path, limit: int | None = None) -> None:
@@ -72,7 +72,7 @@ class ContextStore:
         return index
 
     def close(self) -> None:
-        """Let go of the index."""
+        """Close the index."""
         self._index.close()
 
     def __enter__(self) -> ContextStore:
@@ -81,14 +81,14 @@ class ContextStore:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    # -- what there is
+    # -- queries
 
     def contexts(self) -> list[StoredContext]:
-        """All of them, the one that was used last first."""
+        """All contexts, most recently used first."""
         return self._index.contexts()
 
     def named(self, name: str) -> StoredContext:
-        """The context of this name. Raises ContextError where there is none."""
+        """The context of this name. Raises ContextError if there is none."""
         found = self._index.named(name)
         if found is None:
             known = ", ".join(each.name for each in self.contexts() if each.name)
@@ -96,11 +96,11 @@ class ContextStore:
         return found
 
     def total_bytes(self) -> int:
-        """Of all files."""
+        """The size of all files, bytes."""
         return self._index.total_bytes()
 
     def path(self, stored: StoredContext) -> Path:
-        """Of a context's own file."""
+        """The path of a context's own file."""
         return self.folder / stored.file
 
     # -- saving and loading
@@ -108,12 +108,13 @@ class ContextStore:
     def save(
         self, cache: HeteroCache, tokens: Sequence[int], name: str | None = None, notes: dict[str, Any] | None = None
     ) -> StoredContext:
-        """Store what a cache of one sequence holds, under a name, whose earlier context gives way, or under none.
+        """Store the KV of a cache of one sequence; an earlier context of the same name is replaced.
 
         Args:
-            tokens: its token ids, at least those that are stored.
+            tokens: its token ids, at least as many as are stored.
+            name: the context's name; None for none.
 
-        Raises ContextError where it cannot be saved; what was stored before is as it was.
+        Raises ContextError if it cannot be saved; earlier contexts are then unchanged.
         """
         if name is not None:
             require_name(name)
@@ -127,7 +128,7 @@ class ContextStore:
             try:
                 placement = Placement(self._index, self.folder, identity.digest, list(tokens)[: cache.lengths[0]])
                 write_context(path, cache, identity, [list(tokens)], kept, placement)
-                # Nobody writes to it again: not even who means another file.
+                # Read-only: other contexts may share its blocks.
                 path.chmod(path.stat().st_mode & _NOT_WRITABLE)
                 with closing(OpenContext.at(path)) as context:
                     new = _noted(path, context)
@@ -141,7 +142,7 @@ class ContextStore:
         return new.stored
 
     def load(self, stored: StoredContext, model: Any, **settings: Any) -> LoadedContext:
-        """Go on from a context; see `load_context`."""
+        """Load a context; see `load_context`."""
         loaded = load_context(self.path(stored), model, **settings)
         if stored.name is not None and loaded.notes.get("name") != stored.name:
             raise DamagedContextError(f"{self.folder}: its index takes {stored.file} for {shown(stored.name)}")
@@ -149,7 +150,7 @@ class ContextStore:
         return loaded
 
     def use(self, stored: StoredContext) -> None:
-        """Note that a context is used now, where that can be written."""
+        """Set a context's time of use to now; a failure to write is only logged."""
         try:
             with self._index.changing():
                 self._index.use(stored.file)
@@ -157,7 +158,7 @@ class ContextStore:
             _logger.debug("%s: the use of a context is not noted: %s", self.folder, error)
 
     def told(self, stored: StoredContext) -> dict[str, Any]:
-        """What a context's file tells of it: version, dtype, operators, turns, and how much it has in others' files."""
+        """The metadata of a context's file: version, dtype, operators, turns, and the files with its blocks."""
         with closing(OpenContext.at(self.path(stored))) as context:
             notes = context.said.get("notes")
             turns = notes.get("turns") if isinstance(notes, dict) else None
@@ -174,27 +175,27 @@ class ContextStore:
     def longest(
         self, identity: Identity, tokens: Sequence[int], *, whole: bool = False
     ) -> tuple[StoredContext, int] | None:
-        """The context that has most of the beginning of `tokens`, and how many; None where none has a piece of it.
+        """The context with the longest common prefix with `tokens`, and the prefix's length; None without a match.
 
-        At most all but the last token, which a prompt must have left.
+        The prefix excludes the last token, since a prompt must compute at least one.
 
         Args:
-            whole: whether all of the context must be in `tokens`, because its layers cannot go back.
+            whole: whether the context must be a prefix of `tokens` as a whole, because its layers cannot roll back.
         """
         for address in reversed(addresses.beginnings(identity.digest, tokens[:-1])):
             best: tuple[StoredContext, int] | None = None
             for stored in self._index.beginning_with(address):
                 with contextlib.suppress(ContextError), closing(OpenContext.at(self.path(stored))) as context:
-                    held = context.stored_tokens[0]
-                    common = _common(held, tokens[:-1])
-                    if (best is None or common > best[1]) and not (whole and common < len(held)):
+                    saved = context.stored_tokens[0]
+                    common = _common(saved, tokens[:-1])
+                    if (best is None or common > best[1]) and not (whole and common < len(saved)):
                         best = stored, common
             if best is not None:
                 return best
         return None
 
     def verify(self, stored: StoredContext) -> list[str]:
-        """What is wrong with a context: nothing, or a line for each damage."""
+        """Describes the damage of a context, a line each; [] if it is intact."""
         try:
             with closing(OpenContext.at(self.path(stored))) as context:
                 return [str(error) for error in context.damage()]
@@ -204,7 +205,7 @@ class ContextStore:
     # -- removing
 
     def remove(self, stored: StoredContext) -> int:
-        """Let a context go. Returns the bytes that are free by that: others may need its blocks."""
+        """Remove a context. Returns the bytes freed; blocks that other contexts need stay."""
         with self._index.changing():
             before = self._index.total_bytes()
             self._index.unlist(stored.file)
@@ -214,20 +215,20 @@ class ContextStore:
         return freed
 
     def prune(self, limit: int | None = None) -> tuple[list[StoredContext], int]:
-        """Remove what was used least recently until `limit` bytes are left, and files that belong to no context.
+        """Remove the least recently used contexts until at most `limit` bytes remain, and files without a context.
 
-        Returns the contexts that went, and the bytes that are free by all of that.
+        Returns the removed contexts, and the bytes freed in total.
         """
         with self._index.changing():
-            held = self._held()
-            stray = [name for name in held if name not in self._index.files()]
+            sizes = self._held()
+            stray = [name for name in sizes if name not in self._index.files()]
             before, gone = self._index.contexts(), self._over_limit(None, limit)
             left = {each.file for each in self._index.contexts()}
         self._unlink([*stray, *gone])
-        return [each for each in before if each.file not in left], sum(held.values()) - sum(self._held().values())
+        return [each for each in before if each.file not in left], sum(sizes.values()) - sum(self._held().values())
 
     def _held(self) -> dict[str, int]:
-        """Files of contexts in the folder, finished or not, with their sizes."""
+        """File name -> bytes, for all files of contexts in the folder, complete or partial."""
         found = {}
         for path in self.folder.iterdir():
             if path.name.endswith((_SUFFIX, _SUFFIX + PARTIAL)):
@@ -236,7 +237,7 @@ class ContextStore:
         return found
 
     def _over_limit(self, newest: StoredContext | None, limit: int | None = None) -> list[str]:
-        """Let contexts go until all files take no more than the limit; returns the files that are needed no more."""
+        """Unlist contexts until the files fit the limit; returns the files that are no longer needed."""
         most, unneeded = self.limit if limit is None else limit, self._index.forget_unneeded()
         for stored in reversed(self._index.contexts()):
             if most is None or self._index.total_bytes() <= most:
@@ -260,7 +261,7 @@ class ContextStore:
 
 
 def _noted(path: Path, context: OpenContext) -> NewContext:
-    """What the index notes of a file."""
+    """The index entries of a file."""
     identity, where = context.identity.digest, context.file.where
     tokens = context.stored_tokens
     if len(tokens) != 1:
@@ -288,7 +289,7 @@ def _noted(path: Path, context: OpenContext) -> NewContext:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that two sequences begin with alike."""
+    """The length of the common prefix."""
     for index, (first, second) in enumerate(zip(one, other, strict=False)):
         if first != second:
             return index

@@ -1,4 +1,4 @@
-"""SHA-256 of all bytes of tensors, which are read again only where they have changed."""
+"""SHA-256 digests of tensors, recomputed only for tensors that have changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-# A tensor's bytes are hashed in pieces of so many, by several threads; their hashes are hashed.
+# Bytes of a piece. Several threads hash a tensor's pieces; the digest is the hash of their hashes.
 _PIECE = 1 << 24
 _ROW = 512
 
@@ -22,17 +22,17 @@ class _Known(NamedTuple):
 
 
 class TensorDigests:
-    """Digests of tensors that live on, such as a model's weights.
+    """Digests of long-lived tensors, such as a model's weights.
 
-    A tensor of which a digest is known is read by a checksum, which takes a tenth of the time. Versions of torch's
-    (`_version`) would not do: `tensor.data` has one apart, and tensors of inference mode have none.
+    For a tensor with a known digest, a checksum detects changes in a tenth of the time. Torch's version counter
+    (`_version`) does not suffice: `tensor.data` has a separate one, and inference tensors have none.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
 
     def of(self, tensors: Iterable[torch.Tensor]) -> list[bytes]:
-        """The SHA-256 of each tensor's bytes."""
+        """The SHA-256 digest of each tensor's bytes."""
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             found = [self._of_one(tensor, pool) for tensor in tensors]
         self._known = {key: known for key, known in self._known.items() if known.tensor() is not None}
@@ -51,7 +51,7 @@ class TensorDigests:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """[bytes] uint8, of the same memory where the tensor is contiguous."""
+    """The tensor's bytes as [bytes] uint8, a view if it is contiguous."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
@@ -60,7 +60,7 @@ def _hashed(data: torch.Tensor) -> bytes:
 
 
 def _checksum(data: torch.Tensor) -> bytes:
-    """Sums of a tensor's words by rows and by columns: one that changes, or two that change places, change these."""
+    """A hash of the sums of a tensor's words by rows and by columns, which detects changed and swapped words."""
     whole = len(data) - len(data) % (8 * _ROW)
     words = data[:whole]
     if words.data_ptr() % 8 or words.storage_offset() % 8:

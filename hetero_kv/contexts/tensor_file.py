@@ -1,4 +1,4 @@
-"""safetensors files with a checksum for every block: written as a whole or not at all, and checked as they are read."""
+"""safetensors files with a checksum per block, written atomically and checked as they are read."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from hetero_kv.store.memory import lay, whole_pages
 ALIGNMENT = 64
 #: The last tensors of a file: CRC-32 of the others, row by row; and SHA-256 of the header and of these checksums.
 CHECKSUMS, SEAL = "checksums", "seal"
-#: Tensors that hold nothing.
+#: The name prefix of tensors that are padding.
 PADDING = "padding."
-# A tensor of fewer bytes is read when it is loaded: nothing is gained by mapping it.
+# Smaller tensors are read instead of mapped: mapping them gains nothing.
 LEAST_MAPPED = 1 << 16
 _SEAL_BYTES = 32
 _AT_ONCE = 1 << 23
@@ -38,10 +38,10 @@ class Piece:
     """A tensor to be written.
 
     Attributes:
-        rows: gives its parts along the first dimension, contiguous and on the CPU, one behind the other; `shape` and
-            `dtype` are what they come to.
-        by_row: whether every row has a checksum, or the whole.
-        page_offset: where in a page of memory it begins; None: anywhere.
+        rows: yields its parts along the first dimension in order, contiguous and on the CPU; together they have `shape`
+            and `dtype`.
+        by_row: whether there is a checksum per row, or one for all.
+        page_offset: the offset within a memory page at which it begins; None for any.
     """
 
     shape: tuple[int, ...]
@@ -52,26 +52,26 @@ class Piece:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Piece:
-        """Of a tensor, on any device, with one checksum."""
+        """A piece for a tensor on any device, with one checksum."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: [tensor.detach().to("cpu").contiguous()])
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Its size, bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
     def checksums(self) -> int:
-        """How many it has."""
+        """The number of its checksums."""
         return self.shape[0] if self.by_row else 1
 
 
 def write_tensors(path: Path, pieces: Mapping[str, Piece], metadata: Mapping[str, str]) -> None:
-    """Write a file that is there as a whole or not at all.
+    """Write a file atomically.
 
     Raises:
-        OSError: it cannot be written; what was there is as it was.
-        ValueError: there is more to say in the header than a safetensors file holds.
+        OSError: it cannot be written; an earlier file is unchanged.
+        ValueError: the header exceeds the limit of safetensors.
     """
     write_pieces_atomically(path, _written(pieces, metadata))
 
@@ -92,7 +92,7 @@ def _written(pieces: Mapping[str, Piece], metadata: Mapping[str, str]) -> Iterat
 
 
 def _summed(piece: Piece, sums: list[int]) -> Iterator[memoryview]:
-    """The bytes of a piece; their checksums are added to `sums`."""
+    """Yields the bytes of a piece, and appends their checksums to `sums`."""
     whole, written = 0, 0
     for part in piece.rows():
         content = bytes_of(part)
@@ -109,12 +109,12 @@ def _summed(piece: Piece, sums: list[int]) -> Iterator[memoryview]:
 
 
 def _entries(pieces: Mapping[str, Piece]) -> dict[str, Entry]:
-    """Where everything lies, padding included."""
+    """The layout of the file, padding included."""
     entries: dict[str, Entry] = {}
     end = 0
     for name, piece in pieces.items():
-        wanted, multiple = (0, ALIGNMENT) if piece.page_offset is None else (piece.page_offset, mmap.PAGESIZE)
-        gap = (wanted - end) % multiple
+        offset, multiple = (0, ALIGNMENT) if piece.page_offset is None else (piece.page_offset, mmap.PAGESIZE)
+        gap = (offset - end) % multiple
         if gap:
             entries[f"{PADDING}{len(entries)}"] = Entry(torch.uint8, (gap,), end, end + gap)
         entries[name] = Entry(piece.dtype, piece.shape, end + gap, end + gap + piece.nbytes)
@@ -130,19 +130,19 @@ def _entries(pieces: Mapping[str, Piece]) -> dict[str, Entry]:
 
 
 class TensorFile:
-    """A file of `write_tensors`, open: its header and checksums are right, what they speak of is yet to be read.
+    """An open file of `write_tensors`. Its header and checksum table are verified; its tensors are checked when read.
 
     Attributes:
-        entries: name -> where it lies, in the order of the file, without padding.
-        metadata: texts by name.
-        descriptor: of the open file.
+        entries: name -> entry, in the order of the file, without padding.
+        metadata: key -> text.
+        descriptor: the descriptor of the open file.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open a file. Raises DamagedContextError where it is none, and OSError where it cannot be opened."""
+        """Open a file. Raises DamagedContextError if it is invalid, and OSError if it cannot be opened."""
         self.path = path
         self.where = str(path)
-        # What is no file might wait for somebody to write into it.
+        # O_NONBLOCK, because opening a pipe would wait for a writer.
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             self._read_header()
@@ -172,9 +172,9 @@ class TensorFile:
         self._checksums = torch.frombuffer(bytearray(written), dtype=torch.int64).tolist() if written else []
 
     def assign_checksums(self, by_row: Callable[[str], bool]) -> None:
-        """Find out which checksums are whose: every row's of a tensor of which `by_row` says so, else the whole's.
+        """Assign the checksums to tensors: one per row where `by_row(name)` is true, else one per tensor.
 
-        Raises DamagedContextError where they are too few or too many.
+        Raises DamagedContextError if their number does not match.
         """
         self._sums: dict[str, Sequence[int]] = {}
         start = 0
@@ -186,17 +186,17 @@ class TensorFile:
             raise DamagedContextError(f"{self.where} has {len(self._checksums)} checksums, where {start} are wanted")
 
     def close(self) -> None:
-        """Close the file; what is mapped of it stays."""
+        """Close the file; its mappings stay."""
         with contextlib.suppress(OSError):
             os.close(self.descriptor)
 
     def offset(self, name: str, row: int = 0) -> int:
-        """Where in the file a tensor, or a row of it, begins, bytes."""
+        """The offset in the file of a tensor, or of a row of it, bytes."""
         entry = self.entries[name]
         return self.data_start + entry.start + row * entry.row_bytes
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor as a whole, a copy. Raises DamagedContextError where it is not what was written."""
+        """A copy of a tensor. Raises DamagedContextError if its checksum differs."""
         entry = self.entries[name]
         content = bytearray(self._bytes(self.data_start + entry.start, entry.stop - entry.start))
         if [zlib.crc32(content)] != self._sums[name]:
@@ -205,7 +205,7 @@ class TensorFile:
         return flat.reshape(entry.shape)
 
     def damaged_rows(self, name: str, first: int, stop: int) -> list[int]:
-        """Those of the rows [first, stop) of a tensor with a checksum for each that are not what was written."""
+        """The rows in [first, stop) whose checksum differs; the tensor has a checksum per row."""
         entry, damaged = self.entries[name], []
         size = entry.row_bytes
         at_once = max(1, _AT_ONCE // max(1, size))
@@ -220,14 +220,14 @@ class TensorFile:
         return damaged
 
     def mapped_bytes(self, name: str, row: int, count: int, place: int) -> int:
-        """How many bytes `fill` maps of `count` rows from `row` on where they are rows of a pool from `place` on."""
+        """The bytes that `fill` maps of `count` rows from `row` on, if the target is a pool's rows from `place` on."""
         size = self.entries[name].row_bytes
         if count * size < LEAST_MAPPED:
             return 0
         return whole_pages(place * size, count * size, self.offset(name, row))[1]
 
     def watched(self) -> MappedFile:
-        """The file, to be watched from its opening on."""
+        """The file as a MappedFile, which detects changes since it was opened."""
         return MappedFile(self.where, self.descriptor, self._status)
 
     def row_sums(self, name: str) -> Sequence[int]:
@@ -235,10 +235,10 @@ class TensorFile:
         return self._sums[name]
 
     def fill(self, name: str, row: int, target: torch.Tensor) -> bool:
-        """Let a contiguous tensor in `untouched` memory hold rows of `name`, from `row` on, as many of the kind.
+        """Load rows of `name`, from `row` on, into `target`, a contiguous tensor in `untouched` memory.
 
-        Many bytes are mapped, where they lie as they do in the tensor, and read when they are touched; returns whether
-        any are.
+        Large row ranges are mapped where their page offsets agree, and read on first access. Returns whether any bytes
+        are mapped.
         """
         if not target.numel():
             return False

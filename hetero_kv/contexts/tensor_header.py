@@ -1,7 +1,7 @@
-"""The header of a safetensors file: which tensors there are, where, and what is said of them; checked as it is read.
+"""Encodes and decodes the header of a safetensors file: its tensors, their offsets, and metadata; checked when read.
 
-The format: 8 bytes, little-endian, the header's length; the header, JSON; the tensors, one behind the other without
-holes. What makes files of contexts readable by blocks, and mappable, is within it: padding is tensors of its own.
+The format: 8 bytes, little-endian, with the header's length; the header, JSON; the tensors, without gaps between them.
+Context files conform to it: their alignment padding consists of extra tensors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 #: Bytes before the header.
 PREFIX = 8
-#: As safetensors has it.
+#: Limit on the header's length, bytes, as in safetensors.
 LONGEST = 100_000_000
 _MOST_DIMENSIONS = 8
 _METADATA = "__metadata__"
@@ -43,7 +43,7 @@ class Entry:
     """A tensor of the file.
 
     Attributes:
-        start, stop: its bytes, counted from the header's end.
+        start, stop: its byte range, counted from the header's end.
     """
 
     dtype: torch.dtype
@@ -53,14 +53,14 @@ class Entry:
 
     @property
     def row_bytes(self) -> int:
-        """Of each of the first dimension."""
+        """Bytes per row of the first dimension."""
         return (self.stop - self.start) // self.shape[0] if self.shape[0] else 0
 
 
 def encoded(entries: Mapping[str, Entry], metadata: Mapping[str, str], multiple: int) -> bytes:
-    """The length and the header, whose end lies at a multiple of `multiple` bytes.
+    """The length prefix and the header, padded to a multiple of `multiple` bytes.
 
-    Raises ValueError for one that is longer than any reader takes.
+    Raises ValueError if it is longer than `LONGEST`.
     """
     said: dict[str, Any] = {_METADATA: dict(metadata)}
     for name, entry in entries.items():
@@ -74,9 +74,9 @@ def encoded(entries: Mapping[str, Entry], metadata: Mapping[str, str], multiple:
 
 
 def decoded(text: bytes, size: int, where: str) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The entries, in the order of their bytes, and the metadata, of a file with `size` bytes behind the header.
+    """The entries in the order of their bytes, and the metadata, of a file with `size` bytes after the header.
 
-    Raises DamagedContextError where they are not sound: nothing that follows from them reaches beyond the file.
+    Raises DamagedContextError for an invalid header, so that no entry reaches beyond the file.
     """
     try:
         said = json.loads(text)

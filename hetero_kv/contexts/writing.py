@@ -1,4 +1,4 @@
-"""What a cache holds, written into one file."""
+"""Writes a cache's KV to one file."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from hetero_kv.errors import said_briefly
 Tokens = Sequence[Sequence[int]] | torch.Tensor
 
 
-#: Of a layout's number and its blocks: the runs that they are to be written as.
+#: (layout's number, its blocks) -> the runs in which they are written.
 Placing = Callable[[int, HeldBlocks], list[Run]]
 
 
 def all_here(number: int, blocks: HeldBlocks) -> list[Run]:
-    """All blocks in the file itself."""
+    """One run with all blocks in the file itself."""
     return [Run("", 0, blocks.count, "")] if blocks.count else []
 
 
@@ -43,15 +43,15 @@ def write_context(
     notes: dict[str, Any] | None = None,
     placing: Placing = all_here,
 ) -> None:
-    """Write what a cache holds into one file, which is there as a whole or not at all.
+    """Write a cache's KV to one file, atomically.
 
     Args:
-        tokens: the token ids of every row; a row may have more than are stored, as behind `generate`.
-        notes: what the caller wants to find again, as JSON has it.
-        placing: which blocks are in other files, beside this one, already.
+        tokens: the token ids of every row; a row may have more than are stored, as after `generate`.
+        notes: the caller's notes, as JSON values.
+        placing: decides which blocks are references to other files in the folder.
 
-    Raises ContextError where the cache holds nothing or cannot be saved, the file cannot be written, or one that blocks
-    of the cache lie in was changed.
+    Raises ContextError if the cache is empty or cannot be saved, if the file cannot be written, or if a file that is
+    mapped into the cache was changed.
     """
     if cache.steps:
         raise ContextError("a prompt is being prefilled into this cache; save it before or after, not in between")
@@ -115,13 +115,13 @@ def _block_pieces(cache: HeteroCache, blocks: HeldBlocks, path: str, runs: Seque
 
     def rows(layer_idx: int, name: str) -> Iterator[torch.Tensor]:
         yield from blocks.rows(layer_idx, name, kept)
-        # What lies in a file that somebody changed must not be sealed as right.
+        # Blocks that are mapped from a changed file must not get valid checksums.
         cache.require_unchanged_files()
 
     for layer_idx, name, shape, dtype in blocks.arrays():
         row_bytes = torch.Size(shape).numel() * dtype.itemsize
         count = int(kept.sum())
-        # As in a pool, in which the first of them stands behind those that are elsewhere.
+        # The same page offset as in a restored pool, where the first block follows those of other files.
         page_offset = first * row_bytes % mmap.PAGESIZE if count * row_bytes >= LEAST_MAPPED else None
         pieces[f"{path}/{layer_idx}/{name}"] = Piece(
             (count, *shape),
