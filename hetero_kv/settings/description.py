@@ -1,4 +1,4 @@
-"""What settings say of themselves: names, types in words, choices, and the words for a method."""
+"""Describes settings for users: names, types in words, choices, and the name of a method."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def describe(cls: type) -> Iterator[SettingRow]:
 
 
 def setting_names(cls: type) -> frozenset[str]:
-    """The settings of `cls`, under their own names."""
+    """The canonical names of the settings of `cls`."""
     return frozenset(entries_of(cls))
 
 
 def choices_of(cls: type, name: str) -> tuple[str, ...]:
-    """The texts that the setting `name` of `cls` may be."""
+    """The allowed texts of the setting `name` of `cls`."""
     return entries_of(cls)[name].constraints.allowed()
 
 
 def takes_any_text(classes: Iterable[type], spelling: str) -> bool:
-    """Whether the setting of that name or alias is a free text, in every one of the classes that has it."""
+    """Whether the setting of this name or alias is free text in every class that has it."""
     entries = [entry for cls in classes for entry in entries_of(cls).values()]
     known = [entry for entry in entries if spelling.replace("-", "_") in (entry.name, *entry.constraints.aliases)]
     return bool(known) and all(entry.annotation is str and entry.constraints.choices is None for entry in known)
 
 
 def method_words(settings: object) -> str:
-    """What tells a method from others of its operator, e.g. "QUEST, 2 per block, SEPARATE"; "" where nothing does."""
+    """The settings that distinguish a method of an operator, e.g. "QUEST, 2 per block, SEPARATE"; "" if none do."""
     cls: Any = type(settings)
     entries = entries_of(cls).values()
     return ", ".join(

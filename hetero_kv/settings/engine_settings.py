@@ -1,4 +1,4 @@
-"""The settings of the engine, whatever the operators are; their names follow KTransformers."""
+"""The settings of the engine, independent of the operators; their names follow KTransformers."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class EngineSettings(Settings):
     def resolved_threads(self) -> int:
         """CPU threads to start: `threads_num`, at most the CPUs that the process may use (affinity and quota).
 
-        For auto those of the environment (OMP_NUM_THREADS), or as many as there are physical cores.
+        For auto: the environment's (OMP_NUM_THREADS), or the number of physical cores.
         """
         usable = usable_cpus()
         if self.threads_num != "auto":
             return min(self.threads_num, usable)
-        # Virtual machines and some ARM systems do not tell their physical cores.
+        # Virtual machines and some ARM systems do not report their physical cores.
         return threads_by_environment() or min(psutil.cpu_count(logical=False) or usable, usable)

@@ -1,4 +1,4 @@
-"""Command-line flags: in either spelling (dashes or underscores), and derived from settings classes."""
+"""Command-line flags, spelled with dashes or underscores, and derived from settings classes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ _NO_SETTINGS: Mapping[str, Any] = MappingProxyType({})
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser whose mistakes are errors for the user: `parse` raises, and never ends the program but for `--help`.
+    """A parser that raises ConfigError for the user's mistakes; only `--help` ends the program.
 
     Attributes:
-        learn: called with the flags that are known when others are not; adds what it can find out about, and says
-            whether it did.
+        learn: called with the known flags when there are unknown ones; it may add flags, and returns whether it did.
     """
 
     def __init__(self, prog: str, description: str, epilog: str | None = None) -> None:
@@ -62,10 +61,10 @@ class FlagParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}{'' if message.endswith('?') else ';'} {self.prog} --help lists every flag")
 
     def add_settings(self, title: str, dest: str, cls: type) -> argparse._ArgumentGroup:
-        """A group with a flag for every setting of `cls`, its aliases included; `dest` collects those that are given.
+        """A group with a flag for every setting of `cls` and its aliases; `dest` collects those on the command line.
 
-        `dest` of the parsed namespace maps names, as spelled on the command line, to numbers, booleans, lists or texts,
-        as `setting.canonical` takes them; it checks them.
+        `dest` of the parsed namespace maps names, as spelled on the command line, to numbers, booleans, lists or texts.
+        They are unchecked; `mapping.canonical` checks them.
         """
         group = self.add_argument_group(title)
         for row in describe(cls):
@@ -77,9 +76,9 @@ class FlagParser(argparse.ArgumentParser):
     def add_setting(
         self, group: argparse._ArgumentGroup, dest: str, row: SettingRow, meaning: str, *, is_text: bool
     ) -> None:
-        """A flag for one setting, as `add_settings` adds it; `is_text` keeps what is given from being read as a number.
+        """Add a flag for one setting, as `add_settings`; `is_text` keeps its value from being parsed as a number.
 
-        A name that is a flag already stays what it is.
+        A name that is a flag already is skipped.
         """
         if dest not in self._defaults:
             self.set_defaults(**{dest: _NO_SETTINGS})
@@ -116,7 +115,7 @@ class _CollectSetting(argparse.Action):
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Aliases before one value, instead of a value after each: `--model, --model_path MODEL`."""
+    """Writes the value once, after all aliases: `--model, --model_path MODEL`."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30)
@@ -137,7 +136,7 @@ def _with_underscores(arguments: Sequence[str]) -> list[str]:
 
 
 def scalar(text: str) -> int | float | bool | str | list[int]:
-    """A flag's value as the number, boolean or list of numbers that it spells (1,2,3 or [1, 2, 3]), else as text."""
+    """A flag's value parsed as a number, boolean or list of whole numbers (1,2,3 or [1, 2, 3]), else the text."""
     if _LIST.fullmatch(text.strip()):
         return [int(number) for number in re.findall(r"\d+", text)]
     for kind in (int, float):
@@ -149,7 +148,7 @@ def scalar(text: str) -> int | float | bool | str | list[int]:
 
 
 def add_loading_flags(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add the flags that say which model is loaded, and how; `default` says which one it is without them."""
+    """Add the flags for choosing and loading a model; `default` names the default model in the help."""
     model = parser.add_argument_group("model")
     model.add_argument(
         "--model",

@@ -1,4 +1,4 @@
-"""YAML, loaded safely, whose mappings remember the lines they came from, so that an error can point at them."""
+"""Loads YAML safely, within limits, into mappings that record line numbers for error messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 from hetero_kv.errors import ConfigError, shown
 
-# What a file of rules or settings may be; those that ship stay below a hundredth of it. PyYAML takes about a second for
+# Limits on a file of rules or settings; packaged files stay below a hundredth of them. PyYAML takes about a second for
 # a file at all of these limits.
 MOST_BYTES = 256 << 10
 MOST_DEPTH = 32
@@ -19,10 +19,10 @@ MOST_VALUES = 10_000
 MOST_DIGITS = 40
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
-# Numbers that PyYAML, by YAML 1.1, takes for text (1e-3) or in base 8, where people mean what YAML 1.2 says.
+# Numbers that PyYAML, by YAML 1.1, reads as text (1e-3) or in base 8, although users expect YAML 1.2.
 _EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]{1,3}$")
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]+")
-# What PyYAML's constructors raise for a value that its explicit tag does not fit.
+# Exceptions that PyYAML's constructors raise for a value that does not fit its explicit tag.
 _FOREIGN = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -31,7 +31,7 @@ class LocatedMapping(dict[Any, Any]):
 
     Attributes:
         line: the line it begins on, counted from 1.
-        key_lines: key -> the line that key stands on.
+        key_lines: key -> its line.
     """
 
     def __init__(self, line: int) -> None:
@@ -41,13 +41,13 @@ class LocatedMapping(dict[Any, Any]):
 
 
 class _LocatedLoader(yaml.SafeLoader):
-    """PyYAML's safe loader, within limits; no key is given twice, and mappings are `LocatedMapping`s."""
+    """PyYAML's safe loader with limits; it refuses duplicate keys, and its mappings are `LocatedMapping`s."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._depth = 0
         self._nodes = 0
-        # Complete node -> the nodes that it stands for, those behind its aliases counted each time.
+        # Complete node -> the number of nodes it expands to, counting an alias's nodes each time.
         self._expanded: dict[yaml.Node | None, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
@@ -70,7 +70,7 @@ class _LocatedLoader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """See PyYAML. Raises ConstructorError with the place of a value that its tag does not fit."""
+        """See PyYAML. Raises ConstructorError, with the place, for a value that does not fit its tag."""
         try:
             if node.tag in (_INT, _FLOAT) and isinstance(node, yaml.ScalarNode):
                 _check_number(node)
@@ -90,7 +90,7 @@ class _LocatedLoader(yaml.SafeLoader):
 
 
 def _check_number(node: yaml.Node) -> None:
-    """Raise ValueError for a number that is too long, or that would be read in a base that nobody means."""
+    """Raise ValueError for a number that is too long, or that PyYAML would read in base 8 or 60."""
     text = node.value
     if len(text) > MOST_DIGITS:
         raise ValueError(f"it has {len(text):,} characters, and a number may have {MOST_DIGITS}")
@@ -106,7 +106,7 @@ def _construct_mapping(loader: _LocatedLoader, node: Any) -> Iterator[LocatedMap
     if not isinstance(node, yaml.MappingNode):
         raise yaml.constructor.ConstructorError(None, None, f"expected a mapping, found a {node.id}", node.start_mark)
     for key_node, _ in node.value:
-        # A merge key (`<<`) may bring in keys that the mapping has too: that is what it is for.
+        # A merge key (`<<`) may duplicate keys of the mapping: that is its purpose.
         if not isinstance(key_node, yaml.ScalarNode) or key_node.tag == "tag:yaml.org,2002:merge":
             continue
         key = loader.construct_object(key_node)
@@ -126,11 +126,11 @@ _LocatedLoader.add_implicit_resolver(_FLOAT, _EXPONENT, list("-+.0123456789"))
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The one document in `text`; `source` names it in errors.
+    """The single document in `text`; `source` names it in errors.
 
     Raises:
-        ConfigError: the text is not YAML, is longer, deeper or has more values than rules ever need, holds a tag that
-            only an unsafe loader would follow, or gives a key twice; it names source, line and column.
+        ConfigError: the text is not YAML, exceeds a limit on length, depth or number of values, contains a tag that
+            only an unsafe loader supports, or has a duplicate key; it names source, line and column.
     """
     if len(text) > MOST_BYTES:
         raise _too_long(source)
@@ -146,7 +146,7 @@ def parse_yaml(text: str, source: str) -> Any:
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not YAML: {error}") from error
     except _FOREIGN as error:
-        # What is constructed last of all, as a value that holds itself, leaves PyYAML without a place.
+        # For values that PyYAML constructs last, such as one that contains itself, it reports no place.
         raise ConfigError(f"{source}: a value cannot be read: {error}") from error
 
 
@@ -155,7 +155,7 @@ def _too_long(source: str) -> ConfigError:
 
 
 def read_yaml(path: Path, source: str | None = None) -> Any:
-    """The one document in the file at `path`, which errors call `source` (default: the path as given).
+    """The single document in the file at `path`, which errors call `source` (default: the path).
 
     Raises:
         ConfigError: the file cannot be read, is not UTF-8, or is not YAML (see `parse_yaml`).
@@ -175,7 +175,7 @@ def read_yaml(path: Path, source: str | None = None) -> Any:
 
 
 def located(where: str, mapping: Mapping[Any, Any], key: Any = None) -> str:
-    """`where`, with the line of `key` in `mapping`, or of the mapping itself, when it was read from YAML."""
+    """`where`, with the line of `key`, or of `mapping` itself, if the mapping is from YAML."""
     if not isinstance(mapping, LocatedMapping):
         return where
     return f"{where}, line {mapping.key_lines.get(key, mapping.line)}"

@@ -1,4 +1,4 @@
-"""What a mapping gives (a block of YAML, flags) as settings: under their own names, checked, and placed in errors."""
+"""Converts a mapping (a block of YAML, flags) to settings: canonical names, checked values, and errors with a place."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ S = TypeVar("S")
 
 
 def canonical(classes: Sequence[type], mapping: Mapping[Any, Any] | None, *, where: str) -> dict[str, Any]:
-    """The settings in `mapping` under their own names, each value checked and as it is stored.
+    """The settings in `mapping` by canonical name, with checked and converted values.
 
     Args:
-        classes: the settings classes whose fields the mapping may hold; where several have a setting of one name, a
-            value is right that one of them can take.
-        mapping: key (name or alias, dashes and underscores alike) -> value; None is an empty block of YAML.
-        where: the place named in errors, e.g. "rules.yaml: rule 2 (RetrievalAttention): kwargs".
+        classes: the settings classes whose fields the mapping may contain. If several have a setting of one name, a
+            value must be valid for at least one of them.
+        mapping: key (name or alias, with dashes or underscores) -> value; None is an empty block of YAML.
+        where: the place that errors name, e.g. "rules.yaml: rule 2 (RetrievalAttention): kwargs".
 
     Raises:
-        ConfigError: not a mapping, an unknown key (with the nearest right spelling), a setting given twice under two
-            names, or a value of the wrong type or out of range.
+        ConfigError: not a mapping, an unknown key (with the nearest right spelling), one setting under two names, or a
+            value of the wrong type or out of range.
     """
     if mapping is None:
         return {}
@@ -54,7 +54,7 @@ def canonical(classes: Sequence[type], mapping: Mapping[Any, Any] | None, *, whe
 
 
 def _checked(entries: Sequence[Entry], key: str, value: Any) -> Any:
-    """`value` as the first of the settings of one name stores it that can take it. Raises SettingError."""
+    """`value` converted by the first of `entries` for which it is valid. Raises SettingError if there is none."""
     refusals: dict[str, SettingError] = {}
     for entry in entries:
         try:
@@ -76,11 +76,11 @@ def _unknown(key: object, entries: Mapping[str, object]) -> str:
 def settings_from_mapping(
     cls: type[S], mapping: Mapping[Any, Any] | None, *, where: str, defaults: S | None = None
 ) -> S:
-    """An instance of the settings class `cls` with the values of `mapping`, for the rest those of `defaults`.
+    """An instance of the settings class `cls` with the values of `mapping`, and else those of `defaults`.
 
     Args:
         mapping: key (name or alias) -> value; None is an empty block of YAML.
-        where: the place named in errors.
+        where: the place that errors name.
         defaults: an instance of `cls`; None for the defaults of the class.
 
     Raises:
@@ -88,7 +88,7 @@ def settings_from_mapping(
     """
     overrides = canonical((cls,), mapping, where=where)
     try:
-        # Values that exclude each other are judged once, all together: an override may be what reconciles them.
+        # Settings are checked against each other only once all are set, since an override may resolve a conflict.
         return cls(**overrides) if defaults is None else dataclasses.replace(defaults, **overrides)  # type: ignore[type-var]
     except SettingError as error:
         raise ConfigError(f"{located(where, mapping or {})}: {error}") from error

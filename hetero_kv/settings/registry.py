@@ -1,4 +1,4 @@
-"""Implementations that a setting names, each with a dataclass of settings of its own."""
+"""A registry of the implementations that a setting names, each with its settings dataclass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Registered(Generic[S, T]):
     Attributes:
         name: as written in YAML.
         meaning: one line for the documentation.
-        settings: the dataclass of its settings.
+        settings: its settings dataclass.
         implementation: its class.
     """
 
@@ -32,11 +32,11 @@ class Registered(Generic[S, T]):
 
 
 class Registry(Generic[S, T]):
-    """The implementations that there are.
+    """The implementations by name.
 
     Args:
-        setting: by which one is named.
-        what: each is, for errors ("an eviction policy").
+        setting: the setting that names one.
+        what: the kind of implementation, for errors ("an eviction policy").
     """
 
     def __init__(self, setting: str, what: str) -> None:
@@ -44,7 +44,7 @@ class Registry(Generic[S, T]):
         self.known: dict[str, Registered[S, T]] = {}
 
     def register(self, name: str, *, meaning: str, settings: type[S]) -> Callable[[C], C]:
-        """Make the decorated class known as `name`."""
+        """Register the decorated class as `name`."""
 
         def keep(implementation: C) -> C:
             self.known[name] = Registered(name, meaning, settings, implementation)

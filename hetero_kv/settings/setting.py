@@ -1,7 +1,7 @@
-"""What a setting is: a dataclass field that knows its type, range, unit, aliases and meaning.
+"""Defines settings: dataclass fields with type, range, unit, aliases and meaning.
 
-YAML files, the command line, the settings file and the documentation are all derived from these fields, so a setting
-is written once. A class of settings is a frozen dataclass that inherits `Settings`:
+The checks of YAML files, the flags, the settings file and the documentation all derive from these fields, so a setting
+is defined once. A class of settings is a frozen dataclass that inherits `Settings`:
 
     @dataclass(frozen=True)
     class WindowSettings(Settings):
@@ -24,13 +24,13 @@ from hetero_kv.errors import ConfigError, shown
 Choices = Collection[str] | Callable[[], Iterable[str]]
 
 LARGEST = 1 << 40
-"""What a whole number may be where its setting says no maximum: a trillion tokens are more than any machine holds."""
+"""Maximum of a whole number whose setting has none: a trillion tokens exceed any machine's memory."""
 LONGEST_LIST = 4096
 _LONGEST_WORD = 200
 
 
 class SettingError(ConfigError):
-    """A setting whose value cannot be used: `key` is `value`, and `remedy` says what would be right."""
+    """A setting with an invalid value: `key` is `value`, and `remedy` says what is valid."""
 
     def __init__(self, key: str, value: object, remedy: str) -> None:
         super().__init__(f"{key} is {shown(value)}; {remedy}")
@@ -39,7 +39,7 @@ class SettingError(ConfigError):
 
 @dataclass(frozen=True)
 class Constraints:
-    """What a field was declared with; see `setting`."""
+    """The declaration of a field; see `setting`."""
 
     doc: str
     unit: str | None
@@ -52,7 +52,7 @@ class Constraints:
     names_method: str | None
 
     def allowed(self) -> tuple[str, ...]:
-        """The texts that the setting may be; none where any will do."""
+        """The allowed texts; () if any text is allowed."""
         return tuple(self.choices() if callable(self.choices) else self.choices or ())
 
 
@@ -72,7 +72,7 @@ def setting(
     """A dataclass field that is a setting.
 
     Args:
-        default: the value when nobody gives one; immutable.
+        default: the default value; immutable.
         doc: its meaning, one line.
         unit: of a number, in the plural ("tokens").
         choices: the texts allowed, or a function that returns them, called when a value is checked, so that a
@@ -81,7 +81,7 @@ def setting(
         multiple_of: of a whole number.
         aliases: other names for the key.
         value_aliases: other names for values, as written -> as meant.
-        names_method: where the value tells one method from another, how it stands in the words for it ("rank {}").
+        names_method: for a value that distinguishes methods: its form in the method's name ("rank {}").
     """
     constraints = Constraints(
         doc, unit, choices, minimum, maximum, multiple_of, tuple(aliases), dict(value_aliases or {}), names_method
@@ -90,9 +90,9 @@ def setting(
 
 
 class Settings:
-    """Base of the settings dataclasses: every instance, however it was made, holds values that passed their checks.
+    """Base of the settings dataclasses: every instance has checked values.
 
-    Texts that are one of a few choices may be written in any case and are stored as their definition spells them.
+    Texts with choices are accepted in any case, and stored as their definition spells them.
 
     Raises:
         SettingError: a value of the wrong type or out of range, or values that exclude each other.
@@ -119,7 +119,7 @@ class Entry:
     constraints: Constraints
 
     def check(self, key: str, value: Any) -> Any:
-        """`value` as it is stored. Raises SettingError, which calls the setting `key`."""
+        """`value` converted to its stored form. Raises SettingError, which calls the setting `key`."""
         meant = _same_text(value, self.constraints.value_aliases)
         value = self.constraints.value_aliases[meant] if meant is not None else value
         for alternative in _alternatives(self.annotation):
@@ -163,7 +163,7 @@ class Entry:
         return LARGEST if isinstance(number, int) else math.inf
 
     def expected(self) -> str:
-        """What a value may be, in words: "a whole number of at least 1, or auto"."""
+        """The valid values in words: "a whole number of at least 1, or auto"."""
         return ", or ".join(self._expected_of(alternative) for alternative in _alternatives(self.annotation))
 
     def _expected_of(self, alternative: Any) -> str:
@@ -217,7 +217,7 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def _is_number(value: Any, kind: type) -> bool:
-    # bool is an int to Python, never to a user; nan and inf pass no comparison that means anything.
+    # bool is an int to Python, never to a user; nan and inf cannot be compared with limits.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return isinstance(value, int) or (kind is float and math.isfinite(value))
@@ -228,7 +228,7 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _same_text(value: Any, texts: Iterable[str]) -> str | None:
-    """The one of `texts` that is `value` but for its case."""
+    """The one of `texts` that equals `value` except for case; None if there is none."""
     if not isinstance(value, str):
         return None
     return next((text for text in texts if text.casefold() == value.strip().casefold()), None)
