@@ -1,4 +1,4 @@
-"""Finding, fetching and loading models: `load_model` loads one as it is, `open_model` without its weights."""
+"""Finds, fetches and loads models: `load_model` with its weights, `open_model` without."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # Layers ask `placing` alone, where nothing is there that reads files of models.
+    # Lazy, because layers import only `placing`, which does not need the readers of model files.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

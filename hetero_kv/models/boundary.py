@@ -1,4 +1,4 @@
-"""The boundary around a foreign model: whatever a library raises over its files becomes one kind of error."""
+"""The boundary around a foreign model: any exception of a library about its files becomes a ModelError."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.errors import ModelError, said
 
-# What a failed assertion in the tokenizers' own library arrives as; no Exception, and without a name to import.
+# The class of a failed assertion in the tokenizers library; it is no Exception, and cannot be imported.
 TOKENIZERS_PANIC = "PanicException"
 
 
 @contextmanager
 def refusals(name: str, failed: str) -> Iterator[None]:
-    """Turn what transformers, and what it calls, raises about a model it cannot load into a `ModelError`.
+    """Turn exceptions of transformers, and of the libraries it calls, into a `ModelError`.
 
     Args:
-        name: the model's.
-        failed: what the error says of it, "cannot be loaded from 'x.gguf'".
+        name: the model's name.
+        failed: the failure in words, "cannot be loaded from 'x.gguf'".
     """
     try:
         yield
@@ -32,14 +32,13 @@ def refusals(name: str, failed: str) -> Iterator[None]:
     except MemoryError as error:
         raise ModelError(f"{name} does not fit into memory; use dtype bfloat16 or a smaller model") from error
     except pickle.UnpicklingError as error:
-        # torch reads only what holds numbers, and advises to read the rest all the same.
+        # torch refuses pickles with anything but tensors, and its message suggests to load them regardless.
         raise ModelError(
             f"{name} {failed}: a file of its weights is damaged, or holds more than numbers, which to read would be to "
             "run it; give the model's .safetensors files"
         ) from error
     except BaseException as error:
-        # Broad, because what is read is foreign: whatever a library makes of it is about the model. Only what a user or
-        # the model's own code asks for (Ctrl-C, exit) goes on its way.
+        # Broad, because the files are foreign: any exception is about the model, except Ctrl-C and exit.
         if not isinstance(error, Exception) and type(error).__name__ != TOKENIZERS_PANIC:
             raise
         if "trust_remote_code" in str(error):

@@ -1,4 +1,4 @@
-"""What a chat template writes around messages, found without showing it what they say."""
+"""Renders a chat template around messages without passing it their texts."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from hetero_kv.errors import HeteroKVError
 from hetero_kv.models.templates import TemplateError, TemplateLimitError, rendered_chat
 from hetero_kv.models.text_encoding import Piece
 
-# What templates are known to change in a message, if anything: quotes, entities, line ends, letters of either case.
+# Characters that templates are known to change in a message: quotes, entities, line ends, letters of either case.
 _SAMPLE = " 'Aé\"<&>\\\n{}| "
-# White space that no template writes, to see whether it strips a message's.
+# White space that no template writes; it shows whether the template strips a message's white space.
 _SPACE = "\u2003"
 
 Messages = Sequence[Mapping[str, str]]
 
 
-#: What templates call the switch.
+#: The names of the switch in templates.
 _THINKING = re.compile(r"\b(enable_thinking|(?<![.\w'\"])thinking(?=\s+(?:is\b|and\b|or\b|==|%\}|-%\})))")
 
 
 def thinking_variable(tokenizer: Any) -> str:
-    """The name by which the tokenizer's chat template is told whether the model thinks before it answers.
+    """The variable of the tokenizer's chat template that switches thinking on and off.
 
-    Raises HeteroKVError where it knows none.
+    Raises HeteroKVError if the template has none.
     """
     found = _THINKING.search(tokenizer.get_chat_template() if tokenizer.chat_template else "")
     if found is None:
@@ -37,17 +37,17 @@ def thinking_variable(tokenizer: Any) -> str:
 def rendered(
     tokenizer: Any, messages: Messages, *, after: int | None = None, variables: Mapping[str, Any] | None = None
 ) -> list[Piece]:
-    """The messages in the tokenizer's chat template, up to where the next answer begins.
+    """The messages in the tokenizer's chat template, up to the start of the next answer.
 
-    The template is given stand-ins, in whose places the messages' texts are put then: no text changes what the template
-    writes. White space at a text's ends goes where the template strips it.
+    The template renders placeholders, which are then replaced by the messages' texts, so that no text affects the
+    template. Where the template strips white space around a message, the text's is stripped too.
 
     Args:
         messages: each with "role" and "content".
-        after: only what comes behind this message, by its number.
-        variables: what else the template is told.
+        after: return only what follows the message with this number.
+        variables: further variables of the template.
 
-    Raises HeteroKVError when the template cannot be rendered, leaves a message out or changes what it says.
+    Raises HeteroKVError if the template cannot be rendered, omits a message or changes its text.
     """
     key = secrets.token_hex(8)
     stand_ins = [f"{key}-{number}{_SAMPLE}{number}-{key}" for number in range(len(messages))]

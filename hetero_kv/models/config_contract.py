@@ -1,4 +1,4 @@
-"""What a `config.json` must be: its numbers are ones that a model can have, before anything is made of them."""
+"""Checks that the numbers of a `config.json` are possible for a model, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from transformers.utils import cached_file
 from hetero_kv.errors import shown
 from hetero_kv.models.errors import ModelError
 
-#: The largest in use have some 100 KiB, most of which are labels.
+#: Limit on a configuration's size; the largest in use have some 100 KiB, mostly labels.
 MOST_BYTES = 16 << 20
 _MOST_DEPTH = 16
-#: Weights of the fewest bits that anyone stores.
+#: The most weights per byte of a checkpoint: one bit each.
 _MOST_IN_A_BYTE = 8
 
-#: From and to, of one number or one for each layer, where architectures call it so. Of layers one may have none.
+#: Inclusive bounds by key, with its names in architectures; a number, or a list with one per layer, which may have 0.
 WHOLE = {
     ("num_hidden_layers", "n_layer", "num_layers", "n_layers"): (1, 1024),
     ("num_attention_heads", "n_head", "n_heads"): (1, 4096),
@@ -36,13 +36,13 @@ WHOLE = {
     ("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"): (0, 4096),
 }
 _WHOLE = {name: bounds for names, bounds in WHOLE.items() for name in names}
-#: From and to, both left out.
+#: Exclusive bounds by key.
 BETWEEN = {
     ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"): (0.0, 1.0),
     ("rope_theta", "rope_local_base_freq", "rotary_emb_base"): (0.0, 1e12),
     ("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"): (0.0, 1e6),
 }
-#: The same, of what says how rotations are made (`rope_parameters`, `rope_scaling`, or such for each kind of layer).
+#: Exclusive bounds for RoPE parameters (`rope_parameters`, `rope_scaling`, or one of them per kind of layer).
 ROPE = {
     ("rope_theta",): (0.0, 1e12),
     ("factor", "short_mscale", "long_mscale", "mscale", "mscale_all_dim", "attention_factor"): (0.0, 1e6),
@@ -52,16 +52,17 @@ ROPE = {
     ("short_factor", "long_factor"): (0.0, 1e6),
 }
 _BETWEEN, _ROPE = ({name: bounds for names, bounds in table.items() for name in names} for table in (BETWEEN, ROPE))
-#: Where models may be without a number: what is zero then is not used.
+#: Keys that may be zero, which means unused.
 _MAY_BE_ZERO = frozenset({"mscale", "mscale_all_dim", "beta_slow"})
-#: Limits of time steps in models with a state go up to infinity.
+#: Keys that may be infinite: limits of time steps in state-space models.
 _MAY_BE_INFINITE = frozenset({"time_step_limit"})
 
 
 def require_possible_config(origin: str | os.PathLike[str], *, local_files_only: bool = False) -> None:
-    """Read the `config.json` of a directory or hub id, or a file of such content, and refuse what no model has.
+    """Check the `config.json` of a directory or hub id, or a file with such content.
 
-    Raises ModelError, which names the file, the key and the value; where it cannot be read, what transformers raises.
+    Raises ModelError, which names the file, the key and the value, for a number that no model has. If the file cannot
+    be read, the exceptions of transformers pass through.
     """
     path = origin if os.path.isfile(origin) else cached_file(origin, "config.json", local_files_only=local_files_only)
     size = os.path.getsize(path)
@@ -76,9 +77,9 @@ def require_possible_config(origin: str | os.PathLike[str], *, local_files_only:
 
 
 def require_weights(folder: str | os.PathLike[str], config: Any, trust_remote_code: bool) -> None:
-    """Refuse a configuration of far more parameters than the weights in its folder: what a file lacks is allocated.
+    """Raise ModelError for a configuration with far more parameters than the weights in its folder.
 
-    Raises ModelError.
+    Loading would allocate the missing parameters.
     """
     files = [path for kind in ("*.safetensors", "*.bin", "*.pt") for path in Path(folder).glob(kind)]
     stored = sum(path.stat().st_size for path in files)
@@ -94,7 +95,7 @@ def require_weights(folder: str | os.PathLike[str], config: Any, trust_remote_co
 
 
 def _problems(part: Mapping[str, Any], where: str, levels: int) -> Iterator[str]:
-    """What is wrong with a configuration, or with one that is part of it (`text_config`), in words."""
+    """Describes the faults of a configuration and of its nested ones (`text_config`)."""
     for key, value in part.items():
         name = f"{where}{key}"
         if key in _WHOLE:

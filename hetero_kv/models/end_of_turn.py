@@ -10,12 +10,12 @@ ANSWER = "ANSWER"
 
 
 def end_of_turn_ids(tokenizer: Any) -> frozenset[int]:
-    """The token that the chat template writes after an assistant's answer, where it is one added to the vocabulary.
+    """The token that the chat template writes after an assistant's answer, if it is an added token; else empty.
 
-    A model's metadata often names only the token that ends a document; a chat model ends its turn with this one.
+    A chat model ends its turn with this token, while its metadata often names only the token that ends a document.
 
     Raises:
-        TemplateLimitError: see there.
+        TemplateLimitError: the template exceeds a limit.
     """
     if not tokenizer.chat_template:
         return frozenset()

@@ -6,10 +6,10 @@ MOST_CHARACTERS = 500
 
 
 class ModelError(HeteroKVError):
-    """A model that cannot be found, fetched or loaded as asked; the message says what would be right."""
+    """A model that cannot be found, fetched or loaded; the message gives the remedy."""
 
 
 def said(error: BaseException) -> str:
-    """What a library's error says, in a line of our own error: its kind and its message, cut where it is long."""
+    """A library's error as text for a ModelError: its class and its message, truncated."""
     text = f"{type(error).__name__}: {error}"
     return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}…"

@@ -1,7 +1,7 @@
-"""The cache of named models: fetching their files, once, whole and checked.
+"""The cache of named models: fetches their files once, complete and checked.
 
-`<home>/models/<model>/<file>` exists only once its size and SHA-256 are right: it is put together in a folder beside
-it and renamed. `<home>` is the environment variable HETERO_KV_HOME, or ~/.cache/hetero_kv.
+`<home>/models/<model>/<file>` exists only after its size and SHA-256 are verified: a file is assembled in a folder next
+to it, then renamed. `<home>` is the environment variable HETERO_KV_HOME, or ~/.cache/hetero_kv.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ LOCK = "lock"
 
 
 def cache_home() -> Path:
-    """The folder everything fetched is kept in: HETERO_KV_HOME, or ~/.cache/hetero_kv."""
+    """The folder of all fetched files: HETERO_KV_HOME, or ~/.cache/hetero_kv."""
     return Path(os.environ.get("HETERO_KV_HOME") or "~/.cache/hetero_kv").expanduser()
 
 
 def fetch(model: NamedModel, report: ProgressReport) -> tuple[Path, ...]:
-    """The files of `model` in the cache, in the order of its table entry; fetched where they are missing or damaged.
+    """The files of `model` in the cache, in the order of `model.files`; missing or damaged ones are fetched.
 
     Raises:
-        ModelError: no source could give a file (each source's reason is in the message), the disk is full, or the
-            cache folder cannot be written.
+        ModelError: every source of a file failed (the message has each one's reason), the disk is full, or the cache
+            folder cannot be written.
     """
     folder = cache_home() / "models" / model.name
     present = tuple(folder / file.name for file in model.files)
-    # Without the lock, because a cache that only others may write serves too; a file is only ever replaced whole.
+    # Without the lock, so that a read-only cache works too; files are only replaced atomically.
     if all(
         path.is_file() and _fault(path, file, report) is None for path, file in zip(present, model.files, strict=True)
     ):
@@ -47,7 +47,7 @@ def fetch(model: NamedModel, report: ProgressReport) -> tuple[Path, ...]:
         return present
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A second process waits here, and then finds the file. The lock ends with the process that holds it.
+        # A second process waits here, and then finds the file. The system releases the lock when its owner ends.
         with FileLock(folder / LOCK):
             return tuple(_fetch_file(model, file, folder, report) for file in model.files)
     except OSError as error:
@@ -58,15 +58,15 @@ def fetch(model: NamedModel, report: ProgressReport) -> tuple[Path, ...]:
 
 
 def fetched_bytes(model: NamedModel) -> int:
-    """How much of a model lies in the cache, pieces of files included; it is whole where that is its `size`."""
+    """Bytes of a model in the cache, including pieces of files; the model is complete if they equal its `size`."""
     folder = cache_home() / "models" / model.name
     return sum(path.stat().st_size for path in _parts(model, folder) if path.is_file())
 
 
 def remove(model: NamedModel) -> int:
-    """Remove a model from the cache; returns the bytes that it took. Who has it open keeps what it reads.
+    """Remove a model from the cache; returns the bytes freed. Processes that have it open can still read it.
 
-    Raises ModelError where it is not there, is being fetched, or cannot be removed.
+    Raises ModelError if it is not in the cache, is being fetched, or cannot be removed.
     """
     folder = cache_home() / "models" / model.name
     taken = fetched_bytes(model)
@@ -85,7 +85,7 @@ def remove(model: NamedModel) -> int:
         raise ModelError(
             f"{model.name} cannot be removed from {str(folder)!r}: {error.strerror}; see to the folder's permissions"
         ) from error
-    # What others have put there stays.
+    # A folder with other files stays.
     with suppress(OSError):
         folder.rmdir()
     return taken
@@ -98,7 +98,7 @@ def _parts(model: NamedModel, folder: Path) -> Iterator[Path]:
 
 
 def _clear(model: NamedModel, folder: Path) -> None:
-    """Remove the pieces of files that are whole, which a killed process has left; not while another one fetches."""
+    """Remove pieces of complete files, left by a killed process; skipped while another process fetches."""
     left = [pieces for file in model.files if (pieces := _pieces(folder, file)).exists()]
     if left:
         with suppress(OSError), FileLock(folder / LOCK, timeout=0):
@@ -127,7 +127,7 @@ def _fetch_file(model: NamedModel, file: ModelFile, folder: Path, report: Progre
             )
             fault = _fault(got, file, report)
             if fault is not None:
-                # What was fetched is wrong as a whole; nothing of it may be used again.
+                # The hash covers the whole file, so no piece of it can be trusted.
                 shutil.rmtree(pieces)
                 raise SourceError(f"{source} gave another {file.name}: {fault}")
         except SourceError as error:
@@ -143,7 +143,7 @@ def _fetch_file(model: NamedModel, file: ModelFile, folder: Path, report: Progre
 
 
 def _put(got: Path, final: Path) -> None:
-    """Give a fetched file its name, so that it is whole under it even after a power cut."""
+    """Rename a fetched file to its final name, durably: it is complete even after a power cut."""
     try:
         _write_through(got)
         os.replace(got, final)
@@ -154,7 +154,7 @@ def _put(got: Path, final: Path) -> None:
 
 
 def _write_through(path: Path) -> None:
-    """Have the system write a file, or the names in a folder, to the disk."""
+    """Flush a file, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -174,7 +174,7 @@ def _check_space(file: ModelFile, source: Source, pieces: Path) -> None:
 
 
 def _fault(path: Path, file: ModelFile, report: ProgressReport) -> str | None:
-    """What is wrong with `path` as `file`, or None where its size and SHA-256 are right."""
+    """Describes how `path` differs from `file` in size or SHA-256; None if it matches."""
     size = path.stat().st_size
     if size != file.size:
         return f"it has {size:,} bytes where {file.size:,} are right"

@@ -1,4 +1,4 @@
-"""What a model's name stands for: a named model, a `.gguf` file, a directory, or a hub id."""
+"""Resolves a model's name: a named model, a `.gguf` file, a directory, or a hub id."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 @dataclass(frozen=True)
 class Location:
-    """Where a model's parts are.
+    """The places of a model's parts.
 
-    `pretrained` is the directory or hub id of configuration and tokenizer, None where the GGUF file has them;
-    `gguf` is the file of the weights, None where `pretrained` has them. `context_length` is in tokens, None where only
-    the configuration says it. `offline` where the hub cannot be reached and its cache has to do.
+    Attributes:
+        name: the model's name.
+        pretrained: the directory or hub id with configuration and tokenizer; None if the GGUF file has them.
+        gguf: the GGUF file with the weights; None if `pretrained` has them.
+        context_length: in tokens; None if only the configuration has it.
+        offline: whether the hub is unreachable, so that its local cache is used.
     """
 
     name: str
@@ -39,16 +42,16 @@ class Location:
 def locate(
     name_or_path: str | os.PathLike[str], gguf_path: str | os.PathLike[str] | None, progress: ProgressReport | None
 ) -> Location:
-    """Where the parts of a model are; a named model is fetched first if need be.
+    """The Location of a model; a named model that is missing in the cache is fetched.
 
-    A named model goes before a directory of the same name: write `./name` for the directory.
+    A named model takes precedence over a directory of the same name: write `./name` for the directory.
 
     Raises:
-        ModelError: nothing of that name, or something that is not a model.
+        ModelError: nothing has this name, or it is no model.
     """
     name = os.fspath(name_or_path)
     path = Path(name).expanduser()
-    # Ollama's blobs have no ending.
+    # Ollama's blobs have no suffix.
     is_gguf = path.suffix.lower() == ".gguf" or _begins_as_gguf(path)
     has_weights = name in NAMED_MODELS or is_gguf
     if has_weights and gguf_path is not None:
@@ -94,7 +97,7 @@ def _begins_as_gguf(path: Path) -> bool:
 
 
 def _require_regular(path: Path) -> None:
-    """Raise ModelError for a pipe, a device or a socket, of which no part can be read twice or where it lies."""
+    """Raise ModelError for a pipe, a device or a socket, which cannot be read at random positions."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise ModelError(
             f"{str(path)!r} is no file but a pipe or a device, and a model is read in no order; save it in a file first"
@@ -116,9 +119,12 @@ def _gguf_in(path: Path) -> Path:
 
 
 def _hub_is_silent(repo: str) -> bool:
-    """Whether the hub cannot be reached, so that only its cache on this machine can serve `repo`."""
+    """Whether the hub is unreachable, so that only its local cache can serve `repo`.
+
+    Raises ModelError if the hub refuses `repo`, or if it is unreachable and the cache lacks it.
+    """
     try:
-        # Asked once, because transformers itself would retry for half a minute where there is no hub.
+        # One request without retries: transformers would retry for half a minute if the hub is unreachable.
         huggingface_hub.get_hf_file_metadata(
             huggingface_hub.hf_hub_url(repo, "config.json"), timeout=HUB_TIMEOUT_SECONDS
         )
@@ -134,7 +140,7 @@ def _hub_is_silent(repo: str) -> bool:
             "or download its .gguf file and give that"
         ) from error
     except Exception:
-        # Whatever the HTTP library in use raises where nothing answers.
+        # The exception for an unreachable hub depends on the HTTP library.
         return _cached(repo)
     return False
 

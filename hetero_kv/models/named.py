@@ -1,7 +1,7 @@
-"""The named models: what they are, and where their files come from.
+"""The named models, and the sources of their files.
 
-A new named model is one more entry of `NAMED_MODELS`. Whatever source a file comes from, its size and SHA-256 must be
-those given here.
+To add a named model, add an entry to `NAMED_MODELS`. A file from any source must have the size and SHA-256 that are
+listed here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ModelFile:
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model that is known by name; `context_length` in tokens; the first of `files` is the GGUF to load."""
+    """A model with a short name; `context_length` in tokens; the first of `files` is the GGUF file to load."""
 
     name: str
     description: str
@@ -105,10 +105,10 @@ _ELSEWHERE = ", a directory in Hugging Face format, a .gguf file, or a hub id su
 
 
 def unknown_name(name: str, *, named: bool = False) -> ModelError:
-    """The error for a `name` that stands for no model; it gives the nearest named model.
+    """The error for a `name` without a model; it suggests the nearest named model.
 
     Args:
-        named: only the named models would do; else what else a model is called by is told too.
+        named: whether only named models are valid; if not, the message lists the other ways to name a model.
     """
     near = difflib.get_close_matches(name.lower(), NAMED_MODELS, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? Give" if near else "give"

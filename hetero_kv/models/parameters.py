@@ -1,4 +1,4 @@
-"""Parameters of a model that stands there without its weights: put in, tied, and asked for when all should be there."""
+"""Parameters of a model that is built without weights: set them, tie them, and check that all are loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero_kv.models.errors import ModelError
 
 
 def set_parameter(module: Any, leaf: str, parameter: nn.Parameter) -> None:
-    """Exchange a parameter of a module, or of the one that it stands for."""
+    """Replace a parameter of a module, or of the module that an operator wraps."""
     while leaf not in module._parameters:
         module = module.wrapped
     module._parameters[leaf] = parameter
@@ -38,7 +38,7 @@ def kept_type(model: Any, path: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def tied_parameters(model: Any) -> dict[str, str]:
-    """Parameters that are another one by the configuration: path -> the path of the one that a file holds."""
+    """The parameters that the model ties to another one: path -> the path of the one in the file."""
     first: dict[int, str] = {}
     tied = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -50,7 +50,7 @@ def tied_parameters(model: Any) -> dict[str, str]:
 
 
 def tie(model: nn.Module, place: str, source: str) -> None:
-    """Let the parameter at path `place` be the one at path `source`, packed where that one is."""
+    """Tie the parameter at path `place` to the one at path `source`; a packed one is shared in packed form."""
     (path, _, leaf), (source_path, _, source_leaf) = place.rpartition("."), source.rpartition(".")
     module, other = model.get_submodule(path), model.get_submodule(source_path)
     share = getattr(module, "share", None)
@@ -66,7 +66,7 @@ def tie(model: nn.Module, place: str, source: str) -> None:
 
 
 def require_all_loaded(model: Any, path: Path) -> None:
-    """Raise ModelError where parameters are left without the weights that `path` should hold."""
+    """Raise ModelError if parameters are still without weights, which `path` should contain."""
     left = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if left:
         raise ModelError(

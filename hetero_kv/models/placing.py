@@ -1,4 +1,4 @@
-"""Which of a model's weights lie where: on the device that computes, or, but for a layer at a time, in DRAM."""
+"""Places a model's weights: on the computing device, or in DRAM, from where layers are streamed one at a time."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import nn
 from hetero_kv.models.errors import ModelError
 
 AUTO, GPU, DRAM = "auto", "gpu", "dram"
-# Of a GPU's free memory, what weights may take of it before `auto` leaves them in DRAM: a context needs the rest.
+# Share of a GPU's free memory up to which `auto` places weights there: a context needs the rest.
 _MOST_OF_GPU = 0.9
 
 
 def decoder_layers(model: Any) -> nn.ModuleList | None:
-    """The layers that a model walks through; None where there is no list of so many as its configuration says."""
+    """The model's list of decoder layers; None if no list has as many modules as the configuration has layers."""
     count = model.config.get_text_config().num_hidden_layers
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
     return next(lists, None)
 
 
 def weight_bytes(tensors: Any, dtype: torch.dtype | None = None) -> int:
-    """Bytes of tensors, each once; floating-point ones in `dtype`, where it is given."""
+    """Bytes of distinct tensors; floating-point ones count as `dtype`, unless it is None."""
     sizes = {
         id(tensor): tensor.numel() * (dtype.itemsize if dtype and tensor.is_floating_point() else tensor.element_size())
         for tensor in tensors
@@ -31,12 +31,12 @@ def weight_bytes(tensors: Any, dtype: torch.dtype | None = None) -> int:
 
 
 def lie_in_dram(weights_device: str, weights: int, free: int | None) -> bool:
-    """Whether the weights of a model on a GPU lie in DRAM.
+    """Whether the layers' weights of a model on a GPU are in DRAM.
 
     Args:
         weights_device: the setting, `auto`, `gpu` or `dram`.
-        weights: bytes of all of them.
-        free: of the GPU's memory, bytes; None where nothing is known of it.
+        weights: bytes of all weights.
+        free: free memory of the GPU, bytes; None if unknown.
     """
     if weights_device == AUTO:
         return free is not None and weights > _MOST_OF_GPU * free
@@ -44,13 +44,13 @@ def lie_in_dram(weights_device: str, weights: int, free: int | None) -> bool:
 
 
 def placed(model: Any, device: torch.device, weights_device: str) -> Any:
-    """A model that is loaded, with its weights where they are to lie.
+    """The loaded model, with its weights moved to their devices.
 
     Args:
-        device: that computes.
-        weights_device: as of `lie_in_dram`.
+        device: the computing device.
+        weights_device: see `lie_in_dram`.
 
-    Raises ModelError where those of its layers are to lie in DRAM, and it has no list of layers.
+    Raises ModelError if its layers' weights belong in DRAM, and it has no list of layers.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -60,7 +60,7 @@ def placed(model: Any, device: torch.device, weights_device: str) -> Any:
 
 
 def with_layers_in_dram(model: Any, device: torch.device) -> Any:
-    """The model with everything but its layers on `device`. Raises ModelError where it has no list of layers."""
+    """The model with all weights except its layers' on `device`. Raises ModelError if it has no list of layers."""
     layers = decoder_layers(model)
     if layers is None:
         raise ModelError(

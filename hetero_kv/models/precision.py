@@ -1,4 +1,4 @@
-"""Which device and which number type a model is loaded with."""
+"""Chooses the device and the dtype of a model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ DTYPES = {
 BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
 
 
-#: What says which NVIDIA driver is loaded, on Linux.
+#: The file with the loaded NVIDIA driver's version, on Linux.
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device called `device`: `auto` (a CUDA GPU where there is one, else the CPU), `cpu`, `cuda` or `cuda:N`.
+    """The device called `device`: `auto` (a CUDA GPU if there is one, else the CPU), `cpu`, `cuda` or `cuda:N`.
 
-    Warns where `auto` is the CPU because torch cannot use the GPU that is there.
+    Warns if `auto` is the CPU because torch cannot use the machine's GPU.
 
     Raises:
         ModelError: not a device of this machine.
@@ -56,9 +56,9 @@ def resolve_device(device: str) -> torch.device:
 
 
 def unused_gpu() -> str:
-    """Why torch, which has found no GPU, cannot use the one whose driver is loaded; "" where there is none.
+    """The reason why torch finds no GPU although an NVIDIA driver is loaded; "" without a driver.
 
-    A GPU that the user has hidden (CUDA_VISIBLE_DEVICES) is none.
+    It is "" too if the user hides the GPU (CUDA_VISIBLE_DEVICES).
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return ""
@@ -75,12 +75,12 @@ def unused_gpu() -> str:
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """The number type called `dtype`: `auto`, `float32`, `bfloat16`, `float16`, or `fp32`, `bf16`, `fp16`.
+    """The torch dtype called `dtype`: `auto`, `float32`, `bfloat16`, `float16`, or `fp32`, `bf16`, `fp16`.
 
-    `auto` is bfloat16 on a GPU (float16 where the GPU has no bfloat16) and on a CPU with instructions for bfloat16,
-    where weights of half the size make prefill and decode 1.3 to 1.8 times as fast; float32 on every other CPU. What
-    bfloat16 does not speed up is torch's own attention over a long past: decoding more than about 4,000 tokens in
-    with the untouched model, float32 is faster.
+    `auto` is bfloat16 on a GPU (float16 if the GPU lacks bfloat16) and on a CPU with bfloat16 instructions, where
+    weights of half the size make prefill and decode 1.3 to 1.8 times as fast. It is float32 on other CPUs. bfloat16
+    does not speed up torch's own attention over a long past: beyond about 4,000 tokens, the untouched model decodes
+    faster in float32.
 
     Raises:
         ModelError: not one of these.
@@ -99,7 +99,7 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
 
 
 def cpu_multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this x86 CPU has instructions for bfloat16; False where the system does not say."""
+    """Whether this x86 CPU has bfloat16 instructions; False if `cpuinfo` cannot be read."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

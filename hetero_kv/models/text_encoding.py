@@ -1,4 +1,4 @@
-"""Texts as tokens, in which no text can write the tokens that steer a model."""
+"""Tokenizes prompts so that no user text can produce control tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tokenizers import Tokenizer
 
 from hetero_kv.errors import HeteroKVError
 
-#: No vocabulary in use has words of more characters, but for white space: what has more for each token there is room
-#: for cannot fit, and encoding it would take memory and time in vain.
+#: No token of a vocabulary in use has more characters, except for white space. A text with more characters per token of
+#: capacity cannot fit, so encoding it would waste time and memory.
 CHARACTERS_OF_A_TOKEN = 128
 
 
@@ -24,7 +24,7 @@ class Piece(NamedTuple):
 
     Attributes:
         content: its text.
-        is_template: whether the model's chat template wrote it, whose control tokens count; in a text they are text.
+        is_template: whether it is from the model's chat template; only there do control tokens count as such.
     """
 
     content: str
@@ -32,12 +32,12 @@ class Piece(NamedTuple):
 
 
 class TextEncoder:
-    """Turns pieces of a prompt into tokens: control tokens come from the template alone.
+    """Tokenizes the pieces of a prompt; control tokens come from the template alone.
 
-    Control tokens are what was added to the vocabulary beside words and white space: `<|im_end|>`, `</s>`, and also
-    `<tool_call>`, whether the tokenizer calls them special or not. Where no text spells one, the tokens are the
-    tokenizer's own for the whole prompt. Where one does, they are those of a tokenizer whose control tokens have names
-    that nobody can know, so that all else, white space and prefixes at the seams included, is the same.
+    Control tokens are all added tokens except words and white space: `<|im_end|>`, `</s>`, and also `<tool_call>`,
+    whether the tokenizer marks them as special or not. If no text spells one, the tokenizer encodes the whole prompt.
+    If one does, a copy of the tokenizer encodes it whose control tokens have secret random names. All else is then
+    equal, including white space and prefixes at the seams.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -55,10 +55,10 @@ class TextEncoder:
         self.control_ids = frozenset(self._control.values())
 
     def encode(self, pieces: Sequence[Piece], *, add_special_tokens: bool = False) -> list[int]:
-        """The tokens of the pieces behind each other.
+        """The tokens of the concatenated pieces.
 
         Args:
-            add_special_tokens: with those that the tokenizer itself puts around a text.
+            add_special_tokens: whether to include those that the tokenizer puts around a text.
 
         Raises HeteroKVError for a text that is no Unicode, or that the tokenizer can only express by a control token.
         """
@@ -69,7 +69,7 @@ class TextEncoder:
         if not self._tokenizer.is_fast:
             return self._encode_by_section(pieces, encoded["input_ids"], add_special_tokens)
         encoding = encoded.encodings[0]
-        # What the tokenizer puts around a text comes from no place in it.
+        # The special tokens around a text have empty spans.
         places = [
             _without_space(text, span)
             for token, span in zip(encoding.ids, encoding.offsets, strict=True)
@@ -80,7 +80,7 @@ class TextEncoder:
         return self._encode_renamed(pieces, add_special_tokens)
 
     def _written(self, pieces: Sequence[Piece]) -> list[tuple[int, tuple[int, int]]]:
-        """The control tokens of the template and where they stand in the whole text, as characters."""
+        """The template's control tokens, each with its span of characters in the whole text."""
         written: list[tuple[int, tuple[int, int]]] = []
         start = 0
         for piece in pieces:
@@ -104,14 +104,14 @@ class TextEncoder:
 
     @cached_property
     def _renamed(self) -> tuple[Tokenizer, dict[str, str], dict[int, int]]:
-        """The tokenizer with other names for control tokens; the names; its numbers of added tokens -> the model's."""
+        """The tokenizer with renamed control tokens; the new names; its ids of added tokens -> the model's ids."""
         key = secrets.token_hex(16)
         names = {content: f"<|{key}{number:06}|>" for number, content in enumerate(self._control)}
         state = json.loads(self._tokenizer.backend_tokenizer.to_str())
         state["truncation"] = state["padding"] = None
         for token in state["added_tokens"]:
             token["content"] = names.get(token["content"], token["content"])
-        # A vocabulary may have control tokens among its words, where merges or whole words would find them.
+        # A vocabulary may list control tokens among its words, where merges or whole words would match them.
         model = state["model"]
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]
@@ -135,9 +135,9 @@ class TextEncoder:
         return renamed, names, numbers
 
     def _encode_by_section(self, pieces: Sequence[Piece], whole: list[int], add_special_tokens: bool) -> list[int]:
-        """The same for a tokenizer in Python, which is asked for the text between control tokens.
+        """As `encode`, for a Python tokenizer, which encodes the texts between control tokens separately.
 
-        `whole` is its encoding of the whole prompt, which is taken where no text spells a control token.
+        whole: its encoding of the whole prompt, returned if no text spells a control token.
         """
         marked = "".join(
             self._spelled.sub("\0", piece.content) if piece.is_template else piece.content.replace("\0", "")
@@ -159,9 +159,9 @@ class TextEncoder:
         return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     def _require_written(self, tokens: Sequence[int], pieces: Sequence[Piece]) -> None:
-        """Raise HeteroKVError where another control token is among the tokens than the template's.
+        """Raise HeteroKVError if the tokens contain other control tokens than the template's.
 
-        A token for what is not in the vocabulary may be, if it is nothing else.
+        The unknown token is allowed, unless it is also a BOS, EOS or template token.
         """
         written = [token for token, _ in self._written(pieces)]
         tokenizer = self._tokenizer
@@ -178,12 +178,12 @@ class TextEncoder:
 
 
 def _is_sign(token: Any) -> bool:
-    """Whether an added token is more than letters, digits and white space, as `<tool_call>` is."""
+    """Whether an added token has characters besides letters, digits and white space, like `<tool_call>`."""
     return not all(char.isspace() or unicodedata.category(char)[0] in "LMNZ" for char in token.content)
 
 
 def _without_space(text: str, span: tuple[int, int]) -> tuple[int, int]:
-    """The place of a token without the white space around it that some tokens take in."""
+    """The span of a token without surrounding white space, which some tokens include."""
     start, stop = span
     found = text[start:stop]
     return start + len(found) - len(found.lstrip()), stop - (len(found) - len(found.rstrip()))

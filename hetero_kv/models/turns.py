@@ -1,4 +1,4 @@
-"""Turns of a conversation as tokens, so that each turn is appended to what is stored and nothing is processed twice."""
+"""Tokenizes conversations turn by turn, so that each turn is appended to the KV cache and nothing is computed twice."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 from hetero_kv.models.chat_template import rendered, thinking_variable
 from hetero_kv.models.text_encoding import Piece, TextEncoder
 
-#: A longer message of which nobody says where its question begins is not taken for a question.
+#: A longer turn without a known question does not count as a question as a whole, tokens.
 LONGEST_MESSAGE = 1024
 _LINE_END = Piece("\n")
-#: What begins a reasoning model's thought.
+#: The tag that begins a reasoning model's thought.
 THOUGHT = "<think>"
-# A sign that is no word of the vocabulary takes several tokens.
+# A tag that is no word of the vocabulary takes several tokens.
 _TOKENS_OF_SIGN = 16
 
 
 def about(document: str, question: str) -> str:
-    """The message that asks about a document: the document, a blank line, the question."""
+    """A message with a question about a document: the document, a blank line, the question."""
     return "\n\n".join((document.rstrip("\n"), question))
 
 
 class TurnTokens:
     """The tokens that a chat template puts around questions.
 
-    Control tokens come from the template alone: `<|im_end|>` in a question or a system message is text like any other.
+    Control tokens come from the template alone: `<|im_end|>` in a question or a system message is plain text.
 
     Args:
-        tokenizer: a transformers tokenizer; without a chat template the text is taken as it is.
-        system: the system message, or None for the template's own.
-        thinks: whether a reasoning model thinks before it answers; None where the template decides.
+        tokenizer: a transformers tokenizer; without a chat template the text is used unchanged.
+        system: the system message; None for the template's default.
+        thinks: whether a reasoning model thinks before it answers; None for the template's default.
 
-    Raises HeteroKVError where `thinks` is given, and the template cannot say so.
+    Raises HeteroKVError if `thinks` is not None and the template has no such switch.
     """
 
     def __init__(self, tokenizer: Any, system: str | None = None, thinks: bool | None = None) -> None:
@@ -42,7 +42,7 @@ class TurnTokens:
         self._encoder = TextEncoder(tokenizer)
 
     def opened_thought(self, prompt: Sequence[int]) -> str:
-        """What stands at a prompt's end to have the model go on thinking: "<think>" and a line's end, or nothing."""
+        """The opened thought at a prompt's end: "<think>" and a line end, or "" if there is none."""
         end = self.tokenizer.decode(prompt[-_TOKENS_OF_SIGN:]) if self.tokenizer.chat_template else ""
         return f"{THOUGHT}\n" if end.rstrip().endswith(THOUGHT) else ""
 
@@ -55,14 +55,14 @@ class TurnTokens:
         return self._encoder.encode([Piece(text)], add_special_tokens=True)
 
     def first(self, question: str) -> list[int]:
-        """The tokens of a conversation's beginning up to where the answer starts."""
+        """The tokens of a conversation's first turn up to the start of the answer."""
         if not self.tokenizer.chat_template:
             return self.raw(question)
         messages = [*self.opening, {"role": "user", "content": question}]
         return self._encoder.encode(rendered(self.tokenizer, messages, variables=self._variables))
 
     def following(self, question: str, last_token: int) -> list[int]:
-        """The tokens that follow an answer up to where the next one starts.
+        """The tokens after an answer up to the start of the next one.
 
         Args:
             last_token: the answer's last token; an end-of-turn token that the template would add is not repeated.
@@ -84,16 +84,18 @@ class TurnTokens:
     def question(
         self, turn: Sequence[int], message: str, asked: str | None = None, *, is_raw: bool = False
     ) -> int | None:
-        """How many of a turn's last tokens are its question, with what the template writes behind it.
+        """The number of a turn's last tokens that are its question and the template's text after it.
 
-        A token that the question shares with what stands before it counts.
+        A token that spans the start of the question counts.
 
         Args:
-            turn: the turn's tokens, as `first`, `following` or `raw` gave them.
-            message: its text.
-            asked: what the message ends with, which asks about the rest; None where nobody says. Then all of it is the
-                question, but for one of more than `LONGEST_MESSAGE` tokens: None is returned.
+            turn: the turn's tokens, from `first`, `following` or `raw`.
+            message: the turn's message.
+            asked: the question, with which the message ends; None if unknown. The whole message is then the question,
+                unless the turn has more than `LONGEST_MESSAGE` tokens.
             is_raw: whether the turn is without a chat template.
+
+        Returns None if there is no question of known length.
         """
         if asked is None:
             if len(turn) > LONGEST_MESSAGE:
@@ -103,7 +105,7 @@ class TurnTokens:
         if self.tokenizer.chat_template and not is_raw:
             messages = [*self.opening, {"role": "user", "content": asked}]
             pieces = rendered(self.tokenizer, messages, variables=self._variables)[-2:]
-        # Behind a line's end, as it is in the turn: some tokenizers begin a text otherwise than they go on.
+        # After a line end, as in the turn: some tokenizers encode the start of a text differently.
         end = self._encoder.encode([_LINE_END, *pieces])
         number = len(end) - len(self._encoder.encode([_LINE_END]))
         pairs = zip(reversed(turn), reversed(end), strict=False)

@@ -1,4 +1,4 @@
-"""A model without its weights: the modules and their shapes, on torch's meta device, from the configuration alone."""
+"""Builds a model without weights, on torch's meta device, from the configuration alone."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class WeightlessModel:
     """A transformers causal language model on the meta device, in eval mode: no parameter takes any memory.
 
     Attributes:
-        stored: parameter -> the quantised type, by GGML's name, that its file holds; None where a CPU loads all weights
-            as numbers (a model in Hugging Face format).
+        stored: parameter -> its quantised type in the file, by GGML's name; None if all weights load unquantised (a
+            model in Hugging Face format, or a GGUF file that only transformers can map).
     """
 
     model: Any
@@ -43,7 +43,7 @@ def weightless_model(
 
     Args:
         name_or_path: as `load_model` takes it, or a `config.json`.
-        gguf_path, trust_remote_code: as `load_model` takes them.
+        gguf_path, trust_remote_code: see `load_model`.
 
     Raises:
         ModelError: the model or its configuration cannot be found or read, or transformers has no causal language model
