@@ -1,7 +1,7 @@
-"""The memory footprint of a context: exact bytes of the store in DRAM, and the memory of the computing device.
+"""What a context takes: exact bytes of the store in DRAM, and the memory where the model computes.
 
-It follows from the model's structure and the operators' settings alone. No weight is read, so a model on torch's meta
-device suffices.
+Everything here follows from the model's structure and the operators' settings; no weight is read, so a model on
+torch's meta device is enough.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ HIDDEN = register(Term("hidden", "hidden states and rotary tables (prefill)"))
 HIDDEN_IN_DRAM = register(Term("hidden_in_dram", "hidden states and rotary tables in DRAM (prefill)", in_dram=True))
 ACTIVATIONS = register(Term("activations", "one chunk's activations (prefill; an estimate)"))
 
-#: Terms that occur only during loading or prefill, or do not belong to a context.
+#: What is only there while the model is loaded, or a prompt passes, or not a context's.
 PASSING = frozenset({WEIGHTS, WEIGHTS_IN_DRAM, UNPACKED, LAYER_KV, HIDDEN, HIDDEN_IN_DRAM, ACTIVATIONS})
 
 # Token ids and positions, int64 each.
@@ -54,21 +54,21 @@ _ID_BYTES = 16
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory for a number of tokens, term by term; every registered term is an attribute too, `memory.weights`.
+    """What a number of tokens takes, term by term; every registered term is an attribute too, `memory.weights`.
 
-    Besides the terms of the layers there are: `weights` of the model in their storage format, 0 if they are loaded;
-    `layer_kv`, one layer's keys and values during prefill; `hidden`, two buffers of hidden states, the rotary tables
-    and the token ids during prefill; `activations` of one chunk, an estimate.
+    Beside what the layers say there are these terms: `weights` of the model as they are kept, 0 where they are loaded
+    already; `layer_kv`, one layer's keys and values while the prompt prefills; `hidden`, two buffers of hidden states,
+    the rotary tables and the token ids, while the prompt prefills; `activations` of one chunk, an estimate.
 
     Attributes:
-        sizes: term -> bytes; a term of 0 bytes may be missing.
+        sizes: term -> bytes; a term that nobody takes anything under may be missing.
     """
 
     sizes: Mapping[Term, int]
 
     @classmethod
     def of(cls, shares: Iterable[Share]) -> Memory:
-        """The sum per term; of shares that layers have in common, only the largest counts."""
+        """The sums; of what is common to layers, the largest."""
         own: dict[Term, int] = {}
         common: dict[Term, int] = {}
         for share in shares:
@@ -90,33 +90,33 @@ class Memory:
 
     @property
     def store(self) -> int:
-        """DRAM on any computing device, bytes: the block store, and whatever is offloaded from a GPU."""
+        """DRAM, whatever the model computes on: the block store, and what lies there to leave a GPU room."""
         return sum(size for term, size in self.sizes.items() if term.in_dram)
 
     @property
     def compute(self) -> int:
-        """Memory of the computing device, bytes: the GPU's, or further DRAM."""
+        """Memory where the model computes: the GPU's, or more DRAM."""
         return sum(size for term, size in self.sizes.items() if not term.in_dram)
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of a model with its rules, as a function of the context's length and the number of sequences.
+    """What a model with its rules takes, as a function of the context's length and of how many sequences there are.
 
     Attributes:
-        layers: the footprints of the layers' caches.
-        weights: bytes that loading the model takes on the computing device; 0 when it is loaded.
-        weights_in_dram: bytes that loading it takes in DRAM, if the GPU has no room for all weights.
-        element: bytes per number on the computing device.
+        layers: the layers' caches.
+        weights: bytes that loading the model will take where it computes; 0 when it is loaded.
+        weights_in_dram: bytes that loading it will take in DRAM, under a GPU that has no room for all.
+        element: bytes of one number where the model computes.
         chunk_size: tokens per prefill chunk.
-        hidden_size, rotary_dim: the model's.
-        heads: query heads.
+        hidden_size, rotary_dim: of the model.
+        heads: of queries.
         activations: bytes per token of a chunk, an estimate.
         on_gpu: whether the model computes on a GPU.
-        hidden_device: the setting; "gpu" if hidden states cannot be in DRAM.
-        keeps_tables: whether rotary tables are on the GPU even if hidden states are in DRAM.
-        unpacked: bytes of the GPU buffer in which packed weights are unpacked.
-        tiles: whether a GPU computes prefill attention by tiles in float32.
+        hidden_device: the setting; "gpu" where hidden states cannot lie in DRAM.
+        keeps_tables: whether rotary tables lie on the GPU all the same.
+        unpacked: bytes of the room on a GPU in which packed weights are unpacked.
+        tiles: whether prompts are attended to by tiles in float32 on a GPU.
     """
 
     layers: tuple[LayerFootprint, ...]
@@ -144,13 +144,13 @@ class Footprint:
         stored: Mapping[str, str] | None = None,
         gpu: int | None = None,
     ) -> Footprint:
-        """The footprint of an injected model, loaded or on the meta device.
+        """Of an injected model, loaded or on the meta device.
 
         Args:
-            dtype: the dtype that it will have; None for its present one.
-            on_gpu: whether it will compute on a GPU; None for its present device.
-            stored: parameter -> the quantised type in its file; None for a file without quantised parameters.
-            gpu: free memory of the GPU, bytes, before the model is loaded; None if unknown.
+            dtype: the number type it will be loaded with; None for the one it has.
+            on_gpu: whether it will compute on a GPU; None for where it is.
+            stored: parameter -> the quantised type that its file holds; None where it holds numbers.
+            gpu: free memory of the GPU, bytes, before the model is loaded; None where nothing is known of it.
         """
         model: Any = injection.model
         config = bridge.text_config(model)
@@ -183,17 +183,17 @@ class Footprint:
 
     @property
     def bytes_per_token(self) -> BytesPerToken:
-        """Bytes per token of the store, over all layers."""
+        """The store's, over all layers."""
         return sum((layer.stored for layer in self.layers), BytesPerToken())
 
     def memory(self, tokens: int, batch: int = 1, forks: int = 0, stored: int = 0) -> Memory:
-        """The peak memory of a context, reached when a prompt of this length prefills the last layer.
+        """What a context takes at its peak, when a prompt up to that length has prefilled its last layer.
 
         Args:
-            tokens: the length of each sequence.
+            tokens: of each sequence.
             batch: sequences that are processed together.
-            forks: forks of the cache, each grown to `tokens` with no shared blocks.
-            stored: resident tokens of each sequence; the longest prompt has the rest.
+            forks: of the cache, each grown to `tokens` with nothing shared.
+            stored: tokens of each sequence that are there already, so that the longest prompt has the others.
         """
         prompt = max(1, tokens - stored)
         forward_tokens = min((layer.forward_tokens(prompt) for layer in self.layers), default=prompt)
@@ -223,13 +223,13 @@ class Footprint:
             yield Share(HIDDEN, batch * forward_tokens * 2 * self.hidden_size * self.element + tables + ids)
             return
         on_the_way = ChunkStream.device_bytes(batch, self.hidden_size, self.element, self.chunk_size)
-        # Rotary tables: chunks of two layers' arguments on the GPU; in DRAM the model's tables and their pinned copies.
+        # Of the tables, chunks of two layers' arguments; those that the model made, and the copies that are locked.
         chunk_of_tables = batch * self.chunk_size * 2 * self.rotary_dim * self.element
         yield Share(HIDDEN, on_the_way + 3 * chunk_of_tables + ids + (tables if self.keeps_tables else 0))
         yield Share(HIDDEN_IN_DRAM, batch * forward_tokens * self.hidden_size * self.element + 2 * tables)
 
     def _attention_tiles(self, tokens: int, chunk_tokens: int) -> int:
-        """Bytes of one float32 tile: scores and two tensors derived from them, queries, keys or values, and results."""
+        """Of a tile of queries and keys in float32: scores and two tensors made of them, vectors, results."""
         if not (self.on_gpu and self.tiles):
             return 0
         queries, keys = min(chunk_tokens, QUERY_TILE), min(tokens, KEY_TILE)
@@ -239,23 +239,23 @@ class Footprint:
 
 
 def _lacks_kernels(engine: EngineSettings) -> bool:
-    """Whether attention runs in torch alone, by the setting or because Triton is missing."""
+    """Whether torch alone is to compute attention, or Triton is not there."""
     return engine.attention_backend == "torch" or missing("triton") is not None
 
 
 def _wants_tiles(config: Any) -> bool:
-    """Whether the model's attention has a softcap or a window, which torch's flash attention lacks."""
+    """Whether the flash attention of torch lacks what the model's attention has."""
     return bool(getattr(config, "attn_logit_softcapping", None)) or any(bridge.own_windows(config))
 
 
 def _obstacles(injection: Planned) -> bool:
-    """Whether any module that iterates over layers is unable to have hidden states in DRAM."""
+    """Whether any of the modules that walk through layers cannot have hidden states in DRAM."""
     walkers = [module for module in injection.model.modules() if walked_layers(module)]
     return not walkers or any(obstacle(module) is not None for module in walkers)
 
 
 def _layers(injection: Planned, config: Any) -> Iterator[LayerFootprint]:
-    """The footprint of each layer by its operator, or of transformers' cache for a layer without one."""
+    """What each layer's operator says, and, where there is none, what transformers' own cache keeps."""
     attentions = {module.layer_idx: module for module in injection.model.modules() if bridge.is_attention(module)}
     operators = {operator.layer_idx: operator for operator in injection.attention_operators()}
     states = state_shapes(injection.model, config)
@@ -280,16 +280,13 @@ def _most(config: Any, name: str) -> int:
 
 
 def _chunk_activations(config: Any, shape: KVShape, element: int) -> int:
-    """Estimated peak bytes per token of a chunk in a layer: the larger of attention and MLP."""
+    """Bytes per token of a chunk at the peak of a layer, an estimate: attention or MLP, whichever takes more."""
     heads, hidden = config.num_attention_heads, config.hidden_size
-    # The normed input, queries before and after rotation, keys and values repeated for the group, the output, and
-    # float32 partial results before their merge.
+    # The normed input, queries before and after rotation, keys and values repeated for the group, the output, and the
+    # float32 partial results that are merged.
     attention = (2 * hidden + heads * (3 * shape.k_dim + 2 * shape.v_dim)) * element + 3 * 4 * heads * shape.v_dim
-    width = getattr(config, "intermediate_size", None) or 4 * hidden
-    if isinstance(width, list | tuple):
-        # Gemma 3n has one width per layer.
-        width = max(width)
-    active = getattr(config, "num_experts_per_tok", None)
+    width = _most(config, "intermediate_size") or 4 * hidden
+    active = _most(config, "num_experts_per_tok")
     if active:
         width = max(width, active * (_most(config, "moe_intermediate_size") or width))
     return max(attention, (2 * hidden + 3 * width) * element) + 2 * 4 * hidden
